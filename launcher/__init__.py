@@ -1,0 +1,1 @@
+"""Who starts: the launcher, the place where ranks meet, and what they print."""

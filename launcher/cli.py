@@ -1,0 +1,237 @@
+"""`pycoll-run`: starts a program on several ranks. What comes after the program is its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, usable_cores
+from pycoll.launcher.spawn import Job, Options
+
+_PROGRAM = "pycoll-run"
+_TRANSPORTS = ("auto", "shm", "tcp", "rdma")
+_NOT_YET = ("-H", "--hosts", "--hostfile", "--survive", "--restarts", "--trace")
+_OWN = {variable.name for variable in (*IDENTITY, *TORCH)} - {"MASTER_ADDR", "MASTER_PORT"}
+_USAGE = f"""\
+{_PROGRAM} [options] script.py [arguments]
+       {_PROGRAM} [options] -m package.module [arguments]
+       {_PROGRAM} [options] -- program [arguments]"""
+_STATUSES = """\
+exit status:
+  0 if every rank ended with 0, else that of the rank that failed first (128 + signal if a signal
+  killed it; the code of abort(code)); 124 after --timeout, 130 after Ctrl-C, 143 after SIGTERM,
+  127 or 126 if the program cannot be run, 2 if this command line is wrong"""
+
+
+class _UsageError(Exception):
+    """The command line is wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message)
+
+
+def _whole(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if (number := int(text)) >= 1:
+            return number
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (number := float(text)) > 0 and not math.isnan(number):
+            return number
+    raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, not {text!r}")
+
+
+def _export(text: str) -> tuple[str, str]:
+    name, given, value = text.partition("=")
+    if not name:
+        raise argparse.ArgumentTypeError(f"must be NAME or NAME=VALUE, not {text!r}")
+    if name in _OWN:
+        raise argparse.ArgumentTypeError(f"{name} is set by {_PROGRAM} itself")
+    if not given and name not in os.environ:
+        raise argparse.ArgumentTypeError(f"{name} is not set here: give {name}=VALUE")
+    return name, value if given else os.environ[name]
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog=_PROGRAM,
+        usage=_USAGE,
+        description="Start a program on several ranks of this machine.",
+        epilog=f"{_STATUSES}\n\n{variables_text()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument_group("options").add_argument
+    add("-n", "-np", dest="size", metavar="N", type=_whole, help="ranks (default: usable cores)")
+    add("--transport", choices=_TRANSPORTS, metavar="|".join(_TRANSPORTS), help="how bytes move")
+    add(
+        "-x",
+        dest="exports",
+        metavar="NAME[=VALUE]",
+        type=_export,
+        action="append",
+        default=[],
+        help="a variable for the ranks' environment (may be repeated)",
+    )
+    add("-l", "--tag-output", action="store_true", help="put [rank] before each line of output")
+    add("--log-dir", metavar="D", help="also write each rank's output to D/rank.K.log")
+    add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
+    add("--op-timeout", metavar="S", type=_seconds, help="default deadline of every operation")
+    add("--bind", choices=("none", "core"), default="none", help="keep each rank on one core")
+    add(
+        "--emulate-hosts",
+        metavar="K",
+        type=_whole,
+        help="pretend K hosts: blocks of N/K ranks, no shared memory across",
+    )
+    add("--verbose", action="store_true", help="tell what the launcher does")
+    add("--version", action="store_true", help="print the version and exit")
+    add("-h", "--help", action="store_true", help="print this text and exit")
+    return parser
+
+
+def variables_text() -> str:
+    """The table of all environment variables, as --help prints it."""
+    width = max(len(variable.name) for group in VARIABLES.values() for variable in group)
+    lines = []
+    for heading, group in VARIABLES.items():
+        lines.append(f"environment variables {heading}:")
+        lines.extend(f"  {variable.name:{width}}  {variable.meaning}" for variable in group)
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def version() -> str:
+    """The version of the package that is installed."""
+    try:
+        return importlib.metadata.version("pycoll")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def _split(parser: _Parser, argv: Sequence[str]) -> int:
+    """Where the options end and the program begins."""
+    # argparse would take options from behind the program too, so the program is found first.
+    takes_value = {
+        flag: action.nargs is None for action in parser._actions for flag in action.option_strings
+    }
+    index = 0
+    while index < len(argv):
+        text = argv[index]
+        flag, equals, _ = text.partition("=")
+        if flag in _NOT_YET or text.startswith("-H"):
+            flag = "-H" if text.startswith("-H") else flag
+            raise _UsageError(f"version {version()} does not have the option {flag} yet")
+        if text in ("-m", "--") or not text.startswith("-"):
+            break
+        if text == "-" or (flag not in takes_value and text[:2] not in ("-n", "-x")):
+            raise _UsageError(f"unknown option {flag} (see {_PROGRAM} --help)")
+        index += 2 if not equals and takes_value.get(text) else 1
+    return index
+
+
+def _program(argv: Sequence[str]) -> list[str]:
+    """The command of a rank, from what follows the options."""
+    if not argv or argv == ["--"]:
+        raise _UsageError(f"which program? {_PROGRAM} -n 4 script.py (see {_PROGRAM} --help)")
+    if argv[0] == "--":
+        return list(argv[1:])
+    if argv[0] == "-m":
+        if len(argv) < 2:
+            raise _UsageError("-m needs the name of a module")
+        return [sys.executable, *argv]
+    script = Path(argv[0])
+    if not script.exists():
+        raise _UsageError(
+            f"there is no script {argv[0]} (a program that is not Python: {_PROGRAM} -- {argv[0]})"
+        )
+    if script.is_dir() and not (script / "__main__.py").exists():
+        raise _UsageError(f"{argv[0]} is a folder without a __main__.py")
+    return [sys.executable, *argv]
+
+
+def _options(args: argparse.Namespace) -> Options:
+    size = args.size or usable_cores()
+    if args.emulate_hosts is not None and args.emulate_hosts > size:
+        raise _UsageError(
+            f"--emulate-hosts {args.emulate_hosts} needs as many ranks, there are {size}"
+        )
+    transport = args.transport
+    if transport is None and "PYCOLL_JOB" not in os.environ:  # else it is that of an outer job
+        transport = os.environ.get("PYCOLL_TRANSPORT")
+    return Options(
+        size=size,
+        transport=transport or "auto",
+        op_timeout_s=args.op_timeout,
+        timeout_s=args.timeout,
+        tag_output=args.tag_output,
+        log_dir=args.log_dir,
+        bind=args.bind,
+        emulate_hosts=args.emulate_hosts,
+        verbose=args.verbose,
+        exports=dict(args.exports),
+    )
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = _parser()
+    split = _split(parser, argv)
+    args = parser.parse_args(argv[:split])
+    if args.help:
+        print(parser.format_help(), end="", flush=True)
+        return 0
+    if args.version:
+        print(f"{_PROGRAM} {version()}", flush=True)
+        return 0
+    command = _program(argv[split:])
+    outcome = Job(command, _options(args)).run()
+    if outcome.report:
+        _tell(outcome.report)
+    return outcome.status
+
+
+def _tell(text: str) -> None:
+    """Print lines on standard error, those that are not indented with the name of the program."""
+    if sys.stderr is None:
+        return
+    try:
+        for line in text.splitlines():
+            print(line if line.startswith(" ") else f"{_PROGRAM}: {line}", file=sys.stderr)
+    except OSError:  # whoever read it has gone, but our exit status still counts
+        _silence(sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Send a stream nowhere, so that what Python still holds of it does not fail at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (default: sys.argv); returns the exit status."""
+    if not sys.platform.startswith("linux"):
+        _tell(f"pycoll runs on Linux only, not on {sys.platform}")
+        return 2
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except _UsageError as exc:
+        _tell(str(exc))
+        return 2
+    except BrokenPipeError:  # of --help
+        _silence(sys.stdout)
+        return 141

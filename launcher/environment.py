@@ -1,0 +1,177 @@
+"""What a rank finds in its environment, and the table of all variables that pycoll knows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Variable(NamedTuple):
+    """One environment variable: its name, and what it means."""
+
+    name: str
+    meaning: str
+
+
+# What pycoll-run sets for every rank, whatever it was before, and pycoll.init() reads.
+IDENTITY = (
+    Variable("PYCOLL_RANK", "this process's number in the job, from 0"),
+    Variable("PYCOLL_SIZE", "number of ranks in the job"),
+    Variable("PYCOLL_LOCAL_RANK", "its number among the ranks on its host, from 0"),
+    Variable("PYCOLL_LOCAL_SIZE", "number of ranks on its host"),
+    Variable("PYCOLL_NODE", "its host's number in the job, from 0"),
+    Variable("PYCOLL_NODES", "number of hosts in the job"),
+    Variable("PYCOLL_RENDEZVOUS", "where the ranks meet: tcp://HOST:PORT"),
+    Variable("PYCOLL_KEY", "the job's secret key: 64 hexadecimal digits"),
+    Variable("PYCOLL_JOB", "the job's id; what carries it is ended with the job"),
+    Variable("PYCOLL_TRANSPORT", "name of the transport, or auto (option --transport)"),
+)
+# The same for programs written for torch.distributed.
+TORCH = (
+    Variable("RANK", "as PYCOLL_RANK"),
+    Variable("WORLD_SIZE", "as PYCOLL_SIZE"),
+    Variable("LOCAL_RANK", "as PYCOLL_LOCAL_RANK"),
+    Variable("LOCAL_WORLD_SIZE", "as PYCOLL_LOCAL_SIZE"),
+    Variable("MASTER_ADDR", "rank 0's address, for torch.distributed"),
+    Variable("MASTER_PORT", "a port that was free at the start, for torch.distributed"),
+)
+# What the user may set; pycoll-run sets these for the ranks only as said here.
+SETTINGS = (
+    Variable("PYCOLL_OP_TIMEOUT", "seconds an operation may take (option --op-timeout)"),
+    Variable("PYTHONUNBUFFERED", "set to 1 for the ranks unless it is set"),
+    Variable("OMP_NUM_THREADS", "set to 1 if there are more ranks than cores, unless it is set"),
+)
+LAUNCHER = (
+    Variable("PYCOLL_TRANSPORT", "default of --transport"),
+    Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
+)
+# Every variable, in groups with a heading: printed by `pycoll-run --help`.
+VARIABLES: dict[str, tuple[Variable, ...]] = {
+    "set by pycoll-run for every rank, read by pycoll.init()": IDENTITY,
+    "set by pycoll-run for every rank, for torch.distributed": TORCH,
+    "passed on to every rank": SETTINGS,
+    "read by pycoll-run": LAUNCHER,
+}
+
+
+class Place(NamedTuple):
+    """A rank's host and the number of hosts, and its number among the ranks of that host."""
+
+    node: int
+    nodes: int
+    local_rank: int
+    local_size: int
+
+
+def place(rank: int, size: int, hosts: int = 1) -> Place:
+    """Where a rank is when `size` ranks share `hosts` hosts (or fewer) in blocks of one size."""
+    block = -(-size // hosts)
+    node = rank // block
+    return Place(node, -(-size // block), rank % block, min(block, size - node * block))
+
+
+def shared_environment(
+    size: int,
+    *,
+    job: str,
+    key: bytes,
+    rendezvous: str,
+    transport: str,
+    op_timeout_s: float | None,
+    exports: Mapping[str, str],
+) -> dict[str, str]:
+    """The environment of all ranks: this process's, `exports`, and what names the job."""
+    environment = dict(os.environ)
+    if "PYCOLL_JOB" in environment:  # inside a rank of another job, whose options are not ours
+        environment.pop("PYCOLL_OP_TIMEOUT", None)
+    for name in (*IDENTITY, *TORCH):
+        environment.pop(name.name, None)
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    if size > usable_cores():
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    environment["MASTER_ADDR"] = "127.0.0.1"
+    environment["MASTER_PORT"] = str(_free_port())
+    if op_timeout_s is not None:
+        environment["PYCOLL_OP_TIMEOUT"] = str(op_timeout_s)
+    environment.update(exports)
+    environment["PYCOLL_RENDEZVOUS"] = rendezvous
+    environment["PYCOLL_KEY"] = key.hex()
+    environment["PYCOLL_JOB"] = job
+    environment["PYCOLL_TRANSPORT"] = transport
+    environment["PYCOLL_SIZE"] = environment["WORLD_SIZE"] = str(size)
+    return environment
+
+
+def rank_environment(rank: int, size: int, hosts: int = 1) -> dict[str, str]:
+    """The variables in which a rank's environment differs from the others'."""
+    where = place(rank, size, hosts)
+    return {
+        "PYCOLL_RANK": str(rank),
+        "RANK": str(rank),
+        "PYCOLL_NODE": str(where.node),
+        "PYCOLL_NODES": str(where.nodes),
+        "PYCOLL_LOCAL_RANK": str(where.local_rank),
+        "LOCAL_RANK": str(where.local_rank),
+        "PYCOLL_LOCAL_SIZE": str(where.local_size),
+        "LOCAL_WORLD_SIZE": str(where.local_size),
+    }
+
+
+def usable_cores() -> int:
+    """Cores this process may use: the less of its affinity and its cgroup's quota, at least 1."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), _cgroup_quota())))
+
+
+def _cgroup_quota() -> float:
+    quota = float("inf")
+    for line in _text("/proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root = Path("/sys/fs/cgroup")
+        elif "cpu" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/cpu")
+        else:
+            continue
+        # A group's quota binds those below it too. In a container the path may not exist: there the
+        # root is the container's own group.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            # Version 2: "QUOTA PERIOD" in one file, version 1: in two; "max" or -1 is no quota.
+            limit = _text(folder / "cpu.max").split()
+            if not limit:
+                limit = [_text(folder / f"cpu.cfs_{what}_us") for what in ("quota", "period")]
+            with contextlib.suppress(ValueError, ZeroDivisionError):
+                cores = float(limit[0]) / float(limit[1])
+                if cores > 0:
+                    quota = min(quota, cores)
+    return quota
+
+
+def cpus_of_cores() -> list[set[int]]:
+    """The CPUs this process may use, those of one core (its hyperthreads) together."""
+    cores = defaultdict(set)
+    for cpu in sorted(os.sched_getaffinity(0)):
+        siblings = _text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores[siblings or str(cpu)].add(cpu)
+    return list(cores.values())
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,175 @@
+"""What became of a job's ranks, which of them was the cause, and how that is told."""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+_ERROR_LINES = 12  # lines of a traceback, or of standard error, in a report
+
+
+class Outcome(NamedTuple):
+    """How a job ended: its exit status, the rank that was the cause, and what to print about it."""
+
+    status: int
+    culprit: int | None
+    report: str
+
+
+class Decision(NamedTuple):
+    """Why the launcher itself ended a job: when, with which exit status, what to print."""
+
+    at: float
+    status: int
+    text: str
+
+
+class Raised(NamedTuple):
+    """An exception that ended a rank's program."""
+
+    error: str
+    text: str
+    peer_failed: bool
+
+
+class RankState:
+    """What is known of one rank.
+
+    Attributes:
+        status: how its process ended: exit status, or minus the signal; None: it has not.
+        joined: the process that joined the job as this rank.
+        left: it has finalized.
+        raised: the exception that it told of.
+        abort_code: the code it aborted the job with.
+        died: the process that joined ended without finalizing, and is not the one started here.
+        failed_at: when the first sign of its failure came.
+        signalled: the launcher had sent it a signal that ends a process before it ended.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.status: int | None = None
+        self.joined: int | None = None
+        self.left = False
+        self.raised: Raised | None = None
+        self.abort_code: int | None = None
+        self.died = False
+        self.failed_at: float | None = None
+        self.signalled = False
+
+    @property
+    def victim(self) -> bool:
+        """Whether it failed because another rank had."""
+        return self.raised is not None and self.raised.peer_failed and self.abort_code is None
+
+    @property
+    def well(self) -> bool:
+        """Whether it ended as it should."""
+        return self.status == 0 and not self.died and self.abort_code is None
+
+    @property
+    def job_status(self) -> int:
+        """The exit status of the job if this rank is the cause."""
+        if self.abort_code is not None:
+            return self.abort_code
+        if self.status and not self.signalled:
+            return self.status if self.status > 0 else 128 - self.status
+        return 1
+
+    def told_fully(self) -> bool:
+        """Whether its end is explained: no message of it can be on its way any more."""
+        failed_itself = self.status is not None and self.status > 0 and not self.signalled
+        return self.joined is None or self.left or self.raised is not None or not failed_itself
+
+    def describe(self) -> str:
+        """What became of it, after "rank N ..."."""
+        if self.status is None:
+            ended = "did not end"
+        elif self.signalled and self.status < 0:
+            ended = f"ended by the launcher with {signal_name(-self.status)}"
+        else:
+            ended = end_text(self.status)
+        if self.abort_code is not None:
+            return f"called abort({self.abort_code})"
+        if self.raised is not None and self.status != 0:
+            return f"raised {self.raised.error}, {ended}"
+        if self.died:
+            return f"lost process {self.joined}, which had joined the job, {ended}"
+        return ended
+
+
+def signal_name(signum: int) -> str:
+    """The name of a signal, or "signal N" if it has none."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def end_text(status: int) -> str:
+    """How a process ended: "exit status 3" or "killed by signal 9 (SIGKILL)"."""
+    if status >= 0:
+        return f"exit status {status}"
+    return f"killed by signal {-status} ({signal_name(-status)})"
+
+
+def judge(
+    ranks: Sequence[RankState],
+    decision: Decision | None,
+    started: float,
+    stderr_of: Callable[[int], str],
+) -> Outcome:
+    """The outcome of a job that is over.
+
+    The cause is the earliest death or exception; that another rank failed is the cause of nothing
+    unless there is nothing else.
+    """
+    if decision is None and all(rank.well for rank in ranks):
+        return Outcome(0, None, "")
+    failed = [(rank.failed_at, rank) for rank in ranks if rank.failed_at is not None]
+    failed.sort(key=lambda pair: pair[0])
+    first = next((pair for pair in failed if not pair[1].victim), None)
+    if decision is not None and (first is None or decision.at <= first[0]):
+        text = decision.text
+        return Outcome(decision.status, None, _join(text, _others(ranks, None)) if text else "")
+    at, cause = first or failed[0]
+    head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
+    detail = cause.raised.text if cause.raised else stderr_of(cause.rank)
+    return Outcome(
+        cause.job_status, cause.rank, _join(head, last_lines(detail), _others(ranks, cause))
+    )
+
+
+def _others(ranks: Iterable[RankState], cause: RankState | None) -> str:
+    groups = defaultdict(list)
+    for rank in ranks:
+        if rank is not cause:
+            groups[rank.describe()].append(rank.rank)
+    if not groups:
+        return ""
+    ends = "; ".join(f"{ranks_text(numbers)}: {text}" for text, numbers in groups.items())
+    return ends if cause is None else f"the others: {ends}"
+
+
+def _join(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Rank numbers in short: "rank 3", "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+def last_lines(text: str, count: int = _ERROR_LINES) -> str:
+    """The last lines of a text that are not empty, indented; a progress bar's last state only."""
+    lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")]
+    return "\n".join([f"    {line}" for line in lines if line.strip()][-count:])

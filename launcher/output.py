@@ -1,0 +1,376 @@
+"""Relays what ranks print, line by line, to the launcher's own output and to log files.
+
+A relay never blocks: what a slow reader does not take waits here, and when that is much the ranks'
+pipes are left unread, so that a rank waits as it would for the reader itself.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import select
+import selectors
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+# A place for output: a file, a function called with the rank and whole lines as bytes, or nowhere.
+Target = IO[Any] | Callable[[int, bytes], object] | None
+
+_READ = 65536
+_LAST_READS = 32  # of a pipe that some process outside the job may fill for ever
+_MAX_LINE = 1 << 20  # a longer line is passed on in pieces
+_FULL, _LOW = 1 << 20, 1 << 18  # bytes waiting: stop reading the ranks' pipes; read them again
+_QUIET_S = 0.1  # on a terminal, part of a line (a prompt) is shown when nothing follows for so long
+_TAIL = 4096  # bytes of each rank's standard error kept for the report
+_COLORS = (36, 33, 32, 35, 34, 31)
+# One line or one state of a progress bar; a lone carriage return stays as it is.
+_UNIT = re.compile(rb"[^\r\n]*\r?\n|[^\r\n]+\r?")
+
+
+class Sink:
+    """One place where output goes, shared by all streams that end there.
+
+    Attributes:
+        error: why nothing more can be written here (EPIPE: its reader is gone), else None.
+        terminal: whether it is a terminal.
+    """
+
+    def __init__(self, target: Target, selector: selectors.BaseSelector) -> None:
+        self.error: OSError | None = None
+        self.terminal = False
+        self.full = False
+        self._selector = selector
+        self._waiting = False
+        self._pending = bytearray()
+        self._write: Callable[[int, bytes], object] | None = None
+        self._owner: Stream | None = None  # whose text stands on the line that is not ended
+        self._fd = descriptor_of(target)
+        if self._fd is not None:
+            self.terminal = os.isatty(self._fd)
+        elif target is not None:
+            self._write = _writer(target)
+        self.erases = self.terminal and os.environ.get("TERM") != "dumb"
+        self.colored = self.erases and not os.environ.get("NO_COLOR")
+
+    def put(self, stream: Stream | None, data: bytes, rank: int = -1) -> None:
+        """Add whole lines (or, marked by `stream.open`, part of one) from a stream."""
+        owner = self._owner
+        if owner is not None and owner is not stream:
+            if owner.open:
+                owner.open = False
+                data = b"\n" + data
+            elif self.erases:  # what a progress bar left standing
+                data = b"\x1b[K" + data
+        self._owner = None if data.endswith(b"\n") else stream
+        if self._write is not None:
+            self._write(rank, data)
+        elif self._fd is not None and self.error is None:
+            self._pending += data
+            self.pump()
+
+    def owned_by(self, stream: Stream) -> bool:
+        """Whether the line that is not ended is this stream's."""
+        return self._owner is stream
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything has been written."""
+        return not self._pending
+
+    def pump(self) -> None:
+        """Write what the reader takes now; the rest waits for the selector."""
+        assert self._fd is not None
+        try:
+            # A pipe that is ready takes PIPE_BUF bytes without blocking; setting O_NONBLOCK instead
+            # would set it for every process that shares our output.
+            while self._pending and _ready(self._fd):
+                written = os.write(self._fd, self._pending[: select.PIPE_BUF])
+                del self._pending[:written]
+        except BlockingIOError:
+            pass
+        except OSError as exc:
+            self.error = exc
+            self._pending.clear()
+        self.full = len(self._pending) > (_LOW if self.full else _FULL)
+        if bool(self._pending) != self._waiting:
+            self._waiting = not self._waiting
+            if self._waiting:
+                self._selector.register(self._fd, selectors.EVENT_WRITE, self.pump)
+            else:
+                self._selector.unregister(self._fd)
+
+    def close(self) -> None:
+        """Forget what has not been written."""
+        if self._waiting and self._fd is not None:
+            self._waiting = False
+            self._selector.unregister(self._fd)
+        self._pending.clear()
+
+
+class Stream:
+    """What one rank writes to standard output or standard error, read from a pipe."""
+
+    def __init__(self, fd: int, rank: int, sink: Sink, *, tag: bool, log: IO[bytes] | None) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.rank = rank
+        self.sink = sink
+        self.open = False  # part of a line has been passed on already
+        self.quiet_at: float | None = None  # when that part of a line is to be shown
+        self.tail = b""
+        self._log = log
+        self._partial = b""
+        self._after_return = False
+        self._prefix = b""
+        if tag:
+            name = f"[{rank}]"
+            if sink.colored:
+                name = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{name}\x1b[0m"
+            self._prefix = f"{name} ".encode()
+
+    def read(self) -> bool:
+        """Pass on what has come; returns False when there is nothing more to come."""
+        try:
+            data = os.read(self.fd, _READ)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        if not data:
+            return False
+        self.tail = (self.tail + data)[-_TAIL:]
+        data = self._partial + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._partial = data[end:]
+        if end:
+            self._emit(data[:end])
+        if len(self._partial) > _MAX_LINE:
+            self._show_part()
+        self.quiet_at = None
+        if self._partial and self.sink.terminal:
+            self.quiet_at = time.monotonic() + _QUIET_S
+        return True
+
+    def show_quiet(self) -> None:
+        """Show part of a line, after which nothing more has come for a while."""
+        self.quiet_at = None
+        if self._partial:
+            self._show_part()
+
+    def finish(self) -> None:
+        """Complete the last line, and close the pipe."""
+        os.close(self.fd)
+        self.quiet_at = None
+        if self._partial:
+            self._emit(self._partial + b"\n")
+        elif self.open or (self.sink.terminal and self.sink.owned_by(self)):
+            self.open = True
+            self._emit(b"\n")
+        self._partial = b""
+
+    def _show_part(self) -> None:
+        part, self._partial = self._partial, b""
+        self._emit(part, part=True)
+
+    def _emit(self, data: bytes, part: bool = False) -> None:
+        if self._log is not None:
+            self._log.write(data)
+        lead = 0
+        if self._prefix:
+            if self.open:  # the rest of a line whose beginning, with its prefix, is out
+                match = _UNIT.match(data)
+                lead = match.end() if match else 0
+            elif self._after_return and data.startswith(b"\n"):  # "\r\n" that came in two pieces
+                lead = 1
+            data = data[:lead] + _UNIT.sub(lambda unit: self._prefix + unit[0], data[lead:])
+        self._after_return = data.endswith(b"\r")
+        self.open = part
+        self.sink.put(self, data, self.rank)
+
+
+class Relay:
+    """The output of all ranks of a job.
+
+    Args:
+        stdout, stderr: where it goes.
+        selector: where pipes are watched; the data of a key is a function to call when it is ready.
+        tag: put the rank before each line also where that is not a terminal.
+        log_dir: folder for one file a rank, made if it does not exist.
+
+    Raises:
+        OSError: the folder or a file in it cannot be made.
+    """
+
+    def __init__(
+        self,
+        stdout: Target,
+        stderr: Target,
+        selector: selectors.BaseSelector,
+        *,
+        tag: bool = False,
+        log_dir: str | None = None,
+    ) -> None:
+        self._selector = selector
+        self._tag = tag
+        self._log_dir = None if log_dir is None else Path(log_dir)
+        if self._log_dir is not None:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._out = Sink(stdout, selector)
+        # One terminal, or `> file 2>&1`: one queue keeps the order, and knows whose line is open.
+        self._err = self._out if _same_file(stdout, stderr) else Sink(stderr, selector)
+        self._streams: dict[Stream, bool] = {}  # those that have not ended; whether they are read
+        self._errors: dict[int, Stream] = {}
+        self._logs: list[IO[bytes]] = []
+        self._error: OSError | None = None
+
+    def add(self, rank: int, stdout: int, stderr: int) -> None:
+        """Relay the pipes of a rank, whose read ends become the relay's."""
+        log = None
+        if self._log_dir is not None:
+            try:
+                log = open(self._log_dir / f"rank.{rank}.log", "wb", buffering=0)  # noqa: SIM115
+            except OSError:
+                os.close(stdout)
+                os.close(stderr)
+                raise
+            self._logs.append(log)
+        for fd, sink in ((stdout, self._out), (stderr, self._err)):
+            tag = self._tag or sink.terminal
+            stream = Stream(fd, rank, sink, tag=tag, log=log)
+            self._streams[stream] = False
+            if fd == stderr:
+                self._errors[rank] = stream
+
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own to standard error."""
+        self._err.put(None, text.encode() + b"\n")
+
+    def update(self, now: float) -> float:
+        """Watch the pipes whose output has room; returns when to call this again at the latest."""
+        soonest = float("inf")
+        for stream, watched in self._streams.items():
+            if watched == stream.sink.full:
+                self._watch(stream, not watched)
+            if stream.quiet_at is not None:
+                if stream.quiet_at <= now:
+                    stream.show_quiet()
+                else:
+                    soonest = min(soonest, stream.quiet_at)
+        return soonest
+
+    def tail(self, rank: int) -> str:
+        """The end of a rank's standard error."""
+        stream = self._errors.get(rank)
+        return stream.tail.decode(errors="replace") if stream else ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether every pipe has been closed at its other end."""
+        return not self._streams
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was read has been written."""
+        return self._out.idle and self._err.idle
+
+    @property
+    def error(self) -> OSError | None:
+        """Why output cannot be written, or None."""
+        return self._error or self._out.error or self._err.error
+
+    def finish(self) -> None:
+        """Read what is left in the pipes, without waiting for more, and complete the last lines."""
+        for stream in list(self._streams):
+            poller = select.poll()
+            poller.register(stream.fd, select.POLLIN)
+            for _ in range(_LAST_READS):
+                if stream not in self._streams or not poller.poll(0):
+                    break
+                self._read(stream)
+            if stream in self._streams:
+                self._end(stream)
+
+    def close(self) -> None:
+        """Close pipes and files; what has not been written is lost."""
+        for stream in list(self._streams):
+            self._watch(stream, False)
+            os.close(stream.fd)
+        self._streams.clear()
+        self._out.close()
+        self._err.close()
+        for log in self._logs:
+            log.close()
+
+    def _read(self, stream: Stream) -> None:
+        try:
+            if stream.read():
+                return
+        except OSError as exc:  # a log file, or a target of the caller's
+            self._error = exc
+        self._end(stream)
+
+    def _end(self, stream: Stream) -> None:
+        self._watch(stream, False)
+        del self._streams[stream]
+        try:
+            stream.finish()
+        except OSError as exc:
+            self._error = exc
+
+    def _watch(self, stream: Stream, wanted: bool) -> None:
+        if wanted == self._streams[stream]:
+            return
+        self._streams[stream] = wanted
+        if wanted:
+            self._selector.register(stream.fd, selectors.EVENT_READ, lambda: self._read(stream))
+        else:
+            self._selector.unregister(stream.fd)
+
+
+def descriptor_of(target: Any) -> int | None:
+    """The descriptor behind a target that really is a file, whose own buffer is flushed first.
+
+    A notebook's sys.stdout has a fileno() too, which is not where its text goes.
+    """
+    raw = target.buffer if isinstance(target, io.TextIOWrapper) else target
+    if isinstance(raw, io.BufferedWriter):
+        raw = raw.raw
+    if not isinstance(raw, io.FileIO):
+        return None
+    target.flush()
+    return raw.fileno()
+
+
+def _writer(target: Any) -> Callable[[int, bytes], object]:
+    if callable(target):
+        return lambda rank, data: target(rank, data)
+    file = getattr(target, "buffer", target)
+    if isinstance(file, io.TextIOBase) or not isinstance(file, io.IOBase):
+
+        def write(rank: int, data: bytes) -> None:
+            target.write(data.decode(errors="replace"))
+            target.flush()
+
+        return write
+
+    def write_bytes(rank: int, data: bytes) -> None:
+        file.write(data)
+        file.flush()
+
+    return write_bytes
+
+
+def _same_file(a: Target, b: Target) -> bool:
+    if a is b:
+        return True
+    fd_a, fd_b = descriptor_of(a), descriptor_of(b)
+    return fd_a is not None and fd_b is not None and os.path.sameopenfile(fd_a, fd_b)
+
+
+def _ready(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLOUT)
+    return bool(poller.poll(0))

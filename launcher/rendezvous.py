@@ -1,0 +1,286 @@
+"""The meeting of the ranks of a job: `Server` in the launcher, a `Client` in each rank.
+
+The server's docstring has the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import zmq
+
+from pycoll.errors import BootstrapError
+from pycoll.launcher import rendezvous_wire as wire
+from pycoll.launcher.rendezvous_link import Link
+from pycoll.launcher.rendezvous_server import Notice, Server
+from pycoll.launcher.rendezvous_wire import WIRE_VERSION
+
+__all__ = ["WIRE_VERSION", "Client", "Event", "Notice", "Server"]
+
+_EVENTS = frozenset({"failed", "left", "ended", "broken"})
+_STATES = frozenset({"waiting", "running"})
+
+
+class Event(NamedTuple):
+    """What became of another rank, of a communicator, or of the connection.
+
+    "failed" {rank, reason, detail}   it died, raised (detail: its traceback) or aborted
+    "left"   {rank, links}            it finalized; links: the ranks it has sent to
+    "ended"  {rank, reason}           its process ended with status 0
+    "broken" {context, error, rank,   a communicator is broken, by what and by whom
+              reason, message}
+    "lost"   {}                       the connection to the launcher is gone
+    """
+
+    kind: str
+    fields: dict[str, Any]
+
+
+class Client:
+    """One rank's connection to the launcher. Not thread-safe: its owner has the lock.
+
+    Make it after fork. The owner sleeps on `fileno()` and calls `progress()` when that is
+    readable; every method leaves the descriptor readable while there is something to return.
+
+    Args:
+        endpoint: the server's, ``tcp://host:port``.
+        key: the job's secret, at least 16 bytes.
+        rank: this rank.
+        size: number of ranks in the job.
+        context: the ZeroMQ context to use, which stays the caller's; None: one of its own.
+        notice_s: seconds after which, and between which, `join` prints who is missing.
+
+    Raises:
+        ValueError: the key is too short.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        key: bytes,
+        rank: int,
+        size: int,
+        *,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        notice_s: float = 10.0,
+    ) -> None:
+        self._endpoint, self._rank, self._size = endpoint, rank, size
+        self._notice_s = notice_s
+        self._pid = os.getpid()
+        keys = wire.derive_keys(key)
+        self._owns_context = context is None
+        self._context = zmq.Context(io_threads=1) if context is None else context
+        self._link = Link(
+            endpoint,
+            keys,
+            self._context,
+            wire.MAX_FRAME_NBYTES + size * wire.MAX_INFO_NBYTES,
+            f"rank {rank}",
+        )
+        self._events: list[Event] = []
+        self._answers: dict[str, dict[str, Any]] = {}  # the latest of each kind
+        self._has_posted = False
+        self._has_tried = False
+        self._num_asked = 0
+        self._is_closed = False
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close(0.0)
+
+    def join(self, info: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Wait until all ranks have joined; return what each has said about itself, by rank.
+
+        While it waits the lowest rank present prints, every `notice_s`, who is missing. A client
+        joins once; whoever wants to try again after an error closes it and makes another.
+
+        Args:
+            info: what the others must know of this rank: msgpack-able, at most 64 KiB.
+            timeout_s: how long to wait, in seconds; math.inf: for ever.
+
+        Raises:
+            BootstrapError: the deadline passed (who is missing, how long it waited); a rank ended
+                before all had joined; this rank was refused (its number is taken, another size or
+                version); the launcher cannot be reached, or its key is another.
+            ValueError: `info` is too large.
+            RuntimeError: it has tried to join before, or is closed.
+        """
+        if self._has_tried or self._is_closed:
+            raise RuntimeError("a client joins once")
+        start, packed = time.monotonic(), wire.pack_info(info)
+        self._has_tried = True
+        self._link.connect(timeout_s)
+        self._send(
+            "join",
+            {
+                "version": WIRE_VERSION,
+                "rank": self._rank,
+                "size": self._size,
+                "pid": self._pid,
+                "info": packed,
+            },
+        )
+        with self._keeping_events():
+            return self._meet(start, timeout_s)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `progress()` may have work to do."""
+        return self._link.fileno()
+
+    def progress(self) -> list[Event]:
+        """Send what waits to be sent, and return what has come; never blocks."""
+        self._pump()
+        events, self._events = self._events, []
+        return events
+
+    def post(self, kind: str, **fields: Any) -> None:
+        """Tell the server; never blocks, and does nothing without a connection.
+
+        The kinds and their fields (contexts are int, str or bytes):
+            "raised" {error, text, peer_failed}, "abort" {code}, "left" {links},
+            "broken" {context, error, rank, reason, message, members},
+            "waiting" {context, number, call, where, members}, "running" {}.
+
+        Raises:
+            ValueError: no such kind, or its fields are wrong.
+        """
+        self._send(kind, wire.parse_post(kind, fields, self._size))
+        self._has_posted = True
+
+    def ask_table(self, timeout_s: float) -> list[str]:
+        """Return what each rank is doing, one line a rank; empty if no answer came in time."""
+        deadline = time.monotonic() + timeout_s
+        self._num_asked += 1
+        self._send("table", {"id": self._num_asked})
+        with self._keeping_events():
+            while (answer := self._await({"table"}, deadline)) is not None:
+                fields = answer[1]
+                if fields["id"] == self._num_asked:  # else it comes too late, for an earlier one
+                    return list(fields["lines"])
+        return []
+
+    def close(self, linger_s: float) -> None:
+        """Deliver what was posted, waiting at most `linger_s`, and disconnect.
+
+        It returns once the server has handled what was posted, or it is too late for that. May
+        be called again. After a fork it does nothing in the child, which must call nothing else.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        deadline = time.monotonic() + linger_s
+        delivered = not self._has_posted
+        try:
+            if not delivered and linger_s > 0:
+                self._send("bye", {})
+                delivered = self._await({"bye"}, deadline) is not None
+        finally:
+            # Interrupted: what ZeroMQ has accepted may still go out.
+            self._link.close(0.0 if delivered else max(0.0, deadline - time.monotonic()))
+            if self._owns_context:
+                self._context.term()
+
+    # The meeting.
+
+    def _meet(self, start: float, timeout_s: float) -> list[dict[str, Any]]:
+        deadline = start + timeout_s
+        # One last look at who is missing, early enough for its answer.
+        last_look = deadline - min(1.0, 0.2 * timeout_s)
+        look = min(start + self._notice_s, last_look)
+        missing: list[int] = []
+        while True:
+            answer = self._await({"met", "refused", "who"}, look)
+            if answer is None:
+                now = time.monotonic()
+                if not self._link.is_open:
+                    raise BootstrapError(
+                        f"rank {self._rank}: the connection to the launcher at {self._endpoint} "
+                        "was lost before all ranks had joined"
+                    )
+                if now >= deadline:
+                    raise self._give_up(start, missing)
+                self._send("who", {})
+                look = min(now + self._notice_s, last_look) if now < last_look else deadline
+                continue
+            kind, fields = answer
+            if kind == "met":
+                return [self._read_info(*item) for item in enumerate(fields["infos"])]
+            if kind == "refused":
+                raise BootstrapError(f"rank {self._rank} cannot join the job: {fields['message']}")
+            missing = list(fields["missing"])
+            if fields["lowest"] == self._rank and time.monotonic() - start >= self._notice_s:
+                self._print_missing(start, missing)
+
+    def _read_info(self, rank: int, info: bytes) -> dict[str, Any]:
+        try:
+            return wire.unpack_info(info)
+        except wire.MalformedError as exc:
+            raise BootstrapError(f"rank {self._rank} cannot read what rank {rank} sent") from exc
+
+    def _give_up(self, start: float, missing: list[int]) -> BootstrapError:
+        self._send("withdraw", {})
+        self._has_posted = True
+        waited = f"rank {self._rank} waited {wire.seconds_since(start)} for the job to meet"
+        if not missing:
+            return BootstrapError(f"{waited}: the launcher at {self._endpoint} does not answer")
+        have = "has" if len(missing) == 1 else "have"
+        return BootstrapError(
+            f"{waited}: {wire.name_ranks(missing)} of {self._size} {have} not joined"
+        )
+
+    def _print_missing(self, start: float, missing: list[int]) -> None:
+        if sys.stderr is None or not missing:
+            return
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed
+            print(
+                f"pycoll: rank {self._rank} has waited {wire.seconds_since(start)} for "
+                f"{wire.name_ranks(missing)} of {self._size} to join the job",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    # Moving messages.
+
+    def _send(self, kind: str, fields: dict[str, Any]) -> None:
+        self._link.send(wire.pack(kind, fields), is_state=kind in _STATES)
+
+    @contextlib.contextmanager
+    def _keeping_events(self) -> Iterator[None]:
+        """Keep the events that come in the block for `progress()`, and say so on `fileno()`."""
+        try:
+            yield
+        finally:
+            if self._events:
+                self._link.wake()
+
+    def _await(self, kinds: set[str], deadline: float) -> tuple[str, dict[str, Any]] | None:
+        """Wait for an answer of one of these kinds; None: it is too late, or no connection."""
+        while True:
+            self._pump()
+            for kind in kinds & self._answers.keys():
+                return kind, self._answers.pop(kind)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not self._link.is_open:
+                return None
+            self._link.wait(remaining)
+
+    def _pump(self) -> None:
+        was_open = self._link.is_open
+        for frame in self._link.pump():
+            try:
+                kind, fields = wire.unpack(frame, max(self._size, 64))
+            except wire.MalformedError:
+                continue  # it comes from the launcher, but it is nothing that we can wait for
+            if kind in _EVENTS:
+                self._events.append(Event(kind, fields))
+            else:
+                self._answers[kind] = fields
+        if was_open and not self._link.is_open:
+            self._events.append(Event("lost", {}))

@@ -1,0 +1,99 @@
+"""What ranks wait in, and which communicators are broken."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from pycoll.launcher.rendezvous_wire import Context
+
+# Broken communicators that are remembered, so that a later cause is not taken for the first.
+_MAX_BROKEN = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One wait of one rank; `since` is of time.monotonic()."""
+
+    context: Context
+    number: int
+    call: str
+    where: str
+    since: float
+
+    def __str__(self) -> str:
+        return f"{self.call} at {self.where}" if self.where else self.call
+
+    def is_same_call(self, other: Wait) -> bool:
+        """Whether both are in the same call, wherever they were made."""
+        mine = (self.context, self.number, self.call)
+        return mine == (other.context, other.number, other.call)
+
+
+class Calls:
+    """The wait of each rank, compared with those of the others.
+
+    A number counts the collective calls on one communicator (context), so ranks that wait in the
+    same (context, number) must make the same call. Negative numbers are point-to-point calls:
+    each rank has its own.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[int, Wait] = {}
+        self._together: dict[tuple[Context, int], set[int]] = {}
+        self._broken: dict[Context, None] = {}  # in the order they broke
+
+    def wait_of(self, rank: int) -> Wait | None:
+        """Return what `rank` waits in."""
+        return self._waits.get(rank)
+
+    def start(self, rank: int, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """Note that `rank` waits in the call that post "waiting" describes.
+
+        Returns:
+            The fields of post "broken" if another rank waits in another call, else None.
+        """
+        members = fields.pop("members")
+        wait, before = Wait(since=time.monotonic(), **fields), self._waits.get(rank)
+        if before is not None and wait.number >= 0 and wait.is_same_call(before):
+            return None  # it looked up and went on waiting
+        self.stop(rank)
+        self._waits[rank] = wait
+        if wait.number < 0:
+            return None
+        together = self._together.setdefault((wait.context, wait.number), set())
+        # One is enough: those who wait already agree, or the communicator is broken.
+        other = min(together, default=None)
+        together.add(rank)
+        if other is None or wait.is_same_call(self._waits[other]):
+            return None
+        lines = [f"  rank {r}: {self._waits[r]}" for r in sorted((rank, other))]
+        return {
+            "context": wait.context,
+            "error": "MismatchError",
+            "rank": rank,
+            "reason": f"made another call than rank {other}",
+            "message": "\n".join(["ranks made different calls:", *lines]),
+            "members": members,
+        }
+
+    def stop(self, rank: int) -> None:
+        """Note that `rank` does not wait."""
+        wait = self._waits.pop(rank, None)
+        if wait is None or wait.number < 0:
+            return
+        key = (wait.context, wait.number)
+        together = self._together[key]
+        together.discard(rank)
+        if not together:
+            del self._together[key]
+
+    def note_broken(self, context: Context) -> bool:
+        """Note that a communicator is broken; False if it was already."""
+        if context in self._broken:
+            return False
+        self._broken[context] = None
+        if len(self._broken) > _MAX_BROKEN:
+            del self._broken[next(iter(self._broken))]
+        return True

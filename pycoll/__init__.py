@@ -1,0 +1,91 @@
+"""pycoll: MPI-style collective communication in Python, with no MPI underneath.
+
+Start ranks with ``pycoll-run -n 4 script.py``; in the script:
+
+    import pycoll
+    comm = pycoll.init()
+    total = comm.all_reduce(comm.rank)
+
+See README.md, and the docstring of `Communicator`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from pycoll.errors import (
+    BootstrapError,
+    Error,
+    MismatchError,
+    OperationTimeout,
+    PeerFailed,
+    TransportError,
+    TruncationError,
+)
+
+if TYPE_CHECKING:
+    from pycoll.communicator import Communicator
+    from pycoll.launcher.function import run
+    from pycoll.ops import Op
+    from pycoll.p2p import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+    from pycoll.world import finalize, init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "PROC_NULL",
+    "BootstrapError",
+    "Communicator",
+    "Error",
+    "MismatchError",
+    "Op",
+    "OperationTimeout",
+    "PeerFailed",
+    "Status",
+    "TransportError",
+    "TruncationError",
+    "algorithms",
+    "finalize",
+    "init",
+    "run",
+]
+
+# Imported when first used, so that `import pycoll` costs next to nothing.
+_HOMES = {
+    "ANY_SOURCE": "pycoll.p2p",
+    "ANY_TAG": "pycoll.p2p",
+    "PROC_NULL": "pycoll.p2p",
+    "Communicator": "pycoll.communicator",
+    "Op": "pycoll.ops",
+    "Status": "pycoll.p2p",
+    "finalize": "pycoll.world",
+    "init": "pycoll.world",
+    "run": "pycoll.launcher.function",
+}
+
+
+def algorithms(collective: str) -> list[str]:
+    """List the names of the algorithms of a collective, for the argument `algorithm`.
+
+    Raises:
+        ValueError: there is no such collective; the message names those there are.
+    """
+    from pycoll.schedules import names
+
+    return names(collective)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pycoll' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,224 @@
+"""Broadcast and scatter: only the root knows what will come, so it announces that first.
+
+The announcement goes down a fixed binomial tree (lane 0) and names the kind of value, its
+description and the algorithm of what follows (lane 1). A broadcast value of at most
+`INLINE_NBYTES` is part of it, and nothing follows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pycoll import arrays, objects, schedules
+from pycoll.arrays import Value
+from pycoll.collectives import rows, type_text
+from pycoll.engine import CallSteps
+from pycoll.errors import MismatchError
+from pycoll.executor import Binding, new_bytes
+from pycoll.group import Group
+from pycoll.p2p import Outgoing, contiguous
+from pycoll.transports.base import Parts
+
+INLINE_NBYTES = 4096
+"""Bytes of a broadcast value that travel with its announcement."""
+
+_HEAD = struct.Struct("<BQHQ")
+
+
+class Announcement(NamedTuple):
+    """What the root says before the data comes.
+
+    Attributes:
+        is_object: a Python object (its bytes follow), else an array.
+        nbytes: length of the value, or of all blocks together.
+        algorithm: of what follows.
+        description: of the array, or of a block; the objects' lengths in a scatter.
+        inline: the value itself, if it is here.
+    """
+
+    is_object: bool
+    nbytes: int
+    algorithm: str
+    description: bytes
+    inline: bytes = b""
+
+    def pack(self) -> bytes:
+        """Return the bytes that `unpack` reads."""
+        name = self.algorithm.encode()
+        head = _HEAD.pack(self.is_object, self.nbytes, len(name), len(self.description))
+        return b"".join((head, name, self.description, self.inline))
+
+    @classmethod
+    def unpack(cls, data: memoryview) -> Announcement:
+        """Read an announcement."""
+        is_object, nbytes, name_length, length = _HEAD.unpack_from(data)
+        start = _HEAD.size
+        name = bytes(data[start : start + name_length]).decode()
+        start += name_length
+        description = bytes(data[start : start + length])
+        return cls(bool(is_object), nbytes, name, description, bytes(data[start + length :]))
+
+
+def _announce(
+    group: Group, number: int, call: bytes, root: int, announcement: Announcement | None
+) -> CallSteps:
+    """Have all ranks know the root's announcement."""
+    parts: Parts | None = None
+    if announcement is not None:
+        parts = (memoryview(announcement.pack()),)
+    binding = Binding(nbytes=[None], source=[parts], target=[None])
+    schedule = group.schedule("broadcast", "tree", root)
+    run = yield from group.run((number, 0), call, schedule, binding)
+    if announcement is not None:
+        return announcement
+    return Announcement.unpack(run.location[0][0])
+
+
+# --- broadcast -----------------------------------------------------------------------------
+
+
+def broadcast(
+    group: Group, outgoing: Outgoing | None, mine: Value | None, algorithm: str | None, root: int
+) -> CallSteps:
+    """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
+    forced = f", algorithm={algorithm}" if algorithm else ""
+    call = f"broadcast(root={root}{forced})".encode()
+    number = group.context.begin(call)
+    announcement: Announcement | None = None
+    if outgoing is not None:
+        chosen = group.choose("broadcast", outgoing.nbytes, algorithm)
+        inline = b"".join(outgoing.parts) if outgoing.nbytes <= INLINE_NBYTES else b""
+        announcement = Announcement(
+            outgoing.is_object, outgoing.nbytes, chosen, outgoing.description, inline
+        )
+    announcement = yield from _announce(group, number, call, root, announcement)
+    assert announcement is not None
+    if outgoing is not None:
+        if announcement.nbytes > INLINE_NBYTES:
+            target: memoryview | None = None
+            yield from _spread(group, number, call, root, announcement, outgoing.parts, target)
+        group.context.end(number)
+        return None
+    value, target = _broadcast_target(group, root, announcement, mine)
+    if announcement.nbytes > INLINE_NBYTES:
+        yield from _spread(group, number, call, root, announcement, None, target)
+    else:
+        target[:] = announcement.inline
+    group.context.end(number)
+    if value is None:
+        return objects.load(target)
+    if value is not mine:
+        if mine is None:
+            return arrays.unwrap(value)
+        mine.array[...] = value.array
+    return mine.original
+
+
+def _broadcast_target(
+    group: Group, root: int, announcement: Announcement, mine: Value | None
+) -> tuple[Value | None, memoryview]:
+    """Return the array to receive into (None: an object) and its bytes."""
+    if announcement.is_object:
+        if mine is not None:
+            raise MismatchError(
+                f"broadcast: the root, rank {root}, passed a Python object, "
+                f"rank {group.rank} the array {type_text(mine)}. Pass None off root."
+            )
+        return None, new_bytes(announcement.nbytes)
+    dtype, kind, shape = arrays.from_description(announcement.description)
+    if mine is not None and (mine.dtype != dtype or mine.array.shape != shape):
+        raise MismatchError(
+            f"broadcast: the root, rank {root}, passed {dtype}{list(shape)}, "
+            f"rank {group.rank} {type_text(mine)}. Pass an array like the root's, or None."
+        )
+    if mine is not None and mine.array.flags.c_contiguous:
+        return mine, arrays.as_bytes(mine.array)
+    value = arrays.fresh(dtype, mine.kind if mine is not None else kind, shape)
+    return value, arrays.as_bytes(value.array)
+
+
+def _spread(
+    group: Group,
+    number: int,
+    call: bytes,
+    root: int,
+    announcement: Announcement,
+    parts: Parts | None,
+    target: memoryview | None,
+) -> CallSteps:
+    """Run the broadcast of the value itself."""
+    count = schedules.find("broadcast", announcement.algorithm).chunks(group.size)
+    ends = [announcement.nbytes * i // count for i in range(count + 1)]
+    spans = list(pairwise(ends))
+    if parts is not None and count > 1:
+        parts = (memoryview(b"".join(parts)),)
+    source: list[Any] = [None] * count
+    if parts is not None:
+        source = [parts] if count == 1 else [(parts[0][a:b],) for a, b in spans]
+    binding = Binding(
+        nbytes=[b - a for a, b in spans],
+        source=source,
+        target=[target[a:b] for a, b in spans] if target is not None else [None] * count,
+    )
+    schedule = group.schedule("broadcast", announcement.algorithm, root)
+    yield from group.run((number, 1), call, schedule, binding)
+
+
+# --- scatter -------------------------------------------------------------------------------
+
+
+def scatter(
+    group: Group, blocks: Value | Sequence[Parts] | None, algorithm: str | None, root: int
+) -> CallSteps:
+    """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
+
+    Returns (Value, None) or (None, bytes of an object).
+    """
+    forced = f", algorithm={algorithm}" if algorithm else ""
+    call = f"scatter(root={root}{forced})".encode()
+    number = group.context.begin(call)
+    announcement, views = _scatter_blocks(group, blocks, algorithm)
+    announcement = yield from _announce(group, number, call, root, announcement)
+    assert announcement is not None
+    value: Value | None = None
+    if announcement.is_object:
+        lengths = list(struct.unpack(f"<{group.size}Q", announcement.description))
+        target = new_bytes(lengths[group.rank])
+    else:
+        dtype, kind, shape = arrays.from_description(announcement.description)
+        value = arrays.fresh(dtype, kind, shape)
+        target = arrays.as_bytes(value.array)
+        lengths = [len(target)] * group.size
+    targets: list[memoryview | None] = [None] * group.size
+    targets[group.rank] = target
+    binding = Binding(
+        nbytes=list(lengths),
+        source=list(views) if views is not None else [None] * group.size,
+        target=targets,
+    )
+    schedule = group.schedule("scatter", announcement.algorithm, root)
+    yield from group.run((number, 1), call, schedule, binding)
+    group.context.end(number)
+    return value, target
+
+
+def _scatter_blocks(
+    group: Group, blocks: Value | Sequence[Parts] | None, algorithm: str | None
+) -> tuple[Announcement | None, Sequence[Parts] | None]:
+    if blocks is None:
+        return None, None
+    if isinstance(blocks, Value):
+        block = Value(blocks.array[0], blocks.dtype, blocks.kind)
+        views: Sequence[Parts] = [(row,) for row in rows(contiguous(blocks.array))]
+        nbytes = block.array.nbytes
+        description = arrays.describe(block)
+    else:
+        views = blocks
+        lengths = [sum(len(part) for part in parts) for parts in blocks]
+        nbytes = max(lengths)
+        description = struct.pack(f"<{group.size}Q", *lengths)
+    chosen = group.choose("scatter", nbytes, algorithm)
+    return Announcement(not isinstance(blocks, Value), nbytes, chosen, description), views

@@ -1,0 +1,129 @@
+"""The command `pycoll`: what this machine offers, and the proof of the algorithms."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pycoll.schedules import Algorithm
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, or those of the process; returns the exit status.
+
+    Raises:
+        SystemExit: status 2 if the arguments make no sense, after saying so on stderr.
+    """
+    parser = argparse.ArgumentParser(prog="pycoll", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"pycoll {_version('pycoll')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("info", help="show versions, cores and transports")
+    check = commands.add_parser("check", help="prove the algorithms")
+    check.add_argument(
+        "--max-size",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="prove every number of ranks up to N (default: 64)",
+    )
+    check.add_argument(
+        "collectives", nargs="*", metavar="COLLECTIVE", help="for example all_reduce; default: all"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.command == "info":
+        return _info()
+    from pycoll.schedules import TABLE, find, names
+
+    try:
+        chosen = [find(c, name) for c in arguments.collectives or TABLE for name in names(c)]
+    except ValueError as exc:
+        check.error(str(exc))
+    return _check(chosen, arguments.max_size)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def _check(chosen: Sequence[Algorithm], max_size: int) -> int:
+    """Prove the algorithms one by one and print a line for each; 1 if one is wrong."""
+    from pycoll.check import WINDOWS, ProofError, prove_algorithm
+    from pycoll.schedules import ROOTED
+
+    print(f"proved for windows of {', '.join(map(str, WINDOWS))} receives into scratch")
+    row = "{:<15} {:<19} {:>6}  {:<5} {:>7} {:>6}  {}"
+    print(row.format("collective", "algorithm", "sizes", "roots", "proofs", "time", "result"))
+    failures: list[str] = []
+    for algorithm in chosen:
+        started = time.monotonic()
+        roots = "each" if algorithm.collective in ROOTED else "-"
+        try:
+            proofs, result = str(prove_algorithm(algorithm, max_size).proofs), "proved"
+        except ProofError as exc:
+            failures.append(str(exc))
+            proofs, result = "-", "WRONG"
+        sizes, seconds = f"1-{max_size}", f"{time.monotonic() - started:.1f} s"
+        case = algorithm.collective, algorithm.name, sizes, roots
+        print(row.format(*case, proofs, seconds, result), flush=True)
+    for failure in failures:
+        print(f"pycoll check: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _info() -> int:
+    """Print what this installation and this machine offer."""
+    # Imported here: `pycoll check` and `--help` need no transport.
+    from pycoll import transports
+
+    rows = [
+        ("pycoll", _version("pycoll")),
+        ("platform", platform.platform()),
+        ("cores", _cores()),
+        ("Python", f"{platform.python_version()} ({platform.python_implementation()})"),
+        ("NumPy", _version("numpy")),
+        ("pyzmq", _version("pyzmq")),
+        ("libzmq", _libzmq()),
+    ]
+    for name, reason in transports.reasons().items():
+        rows.append((f"transport {name}", "usable" if reason is None else f"not usable: {reason}"))
+    for label, text in rows:
+        print(f"{label:<16} {text}")
+    return 0
+
+
+def _cores() -> str:
+    from pycoll.launcher.environment import usable_cores
+
+    usable, affinity = usable_cores(), len(os.sched_getaffinity(0))
+    if usable == affinity:
+        return f"{usable} usable (affinity {affinity}, no cgroup quota below it)"
+    return f"{usable} usable (affinity {affinity}, cgroup quota less)"
+
+
+def _version(package: str) -> str:
+    """Version of an installed package, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _libzmq() -> str:
+    try:
+        import zmq
+    except ImportError as exc:
+        return f"not usable: {exc}"
+    return zmq.zmq_version()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

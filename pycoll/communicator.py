@@ -1,0 +1,858 @@
+"""The communicator: checks arguments once, picks an algorithm, and runs the call.
+
+Everything a user can get wrong alone is found here, before anything is sent: such a call does not
+count, and may be repeated. What ranks get wrong together is found by the calls themselves.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from pycoll import announced, arrays, collectives, object_collectives, objects, ops, p2p
+from pycoll.arrays import Value
+from pycoll.collectives import Reduction, type_text
+from pycoll.engine import Call, CallSteps, Engine
+from pycoll.errors import Error, TransportError
+from pycoll.group import Group
+from pycoll.ops import Op
+from pycoll.p2p import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Outgoing, Status
+
+Reducer = str | Op | Callable[[Any, Any], Any]
+
+
+class World:
+    """What all communicators of a process share: its engine, its place, its defaults."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        local_rank: int,
+        local_size: int,
+        node: int,
+        op_timeout: float,
+        transport: str,
+    ) -> None:
+        self.engine = engine
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.node = node
+        self.op_timeout = op_timeout
+        self.transport = transport
+
+
+class Communicator:
+    """A group of ranks that communicate with each other and with nobody else.
+
+    Arrays are NumPy arrays, memoryviews, array.array, PyTorch tensors, JAX arrays and everything
+    else with DLPack in host memory; results come as the kind that was passed in. Everything else
+    travels as a pickled object. In every collective all ranks make the same call; where one
+    splits or stacks, the leading axis is the rank axis.
+
+    Every blocking method takes `timeout`, seconds; None: the default of `pycoll.init`, math.inf:
+    none. An array passed in may be changed as soon as the method returns.
+
+    Raises, from every method: PeerFailed (a rank it needs has ended), OperationTimeout,
+    MismatchError (ranks made different calls), and TypeError or ValueError for wrong arguments,
+    before anything is sent.
+
+    Attributes:
+        rank: this process's rank, 0 to size - 1.
+        size: number of ranks.
+        local_rank, local_size: the same among the job's ranks on this host.
+        node: number of this host, from 0.
+    """
+
+    def __init__(self, world: World, group: Group) -> None:
+        self._world = world
+        self._group = group
+        self._closed = False
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._group.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank among the job's ranks on this host."""
+        return self._world.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of the job's ranks on this host."""
+        return self._world.local_size
+
+    @property
+    def node(self) -> int:
+        """Number of this host, counted from 0."""
+        return self._world.node
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<pycoll.Communicator rank {self.rank} of {self.size}{state}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- collectives -----------------------------------------------------------------------
+
+    def broadcast(
+        self, x: Any, root: int = 0, *, algorithm: str | None = None, timeout: float | None = None
+    ) -> Any:
+        """Return the root's `x` on every rank.
+
+        Args:
+            x: on the root the value: an array or an object. Elsewhere None, or a writable array of
+                the same dtype and shape, which is filled and returned.
+            root: rank whose value it is.
+            algorithm: see `pycoll.algorithms("broadcast")`.
+            timeout: seconds.
+
+        Raises:
+            MismatchError: an array passed off root does not look like the root's value.
+        """
+        group, root = self._group, self._check_root(root)
+        self._check_algorithm("broadcast", algorithm)
+        outgoing = Outgoing(x) if group.rank == root else None
+        mine = None if outgoing is not None else _fillable(x)
+
+        def steps() -> CallSteps:
+            return announced.broadcast(group, outgoing, mine, algorithm, root)
+
+        result = self._collective("broadcast", f"root={root}", steps, timeout)
+        return x if outgoing is not None else result
+
+    def reduce(
+        self,
+        x: Any,
+        op: Reducer = "sum",
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine all ranks' `x`; the result is on the root, None elsewhere.
+
+        Args:
+            x: array or number, the same dtype and shape on all ranks; with a Python function as
+                `op` also any object.
+            op: "sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor",
+                "minloc", "maxloc", a `pycoll.Op`, or a function (a, b) -> c, applied in rank order.
+            root: rank that gets the result.
+            out: on the root, array of x's dtype and shape for the result; ignored elsewhere.
+            algorithm: see `pycoll.algorithms("reduce")`.
+            timeout: seconds.
+        """
+        group, root = self._group, self._check_root(root)
+        resolved = ops.resolve(op)
+        is_root = group.rank == root
+        if _reduces_objects(x, op):
+            _no_out(out if is_root else None)
+            return self._fold(x, resolved, root, algorithm, timeout)
+        value, reduction = self._reduction("reduce", x, resolved, algorithm)
+        target = self._target(out, value, value.array.shape) if is_root else None
+
+        def steps() -> CallSteps:
+            memory = target.memory if target is not None else None
+            return collectives.reduce(group, value, reduction, root, memory)
+
+        self._collective("reduce", f"{type_text(value)}, root={root}", steps, timeout)
+        return target.result() if target is not None else None
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: Reducer = "sum",
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine all ranks' `x`; the result, the same bits, is on every rank.
+
+        Args:
+            x: array or number, the same dtype and shape on all ranks; with a Python function as
+                `op` also any object.
+            op: as in `reduce`.
+            out: array of x's dtype and shape for the result; may be `x` itself.
+            algorithm: see `pycoll.algorithms("all_reduce")`.
+            timeout: seconds.
+        """
+        group = self._group
+        resolved = ops.resolve(op)
+        if _reduces_objects(x, op):
+            _no_out(out)
+            return self._fold(x, resolved, None, algorithm, timeout)
+        value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
+        target = self._target(out, value, value.array.shape, [value.array])
+
+        def steps() -> CallSteps:
+            return collectives.all_reduce(group, value, reduction, target.memory)
+
+        self._collective("all_reduce", type_text(value), steps, timeout)
+        return target.result()
+
+    allreduce = all_reduce
+
+    def gather(
+        self,
+        x: Any,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Collect all ranks' `x` on the root: an array (size, *x.shape), or a list of objects.
+
+        Args:
+            x: array, the same dtype and shape on all ranks; or an object.
+            root: rank that gets the result; None elsewhere.
+            out: on the root, array of shape (size, *x.shape) for the result; ignored elsewhere.
+            algorithm: see `pycoll.algorithms("gather")`.
+            timeout: seconds.
+        """
+        group, root = self._group, self._check_root(root)
+        self._check_algorithm("gather", algorithm)
+        is_root = group.rank == root
+        value = arrays.wrap(x)
+        if value is None:
+            _no_out(out if is_root else None)
+            parts = objects.dump(x)
+            chosen = _linear_only("gather", algorithm)
+            text = f"object, root={root}, algorithm={chosen}"
+
+            def object_steps() -> CallSteps:
+                call = f"gather({text})"
+                return object_collectives.gather(group, parts, chosen, root, call)
+
+            return self._collective("gather", text, object_steps, timeout)
+        nbytes = value.array.nbytes
+        chosen = group.choose("gather", nbytes, algorithm)
+        shape = (group.size, *value.array.shape)
+        target = self._target(out, value, shape) if is_root else None
+
+        def steps() -> CallSteps:
+            memory = target.memory if target is not None else None
+            return collectives.gather(group, value, chosen, root, memory)
+
+        self._collective("gather", f"{type_text(value)}, root={root}", steps, timeout)
+        return target.result() if target is not None else None
+
+    def all_gather(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Collect all ranks' `x` on every rank: an array (size, *x.shape), or a list of objects.
+
+        Args:
+            x: array, the same dtype and shape on all ranks; or an object.
+            out: array of shape (size, *x.shape) for the result; `x` may be ``out[rank]``.
+            algorithm: see `pycoll.algorithms("all_gather")`.
+            timeout: seconds.
+        """
+        group = self._group
+        self._check_algorithm("all_gather", algorithm)
+        value = arrays.wrap(x)
+        if value is None:
+            _no_out(out)
+            parts = objects.dump(x)
+
+            def object_steps() -> CallSteps:
+                call = f"all_gather({_object_text(algorithm)})"
+                return object_collectives.all_gather(group, parts, algorithm, call)
+
+            return self._collective("all_gather", "object", object_steps, timeout)
+        chosen = group.choose("all_gather", value.array.nbytes, algorithm)
+        shape = (group.size, *value.array.shape)
+        target = self._target(out, value, shape, whole=False)
+        target.allow_in_place(value, group.rank)
+
+        def steps() -> CallSteps:
+            return collectives.all_gather(group, value, chosen, target.memory)
+
+        self._collective("all_gather", type_text(value), steps, timeout)
+        return target.result()
+
+    def scatter(
+        self,
+        x: Any,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Return row `rank` of the root's `x`.
+
+        Args:
+            x: on the root an array (size, ...), or a list or tuple of size objects; None elsewhere.
+            root: rank whose value it is.
+            out: array of the dtype and shape of a row for the result.
+            algorithm: see `pycoll.algorithms("scatter")`.
+            timeout: seconds.
+
+        Raises:
+            ValueError: also when `out` turns out not to look like a row; the scatter has taken
+                place then, and the communicator stays usable.
+        """
+        group, root = self._group, self._check_root(root)
+        self._check_algorithm("scatter", algorithm)
+        blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
+        wanted = _fillable_out(out)
+
+        def steps() -> CallSteps:
+            return announced.scatter(group, blocks, algorithm, root)
+
+        value, buffer = self._collective("scatter", f"root={root}", steps, timeout)
+        if value is None:
+            _no_out(out)
+            return objects.load(buffer)
+        if wanted is None:
+            return arrays.unwrap(value)
+        checked = arrays.check_out(out, value.dtype, value.array.shape)
+        checked.array[...] = value.array
+        return out
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: Reducer = "sum",
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine all ranks' ``x[rank]``: each rank gets one row of the reduction.
+
+        Args:
+            x: array (size, ...), the same dtype and shape on all ranks.
+            op: as in `reduce`; a function gets rows of x.
+            out: array of a row's dtype and shape; may be ``x[rank]``.
+            algorithm: see `pycoll.algorithms("reduce_scatter")`.
+            timeout: seconds.
+        """
+        group = self._group
+        resolved = ops.resolve(op)
+        value = self._split_value("reduce_scatter", x)
+        _, reduction = self._reduction("reduce_scatter", x, resolved, algorithm)
+        row = value.array[group.rank, ...]
+        target = self._target(out, value, value.array.shape[1:], [row])
+
+        def steps() -> CallSteps:
+            return collectives.reduce_scatter(group, value, reduction, target.memory)
+
+        self._collective("reduce_scatter", type_text(value), steps, timeout)
+        return target.result()
+
+    def all_to_all(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Exchange rows: row i of the result is rank i's ``x[rank]``.
+
+        Args:
+            x: array (size, ...), the same dtype and shape on all ranks; or a list or tuple of
+                size objects.
+            out: array of x's dtype and shape for the result; must not overlap x.
+            algorithm: see `pycoll.algorithms("all_to_all")`.
+            timeout: seconds.
+        """
+        group = self._group
+        self._check_algorithm("all_to_all", algorithm)
+        if arrays.wrap(x) is None:
+            _no_out(out)
+            self._check_objects("all_to_all", x)
+            blocks = [objects.dump(item) for item in x]
+            chosen = group.choose("all_to_all", 0, algorithm)
+
+            def object_steps() -> CallSteps:
+                call = f"all_to_all({_object_text(algorithm)})"
+                return object_collectives.all_to_all(group, blocks, chosen, call)
+
+            return self._collective("all_to_all", "object", object_steps, timeout)
+        value = self._split_value("all_to_all", x)
+        chosen = group.choose("all_to_all", value.array.nbytes // group.size, algorithm)
+        target = self._target(out, value, value.array.shape)
+
+        def steps() -> CallSteps:
+            return collectives.all_to_all(group, value, chosen, target.memory)
+
+        self._collective("all_to_all", type_text(value), steps, timeout)
+        return target.result()
+
+    def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
+        """Return when every rank has called it."""
+        group = self._group
+        chosen = group.choose("barrier", 0, algorithm)
+        self._collective("barrier", "", lambda: collectives.barrier(group, chosen), timeout)
+
+    # --- point to point --------------------------------------------------------------------
+
+    def send(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Send `x` to rank `dest`; returns when `x` may be changed.
+
+        Values of at most 64 KiB are buffered (up to 1 MiB for each receiver); larger ones wait for
+        their receive. A send to oneself is always buffered.
+
+        Args:
+            x: array or object.
+            dest: receiving rank, or `pycoll.PROC_NULL`: nothing is done.
+            tag: 0 to 2**31 - 1.
+            timeout: seconds; when they have passed the message is withdrawn.
+        """
+        dest, tag = self._check_peer(dest, "dest"), _check_tag(tag)
+        outgoing = Outgoing(x)
+        if dest == PROC_NULL:
+            self._check_open()
+            return
+        text = f"send({outgoing.text}, dest={dest}, tag={tag})"
+        self._point_to_point(text, lambda: p2p.send(self._group, outgoing, dest, tag), timeout)
+
+    def recv(
+        self,
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+        out: Any = None,
+        status: Status | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Receive a message and return its value.
+
+        Args:
+            source: rank, or `pycoll.ANY_SOURCE`; from `pycoll.PROC_NULL` comes None at once.
+            tag: or `pycoll.ANY_TAG`.
+            out: writable array to fill; a shorter message fills the front of it.
+            status: filled in with source, tag and length.
+            timeout: seconds; when they have passed the receive is withdrawn.
+
+        Raises:
+            MismatchError: the message is of another dtype than `out`, or an object.
+            TruncationError: it is larger than `out`. Both leave it first in the queue.
+        """
+        source, tag = self._check_source(source), _check_tag(tag, wildcard=True)
+        target = _fillable_out(out)
+        if source == PROC_NULL:
+            self._check_open()
+            _fill_null(status)
+            return out
+        text = f"recv(source={_name(source)}, tag={_name(tag)})"
+        return self._point_to_point(
+            text, lambda: p2p.receive(self._group, source, tag, target, status), timeout
+        )
+
+    def sendrecv(
+        self,
+        x: Any,
+        dest: int,
+        source: int = ANY_SOURCE,
+        sendtag: int = 0,
+        recvtag: int = ANY_TAG,
+        out: Any = None,
+        status: Status | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send `x` to `dest` and receive from `source` at the same time; returns what came."""
+        group = self._group
+        dest, source = self._check_peer(dest, "dest"), self._check_source(source)
+        sendtag, recvtag = _check_tag(sendtag), _check_tag(recvtag, wildcard=True)
+        target = _fillable_out(out)
+        outgoing: Outgoing | None = Outgoing(x)
+        if dest == PROC_NULL:
+            outgoing = None
+
+        def steps() -> CallSteps:
+            receiving = None
+            if source != PROC_NULL:
+                receiving = p2p.receive(group, source, recvtag, target, status)
+            return p2p.send_receive(group, outgoing, (dest, sendtag), receiving)
+
+        if source == PROC_NULL:
+            _fill_null(status)
+        text = f"sendrecv(dest={_name(dest)}, source={_name(source)}, tag={_name(sendtag)})"
+        result = self._point_to_point(text, steps, timeout)
+        return out if source == PROC_NULL else result
+
+    def probe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None
+    ) -> Status:
+        """Wait for a message and return its `Status`; the message stays in the queue."""
+        source, tag = self._check_source(source), _check_tag(tag, wildcard=True)
+        if source == PROC_NULL:
+            return Status()
+        text = f"probe(source={_name(source)}, tag={_name(tag)})"
+        status: Status = self._point_to_point(
+            text, lambda: p2p.probe(self._group, source, tag), timeout
+        )
+        return status
+
+    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
+        """Return the `Status` of a message that is here, or None; never waits."""
+        source, tag = self._check_source(source), _check_tag(tag, wildcard=True)
+        if source == PROC_NULL:
+            return Status()
+        status: Status | None = self._point_to_point(
+            "iprobe()", lambda: p2p.probe_now(self._group, source, tag), math.inf
+        )
+        return status
+
+    # --- communicators ---------------------------------------------------------------------
+
+    def dup(self, *, timeout: float | None = None) -> Communicator:
+        """Return a new communicator of the same ranks; a collective call.
+
+        Its messages never meet those of this one.
+        """
+        made = self._split("dup()", 0, self.rank, timeout)
+        assert made is not None
+        return made
+
+    def split(
+        self, color: int | None, key: int | None = None, *, timeout: float | None = None
+    ) -> Communicator | None:
+        """Return a communicator of the ranks that passed the same `color`; a collective call.
+
+        Args:
+            color: any int; None: this rank is in no new communicator, and gets None.
+            key: the new ranks are in the order of keys, then of ranks here; None: this rank.
+            timeout: seconds.
+        """
+        if color is not None:
+            color = _check_int(color, "color")
+        key = self.rank if key is None else _check_int(key, "key")
+        return self._split("split()", color, key, timeout)
+
+    def _split(
+        self, text: str, color: int | None, key: int, timeout: float | None
+    ) -> Communicator | None:
+        group = self._group
+        parts = objects.dump((color, key))
+        number = group.context.next_number
+
+        def steps() -> CallSteps:
+            return object_collectives.all_gather(group, parts, None, text)
+
+        said = self._collective(text.removesuffix("()"), "", steps, timeout)
+        if color is None:
+            return None
+        chosen = sorted((key, rank) for rank, (other, key) in enumerate(said) if other == color)
+        members = [group.members[rank] for _, rank in chosen]
+        engine = group.engine
+        with engine.locked():
+            child = Group(engine, group.child_ident(number, members), members)
+        return Communicator(self._world, child)
+
+    def close(self) -> None:
+        """Give this communicator up. Not collective; may be called again.
+
+        Closing the world communicator is `pycoll.finalize()`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        engine = self._group.engine
+        if engine.closed is None:
+            with engine.locked():
+                engine.close_context(self._group.context)
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """End the whole job at once; `pycoll-run` exits with `code`."""
+        code = _check_int(code, "code")
+        engine = self._group.engine
+        if engine.control is not None and engine.closed is None:
+            with engine.locked():
+                engine.control.post("abort", code=code)
+                engine.control.close(2.0)
+        os._exit(code & 0xFF)
+
+    # --- arguments -------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._group.engine.closed is not None:
+            raise Error(self._group.engine.closed)
+        if self._closed:
+            raise Error("this communicator is closed")
+
+    def _check_root(self, root: int) -> int:
+        root = _check_int(root, "root")
+        if not 0 <= root < self.size:
+            raise ValueError(f"root is {root}, but the ranks are 0 to {self.size - 1}")
+        return root
+
+    def _check_peer(self, rank: int, what: str) -> int:
+        rank = _check_int(rank, what)
+        if rank != PROC_NULL and not 0 <= rank < self.size:
+            raise ValueError(f"{what} is {rank}, but the ranks are 0 to {self.size - 1}")
+        return rank
+
+    def _check_source(self, source: int) -> int:
+        if source == ANY_SOURCE:
+            return ANY_SOURCE
+        return self._check_peer(source, "source")
+
+    def _check_algorithm(self, collective: str, algorithm: str | None) -> None:
+        self._group.choose(collective, 0, algorithm)
+
+    def _check_objects(self, what: str, x: Any) -> None:
+        if not isinstance(x, list | tuple):
+            raise TypeError(
+                f"{what} takes an array (size, ...) or a list of size objects, "
+                f"not a {type(x).__name__}"
+            )
+        if len(x) != self.size:
+            raise ValueError(f"{what} of a list takes {self.size} objects, one a rank: {len(x)}")
+
+    def _split_value(self, what: str, x: Any) -> Value:
+        value = arrays.wrap(x)
+        if value is None:
+            raise TypeError(f"{what} takes an array (size, ...), not a {type(x).__name__}")
+        if value.array.ndim == 0 or len(value.array) != self.size:
+            raise ValueError(
+                f"{what}: the leading axis is the rank axis, so x has the shape "
+                f"({self.size}, ...); this one has {value.array.shape}"
+            )
+        return value
+
+    def _scatter_blocks(self, x: Any, algorithm: str | None) -> Value | list[Any]:
+        if x is None or arrays.wrap(x) is None:
+            self._check_objects("scatter", x)
+            _linear_only("scatter", algorithm)
+            return [objects.dump(item) for item in x]
+        return self._split_value("scatter", x)
+
+    def _reduction(
+        self, collective: str, x: Any, op: Op, algorithm: str | None
+    ) -> tuple[Value, Reduction]:
+        value = arrays.wrap_operand(x)
+        ops.check(op, value.dtype)
+        nbytes = value.array.nbytes
+        if collective == "reduce_scatter":
+            nbytes //= self.size
+        chosen = self._group.choose(
+            collective,
+            nbytes,
+            algorithm,
+            rank_order=not op.commutative,
+            whole=not op.elementwise,
+        )
+        return value, Reduction(op, chosen, f"op={op.name}, algorithm={chosen}")
+
+    def _target(
+        self,
+        out: Any,
+        x: Value,
+        shape: tuple[int, ...],
+        in_place: Sequence[Any] = (),
+        whole: bool = True,
+    ) -> _Target:
+        target = _Target(out, x, shape)
+        if whole:
+            target.check_overlap(x, in_place)
+        return target
+
+    # --- running ---------------------------------------------------------------------------
+
+    def _fold(
+        self, x: Any, op: Op, root: int | None, algorithm: str | None, timeout: float | None
+    ) -> Any:
+        """Reduce objects: gather them, and combine them in rank order."""
+        group = self._group
+        if algorithm is not None:
+            raise ValueError("objects are reduced by gathering them: algorithm does not apply")
+        parts = objects.dump(x)
+        what = "all_reduce" if root is None else "reduce"
+        text = f"object, op={op.name}" + ("" if root is None else f", root={root}")
+
+        def steps() -> CallSteps:
+            call = f"{what}({text})"
+            if root is None:
+                return object_collectives.all_gather(group, parts, None, call)
+            return object_collectives.gather(group, parts, "linear", root, call)
+
+        values = self._collective(what, text, steps, timeout)
+        if values is None:
+            return None
+        assert callable(op.fn)
+        return object_collectives.fold(values, op.fn)
+
+    def _collective(
+        self, name: str, text: str, steps: Callable[[], CallSteps], timeout: float | None
+    ) -> Any:
+        self._check_open()
+        context = self._group.context
+        call = Call(f"{name}({text})", context.next_number, context)
+        return self._group.engine.run(call, steps, self._timeout(timeout), collective=True)
+
+    def _point_to_point(
+        self, text: str, steps: Callable[[], CallSteps], timeout: float | None
+    ) -> Any:
+        self._check_open()
+        call = Call(text, -1, self._group.context)
+        return self._group.engine.run(call, steps, self._timeout(timeout), collective=False)
+
+    def _timeout(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._world.op_timeout
+        return check_timeout(timeout, "timeout")
+
+
+class _Target:
+    """Where a result goes: the caller's `out`, or new memory of x's kind."""
+
+    def __init__(self, out: Any, x: Value, shape: tuple[int, ...]) -> None:
+        self._out = out
+        self._value = (
+            arrays.fresh(x.dtype, x.kind, shape)
+            if out is None
+            else arrays.check_out(out, x.dtype, shape)
+        )
+        array = self._value.array
+        self.memory = array if array.flags.c_contiguous else array.copy(order="C")
+
+    def check_overlap(self, x: Value, in_place: Sequence[Any]) -> None:
+        """Refuse an `out` that overlaps x, but for those that are exactly one of `in_place`."""
+        if self._out is None or not arrays.overlap(self._value.array, x.array):
+            return
+        if not any(_same_memory(self._value.array, allowed) for allowed in in_place):
+            raise ValueError(
+                "out overlaps x. Pass an array of its own, or one of the in-place forms: out=x for "
+                "all_reduce, x=out[rank] for all_gather, out=x[rank] for reduce_scatter."
+            )
+
+    def allow_in_place(self, x: Value, rank: int) -> None:
+        """Refuse an `out` that overlaps x, unless x is exactly ``out[rank]``."""
+        if self._out is not None:
+            self.check_overlap_with(x, self._value.array[rank, ...])
+
+    def check_overlap_with(self, x: Value, row: Any) -> None:
+        """Refuse overlap of `out` and x, unless x is exactly `row`."""
+        if not _same_memory(x.array, row):
+            self.check_overlap(x, ())
+
+    def result(self) -> Any:
+        """Return what the caller gets."""
+        if self._out is None:
+            return arrays.unwrap(self._value)
+        if self.memory is not self._value.array:
+            self._value.array[...] = self.memory
+        return self._out
+
+
+def check_timeout(timeout: float, what: str) -> float:
+    """Check a number of seconds.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or NaN.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"{what} is a number of seconds, not a {type(timeout).__name__}")
+    if not timeout >= 0:
+        raise ValueError(f"{what} is a number of seconds from 0 up, not {timeout}")
+    return float(timeout)
+
+
+def _check_int(value: Any, what: str) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"{what} is an int, not a bool")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an int, not a {type(value).__name__}") from None
+
+
+def _check_tag(tag: int, wildcard: bool = False) -> int:
+    tag = _check_int(tag, "tag")
+    if wildcard and tag == ANY_TAG:
+        return tag
+    if not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"tag is {tag}, but tags are 0 to {MAX_TAG}")
+    return tag
+
+
+def _name(rank: int) -> str:
+    return {ANY_SOURCE: "ANY", PROC_NULL: "PROC_NULL"}.get(rank, str(rank))
+
+
+def _fill_null(status: Status | None) -> None:
+    if status is not None:
+        status.source, status.tag, status.nbytes = PROC_NULL, ANY_TAG, 0
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    return bool(
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and (a.strides == b.strides or a.size <= 1)
+        and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
+    )
+
+
+def _reduces_objects(x: Any, op: Reducer) -> bool:
+    """Whether a Python function combines `x` as it is, not as an array."""
+    return not isinstance(op, str) and not _is_builtin(op) and arrays.wrap(x) is None
+
+
+def _is_builtin(op: object) -> bool:
+    return isinstance(op, Op) and not callable(op.fn)
+
+
+def _no_out(out: Any) -> None:
+    if out is not None:
+        raise ValueError("out cannot be filled with Python objects; leave it out")
+
+
+def _linear_only(collective: str, algorithm: str | None) -> str:
+    if algorithm not in (None, "linear"):
+        raise ValueError(f"{collective} of objects has one algorithm, linear, not {algorithm!r}")
+    return "linear"
+
+
+def _object_text(algorithm: str | None) -> str:
+    return f"object, algorithm={algorithm}" if algorithm else "object"
+
+
+def _fillable(x: Any) -> Value | None:
+    """Return the array that a broadcast fills off root."""
+    if x is None:
+        return None
+    value = arrays.wrap(x)
+    if value is None or value.kind == "jax" or not value.array.flags.writeable:
+        return None
+    return arrays.check_out(x, value.dtype, value.array.shape)
+
+
+def _fillable_out(out: Any) -> Value | None:
+    """Check as much of `out` as can be before its message has come."""
+    if out is None:
+        return None
+    value = arrays.wrap(out)
+    if value is None:
+        raise TypeError(f"out is a writable array, not a {type(out).__name__}")
+    return arrays.check_out(out, value.dtype, value.array.shape)
+
+
+__all__ = ["Communicator", "TransportError", "World", "check_timeout"]

@@ -1,0 +1,314 @@
+"""Matching: which message belongs to which receive, for one communicator on one rank.
+
+Point-to-point messages match by source and tag, in the order in which they came. A message of a
+collective has an address of its own: the number of the call, the lane (which of the call's
+schedules), the sender, and how many the sender has sent before on that lane. It also carries the
+call as text, so that ranks which made different calls find out at the first message they exchange.
+
+Ranks are world ranks here. Everything runs under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pycoll.errors import MismatchError, PeerFailed
+from pycoll.transports.base import Arrival, Operation, Transfer
+
+ANY = -1
+"""Matches every source, or every tag."""
+
+P2P = struct.Struct("<BQqB")
+"""Header of a point-to-point message: kind, context, tag, is-object; then the description."""
+
+COLLECTIVE = struct.Struct("<BQIHI")
+"""Header of a collective's message: kind, context, number, lane, index; then the call."""
+
+KIND_P2P, KIND_COLLECTIVE = 1, 2
+
+HISTORY = 16
+"""Finished calls that are remembered, to name them when a message comes for one of them."""
+
+Key = tuple[int, int, int, int]
+"""Address of a collective's message: (number, lane, sender, index)."""
+
+Wanted = Callable[[Arrival | None, BaseException | None], None]
+"""Told the arrival, or the error that came instead."""
+
+
+class Message(NamedTuple):
+    """A point-to-point message that has come."""
+
+    arrival: Arrival
+    source: int
+    tag: int
+    is_object: bool
+    description: bytes
+
+
+class Match(Operation):
+    """A receive or a probe that waits for a message."""
+
+    __slots__ = ("context", "message", "peek", "source", "tag")
+
+    def __init__(self, context: Context, source: int, tag: int, peek: bool) -> None:
+        super().__init__()
+        self.context = context
+        self.source = source
+        self.tag = tag
+        self.peek = peek
+        self.message: Message | None = None
+
+    def fits(self, message: Message) -> bool:
+        """Whether this receive takes that message."""
+        return self.source in (ANY, message.source) and self.tag in (ANY, message.tag)
+
+    def cancel(self) -> None:
+        super().cancel()
+        if self in self.context.matches:
+            self.context.matches.remove(self)
+
+
+class ParkedArrival(Arrival):
+    """A message whose receive was given up half-way: the rest goes on into memory of ours."""
+
+    __slots__ = ("_spare", "_transfer")
+
+    def __init__(self, arrival: Arrival, transfer: Transfer, spare: memoryview) -> None:
+        super().__init__(arrival.peer, arrival.header, arrival.nbytes, None)
+        transfer.redirect(spare)
+        self._transfer = transfer
+        self._spare = spare
+
+    def accept(self, into: memoryview) -> Transfer:
+        if self._transfer.done:
+            if self._transfer.error is None:
+                into[: self.nbytes] = self._spare[: self.nbytes]
+        else:
+            self._transfer.redirect(into)
+        return self._transfer
+
+    def release(self) -> None:
+        self._transfer.cancel()
+
+
+class Context:
+    """What one communicator waits for, and what has come for it.
+
+    Attributes:
+        ident: the communicator's number, the same on all its ranks.
+        members: world ranks of its ranks, in order.
+        broken: why no call on it can work any more, or None.
+        next_number: of the next collective call.
+    """
+
+    def __init__(self, ident: int, members: tuple[int, ...], me: int) -> None:
+        self.ident = ident
+        self.members = members
+        self.me = me
+        self.broken: BaseException | None = None
+        self.next_number = 0
+        self.calls: dict[int, bytes] = {}
+        self.pending: set[Operation] = set()
+        self.matches: list[Match] = []
+        self.gone: dict[int, PeerFailed] = {}
+        self._history: dict[int, bytes] = {}
+        self._messages: list[Message] = []
+        self._early: dict[int, dict[Key, Arrival]] = {}
+        self._wanted: dict[Key, Wanted] = {}
+        self.on_mismatch: Callable[[MismatchError], None] = lambda error: None
+
+    def is_broken(self) -> bool:
+        """Whether no call can work any more."""
+        return self.broken is not None
+
+    # --- point to point --------------------------------------------------------------------
+
+    def match(self, source: int, tag: int, peek: bool = False) -> Match:
+        """Wait for a message; `peek` leaves it in the queue."""
+        match = Match(self, source, tag, peek)
+        message = self.find(source, tag)
+        if message is not None:
+            if not peek:
+                self._messages.remove(message)
+            match.message = message
+            match.finish()
+        else:
+            error = self._no_sender(source)
+            if error is not None:
+                match.finish(error)
+            else:
+                self.matches.append(match)
+        return match
+
+    def find(self, source: int, tag: int) -> Message | None:
+        """Return the first message that fits, and leave it in the queue."""
+        for message in self._messages:
+            if source in (ANY, message.source) and tag in (ANY, message.tag):
+                return message
+        return None
+
+    def put_back(self, message: Message) -> None:
+        """Return a message to the front of the queue; an earlier receive may take it from there."""
+        if not self._offer(message):
+            self._messages.insert(0, message)
+
+    def _offer(self, message: Message) -> bool:
+        for match in [match for match in self.matches if match.fits(message)]:
+            self.matches.remove(match)
+            match.message = message
+            match.finish()
+            if not match.peek:
+                return True
+        return False
+
+    def _no_sender(self, source: int) -> PeerFailed | None:
+        """Return why no message can come from `source` any more."""
+        if source != ANY:
+            return self.gone.get(source)
+        others = [rank for rank in self.members if rank != self.me]
+        if others and all(rank in self.gone for rank in others):
+            return self.gone[others[0]]
+        return None
+
+    # --- collectives -----------------------------------------------------------------------
+
+    def begin(self, call: bytes) -> int:
+        """Start a collective call; returns its number. Messages that came early are compared."""
+        number = self.next_number
+        self.next_number += 1
+        self.calls[number] = call
+        for arrival in list(self._early.get(number, {}).values()):
+            self._compare(number, call, arrival)
+        return number
+
+    def end(self, number: int) -> None:
+        """Finish a collective call: every message for it must have been used."""
+        call = self.calls.pop(number)
+        self._history[number] = call
+        self._history.pop(number - HISTORY, None)
+        for arrival in self._early.pop(number, {}).values():
+            self._stale(number, arrival)
+
+    def collect(self, key: Key, wanted: Wanted) -> None:
+        """Have `wanted` called with the message of that address, now or when it comes."""
+        early = self._early.get(key[0])
+        arrival = early.pop(key, None) if early else None
+        if arrival is not None:
+            wanted(arrival, None)
+        elif key[2] in self.gone:
+            wanted(None, self.gone[key[2]])
+        else:
+            self._wanted[key] = wanted
+
+    def forget(self, key: Key) -> None:
+        """Stop waiting for the message of that address."""
+        self._wanted.pop(key, None)
+
+    # --- what the engine tells -------------------------------------------------------------
+
+    def arrived(self, arrival: Arrival) -> None:
+        """A message for this communicator has come."""
+        if self.broken is not None:
+            arrival.release()
+            return
+        header = arrival.header
+        if header[0] == KIND_P2P:
+            _, _, tag, is_object = P2P.unpack_from(header)
+            description = bytes(header[P2P.size :])
+            message = Message(arrival, arrival.peer, tag, bool(is_object), description)
+            if not self._offer(message):
+                self._messages.append(message)
+            return
+        _, _, number, lane, index = COLLECTIVE.unpack_from(header)
+        key = (number, lane, arrival.peer, index)
+        call = self.calls.get(number)
+        if call is not None:
+            self._compare(number, call, arrival)
+        elif number < self.next_number:
+            self._stale(number, arrival)
+        if self.is_broken():
+            arrival.release()
+            return
+        wanted = self._wanted.pop(key, None)
+        if wanted is not None:
+            wanted(arrival, None)
+        else:
+            self._early.setdefault(number, {})[key] = arrival
+
+    def withdrawn(self, arrival: Arrival) -> bool:
+        """Forget a message that its sender took back; False if it is not one of these."""
+        for message in self._messages:
+            if message.arrival is arrival:
+                self._messages.remove(message)
+                return True
+        for early in self._early.values():
+            for key, other in early.items():
+                if other is arrival:
+                    del early[key]
+                    return True
+        return False
+
+    def peer_gone(self, rank: int, error: PeerFailed) -> None:
+        """No more messages will come from `rank`: what waits for one fails."""
+        if rank not in self.members or rank in self.gone:
+            return
+        self.gone[rank] = error
+        for match in list(self.matches):
+            reason = self._no_sender(match.source)
+            if reason is not None:
+                match.abort(reason)
+        for key in [key for key in self._wanted if key[2] == rank]:
+            wanted = self._wanted.pop(key, None)
+            if wanted is not None:
+                wanted(None, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Break: everything pending ends with `error`, and so will every later call."""
+        if self.broken is not None:
+            return
+        self.broken = error
+        for operation in list(self.pending):
+            operation.abort(error)
+        for match in list(self.matches):
+            match.abort(error)
+        self._drop_messages()
+
+    def close(self) -> None:
+        """Drop what has come and was never asked for."""
+        self._drop_messages()
+
+    def _drop_messages(self) -> None:
+        arrivals = [message.arrival for message in self._messages]
+        arrivals += [arrival for early in self._early.values() for arrival in early.values()]
+        self._messages.clear()
+        self._early.clear()
+        self._wanted.clear()
+        for arrival in arrivals:
+            arrival.release()
+
+    # --- sameness --------------------------------------------------------------------------
+
+    def _compare(self, number: int, call: bytes, arrival: Arrival) -> None:
+        theirs = bytes(arrival.header[COLLECTIVE.size :])
+        if theirs != call:
+            self.mismatch(number, call.decode(), arrival.peer, theirs.decode())
+
+    def _stale(self, number: int, arrival: Arrival) -> None:
+        mine = self._history.get(number, b"another collective").decode()
+        theirs = bytes(arrival.header[COLLECTIVE.size :]).decode()
+        arrival.release()
+        self.mismatch(number, mine, arrival.peer, theirs)
+
+    def mismatch(self, number: int, mine: str, peer: int, theirs: str) -> None:
+        """Break because two ranks made different calls."""
+        self.on_mismatch(
+            MismatchError(
+                f"ranks made different calls as collective number {number} of one communicator:\n"
+                f"    rank {self.me}: {mine}\n"
+                f"    rank {peer}: {theirs}\n"
+                "Make the same calls in the same order on all ranks."
+            )
+        )

@@ -1,0 +1,226 @@
+"""Point-to-point calls, as generators that the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pycoll import arrays, objects
+from pycoll.arrays import Value
+from pycoll.context import ANY, KIND_P2P, P2P, Match, Message, ParkedArrival
+from pycoll.dtypes import Array
+from pycoll.engine import CallSteps
+from pycoll.errors import MismatchError, OperationTimeout, TruncationError
+from pycoll.executor import new_bytes
+from pycoll.group import Group
+from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn
+
+ANY_SOURCE = ANY
+ANY_TAG = ANY
+PROC_NULL = -2
+"""A peer that is nobody: sending to it and receiving from it does nothing."""
+
+MAX_TAG = 2**31 - 1
+
+
+@dataclass(slots=True)
+class Status:
+    """Who sent a message, with which tag, and how long it is.
+
+    Attributes:
+        source: rank of the sender (`PROC_NULL` if nothing was received).
+        tag: its tag.
+        nbytes: length of the value in bytes.
+    """
+
+    source: int = PROC_NULL
+    tag: int = ANY_TAG
+    nbytes: int = 0
+
+
+class Outgoing:
+    """A value ready to be sent: its description and its bytes, which stay the caller's."""
+
+    __slots__ = ("description", "is_object", "nbytes", "parts", "text")
+
+    def __init__(self, x: object) -> None:
+        value = arrays.wrap(x)
+        self.is_object = value is None
+        self.parts: Parts
+        if value is None:
+            self.parts = objects.dump(x)
+            self.description = b""
+            self.text = type(x).__name__
+        else:
+            self.parts = (arrays.as_bytes(contiguous(value.array)),)
+            self.description = arrays.describe(value)
+            self.text = f"{value.dtype}{list(value.array.shape)}"
+        self.nbytes = sum(len(part) for part in self.parts)
+
+
+def contiguous(array: Array) -> Array:
+    """Return the array itself if it is C-contiguous, else a copy that is."""
+    return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
+    """Send to rank `dest`; done when the value may be changed."""
+    transfer = start_send(group, outgoing, dest, tag)
+    try:
+        yield transfer
+    except BaseException:
+        transfer.cancel()
+        raise
+    return None
+
+
+def start_send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Operation:
+    """Hand a message to the transport."""
+    header = P2P.pack(KIND_P2P, group.context.ident, tag, outgoing.is_object)
+    return group.engine.send(
+        group.context, group.members[dest], header + outgoing.description, outgoing.parts
+    )
+
+
+def receive(
+    group: Group, source: int, tag: int, out: Value | None, status: Status | None
+) -> CallSteps:
+    """Receive a message into `out` or new memory; returns the value."""
+    world = source if source == ANY else group.members[source]
+    while True:
+        match = group.context.match(world, tag)
+        message = yield from _matched(match)
+        try:
+            result = yield from _take(group, message, out)
+        except Withdrawn:
+            continue  # its sender gave up: wait for another
+        _fill_status(group, status, message)
+        return result
+
+
+def probe(group: Group, source: int, tag: int) -> CallSteps:
+    """Wait for a message, and leave it where it is; returns its Status."""
+    world = source if source == ANY else group.members[source]
+    message = yield from _matched(group.context.match(world, tag, peek=True))
+    status = Status()
+    _fill_status(group, status, message)
+    return status
+
+
+def probe_now(group: Group, source: int, tag: int) -> CallSteps:
+    """Return the Status of a message that is here, or None."""
+    world = source if source == ANY else group.members[source]
+    message = group.context.find(world, tag)
+    status = None
+    if message is not None:
+        status = Status()
+        _fill_status(group, status, message)
+    yield from ()  # a call is a generator, also one that never waits
+    return status
+
+
+def send_receive(
+    group: Group,
+    outgoing: Outgoing | None,
+    dest: tuple[int, int],
+    receiving: CallSteps | None,
+) -> CallSteps:
+    """Send to `dest` (rank, tag) while receiving; returns the value received."""
+    transfer = start_send(group, outgoing, *dest) if outgoing is not None else None
+    try:
+        result = (yield from receiving) if receiving is not None else None
+        if transfer is not None:
+            yield transfer
+    except BaseException:
+        if transfer is not None:
+            transfer.cancel()
+        raise
+    return result
+
+
+def _matched(match: Match) -> CallSteps:
+    try:
+        yield match
+    except BaseException:
+        match.cancel()
+        if match.message is not None and not match.peek:
+            match.context.put_back(match.message)
+        raise
+    return match.message
+
+
+def _take(group: Group, message: Message, out: Value | None) -> CallSteps:
+    """Have a matched message written to where the caller wants it."""
+    try:
+        target, array, finish = _prepare(group, message, out)
+    except BaseException:
+        group.context.put_back(message)
+        raise
+    transfer = message.arrival.accept(target)
+    try:
+        yield transfer
+    except (OperationTimeout, KeyboardInterrupt):
+        group.context.put_back(_park(message, transfer))
+        raise
+    except BaseException:
+        transfer.cancel()
+        raise
+    return finish(array)
+
+
+def _park(message: Message, transfer: Transfer) -> Message:
+    """Let a message whose receive was given up go on into memory of ours."""
+    spare = new_bytes(message.arrival.nbytes)
+    return message._replace(arrival=ParkedArrival(message.arrival, transfer, spare))
+
+
+def _prepare(group: Group, message: Message, out: Value | None) -> tuple[memoryview, Any, Any]:
+    """Return (bytes to fill, what was allocated, how to make the result of that)."""
+    nbytes = message.arrival.nbytes
+    if message.is_object:
+        if out is not None:
+            raise MismatchError(
+                f"rank {group.rank_of(message.source)} sent a Python object "
+                f"(tag {message.tag}), which cannot fill the array out. Receive without out."
+            )
+        buffer = new_bytes(nbytes)
+        return buffer, buffer, objects.load
+    dtype, kind, shape = arrays.from_description(message.description)
+    if out is None:
+        value = arrays.fresh(dtype, kind, shape)
+        return arrays.as_bytes(value.array), value, arrays.unwrap
+    if out.dtype != dtype:
+        raise MismatchError(
+            f"rank {group.rank_of(message.source)} sent {dtype}{list(shape)} "
+            f"(tag {message.tag}), but out is {out.dtype}{list(out.array.shape)}. "
+            "Pass an array of the dtype that was sent."
+        )
+    if nbytes > out.array.nbytes:
+        raise TruncationError(
+            f"the message of rank {group.rank_of(message.source)} (tag {message.tag}) has "
+            f"{nbytes} bytes ({dtype}{list(shape)}), out has {out.array.nbytes} "
+            f"({list(out.array.shape)}). It stays first in the queue: receive it with more room."
+        )
+    if out.array.flags.c_contiguous:
+        return arrays.as_bytes(out.array)[:nbytes], out, _original
+    buffer = new_bytes(nbytes)
+
+    def spread(filled: memoryview) -> object:
+        import numpy as np
+
+        elements = np.frombuffer(filled, dtype.storage) if nbytes else np.empty(0, dtype.storage)
+        out.array.flat[: len(elements)] = elements
+        return out.original
+
+    return buffer, buffer, spread
+
+
+def _original(out: Value) -> object:
+    return out.original
+
+
+def _fill_status(group: Group, status: Status | None, message: Message) -> None:
+    if status is not None:
+        status.source = group.rank_of(message.source)
+        status.tag = message.tag
+        status.nbytes = message.arrival.nbytes

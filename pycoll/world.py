@@ -1,0 +1,289 @@
+"""Joining a job and leaving it: `init`, `finalize`, and what the environment says."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NamedTuple
+
+from pycoll import transports
+from pycoll.communicator import Communicator, World, check_timeout
+from pycoll.engine import Engine
+from pycoll.errors import BootstrapError, Error, PeerFailed
+from pycoll.group import Group
+from pycoll.launcher.rendezvous import Client
+from pycoll.transports.base import Transport
+from pycoll.transports.inproc import Hub, InprocTransport
+
+WORLD_IDENT = 1
+CLOSE_TIMEOUT_S = 5.0
+FINALIZED = "pycoll.finalize() was called: this process cannot communicate any more"
+FORKED = (
+    "this process was forked from a rank of a pycoll job and cannot communicate: "
+    "let the parent communicate, or start the process with the spawn method"
+)
+
+_FOREIGN = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    ("WORLD_SIZE", "RANK", "torchrun"),
+)
+"""(size, rank, who sets them): launchers whose jobs this version does not join."""
+
+
+class Place(NamedTuple):
+    """This process's place in its job, from the environment."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    rendezvous: str = ""
+    key: bytes = b""
+
+
+class _Session:
+    """The one job a process can be in."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.engine: Engine | None = None
+        self.comm: Communicator | None = None
+        self.options: tuple[object, ...] = ()
+        self.ended = ""
+
+
+_session = _Session()
+
+
+class WorldCommunicator(Communicator):
+    """The communicator of all ranks; closing it is leaving the job."""
+
+    def close(self) -> None:
+        """Leave the job: the same as `pycoll.finalize()`."""
+        if not self._closed:
+            super().close()
+            finalize()
+
+
+def init(
+    timeout: float = 300.0, op_timeout: float | None = None, transport: str | None = None
+) -> Communicator:
+    """Join the job this process was started in and return its world communicator.
+
+    A process that no launcher started is a job of its own, of size 1. A second call returns the
+    same communicator.
+
+    Args:
+        timeout: seconds for the whole job to meet; after 10 it prints who is missing.
+        op_timeout: default deadline of every operation, seconds; None: that of `pycoll-run`,
+            or none.
+        transport: "auto" or "tcp"; None: that of `pycoll-run`.
+
+    Raises:
+        BootstrapError: the job could not meet, or the launcher's variables make no sense.
+        TransportError: the transport cannot be used: which, why, what to do.
+        ValueError: called again with other options.
+        Error: called after `finalize`, or in a forked process.
+    """
+    options = (timeout, op_timeout, transport)
+    with _session.lock:
+        if _session.ended:
+            raise Error(_session.ended)
+        if _session.comm is not None:
+            default = (300.0, None, None)
+            if options not in (default, _session.options):
+                raise ValueError(
+                    f"pycoll.init was called before with {_describe(_session.options)}; "
+                    f"a second call cannot change that to {_describe(options)}"
+                )
+            return _session.comm
+        check_timeout(timeout, "timeout")
+        place = read_place(os.environ)
+        deadline = _op_timeout(op_timeout)
+        chosen = transports.check(transport or os.environ.get("PYCOLL_TRANSPORT") or "auto")
+        engine = _join(place, timeout)
+        world = World(engine, place.local_rank, place.local_size, place.node, deadline, chosen)
+        with engine.locked():
+            group = Group(engine, WORLD_IDENT, range(place.size))
+        _session.engine = engine
+        _session.options = options
+        _session.comm = WorldCommunicator(world, group)
+        _install_hooks()
+        return _session.comm
+
+
+def finalize() -> None:
+    """Leave the job. Not collective; may be called again.
+
+    What was accepted for sending is delivered, for at most 5 s. The end of the interpreter does
+    the same.
+    """
+    with _session.lock:
+        engine, _session.engine = _session.engine, None
+        _session.ended = _session.ended or FINALIZED
+    if engine is not None:
+        engine.close(FINALIZED, CLOSE_TIMEOUT_S)
+
+
+def read_place(environ: Mapping[str, str]) -> Place:
+    """Return what the launcher's variables say; without any, a job of size 1.
+
+    Raises:
+        BootstrapError: they are incomplete or make no sense, or another launcher's.
+    """
+    needed = ("PYCOLL_RANK", "PYCOLL_SIZE", "PYCOLL_RENDEZVOUS", "PYCOLL_KEY")
+    given = [name for name in needed if environ.get(name)]
+    if not given:
+        _refuse_foreign(environ)
+        return Place()
+    missing = [name for name in needed if name not in given]
+    if missing:
+        raise BootstrapError(
+            f"{', '.join(given)} set, but not {', '.join(missing)}: "
+            "start this program with pycoll-run, or unset them to run it alone"
+        )
+    rank, size = _number(environ, "PYCOLL_RANK"), _number(environ, "PYCOLL_SIZE")
+    local_rank = _number(environ, "PYCOLL_LOCAL_RANK", rank)
+    local_size = _number(environ, "PYCOLL_LOCAL_SIZE", size)
+    node = _number(environ, "PYCOLL_NODE", 0)
+    if not 0 <= rank < size:
+        raise BootstrapError(f"PYCOLL_RANK is {rank}, but PYCOLL_SIZE is {size}")
+    if not 0 <= local_rank < local_size <= size:
+        raise BootstrapError(
+            f"PYCOLL_LOCAL_RANK is {local_rank}, PYCOLL_LOCAL_SIZE {local_size}, "
+            f"PYCOLL_SIZE {size}: these do not go together"
+        )
+    try:
+        key = bytes.fromhex(environ["PYCOLL_KEY"])
+    except ValueError:
+        raise BootstrapError("PYCOLL_KEY is not a hexadecimal key") from None
+    return Place(rank, size, local_rank, local_size, node, environ["PYCOLL_RENDEZVOUS"], key)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "")
+    if not text and default is not None:
+        return default
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise BootstrapError(f"{name} is {text!r}, which is not a number from 0 up")
+    return number
+
+
+def _refuse_foreign(environ: Mapping[str, str]) -> None:
+    """Refuse to be silently alone where another launcher has started several processes."""
+    for size_name, rank_name, who in _FOREIGN:
+        size, rank = environ.get(size_name), environ.get(rank_name)
+        if size is None or rank is None or size.strip() == "1":
+            continue
+        raise BootstrapError(
+            f"{who} started this process as rank {rank} of {size} ({size_name}), but this version "
+            f"of pycoll joins only jobs of pycoll-run: use pycoll-run -n {size}, or unset "
+            f"{size_name} and {rank_name} to run alone"
+        )
+
+
+def _op_timeout(op_timeout: float | None) -> float:
+    if op_timeout is not None:
+        return check_timeout(op_timeout, "op_timeout")
+    text = os.environ.get("PYCOLL_OP_TIMEOUT")
+    if not text:
+        return math.inf
+    try:
+        return check_timeout(float(text), "PYCOLL_OP_TIMEOUT")
+    except ValueError as exc:
+        raise BootstrapError(f"PYCOLL_OP_TIMEOUT is {text!r}: {exc}") from exc
+
+
+def _join(place: Place, timeout: float) -> Engine:
+    """Meet the others and return the engine that talks to them."""
+    to_self = InprocTransport(Hub(place.size), place.rank)
+    if not place.rendezvous:
+        engine = Engine(place.rank, [to_self], None)
+        to_self.start([{}], engine)
+        return engine
+    try:
+        control = Client(place.rendezvous, place.key, place.rank, place.size)
+    except ValueError as exc:
+        raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
+    tcp: Transport | None = None
+    try:
+        if place.size > 1:
+            from pycoll.transports.tcp import TcpTransport
+
+            tcp = TcpTransport(place.rank)
+        infos = control.join({"tcp": tcp.address() if tcp is not None else {}}, timeout)
+    except BaseException:
+        if tcp is not None:
+            tcp.close(0.0)
+        control.close(1.0)
+        raise
+    reach: list[Transport] = [
+        to_self if rank == place.rank or tcp is None else tcp for rank in range(place.size)
+    ]
+    engine = Engine(place.rank, reach, control)
+    to_self.start([{}] * place.size, engine)
+    if tcp is not None:
+        tcp.start([info["tcp"] for info in infos], engine)
+    return engine
+
+
+def _describe(options: tuple[object, ...]) -> str:
+    timeout, op_timeout, transport = options
+    return f"timeout={timeout}, op_timeout={op_timeout}, transport={transport!r}"
+
+
+# --- the end of the process ------------------------------------------------------------------
+
+
+def _install_hooks() -> None:
+    atexit.register(_at_exit, os.getpid())
+    os.register_at_fork(after_in_child=_after_fork)
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        _report_exception(kind, error, trace)
+        previous(kind, error, trace)
+
+    sys.excepthook = excepthook
+
+
+def _at_exit(pid: int) -> None:
+    if os.getpid() == pid:
+        finalize()
+
+
+def _after_fork() -> None:
+    _session.lock = threading.Lock()
+    _session.ended = FORKED
+    if _session.engine is not None:
+        _session.engine.closed = FORKED
+
+
+def _report_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Tell the launcher, and so the other ranks, that this one raised."""
+    engine = _session.engine
+    if engine is None or engine.control is None or engine.closed is not None:
+        return
+    text = "".join(traceback.format_exception(kind, error, trace))
+    with contextlib.suppress(Exception), engine.locked():
+        engine.control.post(
+            "raised", error=kind.__name__, text=text, peer_failed=isinstance(error, PeerFailed)
+        )

@@ -1,0 +1,118 @@
+"""What holds for every test module: it leaves no process and no file in /dev/shm behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Every process a test starts inherits this variable, and keeps it when its parent has died and
+# init has adopted it, so survivors are found without walking a process tree that no longer exists.
+# Not named PYCOLL_*: a launcher replaces those.
+MARK = ("TEST_RUN_OF_PYCOLL", uuid.uuid4().hex)
+os.environ.update([MARK])
+
+SHM = Path("/dev/shm")
+
+# A job's last processes may still be ending when its test has read the job's status: SIGKILL comes
+# 4 s after a failure, and a killed process needs a moment on a busy machine.
+GRACE_S = 6.0
+
+
+def survivors() -> set[int]:
+    """Pids of living processes, zombies aside, that this test run started."""
+    mark, found = "=".join(MARK).encode(), set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+            except OSError:  # it has ended, or belongs to somebody else
+                continue
+            if mark in environment.split(b"\0"):
+                found.add(int(entry.name))
+    return found
+
+
+def ended(pid: int, deadline: float) -> bool:
+    """Wait until `deadline` (of time.monotonic) for the process to end."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+    finally:
+        os.close(descriptor)
+
+
+def command_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return "(has ended)"
+    return " ".join(word.decode(errors="replace") for word in words).strip()[:200]
+
+
+def shm_entries() -> dict[str, int]:
+    """Name and inode of each file of this user in /dev/shm."""
+    found = {}
+    with os.scandir(SHM) as entries:
+        for entry in entries:
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if status.st_uid == os.getuid():
+                found[entry.name] = status.st_ino
+    return found
+
+
+def held_by_others() -> set[int]:
+    """Inodes in /dev/shm that a running process has open or mapped.
+
+    Browsers and sound servers come and go there. What a test has left is held by nobody: its
+    processes have ended by the time this is asked.
+    """
+    device = SHM.stat().st_dev
+    found = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            for folder in ("fd", "map_files"):
+                try:
+                    links = list((process / folder).iterdir())
+                except OSError:
+                    continue
+                for link in links:
+                    try:
+                        status = link.stat()
+                    except OSError:
+                        continue
+                    if status.st_dev == device:
+                        found.add(status.st_ino)
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_stays_behind() -> Iterator[None]:
+    """Fails the module's last test if a process it started lives on, or /dev/shm has grown."""
+    files_before, processes_before = shm_entries(), survivors()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    leftovers = []
+    for pid in sorted(survivors() - processes_before):
+        if not ended(pid, deadline):
+            leftovers.append(f"process {pid}: {command_of(pid)}")
+            os.kill(pid, signal.SIGKILL)  # or the next module would be blamed
+    grown = {n: i for n, i in shm_entries().items() if files_before.get(n) != i}
+    if grown:
+        held = held_by_others()
+        leftovers += [f"/dev/shm/{n}" for n, i in sorted(grown.items()) if i not in held]
+    assert not leftovers, "left behind by this module: " + "; ".join(leftovers)

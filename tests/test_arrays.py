@@ -1,0 +1,669 @@
+"""Whatever a user calls an array -> Value, and back."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pycoll import arrays, dtypes
+from pycoll.arrays import Value
+
+
+@pytest.fixture(scope="session")
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="PyTorch is not installed")
+
+
+@pytest.fixture(scope="session")
+def jax() -> Any:
+    return pytest.importorskip("jax", reason="JAX is not installed")
+
+
+@pytest.fixture(scope="session")
+def ml_dtypes() -> Any:
+    return pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+
+
+def wrapped(x: object) -> Value:
+    value = arrays.wrap(x)
+    assert value is not None
+    return value
+
+
+def sent(x: object) -> Any:
+    """What another rank makes of `x`: described, parsed, filled with its elements."""
+    value = wrapped(x)
+    dtype, kind, shape = arrays.from_description(arrays.describe(value))
+    result = arrays.fresh(dtype, kind, shape)
+    result.array[...] = value.array
+    return arrays.unwrap(result)
+
+
+def same_memory(value: Value, x: np.ndarray[Any, Any]) -> bool:
+    return value.array.ctypes.data == x.ctypes.data
+
+
+# NumPy
+
+STRIDED = [
+    np.arange(12.0).reshape(3, 4)[::-1, ::2],
+    np.arange(12.0).reshape(3, 4).T,
+    np.broadcast_to(np.float32(3), (2, 3)),
+    np.zeros((0, 3), np.int8),
+    np.array(5, np.uint16),
+    np.asfortranarray(np.ones((2, 3), np.complex64)),
+]
+
+
+@pytest.mark.parametrize("x", STRIDED, ids=["negative", "transposed", "zero", "empty", "0-d", "F"])
+def test_numpy_arrays_of_any_strides_are_not_copied(x: np.ndarray[Any, Any]) -> None:
+    value = wrapped(x)
+    assert value.array is x
+    assert arrays.unwrap(value) is x
+    result = sent(x)
+    assert type(result) is np.ndarray
+    assert (result.shape, result.dtype) == (x.shape, x.dtype)
+    assert np.array_equal(result, x)
+    assert result.flags.c_contiguous
+    assert result.flags.writeable
+
+
+def test_a_read_only_array_stays_read_only_when_wrapped() -> None:
+    x = np.arange(3)
+    x.flags.writeable = False
+    assert not wrapped(x).array.flags.writeable
+
+
+def test_a_matrix_is_seen_as_a_plain_array() -> None:
+    with pytest.warns(PendingDeprecationWarning):
+        x = np.matrix([[1.0, 2.0]])
+    value = wrapped(x)
+    assert type(value.array) is np.ndarray
+    assert same_memory(value, x)
+    assert type(sent(x)) is np.ndarray
+
+
+def test_a_record_array_comes_as_a_structured_array() -> None:
+    x = np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
+    result = sent(x)
+    assert result.dtype == np.dtype([("a", "i4"), ("b", "f8")])
+    assert result["b"][0] == 2.0
+
+
+def test_a_masked_array_is_refused_because_its_mask_would_be_lost() -> None:
+    with pytest.raises(TypeError, match=r"mask would be lost.*filled"):
+        arrays.wrap(np.ma.masked_array([1, 2], [True, False]))
+
+
+def test_a_bfloat16_array_is_viewed_not_copied(ml_dtypes: Any) -> None:
+    x = np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)[:, ::-1]
+    value = wrapped(x)
+    assert value.dtype is dtypes.BFLOAT16
+    assert value.array.dtype == np.uint16
+    assert same_memory(value, x)
+    result = sent(x)
+    assert result.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(result, x)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        None,
+        "text",
+        b"bytes",
+        bytearray(3),
+        1,
+        2.5,
+        1j,
+        True,
+        [1, 2],
+        (1, 2),
+        {"a": 1},
+        {1},
+        np.float32(3),
+        np.array([None]),
+        np.zeros(2, [("a", "O")]),
+        array.array("u", "text"),
+        range(3),
+        object(),
+        (ctypes.c_int * 3)(),
+        np.ndarray,
+    ],
+    ids=str,
+)
+def test_what_is_no_array_travels_as_an_object(x: object) -> None:
+    assert arrays.wrap(x) is None
+
+
+@pytest.mark.parametrize("dtype", [">f8", "M8[ns]", "S3", "U2", "g", "V3", [("a", "f4", (2,))]])
+def test_other_numpy_dtypes_move(dtype: Any) -> None:
+    x = np.zeros((2, 3), dtype)
+    x.view(np.uint8)[...] = 7
+    result = sent(x)
+    assert result.dtype == x.dtype
+    assert result.tobytes() == x.tobytes()
+
+
+# Buffers of the standard library
+
+
+@pytest.mark.parametrize("char", list("?bBhHiIlLqQnNfdc"))
+def test_a_memoryview_comes_back_with_its_format(char: str) -> None:
+    if char in "nN" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("NumPy 1 does not read the formats n and N")
+    x = memoryview(bytearray(range(16))).cast(char)  # type: ignore[call-overload]
+    result = sent(x)
+    assert isinstance(result, memoryview)
+    assert (result.format, result.shape) == (char, x.shape)
+    assert result.tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["e", "F", "D", ">i4"])
+def test_a_memoryview_of_a_numpy_format_comes_back_with_it(dtype: str) -> None:
+    x = np.ones((2, 3), dtype).data
+    result = sent(x)
+    assert (result.format, result.shape, result.tobytes()) == (x.format, x.shape, x.tobytes())
+
+
+def test_a_memoryview_of_ctypes_is_an_array() -> None:
+    result = sent(memoryview((ctypes.c_int * 3)(1, 2, 3)))
+    assert isinstance(result, memoryview)
+    assert result.tolist() == [1, 2, 3]
+
+
+def test_a_strided_or_read_only_memoryview_is_not_copied() -> None:
+    strided = memoryview(bytearray(range(10)))[::-2]
+    assert wrapped(strided).array.tolist() == strided.tolist()
+    wrapped(strided).array[0] = 77
+    assert strided[0] == 77
+    assert not wrapped(memoryview(b"abc")).array.flags.writeable
+
+
+def test_a_memoryview_without_elements_or_dimensions_moves() -> None:
+    assert sent(np.empty((0, 2), "q").data).shape == (0, 2)
+    scalar = sent(np.array(5, "q").data)
+    assert (scalar.shape, scalar.format, scalar.tolist()) == ((), "q", 5)
+
+
+def test_a_memoryview_of_pointers_is_refused_with_advice() -> None:
+    with pytest.raises(TypeError, match=r"does not hold numbers\. Pass its bytes"):
+        arrays.wrap(memoryview((ctypes.c_void_p * 2)()))
+
+
+@pytest.mark.parametrize("typecode", list("bBhHiIlLqQfd"))
+@pytest.mark.parametrize("count", [0, 3])
+def test_an_array_array_comes_back_with_its_typecode(typecode: str, count: int) -> None:
+    x = array.array(typecode, range(count))
+    result = sent(x)
+    assert isinstance(result, array.array)
+    assert result.typecode == typecode
+    assert result == x
+    result.append(1)  # nothing holds its buffer
+
+
+def test_a_gathered_array_array_is_a_numpy_array_because_it_has_two_dimensions() -> None:
+    value = wrapped(array.array("i", [1, 2]))
+    result = arrays.unwrap(arrays.fresh(value.dtype, value.kind, (3, 2)))
+    assert isinstance(result, np.ndarray)
+    assert result.shape == (3, 2)
+
+
+def test_a_strided_part_of_a_result_can_be_unwrapped() -> None:
+    backwards = np.arange(4, dtype=np.int32)[::-1]
+    for kind in ("array", "memoryview", "numpy"):
+        result = arrays.unwrap(Value(backwards, dtypes.INT32, kind))
+        assert list(result) == [3, 2, 1, 0]
+
+
+# PyTorch
+
+TORCH_DTYPES = [dtype.name for dtype in dtypes.TABLE] + ["float8_e5m2"]
+
+
+@pytest.mark.parametrize("name", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 2), (2, 3)])
+def test_a_tensor_comes_back_as_a_tensor(torch: Any, name: str, shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape).to(getattr(torch, name))
+    result = sent(x)
+    assert type(result) is torch.Tensor
+    assert (result.dtype, result.shape) == (x.dtype, x.shape)
+    assert torch.equal(result.float() if "8_" in name else result, x.float() if "8_" in name else x)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool"])
+def test_a_tensor_is_not_copied_whatever_its_strides(torch: Any, name: str) -> None:
+    x = torch.zeros(3, 4).to(getattr(torch, name)).t()[1:]
+    value = wrapped(x)
+    assert value.array.ctypes.data == x.data_ptr()
+    assert value.array.shape == (3, 3)
+    value.array[0, 1] = 1
+    assert bool(x[0, 1])
+    assert arrays.unwrap(value) is x
+
+
+def test_a_tensor_that_requires_grad_is_read_without_its_graph(torch: Any) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    assert wrapped(leaf).array.tolist() == [1, 1, 1]
+    assert wrapped(leaf * 2).array.tolist() == [2, 2, 2]
+    assert type(sent(torch.nn.Parameter(torch.ones(2)))) is torch.Tensor
+
+
+def test_lazily_conjugated_and_negated_tensors_have_the_values_they_show(torch: Any) -> None:
+    x = torch.tensor([1 + 2j]).conj()
+    assert wrapped(x).array.tolist() == [1 - 2j]
+    assert wrapped(x.imag).array.tolist() == [-2.0]
+    assert arrays.unwrap(wrapped(x)).tolist() == [1 - 2j]
+    with pytest.raises(ValueError, match="resolve_conj"):
+        arrays.check_out(x, dtypes.COMPLEX64, (1,))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_plain_memory_are_refused_with_advice(torch: Any) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    for x, advice in [
+        (torch.zeros(3, 3).to_sparse(), "to_dense"),
+        (torch.zeros(3, 3).to_sparse_csr(), "to_dense"),
+        (nested, "to_padded_tensor"),
+        (torch.zeros(3, device="meta"), "CPU"),
+        (torch.zeros(3, dtype=torch.complex32), "torch.uint8"),
+        (torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8), "x.float"),
+    ]:
+        with pytest.raises(TypeError, match=advice):
+            arrays.wrap(x)
+
+
+def test_a_read_only_or_reversed_result_becomes_a_tensor_by_a_copy(torch: Any) -> None:
+    x = np.arange(3)
+    x.flags.writeable = False
+    assert arrays.unwrap(Value(x, dtypes.INT64, "torch")).tolist() == [0, 1, 2]
+    assert arrays.unwrap(Value(x[::-1], dtypes.INT64, "torch")).tolist() == [2, 1, 0]
+
+
+def test_a_tensor_result_shares_the_memory_it_was_received_in(torch: Any) -> None:
+    value = arrays.fresh(dtypes.BFLOAT16, "torch", (4,))
+    assert arrays.unwrap(value).data_ptr() == value.array.ctypes.data
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax", "dlpack:no_such_library_here", "cupy"])
+def test_without_the_senders_library_a_value_comes_as_numpy(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("torch", "jax", "jax.numpy"):
+        monkeypatch.setitem(sys.modules, name, None)
+    value = arrays.fresh(dtypes.FLOAT32, kind, (2,))
+    assert value.kind == "numpy"
+    assert type(arrays.unwrap(value)) is np.ndarray
+
+
+def test_bfloat16_without_any_library_is_refused_before_it_is_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("torch", "ml_dtypes"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(TypeError, match="ml_dtypes"):
+        arrays.fresh(dtypes.BFLOAT16, "torch", (2,))
+
+
+# JAX
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "int32", "complex64", "float16"])
+@pytest.mark.parametrize("shape", [(), (0, 2), (2, 3)])
+def test_a_jax_array_comes_back_as_one(jax: Any, name: str, shape: tuple[int, ...]) -> None:
+    x = jax.numpy.ones(shape, name)
+    value = wrapped(x)
+    assert not value.array.flags.writeable
+    if value.array.size:
+        assert value.array.ctypes.data == x.unsafe_buffer_pointer()
+    result = sent(x)
+    assert isinstance(result, jax.Array)
+    assert (result.dtype, result.shape) == (x.dtype, x.shape)
+    assert bool((result == x).all())
+
+
+@pytest.mark.parametrize("name", ["int64", "float64", "complex128", "uint64"])
+def test_a_jax_result_of_64_bits_keeps_them(jax: Any, name: str) -> None:
+    dtype = dtypes.of_name(name)
+    assert dtype is not None
+    value = arrays.fresh(dtype, "jax", (2,))
+    value.array[...] = 2**33 + 1
+    result = arrays.unwrap(value)
+    assert isinstance(result, jax.Array)
+    assert result.dtype == name
+    assert np.asarray(result).tolist() == [2**33 + 1] * 2
+
+
+def test_a_jax_array_that_has_no_elements_to_read_is_refused(jax: Any) -> None:
+    refused: list[str] = []
+
+    def traced(x: Any) -> Any:
+        with pytest.raises(TypeError, match="outside of jit") as info:
+            arrays.wrap(x)
+        refused.append(str(info.value))
+        return x
+
+    jax.jit(traced)(jax.numpy.ones(3))
+    assert len(refused) == 1
+    with pytest.raises(TypeError, match="key_data"):
+        arrays.wrap(jax.random.key(0))
+    deleted = jax.numpy.ones(3)
+    deleted.delete()
+    with pytest.raises(TypeError, match="deleted"):
+        arrays.wrap(deleted)
+
+
+def test_a_jax_out_is_refused_because_it_never_changes(jax: Any) -> None:
+    with pytest.raises(ValueError, match="JAX"):
+        arrays.check_out(jax.numpy.ones(3), dtypes.FLOAT32, (3,))
+
+
+# Other libraries, by DLPack or the CUDA array interface
+
+
+class Exported:
+    """An array of a library that pycoll does not know."""
+
+    def __init__(self, x: np.ndarray[Any, Any], device: int = 1) -> None:
+        self.x = x
+        self.device = device
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (self.device, 0)
+
+
+def from_dlpack(x: Any) -> Exported:
+    return Exported(np.from_dlpack(x))
+
+
+def test_an_array_with_dlpack_is_read_without_a_copy() -> None:
+    x = np.arange(6.0).reshape(2, 3)[:, ::2]
+    value = wrapped(Exported(x))
+    assert same_memory(value, x)
+    assert value.kind == f"dlpack:{__name__.partition('.')[0]}"
+
+
+def test_a_result_is_made_by_the_from_dlpack_of_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "a_library", sys.modules[__name__])
+    value = arrays.fresh(dtypes.FLOAT32, "dlpack:a_library", (2,))
+    result = arrays.unwrap(value)
+    assert isinstance(result, Exported)
+    assert same_memory(value, result.x)
+
+
+def test_an_array_on_a_gpu_is_refused_with_advice() -> None:
+    class Cuda:
+        __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
+
+    for x in (Exported(np.ones(3), device=2), Cuda()):
+        with pytest.raises(TypeError, match="Move it to the CPU"):
+            arrays.wrap(x)
+
+
+def test_what_its_library_will_not_export_travels_as_an_object() -> None:
+    assert arrays.wrap(Exported(np.array(["text"]))) is None
+
+
+# Numbers
+
+NUMBERS = [
+    3,
+    -(2**63),
+    2**63 - 1,
+    2.5,
+    float("nan"),
+    1 + 2j,
+    True,
+    np.float32(1.5),
+    np.int8(-3),
+    np.bool_(True),
+    np.complex64(1j),
+    np.longlong(5),
+    np.ulonglong(5),
+    np.float64(2.5),
+    (2.5, 3),
+    (7, 3),
+    (np.float32(1.5), np.longlong(2)),
+    (True, 1),
+]
+
+
+def flat(x: Any) -> Iterator[Any]:
+    yield from x if isinstance(x, tuple) else (x,)
+
+
+@pytest.mark.parametrize("x", NUMBERS, ids=repr)
+def test_a_number_or_a_pair_comes_back_with_its_type(x: Any) -> None:
+    operand = arrays.wrap_operand(x)
+    assert operand.array.shape == ()
+    assert operand.array.dtype == operand.dtype.storage
+    dtype, kind, shape = arrays.from_description(arrays.describe(operand))
+    value = arrays.fresh(dtype, kind, shape)
+    value.array[...] = operand.array
+    result = arrays.unwrap(value)
+    assert [type(part) for part in flat(result)] == [type(part) for part in flat(x)]
+    assert [np.array(part).tobytes() for part in flat(result)] == [
+        np.array(part).tobytes() for part in flat(x)
+    ]
+
+
+def test_a_bfloat16_scalar_comes_back_as_one(ml_dtypes: Any) -> None:
+    operand = arrays.wrap_operand(ml_dtypes.bfloat16(1.5))
+    assert operand.dtype is dtypes.BFLOAT16
+    result = arrays.unwrap(operand)
+    assert type(result) is ml_dtypes.bfloat16
+    assert result == 1.5
+
+
+def test_bool_is_not_int() -> None:
+    assert arrays.wrap_operand(True).dtype is dtypes.BOOL
+    assert arrays.wrap_operand(1).dtype is dtypes.INT64
+
+
+@pytest.mark.parametrize("x", [2**63, -(2**63) - 1, 10**4000, (1.0, 2**70)])
+def test_an_int_outside_int64_is_refused(x: object) -> None:
+    with pytest.raises(ValueError, match="does not fit into int64"):
+        arrays.wrap_operand(x)
+
+
+@pytest.mark.parametrize(
+    "x", ["text", b"bytes", None, [1, 2], (1, 2, 3), (1, "a"), {}, np.array([None]), np.str_("a")]
+)
+def test_an_operand_that_is_neither_array_nor_number_is_refused(x: object) -> None:
+    with pytest.raises(TypeError, match=r"reductions take arrays and numbers.*numpy\.asarray"):
+        arrays.wrap_operand(x)
+
+
+def test_an_array_operand_is_wrapped_without_a_copy() -> None:
+    x = np.arange(3)
+    assert arrays.wrap_operand(x).array is x
+
+
+def test_a_structured_scalar_comes_back_as_one() -> None:
+    x = np.array((1.5, 3), [("value", "f8"), ("index", "i4")])[()]
+    result = arrays.unwrap(arrays.wrap_operand(x))
+    assert type(result) is np.void
+    assert result == x
+
+
+# Descriptions
+
+
+@settings(deadline=None)
+@given(
+    hnp.arrays(
+        hnp.scalar_dtypes() | hnp.array_dtypes(), hnp.array_shapes(min_dims=0, min_side=0)
+    ).filter(lambda x: x.dtype.itemsize > 0)
+)
+def test_a_description_gives_dtype_kind_and_shape(x: np.ndarray[Any, Any]) -> None:
+    value = wrapped(x)
+    assert arrays.from_description(arrays.describe(value)) == (value.dtype, "numpy", x.shape)
+
+
+def test_a_description_of_a_small_array_is_small() -> None:
+    assert len(arrays.describe(wrapped(np.zeros((2, 3))))) <= 32
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=80))
+def test_garbage_is_not_a_description(garbage: bytes) -> None:
+    try:
+        arrays.from_description(garbage)
+    except ValueError:
+        return
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.binary(min_size=1, max_size=8))
+def test_a_damaged_description_gives_an_array_or_a_value_error(at: int, damage: bytes) -> None:
+    good = arrays.describe(arrays.wrap_operand((2.5, 3)))
+    try:
+        dtype, kind, shape = arrays.from_description(good[:at] + damage + good[at + len(damage) :])
+    except ValueError:
+        return
+    arrays.unwrap(Value(np.zeros([min(dim, 2) for dim in shape], dtype.storage), dtype, kind))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "dims", "text"),
+    [
+        (5, b"numpy2", (3,), b""),
+        (5, b"dlpack:os.path", (3,), b""),
+        (5, b"int", (3,), b""),
+        (5, b"float", (), b""),
+        (5, b"pair:int,int", (), b""),
+        (0, b"pair:int,int", (), b"[('value', 'S8'), ('index', '<i8')]"),
+        (0, b"pair:int,int", (), b"[('value', '<i8', (2,)), ('index', '<i8')]"),
+        (5, b"numpy", (1 << 62,), b""),
+        (5, b"numpy", (0, 1 << 63), b""),
+        (5, b"numpy", (1,) * 65, b""),
+        (0, b"numpy", (3,), b"'O'"),
+        (99, b"numpy", (3,), b""),
+    ],
+)
+def test_a_description_of_what_cannot_be_is_refused(
+    code: int, kind: bytes, dims: tuple[int, ...], text: bytes
+) -> None:
+    head = bytes([code, len(kind), len(dims)]) + kind
+    with pytest.raises(ValueError, match=r"kind|pair|number|shape|dtype"):
+        arrays.from_description(head + b"".join(dim.to_bytes(8, "little") for dim in dims) + text)
+
+
+# out
+
+
+@pytest.mark.parametrize("make", [lambda: np.zeros((4, 6))[::2, ::-3], lambda: np.zeros((2, 2)).T])
+def test_out_may_be_non_contiguous(make: Any) -> None:
+    out = make()
+    value = arrays.check_out(out, dtypes.FLOAT64, (2, 2))
+    assert value.array is out
+    assert arrays.unwrap(value) is out
+
+
+def test_out_may_be_of_another_kind(torch: Any) -> None:
+    for out in (torch.zeros(3), array.array("f", [0, 0, 0]), memoryview(array.array("f", [0] * 3))):
+        arrays.check_out(out, dtypes.FLOAT32, (3,)).array[1] = 5
+        assert list(out) == [0, 5, 0]
+
+
+def test_a_tensor_that_requires_grad_may_be_filled(torch: Any) -> None:
+    out = torch.zeros(2, requires_grad=True)
+    arrays.check_out(out, dtypes.FLOAT32, (2,)).array[...] = 3
+    assert out.tolist() == [3, 3]
+
+
+def test_out_of_another_dtype_or_shape_names_both() -> None:
+    with pytest.raises(ValueError, match=r"dtype float64, but the result is float32"):
+        arrays.check_out(np.zeros(3), dtypes.FLOAT32, (3,))
+    with pytest.raises(ValueError, match=r"shape \(3,\), but the result has shape \(2, 3\)"):
+        arrays.check_out(np.zeros(3), dtypes.FLOAT64, (2, 3))
+    with pytest.raises(ValueError, match=r"dtype uint16, but the result is bfloat16"):
+        arrays.check_out(np.zeros(3, np.uint16), dtypes.BFLOAT16, (3,))
+
+
+def test_a_read_only_out_is_refused() -> None:
+    out = np.zeros(3)
+    out.flags.writeable = False
+    for read_only in (out, out.data):
+        with pytest.raises(ValueError, match="read-only"):
+            arrays.check_out(read_only, dtypes.FLOAT64, (3,))
+
+
+def test_an_out_that_overlaps_itself_is_refused(torch: Any) -> None:
+    expanded = torch.zeros(1).expand(3)
+    with pytest.raises(ValueError, match="overlaps itself"):
+        arrays.check_out(expanded, dtypes.FLOAT32, (3,))
+    windows = np.lib.stride_tricks.sliding_window_view(np.zeros(4), 2, writeable=True)
+    with pytest.raises(ValueError, match="overlaps itself"):
+        arrays.check_out(windows, dtypes.FLOAT64, (3, 2))
+
+
+def test_a_broadcast_axis_of_length_one_is_no_overlap() -> None:
+    out = np.lib.stride_tricks.as_strided(np.zeros(3), (1, 3), (0, 8))
+    assert arrays.check_out(out, dtypes.FLOAT64, (1, 3)).array is out
+
+
+@pytest.mark.parametrize("out", [[0, 0], bytearray(8), np.float64(0), 5])
+def test_an_out_that_is_no_array_is_a_type_error(out: object) -> None:
+    with pytest.raises(TypeError, match="out is not an array"):
+        arrays.check_out(out, dtypes.FLOAT64, ())
+
+
+# Memory
+
+
+def test_interleaved_slices_do_not_overlap() -> None:
+    x = np.zeros(10)
+    assert not arrays.overlap(x[::2], x[1::2])
+    assert arrays.overlap(x[::2], x[4:5])
+    assert arrays.overlap(x, x)
+    assert not arrays.overlap(x, x.copy())
+    assert not arrays.overlap(x[:0], x)
+
+
+def test_overlap_of_contrived_strides_is_answered_at_once() -> None:
+    x = np.zeros(4_000_000, np.int8)
+    strided = np.lib.stride_tricks.as_strided
+    a = strided(x, (7, 11, 13, 17, 19), (36674, 61119, 85569, 103391, 120091))
+    assert isinstance(arrays.overlap(a[..., 1:], a[1:, ..., :-1]), bool)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(6, dtype=np.int16).reshape(2, 3),
+        np.array(7),
+        np.zeros((0, 3)),
+        np.zeros(3, "M8[s]"),
+        np.ones(2, [("a", "f4"), ("b", "S3")]),
+        np.ones(3, bool),
+    ],
+    ids=lambda x: str(x.dtype),
+)
+def test_as_bytes_is_a_flat_view_of_the_memory(x: np.ndarray[Any, Any]) -> None:
+    view = arrays.as_bytes(x)
+    assert (view.format, view.ndim, view.nbytes) == ("B", 1, x.nbytes)
+    assert bytes(view) == x.tobytes()
+    if x.nbytes:
+        view[0] = 99
+        assert x.tobytes()[0] == 99
+
+
+def test_as_bytes_of_a_read_only_array_is_read_only() -> None:
+    x = np.ones(3)
+    x.flags.writeable = False
+    assert arrays.as_bytes(x).readonly

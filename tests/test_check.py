@@ -1,0 +1,376 @@
+"""The proof holds for every algorithm, and finds the faults planted here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pycoll.schedules import (
+    ROOTED,
+    TABLE,
+    Algorithm,
+    Cost,
+    binomial,
+    find,
+    linear,
+    ring,
+    steps_of,
+)
+from pycoll.check import ProofError, prove, prove_algorithm, prove_all
+from pycoll.cli import main
+from pycoll.schedule import Copy, Recv, Reduce, Send, Step, recv_reduce
+
+ROWS = [algorithm for row in TABLE.values() for algorithm in row.values()]
+Steps = list[Step]
+
+
+def _title(algorithm: Algorithm) -> str:
+    return f"{algorithm.collective}-{algorithm.name}"
+
+
+def _edited(
+    algorithm: Algorithm, rank: int, edit: Callable[[Steps], object]
+) -> Callable[..., Steps]:
+    """The algorithm's steps, those of one rank changed by `edit` in place."""
+
+    def steps(me: int, size: int, root: int = 0) -> Steps:
+        mine = list(steps_of(algorithm, me, size, root))
+        if me == rank:
+            edit(mine)
+        return mine
+
+    return steps
+
+
+def _swap(steps: Steps) -> None:
+    for position, step in enumerate(steps):
+        if isinstance(step, Reduce):
+            steps[position] = Reduce(step.chunk, not step.incoming_first)
+
+
+# The proof itself
+
+
+@pytest.mark.parametrize("algorithm", ROWS, ids=_title)
+def test_every_size_to_32_and_every_root_is_proved(algorithm: Algorithm) -> None:
+    summary = prove_algorithm(algorithm, max_size=32)
+    assert summary.rooted == (algorithm.collective in ROOTED)
+    assert summary.proofs >= (32 * 33 // 2 if summary.rooted else 32)
+
+
+@pytest.mark.parametrize(
+    ("collective", "name", "size", "cost"),
+    [
+        ("broadcast", "tree", 8, Cost(steps=3, messages=7, load=3)),
+        ("broadcast", "tree", 6, Cost(steps=2, messages=5, load=3)),
+        ("broadcast", "chain", 8, Cost(steps=7, messages=7, load=1)),
+        ("all_reduce", "ring", 8, Cost(steps=14, messages=112, load=14)),
+        ("all_reduce", "recursive_doubling", 8, Cost(steps=3, messages=24, load=3)),
+        ("all_reduce", "recursive_doubling", 7, Cost(steps=4, messages=14, load=3)),
+        ("gather", "tree", 8, Cost(steps=3, messages=12, load=7)),
+        ("all_to_all", "pairwise", 8, Cost(steps=1, messages=56, load=7)),
+        ("barrier", "dissemination", 6, Cost(steps=3, messages=18, load=3)),
+    ],
+)
+def test_costs_are_those_of_the_textbook(collective: str, name: str, size: int, cost: Cost) -> None:
+    assert prove(collective, name, size).cost == cost
+
+
+def test_a_proof_says_what_was_proved() -> None:
+    proof = prove("reduce", "linear", 5, root=3, window=2)
+    assert proof[:5] == ("reduce", "linear", 5, 3, 2)
+
+
+def test_all_algorithms_of_a_collective_are_proved_together() -> None:
+    proved = [summary.name for summary in prove_all(4, ["barrier"])]
+    assert proved == ["dissemination", "tree", "linear"]
+
+
+# Planted faults
+
+
+@given(data=st.data())
+def test_any_step_left_out_is_found(data: st.DataObject) -> None:
+    algorithm = data.draw(st.sampled_from(ROWS))
+    size = data.draw(st.integers(2, 6))
+    root = data.draw(st.integers(0, size - 1))
+    rank = data.draw(st.integers(0, size - 1))
+    count = len(list(steps_of(algorithm, rank, size, root)))
+    position = data.draw(st.integers(0, count - 1))
+    steps = _edited(algorithm, rank, lambda mine: mine.pop(position))
+    with pytest.raises(ProofError):
+        prove(algorithm.collective, algorithm.name, size, root, steps=steps)
+
+
+@given(data=st.data())
+def test_any_step_with_a_wrong_chunk_or_peer_is_found(data: st.DataObject) -> None:
+    algorithm = data.draw(st.sampled_from(ROWS))
+    size = data.draw(st.integers(2, 6))
+    root = data.draw(st.integers(0, size - 1))
+    rank = data.draw(st.integers(0, size - 1))
+    right = list(steps_of(algorithm, rank, size, root))
+    position = data.draw(st.integers(0, len(right) - 1))
+    step = right[position]
+    field = data.draw(
+        st.sampled_from([f for f in step._fields if f in ("peer", "chunk", "source")])
+    )
+    limit = size if field == "peer" else algorithm.chunks(size)
+    wrong = data.draw(st.integers(-1, limit).filter(lambda value: value != getattr(step, field)))
+
+    def spoil(mine: Steps) -> None:
+        fields: dict[str, Any] = {**step._asdict(), field: wrong}
+        mine[position] = type(step)(**fields)
+
+    steps = _edited(algorithm, rank, spoil)
+    with pytest.raises(ProofError):
+        prove(algorithm.collective, algorithm.name, size, root, steps=steps)
+
+
+def test_a_missing_send_is_named_by_the_receive_that_lacks_it() -> None:
+    steps = _edited(find("all_gather", "ring"), 1, lambda mine: mine.pop(4))
+    with pytest.raises(ProofError) as caught:
+        prove("all_gather", "ring", 4, steps=steps)
+    assert str(caught.value) == (
+        "all_gather ring, size 4: rank 2, step 5, Recv(peer=1, chunk=3, scratch=False): "
+        "rank 1 has no Send for this message"
+    )
+
+
+def test_a_message_left_over_is_found() -> None:
+    steps = _edited(find("reduce", "tree"), 3, lambda mine: mine.append(Send(0, 0)))
+    with pytest.raises(ProofError, match=r"rank 3, step 1, .*: rank 0 has no Recv for this"):
+        prove("reduce", "tree", 4, steps=steps)
+
+
+def test_a_wrong_peer_is_found() -> None:
+    def spoil(mine: Steps) -> None:
+        mine[0] = Send(3, 0)
+
+    steps = _edited(find("broadcast", "linear"), 0, spoil)
+    with pytest.raises(ProofError, match=r"rank 0, step 2, .*: rank 3 has no Recv"):
+        prove("broadcast", "linear", 4, steps=steps)
+
+
+def test_a_wrong_chunk_is_found_where_it_is_combined() -> None:
+    def spoil(mine: Steps) -> None:
+        mine[0] = Send(2, 2)
+
+    steps = _edited(find("reduce_scatter", "ring"), 1, spoil)
+    with pytest.raises(ProofError, match=r"rank 2, step 2, .*: combines 2 of chunk 0 with 1 of c"):
+        prove("reduce_scatter", "ring", 4, steps=steps)
+
+
+def test_a_wrong_block_is_found_at_the_end_of_all_to_all() -> None:
+    def spoil(mine: Steps) -> None:
+        assert mine[2::2] == [Recv(1, 4), Recv(2, 5)]
+        mine[2::2] = [Recv(1, 5), Recv(2, 4)]
+
+    steps = _edited(find("all_to_all", "linear"), 0, spoil)
+    with pytest.raises(ProofError, match="rank 0 ends with 2 of chunk 0 in chunk 4 instead of 1"):
+        prove("all_to_all", "linear", 3, steps=steps)
+
+
+def test_a_contribution_combined_twice_is_found() -> None:
+    def steps(rank: int, size: int, root: int) -> Iterator[Step]:
+        yield from linear.reduce(rank, size, root)
+        if rank == 2:
+            yield Send(0, 0)
+        if rank == 0:
+            yield from recv_reduce(2, 0)
+
+    with pytest.raises(ProofError) as caught:
+        prove("reduce", "linear", 3, steps=steps)
+    assert str(caught.value) == (
+        "reduce linear, size 3, root 0: rank 0, step 5, Reduce(chunk=0, incoming_first=False): "
+        "combines rank 2 twice: has ((0 1) 2) of chunk 0, gets 2 of chunk 0 from rank 2"
+    )
+
+
+def test_a_missing_contribution_is_found() -> None:
+    with pytest.raises(ProofError, match="rank 0 ends with 0 of chunk 0, without the contribution"):
+        prove("reduce", "tree", 3, steps=lambda rank, size, root: [])
+
+
+def test_a_rank_that_ends_without_its_block_is_found() -> None:
+    with pytest.raises(ProofError, match="scatter linear, size 2, root 0: rank 1 ends without chu"):
+        prove("scatter", "linear", 2, steps=lambda rank, size, root: [])
+
+
+def test_operands_in_another_order_on_one_rank_may_give_other_bits() -> None:
+    algorithm = find("all_reduce", "recursive_doubling")
+    swapped = algorithm._replace(steps=_edited(algorithm, 1, _swap), rank_order=False)
+    with pytest.raises(ProofError) as caught:
+        prove_algorithm(swapped)
+    assert str(caught.value) == (
+        "all_reduce recursive_doubling, size 2: ranks may differ in their bits: "
+        "rank 1 ends with (1 0) of chunk 0, rank 0 with (0 1) of chunk 0"
+    )
+
+
+@pytest.mark.parametrize("name", ["recursive_doubling", "tree", "linear"])
+def test_swapped_operands_break_the_claim_of_rank_order(name: str) -> None:
+    steps = _edited(find("all_reduce", name), 0, _swap)
+    with pytest.raises(ProofError, match=r"claims rank order, but rank 0 ends with \("):
+        prove("all_reduce", name, 4, steps=steps)
+
+
+def test_a_false_claim_of_rank_order_is_refused() -> None:
+    assert prove("reduce", "linear", 3, root=0, steps=linear.reduce)
+    with pytest.raises(ProofError, match=r"claims rank order, but rank 1 ends with \(\(1 2\) 0\)"):
+        prove("reduce", "linear", 3, root=1, steps=binomial.reduce)
+
+
+def test_a_ring_does_not_keep_rank_order() -> None:
+    claimed = find("reduce_scatter", "ring")._replace(rank_order=True)
+    with pytest.raises(ProofError, match="claims rank order"):
+        prove_algorithm(claimed, max_size=4)
+
+
+def test_a_false_statement_of_cost_is_refused() -> None:
+    stated = find("barrier", "tree")._replace(
+        cost=lambda size: Cost(size - 1, 2 * size - 2, size - 1)
+    )
+    with pytest.raises(ProofError, match=r"size 2: states Cost\(steps=1, .*takes Cost\(steps=2, "):
+        prove_algorithm(stated)
+
+
+# Deadlocks
+
+
+def test_a_receive_that_holds_the_chunk_it_should_send_deadlocks() -> None:
+    def fused(rank: int, size: int) -> Iterator[Step]:
+        distance = 1
+        while distance < size:
+            partner = rank ^ distance
+            yield from recv_reduce(partner, 0, incoming_first=partner < rank)
+            yield Send(partner, 0)
+            distance *= 2
+
+    with pytest.raises(ProofError) as caught:
+        prove("all_reduce", "recursive_doubling", 2, steps=fused)
+    assert str(caught.value).splitlines() == [
+        "all_reduce recursive_doubling, size 2: deadlock with window 4",
+        "    rank 0, step 0, Recv(peer=1, chunk=0, scratch=True): posted, "
+        "waits for step 2 of rank 1 to be posted",
+        "    rank 1, step 2, Send(peer=0, chunk=0): waits for step 1",
+        "    rank 1, step 1, Reduce(chunk=0, incoming_first=True): waits for step 0",
+        "    rank 1, step 0, Recv(peer=0, chunk=0, scratch=True): posted, "
+        "waits for step 2 of rank 0 to be posted",
+        "    rank 0, step 2, Send(peer=1, chunk=0): waits for step 1",
+        "    rank 0, step 1, Reduce(chunk=0, incoming_first=False): waits for step 0",
+        "    rank 0, step 0, Recv(peer=1, chunk=0, scratch=True): so it waits for itself",
+    ]
+
+
+def test_ranks_that_all_receive_before_they_send_the_chunk_deadlock() -> None:
+    def steps(rank: int, size: int, root: int) -> Iterator[Step]:
+        yield Recv((rank - 1) % size, 0)
+        yield Send((rank + 1) % size, 0)
+
+    with pytest.raises(ProofError, match="deadlock"):
+        prove("broadcast", "chain", 3, steps=steps)
+
+
+def _narrow(rank: int, size: int) -> Steps:
+    """A reduce_scatter of three ranks in which ranks 0 and 1 first wait for each other's second."""
+    return {
+        0: [*recv_reduce(1, 0), *recv_reduce(2, 1), Send(1, 1), Send(2, 2)],
+        1: [*recv_reduce(0, 1), *recv_reduce(2, 0), Send(0, 0), Send(2, 2)],
+        2: [Send(1, 0), Send(0, 1), *recv_reduce(0, 2), *recv_reduce(1, 2)],
+    }[rank]
+
+
+def test_a_deadlock_of_a_small_window_alone_is_found() -> None:
+    assert prove("reduce_scatter", "ring", 3, window=2, steps=_narrow)
+    with pytest.raises(
+        ProofError, match=r"(?s)window 1.*waits for a free scratch, so for step 1 t"
+    ):
+        prove("reduce_scatter", "ring", 3, window=1, steps=_narrow)
+
+
+def test_all_windows_are_tried() -> None:
+    algorithm = find("reduce_scatter", "ring")
+
+    def steps(rank: int, size: int) -> Steps:
+        return _narrow(rank, size) if size == 3 else list(ring.reduce_scatter(rank, size))
+
+    with pytest.raises(ProofError, match="size 3: deadlock with window 1"):
+        prove_algorithm(algorithm._replace(steps=steps), max_size=4)
+
+
+# Steps that make no sense
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "what"),
+    [
+        ([Send(0, 0)], r"Send\(peer=0, chunk=0\): the peer is the rank itself"),
+        ([Send(2, 0)], "there are only ranks 0 to 1"),
+        ([Send(1, 2)], "there are only chunks 0 to 1"),
+        ([Copy(-1, 0)], "there are only chunks 0 to 1"),
+        ([Recv(1, 0, scratch=True)], "no Reduce follows to use what comes"),
+        ([Reduce(0, False)], r"rank 0, step 0: Reduce\(.*\) does not follow its own Recv"),
+        ([Copy(1, 0)], r"rank 0, step 0, Copy\(source=1, chunk=0\): reads chunk 1 before it has"),
+        ([Recv(1, 0)], "overwrites chunk 0, which was passed in"),
+        ([Copy(0, 1)], "puts 0 of chunk 0 in chunk 1"),
+        ([*recv_reduce(1, 0)], "nothing is combined in this collective"),
+    ],
+)
+def test_a_step_that_makes_no_sense_is_refused(rank_0: Steps, what: str) -> None:
+    def steps(rank: int, size: int) -> Steps:
+        return rank_0 if rank == 0 else [Send(0, 1)]
+
+    matched = any(isinstance(step, Recv) for step in rank_0)
+    with pytest.raises(ProofError, match=what):
+        prove("all_gather", "ring", 2, steps=steps if matched else lambda r, s: rank_0[: 1 - r])
+
+
+# The command
+
+
+def test_the_command_prints_a_line_for_each_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--max-size", "4", "barrier", "reduce"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines[2:]] == [
+        ["barrier", "dissemination", "1-4", "-"],
+        ["barrier", "tree", "1-4", "-"],
+        ["barrier", "linear", "1-4", "-"],
+        ["reduce", "tree", "1-4", "each"],
+        ["reduce", "linear", "1-4", "each"],
+    ]
+    assert all(line.endswith("proved") for line in lines[2:])
+
+
+def test_the_command_fails_with_the_explanation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = find("barrier", "tree")._replace(steps=lambda rank, size: [])
+    monkeypatch.setitem(TABLE["barrier"], "tree", wrong)
+    assert main(["check", "--max-size", "3", "barrier"]) == 1
+    printed = capsys.readouterr()
+    assert [line.split()[-1] for line in printed.out.splitlines()[2:]] == [
+        "proved",
+        "WRONG",
+        "proved",
+    ]
+    assert printed.err == (
+        "pycoll check: barrier tree, size 2: rank 0 ends with 0 of chunk 0, "
+        "without the contribution of rank 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [(["bcast"], "no collective 'bcast'"), (["--max-size", "0"], "a whole number above 0")],
+)
+def test_the_command_refuses_what_makes_no_sense(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], what: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", *arguments])
+    assert caught.value.code == 2
+    assert what in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""The programs a newcomer runs first do what they say: the examples, and the README's."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+PYCOLL_RUN = str(Path(sysconfig.get_path("scripts")) / "pycoll-run")
+
+needs_example_packages = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("sklearn", "tqdm")),
+    reason="needs scikit-learn and tqdm: pip install '.[examples]'",
+)
+
+
+def run(*command: str, cwd: Path) -> str:
+    """Run to success; the standard output."""
+    done = subprocess.run(
+        command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_example(name: str, size: int, cwd: Path) -> str:
+    return run(PYCOLL_RUN, "-n", str(size), str(EXAMPLES / name), cwd=cwd)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_hello_is_said_by_every_rank_and_summed_by_rank_0(size: int, tmp_path: Path) -> None:
+    lines = run_example("hello.py", size, tmp_path).splitlines()
+    said = sorted(line for line in lines if line.startswith("rank "))
+    assert [line.split(" is process ")[0] for line in said] == [
+        f"rank {rank} of {size}" for rank in range(size)
+    ]
+    first = 10 * sum(range(size))
+    assert f"the sum over all ranks is [{first} {first + size} {first + 2 * size}]" in [
+        re.sub(r" +", " ", line).replace("[ ", "[") for line in lines
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_pi_is_right_to_ten_digits(size: int, tmp_path: Path) -> None:
+    assert "pi is about 3.1415926535" in run_example("pi.py", size, tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 3, 6])
+def test_objects_reach_every_rank_and_come_back(size: int, tmp_path: Path) -> None:
+    lines = run_example("objects.py", size, tmp_path).splitlines()
+    assert [line.split(" read ")[0] for line in lines[:-1]] == [f"rank {r}" for r in range(size)]
+    assert lines[-1] == "most frequent: 'e', 16 times"
+
+
+@needs_example_packages
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_digits_are_learned_equally_by_any_number_of_ranks(size: int, tmp_path: Path) -> None:
+    output = run_example("train_digits.py", size, tmp_path)
+    assert f"the weights have the same bits on all {size} ranks: True" in output
+
+
+@needs_example_packages
+def test_digits_are_learned_without_the_launcher(tmp_path: Path) -> None:
+    output = run(sys.executable, str(EXAMPLES / "train_digits.py"), cwd=tmp_path)
+    assert "the weights have the same bits on all 1 ranks: True" in output
+
+
+def test_the_program_in_the_readme_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = text.split("```python\n", 1)[1].split("```", 1)[0]
+    shown = text.split("```console\n$ pycoll-run -n 4 sum.py\n", 1)[1].split("```", 1)[0]
+    (tmp_path / "sum.py").write_text(program)
+    assert run(PYCOLL_RUN, "-n", "4", "sum.py", cwd=tmp_path) == shown

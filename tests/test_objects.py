@@ -1,0 +1,249 @@
+"""Python objects -> bytes and back."""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pycoll import objects
+
+
+def stored(obj: object) -> memoryview:
+    return memoryview(bytearray(b"".join(objects.dump(obj))))
+
+
+def sent(obj: object) -> Any:
+    return objects.load(stored(obj))
+
+
+def offset_in(buffer: memoryview, x: np.ndarray[Any, Any]) -> int:
+    start: int = np.frombuffer(buffer, np.uint8).ctypes.data
+    return int(x.ctypes.data) - start
+
+
+class Marked:
+    """An object with something in it that cannot be pickled."""
+
+    def __init__(self, inside: object) -> None:
+        self.inside = inside
+
+
+class Refusing:
+    """An object whose own pickling raises."""
+
+    def __reduce__(self) -> Any:
+        raise KeyError("mine")
+
+
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+trees = st.recursive(
+    leaves, lambda x: st.lists(x) | st.dictionaries(st.text(), x) | st.tuples(x, x), max_leaves=20
+)
+
+
+@settings(deadline=None)
+@given(trees)
+def test_plain_objects_round_trip(obj: object) -> None:
+    assert sent(obj) == obj
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 200), max_size=8), st.integers(0, 300_000))
+def test_arrays_come_back_writable_and_aligned(sizes: list[int], large: int) -> None:
+    arrays = [np.arange(size, dtype=np.int16) for size in [*sizes, large]]
+    buffer = stored({"arrays": arrays})
+    result = objects.load(buffer)["arrays"]
+    for x, y in zip(arrays, result, strict=True):
+        assert np.array_equal(x, y)
+        assert y.flags.writeable
+        if y.size:
+            assert offset_in(buffer, y) % 64 == 0
+            assert 0 <= offset_in(buffer, y) < buffer.nbytes
+
+
+def test_arrays_of_no_bytes_travel() -> None:
+    result = sent([np.empty((0, 3)), b"", "", np.empty(0, np.int8), {}])
+    assert result[0].shape == (0, 3)
+    assert result[1:3] == [b"", ""]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(12.0).reshape(3, 4)[::-1, ::2],
+        np.broadcast_to(np.int32(3), (2, 3)),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(5),
+        np.frombuffer(bytes(range(8)), np.uint16),
+        np.zeros(3, "M8[s]"),
+        np.zeros(2, [("a", "f4"), ("b", "S3")]),
+        np.array(["text", None], object),
+    ],
+    ids=["strided", "broadcast", "fortran", "0-d", "read-only", "dates", "structured", "objects"],
+)
+def test_any_array_inside_an_object_comes_back_writable(x: np.ndarray[Any, Any]) -> None:
+    result = sent({"x": x})["x"]
+    assert np.array_equal(result, x)
+    assert (result.dtype, result.shape) == (x.dtype, x.shape)
+    assert result.flags.writeable
+
+
+def test_one_array_in_two_places_stays_one_array() -> None:
+    for x in (np.arange(3), np.broadcast_to(np.int8(1), (3,))):
+        first, second = sent((x, x))
+        assert first is second
+
+
+def test_a_large_array_is_sent_from_where_it_lies() -> None:
+    x = np.zeros(100_000)
+    parts = objects.dump({"x": x, "y": x[:50_000]})
+    large = [part for part in parts if part.nbytes in (800_000, 400_000)]
+    assert [np.shares_memory(np.frombuffer(part), x) for part in large] == [True, True]
+
+
+def test_many_small_arrays_are_few_parts() -> None:
+    arrays = [np.arange(size % 50) for size in range(2000)]
+    parts = objects.dump(arrays)
+    assert len(parts) <= 2
+    assert all(np.array_equal(x, y) for x, y in zip(arrays, sent(arrays), strict=True))
+
+
+def test_a_few_hundred_kilobytes_of_everything_round_trip() -> None:
+    obj = {
+        "bytes": bytes(range(256)) * 1000,
+        "bytearray": bytearray(300_000),
+        "text": "é" * 100_000,
+        "arrays": [np.arange(50_000), np.ones((3, 40_000), np.float32)],
+        "list": list(range(30_000)),
+    }
+    result = sent(obj)
+    assert result.keys() == obj.keys()
+    for key in ("bytes", "bytearray", "text", "list"):
+        assert result[key] == obj[key]
+    for x, y in zip(obj["arrays"], result["arrays"], strict=True):
+        assert np.array_equal(x, y)  # type: ignore[arg-type]
+
+
+def test_the_loaded_arrays_are_views_of_the_buffer() -> None:
+    buffer = stored([np.zeros(1000, np.uint8)])
+    (x,) = objects.load(buffer)
+    x[:] = 7
+    assert bytes(buffer).count(7) >= 1000
+
+
+def test_a_read_only_array_that_views_another_does_not_change_the_other() -> None:
+    x = np.arange(5)
+    view = x.view()
+    view.flags.writeable = False
+    assert sent([view])[0].flags.writeable
+    assert not view.flags.writeable
+
+
+def test_lengths_beyond_32_bits_are_laid_out_and_read() -> None:
+    lengths = (2**33 + 5, 0, 2**40)
+    header = objects._header(2**34 + 1, lengths)
+    assert objects._read_header(memoryview(header)) == (2**34 + 1, lengths)
+    spans, end = objects._layout(2**34 + 1, lengths)
+    assert spans[0] == (40, 40 + 2**34 + 1)
+    assert [stop - start for start, stop in spans[1:]] == list(lengths)
+    assert all(start % 64 == 0 for start, _ in spans[1:])
+    assert end == spans[-1][1]
+
+
+def test_an_array_beyond_32_bits_is_one_part() -> None:
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
+    with mmap.mmap(-1, 2**32 + 64, flags=mmap.MAP_PRIVATE | no_reserve) as pages:
+        x = np.frombuffer(pages, np.uint8)
+        parts = objects.dump([x])
+        assert parts[-1].nbytes == 2**32 + 64
+        pickled, (length,) = objects._read_header(parts[0])
+        assert length == 2**32 + 64
+        assert sum(part.nbytes for part in parts) == objects._layout(pickled, (length,))[1]
+        del x, parts
+
+
+@pytest.mark.parametrize(
+    ("obj", "text"),
+    [
+        (lambda: None, r"type function cannot be sent"),
+        ((i for i in ""), r"type generator cannot be sent"),
+        (Marked(memoryview(b"")), r"Marked cannot be sent: .*memoryview"),
+        ({"key": open}, None),
+        ({"key": (lambda: None)}, r"type dict cannot be sent: .*lambda"),
+    ],
+)
+def test_what_cannot_be_pickled_is_a_type_error_naming_the_type(obj: Any, text: str | None) -> None:
+    if text is None:
+        assert sent(obj) == obj
+        return
+    with pytest.raises(TypeError, match=text + r".*\. Send "):
+        objects.dump(obj)
+
+
+def test_an_error_of_the_users_own_pickling_passes_unchanged() -> None:
+    with pytest.raises(KeyError, match="mine"):
+        objects.dump(Refusing())
+
+
+def test_a_value_nested_too_deeply_is_a_value_error() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    try:
+        with pytest.raises(ValueError, match="nested too deeply"):
+            objects.dump(deep)
+    finally:
+        while deep:  # taking it apart at once would recurse as deeply
+            deep = deep.pop()
+
+
+def test_every_truncation_is_a_value_error() -> None:
+    whole = stored({"a": np.arange(20), "b": "text"})
+    for end in range(whole.nbytes):
+        with pytest.raises(ValueError, match=r"bytes|object"):
+            objects.load(whole[:end])
+
+
+def test_too_many_bytes_are_a_value_error() -> None:
+    with pytest.raises(ValueError, match="bytes"):
+        objects.load(memoryview(bytearray(bytes(stored(1)) + b"\0")))
+
+
+def test_other_buffers_than_the_pickle_needs_are_a_value_error() -> None:
+    pickled = pickle.dumps(np.arange(3), protocol=5, buffer_callback=lambda buffer: None)
+    with pytest.raises(ValueError, match="damaged"):
+        objects.load(memoryview(bytearray(objects._header(len(pickled), ()) + pickled)))
+    plain = pickle.dumps(1)
+    surplus = objects._header(len(plain), (0,)) + plain
+    surplus += bytes(-len(surplus) % 64)
+    with pytest.raises(ValueError, match="more buffers"):
+        objects.load(memoryview(bytearray(surplus)))
+
+
+@pytest.mark.parametrize("count", [1, 2**32, 2**64 - 1])
+def test_a_count_that_cannot_be_is_a_value_error(count: int) -> None:
+    with pytest.raises(ValueError, match="cannot be in"):
+        objects.load(memoryview(bytearray(struct.pack("<QQ", count, 0))))
+
+
+def test_a_class_that_is_missing_here_is_named_with_advice() -> None:
+    pickled = b"cno_such_module_here\nname\n."
+    with pytest.raises(ImportError, match="no_such_module_here") as info:
+        objects.load(memoryview(bytearray(objects._header(len(pickled), ()) + pickled)))
+    assert "every rank can import" in info.value.__notes__[0]
+
+
+def test_tensors_inside_objects_round_trip() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    state = {"weight": torch.arange(6.0).reshape(2, 3).t(), "bias": torch.ones(2).bfloat16()}
+    result = sent(state)
+    assert all(torch.equal(result[key], state[key]) for key in state)

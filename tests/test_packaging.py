@@ -1,0 +1,179 @@
+"""What is installed is what is in the checkout, and its modules import in one direction only."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import pycoll
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "pycoll"
+
+
+def module_files() -> dict[str, Path]:
+    """Dotted name -> file of every module in the checkout, through the directory links."""
+    found = {}
+    for folder, _, files in os.walk(PACKAGE, followlinks=True):
+        if "__init__.py" in files:
+            package = ".".join(Path(folder).relative_to(ROOT).parts)
+            for name in files:
+                if name.endswith(".py"):
+                    module = package if name == "__init__.py" else f"{package}.{name[:-3]}"
+                    found[module] = Path(folder, name)
+    return found
+
+
+MODULES = module_files()
+
+
+def imports_of(name: str, path: Path) -> set[str]:
+    """Every module that a file imports, also inside functions and under TYPE_CHECKING."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, f"{path}:{node.lineno}: relative import"
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            for alias in node.names:
+                dotted = f"{node.module}.{alias.name}"
+                found.add(dotted if dotted in MODULES else node.module)
+    return found - {name}
+
+
+# ---------------------------------------------------------------- what is installed
+
+
+@pytest.fixture
+def distribution() -> importlib.metadata.Distribution:
+    try:
+        return importlib.metadata.distribution("pycoll")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.fail("pycoll is not installed, only found through the path: pip install '.[test]'")
+
+
+def is_editable(distribution: importlib.metadata.Distribution) -> bool:
+    text = distribution.read_text("direct_url.json") or "{}"
+    return bool(json.loads(text).get("dir_info", {}).get("editable"))
+
+
+def test_the_tests_use_the_installed_package(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    if is_editable(distribution):
+        expected = PACKAGE / "__init__.py"
+    else:
+        expected = Path(str(distribution.locate_file("pycoll/__init__.py"))).resolve()
+        assert not expected.is_relative_to(PACKAGE)
+    assert Path(pycoll.__file__).resolve() == expected
+
+
+def test_the_installed_modules_equal_those_in_the_checkout(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    if is_editable(distribution):
+        pytest.skip("an editable install has no copy that could differ")
+    here = {path.relative_to(ROOT).as_posix(): path for path in MODULES.values()}
+    installed = {
+        file.as_posix(): Path(str(file.locate()))
+        for file in distribution.files or []
+        if file.suffix == ".py"
+    }
+    assert sorted(installed) == sorted(here)
+    differing = [name for name in here if here[name].read_bytes() != installed[name].read_bytes()]
+    assert differing == [], "the checkout has changed since: pip install . again"
+
+
+def test_only_pycoll_lands_in_site_packages(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    tops = {file.parts[0] for file in distribution.files or []}
+    allowed = re.compile(
+        r"pycoll|\.\.|pycoll-[^/]*\.dist-info|__editable__[^/]*pycoll[^/]*|pycoll\.egg-link"
+    )
+    assert {top for top in tops if not allowed.fullmatch(top)} == set()
+
+
+def test_the_distribution_has_its_commands_plugin_and_type_marker(
+    distribution: importlib.metadata.Distribution,
+) -> None:
+    points = {(p.group, p.name): p.load() for p in distribution.entry_points}
+    assert set(points) == {
+        ("console_scripts", "pycoll-run"),
+        ("console_scripts", "pycoll"),
+        ("pytest11", "pycoll"),
+    }
+    assert Path(pycoll.__file__).with_name("py.typed").is_file()
+
+
+def test_the_version_is_stated_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert pycoll.__version__ == project["version"]
+
+
+# ---------------------------------------------------------------- who imports whom
+
+
+def rooms() -> list[tuple[list[str], list[str], list[str]]]:
+    """The table in docs/design.md: the rooms of a row, what they may import, other packages."""
+    text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    table = text.split("| room |", 1)[1].split("\n\n", 1)[0]
+    rows = []
+    for line in table.splitlines()[2:]:
+        names, inside, outside = (cell.strip() for cell in line.strip("|").split("|"))
+        words = [w.strip() for w in outside.split(",") if w.strip()]
+        rows.append((re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", inside), words))
+    return rows
+
+
+def short(module: str) -> str:
+    """`pycoll.launcher.spawn` -> `launcher.spawn`; pycoll itself -> `__init__`."""
+    return module.removeprefix("pycoll").removeprefix(".") or "__init__"
+
+
+def row_of(room: str) -> tuple[list[str], list[str], list[str]]:
+    """The row that names the room itself, else the first whose pattern fits."""
+    exact = [row for row in rooms() if room in row[0]]
+    fitting = exact or [row for row in rooms() if any(fnmatch.fnmatch(room, p) for p in row[0])]
+    assert fitting, f"docs/design.md: the table has no row for `{room}`"
+    return fitting[0]
+
+
+def test_the_table_of_imports_goes_down_only() -> None:
+    above: list[str] = []
+    for names, inside, _ in rooms():
+        for other in inside:
+            assert other in above, f"`{names[0]}` may not import `{other}`: no row above names it"
+        above += names
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_imports_only_what_the_table_allows(module: str) -> None:
+    names, inside, outside = row_of(short(module))
+    for imported in sorted(imports_of(module, MODULES[module])):
+        top = imported.partition(".")[0]
+        if top == "pycoll":
+            room = short(imported)
+            theirs = row_of(room)[0]
+            patterns = {pattern for pattern in inside if "*" in pattern}
+            allowed = theirs == names or room in inside or patterns & set(theirs)
+            assert allowed, f"`{short(module)}` may not import `{room}`"
+        elif top not in sys.stdlib_module_names:
+            assert top in outside, f"`{short(module)}` may not import {top}"
+
+
+@pytest.mark.parametrize("folder", ["pycoll", "transports", "launcher", "tests", "examples"])
+def test_nobody_imports_the_folders_by_their_bare_names(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        tops = {name.partition(".")[0] for name in imports_of("", path)}
+        assert not tops & {"transports", "launcher", "tests", "conftest"}, path

@@ -1,0 +1,190 @@
+"""The transport contract: how bytes move between the ranks of a job.
+
+A transport carries *messages*: a small header, which it never looks into, and a payload of any
+length, given as a sequence of byte views. It knows ranks (numbered in the whole job) and nothing
+of communicators, tags or collectives: matching is done by its user, the engine.
+
+Order       Messages from one rank to another arrive in the order of their `send` calls. Their
+            payloads may come in any order, as they are accepted.
+Eager       A message of at most `EAGER_LIMIT` bytes is buffered: its transfer is done when
+            `send` returns, and its payload arrives with its header. That holds while the peer
+            has consumed all but `CREDIT` bytes of what was buffered for it; past that, and
+            above the limit, only the header travels at once, and the payload follows when the
+            receiver has accepted the message. So a slow receiver bounds the memory of both sides,
+            and a header is never stuck behind a payload nobody asked for.
+Ownership   The payload views given to `send` must stay unchanged until the transfer is done; the
+            view given to `Arrival.accept` belongs to the transport until that transfer is done.
+            After `Transfer.cancel` returns, nothing of the caller's memory is written any more.
+Threads     The owner calls everything under one lock of its own. Nothing here starts a callback
+            from another thread: handlers and completions run inside `progress`, `send` or `accept`.
+Waiting     `progress` does what can be done without blocking. When it returns False the owner may
+            sleep until `fileno()` is readable.
+Errors      A peer that cannot be reached any more is reported once by `Handler.lost`; transfers
+            with it finish with PeerFailed. Foreign exceptions never pass this boundary.
+Close       `close(timeout_s)` delivers what was buffered, for at most that long, tells every
+            linked peer that nothing more will come (`Handler.finished` there), and is idempotent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+EAGER_LIMIT = 64 * 1024
+"""Bytes up to which a message is buffered (the public contract's 64 KiB)."""
+
+CREDIT = 1024 * 1024
+"""Buffered bytes that one rank may have waiting at another: bounds memory at CREDIT per pair."""
+
+MESSAGE_COST = 512
+"""Bytes that a buffered message is charged beyond its payload, so that empty ones count too."""
+
+Parts = Sequence[memoryview]
+"""A payload: one-dimensional byte views, sent one after the other."""
+
+
+def nbytes_of(parts: Parts) -> int:
+    """Return the length of a payload in bytes."""
+    return sum(len(part) for part in parts)
+
+
+class Operation:
+    """Something under way that will be done once.
+
+    Attributes:
+        done: whether it has ended.
+        error: why it failed, or None.
+    """
+
+    __slots__ = ("_callback", "done", "error")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: BaseException | None = None
+        self._callback: Callable[[Operation], None] | None = None
+
+    def then(self, callback: Callable[[Operation], None]) -> None:
+        """Call `callback(self)` when done, now if it already is; there is one callback at most."""
+        if self.done:
+            callback(self)
+        else:
+            self._callback = callback
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark as done, once; a second call changes nothing."""
+        if self.done:
+            return
+        self.done = True
+        self.error = error
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback(self)
+
+    def cancel(self) -> None:
+        """Give it up: it will not be done, and its callback is never called."""
+        self._callback = None
+
+    def abort(self, error: BaseException) -> None:
+        """Give it up, and be done with `error`."""
+        if not self.done:
+            callback = self._callback
+            self.cancel()
+            self._callback = callback
+            self.finish(error)
+
+
+class Withdrawn(Exception):
+    """The sender took back a message after it was accepted: the error of that receive."""
+
+
+class Transfer(Operation):
+    """A send, or the receive of an accepted message."""
+
+    __slots__ = ()
+
+    def redirect(self, into: memoryview) -> None:
+        """Let a receive go on into `into`, to which what has arrived is copied."""
+        raise NotImplementedError
+
+
+class Arrival(ABC):
+    """A message that has come: its header, and its payload if that came with it.
+
+    Attributes:
+        peer: the rank that sent it.
+        header: its header.
+        nbytes: length of its payload.
+        payload: the payload, if it is here; valid until `release` or `accept`.
+    """
+
+    __slots__ = ("header", "nbytes", "payload", "peer")
+
+    def __init__(
+        self, peer: int, header: bytes | memoryview, nbytes: int, payload: memoryview | None
+    ) -> None:
+        self.peer = peer
+        self.header = header
+        self.nbytes = nbytes
+        self.payload = payload
+
+    @abstractmethod
+    def accept(self, into: memoryview) -> Transfer:
+        """Have the payload written to the front of `into` (at least `nbytes` long)."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Say that the payload was used in place, or drop a message nobody wants."""
+
+
+class Handler(Protocol):
+    """What a transport tells its owner, always under the owner's lock."""
+
+    def arrived(self, arrival: Arrival) -> None:
+        """A message has come."""
+
+    def withdrawn(self, arrival: Arrival) -> None:
+        """The sender took back a message that was not accepted yet."""
+
+    def finished(self, peer: int) -> None:
+        """`peer` closed its transport in good order: everything it sent has arrived."""
+
+    def lost(self, peer: int, reason: str) -> None:
+        """The link to `peer` is gone."""
+
+
+class Transport(ABC):
+    """One way of moving bytes; see the module's text for the rules.
+
+    Life: make one, hand `address()` to the other ranks, `start` with theirs, use, `close`.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def address(self) -> dict[str, Any]:
+        """Return what other ranks need to reach this one (small, msgpack-able)."""
+
+    @abstractmethod
+    def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
+        """Begin: `addresses` by rank. Links are made when first needed."""
+
+    @abstractmethod
+    def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        """Start sending a message to `peer`."""
+
+    @abstractmethod
+    def progress(self) -> bool:
+        """Do what can be done without blocking; True if something was done."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `progress` may have something to do."""
+
+    @abstractmethod
+    def links(self) -> list[int]:
+        """Return the ranks to which messages were sent."""
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> None:
+        """Deliver what is buffered, for at most `timeout_s` seconds, and end."""
