@@ -23,7 +23,8 @@ class Wait:
     since: float
 
     def __str__(self) -> str:
-        return f"{self.call} at {self.where}" if self.where else self.call
+        call = f"{self.call} #{self.number}" if self.number >= 0 else self.call
+        return f"{call} at {self.where}" if self.where else call
 
     def is_same_call(self, other: Wait) -> bool:
         """Whether both are in the same call, wherever they were made."""

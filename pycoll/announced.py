@@ -81,11 +81,14 @@ def _announce(
 
 
 def broadcast(
-    group: Group, outgoing: Outgoing | None, mine: Value | None, algorithm: str | None, root: int
+    group: Group,
+    call: bytes,
+    outgoing: Outgoing | None,
+    mine: Value | None,
+    algorithm: str | None,
+    root: int,
 ) -> CallSteps:
     """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
-    forced = f", algorithm={algorithm}" if algorithm else ""
-    call = f"broadcast(root={root}{forced})".encode()
     number = group.context.begin(call)
     announcement: Announcement | None = None
     if outgoing is not None:
@@ -171,14 +174,16 @@ def _spread(
 
 
 def scatter(
-    group: Group, blocks: Value | Sequence[Parts] | None, algorithm: str | None, root: int
+    group: Group,
+    call: bytes,
+    blocks: Value | Sequence[Parts] | None,
+    algorithm: str | None,
+    root: int,
 ) -> CallSteps:
     """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
 
     Returns (Value, None) or (None, bytes of an object).
     """
-    forced = f", algorithm={algorithm}" if algorithm else ""
-    call = f"scatter(root={root}{forced})".encode()
     number = group.context.begin(call)
     announcement, views = _scatter_blocks(group, blocks, algorithm)
     announcement = yield from _announce(group, number, call, root, announcement)

@@ -27,7 +27,6 @@ class Reduction(NamedTuple):
 
     op: Op
     algorithm: str
-    text: str
 
 
 def type_text(value: Value) -> str:
@@ -35,9 +34,8 @@ def type_text(value: Value) -> str:
     return f"{value.dtype}{list(value.array.shape)}"
 
 
-def barrier(group: Group, algorithm: str) -> CallSteps:
+def barrier(group: Group, call: bytes, algorithm: str) -> CallSteps:
     """Return when every rank has entered."""
-    call = f"barrier(algorithm={algorithm})".encode()
     number = group.context.begin(call)
     nothing = memoryview(b"")
     binding = Binding(nbytes=[0], source=[(nothing,)], target=[None])
@@ -46,9 +44,10 @@ def barrier(group: Group, algorithm: str) -> CallSteps:
     group.context.end(number)
 
 
-def all_reduce(group: Group, x: Value, reduction: Reduction, result: Array) -> CallSteps:
+def all_reduce(
+    group: Group, call: bytes, x: Value, reduction: Reduction, result: Array
+) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on every rank."""
-    call = f"all_reduce({type_text(x)}, {reduction.text})".encode()
     number = group.context.begin(call)
     count = schedules.find("all_reduce", reduction.algorithm).chunks(group.size)
     source, target = contiguous(x.array), result
@@ -65,10 +64,9 @@ def all_reduce(group: Group, x: Value, reduction: Reduction, result: Array) -> C
 
 
 def reduce(
-    group: Group, x: Value, reduction: Reduction, root: int, result: Array | None
+    group: Group, call: bytes, x: Value, reduction: Reduction, root: int, result: Array | None
 ) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on the root; None elsewhere."""
-    call = f"reduce({type_text(x)}, {reduction.text}, root={root})".encode()
     number = group.context.begin(call)
     count = schedules.find("reduce", reduction.algorithm).chunks(group.size)
     source = pieces(contiguous(x.array), count)
@@ -85,9 +83,10 @@ def reduce(
         ops.finish(reduction.op, x.dtype, result, group.size)
 
 
-def reduce_scatter(group: Group, x: Value, reduction: Reduction, result: Array) -> CallSteps:
+def reduce_scatter(
+    group: Group, call: bytes, x: Value, reduction: Reduction, result: Array
+) -> CallSteps:
     """Reduce row r of all ranks' x (size, ...) into rank r's `result` (C-contiguous)."""
-    call = f"reduce_scatter({type_text(x)}, {reduction.text})".encode()
     number = group.context.begin(call)
     source = rows(contiguous(x.array))
     target: list[memoryview | None] = [None] * group.size
@@ -104,15 +103,15 @@ def reduce_scatter(group: Group, x: Value, reduction: Reduction, result: Array) 
     ops.finish(reduction.op, x.dtype, result, group.size)
 
 
-def gather(group: Group, x: Value, algorithm: str, root: int, result: Array | None) -> CallSteps:
+def gather(
+    group: Group, call: bytes, x: Value, algorithm: str, root: int, result: Array | None
+) -> CallSteps:
     """Gather into `result` (size, ...) on the root; None elsewhere."""
-    call = f"gather({type_text(x)}, root={root}, algorithm={algorithm})".encode()
     yield from _gather_blocks(group, "gather", call, algorithm, root, x, result)
 
 
-def all_gather(group: Group, x: Value, algorithm: str, result: Array) -> CallSteps:
+def all_gather(group: Group, call: bytes, x: Value, algorithm: str, result: Array) -> CallSteps:
     """Gather into `result` (size, ...) on every rank."""
-    call = f"all_gather({type_text(x)}, algorithm={algorithm})".encode()
     yield from _gather_blocks(group, "all_gather", call, algorithm, 0, x, result)
 
 
@@ -139,9 +138,8 @@ def _gather_blocks(
     group.context.end(number)
 
 
-def all_to_all(group: Group, x: Value, algorithm: str, result: Array) -> CallSteps:
+def all_to_all(group: Group, call: bytes, x: Value, algorithm: str, result: Array) -> CallSteps:
     """Put row `rank` of rank i's x into row i of `result` (size, ...)."""
-    call = f"all_to_all({type_text(x)}, algorithm={algorithm})".encode()
     number = group.context.begin(call)
     source, target = rows(contiguous(x.array)), rows(result)
     nothing: list[Any] = [None] * group.size

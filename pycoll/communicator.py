@@ -16,7 +16,7 @@ from pycoll import announced, arrays, collectives, object_collectives, objects, 
 from pycoll.arrays import Value
 from pycoll.collectives import Reduction, type_text
 from pycoll.engine import Call, CallSteps, Engine
-from pycoll.errors import Error, TransportError
+from pycoll.errors import Error
 from pycoll.group import Group
 from pycoll.ops import Op
 from pycoll.p2p import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Outgoing, Status
@@ -128,10 +128,10 @@ class Communicator:
         outgoing = Outgoing(x) if group.rank == root else None
         mine = None if outgoing is not None else _fillable(x)
 
-        def steps() -> CallSteps:
-            return announced.broadcast(group, outgoing, mine, algorithm, root)
-
-        result = self._collective("broadcast", f"root={root}", steps, timeout)
+        text = f"broadcast(root={root}{_forced(algorithm)})"
+        result = self._collective(
+            text, timeout, announced.broadcast, outgoing, mine, algorithm, root
+        )
         return x if outgoing is not None else result
 
     def reduce(
@@ -165,11 +165,9 @@ class Communicator:
         value, reduction = self._reduction("reduce", x, resolved, algorithm)
         target = self._target(out, value, value.array.shape) if is_root else None
 
-        def steps() -> CallSteps:
-            memory = target.memory if target is not None else None
-            return collectives.reduce(group, value, reduction, root, memory)
-
-        self._collective("reduce", f"{type_text(value)}, root={root}", steps, timeout)
+        memory = target.memory if target is not None else None
+        text = f"reduce({type_text(value)}, {_text(reduction)}, root={root})"
+        self._collective(text, timeout, collectives.reduce, value, reduction, root, memory)
         return target.result() if target is not None else None
 
     def all_reduce(
@@ -191,18 +189,14 @@ class Communicator:
             algorithm: see `pycoll.algorithms("all_reduce")`.
             timeout: seconds.
         """
-        group = self._group
         resolved = ops.resolve(op)
         if _reduces_objects(x, op):
             _no_out(out)
             return self._fold(x, resolved, None, algorithm, timeout)
         value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
         target = self._target(out, value, value.array.shape, [value.array])
-
-        def steps() -> CallSteps:
-            return collectives.all_reduce(group, value, reduction, target.memory)
-
-        self._collective("all_reduce", type_text(value), steps, timeout)
+        text = f"all_reduce({type_text(value)}, {_text(reduction)})"
+        self._collective(text, timeout, collectives.all_reduce, value, reduction, target.memory)
         return target.result()
 
     allreduce = all_reduce
@@ -233,23 +227,15 @@ class Communicator:
             _no_out(out if is_root else None)
             parts = objects.dump(x)
             chosen = _linear_only("gather", algorithm)
-            text = f"object, root={root}, algorithm={chosen}"
-
-            def object_steps() -> CallSteps:
-                call = f"gather({text})"
-                return object_collectives.gather(group, parts, chosen, root, call)
-
-            return self._collective("gather", text, object_steps, timeout)
+            text = f"gather(object, root={root}, algorithm={chosen})"
+            return self._collective(text, timeout, object_collectives.gather, parts, chosen, root)
         nbytes = value.array.nbytes
         chosen = group.choose("gather", nbytes, algorithm)
         shape = (group.size, *value.array.shape)
         target = self._target(out, value, shape) if is_root else None
-
-        def steps() -> CallSteps:
-            memory = target.memory if target is not None else None
-            return collectives.gather(group, value, chosen, root, memory)
-
-        self._collective("gather", f"{type_text(value)}, root={root}", steps, timeout)
+        memory = target.memory if target is not None else None
+        text = f"gather({type_text(value)}, root={root}, algorithm={chosen})"
+        self._collective(text, timeout, collectives.gather, value, chosen, root, memory)
         return target.result() if target is not None else None
 
     def all_gather(
@@ -273,22 +259,16 @@ class Communicator:
         value = arrays.wrap(x)
         if value is None:
             _no_out(out)
-            parts = objects.dump(x)
-
-            def object_steps() -> CallSteps:
-                call = f"all_gather({_object_text(algorithm)})"
-                return object_collectives.all_gather(group, parts, algorithm, call)
-
-            return self._collective("all_gather", "object", object_steps, timeout)
+            text = f"all_gather(object{_forced(algorithm)})"
+            return self._collective(
+                text, timeout, object_collectives.all_gather, objects.dump(x), algorithm
+            )
         chosen = group.choose("all_gather", value.array.nbytes, algorithm)
         shape = (group.size, *value.array.shape)
         target = self._target(out, value, shape, whole=False)
         target.allow_in_place(value, group.rank)
-
-        def steps() -> CallSteps:
-            return collectives.all_gather(group, value, chosen, target.memory)
-
-        self._collective("all_gather", type_text(value), steps, timeout)
+        text = f"all_gather({type_text(value)}, algorithm={chosen})"
+        self._collective(text, timeout, collectives.all_gather, value, chosen, target.memory)
         return target.result()
 
     def scatter(
@@ -317,11 +297,8 @@ class Communicator:
         self._check_algorithm("scatter", algorithm)
         blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
         wanted = _fillable_out(out)
-
-        def steps() -> CallSteps:
-            return announced.scatter(group, blocks, algorithm, root)
-
-        value, buffer = self._collective("scatter", f"root={root}", steps, timeout)
+        text = f"scatter(root={root}{_forced(algorithm)})"
+        value, buffer = self._collective(text, timeout, announced.scatter, blocks, algorithm, root)
         if value is None:
             _no_out(out)
             return objects.load(buffer)
@@ -355,11 +332,9 @@ class Communicator:
         _, reduction = self._reduction("reduce_scatter", x, resolved, algorithm)
         row = value.array[group.rank, ...]
         target = self._target(out, value, value.array.shape[1:], [row])
-
-        def steps() -> CallSteps:
-            return collectives.reduce_scatter(group, value, reduction, target.memory)
-
-        self._collective("reduce_scatter", type_text(value), steps, timeout)
+        text = f"reduce_scatter({type_text(value)}, {_text(reduction)})"
+        memory = target.memory
+        self._collective(text, timeout, collectives.reduce_scatter, value, reduction, memory)
         return target.result()
 
     def all_to_all(
@@ -386,27 +361,20 @@ class Communicator:
             self._check_objects("all_to_all", x)
             blocks = [objects.dump(item) for item in x]
             chosen = group.choose("all_to_all", 0, algorithm)
-
-            def object_steps() -> CallSteps:
-                call = f"all_to_all({_object_text(algorithm)})"
-                return object_collectives.all_to_all(group, blocks, chosen, call)
-
-            return self._collective("all_to_all", "object", object_steps, timeout)
+            text = f"all_to_all(object{_forced(algorithm)})"
+            return self._collective(text, timeout, object_collectives.all_to_all, blocks, chosen)
         value = self._split_value("all_to_all", x)
         chosen = group.choose("all_to_all", value.array.nbytes // group.size, algorithm)
         target = self._target(out, value, value.array.shape)
-
-        def steps() -> CallSteps:
-            return collectives.all_to_all(group, value, chosen, target.memory)
-
-        self._collective("all_to_all", type_text(value), steps, timeout)
+        text = f"all_to_all({type_text(value)}, algorithm={chosen})"
+        self._collective(text, timeout, collectives.all_to_all, value, chosen, target.memory)
         return target.result()
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return when every rank has called it."""
         group = self._group
         chosen = group.choose("barrier", 0, algorithm)
-        self._collective("barrier", "", lambda: collectives.barrier(group, chosen), timeout)
+        self._collective(f"barrier(algorithm={chosen})", timeout, collectives.barrier, chosen)
 
     # --- point to point --------------------------------------------------------------------
 
@@ -551,11 +519,7 @@ class Communicator:
         group = self._group
         parts = objects.dump((color, key))
         number = group.context.next_number
-
-        def steps() -> CallSteps:
-            return object_collectives.all_gather(group, parts, None, text)
-
-        said = self._collective(text.removesuffix("()"), "", steps, timeout)
+        said = self._collective(text, timeout, object_collectives.all_gather, parts, None)
         if color is None:
             return None
         chosen = sorted((key, rank) for rank, (other, key) in enumerate(said) if other == color)
@@ -658,7 +622,7 @@ class Communicator:
             rank_order=not op.commutative,
             whole=not op.elementwise,
         )
-        return value, Reduction(op, chosen, f"op={op.name}, algorithm={chosen}")
+        return value, Reduction(op, chosen)
 
     def _target(
         self,
@@ -679,32 +643,33 @@ class Communicator:
         self, x: Any, op: Op, root: int | None, algorithm: str | None, timeout: float | None
     ) -> Any:
         """Reduce objects: gather them, and combine them in rank order."""
-        group = self._group
         if algorithm is not None:
             raise ValueError("objects are reduced by gathering them: algorithm does not apply")
         parts = objects.dump(x)
-        what = "all_reduce" if root is None else "reduce"
-        text = f"object, op={op.name}" + ("" if root is None else f", root={root}")
-
-        def steps() -> CallSteps:
-            call = f"{what}({text})"
-            if root is None:
-                return object_collectives.all_gather(group, parts, None, call)
-            return object_collectives.gather(group, parts, "linear", root, call)
-
-        values = self._collective(what, text, steps, timeout)
+        if root is None:
+            text = f"all_reduce(object, op={op.name})"
+            values = self._collective(text, timeout, object_collectives.all_gather, parts, None)
+        else:
+            text = f"reduce(object, op={op.name}, root={root})"
+            values = self._collective(
+                text, timeout, object_collectives.gather, parts, "linear", root
+            )
         if values is None:
             return None
         assert callable(op.fn)
         return object_collectives.fold(values, op.fn)
 
     def _collective(
-        self, name: str, text: str, steps: Callable[[], CallSteps], timeout: float | None
+        self, text: str, timeout: float | None, steps: Callable[..., CallSteps], *args: Any
     ) -> Any:
+        """Run a collective; `text` is its signature: what must be the same on all ranks."""
         self._check_open()
-        context = self._group.context
-        call = Call(f"{name}({text})", context.next_number, context)
-        return self._group.engine.run(call, steps, self._timeout(timeout), collective=True)
+        group = self._group
+        call = Call(text, group.context.next_number, group.context)
+        signature = text.encode()
+        return group.engine.run(
+            call, lambda: steps(group, signature, *args), self._timeout(timeout), collective=True
+        )
 
     def _point_to_point(
         self, text: str, steps: Callable[[], CallSteps], timeout: float | None
@@ -831,8 +796,12 @@ def _linear_only(collective: str, algorithm: str | None) -> str:
     return "linear"
 
 
-def _object_text(algorithm: str | None) -> str:
-    return f"object, algorithm={algorithm}" if algorithm else "object"
+def _forced(algorithm: str | None) -> str:
+    return f", algorithm={algorithm}" if algorithm else ""
+
+
+def _text(reduction: Reduction) -> str:
+    return f"op={reduction.op.name}, algorithm={reduction.algorithm}"
 
 
 def _fillable(x: Any) -> Value | None:
@@ -853,6 +822,3 @@ def _fillable_out(out: Any) -> Value | None:
     if value is None:
         raise TypeError(f"out is a writable array, not a {type(out).__name__}")
     return arrays.check_out(out, value.dtype, value.array.shape)
-
-
-__all__ = ["Communicator", "TransportError", "World", "check_timeout"]

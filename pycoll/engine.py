@@ -162,6 +162,7 @@ class Engine:
         self._ended: dict[int, str] = {}
         self._finished: set[int] = set()
         self._awaited: set[int] = set()
+        self._refused: dict[int, list[Operation]] = {}
         self._unclaimed: dict[int, list[Arrival]] = {}
         self._closed_ids: dict[int, None] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -296,10 +297,12 @@ class Engine:
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
-        departed = self.departed(peer)
-        if departed is not None:
+        if peer in self._gone or peer in self._left:
             refused = Operation()
-            refused.finish(departed)
+            if peer in self._gone:
+                refused.finish(self._gone[peer])
+            else:  # failed when it is known how it ended
+                self._refused.setdefault(peer, []).append(refused)
             return refused
         return self.transports[peer].send(peer, header, parts)
 
@@ -496,6 +499,8 @@ class Engine:
         for context in list(self.contexts.values()):
             if rank in context.members:
                 context.fail(error)
+        for refused in self._refused.pop(rank, []):
+            refused.finish(error)
 
     def _settle(self, rank: int) -> None:
         """Count a rank that has ended in good order as gone, once its last message is here."""
@@ -511,14 +516,8 @@ class Engine:
         self._gone[rank] = error
         for context in list(self.contexts.values()):
             context.peer_gone(rank, error)
-
-    def departed(self, rank: int) -> PeerFailed | None:
-        """Return why nothing can be sent to `rank` any more."""
-        if rank in self._gone:
-            return self._gone[rank]
-        if rank in self._left:
-            return PeerFailed(rank, self._ended.get(rank, "it has finished"))
-        return None
+        for refused in self._refused.pop(rank, []):
+            refused.finish(error)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self._timers.append((time.monotonic() + seconds, action))

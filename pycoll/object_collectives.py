@@ -15,9 +15,9 @@ from pycoll.transports.base import Parts, nbytes_of
 _LENGTH = struct.Struct("<Q")
 
 
-def gather(group: Group, parts: Parts, algorithm: str, root: int, call: str) -> CallSteps:
+def gather(group: Group, call: bytes, parts: Parts, algorithm: str, root: int) -> CallSteps:
     """Gather to the root: there the list of objects by rank; None elsewhere."""
-    number = group.context.begin(call.encode())
+    number = group.context.begin(call)
     is_root = group.rank == root
     lengths = yield from _gather_lengths(group, number, call, "gather", root, parts)
     result = yield from _gather_bytes(
@@ -27,9 +27,9 @@ def gather(group: Group, parts: Parts, algorithm: str, root: int, call: str) -> 
     return [objects.load(buffer) for buffer in result] if is_root else None
 
 
-def all_gather(group: Group, parts: Parts, algorithm: str | None, call: str) -> CallSteps:
+def all_gather(group: Group, call: bytes, parts: Parts, algorithm: str | None) -> CallSteps:
     """Gather to every rank the list of objects by rank."""
-    number = group.context.begin(call.encode())
+    number = group.context.begin(call)
     lengths = yield from _gather_lengths(group, number, call, "all_gather", 0, parts)
     chosen = group.choose("all_gather", max(lengths), algorithm)
     result = yield from _gather_bytes(
@@ -39,9 +39,9 @@ def all_gather(group: Group, parts: Parts, algorithm: str | None, call: str) -> 
     return [objects.load(buffer) for buffer in result]
 
 
-def all_to_all(group: Group, blocks: Sequence[Parts], algorithm: str, call: str) -> CallSteps:
+def all_to_all(group: Group, call: bytes, blocks: Sequence[Parts], algorithm: str) -> CallSteps:
     """Send block i to rank i; returns the list of objects received, by rank."""
-    number = group.context.begin(call.encode())
+    number = group.context.begin(call)
     size = group.size
     schedule = group.schedule("all_to_all", algorithm)
     nothing: list[Any] = [None] * size
@@ -52,7 +52,7 @@ def all_to_all(group: Group, blocks: Sequence[Parts], algorithm: str, call: str)
         source=[*[(view,) for view in sent], *nothing],
         target=[*nothing, *heard],
     )
-    yield from group.run((number, 0), call.encode(), schedule, binding)
+    yield from group.run((number, 0), call, schedule, binding)
     lengths = [_LENGTH.unpack(view)[0] for view in heard]
     buffers = [new_bytes(length) for length in lengths]
     binding = Binding(
@@ -60,7 +60,7 @@ def all_to_all(group: Group, blocks: Sequence[Parts], algorithm: str, call: str)
         source=[*blocks, *nothing],
         target=[*nothing, *buffers],
     )
-    yield from group.run((number, 1), call.encode(), schedule, binding)
+    yield from group.run((number, 1), call, schedule, binding)
     group.context.end(number)
     return [objects.load(buffer) for buffer in buffers]
 
@@ -74,7 +74,7 @@ def fold(values: Sequence[Any], fn: Callable[[Any, Any], Any]) -> Any:
 
 
 def _gather_lengths(
-    group: Group, number: int, call: str, collective: str, root: int, parts: Parts
+    group: Group, number: int, call: bytes, collective: str, root: int, parts: Parts
 ) -> CallSteps:
     """Return every rank's length, on the ranks that gather."""
     size = group.size
@@ -88,14 +88,14 @@ def _gather_lengths(
         target=list(heard) if everywhere else [None] * size,
     )
     schedule = group.schedule(collective, "linear", root)
-    yield from group.run((number, 0), call.encode(), schedule, binding)
+    yield from group.run((number, 0), call, schedule, binding)
     return [_LENGTH.unpack(view)[0] for view in heard]
 
 
 def _gather_bytes(
     group: Group,
     number: int,
-    call: str,
+    call: bytes,
     which: tuple[str, str, int],
     parts: Parts,
     lengths: Sequence[int] | None,
@@ -113,5 +113,5 @@ def _gather_bytes(
         nbytes, target = list(lengths), list(buffers)
     collective, algorithm, root = which
     schedule = group.schedule(collective, algorithm, root)
-    yield from group.run((number, 1), call.encode(), schedule, Binding(nbytes, source, target))
+    yield from group.run((number, 1), call, schedule, Binding(nbytes, source, target))
     return buffers

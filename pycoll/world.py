@@ -257,10 +257,37 @@ def _install_hooks() -> None:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        _report_exception(kind, error, trace)
-        previous(kind, error, trace)
+        text = format_error(error)
+        _report_exception(error, text)
+        if previous is not sys.__excepthook__:
+            previous(kind, error, trace)
+        elif sys.stderr is not None:
+            sys.stderr.write(text)  # at once, so that those of several ranks do not mix
+            sys.stderr.flush()
 
     sys.excepthook = excepthook
+
+
+def format_error(error: BaseException) -> str:
+    """Return the traceback to print: for errors of pycoll's, without pycoll's own frames.
+
+    Of PeerFailed only the first line is shown: the rest is the traceback of another rank, which
+    prints it itself.
+    """
+    formatted = traceback.TracebackException.from_exception(error)
+    if isinstance(error, Error):
+        outside = [f for f in formatted.stack if not f.filename.startswith(_HERE)]
+        if outside:
+            formatted.stack = traceback.StackSummary.from_list(outside)
+    text = "".join(formatted.format())
+    if isinstance(error, PeerFailed):
+        head, _, rest = text.partition(str(error))
+        first = str(error).partition("\n")[0]
+        text = head + first + rest
+    return text
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def _at_exit(pid: int) -> None:
@@ -275,15 +302,15 @@ def _after_fork() -> None:
         _session.engine.closed = FORKED
 
 
-def _report_exception(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _report_exception(error: BaseException, text: str) -> None:
     """Tell the launcher, and so the other ranks, that this one raised."""
     engine = _session.engine
     if engine is None or engine.control is None or engine.closed is not None:
         return
-    text = "".join(traceback.format_exception(kind, error, trace))
     with contextlib.suppress(Exception), engine.locked():
         engine.control.post(
-            "raised", error=kind.__name__, text=text, peer_failed=isinstance(error, PeerFailed)
+            "raised",
+            error=type(error).__name__,
+            text=text,
+            peer_failed=isinstance(error, PeerFailed),
         )

@@ -26,10 +26,12 @@ On the wire a message is one or two frames. The first begins with HEAD: kind, se
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import select
 import struct
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -71,7 +73,12 @@ BURST = 64
 HEAD = struct.Struct("<BxxxIQQ")
 _EAGER, _READY, _GO, _DATA, _TAKEN, _DROP, _CANCEL, _CREDIT, _BYE = range(9)
 
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_WATCHED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -198,7 +205,7 @@ class TcpTransport(Transport):
             ) from exc
         self._outbox = self._open(zmq.ROUTER)
         self._outbox.router_mandatory = True
-        self._monitor = self._outbox.get_monitor_socket(_LOST)
+        self._monitor = self._outbox.get_monitor_socket(_WATCHED)
         self._poller = select.epoll()
         self._poller.register(self._inbox.fileno(), select.EPOLLIN)
         self._poller.register(self._monitor.fileno(), select.EPOLLIN)
@@ -206,6 +213,7 @@ class TcpTransport(Transport):
         self._handler: Handler | None = None
         self._endpoints: dict[str, int] = {}
         self._linked: set[int] = set()
+        self._ready: set[int] = set()
         self._lost: dict[int, str] = {}
         self._owed: dict[int, int] = {}
         self._unrepaid: dict[int, int] = {}
@@ -356,9 +364,9 @@ class TcpTransport(Transport):
             worked = True
             frames = inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             self._handle(frames)
-        while _readable(self._monitor):
+        for peer, reason in self._lost_links():
             worked = True
-            self._link_event(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK)))
+            self._give_up(peer, reason)
         return worked
 
     def _handle(self, frames: list[zmq.Frame]) -> None:
@@ -420,20 +428,44 @@ class TcpTransport(Transport):
 
     # --- links -----------------------------------------------------------------------------
 
-    def _link_event(self, event: Any) -> None:
+    def _lost_links(self) -> Iterator[tuple[int, str]]:
+        """Read the monitor's events; yield the links that have ended, and why."""
+        while _readable(self._monitor):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            endpoint = event["endpoint"].decode()
+            peer = self._endpoints.get(endpoint)
+            if peer is None or peer in self._lost:
+                continue
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._ready.add(peer)
+                continue
+            reason = {
+                zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's token",
+                zmq.EVENT_CLOSED: "it does not answer (connection refused)",
+            }.get(zmq.Event(event["event"]), "its link was closed")
+            self._lost[peer] = reason
+            # Else what is queued for it would be kept, and waited for at the end.
+            with contextlib.suppress(zmq.ZMQError):
+                self._outbox.disconnect(endpoint)
+            yield peer, reason
+
+    def _give_up(self, peer: int, reason: str) -> None:
         assert self._handler is not None
-        peer = self._endpoints.get(event["endpoint"].decode())
-        if peer is None or peer in self._lost:
-            return
-        reason = {
-            zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's token",
-            zmq.EVENT_CLOSED: "it does not answer (connection refused)",
-        }.get(event["event"], "its link was closed")
-        self._lost[peer] = reason
         for send in [send for send in self._sends.values() if send.peer == peer]:
             del self._sends[send.id]
             send.finish(PeerFailed(peer, reason))
         self._handler.lost(peer, reason)
+
+    def _settle_links(self, deadline: float) -> None:
+        """Wait until every link is made or lost: only then is it known what can be delivered."""
+        while self._linked - self._ready - self._lost.keys():
+            for _ in self._lost_links():
+                pass
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            if self._linked - self._ready - self._lost.keys():
+                self._monitor.poll(remaining * 1000)
 
     def fileno(self) -> int:
         return self._poller.fileno()
@@ -447,12 +479,14 @@ class TcpTransport(Transport):
         self._closed = True
         if os.getpid() != self._pid:
             return  # after a fork: the parent's sockets are the parent's
+        deadline = time.monotonic() + timeout_s
         for peer in self._linked - self._lost.keys():
             self.tell(peer, _BYE)
+        self._settle_links(deadline)
         self._poller.close()
         self._outbox.disable_monitor()
         self._monitor.close(linger=0)
         self._inbox.close(linger=0)
-        self._outbox.close(linger=round(timeout_s * 1000))
+        self._outbox.close(linger=max(0, round((deadline - time.monotonic()) * 1000)))
         self._authenticator.close()
         self._context.term()

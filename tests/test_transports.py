@@ -1,0 +1,436 @@
+"""The transport contract (transports/base.py), run on every transport."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+
+from pycoll import transports
+from pycoll.errors import PeerFailed, TransportError
+from pycoll.transports.base import (
+    CREDIT,
+    EAGER_LIMIT,
+    MESSAGE_COST,
+    Arrival,
+    Operation,
+    Transfer,
+    Transport,
+    Withdrawn,
+)
+from pycoll.transports.inproc import Hub, InprocTransport
+from pycoll.transports.tcp import SEGMENT, WINDOW, TcpTransport
+
+DEADLINE_S = 30.0
+
+
+class Node:
+    """One rank: a transport and what it was told."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.arrivals: list[Arrival] = []
+        self.taken_back: list[Arrival] = []
+        self.ended: list[int] = []
+        self.lost_peers: dict[int, str] = {}
+
+    def arrived(self, arrival: Arrival) -> None:
+        arrival.header = bytes(arrival.header)
+        self.arrivals.append(arrival)
+
+    def withdrawn(self, arrival: Arrival) -> None:
+        self.taken_back.append(arrival)
+
+    def finished(self, peer: int) -> None:
+        self.ended.append(peer)
+
+    def lost(self, peer: int, reason: str) -> None:
+        self.lost_peers[peer] = reason
+
+
+class World:
+    """Some ranks in one process, each with a transport of its own, driven by hand."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        hub = Hub(size)
+        self.kind = kind
+        self.nodes = [
+            Node(InprocTransport(hub, rank) if kind == "inproc" else TcpTransport(rank))
+            for rank in range(size)
+        ]
+        addresses = [node.transport.address() for node in self.nodes]
+        for node in self.nodes:
+            node.transport.start(addresses, node)
+
+    def send(self, source: int, dest: int, header: bytes, *parts: bytes | memoryview) -> Transfer:
+        views = [memoryview(part).cast("B") for part in parts]
+        return self.nodes[source].transport.send(dest, header, views)
+
+    def run(self, until: Callable[[], bool], ranks: list[int] | None = None) -> None:
+        """Progress the given ranks (all of them) until the condition holds."""
+        nodes = self.nodes if ranks is None else [self.nodes[rank] for rank in ranks]
+        deadline = time.monotonic() + DEADLINE_S
+        poller = select.poll()
+        for node in nodes:
+            poller.register(node.transport.fileno(), select.POLLIN)
+        while True:
+            # Not until nothing is left to do: that may be long after the condition held.
+            worked = any([node.transport.progress() for node in nodes])
+            if until():
+                return
+            assert time.monotonic() < deadline, "not in time"
+            if not worked:
+                poller.poll(1000 * (deadline - time.monotonic()))
+
+    def arrivals(self, rank: int, number: int) -> list[Arrival]:
+        """Wait until a rank has that many messages."""
+        node = self.nodes[rank]
+        self.run(lambda: len(node.arrivals) >= number)
+        assert len(node.arrivals) == number
+        return node.arrivals
+
+    def quiet(self, rank: int, sender: int) -> None:
+        """Wait until everything that `sender` has sent so far has been handled by `rank`."""
+        node = self.nodes[rank]
+        before = len(node.arrivals)
+        self.send(sender, rank, b"last")
+        self.run(lambda: len(node.arrivals) > before and node.arrivals[-1].header == b"last")
+        node.arrivals.pop()
+
+    def receive(self, arrival: Arrival) -> bytes:
+        into = bytearray(arrival.nbytes)
+        transfer = arrival.accept(memoryview(into))
+        self.run(lambda: transfer.done)
+        assert transfer.error is None
+        return bytes(into)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.transport.close(5.0)
+
+
+KINDS = ["inproc", "tcp"]
+
+
+@pytest.fixture(params=KINDS)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param, 3)
+    yield made
+    made.close()
+
+
+def pattern(nbytes: int) -> bytes:
+    return np.random.default_rng(nbytes).bytes(nbytes)
+
+
+def test_messages_arrive_in_sending_order_whatever_their_sizes(world: World) -> None:
+    sizes = [0, 1, EAGER_LIMIT + 1, 100, 3 * SEGMENT, 0, EAGER_LIMIT, 7]
+    for number, nbytes in enumerate(sizes):
+        world.send(0, 1, b"%d" % number, bytes(nbytes))
+    arrivals = world.arrivals(1, len(sizes))
+    assert [arrival.header for arrival in arrivals] == [b"%d" % n for n in range(len(sizes))]
+    assert [arrival.nbytes for arrival in arrivals] == sizes
+    assert {arrival.peer for arrival in arrivals} == {0}
+    for arrival in arrivals:
+        world.receive(arrival)
+
+
+@pytest.mark.parametrize(
+    "nbytes",
+    [0, 1, EAGER_LIMIT, EAGER_LIMIT + 1, SEGMENT - 1, SEGMENT + 1, WINDOW * SEGMENT + 12345],
+)
+def test_a_payload_arrives_unchanged(world: World, nbytes: int) -> None:
+    data = pattern(nbytes)
+    transfer = world.send(2, 0, b"h", data)
+    (arrival,) = world.arrivals(0, 1)
+    assert world.receive(arrival) == data
+    world.run(lambda: transfer.done)
+    assert transfer.error is None
+
+
+def test_a_payload_of_many_parts_arrives_as_one(world: World) -> None:
+    for number, unit in enumerate((10, 50_000, SEGMENT)):
+        parts = [pattern(unit + i) for i in range(4)] + [b""]
+        world.send(0, 1, b"parts", *parts)
+        arrival = world.arrivals(1, number + 1)[-1]
+        assert world.receive(arrival) == b"".join(parts)
+
+
+def test_a_small_message_is_done_when_send_returns_and_its_memory_is_free(world: World) -> None:
+    data = bytearray(b"before")
+    assert world.send(0, 1, b"", data).done
+    data[:] = b"after!"
+    (arrival,) = world.arrivals(1, 1)
+    assert arrival.payload is not None
+    assert bytes(arrival.payload) == b"before"
+
+
+def test_a_large_message_is_done_only_after_it_was_accepted(world: World) -> None:
+    transfer = world.send(0, 1, b"", bytes(EAGER_LIMIT + 1))
+    (arrival,) = world.arrivals(1, 1)
+    world.quiet(1, 0)
+    assert not transfer.done
+    assert arrival.payload is None
+    world.receive(arrival)
+    world.run(lambda: transfer.done)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1000, EAGER_LIMIT])
+def test_a_slow_receiver_bounds_what_is_buffered_for_it(world: World, nbytes: int) -> None:
+    number = CREDIT // (nbytes + MESSAGE_COST) + 20
+    transfers = [world.send(0, 1, b"%d" % i, bytes(nbytes)) for i in range(number)]
+    buffered = sum(transfer.done for transfer in transfers)
+    assert buffered == CREDIT // (nbytes + MESSAGE_COST)
+    arrivals = world.arrivals(1, number)
+    assert sum(arrival.payload is not None for arrival in arrivals) == buffered
+    for arrival in arrivals:
+        world.receive(arrival)
+    world.run(lambda: all(transfer.done for transfer in transfers))
+
+
+def test_consuming_gives_the_sender_its_credit_back(world: World) -> None:
+    number = 3 * CREDIT // EAGER_LIMIT
+    seen = 0
+    for _ in range(number):
+        transfer = world.send(0, 1, b"", bytes(EAGER_LIMIT))
+        world.run(lambda: bool(world.nodes[1].arrivals))
+        arrival = world.nodes[1].arrivals.pop()
+        seen += arrival.payload is not None
+        world.receive(arrival)
+        world.run(lambda transfer=transfer: transfer.done)  # type: ignore[misc]
+    assert seen == number
+
+
+def test_messages_may_be_accepted_in_any_order(world: World) -> None:
+    data = [pattern(EAGER_LIMIT + 1 + 100_000 * i) for i in range(12)]
+    for payload in data:
+        world.send(0, 1, b"", payload)
+    into = [bytearray(len(payload)) for payload in data]
+    arrivals = world.arrivals(1, len(data))
+    order = np.random.default_rng(1).permutation(len(data))
+    transfers = [arrivals[i].accept(memoryview(into[i])) for i in order]
+    world.run(lambda: all(transfer.done for transfer in transfers))
+    assert into == data
+
+
+def test_all_pairs_talk_at_once_both_ways(world: World) -> None:
+    data = pattern(SEGMENT + 17)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    for a, b in pairs:
+        world.send(a, b, b"", data)
+    world.run(lambda: all(len(node.arrivals) == 2 for node in world.nodes))
+    into = [bytearray(len(data)) for _ in pairs]
+    arrivals = [arrival for node in world.nodes for arrival in node.arrivals]
+    transfers = [arrival.accept(memoryview(b)) for arrival, b in zip(arrivals, into, strict=True)]
+    world.run(lambda: all(transfer.done for transfer in transfers))
+    assert all(b == data for b in into)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_gibibytes_travel_in_one_message(kind: str) -> None:
+    world = World(kind, 2)
+    nbytes = 3 * 1024**3 + 5
+    data = np.zeros(nbytes, np.uint8)  # pages of zeros cost no memory
+    marks = [0, 2**31 - 1, 2**31, 2**32 // 2 + 7, nbytes - 1]
+    data[marks] = [1, 2, 3, 4, 5]
+    transfer = world.send(0, 1, b"", data.data)
+    (arrival,) = world.arrivals(1, 1)
+    assert arrival.nbytes == nbytes
+    into = np.empty(nbytes, np.uint8)
+    received = arrival.accept(into.data)
+    world.run(lambda: received.done and transfer.done)
+    assert into[marks].tolist() == [1, 2, 3, 4, 5]
+    assert int(into[: 2**20].sum()) == 1
+    world.close()
+
+
+def test_a_message_taken_back_before_it_was_accepted_is_gone(world: World) -> None:
+    transfer = world.send(0, 1, b"back", bytes(EAGER_LIMIT + 1))
+    (arrival,) = world.arrivals(1, 1)
+    transfer.cancel()
+    world.run(lambda: world.nodes[1].taken_back == [arrival])
+    assert isinstance(arrival.accept(memoryview(bytearray(arrival.nbytes))).error, Withdrawn)
+    world.send(0, 1, b"next", b"next")
+    assert world.receive(world.arrivals(1, 2)[-1]) == b"next"
+
+
+def test_a_message_nobody_wants_does_not_hold_its_sender(world: World) -> None:
+    transfer = world.send(0, 1, b"", bytes(EAGER_LIMIT + 1))
+    world.arrivals(1, 1)[0].release()
+    world.run(lambda: transfer.done)
+
+
+def large_transfer(world: World) -> tuple[Transfer, Transfer, bytearray]:
+    """Start a tcp transfer and stop in the middle of it."""
+    nbytes = 6 * WINDOW * SEGMENT
+    sending = world.send(0, 1, b"", b"\x01" * nbytes)
+    (arrival,) = world.arrivals(1, 1)
+    into = bytearray(nbytes)
+    receiving = arrival.accept(memoryview(into))
+    world.run(lambda: into[0] == 1)
+    assert not receiving.done
+    return sending, receiving, into
+
+
+@pytest.fixture
+def tcp() -> Iterator[World]:
+    made = World("tcp", 2)
+    yield made
+    made.close()
+
+
+def test_a_send_given_up_half_way_ends_the_receive_as_withdrawn(tcp: World) -> None:
+    sending, receiving, _ = large_transfer(tcp)
+    sending.cancel()
+    tcp.run(lambda: receiving.done)
+    assert isinstance(receiving.error, Withdrawn)
+
+
+def test_after_cancel_of_a_receive_nothing_more_is_written(tcp: World) -> None:
+    sending, receiving, into = large_transfer(tcp)
+    receiving.cancel()
+    before = bytes(into)
+    tcp.run(lambda: sending.done)
+    tcp.quiet(1, 0)
+    assert into == before
+
+
+def test_a_redirected_receive_ends_complete_in_its_new_place(tcp: World) -> None:
+    sending, receiving, into = large_transfer(tcp)
+    elsewhere = bytearray(len(into))
+    receiving.redirect(memoryview(elsewhere))
+    before = bytes(into)
+    tcp.run(lambda: receiving.done and sending.done)
+    assert into == before
+    assert elsewhere == b"\x01" * len(into)
+
+
+def test_close_delivers_what_was_buffered_and_then_says_goodbye(world: World) -> None:
+    number = 1000
+    for i in range(number):
+        world.send(0, 1, b"%d" % i, b"x" * 100)
+    world.nodes[0].transport.close(5.0)
+    world.nodes[0].transport.close(5.0)  # a second time does nothing
+    world.run(lambda: world.nodes[1].ended == [0], ranks=[1])
+    assert [a.header for a in world.nodes[1].arrivals] == [b"%d" % i for i in range(number)]
+
+
+def test_sending_to_a_closed_transport_fails_and_names_the_peer(world: World) -> None:
+    world.send(0, 1, b"", b"link")
+    world.arrivals(1, 1)
+    world.nodes[1].transport.close(0.0)
+    attempts = count()
+
+    def failed() -> bool:
+        next(attempts)
+        transfer: Operation = world.send(0, 1, b"", bytes(EAGER_LIMIT + 1))
+        return isinstance(transfer.error, PeerFailed) and transfer.error.rank == 1
+
+    world.run(failed, ranks=[0])
+
+
+def test_links_are_made_when_first_needed(world: World) -> None:
+    assert world.nodes[0].transport.links() == []
+    world.send(0, 2, b"", b"x")
+    world.arrivals(2, 1)
+    assert world.nodes[0].transport.links() == [2]
+
+
+def test_a_close_leaves_no_descriptor_behind() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    for kind in KINDS:
+        World(kind, 2).close()  # ZeroMQ's own, made once
+        before = descriptors()
+        for _ in range(3):
+            world = World(kind, 3)
+            world.send(0, 1, b"", b"x")
+            world.send(1, 0, b"", b"x")
+            world.arrivals(0, 1)
+            world.close()
+        assert descriptors() == before
+
+
+VICTIM = """
+import json, sys
+from pycoll.transports.tcp import TcpTransport
+import select
+class Deaf:
+    def arrived(self, arrival): print("got", arrival.nbytes, flush=True)
+    def withdrawn(self, arrival): pass
+    def finished(self, peer): pass
+    def lost(self, peer, reason): pass
+transport = TcpTransport(1)
+print(json.dumps(transport.address()), flush=True)
+transport.start([json.loads(sys.stdin.readline()), {}], Deaf())
+poller = select.poll()
+poller.register(transport.fileno(), select.POLLIN)
+while True:
+    while transport.progress():
+        pass
+    poller.poll()
+"""
+
+
+def test_the_death_of_a_process_is_reported_once_and_fails_what_waits_for_it() -> None:
+    node = Node(TcpTransport(0))
+    with subprocess.Popen(
+        [sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as victim:
+        assert victim.stdin is not None
+        assert victim.stdout is not None
+        theirs = json.loads(victim.stdout.readline())
+        print(json.dumps(node.transport.address()), file=victim.stdin, flush=True)
+        node.transport.start([{}, theirs], node)
+        transfer = node.transport.send(1, b"", [memoryview(bytes(EAGER_LIMIT + 1))])
+        assert victim.stdout.readline() == f"got {EAGER_LIMIT + 1}\n"
+        victim.send_signal(signal.SIGKILL)
+    poller = select.poll()
+    poller.register(node.transport.fileno(), select.POLLIN)
+    deadline = time.monotonic() + 5.0
+    while not node.lost_peers and time.monotonic() < deadline:
+        node.transport.progress()
+        poller.poll(100)
+    assert list(node.lost_peers) == [1]
+    assert isinstance(transfer.error, PeerFailed)
+    assert transfer.error.rank == 1
+    node.transport.close(5.0)
+
+
+def test_a_wrong_token_gets_nowhere() -> None:
+    here, there = Node(TcpTransport(0)), Node(TcpTransport(1))
+    address = {**there.transport.address(), "token": "guess"}
+    here.transport.start([{}, address], here)
+    there.transport.start([{}, {}], there)
+    here.transport.send(1, b"", [memoryview(b"hello")])
+    poller = select.poll()
+    poller.register(here.transport.fileno(), select.POLLIN)
+    deadline = time.monotonic() + DEADLINE_S
+    while not here.lost_peers and time.monotonic() < deadline:
+        here.transport.progress()
+        poller.poll(100)
+    assert "token" in here.lost_peers[1]
+    there.transport.progress()
+    assert there.arrivals == []
+    here.transport.close(0.0)
+    there.transport.close(0.0)
+
+
+def test_the_table_names_its_transports_and_says_why_one_is_not_there() -> None:
+    assert transports.check("auto") == "tcp"
+    assert transports.reasons()["tcp"] is None
+    for name in ("shm", "rdma"):
+        with pytest.raises(TransportError, match=rf"{name}: .*use --transport tcp"):
+            transports.check(name)
+    with pytest.raises(TransportError, match="no such transport"):
+        transports.check("pigeon")
