@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import math
 import os
 import sys
@@ -116,9 +115,11 @@ def variables_text() -> str:
 
 def version() -> str:
     """The version of the package that is installed."""
+    from importlib import metadata  # not at the top: it would take a quarter of the start-up
+
     try:
-        return importlib.metadata.version("pycoll")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("pycoll")
+    except metadata.PackageNotFoundError:
         return "0+unknown"
 
 

@@ -73,12 +73,7 @@ BURST = 64
 HEAD = struct.Struct("<BxxxIQQ")
 _EAGER, _READY, _GO, _DATA, _TAKEN, _DROP, _CANCEL, _CREDIT, _BYE = range(9)
 
-_WATCHED = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
@@ -205,7 +200,7 @@ class TcpTransport(Transport):
             ) from exc
         self._outbox = self._open(zmq.ROUTER)
         self._outbox.router_mandatory = True
-        self._monitor = self._outbox.get_monitor_socket(_WATCHED)
+        self._monitor = self._outbox.get_monitor_socket(_LOST)
         self._poller = select.epoll()
         self._poller.register(self._inbox.fileno(), select.EPOLLIN)
         self._poller.register(self._monitor.fileno(), select.EPOLLIN)
@@ -213,7 +208,6 @@ class TcpTransport(Transport):
         self._handler: Handler | None = None
         self._endpoints: dict[str, int] = {}
         self._linked: set[int] = set()
-        self._ready: set[int] = set()
         self._lost: dict[int, str] = {}
         self._owed: dict[int, int] = {}
         self._unrepaid: dict[int, int] = {}
@@ -436,9 +430,6 @@ class TcpTransport(Transport):
             peer = self._endpoints.get(endpoint)
             if peer is None or peer in self._lost:
                 continue
-            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._ready.add(peer)
-                continue
             reason = {
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's token",
                 zmq.EVENT_CLOSED: "it does not answer (connection refused)",
@@ -456,16 +447,31 @@ class TcpTransport(Transport):
             send.finish(PeerFailed(peer, reason))
         self._handler.lost(peer, reason)
 
-    def _settle_links(self, deadline: float) -> None:
-        """Wait until every link is made or lost: only then is it known what can be delivered."""
-        while self._linked - self._ready - self._lost.keys():
-            for _ in self._lost_links():
-                pass
+    def _say_goodbye(self, deadline: float) -> None:
+        """Send BYE on every link, and wait until it is out: so is then all that came before.
+
+        ZeroMQ's own linger would not do alone: it waits its whole time for a peer that has
+        closed in the meantime.
+        """
+        self._outbox.copy_threshold = 0  # below it ZeroMQ copies, and there is nothing to track
+        frame = HEAD.pack(_BYE, self._rank, 0, 0)
+        unsent: dict[int, zmq.MessageTracker] = {}
+        for peer in self._linked - self._lost.keys():
+            with contextlib.suppress(zmq.ZMQError):
+                tracker = self._outbox.send_multipart(
+                    (b"r%d" % peer, frame), copy=False, track=True
+                )
+                assert tracker is not None
+                unsent[peer] = tracker
+        while True:
+            for peer, _ in self._lost_links():
+                unsent.pop(peer, None)
+            unsent = {peer: tracker for peer, tracker in unsent.items() if not tracker.done}
             remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if not unsent or remaining <= 0:
                 return
-            if self._linked - self._ready - self._lost.keys():
-                self._monitor.poll(remaining * 1000)
+            with contextlib.suppress(zmq.NotDone):
+                next(iter(unsent.values())).wait(min(remaining, 0.02))
 
     def fileno(self) -> int:
         return self._poller.fileno()
@@ -480,9 +486,7 @@ class TcpTransport(Transport):
         if os.getpid() != self._pid:
             return  # after a fork: the parent's sockets are the parent's
         deadline = time.monotonic() + timeout_s
-        for peer in self._linked - self._lost.keys():
-            self.tell(peer, _BYE)
-        self._settle_links(deadline)
+        self._say_goodbye(deadline)
         self._poller.close()
         self._outbox.disable_monitor()
         self._monitor.close(linger=0)
