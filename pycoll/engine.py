@@ -496,6 +496,7 @@ class Engine:
             message += "\n" + "\n".join(f"    {line}" for line in detail.rstrip().splitlines())
         error = PeerFailed(rank, reason, message)
         self.failed[rank] = error
+        self.transports[rank].forget(rank, reason)
         for context in list(self.contexts.values()):
             if rank in context.members:
                 context.fail(error)
@@ -514,6 +515,7 @@ class Engine:
         reason = self._ended.get(rank, "it has finished: no more messages will come from it")
         error = PeerFailed(rank, reason, f"rank {rank} is needed, but has ended: {reason}")
         self._gone[rank] = error
+        self.transports[rank].forget(rank, reason)
         for context in list(self.contexts.values()):
             context.peer_gone(rank, error)
         for refused in self._refused.pop(rank, []):
@@ -530,6 +532,8 @@ class Engine:
             return
         with self.locked():
             self.closed = reason
+            for context in list(self.contexts.values()):  # other threads may wait in them
+                context.fail(Error(reason))
             links = sorted({peer for transport in self._distinct for peer in transport.links()})
             for transport in self._distinct:
                 transport.close(timeout_s)

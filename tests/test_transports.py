@@ -338,6 +338,27 @@ def test_sending_to_a_closed_transport_fails_and_names_the_peer(world: World) ->
     world.run(failed, ranks=[0])
 
 
+def test_transfers_with_a_peer_that_has_ended_fail(world: World) -> None:
+    nbytes = EAGER_LIMIT + 1
+    outgoing = world.send(0, 1, b"", bytes(nbytes))
+    world.send(1, 0, b"", bytes(nbytes))
+    (arrival,) = world.arrivals(0, 1)
+    world.arrivals(1, 1)
+    world.nodes[0].transport.forget(1, "killed")
+    later = world.send(0, 1, b"", b"x")
+    for transfer in (outgoing, later):
+        assert isinstance(transfer.error, PeerFailed)
+        assert transfer.error.reason == "killed"
+    if world.kind == "tcp":
+        assert isinstance(arrival.accept(memoryview(bytearray(nbytes))).error, PeerFailed)
+
+
+def test_a_receive_half_way_fails_when_its_sender_has_ended(tcp: World) -> None:
+    _, receiving, _ = large_transfer(tcp)
+    tcp.nodes[1].transport.forget(0, "killed")
+    assert isinstance(receiving.error, PeerFailed)
+
+
 def test_links_are_made_when_first_needed(world: World) -> None:
     assert world.nodes[0].transport.links() == []
     world.send(0, 2, b"", b"x")

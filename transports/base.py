@@ -19,8 +19,10 @@ Threads     The owner calls everything under one lock of its own. Nothing here s
             from another thread: handlers and completions run inside `progress`, `send` or `accept`.
 Waiting     `progress` does what can be done without blocking. When it returns False the owner may
             sleep until `fileno()` is readable.
-Errors      A peer that cannot be reached any more is reported once by `Handler.lost`; transfers
-            with it finish with PeerFailed. Foreign exceptions never pass this boundary.
+Errors      A peer that cannot be reached any more is reported once by `Handler.lost`; what is sent
+            to it finishes with PeerFailed. A lost link says nothing about what is still coming:
+            when the owner knows that a peer has ended it calls `forget`, and receives fail too.
+            Foreign exceptions never pass this boundary.
 Close       `close(timeout_s)` delivers what was buffered, for at most that long, tells every
             linked peer that nothing more will come (`Handler.finished` there), and is idempotent.
 """
@@ -180,6 +182,10 @@ class Transport(ABC):
     @abstractmethod
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress` may have something to do."""
+
+    @abstractmethod
+    def forget(self, peer: int, reason: str) -> None:
+        """Learn that `peer` has ended: transfers with it fail, and nothing is sent to it again."""
 
     @abstractmethod
     def links(self) -> list[int]:

@@ -142,6 +142,8 @@ class InprocTransport(Transport):
         self._handler: Handler | None = None
         self._owed: dict[int, int] = {}
         self._links: set[int] = set()
+        self._pending: dict[int, list[_Send]] = {}
+        self._forgotten: dict[int, str] = {}
         self._closed = False
 
     def address(self) -> dict[str, Any]:
@@ -160,8 +162,9 @@ class InprocTransport(Transport):
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         transfer = _Send()
         receiver = self._hub.mailbox(peer)
-        if receiver is None:
-            transfer.finish(PeerFailed(peer, "its transport is closed"))
+        if receiver is None or peer in self._forgotten:
+            reason = self._forgotten.get(peer, "its transport is closed")
+            transfer.finish(PeerFailed(peer, reason))
             return transfer
         self._links.add(peer)
         nbytes = nbytes_of(parts)
@@ -182,6 +185,8 @@ class InprocTransport(Transport):
             arrival = _InprocArrival(self._rank, header, nbytes, None, message, lambda: None)
             transfer.message, transfer.receiver = message, receiver
             transfer.withdrawn = lambda: receiver.take_back(arrival)
+            waiting = [send for send in self._pending.get(peer, ()) if not send.done]
+            self._pending[peer] = [*waiting, transfer]
             receiver.post(lambda: receiver.deliver(arrival))
         return transfer
 
@@ -211,6 +216,12 @@ class InprocTransport(Transport):
         while self._letters:
             self._letters.popleft()()
         return True
+
+    def forget(self, peer: int, reason: str) -> None:
+        self._forgotten[peer] = reason
+        for send in self._pending.pop(peer, []):
+            if send.message is not None and send.message.withdraw():
+                send.finish(PeerFailed(peer, reason))
 
     def fileno(self) -> int:
         return self._bell

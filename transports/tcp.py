@@ -37,6 +37,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
+
+# Ends the thread behind zero-copy sends at exit: imported now, so that its exit handler is
+# registered before, and so runs after, that of whoever closes a transport at exit.
+import zmq.utils.garbage
 from zmq.utils.monitor import parse_monitor_message
 
 from pycoll.errors import PeerFailed, TransportError
@@ -209,6 +213,7 @@ class TcpTransport(Transport):
         self._endpoints: dict[str, int] = {}
         self._linked: set[int] = set()
         self._lost: dict[int, str] = {}
+        self._forgotten: dict[int, str] = {}
         self._owed: dict[int, int] = {}
         self._unrepaid: dict[int, int] = {}
         self._next_id = 0
@@ -322,6 +327,9 @@ class TcpTransport(Transport):
         """Let the sender of `arrival` go on, into `into`."""
         receive = _Receive(self, arrival.peer, arrival.id, arrival.nbytes, into)
         key = (arrival.peer, arrival.id)
+        if arrival.peer in self._forgotten:
+            receive.finish(PeerFailed(arrival.peer, self._forgotten[arrival.peer]))
+            return receive
         if self._waiting.pop(key, None) is None:
             receive.finish(Withdrawn())
             return receive
@@ -435,17 +443,23 @@ class TcpTransport(Transport):
                 zmq.EVENT_CLOSED: "it does not answer (connection refused)",
             }.get(zmq.Event(event["event"]), "its link was closed")
             self._lost[peer] = reason
-            # Else what is queued for it would be kept, and waited for at the end.
-            with contextlib.suppress(zmq.ZMQError):
-                self._outbox.disconnect(endpoint)
+            self._unlink(endpoint)
             yield peer, reason
+
+    def _unlink(self, endpoint: str) -> None:
+        # Else what is queued for it would be kept, and waited for at the end.
+        with contextlib.suppress(zmq.ZMQError):
+            self._outbox.disconnect(endpoint)
 
     def _give_up(self, peer: int, reason: str) -> None:
         assert self._handler is not None
-        for send in [send for send in self._sends.values() if send.peer == peer]:
-            del self._sends[send.id]
-            send.finish(PeerFailed(peer, reason))
+        self._fail_sends(peer, reason)
         self._handler.lost(peer, reason)
+
+    def _fail_sends(self, peer: int, reason: str) -> None:
+        for send in [send for send in self._sends.values() if send.peer == peer]:
+            if self._sends.pop(send.id, None) is not None:
+                send.finish(PeerFailed(peer, reason))
 
     def _say_goodbye(self, deadline: float) -> None:
         """Send BYE on every link, and wait until it is out: so is then all that came before.
@@ -472,6 +486,17 @@ class TcpTransport(Transport):
                 return
             with contextlib.suppress(zmq.NotDone):
                 next(iter(unsent.values())).wait(min(remaining, 0.02))
+
+    def forget(self, peer: int, reason: str) -> None:
+        if peer in self._forgotten:
+            return
+        self._forgotten[peer] = reason
+        self._fail_sends(peer, reason)
+        for key in [key for key in self._receives if key[0] == peer]:
+            self._receives.pop(key).finish(PeerFailed(peer, reason))
+        if peer in self._linked and peer not in self._lost:
+            self._unlink(self._addresses[peer]["endpoint"])
+        self._lost.setdefault(peer, reason)
 
     def fileno(self) -> int:
         return self._poller.fileno()
