@@ -233,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _UsageError as exc:
         _tell(str(exc))
         return 2
+    except KeyboardInterrupt:  # before there was a job, or after
+        return 130
     except BrokenPipeError:  # of --help
         _silence(sys.stdout)
         return 141

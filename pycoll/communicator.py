@@ -7,21 +7,35 @@ count, and may be repeated. What ranks get wrong together is found by the calls 
 from __future__ import annotations
 
 import math
-import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from pycoll import announced, arrays, collectives, object_collectives, objects, ops, p2p
+from pycoll.arguments import (
+    Reducer,
+    Target,
+    check_int,
+    check_objects,
+    check_peer,
+    check_root,
+    check_source,
+    check_tag,
+    check_timeout,
+    fillable,
+    fillable_out,
+    linear_only,
+    no_out,
+    reduces_objects,
+    split_value,
+)
 from pycoll.arrays import Value
 from pycoll.collectives import Reduction, type_text
 from pycoll.engine import Call, CallSteps, Engine
 from pycoll.errors import Error
 from pycoll.group import Group
 from pycoll.ops import Op
-from pycoll.p2p import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Outgoing, Status
-
-Reducer = str | Op | Callable[[Any, Any], Any]
+from pycoll.p2p import ANY_SOURCE, ANY_TAG, PROC_NULL, Outgoing, Status
 
 
 class World:
@@ -123,10 +137,10 @@ class Communicator:
         Raises:
             MismatchError: an array passed off root does not look like the root's value.
         """
-        group, root = self._group, self._check_root(root)
+        group, root = self._group, check_root(root, self.size)
         self._check_algorithm("broadcast", algorithm)
         outgoing = Outgoing(x) if group.rank == root else None
-        mine = None if outgoing is not None else _fillable(x)
+        mine = None if outgoing is not None else fillable(x)
 
         text = f"broadcast(root={root}{_forced(algorithm)})"
         result = self._collective(
@@ -156,14 +170,16 @@ class Communicator:
             algorithm: see `pycoll.algorithms("reduce")`.
             timeout: seconds.
         """
-        group, root = self._group, self._check_root(root)
+        group, root = self._group, check_root(root, self.size)
         resolved = ops.resolve(op)
         is_root = group.rank == root
-        if _reduces_objects(x, op):
-            _no_out(out if is_root else None)
+        if reduces_objects(x, op):
+            no_out(out if is_root else None)
             return self._fold(x, resolved, root, algorithm, timeout)
         value, reduction = self._reduction("reduce", x, resolved, algorithm)
-        target = self._target(out, value, value.array.shape) if is_root else None
+        target = Target(out, value, value.array.shape) if is_root else None
+        if target is not None:
+            target.check_overlap(value.array)
 
         memory = target.memory if target is not None else None
         text = f"reduce({type_text(value)}, {_text(reduction)}, root={root})"
@@ -190,11 +206,12 @@ class Communicator:
             timeout: seconds.
         """
         resolved = ops.resolve(op)
-        if _reduces_objects(x, op):
-            _no_out(out)
+        if reduces_objects(x, op):
+            no_out(out)
             return self._fold(x, resolved, None, algorithm, timeout)
         value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
-        target = self._target(out, value, value.array.shape, [value.array])
+        target = Target(out, value, value.array.shape)
+        target.check_overlap(value.array, (target.array, value.array))
         text = f"all_reduce({type_text(value)}, {_text(reduction)})"
         self._collective(text, timeout, collectives.all_reduce, value, reduction, target.memory)
         return target.result()
@@ -219,20 +236,22 @@ class Communicator:
             algorithm: see `pycoll.algorithms("gather")`.
             timeout: seconds.
         """
-        group, root = self._group, self._check_root(root)
+        group, root = self._group, check_root(root, self.size)
         self._check_algorithm("gather", algorithm)
         is_root = group.rank == root
         value = arrays.wrap(x)
         if value is None:
-            _no_out(out if is_root else None)
+            no_out(out if is_root else None)
             parts = objects.dump(x)
-            chosen = _linear_only("gather", algorithm)
+            chosen = linear_only("gather", algorithm)
             text = f"gather(object, root={root}, algorithm={chosen})"
             return self._collective(text, timeout, object_collectives.gather, parts, chosen, root)
         nbytes = value.array.nbytes
         chosen = group.choose("gather", nbytes, algorithm)
         shape = (group.size, *value.array.shape)
-        target = self._target(out, value, shape) if is_root else None
+        target = Target(out, value, shape) if is_root else None
+        if target is not None:
+            target.check_overlap(value.array)
         memory = target.memory if target is not None else None
         text = f"gather({type_text(value)}, root={root}, algorithm={chosen})"
         self._collective(text, timeout, collectives.gather, value, chosen, root, memory)
@@ -258,15 +277,15 @@ class Communicator:
         self._check_algorithm("all_gather", algorithm)
         value = arrays.wrap(x)
         if value is None:
-            _no_out(out)
+            no_out(out)
             text = f"all_gather(object{_forced(algorithm)})"
             return self._collective(
                 text, timeout, object_collectives.all_gather, objects.dump(x), algorithm
             )
         chosen = group.choose("all_gather", value.array.nbytes, algorithm)
         shape = (group.size, *value.array.shape)
-        target = self._target(out, value, shape, whole=False)
-        target.allow_in_place(value, group.rank)
+        target = Target(out, value, shape)
+        target.check_overlap(value.array, (target.array[group.rank, ...], value.array))
         text = f"all_gather({type_text(value)}, algorithm={chosen})"
         self._collective(text, timeout, collectives.all_gather, value, chosen, target.memory)
         return target.result()
@@ -293,14 +312,14 @@ class Communicator:
             ValueError: also when `out` turns out not to look like a row; the scatter has taken
                 place then, and the communicator stays usable.
         """
-        group, root = self._group, self._check_root(root)
+        group, root = self._group, check_root(root, self.size)
         self._check_algorithm("scatter", algorithm)
         blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
-        wanted = _fillable_out(out)
+        wanted = fillable_out(out)
         text = f"scatter(root={root}{_forced(algorithm)})"
         value, buffer = self._collective(text, timeout, announced.scatter, blocks, algorithm, root)
         if value is None:
-            _no_out(out)
+            no_out(out)
             return objects.load(buffer)
         if wanted is None:
             return arrays.unwrap(value)
@@ -328,10 +347,11 @@ class Communicator:
         """
         group = self._group
         resolved = ops.resolve(op)
-        value = self._split_value("reduce_scatter", x)
+        value = split_value("reduce_scatter", x, self.size)
         _, reduction = self._reduction("reduce_scatter", x, resolved, algorithm)
         row = value.array[group.rank, ...]
-        target = self._target(out, value, value.array.shape[1:], [row])
+        target = Target(out, value, value.array.shape[1:])
+        target.check_overlap(value.array, (target.array, row))
         text = f"reduce_scatter({type_text(value)}, {_text(reduction)})"
         memory = target.memory
         self._collective(text, timeout, collectives.reduce_scatter, value, reduction, memory)
@@ -357,15 +377,16 @@ class Communicator:
         group = self._group
         self._check_algorithm("all_to_all", algorithm)
         if arrays.wrap(x) is None:
-            _no_out(out)
-            self._check_objects("all_to_all", x)
+            no_out(out)
+            check_objects("all_to_all", x, self.size)
             blocks = [objects.dump(item) for item in x]
             chosen = group.choose("all_to_all", 0, algorithm)
             text = f"all_to_all(object{_forced(algorithm)})"
             return self._collective(text, timeout, object_collectives.all_to_all, blocks, chosen)
-        value = self._split_value("all_to_all", x)
+        value = split_value("all_to_all", x, self.size)
         chosen = group.choose("all_to_all", value.array.nbytes // group.size, algorithm)
-        target = self._target(out, value, value.array.shape)
+        target = Target(out, value, value.array.shape)
+        target.check_overlap(value.array)
         text = f"all_to_all({type_text(value)}, algorithm={chosen})"
         self._collective(text, timeout, collectives.all_to_all, value, chosen, target.memory)
         return target.result()
@@ -390,7 +411,7 @@ class Communicator:
             tag: 0 to 2**31 - 1.
             timeout: seconds; when they have passed the message is withdrawn.
         """
-        dest, tag = self._check_peer(dest, "dest"), _check_tag(tag)
+        dest, tag = check_peer(dest, "dest", self.size), check_tag(tag)
         outgoing = Outgoing(x)
         if dest == PROC_NULL:
             self._check_open()
@@ -420,8 +441,8 @@ class Communicator:
             MismatchError: the message is of another dtype than `out`, or an object.
             TruncationError: it is larger than `out`. Both leave it first in the queue.
         """
-        source, tag = self._check_source(source), _check_tag(tag, wildcard=True)
-        target = _fillable_out(out)
+        source, tag = check_source(source, self.size), check_tag(tag, wildcard=True)
+        target = fillable_out(out)
         if source == PROC_NULL:
             self._check_open()
             _fill_null(status)
@@ -445,9 +466,9 @@ class Communicator:
     ) -> Any:
         """Send `x` to `dest` and receive from `source` at the same time; returns what came."""
         group = self._group
-        dest, source = self._check_peer(dest, "dest"), self._check_source(source)
-        sendtag, recvtag = _check_tag(sendtag), _check_tag(recvtag, wildcard=True)
-        target = _fillable_out(out)
+        dest, source = check_peer(dest, "dest", self.size), check_source(source, self.size)
+        sendtag, recvtag = check_tag(sendtag), check_tag(recvtag, wildcard=True)
+        target = fillable_out(out)
         outgoing: Outgoing | None = Outgoing(x)
         if dest == PROC_NULL:
             outgoing = None
@@ -468,7 +489,7 @@ class Communicator:
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None
     ) -> Status:
         """Wait for a message and return its `Status`; the message stays in the queue."""
-        source, tag = self._check_source(source), _check_tag(tag, wildcard=True)
+        source, tag = check_source(source, self.size), check_tag(tag, wildcard=True)
         if source == PROC_NULL:
             return Status()
         text = f"probe(source={_name(source)}, tag={_name(tag)})"
@@ -479,7 +500,7 @@ class Communicator:
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
         """Return the `Status` of a message that is here, or None; never waits."""
-        source, tag = self._check_source(source), _check_tag(tag, wildcard=True)
+        source, tag = check_source(source, self.size), check_tag(tag, wildcard=True)
         if source == PROC_NULL:
             return Status()
         status: Status | None = self._point_to_point(
@@ -509,8 +530,8 @@ class Communicator:
             timeout: seconds.
         """
         if color is not None:
-            color = _check_int(color, "color")
-        key = self.rank if key is None else _check_int(key, "key")
+            color = check_int(color, "color")
+        key = self.rank if key is None else check_int(key, "key")
         return self._split("split()", color, key, timeout)
 
     def _split(
@@ -544,7 +565,7 @@ class Communicator:
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job at once; `pycoll-run` exits with `code`."""
-        code = _check_int(code, "code")
+        code = check_int(code, "code")
         engine = self._group.engine
         if engine.control is not None and engine.closed is None:
             with engine.locked():
@@ -560,52 +581,15 @@ class Communicator:
         if self._closed:
             raise Error("this communicator is closed")
 
-    def _check_root(self, root: int) -> int:
-        root = _check_int(root, "root")
-        if not 0 <= root < self.size:
-            raise ValueError(f"root is {root}, but the ranks are 0 to {self.size - 1}")
-        return root
-
-    def _check_peer(self, rank: int, what: str) -> int:
-        rank = _check_int(rank, what)
-        if rank != PROC_NULL and not 0 <= rank < self.size:
-            raise ValueError(f"{what} is {rank}, but the ranks are 0 to {self.size - 1}")
-        return rank
-
-    def _check_source(self, source: int) -> int:
-        if source == ANY_SOURCE:
-            return ANY_SOURCE
-        return self._check_peer(source, "source")
-
     def _check_algorithm(self, collective: str, algorithm: str | None) -> None:
         self._group.choose(collective, 0, algorithm)
 
-    def _check_objects(self, what: str, x: Any) -> None:
-        if not isinstance(x, list | tuple):
-            raise TypeError(
-                f"{what} takes an array (size, ...) or a list of size objects, "
-                f"not a {type(x).__name__}"
-            )
-        if len(x) != self.size:
-            raise ValueError(f"{what} of a list takes {self.size} objects, one a rank: {len(x)}")
-
-    def _split_value(self, what: str, x: Any) -> Value:
-        value = arrays.wrap(x)
-        if value is None:
-            raise TypeError(f"{what} takes an array (size, ...), not a {type(x).__name__}")
-        if value.array.ndim == 0 or len(value.array) != self.size:
-            raise ValueError(
-                f"{what}: the leading axis is the rank axis, so x has the shape "
-                f"({self.size}, ...); this one has {value.array.shape}"
-            )
-        return value
-
     def _scatter_blocks(self, x: Any, algorithm: str | None) -> Value | list[Any]:
         if x is None or arrays.wrap(x) is None:
-            self._check_objects("scatter", x)
-            _linear_only("scatter", algorithm)
+            check_objects("scatter", x, self.size)
+            linear_only("scatter", algorithm)
             return [objects.dump(item) for item in x]
-        return self._split_value("scatter", x)
+        return split_value("scatter", x, self.size)
 
     def _reduction(
         self, collective: str, x: Any, op: Op, algorithm: str | None
@@ -623,19 +607,6 @@ class Communicator:
             whole=not op.elementwise,
         )
         return value, Reduction(op, chosen)
-
-    def _target(
-        self,
-        out: Any,
-        x: Value,
-        shape: tuple[int, ...],
-        in_place: Sequence[Any] = (),
-        whole: bool = True,
-    ) -> _Target:
-        target = _Target(out, x, shape)
-        if whole:
-            target.check_overlap(x, in_place)
-        return target
 
     # --- running ---------------------------------------------------------------------------
 
@@ -684,80 +655,6 @@ class Communicator:
         return check_timeout(timeout, "timeout")
 
 
-class _Target:
-    """Where a result goes: the caller's `out`, or new memory of x's kind."""
-
-    def __init__(self, out: Any, x: Value, shape: tuple[int, ...]) -> None:
-        self._out = out
-        self._value = (
-            arrays.fresh(x.dtype, x.kind, shape)
-            if out is None
-            else arrays.check_out(out, x.dtype, shape)
-        )
-        array = self._value.array
-        self.memory = array if array.flags.c_contiguous else array.copy(order="C")
-
-    def check_overlap(self, x: Value, in_place: Sequence[Any]) -> None:
-        """Refuse an `out` that overlaps x, but for those that are exactly one of `in_place`."""
-        if self._out is None or not arrays.overlap(self._value.array, x.array):
-            return
-        if not any(_same_memory(self._value.array, allowed) for allowed in in_place):
-            raise ValueError(
-                "out overlaps x. Pass an array of its own, or one of the in-place forms: out=x for "
-                "all_reduce, x=out[rank] for all_gather, out=x[rank] for reduce_scatter."
-            )
-
-    def allow_in_place(self, x: Value, rank: int) -> None:
-        """Refuse an `out` that overlaps x, unless x is exactly ``out[rank]``."""
-        if self._out is not None:
-            self.check_overlap_with(x, self._value.array[rank, ...])
-
-    def check_overlap_with(self, x: Value, row: Any) -> None:
-        """Refuse overlap of `out` and x, unless x is exactly `row`."""
-        if not _same_memory(x.array, row):
-            self.check_overlap(x, ())
-
-    def result(self) -> Any:
-        """Return what the caller gets."""
-        if self._out is None:
-            return arrays.unwrap(self._value)
-        if self.memory is not self._value.array:
-            self._value.array[...] = self.memory
-        return self._out
-
-
-def check_timeout(timeout: float, what: str) -> float:
-    """Check a number of seconds.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is negative or NaN.
-    """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"{what} is a number of seconds, not a {type(timeout).__name__}")
-    if not timeout >= 0:
-        raise ValueError(f"{what} is a number of seconds from 0 up, not {timeout}")
-    return float(timeout)
-
-
-def _check_int(value: Any, what: str) -> int:
-    if isinstance(value, bool):
-        raise TypeError(f"{what} is an int, not a bool")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is an int, not a {type(value).__name__}") from None
-
-
-def _check_tag(tag: int, wildcard: bool = False) -> int:
-    tag = _check_int(tag, "tag")
-    if wildcard and tag == ANY_TAG:
-        return tag
-    if not 0 <= tag <= MAX_TAG:
-        raise ValueError(f"tag is {tag}, but tags are 0 to {MAX_TAG}")
-    return tag
-
-
 def _name(rank: int) -> str:
     return {ANY_SOURCE: "ANY", PROC_NULL: "PROC_NULL"}.get(rank, str(rank))
 
@@ -767,58 +664,9 @@ def _fill_null(status: Status | None) -> None:
         status.source, status.tag, status.nbytes = PROC_NULL, ANY_TAG, 0
 
 
-def _same_memory(a: Any, b: Any) -> bool:
-    return bool(
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and (a.strides == b.strides or a.size <= 1)
-        and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
-    )
-
-
-def _reduces_objects(x: Any, op: Reducer) -> bool:
-    """Whether a Python function combines `x` as it is, not as an array."""
-    return not isinstance(op, str) and not _is_builtin(op) and arrays.wrap(x) is None
-
-
-def _is_builtin(op: object) -> bool:
-    return isinstance(op, Op) and not callable(op.fn)
-
-
-def _no_out(out: Any) -> None:
-    if out is not None:
-        raise ValueError("out cannot be filled with Python objects; leave it out")
-
-
-def _linear_only(collective: str, algorithm: str | None) -> str:
-    if algorithm not in (None, "linear"):
-        raise ValueError(f"{collective} of objects has one algorithm, linear, not {algorithm!r}")
-    return "linear"
-
-
 def _forced(algorithm: str | None) -> str:
     return f", algorithm={algorithm}" if algorithm else ""
 
 
 def _text(reduction: Reduction) -> str:
     return f"op={reduction.op.name}, algorithm={reduction.algorithm}"
-
-
-def _fillable(x: Any) -> Value | None:
-    """Return the array that a broadcast fills off root."""
-    if x is None:
-        return None
-    value = arrays.wrap(x)
-    if value is None or value.kind == "jax" or not value.array.flags.writeable:
-        return None
-    return arrays.check_out(x, value.dtype, value.array.shape)
-
-
-def _fillable_out(out: Any) -> Value | None:
-    """Check as much of `out` as can be before its message has come."""
-    if out is None:
-        return None
-    value = arrays.wrap(out)
-    if value is None:
-        raise TypeError(f"out is a writable array, not a {type(out).__name__}")
-    return arrays.check_out(out, value.dtype, value.array.shape)

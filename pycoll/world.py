@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from pycoll import transports
-from pycoll.communicator import Communicator, World, check_timeout
+from pycoll.arguments import check_timeout
+from pycoll.communicator import Communicator, World
 from pycoll.engine import Engine
 from pycoll.errors import BootstrapError, Error, PeerFailed
 from pycoll.group import Group

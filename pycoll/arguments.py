@@ -1,0 +1,186 @@
+"""Checking what a user passes in, before anything is sent.
+
+Every message says what is wrong and what to pass instead.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from pycoll import arrays
+from pycoll.arrays import Value
+from pycoll.dtypes import Array
+from pycoll.ops import Op
+from pycoll.p2p import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL
+
+Reducer = str | Op | Callable[[Any, Any], Any]
+
+
+class Target:
+    """Where a result goes: the caller's `out`, or new memory of x's kind.
+
+    Attributes:
+        array: the result, as the caller will see it.
+        memory: the same, C-contiguous: what a call writes to.
+    """
+
+    def __init__(self, out: Any, x: Value, shape: tuple[int, ...]) -> None:
+        self._out = out
+        self._value = (
+            arrays.fresh(x.dtype, x.kind, shape)
+            if out is None
+            else arrays.check_out(out, x.dtype, shape)
+        )
+        self.array = self._value.array
+        self.memory = self.array if self.array.flags.c_contiguous else self.array.copy(order="C")
+
+    def check_overlap(self, x: Array, in_place: tuple[Array, Array] | None = None) -> None:
+        """Refuse an `out` that overlaps x, unless the two arrays `in_place` are the same memory."""
+        if self._out is None or not arrays.overlap(self.array, x):
+            return
+        if in_place is None or not _same_memory(*in_place):
+            raise ValueError(
+                "out overlaps x. Pass an array of its own, or one of the in-place forms: out=x for "
+                "all_reduce, x=out[rank] for all_gather, out=x[rank] for reduce_scatter."
+            )
+
+    def result(self) -> Any:
+        """Return what the caller gets."""
+        if self._out is None:
+            return arrays.unwrap(self._value)
+        if self.memory is not self.array:
+            self.array[...] = self.memory
+        return self._out
+
+
+def check_root(root: int, size: int) -> int:
+    """Check a root rank."""
+    root = check_int(root, "root")
+    if not 0 <= root < size:
+        raise ValueError(f"root is {root}, but the ranks are 0 to {size - 1}")
+    return root
+
+
+def check_peer(rank: int, what: str, size: int) -> int:
+    """Check a rank to send to or receive from; PROC_NULL is one."""
+    rank = check_int(rank, what)
+    if rank != PROC_NULL and not 0 <= rank < size:
+        raise ValueError(f"{what} is {rank}, but the ranks are 0 to {size - 1}")
+    return rank
+
+
+def check_source(source: int, size: int) -> int:
+    """Check a rank to receive from; ANY_SOURCE is one."""
+    if source == ANY_SOURCE:
+        return ANY_SOURCE
+    return check_peer(source, "source", size)
+
+
+def check_objects(what: str, x: Any, size: int) -> None:
+    """Check a list of one object a rank."""
+    if not isinstance(x, list | tuple):
+        raise TypeError(
+            f"{what} takes an array (size, ...) or a list of size objects, not a {type(x).__name__}"
+        )
+    if len(x) != size:
+        raise ValueError(f"{what} of a list takes {size} objects, one a rank: {len(x)}")
+
+
+def split_value(what: str, x: Any, size: int) -> Value:
+    """Return an array whose leading axis is the rank axis."""
+    value = arrays.wrap(x)
+    if value is None:
+        raise TypeError(f"{what} takes an array (size, ...), not a {type(x).__name__}")
+    if value.array.ndim == 0 or len(value.array) != size:
+        raise ValueError(
+            f"{what}: the leading axis is the rank axis, so x has the shape "
+            f"({size}, ...); this one has {value.array.shape}"
+        )
+    return value
+
+
+def check_timeout(timeout: float, what: str) -> float:
+    """Check a number of seconds.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is negative or NaN.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"{what} is a number of seconds, not a {type(timeout).__name__}")
+    if not timeout >= 0:
+        raise ValueError(f"{what} is a number of seconds from 0 up, not {timeout}")
+    return float(timeout)
+
+
+def check_int(value: Any, what: str) -> int:
+    """Check a whole number (an int, or what counts as one, but a bool)."""
+    if isinstance(value, bool):
+        raise TypeError(f"{what} is an int, not a bool")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an int, not a {type(value).__name__}") from None
+
+
+def check_tag(tag: int, wildcard: bool = False) -> int:
+    """Check a tag; ANY_TAG is one where a message is received."""
+    tag = check_int(tag, "tag")
+    if wildcard and tag == ANY_TAG:
+        return tag
+    if not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"tag is {tag}, but tags are 0 to {MAX_TAG}")
+    return tag
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    return bool(
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and (a.strides == b.strides or a.size <= 1)
+        and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
+    )
+
+
+def reduces_objects(x: Any, op: Reducer) -> bool:
+    """Whether a Python function combines `x` as it is, not as an array."""
+    return not isinstance(op, str) and not _is_builtin(op) and arrays.wrap(x) is None
+
+
+def _is_builtin(op: object) -> bool:
+    return isinstance(op, Op) and not callable(op.fn)
+
+
+def no_out(out: Any) -> None:
+    """Refuse `out` where the result is made of Python objects."""
+    if out is not None:
+        raise ValueError("out cannot be filled with Python objects; leave it out")
+
+
+def linear_only(collective: str, algorithm: str | None) -> str:
+    """Check the algorithm of a gather or scatter of objects."""
+    if algorithm not in (None, "linear"):
+        raise ValueError(f"{collective} of objects has one algorithm, linear, not {algorithm!r}")
+    return "linear"
+
+
+def fillable(x: Any) -> Value | None:
+    """Return the array that a broadcast fills off root."""
+    if x is None:
+        return None
+    value = arrays.wrap(x)
+    if value is None or value.kind == "jax" or not value.array.flags.writeable:
+        return None
+    return arrays.check_out(x, value.dtype, value.array.shape)
+
+
+def fillable_out(out: Any) -> Value | None:
+    """Check as much of `out` as can be before its message has come."""
+    if out is None:
+        return None
+    value = arrays.wrap(out)
+    if value is None:
+        raise TypeError(f"out is a writable array, not a {type(out).__name__}")
+    return arrays.check_out(out, value.dtype, value.array.shape)
