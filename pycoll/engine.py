@@ -271,29 +271,49 @@ class Engine:
         context = call.context
         self._enter()
         try:
-            self._progress()
-            if context.broken is not None:
-                raise_error(context.broken)
-            task = Task(steps())
-            context.pending.add(task)
-            try:
+            task: Task | None = None
+            try:  # from the beginning: an interrupt may come at any moment
+                self._progress()
+                if context.broken is not None:
+                    raise_error(context.broken)
+                task = Task(steps())
+                context.pending.add(task)
                 task.start()
                 if not task.done:
                     self._wait(task, deadline, call)
             except BaseException as exc:
                 if collective:
                     self.break_context(context, exc)
-                task.abort(exc)
+                if task is not None:
+                    task.abort(exc)
                 raise
             finally:
-                context.pending.discard(task)
+                if task is not None:
+                    context.pending.discard(task)
             if task.error is not None:
-                if collective:
-                    self.break_context(context, task.error)
-                raise_error(task.error)
+                error = task.error
+                try:
+                    error = self._verdict(error, call)
+                finally:
+                    if collective:
+                        self.break_context(context, error)
+                raise_error(error)
             return task.result
         finally:
             self._leave()
+
+    def _verdict(self, error: BaseException, call: Call) -> BaseException:
+        """Return what became of the peer whose link was lost: the launcher knows it soon after."""
+        broken = call.context.broken
+        if not isinstance(error, PeerFailed) or error is broken or self.control is None:
+            return error
+        peer = error.rank
+        if broken is None and peer not in (self.rank, *self.failed, *self._gone):
+            known = Operation()
+            self._refused.setdefault(peer, []).append(known)
+            with contextlib.suppress(OperationTimeout):
+                self._wait(known, time.monotonic() + VERDICT_S + SETTLE_S, call)
+        return self.failed.get(peer) or self._gone.get(peer) or error
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
@@ -532,11 +552,13 @@ class Engine:
             return
         with self.locked():
             self.closed = reason
-            for context in list(self.contexts.values()):  # other threads may wait in them
-                context.fail(Error(reason))
             links = sorted({peer for transport in self._distinct for peer in transport.links()})
             for transport in self._distinct:
                 transport.close(timeout_s)
+            # Other threads may wait in them. Not before: senders would hear that what was never
+            # received has been dropped, and go on as if it had been.
+            for context in list(self.contexts.values()):
+                context.fail(Error(reason))
             if self.control is not None:
                 self.control.post("left", links=links)
                 self.control.close(timeout_s)

@@ -222,7 +222,13 @@ def combine(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None
 
 
 def finish(op: Op, dtype: DType, array: Array, size: int) -> None:
-    """Divide by the number of ranks, `size`, in place if `op` is ``"avg"``; else do nothing."""
+    """Do in place what is left when the values of all `size` ranks have been combined.
+
+    ``"avg"`` divides by `size`. A logical operator with one rank, where nothing was combined, still
+    gives 0 or 1. The others do nothing.
+    """
+    if size == 1 and op.name in ("land", "lor", "lxor"):
+        combine(_OPS["lor"], dtype, array, array, array)
     if op.name != "avg" or array.size == 0:
         return
     with np.errstate(all="ignore"):

@@ -1,14 +1,19 @@
-"""What holds for every test module: it leaves no process and no file in /dev/shm behind."""
+"""What holds for every test: it uses the installed pycoll, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import select
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -98,6 +103,46 @@ def held_by_others() -> set[int]:
                     if status.st_dev == device:
                         found.add(status.st_ino)
     return found
+
+
+def neighbor(name: str) -> ModuleType:
+    """Import a file of this folder, which is on no path."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A job of `request.param` ranks: ``ranks(program, *args)`` runs ``program(comm, *args)`` on all.
+
+    See ranks_pool.py. Parametrized with scope="module", the tests of one size come one after the
+    other, and share the job.
+    """
+    pool = neighbor("ranks_pool").Pool(request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    """Runs a script on ranks: ``job(n, text, *options)``; see script_jobs.py."""
+    return neighbor("script_jobs").Jobs(tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def away_from_the_checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests start in an empty folder.
+
+    `python -m` and `python -c` look into the working directory first: in the repository root every
+    process that a test starts would run the checkout's pycoll, and not the installed one.
+    """
+    with contextlib.chdir(tmp_path_factory.mktemp("away")):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -72,9 +72,31 @@ def test_digits_are_learned_without_the_launcher(tmp_path: Path) -> None:
     assert "the weights have the same bits on all 1 ranks: True" in output
 
 
-def test_the_program_in_the_readme_prints_what_the_readme_shows(tmp_path: Path) -> None:
+def readme_program(name: str, place: Path) -> str:
+    """Write a program of the README into `place`; the output that the README shows for it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    program = text.split("```python\n", 1)[1].split("```", 1)[0]
-    shown = text.split("```console\n$ pycoll-run -n 4 sum.py\n", 1)[1].split("```", 1)[0]
-    (tmp_path / "sum.py").write_text(program)
+    (place / name).write_text(text.split(f"```python\n# {name}\n", 1)[1].split("```", 1)[0])
+    return text.split(f"$ pycoll-run -n 4 {name}\n", 1)[1].split("```", 1)[0]
+
+
+def test_the_program_in_the_readme_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    shown = readme_program("sum.py", tmp_path)
     assert run(PYCOLL_RUN, "-n", "4", "sum.py", cwd=tmp_path) == shown
+
+
+def test_the_death_in_the_readme_is_reported_as_the_readme_shows(tmp_path: Path) -> None:
+    output, _, status = readme_program("fragile.py", tmp_path).partition("$ echo $?\n")
+    done = subprocess.run(
+        [PYCOLL_RUN, "-n", "4", "fragile.py"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == int(status)
+    # The ranks' lines come in any order, and the time is never the same.
+    seen, shown = (
+        sorted(re.sub(r"after [\d.]+ s", "", t).splitlines()) for t in (done.stderr, output)
+    )
+    assert seen == shown

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -76,6 +77,13 @@ def test_the_tests_use_the_installed_package(
         expected = Path(str(distribution.locate_file("pycoll/__init__.py"))).resolve()
         assert not expected.is_relative_to(PACKAGE)
     assert Path(pycoll.__file__).resolve() == expected
+
+
+def test_processes_that_tests_start_use_the_same_package() -> None:
+    tell = [sys.executable, "-c", "import pycoll; print(pycoll.__file__)"]
+    for command in (tell, [sys.executable, "-m", "pycoll.launcher", "-n", "2", "--", *tell]):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert set(done.stdout.split()) == {pycoll.__file__}
 
 
 def test_the_installed_modules_equal_those_in_the_checkout(

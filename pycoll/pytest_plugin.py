@@ -1,0 +1,618 @@
+"""The pytest plugin: ``@pytest.mark.ranks(2, 4)`` runs a test on 2 ranks, and again on 4.
+
+A marked test becomes one item for each number of ranks. In the user's pytest, the parent, such an
+item runs neither the test nor its fixtures: it starts a job whose ranks each run pytest on that
+very item, with the configuration of the parent (`_Rank`). Each rank reports its phases through a
+memfd, and the parent makes one result of them (`_Verdict`).
+
+Every pytest of a user who has pycoll loads this module, so what it needs is imported when it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from pycoll.communicator import Communicator
+    from pycoll.launcher.function import Ended
+
+_SIZE = "_pycoll_ranks"  # the parameter of a marked test
+_RANK_PLUGIN = "pycoll-rank"
+
+# Options that are the parent's affair: which tests to run, what to write where, how to start ranks.
+_NOT_FOR_RANKS = re.compile(
+    r"file_or_dir|keyword|markexpr|deselect|ignore(_glob)?|pyargs|collectonly|maxfail|lf"
+    r"|failedfirst|newfirst|cache\w*|last_failed_no_failures|stepwise\w*|setup(only|show|plan)"
+    r"|durations\w*|max_warnings|xmlpath|junitprefix|pastebin|log_(file|cli)\w*|usepdb(_cls)?|trace"
+    r"|basetemp|capture|no_(header|summary)|plugins|rootdir|inifilename|override_ini"
+    r"|pythonwarnings|importmode|assertmode|confcutdir|noconftest|disable_plugin_autoload|version"
+    r"|help|showfixtures|show_fixtures_per_test|markers|debug|traceconfig|pycoll_ticket"
+    # pytest-xdist, pytest-cov, pytest-rerunfailures, and plugins that write reports or choose tests
+    r"|numprocesses|maxprocesses|maxworkerrestart|dist|distload|loadscopereorder|tx|px|rsync\w*"
+    r"|looponfail|testrunuid|cov_\w+|no_cov|reruns\w*|only_rerun|rerun_\w+|fail_on_flaky"
+    r"|htmlpath|json_report\w*|report_log|allure\w*|splits|group|shard_id|num_shards|testmon\w*"
+)
+
+
+# What users see: an option, the marker, the fixture.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:  # noqa: D103
+    parser.addini("pycoll_timeout", "seconds a test marked `ranks` may take", default="60")
+    parser.addoption("--pycoll-rank", dest="pycoll_ticket", help=argparse.SUPPRESS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:  # noqa: D103
+    config.addinivalue_line(
+        "markers",
+        "ranks(n, ..., timeout=None): run the test on n ranks, once for each n given, for at most "
+        "timeout seconds (None: the ini option pycoll_timeout). Fixture: comm.",
+    )
+    if config.option.pycoll_ticket:
+        config.pluginmanager.register(_Rank(config), _RANK_PLUGIN)
+    else:
+        _seconds(config.getini("pycoll_timeout"), "the ini option pycoll_timeout")
+
+
+@pytest.fixture(scope="session")
+def comm(pytestconfig: pytest.Config) -> Communicator:
+    """The world communicator of a test marked with @pytest.mark.ranks(2, 4)."""
+    rank: _Rank | None = pytestconfig.pluginmanager.get_plugin(_RANK_PLUGIN)
+    if rank is None:
+        pytest.fail(
+            "the fixture comm is for tests that run on several ranks: mark this one, for example "
+            "with @pytest.mark.ranks(2)",
+            pytrace=False,
+        )
+    return rank.join()
+
+
+@pytest.fixture
+def _pycoll_ranks(request: pytest.FixtureRequest) -> int:
+    size: int = request.param
+    return size
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:  # noqa: D103
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker is None:
+        return
+    try:
+        sizes, _ = _read_marker(marker)
+    except pytest.UsageError as exc:
+        pytest.fail(f"{metafunc.definition.nodeid}: {exc}", pytrace=False)
+    metafunc.fixturenames.append(_SIZE)
+    ids = [f"{size} rank{'s' * (size != 1)}" for size in sizes]
+    metafunc.parametrize(_SIZE, sizes, ids=ids, indirect=True)
+
+
+def _read_marker(marker: pytest.Mark) -> tuple[list[int], float | None]:
+    """Return the numbers of ranks and the timeout of a marker.
+
+    Raises:
+        pytest.UsageError: it makes no sense.
+    """
+    usage = "@pytest.mark.ranks takes numbers of ranks, for example @pytest.mark.ranks(2, 4)"
+    wrong = [n for n in marker.args if not isinstance(n, int) or isinstance(n, bool) or n < 1]
+    if wrong or not marker.args:
+        raise pytest.UsageError(f"{usage}{f', not {wrong[0]!r}' if wrong else ''}")
+    unknown = ", ".join(marker.kwargs.keys() - {"timeout"})
+    if unknown:
+        raise pytest.UsageError(f"{usage}, and timeout=seconds, but not {unknown}")
+    timeout = marker.kwargs.get("timeout")
+    if timeout is not None:
+        timeout = _seconds(timeout, "timeout of @pytest.mark.ranks")
+    return list(dict.fromkeys(marker.args)), timeout
+
+
+def _seconds(value: object, what: str) -> float:
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds > 0:
+        raise pytest.UsageError(f"{what} is a number of seconds above 0, not {value!r}")
+    return seconds
+
+
+# The parent.
+
+_verdict_key = pytest.StashKey["_Verdict"]()
+
+
+def _size_of(item: pytest.Item) -> int | None:
+    """The number of ranks of a marked test."""
+    callspec = getattr(item, "callspec", None)
+    size: int | None = None if callspec is None else callspec.params.get(_SIZE)
+    return size
+
+
+def _starts_ranks(item: pytest.Item) -> bool:
+    """Whether this process runs a test by starting its ranks."""
+    return _size_of(item) is not None and not item.config.pluginmanager.hasplugin(_RANK_PLUGIN)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:  # noqa: D103
+    for item in items:
+        if _starts_ranks(item) and isinstance(item, pytest.Function):
+            # Its fixtures are made in the ranks. They get folders inside ours for tmp_path.
+            has_tmp = item.config.pluginmanager.hasplugin("tmpdir")
+            item.fixturenames = ["tmp_path_factory"] if has_tmp else []
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:  # noqa: D103
+    if item.get_closest_marker("ranks") and _size_of(item) is None:
+        pytest.fail(
+            "@pytest.mark.ranks is for functions, and for methods of classes that are no "
+            "unittest.TestCase",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:  # noqa: D103
+    item, size = pyfuncitem, _size_of(pyfuncitem)
+    if size is None or not _starts_ranks(item):
+        return None
+    from pycoll.launcher.function import run_ranks
+    from pycoll.launcher.spawn import Options
+
+    marker = item.get_closest_marker("ranks")
+    assert marker is not None
+    timeout = _read_marker(marker)[1] or float(item.config.getini("pycoll_timeout"))
+    options = Options(
+        size=size,
+        timeout_s=None if timeout == math.inf else timeout,
+        tag_output=True,
+        exports={"PYTEST_ADDOPTS": ""},  # the ranks are given the options that came of it
+    )
+    ended = run_ranks(options, lambda fd, ticket: _write_task(item, fd, ticket))
+    item.stash[_verdict_key] = verdict = _Verdict(ended)
+    verdict.warn_again()
+    verdict.conclude()
+    return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(  # noqa: D103
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    verdict = item.stash.get(_verdict_key, None)
+    if verdict is not None and call.when == "call":
+        verdict.fill(report)
+    return report
+
+
+def _write_task(item: pytest.Function, fd: int, ticket: Any) -> None:
+    """Tell the ranks which test to run and how."""
+    from pycoll.launcher import function
+    from pycoll.launcher.call import write_parcel
+
+    factory: Any = item.funcargs.get("tmp_path_factory")
+    options = {
+        name: value
+        for name, value in vars(item.config.option).items()
+        if not _NOT_FOR_RANKS.fullmatch(name) and _is_plain(value)
+    }
+    head = {
+        "path": function.path(),
+        "module": "pytest",
+        "argv": ["pytest", *_arguments(item), f"--pycoll-rank={ticket}"],
+        "nodeid": item.nodeid,
+        "options": options,
+        "basetemp": str(factory.mktemp("ranks")) if factory is not None else None,
+        "addopts": os.environ.get("PYTEST_ADDOPTS"),
+    }
+    write_parcel(fd, head)
+
+
+def _arguments(item: pytest.Item) -> list[str]:
+    """The command line of a rank: what pytest must know before it reads conftest files.
+
+    The rest is copied from the parent's options, so that those of conftest files are right too.
+    """
+    config, option = item.config, item.config.option
+    words = [
+        f"--rootdir={config.rootpath}",
+        f"-c{config.inipath or os.devnull}",
+        f"--import-mode={option.importmode}",
+        f"--assert={option.assertmode}",
+        "--capture=no",  # the parent captures, also of a rank that dies
+    ]
+    if option.confcutdir:
+        words.append(f"--confcutdir={option.confcutdir}")
+    if option.noconftest:
+        words.append("--noconftest")
+    if getattr(option, "disable_plugin_autoload", False):
+        words.append("--disable-plugin-autoload")
+    if config.pluginmanager.hasplugin("_cov"):  # pytest-cov would write files of its own
+        words.append("--no-cov")
+    words += [f"-p{plugin}" for plugin in option.plugins]
+    words += [f"-W{line}" for line in option.pythonwarnings or []]
+    words += [f"-o{line}" for line in (*(option.override_ini or []), "addopts=")]
+    return [*words, f"{item.path}::{item.nodeid.partition('::')[2]}"]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+class _Crash(NamedTuple):
+    """Where a test failed, and one line about it."""
+
+    path: str = ""
+    lineno: int = 0
+    message: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.lineno}: {self.message}"
+
+
+class _Failure(NamedTuple):
+    """A part of what is shown: a heading with a text below, or a line alone."""
+
+    title: str
+    text: str = ""
+    crash: _Crash = _Crash()
+
+
+class _Representation:
+    """What pytest shows of a failure on several ranks: the `longrepr` of a report."""
+
+    def __init__(self, failures: list[_Failure]) -> None:
+        self._failures = failures
+        title, _, crash = failures[0]
+        message = f"{title}: {crash.message}" if crash.message else title
+        self.reprcrash = crash._replace(message=message)
+
+    def toterminal(self, tw: Any) -> None:
+        """Write it to a pytest TerminalWriter."""
+        for title, text, _ in self._failures:
+            if text:
+                tw.sep("-", title)
+            else:
+                tw.line(title)
+            for line in text.splitlines():
+                tw.line(line, red=line.startswith("E "), bold=line.startswith("E "))
+
+    def __str__(self) -> str:
+        return "\n".join(part for failure in self._failures for part in failure[:2] if part)
+
+
+class _Verdict:
+    """One result for a test, made of what its ranks have reported.
+
+    A test that is expected to fail (xfail) did so if it failed as expected on one rank, and on the
+    others only because of that. It is skipped if all ranks skipped it.
+    """
+
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+        self._ranks: list[dict[str, Any]] = [
+            {"phases": [], "warnings": [], "done": False} if report is None else report.head
+            for report in ended.reports
+        ]
+        failed, lost = self._of("failed"), self._lost()
+        causes = [pair for pair in failed if not pair[1]["victim"]]
+        victims = [pair for pair in failed if pair[1]["victim"]]
+        self._xfailed = [] if causes else self._of("xfailed")
+        self._expected = bool(lost) and not failed  # what xfail without an exception class covers
+        # A rank that failed because another one did is shown in full only if there is nothing else.
+        if causes or (lost and not self._xfailed):
+            self._failures = [*lost, *self._fold(causes), *self._brief(victims)]
+        else:
+            unexpected = victims or self._of("xpassed(strict)")
+            self._failures = [] if self._xfailed else self._fold(unexpected)
+        if self._failures:
+            self._failures += self._rest(failed)
+
+    def conclude(self) -> None:
+        """Raise what makes pytest fail, skip or xfail the test, if that is the result."""
+        if self._failures:
+            pytest.fail(str(_Representation(self._failures)), pytrace=False)
+        if self._xfailed:
+            raise pytest.xfail.Exception(self._reason("xfailed"))
+        if self._is_skipped():
+            pytest.skip(self._reason("skipped"))
+
+    def fill(self, report: pytest.TestReport) -> None:
+        """Complete pytest's report with what only the ranks know."""
+        for rank, said in enumerate(self._ranks):
+            for phase in said["phases"]:
+                report.sections += [(f"{name}, rank {rank}", t) for name, t in phase["sections"]]
+        if self._failures:
+            if self._expected and hasattr(report, "wasxfail"):
+                return
+            vars(report).pop("wasxfail", None)
+            report.outcome = "failed"
+            representation: Any = _Representation(self._failures)
+            report.longrepr = representation
+        elif self._xfailed:
+            report.outcome, report.wasxfail = "skipped", self._reason("xfailed")
+        elif self._is_skipped():
+            path, line, _ = self._of("skipped")[0][1]["skip"]
+            report.longrepr = (path, line, f"Skipped: {self._reason('skipped')}")
+        elif self._of("xpassed"):
+            report.outcome, report.wasxfail = "passed", self._reason("xpassed")
+
+    def warn_again(self) -> None:
+        """Repeat the warnings of the ranks here, the same one of several ranks once."""
+        seen = {tuple(warning) for said in self._ranks for warning in said["warnings"]}
+        for module, name, text, file, line in sorted(seen):
+            category = getattr(sys.modules.get(module), name, UserWarning)
+            with contextlib.suppress(Warning):  # an error here, but not in the ranks
+                warnings.warn_explicit(text, category, file, line)
+
+    def _of(self, outcome: str) -> list[tuple[int, dict[str, Any]]]:
+        """The phases with this outcome, each with its rank."""
+        return [
+            (rank, phase)
+            for rank, said in enumerate(self._ranks)
+            for phase in said["phases"]
+            if phase["outcome"] == outcome
+        ]
+
+    def _reason(self, outcome: str) -> str:
+        return "; ".join(dict.fromkeys(phase["reason"] for _, phase in self._of(outcome)))
+
+    def _is_skipped(self) -> bool:
+        return len({rank for rank, _ in self._of("skipped")}) == len(self._ranks)
+
+    def _lost(self) -> list[_Failure]:
+        """What no rank could report: the test took too long, or a rank died."""
+        ended, outcome = self._ended, self._ended.outcome
+        if ended.timed_out:
+            said = outcome.report.partition(";")[0].replace("the job", "the test")
+            text = "\n".join(["What each rank was doing:", *ended.table])
+            return [_Failure(said, text), *self._stacks()]
+        silent = [rank for rank, said in enumerate(self._ranks) if not said["done"]]
+        reason = ended.reason
+        if outcome.culprit is not None:
+            phases = self._ranks[outcome.culprit]["phases"]
+            explained = any(phase["outcome"].endswith("failed") for phase in phases)
+            silent = [] if explained else [outcome.culprit]
+        elif silent:
+            reason = "exit status 0"
+        found = []
+        for rank in silent:
+            phases = self._ranks[rank]["phases"]
+            when = {0: "before or in setup", 1: "in the test", 2: "in teardown"}
+            title = f"rank {rank} died {when.get(len(phases), 'after the test')}: {reason}"
+            found.append(_Failure(title))
+        return found
+
+    def _stacks(self) -> list[_Failure]:
+        """Where ranks were when they were asked to end, those at the same place together."""
+        groups: dict[str, list[int]] = {}
+        for rank, said in enumerate(self._ranks):
+            if "stack" in said:
+                groups.setdefault(said["stack"], []).append(rank)
+        return [_Failure(f"{_name(ranks)}, stack", stack) for stack, ranks in groups.items()]
+
+    def _fold(self, pairs: list[tuple[int, dict[str, Any]]]) -> list[_Failure]:
+        """What failed, ranks with the same text together; that of the cause comes first."""
+        groups: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
+        for rank, phase in sorted(pairs, key=lambda pair: pair[0] != self._ended.outcome.culprit):
+            # Addresses differ between ranks, and so does what a communicator is shown as.
+            text = re.sub(r"\b0x[0-9a-f]+|\brank \d+ of \d+", "*", phase["text"])
+            key = (phase["when"], text)
+            groups.setdefault(key, []).append((rank, phase))
+        return [
+            _Failure(_title(group), group[0][1]["text"], _Crash(*group[0][1]["crash"]))
+            for group in groups.values()
+        ]
+
+    def _brief(self, pairs: list[tuple[int, dict[str, Any]]]) -> list[_Failure]:
+        """One line for ranks that failed because another one had."""
+        groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        for rank, phase in pairs:
+            path, line, message = phase["crash"]
+            said = f"{message.splitlines()[0]} ({path}:{line})"
+            groups.setdefault(said, []).append((rank, phase))
+        return [_Failure(f"{_title(group)}: {said}") for said, group in groups.items()]
+
+    def _rest(self, failed: list[tuple[int, dict[str, Any]]]) -> list[_Failure]:
+        """One line for the ranks that did not fail."""
+        told = {rank for rank, _ in failed} | {self._ended.outcome.culprit}
+        rest = [rank for rank in range(len(self._ranks)) if rank not in told]
+        done = [rank for rank in rest if self._ranks[rank]["done"]]
+        cut = [rank for rank in rest if not self._ranks[rank]["done"]]
+        found = [_Failure(f"{_name(done)}: no failure")] if done else []
+        if cut and self._ended.outcome.culprit is not None:
+            found += [_Failure(f"{_name(cut)}: not done when the job was ended"), *self._stacks()]
+        return found
+
+
+def _title(group: list[tuple[int, dict[str, Any]]]) -> str:
+    when = group[0][1]["when"]
+    return _name({rank for rank, _ in group}) + ("" if when == "call" else f" ({when})")
+
+
+def _name(ranks: Iterable[int]) -> str:
+    from pycoll.launcher.outcome import ranks_text
+
+    return ranks_text(ranks)
+
+
+# A rank.
+
+
+class _Rank:
+    """The plugin of a rank's own pytest: keeps it quiet, runs one test, and reports."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        from pycoll.launcher.call import own_report, read_task
+
+        self._config = config
+        self._task = read_task(config.option.pycoll_ticket).head
+        self._report = own_report(config.option.pycoll_ticket)
+        self._said: dict[str, Any] = {"phases": [], "warnings": [], "done": False}
+        self._comm: Communicator | None = None
+        self._tell: Callable[..., object] | None = None
+        self._take_options()
+        if self._task["addopts"] is None:
+            os.environ.pop("PYTEST_ADDOPTS", None)
+        else:
+            os.environ["PYTEST_ADDOPTS"] = self._task["addopts"]
+        signal.signal(signal.SIGTERM, self._say_where_and_end)
+        # What pytest has to say goes nowhere; what is printed from now on, again where it belongs.
+        self._stdout = sys.stdout
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        config.add_cleanup(sys.stdout.close)
+
+    def join(self) -> Communicator:
+        """The world communicator."""
+        from pycoll.launcher.call import join
+
+        if self._comm is None:
+            self._comm, self._tell = join()
+        return self._comm
+
+    def _take_options(self) -> None:
+        options = vars(self._config.option)
+        options |= {k: v for k, v in self._task["options"].items() if k in options}
+        if self._task["basetemp"] is not None:
+            options["basetemp"] = os.path.join(self._task["basetemp"], os.environ["PYCOLL_RANK"])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        sys.stdout = self._stdout
+        for name in ("lfplugin", "nfplugin"):  # what failed last is the parent's knowledge
+            self._config.pluginmanager.unregister(name=name)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, items: list[pytest.Item]
+    ) -> Generator[None, object, object]:
+        chosen = [item for item in items if item.nodeid == self._task["nodeid"]]
+        result = yield
+        items[:] = chosen  # whatever other plugins select
+        if not chosen:
+            self._note(f"{self._task['nodeid']} was not collected here")
+        return result
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._note(report.longreprtext)
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self._note(str(excrepr))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._note(str(excinfo.getrepr(style="short")))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        if call.excinfo is not None:
+            _hide_pycoll()
+        report = yield
+        phase, error = _phase(report), call.excinfo and call.excinfo.value
+        if error is not None and phase["outcome"].endswith("failed"):
+            phase["victim"] = _is_victim(error)
+            if self._tell is not None:
+                self._tell(type(error), error, error.__traceback__)
+        elif report.failed:
+            phase["outcome"] = "xpassed(strict)"
+        self._said["phases"].append(phase)
+        self._write()
+        return report
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        if when == "runtest":
+            kind, found = warning_message.category, warning_message
+            self._said["warnings"].append(
+                [kind.__module__, kind.__name__, str(found.message), found.filename, found.lineno]
+            )
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._said["done"] = True
+        self._write()
+        # Nobody reads the summary that pytest would make next, which takes time in some plugins.
+        raise SystemExit(int(exitstatus))
+
+    def _say_where_and_end(self, signum: int, frame: FrameType | None) -> None:
+        """On SIGTERM, which comes when the test takes too long: report the stack, and die by it."""
+        found: list[tuple[FrameType, int]] = []
+        while frame is not None:  # outward to pytest; nobody looks for what pycoll calls
+            name = frame.f_globals.get("__name__", "")
+            if name.startswith(("_pytest.", "pluggy.")):
+                break
+            found = [] if name.startswith("pycoll.") else [(frame, frame.f_lineno), *found]
+            frame = frame.f_back
+        if found:
+            self._said["stack"] = "".join(traceback.StackSummary.extract(iter(found)).format())
+            self._write()
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+    def _note(self, text: str) -> None:
+        """Report a failure of pytest's rather than the test's."""
+        phase = {"when": "pytest", "outcome": "failed", "victim": False, "text": text}
+        lines = text.strip().splitlines() or [""]
+        self._said["phases"].append({**phase, "crash": ["", 0, lines[-1]], "sections": []})
+        self._write()
+
+    def _write(self) -> None:
+        from pycoll.launcher.call import write_parcel
+
+        write_parcel(self._report, self._said)
+
+
+def _phase(report: pytest.TestReport) -> dict[str, Any]:
+    """What the parent must know of a test's setup, call or teardown."""
+    outcome: str = report.outcome
+    if hasattr(report, "wasxfail"):
+        outcome = "xfailed" if report.skipped else "xpassed"
+    skip = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, "")
+    reason = getattr(report, "wasxfail", None) or skip[2].removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = report.longreprtext
+    return {
+        "when": report.when,
+        "outcome": outcome,
+        "victim": False,
+        "reason": reason,
+        "skip": [str(skip[0]), skip[1], skip[2]],
+        "text": text,
+        "crash": [crash.path, crash.lineno, crash.message] if crash else ["", 0, text[:200]],
+        "sections": [[name, content] for name, content in report.sections],
+    }
+
+
+def _hide_pycoll() -> None:
+    """Leave pycoll's own frames out of tracebacks, unless they are those of a bug in it."""
+    from pycoll.errors import Error
+
+    def hide(excinfo: pytest.ExceptionInfo[BaseException]) -> bool:
+        return isinstance(excinfo.value, Error)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("pycoll."):
+            vars(module)["__tracebackhide__"] = hide
+
+
+def _is_victim(error: BaseException) -> bool:
+    from pycoll.errors import BootstrapError, PeerFailed
+
+    return isinstance(error, PeerFailed | BootstrapError)

@@ -1,0 +1,141 @@
+"""A job that stays up and runs one test after the other, so that a test costs no start of ranks.
+
+The module is both ends: `Pool` in the process of pytest, and as a program each of the ranks. A
+test's function comes pickled by value, runs on every rank with a communicator of its own, and
+what it returned or raised goes back. A test that breaks its communicator leaves the next one's
+untouched: that is the library's own promise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+OP_TIMEOUT_S = 20.0
+"""Deadline of every operation inside a test: ranks that wait for one that has raised go on."""
+
+ANSWER_S = 75.0
+"""Deadline of one test."""
+
+
+class Pool:
+    """A job of `size` ranks; started when first used, and again after a test that hung."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._folder = ""
+
+    def __call__(self, program: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``program(comm, *args)`` on every rank; return the results by rank."""
+        import cloudpickle
+
+        module = sys.modules[program.__module__]
+        cloudpickle.register_pickle_by_value(module)  # its name means nothing to the ranks
+        try:
+            payload = cloudpickle.dumps((program, args))
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+        if self._connection is None:
+            self._start()
+        assert self._connection is not None
+        outcomes: list[Any] = []
+        with contextlib.suppress(EOFError, OSError):
+            self._connection.send_bytes(payload)
+            if self._connection.poll(ANSWER_S):
+                outcomes = pickle.loads(self._connection.recv_bytes())
+        if not outcomes:
+            said = self._said()
+            self.close()
+            raise AssertionError(f"the job of {self.size} ranks gave no answer; it said:\n{said}")
+        errors = [f"--- rank {r} ---\n{text}" for r, (text, _) in enumerate(outcomes) if text]
+        assert not errors, "\n".join([f"{len(errors)} of {self.size} ranks raised", *errors])
+        return [result for _, result in outcomes]
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="pycoll-test-")
+        address = f"{self._folder}/answers"
+        options = ["-n", str(self.size), "--op-timeout", str(OP_TIMEOUT_S)]
+        with socket.socket(socket.AF_UNIX) as listener, open(f"{self._folder}/said", "wb") as said:
+            listener.bind(address)
+            listener.listen()
+            listener.settimeout(0.2)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pycoll.launcher", *options, __file__, address],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
+            while self._connection is None:
+                with contextlib.suppress(TimeoutError):
+                    self._connection = Connection(listener.accept()[0].detach())
+                assert self._process.poll() is None, f"the job did not start:\n{self._said()}"
+
+    def _said(self) -> str:
+        return Path(f"{self._folder}/said").read_text(errors="replace")
+
+    def close(self) -> None:
+        """End the job; it must end well."""
+        process, self._process = self._process, None
+        connection, self._connection = self._connection, None
+        if process is None:
+            return
+        if connection is not None:
+            connection.close()
+        try:
+            status = process.wait(10.0)
+            assert status == 0, f"the job of {self.size} ranks ended with {status}:\n{self._said()}"
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
+        finally:
+            shutil.rmtree(self._folder)
+
+
+def serve(address: str) -> None:
+    """Be one rank: run what comes until nothing comes any more."""
+    import pycoll
+
+    with pycoll.init() as world:
+        connection = Client(address, "AF_UNIX") if world.rank == 0 else None
+        while True:
+            payload = None
+            if connection is not None:
+                with contextlib.suppress(EOFError):
+                    payload = connection.recv_bytes()
+            payload = world.broadcast(payload, timeout=float("inf"))
+            if payload is None:
+                return
+            outcomes = world.gather(_outcome(world, payload))
+            if connection is not None:
+                connection.send_bytes(pickle.dumps(outcomes))
+
+
+def _outcome(world: Any, payload: bytes) -> tuple[str, Any]:
+    """Run a test; return (traceback, or "" if all is well; its result)."""
+    with world.dup() as comm, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            program, args = pickle.loads(payload)
+            return "", program(comm, *args)
+        except BaseException:  # also pytest's own Failed
+            text = traceback.format_exc()
+            with contextlib.suppress(Exception):
+                comm.barrier(timeout=0.0)  # breaks it: the others need not wait for their deadline
+            return text, None
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

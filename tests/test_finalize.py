@@ -1,0 +1,187 @@
+"""Leaving a job, and what is refused afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+ALONE = """
+import pycoll
+comm = pycoll.init()
+"""
+
+
+def alone(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that no launcher started."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", text],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_after_finalize_every_call_is_refused_and_a_second_init_too(job: Any, size: int) -> None:
+    done = job(
+        size,
+        """
+other = comm.dup()
+assert pycoll.init() is comm is pycoll.init(timeout=300.0)
+for options in {"timeout": 5.0}, {"op_timeout": 1.0}, {"transport": "tcp"}:
+    error_like(ValueError, "called before", pycoll.init, **options)
+comm.barrier()
+pycoll.finalize()
+pycoll.finalize()
+for c in comm, other:
+    for call, *args in (
+        (c.send, 1, 0), (c.recv,), (c.probe,), (c.iprobe,), (c.sendrecv, 1, 0, 0), (c.barrier,),
+        (c.broadcast, 1), (c.reduce, 1), (c.all_reduce, 1), (c.gather, 1), (c.all_gather, 1),
+        (c.scatter, [1] * size), (c.reduce_scatter, np.ones(size)), (c.all_to_all, [1] * size),
+        (c.dup,), (c.split, 0),
+    ):
+        error_like(pycoll.Error, r"finalize\\(\\) was called", call, *args, within=0.5)
+    c.close()
+    assert (c.rank, c.size) == (rank, size)
+error_like(pycoll.Error, r"finalize\\(\\) was called", pycoll.init, within=0.5)
+ok()
+""",
+    )
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [*range(size)]
+
+
+def test_the_end_of_a_with_block_is_finalize_whether_it_raises_or_not(job: Any) -> None:
+    done = job(
+        2,
+        """
+with pycoll.init() as comm:
+    rank = comm.rank
+    with comm.dup() as other:
+        assert other.all_reduce(1) == 2
+    error_like(pycoll.Error, "this communicator is closed", other.barrier)
+    error_like(pycoll.Error, "this communicator is closed", other.recv, within=0.5)
+    comm.send("the last word", 1 - rank)
+    error_like(pycoll.Error, "this communicator is closed", other.dup)
+    if rank == 0:
+        assert comm.recv(1) == "the last word"
+error_like(pycoll.Error, r"finalize\\(\\) was called", comm.barrier)
+ok()
+""",
+        init="",
+    )
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
+    done = job(
+        2,
+        """
+with pycoll.init() as comm:
+    if comm.rank == 1:
+        raise ValueError("the cause")
+    comm.barrier()
+""",
+        init="",
+    )
+    assert done.status == 1
+    assert "ValueError: the cause" in done.stderr
+    assert "rank 1 failed after" in done.stderr
+
+
+def test_threads_blocked_in_calls_end_when_another_one_finalizes(job: Any) -> None:
+    done = job(
+        3,
+        """
+other, large = comm.dup(), np.ones(1 << 20)
+after, anyone = (rank + 1) % 3, pycoll.ANY_SOURCE
+calls = [  # nothing with tag 7 is ever sent
+    (comm.recv, anyone, 7), (comm.recv, after, 7), (comm.recv, rank, 7), (comm.probe, anyone, 7),
+    (comm.send, large, after), (comm.sendrecv, large, after, anyone, 0, 7), (comm.split(rank).recv,),
+]
+if rank != 1:  # 1 never comes
+    calls.append((other.barrier,))
+contents, calling = [], threading.Semaphore(0)
+
+def blocked(call, *args):
+    calling.release()
+    text = "finalize.. was called" if rank == 0 else "finalize.. was called|rank . is needed"
+    error = error_of(call, *args, within=60)
+    assert re.search(text, str(error)), repr(error)
+    contents.append(call)
+
+threads = [threading.Thread(target=blocked, args=call) for call in calls]
+for thread in threads:
+    thread.start()
+for _ in threads:
+    calling.acquire()
+if rank == 0:
+    await_table((0, ".* for .* s"), (1, ".* for .* s"), (2, ".* for .* s"))
+    comm.send("all are blocked", 1, 9)
+    comm.send("all are blocked", 2, 9)
+else:
+    comm.recv(0, 9)
+start = time.monotonic()
+pycoll.finalize()
+for thread in threads:
+    thread.join(2)
+assert len(contents) == len(calls), contents
+assert time.monotonic() - start < 5
+ok()
+""",
+    )
+    assert (done.status, done.content) == (0, [0, 1, 2]), done.stderr
+    assert done.stderr == ""
+
+
+def test_messages_of_a_thread_are_delivered_though_main_only_ends(job: Any) -> None:
+    done = job(
+        2,
+        """
+if rank == 0:
+    def work():
+        for i in range(100):
+            comm.send(i, 1)
+        comm.recv(1)
+    threading.Thread(target=work).start()  # the interpreter ends after it, and finalizes then
+if rank == 1:
+    assert [comm.recv(0) for _ in range(100)] == [*range(100)]
+    comm.send("enough", 0)
+ok()
+""",
+    )
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
+
+
+def test_leaving_does_not_wait_for_a_peer_that_is_stopped_longer_than_5_s(job: Any) -> None:
+    # Nothing was ever sent to rank 1 when it is stopped: its link cannot even be made.
+    done = job(
+        3,
+        """
+if rank == 0:
+    pid = comm.recv(1)
+    os.kill(pid, signal.SIGSTOP)
+    comm.send("stopped", 2)
+    peer_failed(2, "exit status 0", comm.recv, 2, within=60)
+    os.kill(pid, signal.SIGCONT)
+    ok()
+if rank == 1:
+    comm.send(os.getpid(), 0)
+    for peer in 2, 0:
+        peer_failed(peer, "exit status 0", comm.recv, peer, within=60 if peer == 2 else 5)
+    ok()
+if rank == 2:
+    assert comm.recv(0) == "stopped"
+    comm.send("you will not get this", 1)
+    start = time.monotonic()
+    pycoll.finalize()
+    took = time.monotonic() - start
+    assert 4.5 < took < 6.5, took
+    ok()
+""",
+    )
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [0, 1, 2]

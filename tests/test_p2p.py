@@ -1,0 +1,525 @@
+"""Point to point on real ranks: order, tags, probing, sizes, deadlines, threads."""
+
+from __future__ import annotations
+
+import array
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pycoll
+from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+
+Comm = Any
+
+MiB = 2**20
+SMALL = 1000
+"""Bytes of a message that is buffered."""
+
+LARGE = 300_000
+"""Bytes of a message that waits for its receive."""
+
+
+def sizes(*counts: int) -> pytest.MarkDecorator:
+    """Run a test on jobs of so many ranks."""
+    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
+
+
+def numbered(i: int, nbytes: int) -> Any:
+    """An array that tells which message it is."""
+    return np.full(nbytes, i, "u1")
+
+
+def check(got: Any, i: int, nbytes: int) -> None:
+    np.testing.assert_array_equal(got, numbered(i, nbytes), strict=True)
+
+
+def in_threads(*functions: Callable[[], object]) -> None:
+    """Run them at once; raise what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as exc:
+            errors.append(exc)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def values() -> Iterator[Any]:
+    """Values of every kind."""
+    rng = np.random.default_rng(0)
+    for dtype in ("?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", ml_dtypes.bfloat16):
+        yield rng.integers(0, 2, (3, 5)).astype(dtype)
+    for shape in ((), (0,), (2, 0, 3), (1,), (100, 101), (17, 9001)):
+        yield rng.random(shape)
+    yield np.arange(24).reshape(2, 3, 4).T
+    yield np.arange(100)[::-3]
+    yield np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")])
+    yield np.array(["2020-01-01", "1999-12-31"], "M8[s]")
+    yield np.array([None, {}], object)
+    yield from (None, True, 7, 2.5, "text", b"bytes", bytearray(b"x"), {"a": [1, (2,)]}, [1, 2])
+    yield from (np.float32(1.5), "long" * 50_000, {"array": np.arange(200_000)})
+
+
+# --- values and order ------------------------------------------------------------------------
+
+
+@sizes(2)
+def test_values_of_every_kind_arrive_as_they_were(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        other = 1 - comm.rank
+        for x in values():
+            if comm.rank == 0:
+                comm.send(x, 1)
+                got = comm.recv(1)
+            else:
+                got = comm.recv(0)
+                comm.send(got, other)
+            assert type(got) is type(x)
+            np.testing.assert_equal(got, x)
+            if isinstance(x, np.ndarray):
+                assert got.dtype == x.dtype
+                assert got.shape == x.shape
+                assert got.flags.writeable
+        for x in (array.array("h", [1, 2]), memoryview(array.array("d", [0.5]))):
+            got = comm.sendrecv(x, other, other)
+            assert type(got) is type(x)
+            assert got.tolist() == x.tolist()
+
+    ranks(program)
+
+
+@sizes(2, 3)
+def test_messages_match_in_sending_order_small_and_large_alike(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        lengths = np.random.default_rng(4).choice([0, SMALL, 65_536, 65_537, LARGE], 60)
+        for sender in range(size):
+            if me == sender:
+                for receiver in range(size):
+                    if receiver != me:
+                        for i, length in enumerate(lengths):
+                            comm.send(numbered(i, length), receiver, tag=i % 3)
+            else:
+                for i, length in enumerate(lengths):
+                    status = Status()
+                    got = comm.recv((sender, ANY_SOURCE)[i % 2], ANY_TAG, status=status)
+                    assert status == Status(sender, i % 3, length)
+                    check(got, i, length)
+            comm.barrier()
+
+    ranks(program)
+
+
+@sizes(2)
+def test_tags_pick_messages_and_each_tag_keeps_its_order(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        tags = [5, 0, 2**31 - 1, 5, 0, 7]
+        if comm.rank == 0:
+            for i, tag in enumerate(tags):
+                comm.send(i, 1, tag)
+            assert comm.recv(1) == "got them"
+        else:
+            for tag in (7, 0, 2**31 - 1, 5):
+                for i in [i for i, other in enumerate(tags) if other == tag]:
+                    assert comm.recv(0, tag) == i
+            assert comm.iprobe() is None
+            comm.send("got them", 0)
+
+    ranks(program)
+
+
+@sizes(2)
+def test_large_messages_can_be_received_in_another_order_than_sent(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        count = 6
+        if comm.rank == 0:  # one thread a message: each waits for its receive
+            sends = [lambda i=i: comm.send(numbered(i, LARGE + i), 1, i) for i in range(count)]
+            in_threads(*sends)
+        else:
+            for i in reversed(range(count)):
+                check(comm.recv(0, tag=i), i, LARGE + i)
+
+    ranks(program)
+
+
+@sizes(3, 4)
+def test_any_source_takes_the_messages_of_all_ranks_each_in_order(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        lengths = [SMALL] * 20 + [LARGE] + [0] * 5
+        if me:
+            for i, length in enumerate(lengths):
+                comm.send(numbered(i, length), 0, tag=me)
+        else:
+            received = [0] * size
+            status = Status()
+            for _ in range(len(lengths) * (size - 1)):
+                got = comm.recv(status=status)
+                assert status.tag == status.source
+                check(got, received[status.source], lengths[received[status.source]])
+                received[status.source] += 1
+            assert received == [0] + [len(lengths)] * (size - 1)
+
+    ranks(program)
+
+
+@sizes(2)
+def test_what_was_sent_may_be_changed_when_send_returns(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        for nbytes in (10, SMALL, 65_536, LARGE, 5 * MiB):
+            for i in range(3):
+                if comm.rank == 0:
+                    x = numbered(i, nbytes)
+                    comm.send(x, 1)
+                    x[:] = 255
+                else:
+                    check(comm.recv(0), i, nbytes)
+
+    ranks(program)
+
+
+# --- sizes -----------------------------------------------------------------------------------
+
+
+@sizes(2, 3)
+def test_32_mib_go_both_ways_at_once(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        x = np.arange(4 * MiB) + me
+        right, left = (me + 1) % size, (me - 1) % size
+        got = comm.sendrecv(x, right, left, sendtag=me, recvtag=left)
+        np.testing.assert_array_equal(got, np.arange(4 * MiB) + left)
+        out = np.zeros_like(x)
+        assert comm.sendrecv(x, left, right, out=out) is out
+        np.testing.assert_array_equal(out, np.arange(4 * MiB) + right)
+
+    ranks(program)
+
+
+@sizes(1, 2)
+def test_a_send_to_oneself_is_always_buffered(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me = comm.rank
+        for i, nbytes in enumerate((0, SMALL, LARGE, 32 * MiB)):
+            x = numbered(i, nbytes)
+            comm.send(x, me, tag=i)
+            x[:] = 255
+        comm.send({"an": "object"}, me, tag=9)
+        assert comm.recv(me, 9) == {"an": "object"}
+        for i, nbytes in reversed(list(enumerate((0, SMALL, LARGE, 32 * MiB)))):
+            assert comm.iprobe(me, i) == Status(me, i, nbytes)
+            check(comm.recv(tag=i, timeout=0), i, nbytes)
+        check(comm.sendrecv(numbered(3, LARGE), me, me), 3, LARGE)
+        for i in range(3000):
+            comm.send(i, me)
+        assert [comm.recv(me) for _ in range(3000)] == list(range(3000))
+
+    ranks(program)
+
+
+@sizes(3)
+def test_a_flood_to_a_rank_that_does_not_receive_stays_bounded_in_memory(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me, count = comm.rank, 0
+        before = resident()
+        if me == 0:
+            with pytest.raises(pycoll.OperationTimeout):
+                while count < 100_000:
+                    comm.send(numbered(count % 251, 20_000), 1, timeout=0.3)
+                    count += 1
+            assert 0 < count * 20_000 < 4 * MiB
+            comm.send(count, 2)
+            comm.send("behind the flood", 1, tag=1, timeout=30)
+        elif me == 2:
+            count = comm.recv(0)
+            comm.send(count, 1)
+        else:
+            count = comm.recv(2)  # waits in pycoll while the flood comes
+            for i in range(count):
+                check(comm.recv(0, tag=0), i % 251, 20_000)
+            # The one that timed out was taken back; what was sent after it is here.
+            assert comm.recv(0) == "behind the flood"
+        assert resident() - before < 40 * MiB
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    ranks(program)
+
+
+@sizes(2)
+def test_thousands_of_small_messages_arrive_in_order(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        count, other = 4000, 1 - comm.rank
+        if comm.rank == 0:
+            for i in range(count):
+                comm.send(np.int64(i), other)
+        else:
+            assert [int(comm.recv(other)) for _ in range(count)] == list(range(count))
+
+    ranks(program)
+
+
+# --- probing, PROC_NULL, out -----------------------------------------------------------------
+
+
+@sizes(2, 3)
+def test_probe_shows_a_message_and_leaves_it_where_it_is(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        if me == 0:
+            assert comm.iprobe() is None
+            comm.barrier()
+            for source in range(1, size):
+                for nbytes in (SMALL, LARGE):
+                    status = comm.probe(source)
+                    assert status == comm.probe(source, 7) == Status(source, 7, nbytes)
+                    assert comm.iprobe(ANY_SOURCE, 8) is None
+                    assert comm.iprobe(source, ANY_TAG) == status
+                    check(comm.recv(status.source, status.tag), source, nbytes)
+                status = comm.probe(source)
+                assert status.nbytes > 0
+                assert comm.recv(source) == "an object"
+            assert comm.iprobe() is None
+            with pytest.raises(pycoll.OperationTimeout):
+                comm.probe(timeout=0.01)
+        else:
+            comm.barrier()
+            for nbytes in (SMALL, LARGE):
+                comm.send(numbered(me, nbytes), 0, tag=7)
+            comm.send("an object", 0)
+
+    ranks(program)
+
+
+@sizes(1, 2)
+def test_nothing_happens_with_proc_null(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        comm.send(np.zeros(LARGE), PROC_NULL)
+        status = Status(0, 0, 1)
+        assert comm.recv(PROC_NULL, status=status) is None
+        assert status == Status(PROC_NULL, ANY_TAG, 0)
+        out = np.ones(3)
+        assert comm.recv(PROC_NULL, out=out) is out
+        assert comm.probe(PROC_NULL) == comm.iprobe(PROC_NULL) == status
+        assert comm.sendrecv(1, PROC_NULL, PROC_NULL, out=out) is out
+        # A line of ranks without ends: each gets its left neighbor's value.
+        me, size = comm.rank, comm.size
+        left, right = me - 1 if me else PROC_NULL, me + 1 if me + 1 < size else PROC_NULL
+        status = Status(5, 5, 5)
+        got = comm.sendrecv(me, right, left, status=status)
+        assert got == (me - 1 if me else None)
+        assert status.source == left
+        assert comm.sendrecv(me, left, right) == (me + 1 if me + 1 < size else None)
+        assert out.tolist() == [1, 1, 1]
+
+    ranks(program)
+
+
+@sizes(2)
+def test_a_shorter_message_fills_the_front_of_out(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        for count in (0, 5, 30, 60_000):
+            if comm.rank == 0:
+                comm.send(np.arange(count, dtype="f4"), 1)
+                comm.send(np.arange(count, dtype="f4"), 1)
+                continue
+            status = Status()
+            out = np.full((10, 6001), -1, "f4")
+            assert comm.recv(0, out=out, status=status) is out
+            assert status == Status(0, 0, 4 * count)
+            expected = np.full(out.size, -1, "f4")
+            expected[:count] = np.arange(count)
+            np.testing.assert_array_equal(out.ravel(), expected)
+            out = np.full((6001, 10), -1, "f4").T
+            assert comm.recv(0, out=out) is out
+            np.testing.assert_array_equal(out.ravel(), expected)
+
+    ranks(program)
+
+
+@sizes(2)
+def test_a_longer_message_is_a_truncation_error_and_stays_first(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        for nbytes in (SMALL, LARGE):
+            if comm.rank == 0:
+                in_threads(lambda: comm.send(numbered(1, nbytes), 1))
+                comm.send(numbered(2, 8), 1)
+                continue
+            short = np.zeros(nbytes - 1, "u1")
+            for receive in (comm.recv, lambda **how: comm.sendrecv(None, PROC_NULL, **how)):
+                with pytest.raises(pycoll.TruncationError, match=f"{nbytes} bytes"):
+                    receive(out=short)
+            assert not short.any()
+            assert comm.probe() == Status(0, 0, nbytes)
+            check(comm.recv(out=np.zeros(nbytes, "u1")), 1, nbytes)
+            check(comm.recv(), 2, 8)
+
+    ranks(program)
+
+
+@sizes(2)
+def test_another_dtype_than_that_of_out_is_a_mismatch_and_stays_first(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        sent = [np.arange(8), np.arange(8.0), "an object", np.arange(LARGE)]
+        if comm.rank == 0:
+            for x in sent:
+                comm.send(x, 1)
+        else:
+            for x in sent:
+                with pytest.raises(pycoll.MismatchError, match="rank 0 sent"):
+                    comm.recv(0, out=np.zeros(8, "f4"))
+                np.testing.assert_equal(comm.recv(0), x)
+        assert comm.all_reduce(1) == 2
+
+    ranks(program)
+
+
+# --- deadlines -------------------------------------------------------------------------------
+
+
+@sizes(2)
+def test_a_receive_that_times_out_is_withdrawn_and_takes_nothing(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        if comm.rank == 1:
+            for timeout in (0, 0.05):
+                with pytest.raises(pycoll.OperationTimeout, match=r"recv\(source=0, tag=3\)"):
+                    comm.recv(0, 3, timeout=timeout)
+            with pytest.raises(TimeoutError):
+                comm.recv(timeout=0.01)
+        comm.barrier()
+        for nbytes in (SMALL, LARGE):
+            if comm.rank == 0:
+                comm.send(numbered(1, nbytes), 1, 3)
+            else:
+                check(comm.recv(0, 3, timeout=math.inf), 1, nbytes)
+
+    ranks(program)
+
+
+@sizes(2)
+def test_a_send_that_times_out_is_withdrawn_and_never_received(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        said = r"send\(uint8\[300000\], dest=1"
+        if comm.rank == 0:
+            for timeout in (0, 0.05):
+                with pytest.raises(pycoll.OperationTimeout, match=said):
+                    comm.send(numbered(1, LARGE), 1, timeout=timeout)
+            comm.send("now", 1, tag=1)
+            comm.send(numbered(2, LARGE), 1)
+        else:
+            assert comm.recv(0, tag=1) == "now"
+            check(comm.recv(0), 2, LARGE)
+            assert comm.iprobe() is None
+        assert comm.all_reduce(1) == 2
+
+    ranks(program)
+
+
+@sizes(2)
+def test_transfers_that_time_out_half_way_lose_and_double_nothing(ranks: Any) -> None:
+    def program(comm: Comm, impatient: int) -> int:
+        attempts = 0
+        for i in range(4):
+            nbytes, timeout, done = 24 * MiB + i, 0.001 * 2**i, False
+            while not done:
+                attempts += 1
+                how = {"timeout": timeout if comm.rank == impatient else None}
+                timeout *= 1.5
+                try:
+                    if comm.rank == 0:
+                        comm.send(numbered(i, nbytes), 1, **how)
+                    else:
+                        check(comm.recv(0, **how), i, nbytes)
+                    done = True
+                except pycoll.OperationTimeout:
+                    assert comm.rank == impatient
+                    assert attempts < 100
+        comm.barrier()
+        assert comm.iprobe() is None
+        return attempts
+
+    for impatient in (0, 1):
+        attempts = ranks(program, impatient)
+        assert attempts[impatient] > attempts[1 - impatient] == 4
+
+
+# --- threads and communicators ---------------------------------------------------------------
+
+
+@sizes(2)
+def test_threads_share_a_communicator(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        other = 1 - comm.rank
+
+        def talk(tag: int) -> None:
+            for i in range(60):
+                nbytes = (SMALL, LARGE)[i % 5 == 4]
+                if comm.rank == 0:
+                    comm.send(numbered(i, nbytes), other, tag)
+                    check(comm.recv(other, tag), i + 1, 10)
+                else:
+                    check(comm.recv(other, tag), i, nbytes)
+                    comm.send(numbered(i + 1, 10), other, tag)
+
+        in_threads(*[lambda tag=tag: talk(tag) for tag in range(4)])
+
+    ranks(program)
+
+
+@sizes(1)
+def test_a_thread_that_waits_does_not_keep_another_from_sending_to_it(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        got: list[Any] = []
+        for i in range(50):
+            in_threads(lambda: got.append(comm.recv(0)), lambda i=i: comm.send(i, 0))
+        assert got == list(range(50))
+
+    ranks(program)
+
+
+@sizes(2, 3)
+def test_threads_use_their_own_communicators_at_once(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        comms = [comm, comm.dup(), comm.dup()]
+
+        def work(which: int) -> None:
+            mine = comms[which]
+            for i in range(40):
+                x = np.full((10, 100_000)[i % 8 == 7], i + which)
+                assert (mine.all_reduce(x) == size * (i + which)).all()
+                got = mine.sendrecv((which, i, me), (me + 1) % size, (me - 1) % size)
+                assert got == (which, i, (me - 1) % size)
+
+        in_threads(*[lambda which=which: work(which) for which in range(3)])
+
+    ranks(program)
+
+
+@sizes(2)
+def test_messages_and_collectives_of_one_communicator_do_not_meet(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        other = 1 - comm.rank
+        for i in range(30):
+            comm.send(("message", i), other)
+            assert comm.all_reduce(i) == 2 * i
+            assert comm.broadcast(("broadcast", i) if comm.rank else None, 1) == ("broadcast", i)
+        assert [comm.recv(other) for _ in range(30)] == [("message", i) for i in range(30)]
+
+    ranks(program)
