@@ -40,8 +40,9 @@ VERDICT_S = 3.0
 SETTLE_S = 1.0
 """Seconds after which a rank that has finished counts as gone, whatever it becomes later."""
 
-FAREWELL_S = 5.0
-"""Seconds to wait for the last message of a rank that has ended in good order."""
+FAREWELL_S = 3.0
+"""Seconds to wait for the last message of a rank that has ended in good order: after SETTLE_S, and
+in less than the 5 s within which everybody must know."""
 
 CLOSED_IDS = 4096
 """Closed communicators that are remembered, so that late messages for them are dropped."""
@@ -291,29 +292,12 @@ class Engine:
                 if task is not None:
                     context.pending.discard(task)
             if task.error is not None:
-                error = task.error
-                try:
-                    error = self._verdict(error, call)
-                finally:
-                    if collective:
-                        self.break_context(context, error)
-                raise_error(error)
+                if collective:
+                    self.break_context(context, task.error)
+                raise_error(task.error)
             return task.result
         finally:
             self._leave()
-
-    def _verdict(self, error: BaseException, call: Call) -> BaseException:
-        """Return what became of the peer whose link was lost: the launcher knows it soon after."""
-        broken = call.context.broken
-        if not isinstance(error, PeerFailed) or error is broken or self.control is None:
-            return error
-        peer = error.rank
-        if broken is None and peer not in (self.rank, *self.failed, *self._gone):
-            known = Operation()
-            self._refused.setdefault(peer, []).append(known)
-            with contextlib.suppress(OperationTimeout):
-                self._wait(known, time.monotonic() + VERDICT_S + SETTLE_S, call)
-        return self.failed.get(peer) or self._gone.get(peer) or error
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""

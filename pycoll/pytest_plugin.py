@@ -294,7 +294,10 @@ class _Representation:
                 tw.line(line, red=line.startswith("E "), bold=line.startswith("E "))
 
     def __str__(self) -> str:
-        return "\n".join(part for failure in self._failures for part in failure[:2] if part)
+        lines = []
+        for title, text, _ in self._failures:
+            lines += [f" {title} ".center(80, "-"), text] if text else [title]
+        return "\n".join(lines)
 
 
 class _Verdict:
@@ -473,10 +476,12 @@ class _Rank:
         else:
             os.environ["PYTEST_ADDOPTS"] = self._task["addopts"]
         signal.signal(signal.SIGTERM, self._say_where_and_end)
-        # What pytest has to say goes nowhere; what is printed from now on, again where it belongs.
-        self._stdout = sys.stdout
+        # What pytest prints goes nowhere: it writes to what sys.stdout is now. And the parent has
+        # shown the warnings of plugins that are configured next.
+        self._stdout, self._showwarning = sys.stdout, warnings.showwarning
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         config.add_cleanup(sys.stdout.close)
+        warnings.showwarning = lambda *args, **kwargs: None
 
     def join(self) -> Communicator:
         """The world communicator."""
@@ -494,7 +499,7 @@ class _Rank:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        sys.stdout = self._stdout
+        sys.stdout, warnings.showwarning = self._stdout, self._showwarning
         for name in ("lfplugin", "nfplugin"):  # what failed last is the parent's knowledge
             self._config.pluginmanager.unregister(name=name)
 
@@ -517,7 +522,16 @@ class _Rank:
         self._note(str(excrepr))
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        self._note(str(excinfo.getrepr(style="short")))
+        if not self._has_run():
+            self._note(str(excinfo.getrepr(style="short")))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        if self._has_run():  # by a plugin that runs what failed again; in the parent it can
+            pytest.exit("this rank has run its test", returncode=1)
+
+    def _has_run(self) -> bool:
+        return any(phase["when"] == "teardown" for phase in self._said["phases"])
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -561,7 +575,9 @@ class _Rank:
             found = [] if name.startswith("pycoll.") else [(frame, frame.f_lineno), *found]
             frame = frame.f_back
         if found:
-            self._said["stack"] = "".join(traceback.StackSummary.extract(iter(found)).format())
+            self._said["stack"] = "".join(
+                traceback.StackSummary.extract(iter(found)).format()
+            ).rstrip()
             self._write()
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)

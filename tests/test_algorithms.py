@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycoll.schedules import REDUCING, ROOTED, TABLE, Algorithm, find, names, schedule, trees
 from pycoll.schedule import Copy, Recv, Reduce, Send
+from pycoll.schedules import REDUCING, ROOTED, TABLE, Algorithm, find, names, schedule, trees
 
 ROWS = [algorithm for row in TABLE.values() for algorithm in row.values()]
 IN_RANK_ORDER = [algorithm for algorithm in ROWS if algorithm.rank_order]

@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pycoll.check import ProofError, prove, prove_algorithm, prove_all
+from pycoll.cli import main
+from pycoll.schedule import Copy, Recv, Reduce, Send, Step, recv_reduce
 from pycoll.schedules import (
     ROOTED,
     TABLE,
@@ -20,9 +23,6 @@ from pycoll.schedules import (
     ring,
     steps_of,
 )
-from pycoll.check import ProofError, prove, prove_algorithm, prove_all
-from pycoll.cli import main
-from pycoll.schedule import Copy, Recv, Reduce, Send, Step, recv_reduce
 
 ROWS = [algorithm for row in TABLE.values() for algorithm in row.values()]
 Steps = list[Step]

@@ -19,10 +19,10 @@ Threads     The owner calls everything under one lock of its own. Nothing here s
             from another thread: handlers and completions run inside `progress`, `send` or `accept`.
 Waiting     `progress` does what can be done without blocking. When it returns False the owner may
             sleep until `fileno()` is readable.
-Errors      A peer that cannot be reached any more is reported once by `Handler.lost`; what is sent
-            to it finishes with PeerFailed. A lost link says nothing about what is still coming:
-            when the owner knows that a peer has ended it calls `forget`, and receives fail too.
-            Foreign exceptions never pass this boundary.
+Errors      A peer that cannot be reached any more is reported once by `Handler.lost`. What is sent
+            to it then waits: a lost link says neither why nor what is still coming from there.
+            When the owner knows what became of the peer it calls `forget`, and every transfer
+            with it finishes with PeerFailed. Foreign exceptions never pass this boundary.
 Close       `close(timeout_s)` delivers what was buffered, for at most that long, tells every
             linked peer that nothing more will come (`Handler.finished` there), and is idempotent.
 """

@@ -212,7 +212,7 @@ class TcpTransport(Transport):
         self._handler: Handler | None = None
         self._endpoints: dict[str, int] = {}
         self._linked: set[int] = set()
-        self._lost: dict[int, str] = {}
+        self._lost: set[int] = set()
         self._forgotten: dict[int, str] = {}
         self._owed: dict[int, int] = {}
         self._unrepaid: dict[int, int] = {}
@@ -255,17 +255,16 @@ class TcpTransport(Transport):
         if nbytes <= EAGER_LIMIT and self._owed.get(peer, 0) + cost <= CREDIT:
             self._owed[peer] = self._owed.get(peer, 0) + cost
             head = HEAD.pack(_EAGER, self._rank, 0, len(header))
-            transfer = Transfer()
-            reason = self._put(peer, b"".join((head, header, *parts)))
-            transfer.finish(PeerFailed(peer, reason) if reason else None)
-            return transfer
+            if self._put(peer, b"".join((head, header, *parts))):
+                transfer = Transfer()
+                transfer.finish()
+                return transfer
         self._next_id += 1
         send = _Send(self, peer, self._next_id, parts)
-        reason = self._put(peer, HEAD.pack(_READY, self._rank, send.id, nbytes) + header)
-        if reason:
-            send.finish(PeerFailed(peer, reason))
-        else:
-            self._sends[send.id] = send
+        self._sends[send.id] = send
+        self._put(peer, HEAD.pack(_READY, self._rank, send.id, nbytes) + header)
+        if peer in self._forgotten:
+            self._fail_sends(peer)
         return send
 
     def tell(self, peer: int, kind: int, number: int = 0, value: int = 0) -> None:
@@ -276,10 +275,10 @@ class TcpTransport(Transport):
         """Drop a send; False if it was not under way."""
         return self._sends.pop(send.id, None) is not None
 
-    def _put(self, peer: int, frame: bytes, payload: memoryview | None = None) -> str | None:
-        """Queue a message; return the reason why it cannot be."""
+    def _put(self, peer: int, frame: bytes, payload: memoryview | None = None) -> bool:
+        """Queue a message; False if the link is lost."""
         if peer in self._lost:
-            return self._lost[peer]
+            return False
         try:
             if peer not in self._linked:
                 self._connect(peer)
@@ -290,9 +289,9 @@ class TcpTransport(Transport):
                 self._outbox.send(name, zmq.SNDMORE)
                 self._outbox.send(frame, zmq.SNDMORE)
                 self._outbox.send(payload, copy=False)
-        except zmq.ZMQError as exc:
-            return f"its link is closed ({exc})"
-        return None
+        except zmq.ZMQError:  # lost, and the monitor will say so
+            return False
+        return True
 
     def _connect(self, peer: int) -> None:
         address = self._addresses[peer]
@@ -309,12 +308,8 @@ class TcpTransport(Transport):
         while send.pending and send.sent - send.taken < WINDOW:
             offset, piece = send.pending.popleft()
             send.sent += 1
-            reason = self._put(
-                send.peer, HEAD.pack(_DATA, self._rank, send.id, offset), payload=piece
-            )
-            if reason:
-                del self._sends[send.id]
-                send.finish(PeerFailed(send.peer, reason))
+            head = HEAD.pack(_DATA, self._rank, send.id, offset)
+            if not self._put(send.peer, head, payload=piece):
                 return
         if not send.pending and send.taken == send.sent:
             # The receiver has stored it all: neither ZeroMQ nor the kernel needs it any more.
@@ -358,6 +353,7 @@ class TcpTransport(Transport):
         self._unrepaid[peer] = owed
 
     def progress(self) -> bool:
+        assert self._handler is not None
         worked = False
         inbox = self._inbox
         for _ in range(BURST):
@@ -368,7 +364,7 @@ class TcpTransport(Transport):
             self._handle(frames)
         for peer, reason in self._lost_links():
             worked = True
-            self._give_up(peer, reason)
+            self._handler.lost(peer, reason)
         return worked
 
     def _handle(self, frames: list[zmq.Frame]) -> None:
@@ -442,7 +438,7 @@ class TcpTransport(Transport):
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's token",
                 zmq.EVENT_CLOSED: "it does not answer (connection refused)",
             }.get(zmq.Event(event["event"]), "its link was closed")
-            self._lost[peer] = reason
+            self._lost.add(peer)
             self._unlink(endpoint)
             yield peer, reason
 
@@ -451,12 +447,8 @@ class TcpTransport(Transport):
         with contextlib.suppress(zmq.ZMQError):
             self._outbox.disconnect(endpoint)
 
-    def _give_up(self, peer: int, reason: str) -> None:
-        assert self._handler is not None
-        self._fail_sends(peer, reason)
-        self._handler.lost(peer, reason)
-
-    def _fail_sends(self, peer: int, reason: str) -> None:
+    def _fail_sends(self, peer: int) -> None:
+        reason = self._forgotten[peer]
         for send in [send for send in self._sends.values() if send.peer == peer]:
             if self._sends.pop(send.id, None) is not None:
                 send.finish(PeerFailed(peer, reason))
@@ -470,7 +462,7 @@ class TcpTransport(Transport):
         self._outbox.copy_threshold = 0  # below it ZeroMQ copies, and there is nothing to track
         frame = HEAD.pack(_BYE, self._rank, 0, 0)
         unsent: dict[int, zmq.MessageTracker] = {}
-        for peer in self._linked - self._lost.keys():
+        for peer in self._linked - self._lost:
             with contextlib.suppress(zmq.ZMQError):
                 tracker = self._outbox.send_multipart(
                     (b"r%d" % peer, frame), copy=False, track=True
@@ -491,12 +483,12 @@ class TcpTransport(Transport):
         if peer in self._forgotten:
             return
         self._forgotten[peer] = reason
-        self._fail_sends(peer, reason)
+        self._fail_sends(peer)
         for key in [key for key in self._receives if key[0] == peer]:
             self._receives.pop(key).finish(PeerFailed(peer, reason))
         if peer in self._linked and peer not in self._lost:
             self._unlink(self._addresses[peer]["endpoint"])
-        self._lost.setdefault(peer, reason)
+        self._lost.add(peer)
 
     def fileno(self) -> int:
         return self._poller.fileno()
