@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from pycoll import arrays, objects, schedules
 from pycoll.arrays import Value
 from pycoll.collectives import rows, type_text
-from pycoll.engine import CallSteps
 from pycoll.errors import MismatchError
 from pycoll.executor import Binding, new_bytes
 from pycoll.group import Group
 from pycoll.p2p import Outgoing, contiguous
+from pycoll.task import CallSteps
 from pycoll.transports.base import Parts
 
 INLINE_NBYTES = 4096

@@ -42,8 +42,8 @@ class Target:
             return
         if in_place is None or not _same_memory(*in_place):
             raise ValueError(
-                "out overlaps x. Pass an array of its own, or one of the in-place forms: out=x for "
-                "all_reduce, x=out[rank] for all_gather, out=x[rank] for reduce_scatter."
+                "out overlaps x. Pass an array of its own, or one of the in-place forms: out=x if "
+                "the shapes agree, x=out[rank] for all_gather, out=x[rank] for reduce_scatter."
             )
 
     def result(self) -> Any:

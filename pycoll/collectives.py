@@ -15,11 +15,11 @@ import numpy as np
 from pycoll import arrays, ops, schedules
 from pycoll.arrays import Value
 from pycoll.dtypes import Array, DType
-from pycoll.engine import CallSteps
 from pycoll.executor import Binding, Combine
 from pycoll.group import Group
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
+from pycoll.task import CallSteps
 
 
 class Reduction(NamedTuple):

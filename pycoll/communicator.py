@@ -31,11 +31,12 @@ from pycoll.arguments import (
 )
 from pycoll.arrays import Value
 from pycoll.collectives import Reduction, type_text
-from pycoll.engine import Call, CallSteps, Engine
+from pycoll.engine import Engine
 from pycoll.errors import Error
 from pycoll.group import Group
 from pycoll.ops import Op
 from pycoll.p2p import ANY_SOURCE, ANY_TAG, PROC_NULL, Outgoing, Status
+from pycoll.task import Call, CallSteps
 
 
 class World:
@@ -166,7 +167,8 @@ class Communicator:
             op: "sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor",
                 "minloc", "maxloc", a `pycoll.Op`, or a function (a, b) -> c, applied in rank order.
             root: rank that gets the result.
-            out: on the root, array of x's dtype and shape for the result; ignored elsewhere.
+            out: on the root, array of x's dtype and shape for the result (may be `x` itself);
+                ignored elsewhere.
             algorithm: see `pycoll.algorithms("reduce")`.
             timeout: seconds.
         """
@@ -179,8 +181,7 @@ class Communicator:
         value, reduction = self._reduction("reduce", x, resolved, algorithm)
         target = Target(out, value, value.array.shape) if is_root else None
         if target is not None:
-            target.check_overlap(value.array)
-
+            target.check_overlap(value.array, (target.array, value.array))
         memory = target.memory if target is not None else None
         text = f"reduce({type_text(value)}, {_text(reduction)}, root={root})"
         self._collective(text, timeout, collectives.reduce, value, reduction, root, memory)
@@ -309,13 +310,17 @@ class Communicator:
             timeout: seconds.
 
         Raises:
-            ValueError: also when `out` turns out not to look like a row; the scatter has taken
-                place then, and the communicator stays usable.
+            ValueError: off root also when `out` turns out not to look like a row; the scatter has
+                taken place then, and the communicator stays usable.
         """
         group, root = self._group, check_root(root, self.size)
         self._check_algorithm("scatter", algorithm)
         blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
         wanted = fillable_out(out)
+        if isinstance(blocks, list):
+            no_out(out)
+        elif blocks is not None and out is not None:
+            Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks.array)
         text = f"scatter(root={root}{_forced(algorithm)})"
         value, buffer = self._collective(text, timeout, announced.scatter, blocks, algorithm, root)
         if value is None:
@@ -370,7 +375,7 @@ class Communicator:
         Args:
             x: array (size, ...), the same dtype and shape on all ranks; or a list or tuple of
                 size objects.
-            out: array of x's dtype and shape for the result; must not overlap x.
+            out: array of x's dtype and shape for the result; may be `x` itself.
             algorithm: see `pycoll.algorithms("all_to_all")`.
             timeout: seconds.
         """
@@ -386,7 +391,10 @@ class Communicator:
         value = split_value("all_to_all", x, self.size)
         chosen = group.choose("all_to_all", value.array.nbytes // group.size, algorithm)
         target = Target(out, value, value.array.shape)
-        target.check_overlap(value.array)
+        target.check_overlap(value.array, (target.array, value.array))
+        if out is not None and arrays.overlap(target.array, value.array):
+            # In place: rows come in before those that were there have left.
+            value = Value(value.array.copy(), value.dtype, value.kind)
         text = f"all_to_all({type_text(value)}, algorithm={chosen})"
         self._collective(text, timeout, collectives.all_to_all, value, chosen, target.memory)
         return target.result()

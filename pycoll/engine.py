@@ -4,9 +4,6 @@ Who drives. One lock owns everything. A thread that waits drives: it lets the tr
 until its operation is done, and sleeps in poll() between. When a second thread wants the lock, it
 rings the driver's bell, does what it has to do, and if it must wait it sleeps until the driver
 finds its operation done or hands the driving over. Nothing runs when nobody waits.
-
-Calls are generators that yield operations and return a result, so that the same code can serve a
-blocking call (start and wait) and one that goes on while its caller computes.
 """
 
 from __future__ import annotations
@@ -19,112 +16,22 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from pycoll.context import Context
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 from pycoll.launcher.rendezvous import Client
+from pycoll.membership import Membership
+from pycoll.task import Call, CallSteps, Task
 from pycoll.transports.base import Arrival, Operation, Parts, Transport
-
-CallSteps = Generator[Operation, None, Any]
-"""A call: yields what it waits for, returns its result."""
 
 REPORT_AFTER_S = 0.3
 """A wait that lasts this long is reported to the launcher: for tables, and to compare calls."""
 
-VERDICT_S = 3.0
-"""Seconds that a lost link waits for the launcher to say what became of the peer."""
-
-SETTLE_S = 1.0
-"""Seconds after which a rank that has finished counts as gone, whatever it becomes later."""
-
-FAREWELL_S = 3.0
-"""Seconds to wait for the last message of a rank that has ended in good order: after SETTLE_S, and
-in less than the 5 s within which everybody must know."""
-
 CLOSED_IDS = 4096
 """Closed communicators that are remembered, so that late messages for them are dropped."""
-
-
-class Call(NamedTuple):
-    """What the user called, for messages: a text, its number (-1: point to point), its context."""
-
-    text: str
-    number: int
-    context: Context
-
-    def __str__(self) -> str:
-        return self.text if self.number < 0 else f"{self.text} #{self.number}"
-
-
-class Task(Operation):
-    """A call under way.
-
-    Attributes:
-        result: what the call returned.
-    """
-
-    __slots__ = ("_current", "_interruption", "_running", "_steps", "result")
-
-    def __init__(self, steps: CallSteps) -> None:
-        super().__init__()
-        self._steps = steps
-        self._current: Operation | None = None
-        self._running = False
-        self._interruption: BaseException | None = None
-        self.result: Any = None
-
-    def start(self) -> None:
-        """Run up to the first operation that is not done yet."""
-        self._advance(None)
-
-    def abort(self, error: BaseException) -> None:
-        """Raise `error` inside the call, where it waits, and be done with it."""
-        if self.done:
-            return
-        if self._running:  # the call itself has found out: raised when it next waits
-            self._interruption = error
-            return
-        if self._current is not None:
-            self._current.then(_ignore)
-        self._resume(error)
-        if not self.done:
-            self._steps.close()
-            self.finish(error)
-
-    def _advance(self, operation: Operation | None) -> None:
-        error = operation.error if operation is not None else None
-        while not self.done:
-            current = self._resume(error)
-            if current is None:
-                return
-            error, self._interruption = self._interruption, None
-            if error is None:
-                if not current.done:
-                    self._current = current
-                    current.then(self._advance)
-                    return
-                error = current.error
-
-    def _resume(self, error: BaseException | None) -> Operation | None:
-        """Run the call up to its next operation; None: it has ended."""
-        self._running = True
-        try:
-            return self._steps.throw(error) if error else next(self._steps)
-        except StopIteration as stop:
-            self.result = stop.value
-            self.finish()
-        except BaseException as exc:
-            self.finish(exc)
-        finally:
-            self._running = False
-        return None
-
-
-def _ignore(operation: Operation) -> None:
-    pass
 
 
 class _Sleeper:
@@ -157,13 +64,7 @@ class Engine:
         self.control = control
         self.contexts: dict[int, Context] = {}
         self.closed: str | None = None
-        self.failed: dict[int, PeerFailed] = {}
-        self._gone: dict[int, PeerFailed] = {}
-        self._left: dict[int, list[int]] = {}
-        self._ended: dict[int, str] = {}
-        self._finished: set[int] = set()
-        self._awaited: set[int] = set()
-        self._refused: dict[int, list[Operation]] = {}
+        self.membership = Membership(rank, self, has_launcher=control is not None)
         self._unclaimed: dict[int, list[Arrival]] = {}
         self._closed_ids: dict[int, None] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -219,10 +120,10 @@ class Engine:
         context.on_mismatch = lambda error: self.break_context(context, error)
         self.contexts[ident] = context
         for rank in members:
-            if rank in self.failed:
-                context.fail(self.failed[rank])
-            if rank in self._gone:
-                context.peer_gone(rank, self._gone[rank])
+            if rank in self.membership.failed:
+                context.fail(self.membership.failed[rank])
+            if rank in self.membership.gone:
+                context.peer_gone(rank, self.membership.gone[rank])
         for arrival in self._unclaimed.pop(ident, []):
             context.arrived(arrival)
         return context
@@ -301,14 +202,7 @@ class Engine:
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
-        if peer in self._gone or peer in self._left:
-            refused = Operation()
-            if peer in self._gone:
-                refused.finish(self._gone[peer])
-            else:  # failed when it is known how it ended
-                self._refused.setdefault(peer, []).append(refused)
-            return refused
-        return self.transports[peer].send(peer, header, parts)
+        return self.membership.refuse(peer) or self.transports[peer].send(peer, header, parts)
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -445,87 +339,46 @@ class Engine:
 
     def finished(self, peer: int) -> None:
         """Everything that `peer` ever sent has arrived."""
-        self._finished.add(peer)
-        if peer in self._ended or peer in self._awaited or self.control is None:
-            self._settle(peer)
+        self.membership.farewell(peer)
 
     def lost(self, peer: int, reason: str) -> None:
         """The link to `peer` is gone; the launcher knows why, if anybody does."""
-        if peer in self.failed or peer in self._gone or peer in self._left:
-            return
-        if self.control is None:
-            self._peer_failed(peer, reason, "")
-        else:
-            self._after(VERDICT_S, lambda: self._judge(peer, reason))
-
-    def _judge(self, peer: int, reason: str) -> None:
-        if peer not in self.failed and peer not in self._gone and peer not in self._left:
-            self._peer_failed(peer, reason, "")
+        self.membership.link_lost(peer, reason)
 
     # --- what the launcher tells -----------------------------------------------------------
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "failed":
-            self._peer_failed(fields["rank"], fields["reason"], fields["detail"])
-        elif kind == "broken":
+        if kind == "broken":
             context = self.contexts.get(fields["context"])
             if context is not None:
                 context.fail(_broken_error(fields))
-        elif kind == "left":
-            rank = fields["rank"]
-            self._left[rank] = fields["links"]
-            self._after(SETTLE_S, lambda: self._settle(rank))
-        elif kind == "ended":
-            rank = fields["rank"]
-            self._ended[rank] = fields["reason"]
-            if rank in self._left:
-                self._settle(rank)
-            else:
-                self._after(SETTLE_S, lambda: self._settle(rank))
         elif kind == "lost":
             error = Error(
                 f"rank {self.rank}: the connection to pycoll-run is gone; the job cannot go on"
             )
             for context in list(self.contexts.values()):
                 context.fail(error)
+        else:
+            self.membership.event(kind, fields)
 
-    def _peer_failed(self, rank: int, reason: str, detail: str) -> None:
-        if rank in self.failed or rank == self.rank:
-            return
+    def peer_failed(self, error: PeerFailed) -> None:
+        """A rank has failed: so do all communicators it is in."""
         for transport in self._distinct:  # what it sent before is still delivered
             while transport.progress():
                 pass
-        message = f"rank {rank} failed: {reason}"
-        if detail:
-            message += "\n" + "\n".join(f"    {line}" for line in detail.rstrip().splitlines())
-        error = PeerFailed(rank, reason, message)
-        self.failed[rank] = error
-        self.transports[rank].forget(rank, reason)
+        self.transports[error.rank].forget(error.rank, error.reason)
         for context in list(self.contexts.values()):
-            if rank in context.members:
+            if error.rank in context.members:
                 context.fail(error)
-        for refused in self._refused.pop(rank, []):
-            refused.finish(error)
 
-    def _settle(self, rank: int) -> None:
-        """Count a rank that has ended in good order as gone, once its last message is here."""
-        if rank in self._gone or rank in self.failed:
-            return
-        if self.rank in self._left.get(rank, ()) and rank not in self._finished:
-            if rank not in self._awaited:
-                self._awaited.add(rank)
-                self._after(FAREWELL_S, lambda: self.finished(rank))
-            return
-        reason = self._ended.get(rank, "it has finished: no more messages will come from it")
-        error = PeerFailed(rank, reason, f"rank {rank} is needed, but has ended: {reason}")
-        self._gone[rank] = error
-        self.transports[rank].forget(rank, reason)
+    def peer_gone(self, error: PeerFailed) -> None:
+        """A rank has ended in good order: what waits for it fails, and nothing else."""
+        self.transports[error.rank].forget(error.rank, error.reason)
         for context in list(self.contexts.values()):
-            context.peer_gone(rank, error)
-        for refused in self._refused.pop(rank, []):
-            refused.finish(error)
+            context.peer_gone(error.rank, error)
 
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have `action` called, under the lock, when some time has passed."""
         self._timers.append((time.monotonic() + seconds, action))
 
     # --- the end ---------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from pycoll import schedules, select
 from pycoll.context import Context
-from pycoll.engine import CallSteps, Engine
+from pycoll.engine import Engine
 from pycoll.executor import Binding, Run
 from pycoll.schedule import Schedule
+from pycoll.task import CallSteps
 
 CACHED_SCHEDULES = 64
 """Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""

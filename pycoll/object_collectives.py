@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pycoll import objects
-from pycoll.engine import CallSteps
 from pycoll.executor import Binding, new_bytes
 from pycoll.group import Group
+from pycoll.task import CallSteps
 from pycoll.transports.base import Parts, nbytes_of
 
 _LENGTH = struct.Struct("<Q")

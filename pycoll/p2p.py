@@ -9,10 +9,10 @@ from pycoll import arrays, objects
 from pycoll.arrays import Value
 from pycoll.context import ANY, KIND_P2P, P2P, Match, Message, ParkedArrival
 from pycoll.dtypes import Array
-from pycoll.engine import CallSteps
 from pycoll.errors import MismatchError, OperationTimeout, TruncationError
 from pycoll.executor import new_bytes
 from pycoll.group import Group
+from pycoll.task import CallSteps
 from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn
 
 ANY_SOURCE = ANY

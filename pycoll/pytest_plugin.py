@@ -562,6 +562,7 @@ class _Rank:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._said["done"] = True
         self._write()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Nobody reads the summary that pytest would make next, which takes time in some plugins.
         raise SystemExit(int(exitstatus))
 

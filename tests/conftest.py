@@ -118,7 +118,7 @@ def neighbor(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A job of `request.param` ranks: ``ranks(program, *args)`` runs ``program(comm, *args)`` on all.
+    """A job of `request.param` ranks: ``ranks(program, *args)`` runs ``program(comm, *args)``.
 
     See ranks_pool.py. Parametrized with scope="module", the tests of one size come one after the
     other, and share the job.

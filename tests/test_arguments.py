@@ -109,8 +109,10 @@ def test_algorithms_that_cannot_serve_an_operator_are_refused(ranks: Any) -> Non
         for name in ("all_reduce", "reduce_scatter"):
             message = "ring.*rank order"
             yield ValueError, message, lambda c, n=name: call(c, n, ordered, "ring")
-        yield ValueError, "pairwise.*rank order", lambda c: call(
-            c, "reduce_scatter", ordered, "pairwise"
+        yield (
+            ValueError,
+            "pairwise.*rank order",
+            lambda c: call(c, "reduce_scatter", ordered, "pairwise"),
         )
         yield ValueError, "tree.*rank order", lambda c: call(c, "reduce", left, "tree")
         yield ValueError, "ring.*pieces", lambda c: call(c, "all_reduce", whole, "ring")
@@ -168,8 +170,10 @@ def test_operators_that_do_not_take_a_dtype_are_refused(ranks: Any) -> None:
     def cases() -> Iterator[Wrong]:
         for op, dtype, text in wrong:
             for name in ("reduce", "all_reduce", "reduce_scatter"):
-                yield TypeError, text, lambda c, n=name, d=dtype, o=op: getattr(c, n)(
-                    np.zeros((c.size, 3), d), o
+                yield (
+                    TypeError,
+                    text,
+                    lambda c, n=name, d=dtype, o=op: getattr(c, n)(np.zeros((c.size, 3), d), o),
                 )
         for name in ("reduce", "all_reduce", "reduce_scatter"):
             for op in (5, None, b"sum", ["sum"]):
@@ -198,8 +202,10 @@ def test_values_that_cannot_be_reduced_or_split_are_refused(ranks: Any) -> None:
             for x in (5, None, {0: 1}, {1, 2}, "ab"):
                 yield TypeError, name, lambda c, n=name, x=x: split(c, n, x)
             for count in (0, comm.size + 1):
-                yield ValueError, f"{name}.*{comm.size} objects", lambda c, n=name, k=count: split(
-                    c, n, [None] * k
+                yield (
+                    ValueError,
+                    f"{name}.*{comm.size} objects",
+                    lambda c, n=name, k=count: split(c, n, [None] * k),
                 )
         masked = np.ma.masked_array([1.0, 2.0], [True, False])
         for name in ("broadcast", "all_reduce", "all_gather"):
@@ -278,22 +284,22 @@ def test_an_out_that_does_not_fit_is_refused_and_stays_as_it_was(ranks: Any) -> 
 @sizes(1, 3)
 def test_an_out_that_overlaps_the_input_is_refused_but_in_place(ranks: Any) -> None:
     def cases(comm: Comm) -> Iterator[Wrong]:
-        size, me = comm.size, comm.rank
-        row, many = np.zeros(9), np.zeros((size + 1, size, 3))
-        yield ValueError, "overlaps x", lambda c: c.all_reduce(row[1:], out=row[:-1])
-        yield ValueError, "overlaps x", lambda c: c.all_reduce(row, out=row[::-1])
-        yield ValueError, "overlaps x", lambda c: c.reduce(row[1:], root=c.rank, out=row[:-1])
-        yield ValueError, "overlaps x", lambda c: c.gather(many[0], root=c.rank, out=many[:-1])
-        yield ValueError, "overlaps x", lambda c: c.all_gather(many[me + 1], out=many[:-1])
-        yield ValueError, "overlaps x", lambda c: c.reduce_scatter(
-            many[0], out=many[0].ravel()[3 * me + 1 :][:3]
-        ) if size > 1 else c.all_reduce(row[1:], out=row[:-1])
-        yield ValueError, "overlaps x", lambda c: c.all_to_all(many[:-1, 0], out=many[1:, 0]) if (
-            size > 1
-        ) else c.all_reduce(row[1:], out=row[:-1])
-        yield ValueError, "overlaps x", lambda c: c.scatter(
-            many[0], root=c.rank, out=many[0, c.rank]
-        )
+        me, message = comm.rank, "overlaps x"
+        line, many = np.zeros(9), np.zeros((comm.size + 1, comm.size, 3))
+        rows, flat = many[0], many[0].ravel()
+        yield ValueError, message, lambda c: c.all_reduce(line[1:], out=line[:-1])
+        yield ValueError, message, lambda c: c.all_reduce(line, out=line[::-1])
+        yield ValueError, message, lambda c: c.reduce(line[1:], root=me, out=line[:-1])
+        yield ValueError, message, lambda c: c.gather(rows, root=me, out=many[:-1])
+        yield ValueError, message, lambda c: c.all_gather(many[me + 1, :, ::-1], out=many[1:])
+        yield ValueError, message, lambda c: c.reduce_scatter(rows, out=rows[me, ::-1])
+        yield ValueError, message, lambda c: c.all_to_all(rows, out=rows[:, ::-1])
+        yield ValueError, message, lambda c: c.scatter(rows, root=me, out=rows[me])
+        if comm.size > 1:
+            other = (me + 1) % comm.size
+            yield ValueError, message, lambda c: c.all_gather(many[other], out=many[:-1])
+            yield ValueError, message, lambda c: c.reduce_scatter(rows, out=rows[other])
+            yield ValueError, message, lambda c: c.reduce_scatter(rows, out=flat[1:4])
 
     ranks(lambda comm: refuse(comm, cases(comm)))
 
@@ -354,12 +360,14 @@ def test_wrong_peers_and_tags_are_refused(ranks: Any) -> None:
         for dest in (0.0, "0", None, True):
             yield TypeError, "dest.*int", lambda c, d=dest: c.send(x, d)
             yield TypeError, "dest.*int", lambda c, d=dest: c.sendrecv(x, d)
-        for source, kind in ((size, ValueError), (-3, ValueError), (0.5, TypeError), ("", TypeError)):
+        for source in (size, -3, 0.5, ""):
+            kind = ValueError if isinstance(source, int) else TypeError
             yield kind, "source", lambda c, s=source: c.recv(s)
             yield kind, "source", lambda c, s=source: c.sendrecv(x, 0, s)
             yield kind, "source", lambda c, s=source: c.probe(s)
             yield kind, "source", lambda c, s=source: c.iprobe(s)
-        for tag, kind in ((-2, ValueError), (2**31, ValueError), (1.5, TypeError), (None, TypeError)):
+        for tag in (-2, 2**31, 1.5, None):
+            kind = ValueError if isinstance(tag, int) else TypeError
             yield kind, "tag", lambda c, t=tag: c.send(x, 0, t)
             yield kind, "tag", lambda c, t=tag: c.send(x, PROC_NULL, t)
             yield kind, "tag", lambda c, t=tag: c.recv(0, t)
@@ -386,8 +394,10 @@ def test_an_out_that_cannot_be_received_into_is_refused(ranks: Any) -> None:
             yield ValueError, "read-only", lambda c, r=receive: r(c, fixed)
             yield TypeError, "out is", lambda c, r=receive: r(c, [0.0])
             yield TypeError, "out is", lambda c, r=receive: r(c, bytearray(8))
-            yield ValueError, "overlaps itself", lambda c, r=receive: r(
-                c, np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,))
+            yield (
+                ValueError,
+                "overlaps itself",
+                lambda c, r=receive: r(c, np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,))),
             )
 
     ranks(lambda comm: refuse(comm, cases()))

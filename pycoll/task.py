@@ -1,0 +1,95 @@
+"""A call under way: a generator that is resumed when what it waits for is done.
+
+The same code so serves a blocking call, which is start and wait, and one that goes on while its
+caller computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+from pycoll.context import Context
+from pycoll.transports.base import Operation
+
+CallSteps = Generator[Operation, None, Any]
+"""A call: yields what it waits for, returns its result."""
+
+
+class Call(NamedTuple):
+    """What the user called, for messages: a text, its number (-1: point to point), its context."""
+
+    text: str
+    number: int
+    context: Context
+
+    def __str__(self) -> str:
+        return self.text if self.number < 0 else f"{self.text} #{self.number}"
+
+
+class Task(Operation):
+    """A call under way.
+
+    Attributes:
+        result: what the call returned.
+    """
+
+    __slots__ = ("_current", "_interruption", "_running", "_steps", "result")
+
+    def __init__(self, steps: CallSteps) -> None:
+        super().__init__()
+        self._steps = steps
+        self._current: Operation | None = None
+        self._running = False
+        self._interruption: BaseException | None = None
+        self.result: Any = None
+
+    def start(self) -> None:
+        """Run up to the first operation that is not done yet."""
+        self._advance(None)
+
+    def abort(self, error: BaseException) -> None:
+        """Raise `error` inside the call, where it waits, and be done with it."""
+        if self.done:
+            return
+        if self._running:  # the call itself has found out: raised when it next waits
+            self._interruption = error
+            return
+        if self._current is not None:
+            self._current.then(_ignore)
+        self._resume(error)
+        if not self.done:
+            self._steps.close()
+            self.finish(error)
+
+    def _advance(self, operation: Operation | None) -> None:
+        error = operation.error if operation is not None else None
+        while not self.done:
+            current = self._resume(error)
+            if current is None:
+                return
+            error, self._interruption = self._interruption, None
+            if error is None:
+                if not current.done:
+                    self._current = current
+                    current.then(self._advance)
+                    return
+                error = current.error
+
+    def _resume(self, error: BaseException | None) -> Operation | None:
+        """Run the call up to its next operation; None: it has ended."""
+        self._running = True
+        try:
+            return self._steps.throw(error) if error else next(self._steps)
+        except StopIteration as stop:
+            self.result = stop.value
+            self.finish()
+        except BaseException as exc:
+            self.finish(exc)
+        finally:
+            self._running = False
+        return None
+
+
+def _ignore(operation: Operation) -> None:
+    pass

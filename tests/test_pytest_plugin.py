@@ -1,0 +1,669 @@
+"""The pytest plugin: tests that run on several ranks, seen from a user's pytest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+# pytester drops modules that are first imported in an inner pytest, and NumPy and zmq must not be
+# imported twice in one process.
+import pycoll.communicator
+import pycoll.launcher.function
+
+pytest_plugins = ["pytester"]
+
+INSTALLED = bool(importlib.metadata.entry_points(group="pytest11", name="pycoll"))
+ROOT = Path(pycoll.__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def plain_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inner pytest finds this plugin, and none of the settings of the outer one."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT) if not INSTALLED else "")
+    monkeypatch.setenv("COLUMNS", "120")
+    if not INSTALLED:
+        monkeypatch.setenv("PYTEST_PLUGINS", "pycoll.pytest_plugin")
+
+
+def run_tests(pytester: pytest.Pytester, text: str, *args: str) -> pytest.RunResult:
+    """Run a test module in a pytest in this process; its ranks are processes in any case."""
+    pytester.makepyfile(f"import os, pytest\n{text}")
+    return pytester.runpytest_inprocess("-p", "no:randomly", *args)
+
+
+# The marker and its tests.
+
+
+def test_a_test_runs_once_for_each_number_of_ranks(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(1, 3)
+def test_sum(comm, request):
+    assert f"[{comm.size} rank" in request.node.name
+    assert comm.all_reduce(comm.rank) == sum(range(comm.size))
+""",
+        "-v",
+    )
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*::test_sum[[]1 rank] PASSED*", "*::test_sum[[]3 ranks] PASSED*"])
+
+
+def test_ids_go_together_with_other_parameters(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("x", ["a", "b"])
+def test_it(comm, x): pass
+""",
+        "--collect-only",
+        "-q",
+    )
+    names = [line.partition("::")[2] for line in result.outlines if "::" in line]
+    assert sorted(names) == [f"test_it[{n} ranks-{x}]" for n in (2, 4) for x in "ab"]
+
+
+def test_a_class_is_marked_as_a_whole_and_a_method_differently(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+class TestThem:
+    def test_two(self, comm): assert comm.size == 2
+    @pytest.mark.ranks(1)
+    def test_one(self, comm): assert comm.size == 1
+""",
+        "-v",
+    )
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*test_two[[]2 ranks]*", "*test_one[[]1 rank]*"])
+
+
+def test_the_communicator_is_optional(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+def test_it(): open("ran" + os.environ["PYCOLL_RANK"], "w").close()
+""",
+    )
+    result.assert_outcomes(passed=1)
+    assert sorted(path.name for path in pytester.path.glob("ran*")) == ["ran0", "ran1"]
+
+
+def test_the_communicator_without_the_marker_is_an_error(pytester: pytest.Pytester) -> None:
+    result = run_tests(pytester, "def test_it(comm): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["the fixture comm is for tests *@pytest.mark.ranks(2)*"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "*takes numbers of ranks, for example @pytest.mark.ranks(2, 4)"),
+        ("0", "*takes numbers of ranks, * not 0"),
+        ("'2'", "*takes numbers of ranks, * not '2'"),
+        ("2, n=3", "*but not n"),
+        ("2, timeout=-1", "*timeout of @pytest.mark.ranks is a number of seconds above 0, not -1"),
+    ],
+)
+def test_a_marker_that_makes_no_sense_is_an_error(
+    arguments: str, message: str, pytester: pytest.Pytester
+) -> None:
+    result = run_tests(pytester, f"@pytest.mark.ranks({arguments})\ndef test_it(): pass")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([message])
+
+
+def test_methods_of_unittest_say_that_they_cannot(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+import unittest
+class TestIt(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_it(self): pass
+""",
+    )
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*no unittest.TestCase*"])
+
+
+def test_the_marker_is_registered(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester, "@pytest.mark.ranks(1)\ndef test_it(): pass", "--strict-markers", "--markers"
+    )
+    result.stdout.fnmatch_lines(["@pytest.mark.ranks(n, ..., timeout=None): run the test on n*"])
+
+
+# Fixtures.
+
+
+def test_fixtures_are_made_in_the_ranks_and_only_there(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.fixture(scope="module", autouse=True)
+def noted(request):
+    open("fixture-in-" + os.environ.get("PYCOLL_RANK", "parent"), "w").close()
+    yield 5
+    open("teardown-in-" + os.environ.get("PYCOLL_RANK", "parent"), "w").close()
+
+@pytest.mark.ranks(2)
+def test_it(comm, noted): assert noted == 5
+""",
+    )
+    result.assert_outcomes(passed=1)
+    found = sorted(path.name for path in pytester.path.glob("*-in-*"))
+    assert found == ["fixture-in-0", "fixture-in-1", "teardown-in-0", "teardown-in-1"]
+
+
+def test_each_rank_has_a_temporary_folder_of_its_own(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(3)
+def test_it(comm, tmp_path):
+    (tmp_path / "file").write_text(str(comm.rank))
+    comm.barrier()
+    paths = comm.all_gather({"path": str(tmp_path)})
+    assert len({p["path"] for p in paths}) == 3
+    assert (tmp_path / "file").read_text() == str(comm.rank)
+""",
+        f"--basetemp={pytester.path / 'base'}",
+    )
+    result.assert_outcomes(passed=1)
+    assert len(list(pytester.path.glob("base/**/file"))) == 3
+
+
+def test_a_fixture_of_the_users_may_build_on_the_communicator(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.fixture(scope="module")
+def total(comm): return comm.all_reduce(1)
+
+@pytest.mark.ranks(2)
+def test_it(total): assert total == 2
+""",
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_capture_fixtures_work_in_the_ranks(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+def test_sys(comm, capsys):
+    print("x")
+    assert capsys.readouterr().out == "x\\n"
+
+@pytest.mark.ranks(2)
+def test_fd(comm, capfd):
+    os.write(1, b"x")
+    assert capfd.readouterr().out == "x"
+""",
+    )
+    result.assert_outcomes(passed=2)
+
+
+# Failures.
+
+
+def test_the_rank_that_failed_is_shown_with_its_traceback(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(3)
+def test_it(comm):
+    if comm.rank == 1:
+        raise ValueError("boom")
+    comm.barrier()
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*--- rank 1 ---*",
+            ">*raise ValueError(*boom*)",
+            "E       ValueError: boom",
+            "*.py:7: ValueError",
+            "ranks 0, 2: *PeerFailed: rank 1 failed: raised ValueError (*.py:8)",
+            "FAILED *::test_it[[]3 ranks] - rank 1: ValueError: boom",
+        ]
+    )
+
+
+def test_the_same_failure_on_several_ranks_is_shown_once(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        "@pytest.mark.ranks(4)\ndef test_it(comm): assert comm.size == 3, object()",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*--- ranks 0-3 ---*", "E *assert 4 == 3"])
+    assert result.stdout.str().count(">   def") + result.stdout.str().count("assert 4 == 3") <= 2
+
+
+def test_different_failures_are_all_shown(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester, "@pytest.mark.ranks(2)\ndef test_it(comm): assert comm.barrier() or comm.rank > 5"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines_random(["*--- rank 0 ---*", "E *0 > 5*", "*--- rank 1 ---*"])
+
+
+def test_frames_of_pycoll_are_hidden_in_its_own_errors(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+def test_it(comm):
+    comm.all_reduce(1.0 if comm.rank else 1)
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E * pycoll.errors.MismatchError: *"])
+    result.stdout.no_fnmatch_line("*engine.py*")
+
+
+@pytest.mark.parametrize(
+    ("where", "body"), [("setup", "raise OSError(1)\n    yield"), ("teardown", "yield\n    1 / 0")]
+)
+def test_failures_in_fixtures_say_so(where: str, body: str, pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        f"""
+@pytest.fixture
+def bad(comm):
+    {body}
+
+@pytest.mark.ranks(2)
+def test_it(bad): pass
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*--- ranks 0-1 ({where}) ---*"])
+
+
+@pytest.mark.parametrize(
+    ("death", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)"),
+        ("os._exit(3)", "exit status 3"),
+    ],
+)
+def test_a_rank_that_dies_is_named(death: str, reason: str, pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        f"""
+@pytest.mark.ranks(3)
+def test_it(comm):
+    if comm.rank == 1:
+        print("last words", flush=True)
+        {death}
+    comm.barrier()
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"rank 1 died in the test: {reason}",
+            f"ranks 0, 2: *PeerFailed: rank 1 failed: {reason} (*.py:9)",
+            "*Captured stdout call*",
+            "[[]1[]] last words",
+        ]
+    )
+
+
+def test_a_rank_that_exits_quietly_is_named(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        "@pytest.mark.ranks(2)\ndef test_it(comm):\n    if comm.rank: os._exit(0)",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["rank 1 died in the test: exit status 0"])
+
+
+def test_a_rank_that_cannot_collect_the_test_says_why(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+if "PYCOLL_RANK" in os.environ: raise RuntimeError("not here")
+@pytest.mark.ranks(2)
+def test_it(comm): pass
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*--- ranks 0-1 (pytest) ---*", "E *RuntimeError: not here"])
+
+
+def test_tests_that_come_and_go_are_found_out(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pid", [os.getpid()])
+def test_it(pid): pass
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*test_it[[]2 ranks-*] was not collected here"])
+
+
+HANG = """
+    if comm.rank == 1:
+        comm.recv(0)
+    open("hangs", "w").close()
+    while True:
+        os.sched_yield()
+"""
+
+
+@pytest.mark.parametrize("by", ["marker", "ini"])
+def test_a_test_that_takes_too_long_shows_what_each_rank_was_doing(
+    by: str, pytester: pytest.Pytester
+) -> None:
+    options = []
+    if by == "ini":
+        pytester.makeini("[pytest]\npycoll_timeout = 3")
+    else:
+        options = [", timeout=3"]
+    result = run_tests(
+        pytester, f"@pytest.mark.ranks(2{''.join(options)})\ndef test_it(comm):{HANG}"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*--- the test took longer than 3 s ---*",
+            "rank 0: not waiting in pycoll",
+            "rank 1: recv(source=0*",
+            "*--- rank 0, stack ---*",
+            "*sched_yield()",
+            "*--- rank 1, stack ---*",
+            "*comm.recv(0)",
+            "FAILED *the test took longer than 3 s",
+        ]
+    )
+
+
+def test_the_ini_option_must_be_a_number(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\npycoll_timeout = soon")
+    result = run_tests(pytester, "def test_it(): pass")
+    result.stderr.fnmatch_lines(["*pycoll_timeout is a number of seconds above 0, not 'soon'*"])
+
+
+# Skips and expected failures.
+
+
+def test_a_test_that_all_ranks_skip_is_skipped(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester, "@pytest.mark.ranks(2)\ndef test_it(comm):\n    pytest.skip('no GPU')", "-rs"
+    )
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED [[]1] test_*.py:4: no GPU"])
+
+
+def test_a_test_that_some_ranks_skip_has_run(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester, "@pytest.mark.ranks(2)\ndef test_it(comm):\n    if comm.rank: pytest.skip('no')"
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_a_skip_marker_starts_no_rank(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+if "PYCOLL_RANK" in os.environ: open("started", "w").close()
+@pytest.mark.skip(reason="later")
+@pytest.mark.ranks(2)
+def test_it(comm): pass
+""",
+    )
+    result.assert_outcomes(skipped=1)
+    assert not (pytester.path / "started").exists()
+
+
+XFAILS = [
+    ("xfail(reason='known')", "raise OSError", "xfailed"),
+    ("xfail(reason='known')", "pass", "xpassed"),
+    ("xfail(reason='known', strict=True)", "pass", "failed"),
+    ("xfail(reason='known', raises=ValueError)", "raise OSError", "failed"),
+    ("xfail(reason='known', raises=ValueError)", "int('known')", "xfailed"),
+    ("xfail(reason='known')", "os._exit(1)", "xfailed"),
+    ("usefixtures()", "pytest.xfail('known')", "xfailed"),
+]
+
+
+@pytest.mark.parametrize(("marker", "body", "outcome"), XFAILS)
+def test_expected_failures_are_respected(
+    marker: str, body: str, outcome: str, pytester: pytest.Pytester
+) -> None:
+    # The other rank fails only because this one does.
+    result = run_tests(
+        pytester,
+        f"@pytest.mark.{marker}\n@pytest.mark.ranks(2)\ndef test_it(comm):\n"
+        f"    if comm.rank: {body}\n    comm.barrier()\n",
+        "-rxXf",
+    )
+    result.assert_outcomes(**{outcome: 1})
+    if outcome != "failed":
+        result.stdout.fnmatch_lines([f"X{outcome[1:5].upper()}* test_*known"])
+
+
+# Output and warnings.
+
+
+def test_output_of_the_ranks_is_shown_with_a_failure_only(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+import logging, sys
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_it(comm, fails):
+    print("hello", fails)
+    print("oops", file=sys.stderr)
+    logging.warning("careful")
+    assert not fails
+""",
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines_random(
+        ["[[]0[]] hello True", "[[]1[]] hello True", "[[]0[]] oops", "*Captured log call, rank 1*"]
+    )
+    result.stdout.no_fnmatch_line("*hello False*")
+
+
+def test_output_passes_through_without_capturing(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester, "@pytest.mark.ranks(2)\ndef test_it(comm): print('hello')", "--capture=no"
+    )
+    result.stdout.fnmatch_lines_random(["*[[]0[]] hello", "*[[]1[]] hello"])
+
+
+def test_warnings_of_the_ranks_are_shown_once(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        "import warnings\n@pytest.mark.ranks(3)\ndef test_it(comm): warnings.warn('beware')",
+    )
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*UserWarning: beware"])
+
+
+def test_warnings_are_errors_in_the_ranks_if_they_are_in_the_parent(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeini("[pytest]\nfilterwarnings = error\n")
+    pytester.makepyfile(
+        """
+import pytest, warnings
+@pytest.mark.ranks(2)
+def test_clean(comm): comm.barrier()
+@pytest.mark.ranks(2)
+def test_warned(comm): warnings.warn('beware')
+"""
+    )
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["E *UserWarning: beware"])
+
+
+# The user's options and other plugins.
+
+
+def test_options_of_conftest_files_and_of_pytest_reach_the_ranks(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(
+        "def pytest_addoption(parser): parser.addoption('--flavor', default='none')"
+    )
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+def test_it(comm, pytestconfig):
+    assert pytestconfig.getoption("flavor") == "sweet"
+    assert pytestconfig.getoption("verbose") == 2
+    assert str(pytestconfig.rootpath) == os.getcwd()
+    assert pytestconfig.getini("xfail_strict")
+""",
+        "--flavor=sweet",
+        "-vv",
+        "-oxfail_strict=true",
+    )
+    result.assert_outcomes(passed=1)
+
+
+def test_reports_are_written_by_the_parent_alone(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\naddopts = --junitxml=report.xml --log-file=log.txt")
+    result = run_tests(
+        pytester,
+        """
+import atexit, os
+if "PYCOLL_RANK" in os.environ:
+    before = os.path.exists("report.xml")
+    atexit.register(lambda: os.path.exists("report.xml") == before or open("bad", "w"))
+@pytest.mark.ranks(2)
+def test_it(comm): assert comm.rank == 5
+""",
+    )
+    result.assert_outcomes(failed=1)
+    assert not (pytester.path / "bad").exists()
+    (case,) = ElementTree.parse(pytester.path / "report.xml").iter("testcase")
+    assert case.get("name") == "test_it[2 ranks]"
+    failure = case.find("failure")
+    assert failure is not None
+    assert "- rank 0 -" in (failure.text or "")
+
+
+def test_addopts_of_the_environment_reach_the_parent_and_the_tests(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--maxfail=3 -v")
+    pytester.makepyfile(
+        """
+import os, pytest
+@pytest.mark.ranks(1)
+def test_it(pytestconfig):
+    assert os.environ["PYTEST_ADDOPTS"] == "--maxfail=3 -v"
+    assert pytestconfig.getoption("verbose") == 1
+"""
+    )
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+def test_tests_are_selected_by_name_and_run_until_the_first_failure(
+    pytester: pytest.Pytester,
+) -> None:
+    text = """
+@pytest.mark.ranks(1, 2)
+def test_good(comm): pass
+@pytest.mark.ranks(1, 2)
+def test_bad(comm): assert comm.size == 5
+"""
+    result = run_tests(pytester, text, "-k", "bad or 2", "-x")
+    result.assert_outcomes(passed=1, failed=1, deselected=1)
+
+
+def test_what_failed_last_is_remembered_by_the_parent(pytester: pytest.Pytester) -> None:
+    text = """
+@pytest.mark.ranks(1, 2)
+def test_it(comm): assert comm.size == 1
+def test_other(): pass
+"""
+    run_tests(pytester, text, "-p", "cacheprovider").assert_outcomes(passed=2, failed=1)
+    cache = json.loads((pytester.path / ".pytest_cache/v/cache/lastfailed").read_text())
+    assert [name.partition("::")[2] for name in cache] == ["test_it[2 ranks]"]
+    again = pytester.runpytest_inprocess("--lf", "-v")
+    again.assert_outcomes(failed=1, deselected=0)
+    again.stdout.fnmatch_lines(["*::test_it[[]2 ranks] FAILED*"])
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_test_modules_in_folders_with_conftest_files(mode: str, pytester: pytest.Pytester) -> None:
+    folder = pytester.mkdir("deep") / "deeper"
+    folder.mkdir()
+    (folder.parent / "conftest.py").write_text(
+        "import pytest\n@pytest.fixture\ndef five(): return 5\n"
+    )
+    (folder / "test_inside.py").write_text(
+        "import pytest\n@pytest.mark.ranks(2)\ndef test_it(comm, five): assert five == 5\n"
+    )
+    pytester.runpytest_inprocess(f"--import-mode={mode}", "deep").assert_outcomes(passed=1)
+
+
+# Lightness and leftovers.
+
+
+def test_loading_the_plugin_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, pycoll.pytest_plugin\n"
+        "print(*{'numpy', 'zmq', 'cloudpickle', 'pycoll.launcher'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+def test_tests_without_the_marker_import_nothing_heavy(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        "import sys\n"
+        "def test_it(): assert not {'numpy', 'zmq', 'pycoll.launcher'} & set(sys.modules)"
+    )
+    pytester.runpytest_subprocess("-p", "no:hypothesispytest").assert_outcomes(passed=1)
+
+
+def test_no_descriptor_stays_open(pytester: pytest.Pytester) -> None:
+    text = "@pytest.mark.ranks(2)\ndef test_it(comm): assert comm.rank"
+    run_tests(pytester, text)  # libzmq and Python open what they keep
+    before = len(os.listdir("/proc/self/fd"))
+    run_tests(pytester, text).assert_outcomes(failed=1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ctrl_c_ends_pytest_and_the_ranks(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+import os, pytest, signal, threading
+@pytest.mark.ranks(2)
+def test_it(comm):
+    comm.barrier()
+    if comm.rank == 0:
+        os.kill(int(os.environ["PARENT"]), signal.SIGINT)
+    threading.Event().wait()
+"""
+    )
+    pytester.makeconftest("import os\nos.environ.setdefault('PARENT', str(os.getpid()))")
+    result = pytester.runpytest_subprocess()
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*KeyboardInterrupt*"])
