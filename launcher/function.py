@@ -67,10 +67,12 @@ def run(
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable: fn(comm, *args), not a {type(fn).__name__}")
+    if transport is not None and not isinstance(transport, str):
+        raise TypeError(f"transport is the name of one, not a {type(transport).__name__}")
     options = Options(
         size=_check_size(n),
         timeout_s=_check_timeout(timeout),
-        transport=_check_transport(transport),
+        transport=default_transport() if transport is None else transport,
     )
 
     def write_task(fd: int, ticket: call.Ticket) -> None:
@@ -144,6 +146,13 @@ def run_ranks(options: Options, write_task: Callable[[int, call.Ticket], None]) 
     return Ended(outcome, reports)
 
 
+def default_transport() -> str:
+    """The transport of ranks for which none was chosen."""
+    if "PYCOLL_JOB" in os.environ:  # what the environment says is about an outer job
+        return "auto"
+    return os.environ.get("PYCOLL_TRANSPORT") or "auto"
+
+
 def path() -> list[str]:
     """The sys.path that ranks are given; what is no str there is not looked at by imports."""
     entries: list[Any] = sys.path
@@ -190,14 +199,6 @@ def _check_timeout(timeout: float | None) -> float | None:
     if not timeout >= 0:
         raise ValueError(f"timeout is a number of seconds from 0 up, not {timeout}")
     return None if timeout == math.inf else float(timeout)
-
-
-def _check_transport(transport: str | None) -> str:
-    if transport is not None and not isinstance(transport, str):
-        raise TypeError(f"transport is the name of one, not a {type(transport).__name__}")
-    if transport is None and "PYCOLL_JOB" not in os.environ:  # else it is that of an outer job
-        transport = os.environ.get("PYCOLL_TRANSPORT")
-    return transport or "auto"
 
 
 # The task.

@@ -10,11 +10,12 @@ Ranks are world ranks here. Everything runs under the engine's lock.
 
 from __future__ import annotations
 
+import bisect
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pycoll.errors import MismatchError, PeerFailed
+from pycoll.errors import Error, MismatchError, PeerFailed
 from pycoll.transports.base import Arrival, Operation, Transfer
 
 ANY = -1
@@ -39,13 +40,14 @@ Wanted = Callable[[Arrival | None, BaseException | None], None]
 
 
 class Message(NamedTuple):
-    """A point-to-point message that has come."""
+    """A point-to-point message that has come; `order` counts those of its communicator."""
 
     arrival: Arrival
     source: int
     tag: int
     is_object: bool
     description: bytes
+    order: int
 
 
 class Match(Operation):
@@ -116,6 +118,7 @@ class Context:
         self.gone: dict[int, PeerFailed] = {}
         self._history: dict[int, bytes] = {}
         self._messages: list[Message] = []
+        self._arrived = 0
         self._early: dict[int, dict[Key, Arrival]] = {}
         self._wanted: dict[Key, Wanted] = {}
         self.on_mismatch: Callable[[MismatchError], None] = lambda error: None
@@ -151,9 +154,10 @@ class Context:
         return None
 
     def put_back(self, message: Message) -> None:
-        """Return a message to the front of the queue; an earlier receive may take it from there."""
+        """Return a message to its place in the queue; another receive may take it from there."""
         if not self._offer(message):
-            self._messages.insert(0, message)
+            place = bisect.bisect(self._messages, message.order, key=lambda other: other.order)
+            self._messages.insert(place, message)
 
     def _offer(self, message: Message) -> bool:
         for match in [match for match in self.matches if match.fits(message)]:
@@ -218,7 +222,8 @@ class Context:
         if header[0] == KIND_P2P:
             _, _, tag, is_object = P2P.unpack_from(header)
             description = bytes(header[P2P.size :])
-            message = Message(arrival, arrival.peer, tag, bool(is_object), description)
+            order, self._arrived = self._arrived, self._arrived + 1
+            message = Message(arrival, arrival.peer, tag, bool(is_object), description, order)
             if not self._offer(message):
                 self._messages.append(message)
             return
@@ -277,8 +282,8 @@ class Context:
         self._drop_messages()
 
     def close(self) -> None:
-        """Drop what has come and was never asked for."""
-        self._drop_messages()
+        """Drop what has come and was never asked for; what other threads wait for ends."""
+        self.fail(Error("this communicator is closed"))
 
     def _drop_messages(self) -> None:
         arrivals = [message.arrival for message in self._messages]

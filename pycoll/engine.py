@@ -22,6 +22,7 @@ from typing import Any
 
 from pycoll.context import Context
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
+from pycoll.interrupts import Interrupts
 from pycoll.launcher.rendezvous import Client
 from pycoll.membership import Membership
 from pycoll.task import Call, CallSteps, Task
@@ -29,6 +30,10 @@ from pycoll.transports.base import Arrival, Operation, Parts, Transport
 
 REPORT_AFTER_S = 0.3
 """A wait that lasts this long is reported to the launcher: for tables, and to compare calls."""
+
+CONFIRM_S = 5.0
+"""Seconds past its deadline that a send which cannot be taken back any more waits for the receiver
+to confirm it. That takes a moment, unless the receiver was stopped or gave up half-way."""
 
 CLOSED_IDS = 4096
 """Closed communicators that are remembered, so that late messages for them are dropped."""
@@ -66,6 +71,7 @@ class Engine:
         self.closed: str | None = None
         self.membership = Membership(rank, self, has_launcher=control is not None)
         self._unclaimed: dict[int, list[Arrival]] = {}
+        self._broken_early: dict[int, Error] = {}
         self._closed_ids: dict[int, None] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._gate = threading.Lock()
@@ -74,6 +80,7 @@ class Engine:
         self._driving = False
         self._sleepers: list[_Sleeper] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.interrupts = Interrupts(self._interrupted)
         self._distinct = list(dict.fromkeys(transports))
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
@@ -87,11 +94,16 @@ class Engine:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the engine; a thread that drives lets go of it at once."""
-        self._enter()
+        held = self.interrupts.hold()
         try:
-            yield
+            self._enter()
+            try:
+                yield
+            finally:
+                self._leave()
         finally:
-            self._leave()
+            if held:
+                self.interrupts.release()
 
     def _enter(self) -> None:
         if self.closed is not None:
@@ -124,6 +136,8 @@ class Engine:
                 context.fail(self.membership.failed[rank])
             if rank in self.membership.gone:
                 context.peer_gone(rank, self.membership.gone[rank])
+        if ident in self._broken_early:
+            context.fail(self._broken_early.pop(ident))
         for arrival in self._unclaimed.pop(ident, []):
             context.arrived(arrival)
         return context
@@ -170,6 +184,16 @@ class Engine:
             Error: what else went wrong.
         """
         deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
+        held = self.interrupts.hold()
+        try:
+            return self._run(call, steps, deadline, collective)
+        finally:
+            if held:
+                self._end_hold(call.context if collective else None)
+
+    def _run(
+        self, call: Call, steps: Callable[[], CallSteps], deadline: float, collective: bool
+    ) -> Any:
         context = call.context
         self._enter()
         try:
@@ -200,6 +224,23 @@ class Engine:
         finally:
             self._leave()
 
+    def _end_hold(self, collective: Context | None) -> None:
+        """Raise an interrupt that came during a call, and break what was called collectively."""
+        try:
+            self.interrupts.release()
+        except KeyboardInterrupt as exc:
+            if collective is not None and self.closed is None:
+                with self.locked():
+                    self.break_context(collective, exc)
+            raise
+
+    def _interrupted(self) -> None:
+        """Wake the main thread, which has an interrupt to raise: whether it drives or sleeps."""
+        if self.closed is None:
+            os.eventfd_write(self._bell, 1)
+            for sleeper in self._sleepers:
+                sleeper.event.set()
+
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
         return self.membership.refuse(peer) or self.transports[peer].send(peer, header, parts)
@@ -210,15 +251,19 @@ class Engine:
         """Return when `operation` is done; the lock is held on entry and at the end."""
         report_at = time.monotonic() + REPORT_AFTER_S
         reported = False
+        limit = deadline
         try:
             while not operation.done:
+                self.interrupts.check()
                 now = time.monotonic()
-                if now >= deadline:
+                if now >= limit and operation.committed:
+                    limit = deadline + CONFIRM_S
+                if now >= limit:
                     raise self._timeout(call)
                 if not reported and now >= report_at:
                     reported = True
                     self._report(call)
-                until = deadline if reported else min(deadline, report_at)
+                until = limit if reported else min(limit, report_at)
                 if self._driving:
                     self._sleep(operation, until)
                 else:
@@ -242,6 +287,7 @@ class Engine:
                 for descriptor, _ in self._poller.poll(timeout_ms):
                     if descriptor == self._bell:
                         self._make_room()
+                self.interrupts.check()
         finally:
             self._driving = False
             if self._sleepers:
@@ -349,9 +395,12 @@ class Engine:
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "broken":
-            context = self.contexts.get(fields["context"])
+            ident = fields["context"]
+            context = self.contexts.get(ident)
             if context is not None:
                 context.fail(_broken_error(fields))
+            elif ident not in self._closed_ids:  # this rank is still about to make it
+                self._broken_early[ident] = _broken_error(fields)
         elif kind == "lost":
             error = Error(
                 f"rank {self.rank}: the connection to pycoll-run is gone; the job cannot go on"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pycoll import arrays, objects
 from pycoll.arrays import Value
-from pycoll.context import ANY, KIND_P2P, P2P, Match, Message, ParkedArrival
+from pycoll.context import ANY, KIND_P2P, P2P, Context, Match, Message, ParkedArrival
 from pycoll.dtypes import Array
 from pycoll.errors import MismatchError, OperationTimeout, TruncationError
 from pycoll.executor import new_bytes
@@ -160,7 +160,7 @@ def _take(group: Group, message: Message, out: Value | None) -> CallSteps:
     try:
         yield transfer
     except (OperationTimeout, KeyboardInterrupt):
-        group.context.put_back(_park(message, transfer))
+        _park(group.context, message, transfer)
         raise
     except BaseException:
         transfer.cancel()
@@ -168,10 +168,17 @@ def _take(group: Group, message: Message, out: Value | None) -> CallSteps:
     return finish(array)
 
 
-def _park(message: Message, transfer: Transfer) -> Message:
-    """Let a message whose receive was given up go on into memory of ours."""
+def _park(context: Context, message: Message, transfer: Transfer) -> None:
+    """Put back a message whose receive was given up half-way: it goes on into memory of ours."""
     spare = new_bytes(message.arrival.nbytes)
-    return message._replace(arrival=ParkedArrival(message.arrival, transfer, spare))
+    parked = ParkedArrival(message.arrival, transfer, spare)
+
+    def done(operation: Operation) -> None:
+        if operation.error is not None:  # its sender has given up, too
+            context.withdrawn(parked)
+
+    transfer.then(done)
+    context.put_back(message._replace(arrival=parked))
 
 
 def _prepare(group: Group, message: Message, out: Value | None) -> tuple[memoryview, Any, Any]:

@@ -3,7 +3,7 @@
 A marked test becomes one item for each number of ranks. In the user's pytest, the parent, such an
 item runs neither the test nor its fixtures: it starts a job whose ranks each run pytest on that
 very item, with the configuration of the parent (`_Rank`). Each rank reports its phases through a
-memfd, and the parent makes one result of them (`_Verdict`).
+memfd, and the parent makes one result of them (`pycoll.pytest_verdict`).
 
 Every pytest of a user who has pycoll loads this module, so what it needs is imported when it is.
 """
@@ -11,7 +11,6 @@ Every pytest of a user who has pycoll loads this module, so what it needs is imp
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import re
@@ -19,15 +18,16 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from pycoll.communicator import Communicator
-    from pycoll.launcher.function import Ended
+    from pycoll.launcher.call import Ticket
+    from pycoll.pytest_verdict import Verdict
 
 _SIZE = "_pycoll_ranks"  # the parameter of a marked test
 _RANK_PLUGIN = "pycoll-rank"
@@ -131,7 +131,7 @@ def _seconds(value: object, what: str) -> float:
 
 # The parent.
 
-_verdict_key = pytest.StashKey["_Verdict"]()
+_verdict_key: pytest.StashKey[Verdict | None] = pytest.StashKey()
 
 
 def _size_of(item: pytest.Item) -> int | None:
@@ -169,22 +169,31 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:  # noqa: D103
     item, size = pyfuncitem, _size_of(pyfuncitem)
     if size is None or not _starts_ranks(item):
         return None
-    from pycoll.launcher.function import run_ranks
+    from pycoll.launcher.function import default_transport, run_ranks
     from pycoll.launcher.spawn import Options
+    from pycoll.pytest_verdict import Verdict
 
+    item.stash[_verdict_key] = None  # it may be run again
     marker = item.get_closest_marker("ranks")
     assert marker is not None
     timeout = _read_marker(marker)[1] or float(item.config.getini("pycoll_timeout"))
     options = Options(
         size=size,
         timeout_s=None if timeout == math.inf else timeout,
+        transport=default_transport(),
         tag_output=True,
         exports={"PYTEST_ADDOPTS": ""},  # the ranks are given the options that came of it
     )
     ended = run_ranks(options, lambda fd, ticket: _write_task(item, fd, ticket))
-    item.stash[_verdict_key] = verdict = _Verdict(ended)
+    item.stash[_verdict_key] = verdict = Verdict(ended)
     verdict.warn_again()
-    verdict.conclude()
+    match verdict.outcome:  # the report is completed below, by what only the ranks know
+        case "failed":
+            pytest.fail(verdict.reason, pytrace=False)
+        case "xfailed":
+            raise pytest.xfail.Exception(verdict.reason)
+        case "skipped":
+            pytest.skip(verdict.reason)
     return True
 
 
@@ -199,7 +208,7 @@ def pytest_runtest_makereport(  # noqa: D103
     return report
 
 
-def _write_task(item: pytest.Function, fd: int, ticket: Any) -> None:
+def _write_task(item: pytest.Function, fd: int, ticket: Ticket) -> None:
     """Tell the ranks which test to run and how."""
     from pycoll.launcher import function
     from pycoll.launcher.call import write_parcel
@@ -253,206 +262,6 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-class _Crash(NamedTuple):
-    """Where a test failed, and one line about it."""
-
-    path: str = ""
-    lineno: int = 0
-    message: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.lineno}: {self.message}"
-
-
-class _Failure(NamedTuple):
-    """A part of what is shown: a heading with a text below, or a line alone."""
-
-    title: str
-    text: str = ""
-    crash: _Crash = _Crash()
-
-
-class _Representation:
-    """What pytest shows of a failure on several ranks: the `longrepr` of a report."""
-
-    def __init__(self, failures: list[_Failure]) -> None:
-        self._failures = failures
-        title, _, crash = failures[0]
-        message = f"{title}: {crash.message}" if crash.message else title
-        self.reprcrash = crash._replace(message=message)
-
-    def toterminal(self, tw: Any) -> None:
-        """Write it to a pytest TerminalWriter."""
-        for title, text, _ in self._failures:
-            if text:
-                tw.sep("-", title)
-            else:
-                tw.line(title)
-            for line in text.splitlines():
-                tw.line(line, red=line.startswith("E "), bold=line.startswith("E "))
-
-    def __str__(self) -> str:
-        lines = []
-        for title, text, _ in self._failures:
-            lines += [f" {title} ".center(80, "-"), text] if text else [title]
-        return "\n".join(lines)
-
-
-class _Verdict:
-    """One result for a test, made of what its ranks have reported.
-
-    A test that is expected to fail (xfail) did so if it failed as expected on one rank, and on the
-    others only because of that. It is skipped if all ranks skipped it.
-    """
-
-    def __init__(self, ended: Ended) -> None:
-        self._ended = ended
-        self._ranks: list[dict[str, Any]] = [
-            {"phases": [], "warnings": [], "done": False} if report is None else report.head
-            for report in ended.reports
-        ]
-        failed, lost = self._of("failed"), self._lost()
-        causes = [pair for pair in failed if not pair[1]["victim"]]
-        victims = [pair for pair in failed if pair[1]["victim"]]
-        self._xfailed = [] if causes else self._of("xfailed")
-        self._expected = bool(lost) and not failed  # what xfail without an exception class covers
-        # A rank that failed because another one did is shown in full only if there is nothing else.
-        if causes or (lost and not self._xfailed):
-            self._failures = [*lost, *self._fold(causes), *self._brief(victims)]
-        else:
-            unexpected = victims or self._of("xpassed(strict)")
-            self._failures = [] if self._xfailed else self._fold(unexpected)
-        if self._failures:
-            self._failures += self._rest(failed)
-
-    def conclude(self) -> None:
-        """Raise what makes pytest fail, skip or xfail the test, if that is the result."""
-        if self._failures:
-            pytest.fail(str(_Representation(self._failures)), pytrace=False)
-        if self._xfailed:
-            raise pytest.xfail.Exception(self._reason("xfailed"))
-        if self._is_skipped():
-            pytest.skip(self._reason("skipped"))
-
-    def fill(self, report: pytest.TestReport) -> None:
-        """Complete pytest's report with what only the ranks know."""
-        for rank, said in enumerate(self._ranks):
-            for phase in said["phases"]:
-                report.sections += [(f"{name}, rank {rank}", t) for name, t in phase["sections"]]
-        if self._failures:
-            if self._expected and hasattr(report, "wasxfail"):
-                return
-            vars(report).pop("wasxfail", None)
-            report.outcome = "failed"
-            representation: Any = _Representation(self._failures)
-            report.longrepr = representation
-        elif self._xfailed:
-            report.outcome, report.wasxfail = "skipped", self._reason("xfailed")
-        elif self._is_skipped():
-            path, line, _ = self._of("skipped")[0][1]["skip"]
-            report.longrepr = (path, line, f"Skipped: {self._reason('skipped')}")
-        elif self._of("xpassed"):
-            report.outcome, report.wasxfail = "passed", self._reason("xpassed")
-
-    def warn_again(self) -> None:
-        """Repeat the warnings of the ranks here, the same one of several ranks once."""
-        seen = {tuple(warning) for said in self._ranks for warning in said["warnings"]}
-        for module, name, text, file, line in sorted(seen):
-            category = getattr(sys.modules.get(module), name, UserWarning)
-            with contextlib.suppress(Warning):  # an error here, but not in the ranks
-                warnings.warn_explicit(text, category, file, line)
-
-    def _of(self, outcome: str) -> list[tuple[int, dict[str, Any]]]:
-        """The phases with this outcome, each with its rank."""
-        return [
-            (rank, phase)
-            for rank, said in enumerate(self._ranks)
-            for phase in said["phases"]
-            if phase["outcome"] == outcome
-        ]
-
-    def _reason(self, outcome: str) -> str:
-        return "; ".join(dict.fromkeys(phase["reason"] for _, phase in self._of(outcome)))
-
-    def _is_skipped(self) -> bool:
-        return len({rank for rank, _ in self._of("skipped")}) == len(self._ranks)
-
-    def _lost(self) -> list[_Failure]:
-        """What no rank could report: the test took too long, or a rank died."""
-        ended, outcome = self._ended, self._ended.outcome
-        if ended.timed_out:
-            said = outcome.report.partition(";")[0].replace("the job", "the test")
-            text = "\n".join(["What each rank was doing:", *ended.table])
-            return [_Failure(said, text), *self._stacks()]
-        silent = [rank for rank, said in enumerate(self._ranks) if not said["done"]]
-        reason = ended.reason
-        if outcome.culprit is not None:
-            phases = self._ranks[outcome.culprit]["phases"]
-            explained = any(phase["outcome"].endswith("failed") for phase in phases)
-            silent = [] if explained else [outcome.culprit]
-        elif silent:
-            reason = "exit status 0"
-        found = []
-        for rank in silent:
-            phases = self._ranks[rank]["phases"]
-            when = {0: "before or in setup", 1: "in the test", 2: "in teardown"}
-            title = f"rank {rank} died {when.get(len(phases), 'after the test')}: {reason}"
-            found.append(_Failure(title))
-        return found
-
-    def _stacks(self) -> list[_Failure]:
-        """Where ranks were when they were asked to end, those at the same place together."""
-        groups: dict[str, list[int]] = {}
-        for rank, said in enumerate(self._ranks):
-            if "stack" in said:
-                groups.setdefault(said["stack"], []).append(rank)
-        return [_Failure(f"{_name(ranks)}, stack", stack) for stack, ranks in groups.items()]
-
-    def _fold(self, pairs: list[tuple[int, dict[str, Any]]]) -> list[_Failure]:
-        """What failed, ranks with the same text together; that of the cause comes first."""
-        groups: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
-        for rank, phase in sorted(pairs, key=lambda pair: pair[0] != self._ended.outcome.culprit):
-            # Addresses differ between ranks, and so does what a communicator is shown as.
-            text = re.sub(r"\b0x[0-9a-f]+|\brank \d+ of \d+", "*", phase["text"])
-            key = (phase["when"], text)
-            groups.setdefault(key, []).append((rank, phase))
-        return [
-            _Failure(_title(group), group[0][1]["text"], _Crash(*group[0][1]["crash"]))
-            for group in groups.values()
-        ]
-
-    def _brief(self, pairs: list[tuple[int, dict[str, Any]]]) -> list[_Failure]:
-        """One line for ranks that failed because another one had."""
-        groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        for rank, phase in pairs:
-            path, line, message = phase["crash"]
-            said = f"{message.splitlines()[0]} ({path}:{line})"
-            groups.setdefault(said, []).append((rank, phase))
-        return [_Failure(f"{_title(group)}: {said}") for said, group in groups.items()]
-
-    def _rest(self, failed: list[tuple[int, dict[str, Any]]]) -> list[_Failure]:
-        """One line for the ranks that did not fail."""
-        told = {rank for rank, _ in failed} | {self._ended.outcome.culprit}
-        rest = [rank for rank in range(len(self._ranks)) if rank not in told]
-        done = [rank for rank in rest if self._ranks[rank]["done"]]
-        cut = [rank for rank in rest if not self._ranks[rank]["done"]]
-        found = [_Failure(f"{_name(done)}: no failure")] if done else []
-        if cut and self._ended.outcome.culprit is not None:
-            found += [_Failure(f"{_name(cut)}: not done when the job was ended"), *self._stacks()]
-        return found
-
-
-def _title(group: list[tuple[int, dict[str, Any]]]) -> str:
-    when = group[0][1]["when"]
-    return _name({rank for rank, _ in group}) + ("" if when == "call" else f" ({when})")
-
-
-def _name(ranks: Iterable[int]) -> str:
-    from pycoll.launcher.outcome import ranks_text
-
-    return ranks_text(ranks)
 
 
 # A rank.
@@ -510,8 +319,6 @@ class _Rank:
         chosen = [item for item in items if item.nodeid == self._task["nodeid"]]
         result = yield
         items[:] = chosen  # whatever other plugins select
-        if not chosen:
-            self._note(f"{self._task['nodeid']} was not collected here")
         return result
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -560,6 +367,8 @@ class _Rank:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if not self._said["phases"]:
+            self._note(f"{self._task['nodeid']} was not collected here")
         self._said["done"] = True
         self._write()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -44,6 +44,10 @@ class Task(Operation):
         self._interruption: BaseException | None = None
         self.result: Any = None
 
+    @property
+    def committed(self) -> bool:
+        return self._current is not None and self._current.committed
+
     def start(self) -> None:
         """Run up to the first operation that is not done yet."""
         self._advance(None)

@@ -120,6 +120,7 @@ def init(
         _session.options = options
         _session.comm = WorldCommunicator(world, group)
         _install_hooks()
+        engine.interrupts.install()
         return _session.comm
 
 
@@ -134,6 +135,7 @@ def finalize() -> None:
         _session.ended = _session.ended or FINALIZED
     if engine is not None:
         engine.close(FINALIZED, CLOSE_TIMEOUT_S)
+        engine.interrupts.uninstall()
 
 
 def read_place(environ: Mapping[str, str]) -> Place:

@@ -1,7 +1,7 @@
 """Jobs of scripts: ranks that check for themselves what they see of one that fails.
 
-Every script begins with `PRELUDE`; a rank for which all was as it should be calls `ok()`. The script
-may wait for anything but the clock: for a message, for what the launcher says a rank is doing
+Every script begins with `PRELUDE`; a rank for which all was as it should be calls `ok()`. A script
+waits for anything but the clock: for a message, for what the launcher says a rank is doing
 (`await_table`), for the end of a process (`await_end`).
 """
 

@@ -9,6 +9,7 @@ import array
 import functools
 import hashlib
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -448,6 +449,14 @@ def test_tensors_come_back_as_tensors(ranks: Any) -> None:
         gradient = torch.ones(3, requires_grad=True)
         assert comm.all_reduce(gradient).tolist() == [size] * 3
         assert comm.broadcast(torch.ones(2) if me == 0 else torch.zeros(2)).tolist() == [1, 1]
+        # Where the sender's library cannot be imported, its arrays come as NumPy arrays.
+        if me == 1:
+            sys.modules["torch"] = None
+        try:
+            got = comm.broadcast(torch.ones(2, dtype=torch.bfloat16) if me == 0 else None)
+        finally:
+            sys.modules["torch"] = torch
+        assert me == 0 or (type(got) is np.ndarray and got.dtype == dtype_of("bfloat16"))
 
     ranks(program)
 
@@ -493,7 +502,8 @@ def test_objects_travel_through_every_collective_that_takes_them(ranks: Any) -> 
             everything = [make(rank) for rank in range(size)]
             for root in range(size):
                 mine = make(root) if me == root else None
-                same(comm.broadcast(mine, root), make(root))
+                for name in algorithms("broadcast"):
+                    same(comm.broadcast(mine, root, algorithm=name), make(root))
                 gathered = comm.gather(make(me), root)
                 assert (gathered is None) == (me != root)
                 if me == root:

@@ -118,7 +118,7 @@ def test_a_rank_killed_in_the_middle_of_large_transfers_fails_both_directions(jo
     done = job(
         4,
         """
-x, other = np.ones(1 << 23), comm.dup()
+x, other = np.ones(1 << 21), comm.dup()
 under_way = threading.Semaphore(0)
 
 def repeat(call, *args, **kwargs):
@@ -200,6 +200,7 @@ def test_a_rank_that_exits_with_0_fails_those_blocked_on_it_and_no_others(job: A
     done = job(
         6,
         """
+second = comm.dup()  # a collective that fails ends all use of its communicator
 others = comm.split(0 if rank < 4 else 1)  # 4 exits, 5 does not
 if rank == 4:
     doing = "recv.source=4", "all_reduce", "send.float", "recv.source=0", "", "barrier"
@@ -209,7 +210,7 @@ if rank == 0:
     peer_failed(4, "exit status 0", comm.recv, 4, within=60)
     comm.send("unharmed", 3)
 elif rank == 1:
-    peer_failed(4, "exit status 0", comm.all_reduce, 1, within=60)
+    peer_failed(4, "exit status 0", second.all_reduce, 1, within=60)
 elif rank == 2:
     peer_failed(4, "exit status 0", comm.send, np.ones(1 << 20), 4, within=60)
 elif rank == 3:
@@ -221,6 +222,9 @@ if rank < 4:
     for i in range(5):
         assert others.all_reduce(1) == 4
         assert others.sendrecv(rank, (rank + 1) % 4, (rank - 1) % 4) == (rank - 1) % 4
+        assert comm.sendrecv(rank, (rank + 1) % 4, (rank - 1) % 4) == (rank - 1) % 4
+    peer_failed(4, "exit status 0", second.barrier)
+    others.barrier()
     peer_failed(4, "exit status 0", comm.barrier)
 ok()
 """,
@@ -236,7 +240,6 @@ ok()
         ("os._exit(5)", 5, "exit status 5"),
         ("os.abort()", 134, "killed by signal 6 (SIGABRT)"),
         ("os.execvp('false', ['false'])", 1, "exit status 1"),
-        ("comm.abort(7)", 7, "called abort(7)"),
         ("raise RuntimeError('the cause')", 1, "raised RuntimeError"),
         ("raise KeyboardInterrupt", 130, "raised KeyboardInterrupt"),
     ],
@@ -278,6 +281,25 @@ os._exit(9)  # long after the cause
     assert f"PeerFailed: rank 1 failed: {reason}" in done.stderr.replace("pycoll.errors.", "")
 
 
+def test_abort_ends_the_job_at_once_with_its_code(job: Any) -> None:
+    text = """
+comm.send(os.getpid(), (rank + 1) % size)
+if rank == 1:
+    await_table((0, "barrier"))
+    comm.abort(7)
+if rank == 0:
+    comm.barrier()
+while True:  # computes
+    pass
+"""
+    started = time.monotonic()
+    done = job(3, text)
+    assert done.status == 7
+    assert "pycoll-run: rank 1 failed after" in done.stderr
+    assert "called abort(7)" in done.stderr
+    assert time.monotonic() - started < 10
+
+
 # A reduction operator raises or communicates; a collective is interrupted.
 
 
@@ -303,8 +325,9 @@ assert intact.all_reduce(rank) == 3
 
 failures = []
 def communicates(a, b):
-    calls = [(intact.send, 1, 0), (intact.barrier,), (intact.recv,), (intact.dup,), (second.iprobe,)]
-    for call, *args in calls:
+    for call, *args in (
+        (intact.send, 1, 0), (intact.barrier,), (intact.recv,), (intact.dup,), (second.iprobe,)
+    ):
         failures.append(error_like(pycoll.Error, "operator .* must not communicate", call, *args))
     return a + b
 
@@ -328,6 +351,7 @@ reason = "gave up a collective (KeyboardInterrupt)"
 if rank == 0:
     await_table((1, "barrier"), (2, "barrier"))
     os.kill(pids[1], signal.SIGINT)
+    peer_failed(1, reason, lambda: [comm.iprobe() for _ in iter(int, 1)])  # it is not in the call
 if rank == 1:
     error_like(KeyboardInterrupt, "^$", comm.barrier, within=60)
 else:
@@ -336,19 +360,22 @@ for call in comm.barrier, lambda: comm.recv(2 - rank), lambda: comm.split(1), co
     peer_failed(1, reason, call)
 assert intact.all_reduce(rank) == 3
 
+
+def combine(a, b):  # in the middle of a transfer, when the first pieces have come
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return a + b
+
 x = np.ones(1 << 19)
-def forever(other, kind):
-    for i in range(10**9):
-        if rank == 0 and i == 2:
-            os.kill(pids[1], signal.SIGINT)
-        try:
-            other.all_reduce(x, out=x) if kind else other.broadcast(x, root=2)
-        except (KeyboardInterrupt, pycoll.PeerFailed):
-            break
+for _ in range(10):
+    other = intact.dup()
+    arguments = other.all_reduce, x, pycoll.Op(combine, elementwise=True), x
+    if rank == 1:
+        error_like(KeyboardInterrupt, "^$", *arguments, algorithm="ring")
+    else:
+        peer_failed(1, reason, *arguments, algorithm="ring")
     peer_failed(1, reason, other.barrier)
     other.close()
-for i in range(10):
-    forever(intact.dup(), i % 2)
     assert intact.all_reduce(rank) == 3
 ok()
 """,
@@ -403,11 +430,14 @@ if rank == 3:
     await_table((0, "all_reduce.*#"), (1, "all_reduce.*#"))
     intact.send("not coming", 2)
     assert more.recv(0) == "out of time"
+    # It is not in the call, so nothing but the launcher tells it.
+    error_like(pycoll.OperationTimeout, late, lambda: [comm.iprobe() for _ in iter(int, 1)])
 elif rank == 2:  # waits for ever, but for another's deadline
     assert intact.recv(3) == "not coming"
     error_like(pycoll.OperationTimeout, late, comm.all_reduce, np.ones(7), within=60)
 else:
-    error = error_like(pycoll.OperationTimeout, late, comm.all_reduce, np.ones(7), timeout=2.0 + rank)
+    arguments = comm.all_reduce, np.ones(7)
+    error = error_like(pycoll.OperationTimeout, late, *arguments, timeout=2.0 + rank)
     assert isinstance(error, TimeoutError)
     for doing in "0: all_reduce.*#", "1: all_reduce.*#", "3: recv.source=0, tag=ANY. at script.py:":
         assert re.search(f"rank {doing}.* for .* s", str(error)), str(error)
@@ -434,7 +464,7 @@ for _ in range(3):
         (comm.send, large, (rank + 1) % 3),
         (comm.sendrecv, large, (rank + 1) % 3, (rank + 2) % 3, 0, 7),
     ):
-        text = rf"^rank {rank}: {call.__name__}\\(.*\\) at script.py:.*\\n    rank 0: .*\\n    rank 2: "
+        text = rf"^rank {rank}: {call.__name__}\\(.*\\) at script.py:.*  rank 0: .*  rank 2: "
         error_like(pycoll.OperationTimeout, text, call, *args, timeout=0.02)
         error_like(pycoll.OperationTimeout, text, call, *args, timeout=0)
     assert comm.all_to_all([rank] * 3) == [0, 1, 2]
@@ -495,7 +525,8 @@ comm.all_reduce(1.0)
     done = job(3, text, "--timeout", "2")
     assert done.status == 124
     assert "rank 0: not waiting in pycoll" in done.stderr
-    assert "rank 1: all_reduce(" in done.stderr and "rank 2: all_reduce(" in done.stderr
+    assert "rank 1: all_reduce(" in done.stderr
+    assert "rank 2: all_reduce(" in done.stderr
     assert time.monotonic() - started < 2 + PROMPT_S
 
 

@@ -100,7 +100,8 @@ other, large = comm.dup(), np.ones(1 << 20)
 after, anyone = (rank + 1) % 3, pycoll.ANY_SOURCE
 calls = [  # nothing with tag 7 is ever sent
     (comm.recv, anyone, 7), (comm.recv, after, 7), (comm.recv, rank, 7), (comm.probe, anyone, 7),
-    (comm.send, large, after), (comm.sendrecv, large, after, anyone, 0, 7), (comm.split(rank).recv,),
+    (comm.send, large, after), (comm.sendrecv, large, after, anyone, 0, 7),
+    (comm.split(rank).recv,),
 ]
 if rank != 1:  # 1 never comes
     calls.append((other.barrier,))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -374,6 +376,25 @@ def test_a_longer_message_is_a_truncation_error_and_stays_first(ranks: Any) -> N
 
 
 @sizes(2)
+def test_a_message_that_did_not_fit_keeps_its_place_among_the_others(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        if comm.rank == 0:
+            for i in range(6):
+                comm.send(numbered(i, 20), 1, tag=i)
+        else:
+            comm.probe(0, tag=5)
+            for tag in (3, 5, 1):
+                with pytest.raises(pycoll.TruncationError):
+                    comm.recv(0, tag, out=np.zeros(3, "u1"))
+                with pytest.raises(pycoll.MismatchError):
+                    comm.recv(0, tag, out=np.zeros(30, "i1"))
+            for i in range(6):
+                check(comm.recv(0), i, 20)
+
+    ranks(program)
+
+
+@sizes(2)
 def test_another_dtype_than_that_of_out_is_a_mismatch_and_stays_first(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         sent = [np.arange(8), np.arange(8.0), "an object", np.arange(LARGE)]
@@ -463,11 +484,14 @@ def test_transfers_that_time_out_half_way_lose_and_double_nothing(ranks: Any) ->
 def test_a_send_that_times_out_as_it_is_received_is_received_once_or_never(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         rng = np.random.default_rng(1)
-        # What is buffered fills the 1 MiB there is for that: then all messages wait for receives.
-        filling = [65_536] * 15 + [57_000]
+        filling = 0
         if comm.rank == 0:
-            for nbytes in filling:
-                comm.send(numbered(0, nbytes), 1, tag=1)
+            # Buffer as much as is allowed, so that short and empty messages wait for receives, too.
+            for nbytes in (60_000, 0):
+                with contextlib.suppress(pycoll.OperationTimeout):
+                    while True:
+                        comm.send(numbered(0, nbytes), 1, tag=1, timeout=0.02)
+                        filling += 1
         for i in range(200):
             nbytes = (0, 10, LARGE)[i % 3]
             if comm.rank == 1:
@@ -479,9 +503,46 @@ def test_a_send_that_times_out_as_it_is_received_is_received_once_or_never(ranks
                     break
                 except pycoll.OperationTimeout:
                     continue
-        for nbytes in filling:
-            assert comm.rank == 0 or comm.recv(0).nbytes == nbytes
+        for _ in range(comm.broadcast(filling)):
+            assert comm.rank == 0 or not comm.recv(0, tag=1).any()
         comm.barrier()
+        assert comm.iprobe() is None
+
+    ranks(program)
+
+
+@sizes(2)
+def test_what_both_sides_have_given_up_is_not_there_any_more(ranks: Any, tmp_path: Path) -> None:
+    def program(comm: Comm, fifo: str) -> None:
+        if comm.rank == 0:
+            for _ in range(2):
+                with pytest.raises(pycoll.OperationTimeout):
+                    comm.send(numbered(1, 32 * MiB), 1, timeout=0.2)
+            with open(fifo, "w"):
+                comm.send("given up", 1, tag=1)
+        else:
+            comm.probe(0, tag=0)
+            with pytest.raises(pycoll.OperationTimeout):
+                comm.recv(0, tag=0, timeout=0)
+            with open(fifo):  # waits outside of pycoll, where nothing goes on
+                assert comm.recv(0, tag=1) == "given up"
+            assert comm.iprobe() is None
+
+    os.mkfifo(tmp_path / "fifo")
+    ranks(program, str(tmp_path / "fifo"))
+
+
+@sizes(2)
+def test_a_sendrecv_of_what_is_buffered_sends_also_if_what_comes_does_not_fit(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        other = 1 - comm.rank
+        for out, kind in (
+            (np.zeros(8, "u1"), pycoll.TruncationError),
+            (np.zeros(SMALL, "i2"), pycoll.MismatchError),
+        ):
+            with pytest.raises(kind, match=f"rank {other} "):
+                comm.sendrecv(numbered(comm.rank, SMALL), other, other, out=out)
+            check(comm.recv(other), other, SMALL)
         assert comm.iprobe() is None
 
     ranks(program)
@@ -517,6 +578,28 @@ def test_a_thread_that_waits_does_not_keep_another_from_sending_to_it(ranks: Any
         for i in range(50):
             in_threads(lambda: got.append(comm.recv(0)), lambda i=i: comm.send(i, 0))
         assert got == list(range(50))
+
+    ranks(program)
+
+
+@sizes(2)
+def test_closing_a_communicator_ends_what_other_threads_wait_for_on_it(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        twin = comm.dup()
+        comm.send("waiting", comm.rank)
+
+        def wait() -> None:
+            with pytest.raises(pycoll.Error, match="closed"):
+                twin.recv(tag=1, timeout=10)
+
+        def close() -> None:
+            while twin.rank == comm.rank and comm.iprobe(comm.rank) is None:
+                pass
+            twin.close()
+
+        in_threads(wait, close)
+        assert comm.recv(comm.rank) == "waiting"
+        assert comm.all_reduce(1) == comm.size
 
     ranks(program)
 

@@ -66,6 +66,11 @@ class Operation:
         self.error: BaseException | None = None
         self._callback: Callable[[Operation], None] | None = None
 
+    @property
+    def committed(self) -> bool:
+        """Whether it is too late to give it up: the peer will have it, but has not said so yet."""
+        return False
+
     def then(self, callback: Callable[[Operation], None]) -> None:
         """Call `callback(self)` when done, now if it already is; there is one callback at most."""
         if self.done:

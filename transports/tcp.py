@@ -85,13 +85,15 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 def _segments(parts: Parts) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset, view) of the pieces in which a payload travels."""
+    """Yield (offset, view) of the pieces in which a payload travels: at least one."""
     offset = 0
     for part in parts:
         for start in range(0, len(part), SEGMENT):
             piece = part[start : start + SEGMENT]
             yield offset, piece
             offset += len(piece)
+    if offset == 0:
+        yield 0, memoryview(b"")
 
 
 class _Send(Transfer):
@@ -107,6 +109,11 @@ class _Send(Transfer):
         self.pending = deque(_segments(parts))
         self.sent = 0
         self.taken = 0
+
+    @property
+    def committed(self) -> bool:
+        # A receiver is done when it has stored the last segment, and hears of a CANCEL later.
+        return not self.pending
 
     def cancel(self) -> None:
         super().cancel()
@@ -328,11 +335,8 @@ class TcpTransport(Transport):
         if self._waiting.pop(key, None) is None:
             receive.finish(Withdrawn())
             return receive
-        if arrival.nbytes:
-            self._receives[key] = receive
+        self._receives[key] = receive
         self.tell(arrival.peer, _GO, arrival.id)
-        if not arrival.nbytes:
-            receive.finish()
         return receive
 
     def drop(self, arrival: _TcpArrival) -> None:
