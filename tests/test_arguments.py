@@ -347,6 +347,21 @@ def test_out_is_refused_for_objects_and_ignored_off_root(ranks: Any) -> None:
     ranks(program)
 
 
+@sizes(2)
+def test_a_scatter_whose_out_does_not_fit_off_root_has_taken_place(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        for out in (np.zeros(3, "f4"), np.zeros(4)):
+            if comm.rank == 0:
+                assert comm.scatter(square(comm)).tolist() == [1, 1, 1]
+            else:
+                with pytest.raises(ValueError, match="out has"):
+                    comm.scatter(None, out=out)
+                assert not out.any()
+            assert comm.all_reduce(1) == comm.size
+
+    ranks(program)
+
+
 # --- point to point, communicators -----------------------------------------------------------
 
 

@@ -553,6 +553,8 @@ def test_a_python_function_reduces_objects_in_rank_order(ranks: Any) -> None:
         assert comm.all_reduce([me], lambda a, b: a + b) == list(range(size))
         assert comm.all_reduce({me}, set.union) == set(range(size))
         assert comm.all_reduce(2**70, max) == 2**70
+        got = comm.all_reduce(np.array([me, str(me)], object), lambda a, b: a + b)
+        assert got.tolist() == [size * (size - 1) // 2, text]
         for root in range(size):
             got = comm.reduce((me,), lambda a, b: a + b, root=root)
             assert got == (tuple(range(size)) if me == root else None)

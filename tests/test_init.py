@@ -126,7 +126,8 @@ if rank == 2:  # computes until the others have given up
         for other in 0, 1, 3:
             open(f"{sys.argv[1]}/{name} {other}", mode).close()
     sys.exit()
-error_like(pycoll.BootstrapError, "1[.][5-9] s for the job to meet: .*2.* of 4", pycoll.init, timeout=1.5)
+missing = "1[.][5-9] s for the job to meet: .*2.* of 4"
+error_like(pycoll.BootstrapError, missing, pycoll.init, timeout=1.5)
 ok()
 open(f"{sys.argv[1]}/gave up {rank}", "w").close()
 open(f"{sys.argv[1]}/go on {rank}").close()

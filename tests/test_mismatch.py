@@ -278,12 +278,11 @@ def test_an_operator_that_raises_breaks_its_communicator_alone(ranks: Any) -> No
 
         with comm.dup() as broken:
             expected = ZeroDivisionError if comm.rank == 0 else pycoll.PeerFailed
-            with pytest.raises((ZeroDivisionError, pycoll.Error)):  # noqa: PT012
+            with pytest.raises(expected, match="in the operator"):  # noqa: PT012
                 broken.reduce(np.ones(3), fails)
                 broken.barrier()
             with pytest.raises(pycoll.PeerFailed, match="in the operator"):
                 broken.barrier()
-            del expected
         assert comm.all_reduce(1) == comm.size
 
     ranks(program)

@@ -356,6 +356,34 @@ def test_a_shorter_message_fills_the_front_of_out(ranks: Any) -> None:
 
 
 @sizes(2)
+def test_arrays_of_every_kind_and_layout_can_be_received_into(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        outs = [
+            array.array("d", [0.0] * 4),
+            memoryview(array.array("d", [0.0] * 4)),
+            np.zeros((2, 2)),
+            np.zeros((2, 2), order="F"),
+            np.zeros(8)[::2],
+            np.zeros(4)[::-1],
+            np.zeros((1, 4, 1)),
+        ]
+        for out in outs:
+            if comm.rank == 0:
+                comm.send(np.arange(4.0), 1)
+            else:
+                assert comm.recv(0, out=out) is out
+                assert np.asarray(out).ravel().tolist() == [0, 1, 2, 3]
+        scalar = np.zeros(())
+        if comm.rank == 0:
+            comm.send(np.array(5.0), 1)
+        else:
+            assert comm.recv(0, out=scalar) is scalar
+            assert scalar == 5
+
+    ranks(program)
+
+
+@sizes(2)
 def test_a_longer_message_is_a_truncation_error_and_stays_first(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         for nbytes in (SMALL, LARGE):
