@@ -207,6 +207,11 @@ def _say_nothing(kind: type[BaseException], error: BaseException, trace: Any) ->
 
 def _call(task: Parcel, report: int) -> None:
     tell: Tell = _say_nothing
+    if task.head["sources"]:
+        import linecache
+
+        for name, lines in task.head["sources"].items():
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     try:
         try:
             fn, args = task.load()

@@ -7,6 +7,7 @@ back, through memfds that they inherit (`pycoll.launcher.call`).
 from __future__ import annotations
 
 import contextlib
+import linecache
 import math
 import operator
 import os
@@ -76,8 +77,18 @@ def run(
     )
 
     def write_task(fd: int, ticket: call.Ticket) -> None:
-        head = {"path": path(), "argv": list(map(str, sys.argv)), "module": None}
-        call.write_parcel(fd, head, lambda file, hand_on: _pickle((fn, args), file, hand_on))
+        sources: dict[str, list[str]] = {}
+        head = {
+            "module": None,
+            "path": path(),
+            "argv": list(map(str, sys.argv)),
+            "sources": sources,
+        }
+
+        def write(file: IO[bytes], hand_on: Callable[[pickle.PickleBuffer], object]) -> None:
+            sources.update(_pickle((fn, args), file, hand_on))
+
+        call.write_parcel(fd, head, write)
 
     ended = run_ranks(options, write_task)
     if ended.timed_out:
@@ -214,6 +225,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=hand_on)
         self._seen: dict[str, bool] = {"__main__": True}  # cloudpickle knows about this one
         self._registered: list[ModuleType] = []
+        self.files: set[str] = set()  # of the functions
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | FunctionType):
@@ -224,16 +236,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 if module is not None and not _is_importable(module):
                     cloudpickle.register_pickle_by_value(module)
                     self._registered.append(module)
+            if isinstance(obj, FunctionType):
+                self.files.add(obj.__code__.co_filename)
         return super().reducer_override(obj)
 
     def forget(self) -> None:
+        """Leave cloudpickle's settings as they were."""
         for module in self._registered:
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _pickle(
     task: object, file: IO[bytes], hand_on: Callable[[pickle.PickleBuffer], object]
-) -> None:
+) -> dict[str, list[str]]:
+    """Pickle a task; returns the lines of its functions' files that are in no folder.
+
+    The cells of a notebook are such files, and only this process can show their lines.
+    """
     with _pickling:
         pickler = _Pickler(file, hand_on)
         try:
@@ -244,6 +263,8 @@ def _pickle(
             raise TypeError(f"fn and its arguments cannot be pickled: {exc}") from exc
         finally:
             pickler.forget()
+    cells = [name for name in pickler.files & linecache.cache.keys() if not os.path.exists(name)]
+    return {name: linecache.getlines(name) for name in cells}
 
 
 def _is_importable(module: ModuleType) -> bool:

@@ -806,9 +806,9 @@ def wait_in(client: Client, call: str, where: str = "", **fields: Any) -> None:
 
 def test_two_calls_with_one_number_break_the_communicator_side_by_side(job: Job) -> None:
     _, clients = job.meet(3)
-    wait_in(clients[1], "barrier #5", "b.py:2")
+    wait_in(clients[1], "barrier()", "b.py:2")
     assert settled(clients[1]) == []
-    wait_in(clients[0], "all_reduce #5 (float32[4], sum)", "a.py:1")
+    wait_in(clients[0], "all_reduce(float32[4], op=sum)", "a.py:1")
     both = [events(clients[0]), events(clients[1])]
     assert both[0] == both[1]
     (event,) = both[0]
@@ -819,8 +819,8 @@ def test_two_calls_with_one_number_break_the_communicator_side_by_side(job: Job)
         "rank": 0,
         "reason": "made another call than rank 1",
         "message": "ranks made different calls:\n"
-        "  rank 0: all_reduce #5 (float32[4], sum) at a.py:1\n"
-        "  rank 1: barrier #5 at b.py:2",
+        "  rank 0: all_reduce(float32[4], op=sum) #5 at a.py:1\n"
+        "  rank 1: barrier() #5 at b.py:2",
     }
     assert settled(clients[2]) == []
 
@@ -881,7 +881,7 @@ def test_the_table_says_what_each_rank_does(job: Job) -> None:
 
     launcher, clients = job.meet(6)
     wait_in(clients[1], "recv from 0", number=-1)
-    wait_in(clients[2], "barrier #5", "train.py:40")
+    wait_in(clients[2], "barrier()", "train.py:40")
     clients[3].post("raised", error="ValueError", text="", peer_failed=False)
     clients[4].post("left", links=[])
     for client in clients:
@@ -891,7 +891,7 @@ def test_the_table_says_what_each_rank_does(job: Job) -> None:
     assert table == launcher.call(launcher.server.table)
     assert table[0] == "rank 0: not waiting in pycoll"
     assert re.fullmatch(r"rank 1: recv from 0, for 0\.\d s", table[1])
-    assert re.fullmatch(r"rank 2: barrier #5 at train\.py:40, for 0\.\d s", table[2])
+    assert re.fullmatch(r"rank 2: barrier\(\) #5 at train\.py:40, for 0\.\d s", table[2])
     assert table[3:] == [
         "rank 3: raised ValueError",
         "rank 4: has finalized",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import os
 import signal
 import subprocess
@@ -310,6 +311,16 @@ def test_the_culprits_exception_is_raised_again_with_its_rank_and_traceback() ->
     assert trace.endswith("\nZeroDivisionError: integer division or modulo by zero")
     assert "test_run_function.py" in trace
     assert "call.py" not in trace
+
+
+def test_the_traceback_shows_lines_of_files_that_exist_in_this_process_only() -> None:
+    name, text = "<cell 1>", "def divide(comm):\n    return 1 // comm.rank  # by rank\n"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, name, "exec"), namespace)
+    with pytest.raises(ZeroDivisionError) as caught:
+        pycoll.run(namespace["divide"], 1)
+    assert "return 1 // comm.rank  # by rank" in caught.value.__notes__[1]
 
 
 def test_an_exception_keeps_its_class_and_its_attributes() -> None:

@@ -38,9 +38,9 @@ from typing import Any
 
 import zmq
 
-# Ends the thread behind zero-copy sends at exit: imported now, so that its exit handler is
-# registered before, and so runs after, that of whoever closes a transport at exit.
-import zmq.utils.garbage
+# Imported now, not by the first zero-copy send: its exit handler, which ends the thread behind
+# those, is so registered before, and runs after, that of whoever closes a transport at exit.
+from zmq.utils import garbage
 from zmq.utils.monitor import parse_monitor_message
 
 from pycoll.errors import PeerFailed, TransportError
@@ -303,6 +303,10 @@ class TcpTransport(Transport):
     def _connect(self, peer: int) -> None:
         address = self._addresses[peer]
         endpoint = address["endpoint"]
+        if not garbage.gc.is_alive():
+            # The thread behind zero-copy sends and their trackers: at exit, when the goodbyes are
+            # tracked, Python starts no more threads.
+            garbage.gc.start()
         self._linked.add(peer)
         self._endpoints[endpoint] = peer
         self._outbox.plain_username = b"pycoll"
@@ -454,7 +458,7 @@ class TcpTransport(Transport):
     def _fail_sends(self, peer: int) -> None:
         reason = self._forgotten[peer]
         for send in [send for send in self._sends.values() if send.peer == peer]:
-            if self._sends.pop(send.id, None) is not None:
+            if self.forget_send(send):
                 send.finish(PeerFailed(peer, reason))
 
     def _say_goodbye(self, deadline: float) -> None:
@@ -488,8 +492,9 @@ class TcpTransport(Transport):
             return
         self._forgotten[peer] = reason
         self._fail_sends(peer)
-        for key in [key for key in self._receives if key[0] == peer]:
-            self._receives.pop(key).finish(PeerFailed(peer, reason))
+        for receive in [receive for receive in self._receives.values() if receive.peer == peer]:
+            if self.forget_receive(receive):  # the end of one may cancel others
+                receive.finish(PeerFailed(peer, reason))
         if peer in self._linked and peer not in self._lost:
             self._unlink(self._addresses[peer]["endpoint"])
         self._lost.add(peer)
