@@ -108,7 +108,7 @@ class Ended(NamedTuple):
     @property
     def reason(self) -> str:
         """What became of the rank that was the cause, for example "exit status 3"."""
-        return self.outcome.report.partition("\n")[0].partition(" s: ")[2] or "it failed"
+        return self.outcome.reason or "it failed"
 
     @property
     def timed_out(self) -> bool:
@@ -118,8 +118,7 @@ class Ended(NamedTuple):
     @property
     def table(self) -> list[str]:
         """What each rank was doing when the time was over."""
-        lines = self.outcome.report.splitlines()
-        return [line.strip() for line in lines if line.startswith("    ")]
+        return list(self.outcome.table)
 
 
 def run_ranks(options: Options, write_task: Callable[[int, call.Ticket], None]) -> Ended:

@@ -11,11 +11,21 @@ _ERROR_LINES = 12  # lines of a traceback, or of standard error, in a report
 
 
 class Outcome(NamedTuple):
-    """How a job ended: its exit status, the rank that was the cause, and what to print about it."""
+    """How a job ended.
+
+    Attributes:
+        status: its exit status.
+        culprit: the rank that was the cause, if one was.
+        report: what to print about it.
+        reason: what became of the culprit, for example "exit status 3".
+        table: what each rank was doing when the job's time was over.
+    """
 
     status: int
     culprit: int | None
     report: str
+    reason: str = ""
+    table: tuple[str, ...] = ()
 
 
 class Decision(NamedTuple):
@@ -24,6 +34,7 @@ class Decision(NamedTuple):
     at: float
     status: int
     text: str
+    table: tuple[str, ...] = ()
 
 
 class Raised(NamedTuple):
@@ -133,13 +144,13 @@ def judge(
     first = next((pair for pair in failed if not pair[1].victim), None)
     if decision is not None and (first is None or decision.at <= first[0]):
         text = decision.text
-        return Outcome(decision.status, None, _join(text, _others(ranks, None)) if text else "")
+        report = _join(text, _others(ranks, None)) if text else ""
+        return Outcome(decision.status, None, report, table=decision.table)
     at, cause = first or failed[0]
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     detail = cause.raised.text if cause.raised else stderr_of(cause.rank)
-    return Outcome(
-        cause.job_status, cause.rank, _join(head, last_lines(detail), _others(ranks, cause))
-    )
+    report = _join(head, last_lines(detail), _others(ranks, cause))
+    return Outcome(cause.job_status, cause.rank, report, cause.describe())
 
 
 def _others(ranks: Iterable[RankState], cause: RankState | None) -> str:

@@ -357,6 +357,8 @@ def _writer(target: Any) -> Callable[[int, bytes], object]:
         return write
 
     def write_bytes(rank: int, data: bytes) -> None:
+        if target is not file:
+            target.flush()  # what was printed before comes before
         file.write(data)
         file.flush()
 

@@ -414,10 +414,10 @@ class Job:
     def _sessions(self) -> set[int]:
         return {rank.pid for rank in self._ranks}
 
-    def _decide(self, now: float, status: int, text: str) -> None:
+    def _decide(self, now: float, status: int, text: str, table: tuple[str, ...] = ()) -> None:
         """End the job for a reason of our own; the first one counts."""
         if self._decision is None:
-            self._decision = Decision(now, status, text)
+            self._decision = Decision(now, status, text, table)
 
     def _heed_signals(self, now: float) -> None:
         while self._signals:
@@ -434,9 +434,10 @@ class Job:
             self._interrupted = self._interrupted or signum == signal.SIGINT
 
     def _time_out(self, now: float) -> None:
-        rows = "".join(f"\n    {row}" for row in self.server.table())
+        table = tuple(self.server.table())
+        rows = "".join(f"\n    {row}" for row in table)
         text = f"the job took longer than {self._options.timeout_s:g} s; what each rank did:{rows}"
-        self._decide(now, 124, text)
+        self._decide(now, 124, text, table)
         self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
 
     def _give_up_output(self, now: float) -> None:

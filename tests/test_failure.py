@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import time
 from typing import Any
@@ -382,6 +383,33 @@ ok()
     )
     assert done.status == 0, done.stderr
     assert done.content == [0, 1, 2], done.stderr
+
+
+def test_an_interrupt_of_the_launcher_ends_ranks_in_any_call_with_130(job: Any) -> None:
+    command = job.command(
+        4,
+        """
+other = comm.split(rank // 2)
+if rank == 0:
+    await_table((1, "recv"))
+    print("all there", flush=True)
+if rank < 2:
+    comm.recv()
+while True:
+    other.all_reduce(np.ones(1 << 16))
+""",
+    )
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == "all there\n"
+        started = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        _, stderr = launcher.communicate(timeout=30)
+    assert time.monotonic() - started < PROMPT_S
+    assert launcher.returncode == 130, stderr
+    assert "pycoll-run: ended by SIGINT" in stderr
 
 
 # A rank is stopped, or late.
