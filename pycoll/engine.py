@@ -412,9 +412,7 @@ class Engine:
 
     def peer_failed(self, error: PeerFailed) -> None:
         """A rank has failed: so do all communicators it is in."""
-        for transport in self._distinct:  # what it sent before is still delivered
-            while transport.progress():
-                pass
+        self._drain()
         self.transports[error.rank].forget(error.rank, error.reason)
         for context in list(self.contexts.values()):
             if error.rank in context.members:
@@ -422,9 +420,16 @@ class Engine:
 
     def peer_gone(self, error: PeerFailed) -> None:
         """A rank has ended in good order: what waits for it fails, and nothing else."""
+        self._drain()
         self.transports[error.rank].forget(error.rank, error.reason)
         for context in list(self.contexts.values()):
             context.peer_gone(error.rank, error)
+
+    def _drain(self) -> None:
+        """Take in all that is here: what a rank sent before it ended is still delivered."""
+        for transport in self._distinct:
+            while transport.progress():
+                pass
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Have `action` called, under the lock, when some time has passed."""

@@ -197,6 +197,38 @@ ok()
     assert done.content == [0], done.stderr
 
 
+def test_messages_that_were_here_when_their_sender_ended_can_be_received_in_any_order(
+    job: Any,
+) -> None:
+    # Rank 0 hears of the end of rank 1 before it has looked at all messages, and then computes for
+    # longer than the second after which a rank that has ended counts as gone.
+    done = job(
+        3,
+        """
+pids = comm.all_gather(os.getpid())
+if rank == 1:
+    comm.sendrecv("a link", 0, 0)
+    for i in range(1000):
+        comm.send(i, 0, tag=i)
+    comm.sendrecv("all sent", 2, 2)  # so what was sent before has left too
+    os._exit(0)
+if rank == 2:
+    comm.sendrecv("go", 1, 1)
+if rank == 0:
+    comm.sendrecv("a link", 1, 1)
+    await_end(pids[1])
+    time.sleep(0.3)  # computes
+    comm.iprobe()
+    time.sleep(1.2)
+    assert [comm.recv(1, tag=i) for i in range(999, -1, -1)] == [*range(999, -1, -1)]
+    peer_failed(1, "exit status 0", comm.recv, 1)
+ok()
+""",
+    )
+    assert done.status == 0, done.stderr
+    assert done.content == [0, 2], done.stderr
+
+
 def test_a_rank_that_exits_with_0_fails_those_blocked_on_it_and_no_others(job: Any) -> None:
     done = job(
         6,
