@@ -189,8 +189,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 def _refuse_foreign(environ: Mapping[str, str]) -> None:
     """Refuse to be silently alone where another launcher has started several processes."""
     for size_name, rank_name, who in _FOREIGN:
-        size, rank = environ.get(size_name), environ.get(rank_name)
-        if size is None or rank is None or size.strip() == "1":
+        size, rank = environ.get(size_name), environ.get(rank_name, "?")
+        if size is None or size.strip() == "1":
             continue
         raise BootstrapError(
             f"{who} started this process as rank {rank} of {size} ({size_name}), but this version "

@@ -258,7 +258,8 @@ if rank < 4:
         assert comm.sendrecv(rank, (rank + 1) % 4, (rank - 1) % 4) == (rank - 1) % 4
     peer_failed(4, "exit status 0", second.barrier)
     others.barrier()
-    peer_failed(4, "exit status 0", comm.barrier)
+    # By now 5 may have ended as well.
+    error_like(pycoll.PeerFailed, "rank [45] .*exit status 0", comm.barrier)
 ok()
 """,
     )

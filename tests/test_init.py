@@ -68,6 +68,7 @@ def test_variables_of_another_launcher_or_without_sense_are_an_error() -> None:
         "srun .* rank 3 of 8": {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"},
         "torchrun .* rank 1 of 2": {"WORLD_SIZE": "2", "RANK": "1"},
         "torchrun .* of two": {"WORLD_SIZE": "two", "RANK": "1"},
+        "srun .* rank [?] of 8": {"SLURM_STEP_NUM_TASKS": "8"},
         "PYCOLL_RANK set, but not PYCOLL_SIZE, PYCOLL_R.*, PYCOLL_KEY": {"PYCOLL_RANK": "0"},
         "PYCOLL_SIZE set, but not PYCOLL_RANK, ": {"PYCOLL_SIZE": "1"},
         "KEY set, but not .*, PYCOLL_RENDEZVOUS:": {"PYCOLL_KEY": KEY},
