@@ -146,7 +146,8 @@ class Client:
         The kinds and their fields (contexts are int, str or bytes):
             "raised" {error, text, peer_failed}, "abort" {code}, "left" {links},
             "broken" {context, error, rank, reason, message, members},
-            "waiting" {context, number, call, where, members}, "running" {}.
+            "waiting" {context, number, call, where, members, waited_s},
+            "running" {}.
 
         Raises:
             ValueError: no such kind, or its fields are wrong.

@@ -56,7 +56,8 @@ class Calls:
             The fields of post "broken" if another rank waits in another call, else None.
         """
         members = fields.pop("members")
-        wait, before = Wait(since=time.monotonic(), **fields), self._waits.get(rank)
+        since = time.monotonic() - fields.pop("waited_s")
+        wait, before = Wait(since=since, **fields), self._waits.get(rank)
         if before is not None and wait.number >= 0 and wait.is_same_call(before):
             return None  # it looked up and went on waiting
         self.stop(rank)

@@ -398,5 +398,5 @@ class Server:
         if not self._met:
             return f"in init(), waiting for the other ranks, for {now - entry.since:.1f} s"
         if wait is None:
-            return "not waiting in pycoll"
+            return "not waiting in pycoll (or only just)"
         return f"{wait}, for {now - wait.since:.1f} s"

@@ -192,6 +192,12 @@ def _number(value: object, size: int) -> int:
     return integer(value, -(1 << 63), (1 << 63) - 1)
 
 
+def _seconds(value: object, size: int) -> float:
+    if not isinstance(value, float) or not 0.0 <= value < 1e9:
+        raise MalformedError("a number of seconds is wanted")
+    return value
+
+
 def _rank(value: object, size: int) -> int:
     return integer(value, -1, size - 1)
 
@@ -226,7 +232,7 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
     },
     "waiting": {
         "context": _context, "number": _number, "call": _text(_SHORT_TEXT),
-        "where": _text(_SHORT_TEXT), "members": _ranks,
+        "where": _text(_SHORT_TEXT), "members": _ranks, "waited_s": _seconds,
     },
     "running": {},
 }  # fmt: skip
@@ -235,7 +241,7 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
 def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
     """Check what a rank of a job of `size` posts, and return it in its plain form.
 
-    `members` of "waiting" may be left out. Long texts are cut.
+    `members` and `waited_s` of "waiting" may be left out. Long texts are cut.
 
     Raises:
         MalformedError: no such kind, a field too many or too few, or a wrong value.
@@ -244,7 +250,7 @@ def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
     if schema is None:
         raise MalformedError(f"there is no post {kind!r:.100}; there are {', '.join(_POSTS)}")
     if kind == "waiting":
-        fields = {"members": [], **fields}
+        fields = {"members": [], "waited_s": 0.0, **fields}
     if fields.keys() != schema.keys():
         raise MalformedError(f"post {kind!r} has the fields {', '.join(schema) or 'none'}")
     parsed = {}

@@ -13,7 +13,7 @@ from pycoll import arrays
 from pycoll.arrays import Value
 from pycoll.dtypes import Array
 from pycoll.ops import Op
-from pycoll.p2p import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL
+from pycoll.p2p import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
 
 Reducer = str | Op | Callable[[Any, Any], Any]
 
@@ -78,6 +78,19 @@ def check_source(source: int, size: int) -> int:
     return check_peer(source, "source", size)
 
 
+def check_status(status: object) -> None:
+    """Check what a receive shall fill in."""
+    if status is not None and not isinstance(status, Status):
+        raise TypeError(f"status is a pycoll.Status, not a {type(status).__name__}")
+
+
+def check_apart(x: Any, out: Value | None) -> None:
+    """Refuse an `out` that overlaps what is sent at the same time."""
+    value = arrays.wrap(x) if out is not None else None
+    if value is not None and out is not None and arrays.overlap(value.array, out.array):
+        raise ValueError("out overlaps x, which is being sent. Pass an array of its own.")
+
+
 def check_objects(what: str, x: Any, size: int) -> None:
     """Check a list of one object a rank."""
     if not isinstance(x, list | tuple):
@@ -85,7 +98,9 @@ def check_objects(what: str, x: Any, size: int) -> None:
             f"{what} takes an array (size, ...) or a list of size objects, not a {type(x).__name__}"
         )
     if len(x) != size:
-        raise ValueError(f"{what} of a list takes {size} objects, one a rank: {len(x)}")
+        raise ValueError(
+            f"{what} takes a list of {size} objects, one for each rank; this one has {len(x)}"
+        )
 
 
 def split_value(what: str, x: Any, size: int) -> Value:

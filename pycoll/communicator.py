@@ -15,11 +15,13 @@ from pycoll import announced, arrays, collectives, object_collectives, objects, 
 from pycoll.arguments import (
     Reducer,
     Target,
+    check_apart,
     check_int,
     check_objects,
     check_peer,
     check_root,
     check_source,
+    check_status,
     check_tag,
     check_timeout,
     fillable,
@@ -36,7 +38,7 @@ from pycoll.errors import Error
 from pycoll.group import Group
 from pycoll.ops import Op
 from pycoll.p2p import ANY_SOURCE, ANY_TAG, PROC_NULL, Outgoing, Status
-from pycoll.task import Call, CallSteps
+from pycoll.task import Call, CallSteps, caller
 
 
 class World:
@@ -450,6 +452,7 @@ class Communicator:
             TruncationError: it is larger than `out`. Both leave it first in the queue.
         """
         source, tag = check_source(source, self.size), check_tag(tag, wildcard=True)
+        check_status(status)
         target = fillable_out(out)
         if source == PROC_NULL:
             self._check_open()
@@ -476,7 +479,9 @@ class Communicator:
         group = self._group
         dest, source = check_peer(dest, "dest", self.size), check_source(source, self.size)
         sendtag, recvtag = check_tag(sendtag), check_tag(recvtag, wildcard=True)
+        check_status(status)
         target = fillable_out(out)
+        check_apart(x, target)
         outgoing: Outgoing | None = Outgoing(x)
         if dest == PROC_NULL:
             outgoing = None
@@ -626,10 +631,10 @@ class Communicator:
             raise ValueError("objects are reduced by gathering them: algorithm does not apply")
         parts = objects.dump(x)
         if root is None:
-            text = f"all_reduce(object, op={op.name})"
+            text = f"all_reduce(object, op={op.signature})"
             values = self._collective(text, timeout, object_collectives.all_gather, parts, None)
         else:
-            text = f"reduce(object, op={op.name}, root={root})"
+            text = f"reduce(object, op={op.signature}, root={root})"
             values = self._collective(
                 text, timeout, object_collectives.gather, parts, "linear", root
             )
@@ -645,7 +650,7 @@ class Communicator:
         self._check_open()
         group = self._group
         call = Call(text, group.context.next_number, group.context)
-        signature = text.encode()
+        signature = f"{text}\0{caller()}".encode()
         return group.engine.run(
             call, lambda: steps(group, signature, *args), self._timeout(timeout), collective=True
         )
@@ -677,4 +682,4 @@ def _forced(algorithm: str | None) -> str:
 
 
 def _text(reduction: Reduction) -> str:
-    return f"op={reduction.op.name}, algorithm={reduction.algorithm}"
+    return f"op={reduction.op.signature}, algorithm={reduction.algorithm}"

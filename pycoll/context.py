@@ -39,6 +39,12 @@ Wanted = Callable[[Arrival | None, BaseException | None], None]
 """Told the arrival, or the error that came instead."""
 
 
+def readable(call: bytes) -> str:
+    """Return a collective call as it came on the wire, for a message."""
+    signature, _, where = call.partition(b"\0")
+    return signature.decode() + (f" at {where.decode()}" if where else "")
+
+
 class Message(NamedTuple):
     """A point-to-point message that has come; `order` counts those of its communicator."""
 
@@ -296,14 +302,16 @@ class Context:
 
     # --- sameness --------------------------------------------------------------------------
 
+    # A call is its signature, a zero byte, and where it was made, which may differ.
+
     def _compare(self, number: int, call: bytes, arrival: Arrival) -> None:
         theirs = bytes(arrival.header[COLLECTIVE.size :])
-        if theirs != call:
-            self.mismatch(number, call.decode(), arrival.peer, theirs.decode())
+        if theirs.partition(b"\0")[0] != call.partition(b"\0")[0]:
+            self.mismatch(number, readable(call), arrival.peer, readable(theirs))
 
     def _stale(self, number: int, arrival: Arrival) -> None:
-        mine = self._history.get(number, b"another collective").decode()
-        theirs = bytes(arrival.header[COLLECTIVE.size :]).decode()
+        mine = readable(self._history.get(number, b"another collective"))
+        theirs = readable(bytes(arrival.header[COLLECTIVE.size :]))
         arrival.release()
         self.mismatch(number, mine, arrival.peer, theirs)
 

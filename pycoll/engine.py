@@ -13,11 +13,9 @@ import copy
 import math
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 from pycoll.context import Context
@@ -25,10 +23,10 @@ from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 from pycoll.interrupts import Interrupts
 from pycoll.launcher.rendezvous import Client
 from pycoll.membership import Membership
-from pycoll.task import Call, CallSteps, Task
+from pycoll.task import Call, CallSteps, Task, caller
 from pycoll.transports.base import Arrival, Operation, Parts, Transport
 
-REPORT_AFTER_S = 0.3
+REPORT_AFTER_S = 0.2
 """A wait that lasts this long is reported to the launcher: for tables, and to compare calls."""
 
 CONFIRM_S = 5.0
@@ -249,7 +247,8 @@ class Engine:
 
     def _wait(self, operation: Operation, deadline: float, call: Call) -> None:
         """Return when `operation` is done; the lock is held on entry and at the end."""
-        report_at = time.monotonic() + REPORT_AFTER_S
+        started = time.monotonic()
+        report_at = started + REPORT_AFTER_S
         reported = False
         limit = deadline
         try:
@@ -258,11 +257,11 @@ class Engine:
                 now = time.monotonic()
                 if now >= limit and operation.committed:
                     limit = deadline + CONFIRM_S
+                if not reported and (now >= report_at or now >= limit):
+                    reported = True
+                    self._report(call, now - started)
                 if now >= limit:
                     raise self._timeout(call)
-                if not reported and now >= report_at:
-                    reported = True
-                    self._report(call)
                 until = limit if reported else min(limit, report_at)
                 if self._driving:
                     self._sleep(operation, until)
@@ -345,18 +344,19 @@ class Engine:
         doing = "".join(f"\n    {line}" for line in table)
         others = f" What the ranks are doing:{doing}" if doing else ""
         return OperationTimeout(
-            f"rank {self.rank}: {call} at {_where()} was not done by its deadline.{others}"
+            f"rank {self.rank}: {call} at {caller()} was not done by its deadline.{others}"
         )
 
-    def _report(self, call: Call) -> None:
+    def _report(self, call: Call, waited_s: float) -> None:
         if self.control is not None:
             self.control.post(
                 "waiting",
                 context=call.context.ident,
                 number=call.number,
                 call=call.text,
-                where=_where(),
+                where=caller(),
                 members=list(call.context.members),
+                waited_s=waited_s,
             )
 
     # --- what the transports tell ----------------------------------------------------------
@@ -437,8 +437,11 @@ class Engine:
 
     # --- the end ---------------------------------------------------------------------------
 
-    def close(self, reason: str, timeout_s: float) -> None:
-        """Deliver what was accepted for sending, tell the others, and end. Idempotent."""
+    def close(self, reason: str, timeout_s: float, keep_control: bool = False) -> None:
+        """Deliver what was accepted for sending, tell the others, and end. Idempotent.
+
+        With `keep_control` the connection to the launcher stays open, for last words.
+        """
         if self.closed is not None:
             return
         with self.locked():
@@ -452,7 +455,8 @@ class Engine:
                 context.fail(Error(reason))
             if self.control is not None:
                 self.control.post("left", links=links)
-                self.control.close(timeout_s)
+                if not keep_control:
+                    self.control.close(timeout_s)
             os.close(self._bell)
 
 
@@ -464,13 +468,3 @@ def _broken_error(fields: dict[str, Any]) -> Error:
         "OperationTimeout": OperationTimeout,
     }
     return kinds.get(fields["error"], Error)(fields["message"])
-
-
-def _where() -> str:
-    """Return file:line of the innermost frame that is not pycoll's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("pycoll."):
-        frame = frame.f_back
-    if frame is None:
-        return "?"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

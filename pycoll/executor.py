@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, Context, Key
+from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, Context, Key, readable
 from pycoll.engine import Engine
 from pycoll.errors import MismatchError
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
@@ -315,7 +315,7 @@ class Run(Operation):
         expected = self._binding.nbytes[chunk]
         if expected is not None and arrival.nbytes != expected:
             raise MismatchError(
-                f"rank {arrival.peer} sent {arrival.nbytes} bytes in {self._call.decode()}, "
+                f"rank {arrival.peer} sent {arrival.nbytes} bytes in {readable(self._call)}, "
                 f"where rank {self._context.me} expects {expected}"
             )
 

@@ -133,8 +133,9 @@ class Membership:
                 self._awaits_farewell.add(rank)
                 self._listener.after(FAREWELL_S, lambda: self.farewell(rank))
             return
-        reason = self._ended.get(rank, "it has finished: no more messages will come from it")
-        error = PeerFailed(rank, reason, f"rank {rank} is needed, but has ended: {reason}")
+        reason = self._ended.get(rank, "called finalize")
+        what = "has ended" if rank in self._ended else "has left the job"
+        error = PeerFailed(rank, reason, f"rank {rank} is needed, but {what}: {reason}")
         self.gone[rank] = error
         self._listener.peer_gone(error)
         self._finish_refused(rank, error)

@@ -8,8 +8,10 @@ are computed in float32 and rounded once. No built-in operator ever warns.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -56,8 +58,19 @@ class Op:
 
     @property
     def name(self) -> str:
-        """The name in signatures, the same on all ranks: ``"sum"``, or the function's."""
+        """The name in messages: ``"sum"``, or the function's."""
         return self.fn.name if isinstance(self.fn, _Builtin) else _qualified_name(self.fn)
+
+    @property
+    def signature(self) -> str:
+        """What must be the same on all ranks: the name, and a checksum of a function's code.
+
+        Two lambdas have one name, and so have two functions with other constants.
+        """
+        code = getattr(self.fn, "__code__", None)
+        if not isinstance(code, CodeType):
+            return self.name
+        return f"{self.name}@{zlib.crc32(_code_text(code).encode()):08x}"
 
     def __hash__(self) -> int:
         # Not of fn: a callable object need not be hashable.
@@ -76,6 +89,16 @@ def _qualified_name(fn: object) -> str:
     name = getattr(named, "__qualname__", None) or getattr(named, "__name__", "?")
     module = getattr(named, "__module__", None)
     return f"{module}.{name}" if module else str(name)
+
+
+def _code_text(code: CodeType) -> str:
+    """Return what a function's code does, the same in every process."""
+    constants = [
+        _code_text(constant) if isinstance(constant, CodeType) else repr(constant)
+        for constant in code.co_consts
+        if not isinstance(constant, frozenset)  # its order differs from process to process
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_firstlineno} {constants}"
 
 
 _NO_AVERAGE: Final = (

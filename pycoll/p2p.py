@@ -108,14 +108,15 @@ def probe(group: Group, source: int, tag: int) -> CallSteps:
 
 
 def probe_now(group: Group, source: int, tag: int) -> CallSteps:
-    """Return the Status of a message that is here, or None."""
+    """Return the Status of a message that is here, or None; fails if none can come any more."""
     world = source if source == ANY else group.members[source]
-    message = group.context.find(world, tag)
-    status = None
-    if message is not None:
-        status = Status()
-        _fill_status(group, status, message)
-    yield from ()  # a call is a generator, also one that never waits
+    match = group.context.match(world, tag, peek=True)
+    if not match.done:
+        match.cancel()
+        return None
+    message = yield from _matched(match)
+    status = Status()
+    _fill_status(group, status, message)
     return status
 
 

@@ -6,7 +6,10 @@ caller computes.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Generator
+from types import FrameType
 from typing import Any, NamedTuple
 
 from pycoll.context import Context
@@ -97,3 +100,13 @@ class Task(Operation):
 
 def _ignore(operation: Operation) -> None:
     pass
+
+
+def caller() -> str:
+    """Return file:line of the innermost frame that is not pycoll's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("pycoll."):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

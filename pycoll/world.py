@@ -61,6 +61,7 @@ class _Session:
         self.comm: Communicator | None = None
         self.options: tuple[object, ...] = ()
         self.ended = ""
+        self.last_words: Client | None = None  # to the launcher, after an exception ended a `with`
 
 
 _session = _Session()
@@ -74,6 +75,11 @@ class WorldCommunicator(Communicator):
         if not self._closed:
             super().close()
             finalize()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Leave the job; of an exception that nobody catches the others still hear."""
+        super().close()
+        _leave(keep_control=exc_info[0] is not None)
 
 
 def init(
@@ -130,11 +136,20 @@ def finalize() -> None:
     What was accepted for sending is delivered, for at most 5 s. The end of the interpreter does
     the same.
     """
+    _leave(keep_control=False)
+
+
+def _leave(keep_control: bool) -> None:
     with _session.lock:
         engine, _session.engine = _session.engine, None
         _session.ended = _session.ended or FINALIZED
+        last_words, _session.last_words = _session.last_words, None
+        if engine is not None and keep_control:
+            _session.last_words = engine.control
+    if last_words is not None:
+        last_words.close(1.0)
     if engine is not None:
-        engine.close(FINALIZED, CLOSE_TIMEOUT_S)
+        engine.close(FINALIZED, CLOSE_TIMEOUT_S, keep_control)
         engine.interrupts.uninstall()
 
 
@@ -278,7 +293,7 @@ def format_error(error: BaseException) -> str:
     prints it itself.
     """
     formatted = traceback.TracebackException.from_exception(error)
-    if isinstance(error, Error):
+    if isinstance(error, Error | KeyboardInterrupt):
         outside = [f for f in formatted.stack if not f.filename.startswith(_HERE)]
         if outside:
             formatted.stack = traceback.StackSummary.from_list(outside)
@@ -307,11 +322,13 @@ def _after_fork() -> None:
 
 def _report_exception(error: BaseException, text: str) -> None:
     """Tell the launcher, and so the other ranks, that this one raised."""
-    engine = _session.engine
-    if engine is None or engine.control is None or engine.closed is not None:
+    engine, control = _session.engine, _session.last_words
+    if engine is not None and engine.closed is None:
+        control = engine.control
+    if control is None:
         return
-    with contextlib.suppress(Exception), engine.locked():
-        engine.control.post(
+    with contextlib.suppress(Exception), engine.locked() if engine else contextlib.nullcontext():
+        control.post(
             "raised",
             error=type(error).__name__,
             text=text,

@@ -210,10 +210,10 @@ if rank == 1:
     comm.sendrecv("a link", 0, 0)
     for i in range(1000):
         comm.send(i, 0, tag=i)
-    comm.sendrecv("all sent", 2, 2)  # so what was sent before has left too
+    comm.send(np.ones(1 << 20), 2)  # done when it was received: what was sent before has left too
     os._exit(0)
 if rank == 2:
-    comm.sendrecv("go", 1, 1)
+    comm.recv(1)
 if rank == 0:
     comm.sendrecv("a link", 1, 1)
     await_end(pids[1])
@@ -681,3 +681,37 @@ ok()
 """,
     )
     assert (done.status, done.content) == (0, [0, 1]), done.stderr
+
+
+def test_an_exception_inside_with_is_named_and_shown_to_the_others(job: Any) -> None:
+    done = job(
+        2,
+        """
+with comm:
+    comm.barrier()
+    if rank == 1:
+        raise ValueError("bad data")
+    error = error_like(pycoll.PeerFailed, "bad data", comm.barrier)
+    assert error.reason == "raised ValueError", error.reason
+ok()
+""",
+    )
+    assert done.status == 1
+    assert done.content == [0], done.stderr
+    assert "pycoll-run: rank 1 failed" in done.stderr
+    assert "raised ValueError" in done.stderr
+
+
+def test_iprobe_of_a_rank_that_has_ended_fails_like_recv(job: Any) -> None:
+    done = job(
+        2,
+        """
+if rank == 0:
+    error_like(pycoll.PeerFailed, "rank 1 .*exit status 0", comm.recv, 1)
+    peer_failed(1, "exit status 0", comm.iprobe, 1)
+    assert comm.iprobe(0) is None
+ok()
+""",
+    )
+    assert done.status == 0, done.stderr
+    assert done.content == [0, 1], done.stderr

@@ -98,6 +98,14 @@ def test_an_operator_has_a_stable_name_a_readable_repr_and_a_hash() -> None:
     assert "add" in ops.Op(operator.add).name
 
 
+def test_functions_of_one_name_differ_in_their_signatures() -> None:
+    one, other = ops.Op(lambda a, b: a + b), ops.Op(lambda a, b: a * b)
+    assert one.name == other.name
+    assert one.signature != other.signature
+    assert ops.resolve("sum").signature == "sum"
+    assert ops.Op(Callable_()).signature == ops.Op(Callable_()).name
+
+
 def test_an_operator_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         ops.Op(a_function).commutative = False  # type: ignore[misc]

@@ -33,8 +33,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-EAGER_LIMIT = 64 * 1024
-"""Bytes up to which a message is buffered (the public contract's 64 KiB)."""
+EAGER_LIMIT = 65 * 1024
+"""Bytes up to which a message is buffered: the public contract's 64 KiB, and what pickling adds."""
 
 CREDIT = 1024 * 1024
 """Buffered bytes that one rank may have waiting at another: bounds memory at CREDIT per pair."""
