@@ -413,10 +413,11 @@ class Engine:
     def peer_failed(self, error: PeerFailed) -> None:
         """A rank has failed: so do all communicators it is in."""
         self._drain()
-        self.transports[error.rank].forget(error.rank, error.reason)
+        # First the contexts: their error says more than what the transport can say.
         for context in list(self.contexts.values()):
             if error.rank in context.members:
                 context.fail(error)
+        self.transports[error.rank].forget(error.rank, error.reason)
 
     def peer_gone(self, error: PeerFailed) -> None:
         """A rank has ended in good order: what waits for it fails, and nothing else."""
