@@ -26,8 +26,6 @@ WINDOW = 4
 Combine = Callable[[memoryview, memoryview, memoryview], None]
 """(left, right, out): byte views of equal length; out may be left or right."""
 
-Wanted = Callable[[Arrival | None, BaseException | None], None]
-
 
 class Binding(NamedTuple):
     """Where the chunks of one run are; lists by chunk.
@@ -156,7 +154,7 @@ class Run(Operation):
                 self._unopened.append(position)
                 self._open_receives()
             case Recv(peer, chunk):
-                self._receive(position, peer, self._to_chunk(position, chunk))
+                self._receive(position, peer, self._to_chunk(chunk))
             case Reduce(chunk, incoming_first):
                 self._reduce(position, chunk, incoming_first)
             case Copy(source, chunk):
@@ -196,7 +194,6 @@ class Run(Operation):
         self._follow(
             position,
             self._engine.send(self._context, world, header + self._call, parts),
-            lambda: None,
         )
 
     def _receive(
@@ -221,16 +218,15 @@ class Run(Operation):
             if into is None:
                 self._complete(position)
             else:
-                self._follow(position, arrival.accept(into), lambda: None)
+                self._follow(position, arrival.accept(into))
 
         self._keys.add(key)
         self._context.collect(key, wanted)
 
-    def _follow(self, position: int, transfer: Operation, then: Callable[[], None]) -> None:
+    def _follow(self, position: int, transfer: Operation) -> None:
         def done(operation: Operation) -> None:
             self._transfers.pop(position, None)
             if operation.error is None:
-                then()
                 self._complete(position)
             elif not isinstance(operation.error, Withdrawn):
                 self.abort(operation.error)
@@ -240,7 +236,7 @@ class Run(Operation):
             self._transfers[position] = transfer
         transfer.then(done)
 
-    def _to_chunk(self, position: int, chunk: int) -> Callable[[Arrival], memoryview]:
+    def _to_chunk(self, chunk: int) -> Callable[[Arrival], memoryview]:
         def place(arrival: Arrival) -> memoryview:
             self._check_length(arrival, chunk)
             destination = self._destination(chunk, arrival.nbytes)
