@@ -8,9 +8,9 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn, TextIO
 
+from pycoll.errors import TransportError
 from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, usable_cores
 from pycoll.launcher.spawn import Job, Options
 
@@ -154,12 +154,11 @@ def _program(argv: Sequence[str]) -> list[str]:
         if len(argv) < 2:
             raise _UsageError("-m needs the name of a module")
         return [sys.executable, *argv]
-    script = Path(argv[0])
-    if not script.exists():
+    if not os.path.exists(argv[0]):
         raise _UsageError(
             f"there is no script {argv[0]} (a program that is not Python: {_PROGRAM} -- {argv[0]})"
         )
-    if script.is_dir() and not (script / "__main__.py").exists():
+    if os.path.isdir(argv[0]) and not os.path.exists(os.path.join(argv[0], "__main__.py")):
         raise _UsageError(f"{argv[0]} is a folder without a __main__.py")
     return [sys.executable, *argv]
 
@@ -170,12 +169,16 @@ def _options(args: argparse.Namespace) -> Options:
         raise _UsageError(
             f"--emulate-hosts {args.emulate_hosts} needs as many ranks, there are {size}"
         )
-    transport = args.transport
-    if transport is None and "PYCOLL_JOB" not in os.environ:  # else it is that of an outer job
-        transport = os.environ.get("PYCOLL_TRANSPORT")
+    exports = dict(args.exports)
+    # Inside a rank of another job, the environment has that job's options.
+    settings = {} if "PYCOLL_JOB" in os.environ else os.environ
+    transport = args.transport or settings.get("PYCOLL_TRANSPORT") or "auto"
+    _check_transport(transport, "--transport" if args.transport else "PYCOLL_TRANSPORT")
+    if args.op_timeout is None or "PYCOLL_OP_TIMEOUT" in exports:
+        _check_op_timeout({**settings, **exports}.get("PYCOLL_OP_TIMEOUT"))
     return Options(
         size=size,
-        transport=transport or "auto",
+        transport=transport,
         op_timeout_s=args.op_timeout,
         timeout_s=args.timeout,
         tag_output=args.tag_output,
@@ -183,8 +186,29 @@ def _options(args: argparse.Namespace) -> Options:
         bind=args.bind,
         emulate_hosts=args.emulate_hosts,
         verbose=args.verbose,
-        exports=dict(args.exports),
+        exports=exports,
     )
+
+
+def _check_transport(name: str, source: str) -> None:
+    """Refuse a transport that no rank could use; of "auto" the ranks think for themselves."""
+    if name == "auto":
+        return
+    from pycoll import transports  # not sooner: nearly every job is "auto"
+
+    try:
+        transports.check(name)
+    except TransportError as exc:
+        raise _UsageError(f"{source} {exc}") from exc
+
+
+def _check_op_timeout(text: str | None) -> None:
+    if not text:
+        return
+    with contextlib.suppress(ValueError):
+        if float(text) >= 0:
+            return
+    raise _UsageError(f"PYCOLL_OP_TIMEOUT must be a number of seconds from 0 up, not {text!r}")
 
 
 def _run(argv: Sequence[str]) -> int:

@@ -7,7 +7,6 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -29,6 +28,8 @@ IDENTITY = (
     Variable("PYCOLL_RENDEZVOUS", "where the ranks meet: tcp://HOST:PORT"),
     Variable("PYCOLL_KEY", "the job's secret key: 64 hexadecimal digits"),
     Variable("PYCOLL_JOB", "the job's id; what carries it is ended with the job"),
+    Variable("PYCOLL_LINK", "its socket to pycoll-run, an inherited descriptor: NUMBER:INODE"),
+    Variable("PYCOLL_SHM", "its host's shared memory: inherited descriptors, or why there is none"),
     Variable("PYCOLL_TRANSPORT", "name of the transport, or auto (option --transport)"),
 )
 # The same for programs written for torch.distributed.
@@ -132,25 +133,24 @@ def _cgroup_quota() -> float:
     for line in _text("/proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            root = Path("/sys/fs/cgroup")
+            root = "/sys/fs/cgroup"
         elif "cpu" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/cpu")
+            root = "/sys/fs/cgroup/cpu"
         else:
             continue
         # A group's quota binds those below it too. In a container the path may not exist: there the
         # root is the container's own group.
-        group = root / path.lstrip("/")
-        for folder in (group, *group.parents):
-            if not folder.is_relative_to(root):
-                break
+        folder = os.path.join(root, path.strip("/"))
+        while folder.startswith(root):
             # Version 2: "QUOTA PERIOD" in one file, version 1: in two; "max" or -1 is no quota.
-            limit = _text(folder / "cpu.max").split()
+            limit = _text(f"{folder}/cpu.max").split()
             if not limit:
-                limit = [_text(folder / f"cpu.cfs_{what}_us") for what in ("quota", "period")]
+                limit = [_text(f"{folder}/cpu.cfs_{what}_us") for what in ("quota", "period")]
             with contextlib.suppress(ValueError, ZeroDivisionError):
                 cores = float(limit[0]) / float(limit[1])
                 if cores > 0:
                     quota = min(quota, cores)
+            folder = os.path.dirname(folder)
     return quota
 
 
@@ -163,9 +163,10 @@ def cpus_of_cores() -> list[set[int]]:
     return list(cores.values())
 
 
-def _text(path: str | Path) -> str:
+def _text(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        with open(path) as file:
+            return file.read().strip()
     except OSError:
         return ""
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 JOB_VARIABLE = "PYCOLL_JOB"
 _SWEEP_S = 5.0  # longest time a sweep may take: a process in an uninterruptible call dies later
 _PASS_S = 0.2  # longest wait for the processes killed in one pass
+_END_S = 1.0  # longest time for the guardian itself to end when its work is done
 _REPEAT_S = (
     0.05  # a rank between fork and exec does not carry the job's id yet: look again after this
 )
@@ -90,13 +91,13 @@ def signal_members(sessions: set[int], job: str, signum: int) -> list[int]:
     return reached
 
 
-def _wait_for_ends(handles: list[int]) -> None:
-    """Wait until the processes of these pidfds have ended, at most _PASS_S; closes them."""
+def _wait_for_ends(handles: list[int], limit_s: float) -> None:
+    """Wait until the processes of these pidfds have ended, at most `limit_s`; closes them."""
     poller = select.poll()
     waiting = {handle for handle in handles if handle >= 0}
     for handle in waiting:
         poller.register(handle, select.POLLIN)
-    deadline = time.monotonic() + _PASS_S
+    deadline = time.monotonic() + limit_s
     while waiting and (ready := poller.poll(max(0.0, deadline - time.monotonic()) * 1000)):
         for handle, _ in ready:
             poller.unregister(handle)
@@ -105,7 +106,7 @@ def _wait_for_ends(handles: list[int]) -> None:
     for handle in waiting:
         os.close(handle)
     if -1 in handles:  # no pidfd to wait on
-        time.sleep(_PASS_S / 10)
+        time.sleep(limit_s / 10)
 
 
 def sweep(sessions: set[int], job: str) -> set[int]:
@@ -119,7 +120,7 @@ def sweep(sessions: set[int], job: str) -> set[int]:
             if (handle := _send(pid, started, signal.SIGKILL)) is not None
         }
         killed.update(handles)
-        _wait_for_ends(list(handles.values()))
+        _wait_for_ends(list(handles.values()), _PASS_S)
         if not handles or time.monotonic() > deadline:
             return killed
 
@@ -156,8 +157,10 @@ def guarded(job: str) -> Iterator[int]:
         with contextlib.suppress(OSError):  # it was killed
             os.write(ours, b"done\n")
         os.close(ours)
+        with contextlib.suppress(AttributeError, OSError):  # there are no pidfds: then in steps
+            _wait_for_ends([os.pidfd_open(process.pid)], _END_S)
         try:
-            process.wait(1.0)
+            process.wait(_END_S)
         except subprocess.TimeoutExpired:  # it is stopped
             process.kill()
             process.wait()

@@ -13,7 +13,6 @@ import select
 import selectors
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Any
 
 # A place for output: a file, a function called with the rank and whole lines as bytes, or nowhere.
@@ -215,9 +214,9 @@ class Relay:
     ) -> None:
         self._selector = selector
         self._tag = tag
-        self._log_dir = None if log_dir is None else Path(log_dir)
-        if self._log_dir is not None:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._log_dir = log_dir
+        if log_dir is not None:
+            os.makedirs(log_dir, exist_ok=True)
         self._out = Sink(stdout, selector)
         # One terminal, or `> file 2>&1`: one queue keeps the order, and knows whose line is open.
         self._err = self._out if _same_file(stdout, stderr) else Sink(stderr, selector)
@@ -231,7 +230,8 @@ class Relay:
         log = None
         if self._log_dir is not None:
             try:
-                log = open(self._log_dir / f"rank.{rank}.log", "wb", buffering=0)  # noqa: SIM115
+                path = os.path.join(self._log_dir, f"rank.{rank}.log")
+                log = open(path, "wb", buffering=0)  # noqa: SIM115
             except OSError:
                 os.close(stdout)
                 os.close(stderr)

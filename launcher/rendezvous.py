@@ -1,32 +1,39 @@
-"""The meeting of the ranks of a job: `Server` in the launcher, a `Client` in each rank.
+"""A rank's end of the meeting; the launcher's is `rendezvous_server`, where the protocol is.
 
-The server's docstring has the protocol.
+Every rank imports this file before its program can begin, so what takes long to import is not
+imported here: ZeroMQ only where there is no other way, typing and its like not at all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-import zmq
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher import rendezvous_wire as wire
-from pycoll.launcher.rendezvous_link import Link
-from pycoll.launcher.rendezvous_server import Notice, Server
-from pycoll.launcher.rendezvous_wire import WIRE_VERSION
+from pycoll.launcher.rendezvous_local import LocalLink, adopt
 
-__all__ = ["WIRE_VERSION", "Client", "Event", "Notice", "Server"]
+TYPE_CHECKING = False  # as in rendezvous_wire
+if TYPE_CHECKING:
+    from typing import Any
+
+    import zmq
+
+    from pycoll.launcher.rendezvous_link import Link
+
+__all__ = ["Client", "Event"]
 
 _EVENTS = frozenset({"failed", "left", "ended", "broken"})
 _STATES = frozenset({"waiting", "running"})
+# What all ranks do before each gets this answer.
+_WORDS = {
+    "met": ("join the job", "joined"),
+    "exchanged": ("exchange addresses", "exchanged addresses"),
+}
 
 
-class Event(NamedTuple):
+class Event:
     """What became of another rank, of a communicator, or of the connection.
 
     "failed" {rank, reason, detail}   it died, raised (detail: its traceback) or aborted
@@ -37,8 +44,22 @@ class Event(NamedTuple):
     "lost"   {}                       the connection to the launcher is gone
     """
 
-    kind: str
-    fields: dict[str, Any]
+    __slots__ = ("fields", "kind")
+
+    def __init__(self, kind: str, fields: dict[str, Any]) -> None:
+        self.kind, self.fields = kind, fields
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Event) and (self.kind, self.fields) == (other.kind, other.fields)
+
+    def __repr__(self) -> str:
+        return f"Event({self.kind!r}, {self.fields!r})"
+
+
+def _by_zmq(*args: Any) -> Link:
+    from pycoll.launcher.rendezvous_link import Link
+
+    return Link(*args)
 
 
 class Client:
@@ -52,11 +73,14 @@ class Client:
         key: the job's secret, at least 16 bytes.
         rank: this rank.
         size: number of ranks in the job.
-        context: the ZeroMQ context to use, which stays the caller's; None: one of its own.
+        link: the value of PYCOLL_LINK: the socket to the launcher that this process may have
+            inherited. If it has not, or somebody else uses it, the endpoint is reached by ZeroMQ.
+        context: the ZeroMQ context to use then, which stays the caller's; None: one of its own.
         notice_s: seconds after which, and between which, `join` prints who is missing.
 
     Raises:
         ValueError: the key is too short.
+        BootstrapError: ZeroMQ is needed, and was built without CURVE.
     """
 
     def __init__(
@@ -66,27 +90,24 @@ class Client:
         rank: int,
         size: int,
         *,
+        link: str = "",
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         notice_s: float = 10.0,
     ) -> None:
         self._endpoint, self._rank, self._size = endpoint, rank, size
         self._notice_s = notice_s
         self._pid = os.getpid()
-        keys = wire.derive_keys(key)
-        self._owns_context = context is None
-        self._context = zmq.Context(io_threads=1) if context is None else context
-        self._link = Link(
-            endpoint,
-            keys,
-            self._context,
-            wire.MAX_FRAME_NBYTES + size * wire.MAX_INFO_NBYTES,
-            f"rank {rank}",
+        max_nbytes = wire.MAX_FRAME_NBYTES + size * wire.MAX_INFO_NBYTES
+        local = adopt(link, key, max_nbytes)
+        self._link: LocalLink | Link = local or _by_zmq(
+            endpoint, key, context, max_nbytes, f"rank {rank}"
         )
         self._events: list[Event] = []
         self._answers: dict[str, dict[str, Any]] = {}  # the latest of each kind
         self._has_posted = False
-        self._has_tried = False
+        self._has_tried = self._has_met = False
         self._num_asked = 0
+        self._round = 0  # of exchange
         self._is_closed = False
 
     def __enter__(self) -> Client:
@@ -120,15 +141,41 @@ class Client:
         self._send(
             "join",
             {
-                "version": WIRE_VERSION,
+                "version": wire.WIRE_VERSION,
                 "rank": self._rank,
                 "size": self._size,
                 "pid": self._pid,
                 "info": packed,
             },
         )
-        with self._keeping_events():
-            return self._meet(start, timeout_s)
+        infos = self._meet("met", start, timeout_s)
+        self._has_met = True
+        return infos
+
+    def exchange(self, info: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+        """Meet again: wait until all ranks have come with the same call; return what each said.
+
+        After `join`, any number of times; the k-th call of one rank meets the k-th of the others
+        (one that failed does not count). Events that come meanwhile are kept for `progress()`.
+
+        Args:
+            info: what the others must know of this rank: msgpack-able, at most 64 KiB.
+            timeout_s: how long to wait, in seconds; math.inf: for ever.
+
+        Raises:
+            BootstrapError: the deadline passed (who is missing, how long it waited); a rank failed,
+                left or ended; the connection to the launcher is lost.
+            ValueError: `info` is too large.
+            RuntimeError: it has not joined, or is closed.
+        """
+        if not self._has_met or self._is_closed:
+            raise RuntimeError("only a client that has joined can exchange")
+        start, packed = time.monotonic(), wire.pack_info(info)
+        self._answers.pop("who", None)  # one that came too late for the last meeting
+        self._send("exchange", {"round": self._round, "info": packed})
+        infos = self._meet("exchanged", start, timeout_s)
+        self._round += 1
+        return infos
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress()` may have work to do."""
@@ -160,12 +207,14 @@ class Client:
         deadline = time.monotonic() + timeout_s
         self._num_asked += 1
         self._send("table", {"id": self._num_asked})
-        with self._keeping_events():
+        try:
             while (answer := self._await({"table"}, deadline)) is not None:
                 fields = answer[1]
                 if fields["id"] == self._num_asked:  # else it comes too late, for an earlier one
                     return list(fields["lines"])
-        return []
+            return []
+        finally:
+            self._announce_events()
 
     def close(self, linger_s: float) -> None:
         """Deliver what was posted, waiting at most `linger_s`, and disconnect.
@@ -183,41 +232,50 @@ class Client:
                 self._send("bye", {})
                 delivered = self._await({"bye"}, deadline) is not None
         finally:
-            # Interrupted: what ZeroMQ has accepted may still go out.
+            # Interrupted: what was accepted for sending may still go out.
             self._link.close(0.0 if delivered else max(0.0, deadline - time.monotonic()))
-            if self._owns_context:
-                self._context.term()
 
     # The meeting.
 
-    def _meet(self, start: float, timeout_s: float) -> list[dict[str, Any]]:
+    def _meet(self, answer: str, start: float, timeout_s: float) -> list[dict[str, Any]]:
+        """Wait for the answer that all ranks get when they have all come."""
+        try:
+            return self._wait_for_all(answer, start, timeout_s)
+        finally:
+            self._announce_events()
+
+    def _wait_for_all(self, answer: str, start: float, timeout_s: float) -> list[dict[str, Any]]:
+        join, joined = _WORDS[answer]
         deadline = start + timeout_s
         # One last look at who is missing, early enough for its answer.
         last_look = deadline - min(1.0, 0.2 * timeout_s)
         look = min(start + self._notice_s, last_look)
         missing: list[int] = []
         while True:
-            answer = self._await({"met", "refused", "who"}, look)
-            if answer is None:
+            came = self._await({answer, "refused", "who"}, look)
+            if came is None:
                 now = time.monotonic()
                 if not self._link.is_open:
                     raise BootstrapError(
                         f"rank {self._rank}: the connection to the launcher at {self._endpoint} "
-                        "was lost before all ranks had joined"
+                        f"was lost before all ranks had {joined}"
                     )
                 if now >= deadline:
-                    raise self._give_up(start, missing)
+                    if answer == "met":
+                        self._send("withdraw", {})
+                        self._has_posted = True
+                    raise self._too_late(start, missing, joined)
                 self._send("who", {})
                 look = min(now + self._notice_s, last_look) if now < last_look else deadline
                 continue
-            kind, fields = answer
-            if kind == "met":
+            kind, fields = came
+            if kind == answer:
                 return [self._read_info(*item) for item in enumerate(fields["infos"])]
             if kind == "refused":
-                raise BootstrapError(f"rank {self._rank} cannot join the job: {fields['message']}")
+                raise BootstrapError(f"rank {self._rank} cannot {join}: {fields['message']}")
             missing = list(fields["missing"])
             if fields["lowest"] == self._rank and time.monotonic() - start >= self._notice_s:
-                self._print_missing(start, missing)
+                self._print_missing(start, missing, join)
 
     def _read_info(self, rank: int, info: bytes) -> dict[str, Any]:
         try:
@@ -225,24 +283,24 @@ class Client:
         except wire.MalformedError as exc:
             raise BootstrapError(f"rank {self._rank} cannot read what rank {rank} sent") from exc
 
-    def _give_up(self, start: float, missing: list[int]) -> BootstrapError:
-        self._send("withdraw", {})
-        self._has_posted = True
+    def _too_late(self, start: float, missing: list[int], joined: str) -> BootstrapError:
         waited = f"rank {self._rank} waited {wire.seconds_since(start)} for the job to meet"
         if not missing:
             return BootstrapError(f"{waited}: the launcher at {self._endpoint} does not answer")
         have = "has" if len(missing) == 1 else "have"
         return BootstrapError(
-            f"{waited}: {wire.name_ranks(missing)} of {self._size} {have} not joined"
+            f"{waited}: {wire.name_ranks(missing)} of {self._size} {have} not {joined}"
         )
 
-    def _print_missing(self, start: float, missing: list[int]) -> None:
+    def _print_missing(self, start: float, missing: list[int], join: str) -> None:
         if sys.stderr is None or not missing:
             return
+        import contextlib
+
         with contextlib.suppress(OSError, ValueError):  # standard error is closed
             print(
                 f"pycoll: rank {self._rank} has waited {wire.seconds_since(start)} for "
-                f"{wire.name_ranks(missing)} of {self._size} to join the job",
+                f"{wire.name_ranks(missing)} of {self._size} to {join}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -252,14 +310,10 @@ class Client:
     def _send(self, kind: str, fields: dict[str, Any]) -> None:
         self._link.send(wire.pack(kind, fields), is_state=kind in _STATES)
 
-    @contextlib.contextmanager
-    def _keeping_events(self) -> Iterator[None]:
-        """Keep the events that come in the block for `progress()`, and say so on `fileno()`."""
-        try:
-            yield
-        finally:
-            if self._events:
-                self._link.wake()
+    def _announce_events(self) -> None:
+        """Say on `fileno()` that events have come which nobody has seen yet."""
+        if self._events:
+            self._link.wake()
 
     def _await(self, kinds: set[str], deadline: float) -> tuple[str, dict[str, Any]] | None:
         """Wait for an answer of one of these kinds; None: it is too late, or no connection."""

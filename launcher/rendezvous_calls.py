@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pycoll.launcher.rendezvous_wire import Context
 
@@ -12,8 +11,7 @@ from pycoll.launcher.rendezvous_wire import Context
 _MAX_BROKEN = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """One wait of one rank; `since` is of time.monotonic()."""
 
     context: Context

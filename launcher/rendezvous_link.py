@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import deque
 
 import zmq
 
 from pycoll.errors import BootstrapError
-from pycoll.launcher.rendezvous_wire import Keys, Wakeup, seconds_since
+from pycoll.launcher.rendezvous_wire import Backlog, seconds_since
+from pycoll.launcher.rendezvous_zmq import Wakeup, derive_keys
 
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -42,29 +42,32 @@ class Link:
 
     Args:
         endpoint: the server's, ``tcp://host:port``.
-        keys: the job's.
-        context: stays the caller's.
+        key: the job's secret, at least 16 bytes.
+        context: stays the caller's; None: one of its own.
         max_nbytes: longest frame that is received.
         who: who connects, for messages: "rank 3".
+
+    Raises:
+        ValueError: the key is too short.
+        BootstrapError: libzmq was built without CURVE.
     """
 
     def __init__(
         self,
         endpoint: str,
-        keys: Keys,
-        context: zmq.Context[zmq.Socket[bytes]],
+        key: bytes,
+        context: zmq.Context[zmq.Socket[bytes]] | None,
         max_nbytes: int,
         who: str,
     ) -> None:
-        self._endpoint, self._keys, self._context = endpoint, keys, context
+        self._endpoint, self._keys = endpoint, derive_keys(key)
+        self._owns_context = context is None
+        self._context = zmq.Context(io_threads=1) if context is None else context
         self._max_nbytes, self._who = max_nbytes, who
         self._wakeup = Wakeup()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        # What could not be sent yet because the launcher does not read: in order, but of a state
-        # only the latest, so that a stopped launcher costs no memory.
-        self._backlog: deque[bytes] = deque()
-        self._state: bytes | None = None
+        self._backlog = Backlog()
 
     @property
     def is_open(self) -> bool:
@@ -129,14 +132,10 @@ class Link:
         """
         if self._socket is None:
             return
-        if is_state:
-            self._state = frame
-        else:
-            self._backlog.append(frame)
+        self._backlog.add(frame, is_state)
         self._flush(self._socket)
         # Sending took the edge of whatever came meanwhile.
-        unsent = bool(self._backlog) or self._state is not None
-        self._wakeup.restore(self._socket, zmq.POLLIN | (zmq.POLLOUT if unsent else 0))
+        self._wakeup.restore(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._backlog else 0))
 
     def pump(self) -> list[bytes]:
         """Send what waits to be sent and return the frames that came; the flag is cleared."""
@@ -164,6 +163,8 @@ class Link:
         """Disconnect and give the descriptors back; may be called again."""
         self._disconnect(linger_s)
         self._wakeup.close()
+        if self._owns_context:
+            self._context.term()
 
     def _attempt(self, deadline: float) -> int:
         """Connect once; return what decided it, or the last there was to see: a monitor event."""
@@ -208,21 +209,19 @@ class Link:
         return event
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
-        try:
-            while self._backlog:
-                socket.send(self._backlog[0], zmq.NOBLOCK)
-                self._backlog.popleft()
-            if self._state is not None:
-                socket.send(self._state, zmq.NOBLOCK)
-                self._state = None
-        except zmq.Again:
-            pass
+        def send(frame: bytes) -> bool:
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            return True
+
+        self._backlog.flush(send)
 
     def _disconnect(self, linger_s: float) -> None:
         socket, monitor = self._socket, self._monitor
         self._socket = self._monitor = None
         self._backlog.clear()
-        self._state = None
         for each in (socket, monitor):
             if each is not None:
                 self._wakeup.remove(each)

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import select
+import socket
 import time
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import zmq
-from zmq.utils import z85
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher import rendezvous_wire as wire
 from pycoll.launcher.rendezvous_calls import Calls
-from pycoll.zap import Authenticator, guard
+from pycoll.launcher.rendezvous_pairs import Pairs
 
-_ZAP_DOMAIN = "pycoll.rendezvous"
-
-# Requests handled in one progress(), so that a rank that floods cannot hold the launcher's loop.
-_BATCH = 1000
-
-# Messages kept for a rank that does not read (it is stopped); what comes on top is dropped.
-_SEND_QUEUE = 100_000
-
-# The kernel lowers it to net.core.somaxconn. libzmq's 100 makes the 101st rank of a burst wait
-# for a repeated SYN, a second later.
+# The kernel lowers it to net.core.somaxconn. A short one makes ranks that come in a burst wait for
+# a repeated SYN, a second later.
 _BACKLOG = 4096
 
-_CLOSE_LINGER_MS = 200
 _MAX_PID = (1 << 31) - 1
+
+
+class Peer(Protocol):
+    """A connection to one process."""
+
+    def send(self, frame: bytes) -> None:
+        """Send; never blocks. Nothing if the connection is gone."""
+
+
+class Carrier(Protocol):
+    """A way for frames from and to several processes."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` may have something."""
+
+    def receive(self) -> Iterator[tuple[Peer, bytes]]:
+        """Give what has come, and from where."""
+
+    def close(self) -> None:
+        """Disconnect."""
 
 
 class Notice(NamedTuple):
@@ -43,20 +53,21 @@ class Notice(NamedTuple):
     fields: dict[str, Any]
 
 
-@dataclass(slots=True)
 class _Rank:
     """What is known about one rank."""
 
-    identity: bytes | None = None  # its connection; None until it joined
-    pid: int = 0
-    info: bytes = b""
-    since: float = 0.0
-    left: bool = False
-    raised: bool = False
-    aborted: bool = False
-    trouble: str = ""  # why it failed or is about to end, while its process lives
-    failed: bool = False  # the others were told
-    ended: str | None = None  # what became of its process
+    def __init__(self) -> None:
+        self.peer: Peer | None = None  # its connection; None until it joined
+        self.pid = 0
+        self.info = b""
+        self.since = 0.0
+        self.left = False
+        self.raised = False
+        self.aborted = False
+        self.trouble = ""  # why it failed or is about to end, while its process lives
+        self.failed = False  # the others were told
+        self.ended: str | None = None  # what became of its process
+        self.round_info: bytes | None = None  # what it gave to the exchange under way
 
 
 class Server:
@@ -65,14 +76,21 @@ class Server:
     It runs in its owner's loop: sleep until `fileno()` is readable, call `progress()`. Only one
     thread may use it. Importing and running it needs neither NumPy nor a communicator.
 
-    Protocol, version `WIRE_VERSION`: a ZeroMQ ROUTER here, a DEALER in each rank, CURVE with keys
-    derived from the job's key on both sides. A message is one frame, msgpack of [kind, fields].
+    Ranks on this host come by sockets that they inherit (`open_link`), others, and those that have
+    lost theirs, by ZeroMQ: a ROUTER here, a DEALER in each rank, CURVE with keys derived from the
+    job's key on both sides. ZeroMQ is not imported before the first of them comes.
+
+    Protocol, version `WIRE_VERSION`. A message is one frame, msgpack of [kind, fields].
 
         a rank sends            answer or effect
         join {version, rank,    once all ranks have joined: met {infos}, to all of them.
           size, pid, info}      refused {message} if this one may not join, or if the job cannot
                                 meet any more. `info` is opaque bytes.
-        who {}                  who {missing, lowest}: who has not joined; the lowest rank present
+        exchange {round, info}  once all ranks have sent theirs for this round (they are counted
+                                from 0): exchanged {round, infos}, to all of them; refused {message}
+                                if one of them is gone
+        who {}                  who {missing, lowest}: who has not joined, or not come to the
+                                exchange; the lowest rank present
         withdraw {}             it gave up waiting; its rank may join again
         table {id}              table {id, lines}: see `table()`
         bye {}                  bye {}: everything it sent before has been handled
@@ -96,34 +114,46 @@ class Server:
         size: number of ranks in the job.
         key: the job's secret, at least 16 random bytes.
         host: the address to listen on; a free port is chosen.
+        on_failure: called when the ranks have been told that one has failed.
+        doing: returns what a rank waits in without having told us, "" if it does not.
 
     Raises:
         ValueError: `size` is less than 1, or the key is too short.
         BootstrapError: cannot listen on `host`.
     """
 
-    def __init__(self, size: int, key: bytes, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        size: int,
+        key: bytes,
+        host: str = "127.0.0.1",
+        *,
+        on_failure: Callable[[], object] = lambda: None,
+        doing: Callable[[int], str] = lambda rank: "",
+    ) -> None:
         if size < 1:
             raise ValueError(f"a job has at least one rank, not {size}")
-        keys = wire.derive_keys(key)
+        wire.check_key(key)
+        self._key = key
         self._ranks = [_Rank() for _ in range(size)]
-        self._by_identity: dict[bytes, int] = {}
+        self._by_peer: dict[Peer, int] = {}
         self._num_missing = size
         self._met = False
         self._over: str | None = None  # why the job cannot meet any more
+        self._round = 0  # of exchange
+        self._gone = ""  # why there can be no exchange any more
         self._calls = Calls()
         self._notices: list[Notice] = []
+        self._on_failure, self._waits_natively = on_failure, doing
         self._closed = False
-        self._context = zmq.Context()
-        self._authenticator = Authenticator(self._context)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._wakeup = wire.Wakeup()
-        try:
-            self._authenticator.allow_curve(_ZAP_DOMAIN, z85.decode(keys.client_public))
-            self.endpoint = self._listen(keys, host)
-        except BaseException:
-            self.close()
-            raise
+        self._listener = _listen(host)
+        address = f"[{host}]" if ":" in host else host
+        self.endpoint = f"tcp://{address}:{self._listener.getsockname()[1]}"
+        self._pairs = Pairs(key)
+        self._carriers: list[Carrier] = [self._pairs]
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._epoll.register(self._pairs, select.EPOLLIN)
 
     def __enter__(self) -> Server:
         return self
@@ -133,22 +163,29 @@ class Server:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress()` may have work to do."""
-        return self._wakeup.fileno()
+        return self._epoll.fileno()
+
+    def open_link(self) -> int:
+        """Make a link for one rank on this host.
+
+        Returns:
+            The descriptor for the rank to inherit; the caller closes it. With `link_variable` of it
+            the rank knows which one it is.
+
+        Raises:
+            OSError: too many files are open.
+        """
+        return self._pairs.open()
 
     def progress(self) -> list[Notice]:
         """Handle the requests that came, without waiting; return what the launcher must know."""
         if self._closed:
             return []
-        self._wakeup.clear()
-        for _ in range(_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(frames) == 2:
-                self._handle(frames[0], frames[1])
-        else:
-            self._wakeup.set()
+        if self._listener.fileno() in dict(self._epoll.poll(0)):
+            self._open_router()
+        for carrier in self._carriers:
+            for peer, frame in carrier.receive():
+                self._handle(peer, frame)
         notices, self._notices = self._notices, []
         return notices
 
@@ -168,80 +205,73 @@ class Server:
         entry.ended = reason
         self._calls.stop(rank)
         if not self._met:
-            joined = "before all ranks had joined" if entry.identity else "before it joined"
+            joined = "before all ranks had joined" if entry.peer else "before it joined"
             self._end_meeting(f"rank {rank} ended {joined} the job: {reason}")
         elif not clean:
             self._fail(rank, reason, "")
         elif not entry.failed:
             self._push_others(rank, "ended", {"rank": rank, "reason": reason})
-        self._wakeup.restore(self._socket)
+            self._lose(f"rank {rank} has ended: {reason}")
 
     def missing(self) -> list[int]:
         """Return the ranks that have not joined, in order."""
-        return [rank for rank, entry in enumerate(self._ranks) if entry.identity is None]
+        return [rank for rank, entry in enumerate(self._ranks) if entry.peer is None]
 
     def table(self) -> list[str]:
         """Return one line a rank: what it is doing, since when."""
         now = time.monotonic()
         return [f"rank {rank}: {self._doing(rank, now)}" for rank in range(len(self._ranks))]
 
+    def is_anyone_waiting(self) -> bool:
+        """Return whether a rank waits for others, so that `table` is of interest."""
+        now = time.monotonic()
+        return any(
+            entry.peer is not None and entry.ended is None and self._waiting(rank, now)
+            for rank, entry in enumerate(self._ranks)
+        )
+
     def close(self) -> None:
         """Stop listening; ranks notice that the connection is lost. May be called again."""
         if self._closed:
             return
         self._closed = True
-        self._wakeup.close()
-        self._socket.close(_CLOSE_LINGER_MS)
-        self._authenticator.close()
-        self._context.term()
+        self._epoll.close()
+        self._listener.close()
+        for carrier in self._carriers:
+            carrier.close()
 
-    def _listen(self, keys: wire.Keys, host: str) -> str:
-        socket = self._socket
-        socket.curve_server = True
-        socket.curve_publickey = keys.server_public
-        socket.curve_secretkey = keys.server_secret
-        guard(socket, _ZAP_DOMAIN)
-        socket.maxmsgsize = wire.MAX_FRAME_NBYTES
-        # A rank stopped in the middle of the handshake is slow, not lost.
-        socket.handshake_ivl = 0
-        socket.backlog = _BACKLOG
-        socket.sndhwm = _SEND_QUEUE
-        address = f"tcp://{host}:*"
-        if ":" in host:
-            socket.ipv6 = True
-            address = f"tcp://[{host}]:*"
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as exc:
-            raise BootstrapError(f"the launcher cannot listen on {address}: {exc}") from exc
-        self._wakeup.add(socket)
-        endpoint = socket.get(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        return endpoint.rstrip(b"\0").decode()
+    def _open_router(self) -> None:
+        """Let ZeroMQ take over the port: somebody has come to it."""
+        from pycoll.launcher.rendezvous_router import Router  # not sooner: it takes long
+
+        self._epoll.unregister(self._listener)
+        router = Router(self._listener.detach(), self._key)
+        self._carriers.append(router)
+        self._epoll.register(router, select.EPOLLIN)
 
     # Requests.
 
-    def _handle(self, identity: bytes, frame: bytes) -> None:
-        rank = self._by_identity.get(identity)
+    def _handle(self, peer: Peer, frame: bytes) -> None:
+        rank = self._by_peer.get(peer)
         try:
             kind, fields = wire.unpack(frame, max(len(self._ranks), 16))
             if rank is not None:
-                self._answer(rank, identity, kind, fields)
+                self._answer(rank, peer, kind, fields)
             elif kind == "join":
-                self._join(identity, fields)
+                self._join(peer, fields)
             elif kind == "bye":  # a rank that was refused, or gave up
-                self._send(identity, "bye", {})
+                self._send(peer, "bye", {})
         except wire.MalformedError as exc:
             # A client checks before it sends, so this is not one of ours, or one gone mad.
             if rank is None:
-                self._send(identity, "refused", {"message": f"not understood: {exc}"})
+                self._send(peer, "refused", {"message": f"not understood: {exc}"})
 
-    def _join(self, identity: bytes, fields: dict[str, Any]) -> None:
+    def _join(self, peer: Peer, fields: dict[str, Any]) -> None:
         # The version comes first: of another version nothing else can be judged.
         version = fields.get("version")
         if version != wire.WIRE_VERSION:
             return self._refuse(
-                identity,
+                peer,
                 f"this process speaks version {version!r:.20} of pycoll's wire protocol, the "
                 f"launcher version {wire.WIRE_VERSION}: both must use the same pycoll",
             )
@@ -249,30 +279,28 @@ class Server:
         claimed = wire.integer(fields.get("size"), 1, 1 << 31)
         rank = wire.integer(fields.get("rank"), 0, claimed - 1)
         pid = wire.integer(fields.get("pid"), 1, _MAX_PID)
-        info = fields.get("info")
-        if not isinstance(info, bytes) or len(info) > wire.MAX_INFO_NBYTES:
-            raise wire.MalformedError("a rank's info is wrong")
+        info = _info(fields)
         if claimed != size:
             return self._refuse(
-                identity,
+                peer,
                 f"process {pid} is rank {rank} of {claimed}, but this job has {size} ranks",
             )
         entry = self._ranks[rank]
-        if entry.identity is not None:
+        if entry.peer is not None:
             return self._refuse(
-                identity,
+                peer,
                 f"rank {rank} is already process {entry.pid}; this is process {pid}. Each rank "
                 "joins once: a process started by a rank must not call init()",
             )
         if entry.ended is not None:
-            return self._refuse(identity, f"rank {rank} has already ended: {entry.ended}")
-        entry.identity, entry.pid, entry.info = identity, pid, info
+            return self._refuse(peer, f"rank {rank} has already ended: {entry.ended}")
+        entry.peer, entry.pid, entry.info = peer, pid, info
         entry.since = time.monotonic()
-        self._by_identity[identity] = rank
+        self._by_peer[peer] = rank
         self._num_missing -= 1
         self._notices.append(Notice("joined", rank, {"pid": pid}))
         if self._over is not None:
-            self._refuse(identity, self._over)
+            self._refuse(peer, self._over)
         elif self._num_missing == 0:
             self._meet()
 
@@ -284,32 +312,63 @@ class Server:
             entry.info = b""
             self._push(entry, frame)
 
-    def _answer(self, rank: int, identity: bytes, kind: str, fields: dict[str, Any]) -> None:
+    def _answer(self, rank: int, peer: Peer, kind: str, fields: dict[str, Any]) -> None:
         match kind:
             case "bye":
-                self._send(identity, "bye", {})
+                self._send(peer, "bye", {})
             case "who":
-                present = (r for r, e in enumerate(self._ranks) if e.identity and e.ended is None)
-                lowest = min(present, default=rank)
-                self._send(identity, "who", {"missing": self.missing(), "lowest": lowest})
+                missing = self.missing()
+                if self._met:
+                    missing = [r for r, e in enumerate(self._ranks) if e.round_info is None]
+                absent = {*missing, *(r for r, e in enumerate(self._ranks) if e.ended is not None)}
+                lowest = min({*range(len(self._ranks))} - absent, default=rank)
+                self._send(peer, "who", {"missing": missing, "lowest": lowest})
+            case "exchange" if self._met:
+                self._exchange(rank, peer, fields)
             case "table":
                 number = wire.integer(fields.get("id"), 0, 1 << 62)
-                self._send(identity, "table", {"id": number, "lines": self.table()})
+                self._send(peer, "table", {"id": number, "lines": self.table()})
             case "withdraw":
-                self._withdraw(rank, identity)
+                self._withdraw(rank, peer)
             case "join":
-                self._refuse(identity, f"rank {rank} has already joined on this connection")
+                self._refuse(peer, f"rank {rank} has already joined on this connection")
             case _:
                 self._post(rank, kind, wire.parse_post(kind, fields, len(self._ranks)))
 
-    def _withdraw(self, rank: int, identity: bytes) -> None:
+    def _withdraw(self, rank: int, peer: Peer) -> None:
         if self._met:
             # It gave up at the moment the job met: the others count on a rank that is not there.
             return self._fail(rank, "gave up waiting for the job to meet", "")
         if self._ranks[rank].ended is None:
-            del self._by_identity[identity]
+            del self._by_peer[peer]
             self._num_missing += 1
             self._ranks[rank] = _Rank()
+
+    def _exchange(self, rank: int, peer: Peer, fields: dict[str, Any]) -> None:
+        number, info = wire.integer(fields.get("round"), 0, 1 << 62), _info(fields)
+        if number != self._round:
+            return  # it gave up, and asks again for what was sent to it meanwhile
+        if self._gone:
+            return self._refuse(peer, self._gone)
+        self._ranks[rank].round_info = info
+        infos = [entry.round_info for entry in self._ranks]
+        if None not in infos:
+            self._round += 1
+            frame = wire.pack("exchanged", {"round": number, "infos": infos})
+            for entry in self._ranks:
+                entry.round_info = None
+                self._push(entry, frame)
+
+    def _lose(self, message: str) -> None:
+        """End the exchange under way, and all that would follow: a rank is gone."""
+        if self._gone:
+            return
+        self._gone = message
+        frame = wire.pack("refused", {"message": message})
+        for entry in self._ranks:
+            if entry.round_info is not None:
+                entry.round_info = None
+                self._push(entry, frame)
 
     def _post(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         entry = self._ranks[rank]
@@ -331,6 +390,7 @@ class Server:
                 self._notices.append(Notice(kind, rank, fields))
                 if self._met:
                     self._push_others(rank, "left", {"rank": rank, **fields})
+                    self._lose(f"rank {rank} has left the job")
                 else:
                     self._end_meeting(f"rank {rank} left before all ranks had joined the job")
             case "broken" if self._met:
@@ -367,6 +427,8 @@ class Server:
         elif not entry.failed:
             entry.failed = True
             self._push_others(rank, "failed", {"rank": rank, "reason": reason, "detail": detail})
+            self._lose(f"rank {rank} failed: {reason}")
+            self._on_failure()
 
     def _push_others(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         frame = wire.pack(kind, fields)
@@ -375,28 +437,53 @@ class Server:
                 self._push(entry, frame)
 
     def _push(self, entry: _Rank, frame: bytes) -> None:
-        if entry.identity is not None and entry.ended is None:
-            self._socket.send_multipart([entry.identity, frame], zmq.NOBLOCK)
+        if entry.peer is not None and entry.ended is None:
+            entry.peer.send(frame)
 
-    def _refuse(self, identity: bytes, message: str) -> None:
-        self._send(identity, "refused", {"message": message})
+    def _refuse(self, peer: Peer, message: str) -> None:
+        self._send(peer, "refused", {"message": message})
 
-    def _send(self, identity: bytes, kind: str, fields: dict[str, Any]) -> None:
-        # A ROUTER drops what is for a connection that is gone, and never blocks.
-        self._socket.send_multipart([identity, wire.pack(kind, fields)], zmq.NOBLOCK)
+    def _send(self, peer: Peer, kind: str, fields: dict[str, Any]) -> None:
+        peer.send(wire.pack(kind, fields))
 
     def _doing(self, rank: int, now: float) -> str:
-        entry, wait = self._ranks[rank], self._calls.wait_of(rank)
+        entry = self._ranks[rank]
         if entry.ended is not None:
             return f"ended ({entry.ended})"
-        if entry.identity is None:
+        if entry.peer is None:
             return "has not joined"
         if entry.trouble:
             return entry.trouble
         if entry.left:
             return "has finalized"
+        return self._waiting(rank, now) or "not waiting in pycoll (or only just)"
+
+    def _waiting(self, rank: int, now: float) -> str:
+        """What a rank that is there waits in, and for how long; "" if it does not wait."""
         if not self._met:
-            return f"in init(), waiting for the other ranks, for {now - entry.since:.1f} s"
+            since = self._ranks[rank].since
+            return f"in init(), waiting for the other ranks, for {now - since:.1f} s"
+        wait = self._calls.wait_of(rank)
         if wait is None:
-            return "not waiting in pycoll (or only just)"
+            return self._waits_natively(rank)
         return f"{wait}, for {now - wait.since:.1f} s"
+
+
+def _listen(host: str) -> socket.socket:
+    """A TCP socket that listens on a free port."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setblocking(False)
+    try:
+        listener.bind((host, 0))
+        listener.listen(_BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise BootstrapError(f"the launcher cannot listen on tcp://{host}: {exc}") from exc
+    return listener
+
+
+def _info(fields: dict[str, Any]) -> bytes:
+    info = fields.get("info")
+    if not isinstance(info, bytes) or len(info) > wire.MAX_INFO_NBYTES:
+        raise wire.MalformedError("a rank's info is wrong")
+    return info

@@ -1,4 +1,4 @@
-"""What both ends of a rendezvous share: keys, frames, and one descriptor to sleep on.
+"""What both ends of a rendezvous share, whatever carries it: the frames and what is in them.
 
 A frame is the msgpack of ``[kind, fields]``. What ranks post has a schema (`parse_post`), which
 the client applies before it sends and the server after it received: the server believes nothing.
@@ -6,22 +6,17 @@ the client applies before it sends and the server after it received: the server 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import operator
-import os
-import select
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
 
 import msgpack
-import zmq
-from zmq.utils import z85
 
-from pycoll.errors import BootstrapError
+TYPE_CHECKING = False  # of typing, whose import takes longer than the meeting
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from typing import Any
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Compared when a rank joins. Any change of a kind or a field is a new version."""
 
 MAX_FRAME_NBYTES = 16 << 20
@@ -31,7 +26,7 @@ Context = int | str | bytes
 """The name of a communicator; no two in a job have the same one."""
 
 # Texts longer than these many characters lose their middle. They keep every frame far below
-# MAX_FRAME_NBYTES, at which libzmq would cut the connection.
+# MAX_FRAME_NBYTES, at which the connection would be cut.
 _LONG_TEXT = 1 << 20
 _SHORT_TEXT = 4 << 10
 
@@ -44,39 +39,45 @@ class MalformedError(ValueError):
     """A frame or a field is not what the protocol says."""
 
 
-class Keys(NamedTuple):
-    """The CURVE key pairs of a job, in Z85 (40 bytes of ASCII each)."""
-
-    server_public: bytes
-    server_secret: bytes
-    client_public: bytes
-    client_secret: bytes
-
-
-def derive_keys(key: bytes) -> Keys:
-    """Derive both key pairs from the job's key; the public halves are as secret as the key.
-
-    Raises:
-        ValueError: the key is shorter than 16 bytes.
-        BootstrapError: libzmq was built without CURVE.
-    """
+def check_key(key: bytes) -> None:
+    """Raise ValueError if `key` is too short for a job's."""
     if len(key) < _MIN_KEY_NBYTES:
         raise ValueError(f"the job's key has {len(key)} bytes; at least {_MIN_KEY_NBYTES} needed")
-    server_secret = _secret(key, b"pycoll rdv srv")
-    client_secret = _secret(key, b"pycoll rdv cli")
-    try:
-        return Keys(
-            zmq.curve_public(server_secret), server_secret,
-            zmq.curve_public(client_secret), client_secret,
-        )  # fmt: skip
-    except zmq.ZMQError as exc:
-        raise BootstrapError(
-            "this pyzmq has no CURVE security; install one that has (`pip install pyzmq`)"
-        ) from exc
 
 
-def _secret(key: bytes, person: bytes) -> bytes:
-    return z85.encode(hashlib.blake2b(key, digest_size=32, person=person).digest())
+class Backlog:
+    """What could not be sent yet because the launcher does not read.
+
+    In order, but of a state only the latest, so that a stopped launcher costs no memory.
+    """
+
+    def __init__(self) -> None:
+        self._frames: list[bytes] = []
+        self._state: bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self._frames) + (self._state is not None)
+
+    def add(self, frame: bytes, is_state: bool) -> None:
+        """Add a frame; a state replaces the one that waits."""
+        if is_state:
+            self._state = frame
+        else:
+            self._frames.append(frame)
+
+    def flush(self, send: Callable[[bytes], bool]) -> None:
+        """Pass frames to `send` until it does not take one."""
+        taken = 0
+        while taken < len(self._frames) and send(self._frames[taken]):
+            taken += 1
+        del self._frames[:taken]
+        if not self._frames and self._state is not None and send(self._state):
+            self._state = None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._frames.clear()
+        self._state = None
 
 
 def pack(kind: str, fields: dict[str, Any]) -> bytes:
@@ -260,61 +261,3 @@ def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
         except MalformedError as exc:
             raise MalformedError(f"field {name!r} of post {kind!r}: {exc}") from exc
     return parsed
-
-
-class Wakeup:
-    """One descriptor to sleep on for several ZeroMQ sockets and a flag of our own.
-
-    A ZeroMQ socket's own descriptor (ZMQ_FD) is edge-triggered, and sending takes the edge of a
-    message that came meanwhile. The flag gives it back: who may have taken one calls `restore`,
-    so that whoever sleeps on `fileno()` until it is readable misses nothing.
-    """
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._flag, select.EPOLLIN)
-        self._sockets: dict[zmq.Socket[bytes], int] = {}
-
-    def fileno(self) -> int:
-        """Return the descriptor: readable while a socket has news or the flag is set."""
-        return self._epoll.fileno()
-
-    def add(self, socket: zmq.Socket[bytes]) -> None:
-        """Watch `socket`, which stays the caller's."""
-        fd = int(socket.get(zmq.FD))
-        self._epoll.register(fd, select.EPOLLIN)
-        self._sockets[socket] = fd
-        self.restore(socket)
-
-    def remove(self, socket: zmq.Socket[bytes]) -> None:
-        """Watch `socket` no longer; before it is closed, because its descriptor is used again."""
-        fd = self._sockets.pop(socket, None)
-        if fd is not None:
-            self._epoll.unregister(fd)
-
-    def restore(self, socket: zmq.Socket[bytes], mask: int = zmq.POLLIN) -> None:
-        """Set the flag if `socket` is ready for anything in `mask`."""
-        if int(socket.get(zmq.EVENTS)) & mask:
-            self.set()
-
-    def set(self) -> None:
-        """Set the flag."""
-        if not self._epoll.closed:
-            os.eventfd_write(self._flag, 1)
-
-    def clear(self) -> None:
-        """Clear the flag."""
-        if not self._epoll.closed:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._flag)
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until the descriptor is readable, at most `timeout_s` (at most a minute)."""
-        self._epoll.poll(max(0.0, min(timeout_s, 60.0)))
-
-    def close(self) -> None:
-        """Give the descriptors back, after every socket was removed; may be called again."""
-        if not self._epoll.closed:
-            self._epoll.close()
-            os.close(self._flag)

@@ -11,23 +11,29 @@ import contextlib
 import errno
 import os
 import resource
-import secrets
 import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import IO, Any
+from types import MappingProxyType
+from typing import IO, Any, NamedTuple
 
 from pycoll.errors import Error
 from pycoll.launcher import guardian
-from pycoll.launcher.environment import cpus_of_cores, rank_environment, shared_environment
+from pycoll.launcher.environment import (
+    cpus_of_cores,
+    rank_environment,
+    shared_environment,
+    usable_cores,
+)
+from pycoll.launcher.host_memory import JobMemory
 from pycoll.launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
 from pycoll.launcher.outcome import signal_name as name_of
 from pycoll.launcher.output import Relay, Target
-from pycoll.launcher.rendezvous import Notice, Server
+from pycoll.launcher.rendezvous_pairs import link_variable
+from pycoll.launcher.rendezvous_server import Notice, Server
 from pycoll.launcher.signals import caught_signals
 
 _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
@@ -35,13 +41,14 @@ _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last w
 _LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
 _POLL_S = 0.05  # between looks at the ranks where there are no pidfds
 _NEVER = float("inf")
-_DESCRIPTORS_OF_A_RANK = 6  # process, joined process, two pipes, log file, connection
+# Of a rank: process, joined process, two pipes, log file, connection, eventfd; and of its host,
+# which may be its alone: the memory, and the mapping, for which Python keeps it open once more.
+_DESCRIPTORS_OF_A_RANK = 9
 _DESCRIPTORS = 64  # what else a job opens: about 25, most of it libzmq's
 _EXIT_STATUS = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """How a job runs: the options of `pycoll-run`, checked already.
 
     Attributes:
@@ -66,7 +73,7 @@ class Options:
     bind: str = "none"
     emulate_hosts: int | None = None
     verbose: bool = False
-    exports: Mapping[str, str] = field(default_factory=dict)
+    exports: Mapping[str, str] = MappingProxyType({})
 
 
 class _Rank(RankState):
@@ -133,7 +140,7 @@ class Job:
         stderr: Target = None,
         stdin: int | IO[Any] | None = None,
     ) -> None:
-        self.id = secrets.token_hex(16)
+        self.id = os.urandom(16).hex()
         self._argv = list(argv)
         self._options = options
         self._pass_fds = tuple(pass_fds)
@@ -178,7 +185,7 @@ class Job:
         """Make all that a job needs but its ranks; the stack undoes it, the ranks' ends first."""
         options = self._options
         _reserve_descriptors(options.size)
-        key = secrets.token_bytes(32)
+        key = os.urandom(32)
         self._relay = Relay(
             sys.stdout if self._stdout is None else self._stdout,
             sys.stderr if self._stderr is None else self._stderr,
@@ -187,7 +194,11 @@ class Job:
             log_dir=options.log_dir,
         )
         stack.callback(self._relay.close)
-        self.server = Server(options.size, key)
+        self._memory = JobMemory(options.size, options.emulate_hosts or 1, usable_cores())
+        stack.callback(self._memory.close)
+        self.server = Server(
+            options.size, key, on_failure=self._memory.tell_failure, doing=self._memory.doing
+        )
         stack.callback(self.server.close)
         self._selector.register(self.server.fileno(), selectors.EVENT_READ, _nothing)
         self._environment = shared_environment(
@@ -219,31 +230,39 @@ class Job:
 
     def _start_rank(self, number: int, cpus: set[int] | None) -> None:
         options = self._options
-        own = rank_environment(number, options.size, options.emulate_hosts or 1)
-        out, out_end = os.pipe()
-        err, err_end = os.pipe()
+        memory = self._memory.of(number)
+        ours: list[int] = []
+        theirs: list[int] = []
         try:
+            for _ in range(2):
+                end, their_end = os.pipe()
+                ours.append(end)
+                theirs.append(their_end)
+            theirs.append(self.server.open_link())
+            own = rank_environment(number, options.size, options.emulate_hosts or 1)
+            own["PYCOLL_LINK"] = link_variable(theirs[2])
+            own["PYCOLL_SHM"] = memory.variable
             process = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL if number else self._stdin,
-                stdout=out_end,
-                stderr=err_end,
+                stdout=theirs[0],
+                stderr=theirs[1],
                 env={**self._environment, **own},
-                pass_fds=self._pass_fds,
+                pass_fds=(*self._pass_fds, *memory.descriptors, theirs[2]),
                 start_new_session=True,
             )
         except BaseException:
-            os.close(out)
-            os.close(err)
+            for descriptor in ours:
+                os.close(descriptor)
             raise
         finally:
-            os.close(out_end)
-            os.close(err_end)
+            for descriptor in theirs:
+                os.close(descriptor)
         rank = _Rank(number, process)
         self._ranks.append(rank)
         with contextlib.suppress(OSError):  # the guardian is gone: the job can go on without
             os.write(self._guardian, b"session %d\n" % rank.pid)
-        self._relay.add(number, out, err)
+        self._relay.add(number, *ours)
         self._watch_pidfd(rank.pidfd, lambda: self._see_end(rank))
         bound = f" on CPUs {sorted(cpus)}" if cpus else ""
         self._say(f"rank {number}: process {rank.pid}{bound}")
@@ -414,16 +433,20 @@ class Job:
     def _sessions(self) -> set[int]:
         return {rank.pid for rank in self._ranks}
 
-    def _decide(self, now: float, status: int, text: str, table: tuple[str, ...] = ()) -> None:
+    def _decide(self, now: float, status: int, text: str, table: Sequence[str] = ()) -> None:
         """End the job for a reason of our own; the first one counts."""
+        if table:
+            text = "\n    ".join([f"{text}; what each rank did:", *table])
         if self._decision is None:
-            self._decision = Decision(now, status, text, table)
+            self._decision = Decision(now, status, text, tuple(table))
 
     def _heed_signals(self, now: float) -> None:
         while self._signals:
             signum = self._signals.pop(0)
-            after = f"after {now - self._started:.1f} s"
-            self._decide(now, 128 + signum, f"ended by {name_of(signum)} {after}")
+            text = f"ended by {name_of(signum)} after {now - self._started:.1f} s"
+            # Who interrupts a job that seems to hang wants to know why.
+            hangs = signum == signal.SIGINT and self.server.is_anyone_waiting()
+            self._decide(now, 128 + signum, text, self.server.table() if hangs else ())
             if signum == signal.SIGINT and self._interrupted:
                 self._schedule({signal.SIGKILL: now})
             elif signum == signal.SIGTERM:
@@ -434,10 +457,8 @@ class Job:
             self._interrupted = self._interrupted or signum == signal.SIGINT
 
     def _time_out(self, now: float) -> None:
-        table = tuple(self.server.table())
-        rows = "".join(f"\n    {row}" for row in table)
-        text = f"the job took longer than {self._options.timeout_s:g} s; what each rank did:{rows}"
-        self._decide(now, 124, text, table)
+        text = f"the job took longer than {self._options.timeout_s:g} s"
+        self._decide(now, 124, text, self.server.table())
         self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
 
     def _give_up_output(self, now: float) -> None:

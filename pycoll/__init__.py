@@ -12,7 +12,6 @@ See README.md, and the docstring of `Communicator`.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from pycoll.errors import (
     BootstrapError,
@@ -24,11 +23,14 @@ from pycoll.errors import (
     TruncationError,
 )
 
+TYPE_CHECKING = False  # typing's own takes longer to import than this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from pycoll.communicator import Communicator
+    from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll.launcher.function import run
     from pycoll.ops import Op
-    from pycoll.p2p import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll.world import finalize, init
 
 __version__ = "0.1.0"
@@ -55,12 +57,12 @@ __all__ = [
 
 # Imported when first used, so that `import pycoll` costs next to nothing.
 _HOMES = {
-    "ANY_SOURCE": "pycoll.p2p",
-    "ANY_TAG": "pycoll.p2p",
-    "PROC_NULL": "pycoll.p2p",
+    "ANY_SOURCE": "pycoll.context",
+    "ANY_TAG": "pycoll.context",
+    "PROC_NULL": "pycoll.context",
     "Communicator": "pycoll.communicator",
     "Op": "pycoll.ops",
-    "Status": "pycoll.p2p",
+    "Status": "pycoll.context",
     "finalize": "pycoll.world",
     "init": "pycoll.world",
     "run": "pycoll.launcher.function",
@@ -73,9 +75,10 @@ def algorithms(collective: str) -> list[str]:
     Raises:
         ValueError: there is no such collective; the message names those there are.
     """
+    from pycoll.group import SHARED_MEMORY
     from pycoll.schedules import names
 
-    return names(collective)
+    return [SHARED_MEMORY, *names(collective)]
 
 
 def __getattr__(name: str) -> Any:

@@ -92,7 +92,7 @@ def broadcast(
     number = group.context.begin(call)
     announcement: Announcement | None = None
     if outgoing is not None:
-        chosen = group.choose("broadcast", outgoing.nbytes, algorithm)
+        chosen = group.choose("broadcast", outgoing.nbytes, algorithm, native=False)
         inline = b"".join(outgoing.parts) if outgoing.nbytes <= INLINE_NBYTES else b""
         announcement = Announcement(
             outgoing.is_object, outgoing.nbytes, chosen, outgoing.description, inline
@@ -105,22 +105,28 @@ def broadcast(
             yield from _spread(group, number, call, root, announcement, outgoing.parts, target)
         group.context.end(number)
         return None
-    value, target = _broadcast_target(group, root, announcement, mine)
+    value, target = broadcast_target(group, root, announcement, mine)
     if announcement.nbytes > INLINE_NBYTES:
         yield from _spread(group, number, call, root, announcement, None, target)
     else:
         target[:] = announcement.inline
     group.context.end(number)
+    return broadcast_result(value, target, mine)
+
+
+def broadcast_result(value: Value | None, target: memoryview, mine: Value | None) -> Any:
+    """Return what the caller gets when all bytes of `broadcast_target` have come."""
     if value is None:
         return objects.load(target)
     if value is not mine:
         if mine is None:
             return arrays.unwrap(value)
         mine.array[...] = value.array
+    assert mine is not None
     return mine.original
 
 
-def _broadcast_target(
+def broadcast_target(
     group: Group, root: int, announcement: Announcement, mine: Value | None
 ) -> tuple[Value | None, memoryview]:
     """Return the array to receive into (None: an object) and its bytes."""
@@ -225,5 +231,5 @@ def _scatter_blocks(
         lengths = [sum(len(part) for part in parts) for parts in blocks]
         nbytes = max(lengths)
         description = struct.pack(f"<{group.size}Q", *lengths)
-    chosen = group.choose("scatter", nbytes, algorithm)
+    chosen = group.choose("scatter", nbytes, algorithm, native=False)
     return Announcement(not isinstance(blocks, Value), nbytes, chosen, description), views

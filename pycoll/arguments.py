@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pycoll import arrays
-from pycoll.arrays import Value
-from pycoll.dtypes import Array
-from pycoll.ops import Op
-from pycoll.p2p import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
+from pycoll.context import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
+from pycoll.late import Late
 
-Reducer = str | Op | Callable[[Any, Any], Any]
+if TYPE_CHECKING:
+    from pycoll import arrays, ops
+    from pycoll.arrays import Value
+    from pycoll.dtypes import Array
+    from pycoll.ops import Op
+
+    Reducer: TypeAlias = str | Op | Callable[[Any, Any], Any]
+else:
+    arrays, ops = Late("pycoll.arrays"), Late("pycoll.ops")
 
 
 class Target:
@@ -165,7 +170,7 @@ def reduces_objects(x: Any, op: Reducer) -> bool:
 
 
 def _is_builtin(op: object) -> bool:
-    return isinstance(op, Op) and not callable(op.fn)
+    return isinstance(op, ops.Op) and not callable(op.fn)
 
 
 def no_out(out: Any) -> None:

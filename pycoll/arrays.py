@@ -298,6 +298,8 @@ def _wrap_numpy(x: Array) -> Value | None:
         dtype = dtypes.of_numpy(x.dtype)
     except TypeError:
         return None
+    if dtype.foreign and dtype.code and _core is not None:
+        _core.add_dtype(x.dtype, dtype.code)
     return Value(plain.view(dtype.storage) if dtype.foreign else plain, dtype, "numpy", x)
 
 
@@ -494,3 +496,25 @@ def _overlaps_itself(array: Array) -> bool:
             return True
         reach += stride * (dim - 1)
     return False
+
+
+def _introduce_numpy() -> Any:
+    """Return the compiled core, or None, when it knows what NumPy's arrays and dtypes look like."""
+    try:
+        from pycoll.transports import _core
+
+        use_numpy, add_dtype = _core.use_numpy, _core.add_dtype
+    except (ImportError, AttributeError):  # without the file beside it, the folder is found
+        return None
+    sample = np.empty((2, 3))
+    swapped = sample.T
+    swapped.flags.writeable = False
+    if not use_numpy(np.empty, sample, sample.ctypes.data, swapped):
+        return None
+    for char in "?bhilqBHILQefdFD":
+        dtype = np.dtype(char)
+        add_dtype(dtype, dtypes.of_numpy(dtype).code)
+    return _core
+
+
+_core = _introduce_numpy()

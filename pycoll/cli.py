@@ -1,4 +1,4 @@
-"""The command `pycoll`: what this machine offers, and the proof of the algorithms."""
+"""The command `pycoll`: what this machine offers, the proof of the algorithms, and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from pycoll import bench
 
 if TYPE_CHECKING:
     from pycoll.schedules import Algorithm
@@ -36,9 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_argument(
         "collectives", nargs="*", metavar="COLLECTIVE", help="for example all_reduce; default: all"
     )
+    timing = commands.add_parser("bench", help="time collectives, beside MPI and gloo")
+    bench.add_options(timing)
     arguments = parser.parse_args(argv)
     if arguments.command == "info":
         return _info()
+    if arguments.command == "bench":
+        try:
+            return bench.main(arguments)
+        except ValueError as exc:
+            timing.error(str(exc))
     from pycoll.schedules import TABLE, find, names
 
     try:

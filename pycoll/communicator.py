@@ -9,36 +9,53 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from pycoll import announced, arrays, collectives, object_collectives, objects, ops, p2p
-from pycoll.arguments import (
-    Reducer,
-    Target,
-    check_apart,
-    check_int,
-    check_objects,
-    check_peer,
-    check_root,
-    check_source,
-    check_status,
-    check_tag,
-    check_timeout,
-    fillable,
-    fillable_out,
-    linear_only,
-    no_out,
-    reduces_objects,
-    split_value,
-)
-from pycoll.arrays import Value
-from pycoll.collectives import Reduction, type_text
+from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
 from pycoll.engine import Engine
 from pycoll.errors import Error
-from pycoll.group import Group
-from pycoll.ops import Op
-from pycoll.p2p import ANY_SOURCE, ANY_TAG, PROC_NULL, Outgoing, Status
+from pycoll.group import SHARED_MEMORY, Group
+from pycoll.late import Late
+from pycoll.native import Native, SharedMemory
 from pycoll.task import Call, CallSteps, caller
+
+if TYPE_CHECKING:
+    from pycoll import (
+        announced,
+        arguments,
+        arrays,
+        collectives,
+        native_announced,
+        native_calls,
+        object_collectives,
+        objects,
+        ops,
+        p2p,
+    )
+    from pycoll.arguments import Reducer
+    from pycoll.arrays import Value
+    from pycoll.collectives import Reduction
+    from pycoll.ops import Op
+else:  # a program that only calls barrier() imports no NumPy
+    announced, arguments = Late("pycoll.announced"), Late("pycoll.arguments")
+    arrays, collectives = Late("pycoll.arrays"), Late("pycoll.collectives")
+    native_announced = Late("pycoll.native_announced")
+    native_calls = Late("pycoll.native_calls")
+    object_collectives, objects = Late("pycoll.object_collectives"), Late("pycoll.objects")
+    ops, p2p = Late("pycoll.ops"), Late("pycoll.p2p")
+
+COLLECTIVES = (
+    "barrier",
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "gather",
+    "all_gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+)
+"""Methods that the compiled core has too."""
 
 
 class World:
@@ -51,14 +68,12 @@ class World:
         local_size: int,
         node: int,
         op_timeout: float,
-        transport: str,
     ) -> None:
         self.engine = engine
         self.local_rank = local_rank
         self.local_size = local_size
         self.node = node
         self.op_timeout = op_timeout
-        self.transport = transport
 
 
 class Communicator:
@@ -87,6 +102,33 @@ class Communicator:
         self._world = world
         self._group = group
         self._closed = False
+        self._short: dict[str, Any] = {}
+        if group.engine.shared_memory is not None and group.size > 1:
+            self._short = self._short_way(group.engine.shared_memory)
+            self.__dict__.update(self._short)
+
+    def _short_way(self, memory: SharedMemory) -> dict[str, Any]:
+        """Return the core's methods, which stand before those of this class and call them.
+
+        They do the common case, NumPy arrays between ranks of this host, themselves.
+        """
+        from pycoll.transports._core import PointToPoint
+
+        group, channel = self._group, memory.transport.channel
+        local = {world: index for index, world in enumerate(memory.ranks)}
+        locals_ = [local.get(world, -1) for world in group.members]
+        short = PointToPoint(
+            channel, group.context.ident, locals_, self.send, self.recv, self._finish_send
+        )
+        short.usable = group.engine.op_timeout == math.inf
+        with group.engine.locked():
+            group.context.short = short
+            group.context.count()
+        methods = {"send": short.send, "recv": short.recv}
+        if group.native is not None:
+            methods |= group.native.methods([(name, getattr(self, name)) for name in COLLECTIVES])
+            methods["allreduce"] = methods["all_reduce"]
+        return methods
 
     @property
     def rank(self) -> int:
@@ -140,15 +182,22 @@ class Communicator:
         Raises:
             MismatchError: an array passed off root does not look like the root's value.
         """
-        group, root = self._group, check_root(root, self.size)
+        group, root = self._group, arguments.check_root(root, self.size)
         self._check_algorithm("broadcast", algorithm)
-        outgoing = Outgoing(x) if group.rank == root else None
-        mine = None if outgoing is not None else fillable(x)
+        outgoing = p2p.Outgoing(x) if group.rank == root else None
+        mine = None if outgoing is not None else arguments.fillable(x)
 
         text = f"broadcast(root={root}{_forced(algorithm)})"
-        result = self._collective(
-            text, timeout, announced.broadcast, outgoing, mine, algorithm, root
-        )
+        result: Any = native_announced.BY_MESSAGES
+        if self._announces("broadcast", algorithm):
+            result = self._native(
+                text, timeout, native_announced.broadcast, group, outgoing, mine, root
+            )
+        if result is native_announced.BY_MESSAGES:
+            forced = None if algorithm == SHARED_MEMORY else algorithm
+            result = self._collective(
+                text, timeout, announced.broadcast, outgoing, mine, forced, root
+            )
         return x if outgoing is not None else result
 
     def reduce(
@@ -174,19 +223,24 @@ class Communicator:
             algorithm: see `pycoll.algorithms("reduce")`.
             timeout: seconds.
         """
-        group, root = self._group, check_root(root, self.size)
+        group, root = self._group, arguments.check_root(root, self.size)
         resolved = ops.resolve(op)
         is_root = group.rank == root
-        if reduces_objects(x, op):
-            no_out(out if is_root else None)
+        if arguments.reduces_objects(x, op):
+            arguments.no_out(out if is_root else None)
             return self._fold(x, resolved, root, algorithm, timeout)
         value, reduction = self._reduction("reduce", x, resolved, algorithm)
-        target = Target(out, value, value.array.shape) if is_root else None
+        target = arguments.Target(out, value, value.array.shape) if is_root else None
         if target is not None:
             target.check_overlap(value.array, (target.array, value.array))
         memory = target.memory if target is not None else None
-        text = f"reduce({type_text(value)}, {_text(reduction)}, root={root})"
-        self._collective(text, timeout, collectives.reduce, value, reduction, root, memory)
+        text = f"reduce({collectives.type_text(value)}, {_text(reduction)}, root={root})"
+        if reduction.algorithm == SHARED_MEMORY:
+            self._native(
+                text, timeout, native_calls.combine, "reduce", value, memory, resolved, root
+            )
+        else:
+            self._collective(text, timeout, collectives.reduce, value, reduction, root, memory)
         return target.result() if target is not None else None
 
     def all_reduce(
@@ -209,14 +263,18 @@ class Communicator:
             timeout: seconds.
         """
         resolved = ops.resolve(op)
-        if reduces_objects(x, op):
-            no_out(out)
+        if arguments.reduces_objects(x, op):
+            arguments.no_out(out)
             return self._fold(x, resolved, None, algorithm, timeout)
         value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
-        target = Target(out, value, value.array.shape)
+        target = arguments.Target(out, value, value.array.shape)
         target.check_overlap(value.array, (target.array, value.array))
-        text = f"all_reduce({type_text(value)}, {_text(reduction)})"
-        self._collective(text, timeout, collectives.all_reduce, value, reduction, target.memory)
+        text = f"all_reduce({collectives.type_text(value)}, {_text(reduction)})"
+        memory = target.memory
+        if reduction.algorithm == SHARED_MEMORY:
+            self._native(text, timeout, native_calls.combine, "all_reduce", value, memory, resolved)
+        else:
+            self._collective(text, timeout, collectives.all_reduce, value, reduction, memory)
         return target.result()
 
     allreduce = all_reduce
@@ -239,25 +297,28 @@ class Communicator:
             algorithm: see `pycoll.algorithms("gather")`.
             timeout: seconds.
         """
-        group, root = self._group, check_root(root, self.size)
+        group, root = self._group, arguments.check_root(root, self.size)
         self._check_algorithm("gather", algorithm)
         is_root = group.rank == root
         value = arrays.wrap(x)
         if value is None:
-            no_out(out if is_root else None)
+            arguments.no_out(out if is_root else None)
             parts = objects.dump(x)
-            chosen = linear_only("gather", algorithm)
+            chosen = arguments.linear_only("gather", algorithm)
             text = f"gather(object, root={root}, algorithm={chosen})"
             return self._collective(text, timeout, object_collectives.gather, parts, chosen, root)
         nbytes = value.array.nbytes
         chosen = group.choose("gather", nbytes, algorithm)
         shape = (group.size, *value.array.shape)
-        target = Target(out, value, shape) if is_root else None
+        target = arguments.Target(out, value, shape) if is_root else None
         if target is not None:
             target.check_overlap(value.array)
         memory = target.memory if target is not None else None
-        text = f"gather({type_text(value)}, root={root}, algorithm={chosen})"
-        self._collective(text, timeout, collectives.gather, value, chosen, root, memory)
+        text = f"gather({collectives.type_text(value)}, root={root}, algorithm={chosen})"
+        if chosen == SHARED_MEMORY:
+            self._native(text, timeout, native_calls.move, "gather", value, memory, root)
+        else:
+            self._collective(text, timeout, collectives.gather, value, chosen, root, memory)
         return target.result() if target is not None else None
 
     def all_gather(
@@ -280,17 +341,23 @@ class Communicator:
         self._check_algorithm("all_gather", algorithm)
         value = arrays.wrap(x)
         if value is None:
-            no_out(out)
+            arguments.no_out(out)
             text = f"all_gather(object{_forced(algorithm)})"
+            if algorithm == SHARED_MEMORY and group.native is not None:
+                parts = objects.dump(x)
+                return self._native(text, timeout, native_calls.all_gather_objects, parts)
             return self._collective(
                 text, timeout, object_collectives.all_gather, objects.dump(x), algorithm
             )
         chosen = group.choose("all_gather", value.array.nbytes, algorithm)
         shape = (group.size, *value.array.shape)
-        target = Target(out, value, shape)
+        target = arguments.Target(out, value, shape)
         target.check_overlap(value.array, (target.array[group.rank, ...], value.array))
-        text = f"all_gather({type_text(value)}, algorithm={chosen})"
-        self._collective(text, timeout, collectives.all_gather, value, chosen, target.memory)
+        text = f"all_gather({collectives.type_text(value)}, algorithm={chosen})"
+        if chosen == SHARED_MEMORY:
+            self._native(text, timeout, native_calls.move, "all_gather", value, target.memory)
+        else:
+            self._collective(text, timeout, collectives.all_gather, value, chosen, target.memory)
         return target.result()
 
     def scatter(
@@ -315,18 +382,24 @@ class Communicator:
             ValueError: off root also when `out` turns out not to look like a row; the scatter has
                 taken place then, and the communicator stays usable.
         """
-        group, root = self._group, check_root(root, self.size)
+        group, root = self._group, arguments.check_root(root, self.size)
         self._check_algorithm("scatter", algorithm)
         blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
-        wanted = fillable_out(out)
+        wanted = arguments.fillable_out(out)
         if isinstance(blocks, list):
-            no_out(out)
+            arguments.no_out(out)
         elif blocks is not None and out is not None:
-            Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks.array)
+            arguments.Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks.array)
         text = f"scatter(root={root}{_forced(algorithm)})"
-        value, buffer = self._collective(text, timeout, announced.scatter, blocks, algorithm, root)
+        received: Any = native_announced.BY_MESSAGES
+        if self._announces("scatter", algorithm):
+            received = self._native(text, timeout, native_announced.scatter, blocks, root)
+        if received is native_announced.BY_MESSAGES:
+            forced = None if algorithm == SHARED_MEMORY else algorithm
+            received = self._collective(text, timeout, announced.scatter, blocks, forced, root)
+        value, buffer = received
         if value is None:
-            no_out(out)
+            arguments.no_out(out)
             return objects.load(buffer)
         if wanted is None:
             return arrays.unwrap(value)
@@ -354,14 +427,19 @@ class Communicator:
         """
         group = self._group
         resolved = ops.resolve(op)
-        value = split_value("reduce_scatter", x, self.size)
+        value = arguments.split_value("reduce_scatter", x, self.size)
         _, reduction = self._reduction("reduce_scatter", x, resolved, algorithm)
         row = value.array[group.rank, ...]
-        target = Target(out, value, value.array.shape[1:])
+        target = arguments.Target(out, value, value.array.shape[1:])
         target.check_overlap(value.array, (target.array, row))
-        text = f"reduce_scatter({type_text(value)}, {_text(reduction)})"
+        text = f"reduce_scatter({collectives.type_text(value)}, {_text(reduction)})"
         memory = target.memory
-        self._collective(text, timeout, collectives.reduce_scatter, value, reduction, memory)
+        if reduction.algorithm == SHARED_MEMORY:
+            self._native(
+                text, timeout, native_calls.combine, "reduce_scatter", value, memory, resolved
+            )
+        else:
+            self._collective(text, timeout, collectives.reduce_scatter, value, reduction, memory)
         return target.result()
 
     def all_to_all(
@@ -384,28 +462,37 @@ class Communicator:
         group = self._group
         self._check_algorithm("all_to_all", algorithm)
         if arrays.wrap(x) is None:
-            no_out(out)
-            check_objects("all_to_all", x, self.size)
+            arguments.no_out(out)
+            arguments.check_objects("all_to_all", x, self.size)
             blocks = [objects.dump(item) for item in x]
-            chosen = group.choose("all_to_all", 0, algorithm)
+            chosen = group.choose("all_to_all", 0, algorithm, native=False)
             text = f"all_to_all(object{_forced(algorithm)})"
+            if chosen == SHARED_MEMORY:
+                return self._native(text, timeout, native_calls.all_to_all_objects, blocks)
             return self._collective(text, timeout, object_collectives.all_to_all, blocks, chosen)
-        value = split_value("all_to_all", x, self.size)
+        value = arguments.split_value("all_to_all", x, self.size)
         chosen = group.choose("all_to_all", value.array.nbytes // group.size, algorithm)
-        target = Target(out, value, value.array.shape)
+        target = arguments.Target(out, value, value.array.shape)
         target.check_overlap(value.array, (target.array, value.array))
         if out is not None and arrays.overlap(target.array, value.array):
             # In place: rows come in before those that were there have left.
-            value = Value(value.array.copy(), value.dtype, value.kind)
-        text = f"all_to_all({type_text(value)}, algorithm={chosen})"
-        self._collective(text, timeout, collectives.all_to_all, value, chosen, target.memory)
+            value = arrays.Value(value.array.copy(), value.dtype, value.kind)
+        text = f"all_to_all({collectives.type_text(value)}, algorithm={chosen})"
+        if chosen == SHARED_MEMORY:
+            self._native(text, timeout, native_calls.move, "all_to_all", value, target.memory)
+        else:
+            self._collective(text, timeout, collectives.all_to_all, value, chosen, target.memory)
         return target.result()
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return when every rank has called it."""
         group = self._group
         chosen = group.choose("barrier", 0, algorithm)
-        self._collective(f"barrier(algorithm={chosen})", timeout, collectives.barrier, chosen)
+        text = f"barrier(algorithm={chosen})"
+        if chosen == SHARED_MEMORY:
+            self._native(text, timeout, Native.barrier)
+        else:
+            self._collective(text, timeout, collectives.barrier, chosen)
 
     # --- point to point --------------------------------------------------------------------
 
@@ -421,13 +508,22 @@ class Communicator:
             tag: 0 to 2**31 - 1.
             timeout: seconds; when they have passed the message is withdrawn.
         """
-        dest, tag = check_peer(dest, "dest", self.size), check_tag(tag)
-        outgoing = Outgoing(x)
+        dest, tag = arguments.check_peer(dest, "dest", self.size), arguments.check_tag(tag)
+        outgoing = p2p.Outgoing(x)
         if dest == PROC_NULL:
             self._check_open()
             return
         text = f"send({outgoing.text}, dest={dest}, tag={tag})"
         self._point_to_point(text, lambda: p2p.send(self._group, outgoing, dest, tag), timeout)
+
+    def _finish_send(self, dest: int, number: int) -> None:
+        """Wait for a send that the core has begun and that takes long."""
+        group = self._group
+        memory = group.engine.shared_memory
+        assert memory is not None
+        transfer = memory.transport.adopt(group.members[dest], number)
+        text = f"send(array, dest={dest})"
+        self._point_to_point(text, lambda: p2p.finish_send(transfer), None)
 
     def recv(
         self,
@@ -451,9 +547,12 @@ class Communicator:
             MismatchError: the message is of another dtype than `out`, or an object.
             TruncationError: it is larger than `out`. Both leave it first in the queue.
         """
-        source, tag = check_source(source, self.size), check_tag(tag, wildcard=True)
-        check_status(status)
-        target = fillable_out(out)
+        source, tag = (
+            arguments.check_source(source, self.size),
+            arguments.check_tag(tag, wildcard=True),
+        )
+        arguments.check_status(status)
+        target = arguments.fillable_out(out)
         if source == PROC_NULL:
             self._check_open()
             _fill_null(status)
@@ -477,12 +576,15 @@ class Communicator:
     ) -> Any:
         """Send `x` to `dest` and receive from `source` at the same time; returns what came."""
         group = self._group
-        dest, source = check_peer(dest, "dest", self.size), check_source(source, self.size)
-        sendtag, recvtag = check_tag(sendtag), check_tag(recvtag, wildcard=True)
-        check_status(status)
-        target = fillable_out(out)
-        check_apart(x, target)
-        outgoing: Outgoing | None = Outgoing(x)
+        dest, source = (
+            arguments.check_peer(dest, "dest", self.size),
+            arguments.check_source(source, self.size),
+        )
+        sendtag, recvtag = arguments.check_tag(sendtag), arguments.check_tag(recvtag, wildcard=True)
+        arguments.check_status(status)
+        target = arguments.fillable_out(out)
+        arguments.check_apart(x, target)
+        outgoing: p2p.Outgoing | None = p2p.Outgoing(x)
         if dest == PROC_NULL:
             outgoing = None
 
@@ -502,7 +604,10 @@ class Communicator:
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None
     ) -> Status:
         """Wait for a message and return its `Status`; the message stays in the queue."""
-        source, tag = check_source(source, self.size), check_tag(tag, wildcard=True)
+        source, tag = (
+            arguments.check_source(source, self.size),
+            arguments.check_tag(tag, wildcard=True),
+        )
         if source == PROC_NULL:
             return Status()
         text = f"probe(source={_name(source)}, tag={_name(tag)})"
@@ -513,7 +618,10 @@ class Communicator:
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
         """Return the `Status` of a message that is here, or None; never waits."""
-        source, tag = check_source(source, self.size), check_tag(tag, wildcard=True)
+        source, tag = (
+            arguments.check_source(source, self.size),
+            arguments.check_tag(tag, wildcard=True),
+        )
         if source == PROC_NULL:
             return Status()
         status: Status | None = self._point_to_point(
@@ -543,8 +651,8 @@ class Communicator:
             timeout: seconds.
         """
         if color is not None:
-            color = check_int(color, "color")
-        key = self.rank if key is None else check_int(key, "key")
+            color = arguments.check_int(color, "color")
+        key = self.rank if key is None else arguments.check_int(key, "key")
         return self._split("split()", color, key, timeout)
 
     def _split(
@@ -552,7 +660,7 @@ class Communicator:
     ) -> Communicator | None:
         group = self._group
         parts = objects.dump((color, key))
-        number = group.context.next_number
+        number = group.number
         said = self._collective(text, timeout, object_collectives.all_gather, parts, None)
         if color is None:
             return None
@@ -571,14 +679,17 @@ class Communicator:
         if self._closed:
             return
         self._closed = True
+        for name in self._short:
+            del self.__dict__[name]
+        self._short = {}
         engine = self._group.engine
         if engine.closed is None:
             with engine.locked():
-                engine.close_context(self._group.context)
+                self._group.close()
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job at once; `pycoll-run` exits with `code`."""
-        code = check_int(code, "code")
+        code = arguments.check_int(code, "code")
         engine = self._group.engine
         if engine.control is not None and engine.closed is None:
             with engine.locked():
@@ -599,10 +710,10 @@ class Communicator:
 
     def _scatter_blocks(self, x: Any, algorithm: str | None) -> Value | list[Any]:
         if x is None or arrays.wrap(x) is None:
-            check_objects("scatter", x, self.size)
-            linear_only("scatter", algorithm)
+            arguments.check_objects("scatter", x, self.size)
+            arguments.linear_only("scatter", algorithm)
             return [objects.dump(item) for item in x]
-        return split_value("scatter", x, self.size)
+        return arguments.split_value("scatter", x, self.size)
 
     def _reduction(
         self, collective: str, x: Any, op: Op, algorithm: str | None
@@ -618,8 +729,9 @@ class Communicator:
             algorithm,
             rank_order=not op.commutative,
             whole=not op.elementwise,
+            native=native_calls.serves(op, value),
         )
-        return value, Reduction(op, chosen)
+        return value, collectives.Reduction(op, chosen)
 
     # --- running ---------------------------------------------------------------------------
 
@@ -649,11 +761,25 @@ class Communicator:
         """Run a collective; `text` is its signature: what must be the same on all ranks."""
         self._check_open()
         group = self._group
-        call = Call(text, group.context.next_number, group.context)
+        call = Call(text, group.number, group.context)
         signature = f"{text}\0{caller()}".encode()
         return group.engine.run(
             call, lambda: steps(group, signature, *args), self._timeout(timeout), collective=True
         )
+
+    def _native(
+        self, text: str, timeout: float | None, steps: Callable[..., Any], *args: Any
+    ) -> Any:
+        """Run a collective in the compiled core."""
+        self._check_open()
+        group = self._group
+        assert group.native is not None
+        call = Call(text, group.number, group.context)
+        return group.native.run(call, self._timeout(timeout), lambda: steps(group.native, *args))
+
+    def _announces(self, collective: str, algorithm: str | None) -> bool:
+        """Whether the root announces what comes in shared memory."""
+        return self._group.choose(collective, 0, algorithm) == SHARED_MEMORY
 
     def _point_to_point(
         self, text: str, steps: Callable[[], CallSteps], timeout: float | None
@@ -665,7 +791,7 @@ class Communicator:
     def _timeout(self, timeout: float | None) -> float:
         if timeout is None:
             return self._world.op_timeout
-        return check_timeout(timeout, "timeout")
+        return arguments.check_timeout(timeout, "timeout")
 
 
 def _name(rank: int) -> str:

@@ -13,13 +13,19 @@ from __future__ import annotations
 import bisect
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pycoll.errors import Error, MismatchError, PeerFailed
 from pycoll.transports.base import Arrival, Operation, Transfer
 
 ANY = -1
 """Matches every source, or every tag."""
+
+ANY_SOURCE = ANY_TAG = ANY
+PROC_NULL = -2
+"""A peer that is nobody: sending to it and receiving from it does nothing."""
+
+MAX_TAG = 2**31 - 1
 
 P2P = struct.Struct("<BQqB")
 """Header of a point-to-point message: kind, context, tag, is-object; then the description."""
@@ -32,6 +38,20 @@ KIND_P2P, KIND_COLLECTIVE = 1, 2
 HISTORY = 16
 """Finished calls that are remembered, to name them when a message comes for one of them."""
 
+
+class ShortWay(Protocol):
+    """The compiled core's send and recv of one communicator.
+
+    Attributes:
+        usable: whether they may be used at all.
+        queued: messages that are here, and receives that wait: while there are any, a receive must
+            be matched here.
+    """
+
+    usable: bool
+    queued: int
+
+
 Key = tuple[int, int, int, int]
 """Address of a collective's message: (number, lane, sender, index)."""
 
@@ -43,6 +63,31 @@ def readable(call: bytes) -> str:
     """Return a collective call as it came on the wire, for a message."""
     signature, _, where = call.partition(b"\0")
     return signature.decode() + (f" at {where.decode()}" if where else "")
+
+
+class Status:
+    """Who sent a message, with which tag, and how long it is.
+
+    Attributes:
+        source: rank of the sender (`PROC_NULL` if nothing was received).
+        tag: its tag.
+        nbytes: length of the value in bytes.
+    """
+
+    __slots__ = ("nbytes", "source", "tag")
+
+    def __init__(self, source: int = PROC_NULL, tag: int = ANY_TAG, nbytes: int = 0) -> None:
+        self.source = source
+        self.tag = tag
+        self.nbytes = nbytes
+
+    def __repr__(self) -> str:
+        return f"Status(source={self.source}, tag={self.tag}, nbytes={self.nbytes})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Status) and repr(self) == repr(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Message(NamedTuple):
@@ -77,6 +122,7 @@ class Match(Operation):
         super().cancel()
         if self in self.context.matches:
             self.context.matches.remove(self)
+            self.context.count()
 
 
 class ParkedArrival(Arrival):
@@ -128,6 +174,8 @@ class Context:
         self._early: dict[int, dict[Key, Arrival]] = {}
         self._wanted: dict[Key, Wanted] = {}
         self.on_mismatch: Callable[[MismatchError], None] = lambda error: None
+        self.on_fail: Callable[[], object] = lambda: None
+        self.short: ShortWay | None = None
 
     def is_broken(self) -> bool:
         """Whether no call can work any more."""
@@ -142,6 +190,7 @@ class Context:
         if message is not None:
             if not peek:
                 self._messages.remove(message)
+                self.count()
             match.message = message
             match.finish()
         else:
@@ -150,6 +199,7 @@ class Context:
                 match.finish(error)
             else:
                 self.matches.append(match)
+                self.count()
         return match
 
     def find(self, source: int, tag: int) -> Message | None:
@@ -164,10 +214,12 @@ class Context:
         if not self._offer(message):
             place = bisect.bisect(self._messages, message.order, key=lambda other: other.order)
             self._messages.insert(place, message)
+            self.count()
 
     def _offer(self, message: Message) -> bool:
         for match in [match for match in self.matches if match.fits(message)]:
             self.matches.remove(match)
+            self.count()
             match.message = message
             match.finish()
             if not match.peek:
@@ -232,6 +284,7 @@ class Context:
             message = Message(arrival, arrival.peer, tag, bool(is_object), description, order)
             if not self._offer(message):
                 self._messages.append(message)
+                self.count()
             return
         _, _, number, lane, index = COLLECTIVE.unpack_from(header)
         key = (number, lane, arrival.peer, index)
@@ -254,6 +307,7 @@ class Context:
         for message in self._messages:
             if message.arrival is arrival:
                 self._messages.remove(message)
+                self.count()
                 return True
         for early in self._early.values():
             for key, other in early.items():
@@ -281,6 +335,7 @@ class Context:
         if self.broken is not None:
             return
         self.broken = error
+        self.close_short_way()
         for operation in list(self.pending):
             operation.abort(error)
         for match in list(self.matches):
@@ -290,6 +345,17 @@ class Context:
     def close(self) -> None:
         """Drop what has come and was never asked for; what other threads wait for ends."""
         self.fail(Error("this communicator is closed"))
+
+    def close_short_way(self) -> None:
+        """Have every call come here, to be refused."""
+        self.on_fail()
+        if self.short is not None:
+            self.short.usable = False
+
+    def count(self) -> None:
+        """Tell the compiled core whether receives must be matched here."""
+        if self.short is not None:
+            self.short.queued = len(self._messages) + len(self.matches)
 
     def _drop_messages(self) -> None:
         arrivals = [message.arrival for message in self._messages]

@@ -16,15 +16,18 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycoll.context import Context
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 from pycoll.interrupts import Interrupts
-from pycoll.launcher.rendezvous import Client
+from pycoll.launcher.rendezvous import Client as Control
 from pycoll.membership import Membership
 from pycoll.task import Call, CallSteps, Task, caller
 from pycoll.transports.base import Arrival, Operation, Parts, Transport
+
+if TYPE_CHECKING:
+    from pycoll.native import SharedMemory
 
 REPORT_AFTER_S = 0.2
 """A wait that lasts this long is reported to the launcher: for tables, and to compare calls."""
@@ -38,11 +41,11 @@ CLOSED_IDS = 4096
 
 
 class _Sleeper:
-    """A thread that waits while another one drives."""
+    """A thread that waits while another one drives; without an operation, for any doorbell."""
 
     __slots__ = ("event", "operation")
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Operation | None) -> None:
         self.operation = operation
         self.event = threading.Event()
 
@@ -59,12 +62,24 @@ class Engine:
         rank: world rank of this process.
         transports: for each world rank the transport that reaches it; `start` was not called yet.
         control: the connection to the launcher, joined; None: a job without one.
+        op_timeout: default deadline of an operation, seconds; math.inf: none.
+        shared_memory: that of this host, or why there is none.
     """
 
-    def __init__(self, rank: int, transports: list[Transport], control: Client | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        transports: list[Transport],
+        control: Control | None,
+        op_timeout: float = math.inf,
+        shared_memory: SharedMemory | str = "there is one rank",
+    ) -> None:
         self.rank = rank
         self.transports = transports
         self.control = control
+        self.op_timeout = op_timeout
+        self.shared_memory = None if isinstance(shared_memory, str) else shared_memory
+        self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
         self.contexts: dict[int, Context] = {}
         self.closed: str | None = None
         self.membership = Membership(rank, self, has_launcher=control is not None)
@@ -75,6 +90,8 @@ class Engine:
         self._gate = threading.Lock()
         self._state = threading.Lock()
         self._owner = 0
+        self._door: Any = self.shared_memory.host if self.shared_memory else self
+        self.engaged = False
         self._driving = False
         self._sleepers: list[_Sleeper] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -115,11 +132,16 @@ class Engine:
             if not self._state.acquire(blocking=False):
                 os.eventfd_write(self._bell, 1)
                 self._state.acquire()
+        self._own()
+
+    def _own(self) -> None:
         self._owner = threading.get_ident()
+        self._door.engaged = True  # the core's short way is closed
 
     def _leave(self) -> None:
         self._wake_sleepers()
         self._owner = 0
+        self._door.engaged = False
         self._state.release()
 
     # --- communicators ---------------------------------------------------------------------
@@ -259,9 +281,9 @@ class Engine:
                     limit = deadline + CONFIRM_S
                 if not reported and (now >= report_at or now >= limit):
                     reported = True
-                    self._report(call, now - started)
+                    self.report(call, now - started)
                 if now >= limit:
-                    raise self._timeout(call)
+                    raise self.timeout(call)
                 until = limit if reported else min(limit, report_at)
                 if self._driving:
                     self._sleep(operation, until)
@@ -279,18 +301,45 @@ class Engine:
                     self._wake_sleepers()
                     continue
                 limit = min([until, *(due for due, _ in self._timers)])
-                now = time.monotonic()
-                if now >= until:
+                if time.monotonic() >= until:
                     return
-                timeout_ms = None if limit == math.inf else max(0, math.ceil((limit - now) * 1e3))
-                for descriptor, _ in self._poller.poll(timeout_ms):
-                    if descriptor == self._bell:
-                        self._make_room()
-                self.interrupts.check()
+                self._poll(limit)
         finally:
-            self._driving = False
-            if self._sleepers:
-                self._sleepers[0].event.set()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._driving = False
+        if self._sleepers:
+            self._sleepers[0].event.set()
+
+    def _poll(self, limit: float) -> None:
+        """Sleep until something comes, or until `limit`."""
+        asleep: list[Transport] = []
+        try:
+            ready = True
+            for transport in self._distinct:
+                asleep.append(transport)
+                ready &= transport.sleep()
+            timeout_ms: float | None = None
+            if not ready:
+                timeout_ms = 0
+            elif limit != math.inf:
+                timeout_ms = max(0, math.ceil((limit - time.monotonic()) * 1e3))
+            events = self._poller.poll(timeout_ms)
+        finally:
+            for transport in asleep:
+                transport.awake()
+        for descriptor, _ in events:
+            if descriptor == self._bell:
+                self._make_room()
+            else:
+                self._wake_nappers()
+        self.interrupts.check()
+
+    def _wake_nappers(self) -> None:
+        for sleeper in self._sleepers:
+            if sleeper.operation is None:
+                sleeper.event.set()
 
     def _make_room(self) -> None:
         """Let the thread in that rang the bell: it holds the gate until it has the lock."""
@@ -299,9 +348,9 @@ class Engine:
         self._leave()
         with self._gate:
             self._state.acquire()
-        self._owner = threading.get_ident()
+        self._own()
 
-    def _sleep(self, operation: Operation, until: float) -> None:
+    def _sleep(self, operation: Operation | None, until: float) -> None:
         sleeper = _Sleeper(operation)
         self._sleepers.append(sleeper)
         self._leave()
@@ -312,7 +361,7 @@ class Engine:
                 if not self._state.acquire(blocking=False):
                     os.eventfd_write(self._bell, 1)
                     self._state.acquire()
-            self._owner = threading.get_ident()
+            self._own()
             self._sleepers.remove(sleeper)
             # Woken to drive, but done (or out of time): the next one has to.
             if not self._driving and self._sleepers:
@@ -336,10 +385,64 @@ class Engine:
 
     def _wake_sleepers(self) -> None:
         for sleeper in self._sleepers:
-            if sleeper.operation.done:
+            if sleeper.operation is not None and sleeper.operation.done:
                 sleeper.event.set()
 
-    def _timeout(self, call: Call) -> OperationTimeout:
+    # --- for waits outside: those of the compiled core ---------------------------------------
+
+    def look(self, context: Context) -> None:
+        """Take in what has come; raise why `context` is broken, if it is."""
+        with self.locked():
+            self._progress()
+            if context.broken is not None:
+                raise_error(context.broken)
+
+    def give_up(self, context: Context, error: BaseException) -> None:
+        """Break a communicator whose call has failed, unless this rank has left the job."""
+        if self.closed is None:
+            with self.locked():
+                self.break_context(context, error)
+
+    def nap(self, look: Callable[[], float | None]) -> bool:
+        """Sleep once, until anything comes.
+
+        Args:
+            look: called first, under the lock; returns until when to sleep, or None not to.
+
+        Returns whether it returned None.
+        """
+        held = self.interrupts.hold()
+        try:
+            self._enter()
+            try:
+                self._progress()
+                until = look()
+                if until is None:
+                    return True
+                if self._driving:
+                    self._sleep(None, until)
+                else:
+                    self._driving = True
+                    try:
+                        self._poll(min([until, *(due for due, _ in self._timers)]))
+                        self._progress()
+                    finally:
+                        self._hand_over()
+            finally:
+                self._leave()
+        finally:
+            if held:
+                self.interrupts.release()
+        return False
+
+    def running(self) -> None:
+        """Tell the launcher that a wait which was reported is over."""
+        if self.control is not None and self.closed is None:
+            with self.locked():
+                self.control.post("running")
+
+    def timeout(self, call: Call) -> OperationTimeout:
+        """Return the error for a call that was not done in time; under the lock."""
         table = self.control.ask_table(1.0) if self.control is not None else []
         doing = "".join(f"\n    {line}" for line in table)
         others = f" What the ranks are doing:{doing}" if doing else ""
@@ -347,7 +450,8 @@ class Engine:
             f"rank {self.rank}: {call} at {caller()} was not done by its deadline.{others}"
         )
 
-    def _report(self, call: Call, waited_s: float) -> None:
+    def report(self, call: Call, waited_s: float) -> None:
+        """Tell the launcher what this rank waits in; under the lock."""
         if self.control is not None:
             self.control.post(
                 "waiting",

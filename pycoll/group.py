@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from pycoll import schedules, select
 from pycoll.context import Context
 from pycoll.engine import Engine
-from pycoll.executor import Binding, Run
-from pycoll.schedule import Schedule
-from pycoll.task import CallSteps
+from pycoll.late import Late
+
+if TYPE_CHECKING:
+    from pycoll import executor, schedules, select
+    from pycoll.executor import Binding
+    from pycoll.native import Native
+    from pycoll.schedule import Schedule
+    from pycoll.task import CallSteps
+else:
+    executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
+    select = Late("pycoll.select")
+
+SHARED_MEMORY = "shared_memory"
+"""The algorithm of the compiled core, which is no schedule."""
 
 CACHED_SCHEDULES = 64
 """Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""
@@ -25,6 +35,7 @@ class Group:
         rank: this process's rank among them.
         size: their number.
         context: what matches their messages.
+        native: their collectives in shared memory; None: not all are on this host, or cannot.
     """
 
     def __init__(self, engine: Engine, ident: int, members: Sequence[int]) -> None:
@@ -35,6 +46,29 @@ class Group:
         self.context: Context = engine.open_context(ident, self.members)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
+        self.native = self._open_native()
+
+    def _open_native(self) -> Native | None:
+        shared = self.engine.shared_memory
+        if self.size == 1 or shared is None or not set(self.members) <= set(shared.ranks):
+            return None
+        from pycoll.native import Native
+
+        native = Native(self.engine, self.context, shared)
+        self.context.on_fail = lambda: native.core.allow(False)
+        return native
+
+    def close(self) -> None:
+        """Forget this communicator; under the engine's lock."""
+        self.engine.close_context(self.context)
+        if self.native is not None:
+            self.native.close()
+
+    @property
+    def number(self) -> int:
+        """Number of the next collective call."""
+        native = self.native.number if self.native is not None else 0
+        return self.context.next_number + native
 
     def rank_of(self, world: int) -> int:
         """Return the rank here of a world rank."""
@@ -45,6 +79,8 @@ class Group:
 
         Every rank computes the same without asking anyone; 62 bits of a hash do not meet twice.
         """
+        import hashlib  # late: it brings OpenSSL
+
         seed = f"{self.context.ident}:{number}:{','.join(map(str, members))}"
         digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2 | 1 << 61
@@ -56,18 +92,35 @@ class Group:
         forced: str | None,
         rank_order: bool = False,
         whole: bool = False,
+        native: bool = True,
     ) -> str:
-        """Return the algorithm of a call.
+        """Return the algorithm of a call; `native`: shared memory is best where there is any.
 
         Raises:
             ValueError: `forced` does not exist, or cannot serve this operator.
         """
-        if forced is None:
+        if self.native is not None and (forced == SHARED_MEMORY or (forced is None and native)):
+            return SHARED_MEMORY
+        if forced == SHARED_MEMORY and self.size > 1:
+            raise ValueError(self._no_shared_memory(collective))
+        if forced in (None, SHARED_MEMORY):
             return select.choose(collective, nbytes, self.size, rank_order=rank_order, whole=whole)
+        known = schedules.names(collective)
+        if forced not in known:
+            listed = ", ".join((SHARED_MEMORY, *known))
+            raise ValueError(f"{collective} has no algorithm {forced!r}; it has {listed}")
         reason = select.usable(collective, forced, rank_order=rank_order, whole=whole)
         if reason is not None:
             raise ValueError(reason)
         return forced
+
+    def _no_shared_memory(self, collective: str) -> str:
+        others = " or ".join(schedules.names(collective))
+        if self.engine.shared_memory is None:
+            why = f"cannot be used: {self.engine.no_shared_memory}"
+        else:
+            why = "needs all ranks of the communicator on one host"
+        return f"{collective} {SHARED_MEMORY} {why}; use {others}"
 
     def schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule, compiled once."""
@@ -86,7 +139,7 @@ class Group:
         self, address: tuple[int, int], call: bytes, schedule: Schedule, binding: Binding
     ) -> CallSteps:
         """Run one schedule to its end, as a part of a call; returns the finished Run."""
-        run = Run(self.engine, self.context, address, call, schedule, binding)
+        run = executor.Run(self.engine, self.context, address, call, schedule, binding)
         run.start()
         try:
             yield run

@@ -31,7 +31,7 @@ def all_gather(group: Group, call: bytes, parts: Parts, algorithm: str | None) -
     """Gather to every rank the list of objects by rank."""
     number = group.context.begin(call)
     lengths = yield from _gather_lengths(group, number, call, "all_gather", 0, parts)
-    chosen = group.choose("all_gather", max(lengths), algorithm)
+    chosen = group.choose("all_gather", max(lengths), algorithm, native=False)
     result = yield from _gather_bytes(
         group, number, call, ("all_gather", chosen, 0), parts, lengths
     )

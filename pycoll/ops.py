@@ -2,7 +2,8 @@
 
 `combine` computes ``left op right``, left being the operand of the lower ranks. Values are never
 promoted: integers wrap, bool sum is or, bool prod is and, NaN wins min and max, and 16-bit floats
-are computed in float32 and rounded once. No built-in operator ever warns.
+are computed in float32 and rounded once. No built-in operator ever warns. The compiled core does it
+where it can, NumPy elsewhere, with the same bits.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
-from pycoll import dtypes
-from pycoll.dtypes import BFLOAT16, FLOAT16, Array, DType
+from pycoll import dtypes, ops_numpy
+from pycoll.dtypes import Array, DType
 
-# Elements combined at once where float32 temporaries are needed: 2 x 128 KiB stay in the L2 cache.
-_BLOCK: Final = 1 << 15
+_reduce: Callable[..., None] | None
+try:
+    from pycoll.transports._core import reduce as _reduce
+except ImportError:  # not compiled here
+    _reduce = None
 
 
 class _Builtin(NamedTuple):
     """What a named operator computes, and for which dtypes."""
 
     name: str
+    code: int  # its number in the core, which has no minloc and maxloc
     ufunc: np.ufunc
     families: str  # DType.family of the dtypes it takes
     why: str  # said of another dtype
@@ -119,21 +124,23 @@ _NO_PAIR: Final = (
 )
 
 _OPS: Final = {
-    name: Op(_Builtin(name, ufunc, families, *reason), elementwise=True)
-    for name, ufunc, families, reason in (
-        ("sum", np.add, "biufc", ("", "")),
-        ("prod", np.multiply, "biufc", ("", "")),
-        ("min", np.minimum, "biuf", _NO_ORDER),
-        ("max", np.maximum, "biuf", _NO_ORDER),
-        ("avg", np.add, "fc", _NO_AVERAGE),
-        ("band", np.bitwise_and, "biu", _NO_BITS),
-        ("bor", np.bitwise_or, "biu", _NO_BITS),
-        ("bxor", np.bitwise_xor, "biu", _NO_BITS),
-        ("land", np.logical_and, "biufc", ("", "")),
-        ("lor", np.logical_or, "biufc", ("", "")),
-        ("lxor", np.logical_xor, "biufc", ("", "")),
-        ("minloc", np.less, "", _NO_PAIR),
-        ("maxloc", np.greater, "", _NO_PAIR),
+    name: Op(_Builtin(name, code, ufunc, families, *reason), elementwise=True)
+    for code, (name, ufunc, families, reason) in enumerate(
+        (
+            ("sum", np.add, "biufc", ("", "")),
+            ("prod", np.multiply, "biufc", ("", "")),
+            ("min", np.minimum, "biuf", _NO_ORDER),
+            ("max", np.maximum, "biuf", _NO_ORDER),
+            ("avg", np.add, "fc", _NO_AVERAGE),
+            ("band", np.bitwise_and, "biu", _NO_BITS),
+            ("bor", np.bitwise_or, "biu", _NO_BITS),
+            ("bxor", np.bitwise_xor, "biu", _NO_BITS),
+            ("land", np.logical_and, "biufc", ("", "")),
+            ("lor", np.logical_or, "biufc", ("", "")),
+            ("lxor", np.logical_xor, "biufc", ("", "")),
+            ("minloc", np.less, "", _NO_PAIR),
+            ("maxloc", np.greater, "", _NO_PAIR),
+        )
     )
 }
 
@@ -223,8 +230,8 @@ def combine(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None
         right: operand of the higher ranks, the same shape and dtype.
         out: the same shape and dtype.
 
-    Memory beside the arrays: about 512 KiB for bfloat16, one byte to three an element for
-    minloc and maxloc, what `fn` allocates for others of the user's, nothing else.
+    Memory beside the arrays: for arrays that are contiguous and aligned none, but one byte to three
+    an element for minloc and maxloc and what `fn` allocates for others of the user's.
 
     Raises:
         TypeError: a user's function returned another dtype or shape.
@@ -233,15 +240,21 @@ def combine(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None
         return
     if not isinstance(op.fn, _Builtin):
         _combine_user(op, dtype, left, right, out)
-        return
-    with np.errstate(all="ignore"):
-        if dtype.storage.names is not None:
-            _combine_located(op.fn.ufunc, left, right, out)
-        elif dtype.code == BFLOAT16.code:
-            _combine_bfloat16(op.fn.ufunc, left, right, out)
-        else:
-            # NumPy's float16 loops compute in float32 and round once, without temporaries.
-            op.fn.ufunc(left, right, out=out)
+    elif (
+        _reduce is not None
+        and dtype.code
+        and _is_plain(left)
+        and _is_plain(right)
+        and _is_plain(out)
+    ):
+        _reduce(op.fn.code, dtype.code, out, (left, right))
+    else:
+        ops_numpy.combine(op.fn.ufunc, dtype, left, right, out)
+
+
+def _is_plain(array: Array) -> bool:
+    flags = array.flags
+    return flags.c_contiguous and flags.aligned
 
 
 def finish(op: Op, dtype: DType, array: Array, size: int) -> None:
@@ -252,28 +265,8 @@ def finish(op: Op, dtype: DType, array: Array, size: int) -> None:
     """
     if size == 1 and op.name in ("land", "lor", "lxor"):
         combine(_OPS["lor"], dtype, array, array, array)
-    if op.name != "avg" or array.size == 0:
-        return
-    with np.errstate(all="ignore"):
-        if dtype.family == "c":
-            # NumPy divides by a complex number, which rounds twice and makes NaN of infinities.
-            parts = array.real, array.imag
-            for part in parts:
-                np.divide(part, size, out=part)
-        elif dtype.code in (BFLOAT16.code, FLOAT16.code):
-            _divide_16_bit(dtype, array, size)
-        else:
-            np.divide(array, size, out=array)
-
-
-def _divide_16_bit(dtype: DType, array: Array, size: int) -> None:
-    divisor = np.float32(size)  # float16 has no 2049, and no 65520 at all
-    with _blocks(array) as blocks:
-        for piece in blocks:
-            if dtype.code == FLOAT16.code:
-                np.copyto(piece, piece.astype(np.float32) / divisor, casting="same_kind")
-            else:
-                _narrow(_widen(piece) / divisor, piece)
+    if op.name == "avg" and array.size:
+        ops_numpy.divide(dtype, array, size)
 
 
 def _combine_user(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None:
@@ -300,67 +293,3 @@ def _combine_user(op: Op, dtype: DType, left: Array, right: Array, out: Array) -
             "Return an array of the shape it was given."
         )
     np.copyto(out, array.view(dtype.storage))
-
-
-def _combine_located(wins: np.ufunc, left: Array, right: Array, out: Array) -> None:
-    """Combine (value, index) pairs: NaN wins, then the better value, then the lower index."""
-    assert left.dtype.names is not None
-    value, index = left.dtype.names
-    left_nan, right_nan = left[value] != left[value], right[value] != right[value]
-    lower = right[index] < left[index]
-    take_right = wins(right[value], left[value])
-    take_right |= (left[value] == right[value]) & lower
-    take_right &= ~left_nan
-    take_right |= right_nan & (~left_nan | lower)
-    if np.may_share_memory(out, right):
-        np.copyto(out, left, where=~take_right)
-    else:
-        np.copyto(out, left)
-        np.copyto(out, right, where=take_right)
-
-
-def _blocks(*arrays: Array) -> Any:
-    """Iterate over equal pieces of the last array, to be written, and of the others, to be read.
-
-    Pieces are one-dimensional and of at most `_BLOCK` elements; strided arrays are buffered.
-    """
-    reads = [["readonly"]] * (len(arrays) - 1)
-    return np.nditer(  # type: ignore[call-overload]
-        arrays,
-        flags=["external_loop", "buffered"],
-        op_flags=[*reads, ["readwrite"]],
-        order="K",
-        buffersize=_BLOCK,
-    )
-
-
-def _combine_bfloat16(ufunc: np.ufunc, left: Array, right: Array, out: Array) -> None:
-    with _blocks(left, right, out) as blocks:
-        for left_bits, right_bits, out_bits in blocks:
-            wide = _widen(left_bits)
-            ufunc(wide, _widen(right_bits), out=wide)
-            _narrow(wide, out_bits)
-
-
-def _widen(bits: Array) -> Array:
-    """Return bfloat16 bits as new float32: they are its upper half."""
-    wide = bits.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
-
-
-def _narrow(wide: Array, out: Array) -> None:
-    """Round float32 to bfloat16 bits, to nearest, ties to even; NaN stays NaN. Spoils `wide`."""
-    bits = wide.view(np.uint32)
-    nan = np.isnan(wide)
-    # The carry of this addition moves on to the next exponent, and to infinity, as it should.
-    odd = bits >> 16
-    quiet = odd | 0x40 if nan.any() else None
-    odd &= 1
-    odd += 0x7FFF
-    bits += odd
-    bits >>= 16
-    if quiet is not None:
-        # A NaN whose upper half has no fraction would become infinity: set the quiet bit.
-        np.copyto(bits, quiet, where=nan)
-    np.copyto(out, bits, casting="unsafe")

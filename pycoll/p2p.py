@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from pycoll import arrays, objects
 from pycoll.arrays import Value
-from pycoll.context import ANY, KIND_P2P, P2P, Context, Match, Message, ParkedArrival
+from pycoll.context import (
+    ANY,
+    KIND_P2P,
+    P2P,
+    Context,
+    Match,
+    Message,
+    ParkedArrival,
+    Status,
+)
 from pycoll.dtypes import Array
 from pycoll.errors import MismatchError, OperationTimeout, TruncationError
 from pycoll.executor import new_bytes
 from pycoll.group import Group
 from pycoll.task import CallSteps
 from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn
-
-ANY_SOURCE = ANY
-ANY_TAG = ANY
-PROC_NULL = -2
-"""A peer that is nobody: sending to it and receiving from it does nothing."""
-
-MAX_TAG = 2**31 - 1
-
-
-@dataclass(slots=True)
-class Status:
-    """Who sent a message, with which tag, and how long it is.
-
-    Attributes:
-        source: rank of the sender (`PROC_NULL` if nothing was received).
-        tag: its tag.
-        nbytes: length of the value in bytes.
-    """
-
-    source: int = PROC_NULL
-    tag: int = ANY_TAG
-    nbytes: int = 0
 
 
 class Outgoing:
@@ -65,7 +51,11 @@ def contiguous(array: Array) -> Array:
 
 def send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
     """Send to rank `dest`; done when the value may be changed."""
-    transfer = start_send(group, outgoing, dest, tag)
+    yield from finish_send(start_send(group, outgoing, dest, tag))
+
+
+def finish_send(transfer: Operation) -> CallSteps:
+    """Wait for a send that is under way."""
     try:
         yield transfer
     except BaseException:

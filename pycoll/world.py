@@ -8,20 +8,27 @@ import math
 import os
 import sys
 import threading
+
+# Not when an exception is shown: this import evaluates a string, after which Python forgets that
+# it must end with the status of an interrupt.
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll import transports
 from pycoll.arguments import check_timeout
 from pycoll.communicator import Communicator, World
 from pycoll.engine import Engine
-from pycoll.errors import BootstrapError, Error, PeerFailed
+from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
 from pycoll.group import Group
 from pycoll.launcher.rendezvous import Client
 from pycoll.transports.base import Transport
 from pycoll.transports.inproc import Hub, InprocTransport
+
+if TYPE_CHECKING:
+    from pycoll.native import SharedMemory
 
 WORLD_IDENT = 1
 CLOSE_TIMEOUT_S = 5.0
@@ -94,7 +101,8 @@ def init(
         timeout: seconds for the whole job to meet; after 10 it prints who is missing.
         op_timeout: default deadline of every operation, seconds; None: that of `pycoll-run`,
             or none.
-        transport: "auto" or "tcp"; None: that of `pycoll-run`.
+        transport: "auto", "shm" or "tcp"; None: that of `pycoll-run`. Automatic is shared memory
+            between ranks on one host, where it can be used, else TCP.
 
     Raises:
         BootstrapError: the job could not meet, or the launcher's variables make no sense.
@@ -117,9 +125,11 @@ def init(
         check_timeout(timeout, "timeout")
         place = read_place(os.environ)
         deadline = _op_timeout(op_timeout)
-        chosen = transports.check(transport or os.environ.get("PYCOLL_TRANSPORT") or "auto")
-        engine = _join(place, timeout)
-        world = World(engine, place.local_rank, place.local_size, place.node, deadline, chosen)
+        chosen = transport or os.environ.get("PYCOLL_TRANSPORT") or "auto"
+        if chosen != "auto":
+            transports.check(chosen)
+        engine = _join(place, timeout, chosen, deadline)
+        world = World(engine, place.local_rank, place.local_size, place.node, deadline)
         with engine.locked():
             group = Group(engine, WORLD_IDENT, range(place.size))
         _session.engine = engine
@@ -226,37 +236,141 @@ def _op_timeout(op_timeout: float | None) -> float:
         raise BootstrapError(f"PYCOLL_OP_TIMEOUT is {text!r}: {exc}") from exc
 
 
-def _join(place: Place, timeout: float) -> Engine:
+def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engine:
     """Meet the others and return the engine that talks to them."""
     to_self = InprocTransport(Hub(place.size), place.rank)
     if not place.rendezvous:
-        engine = Engine(place.rank, [to_self], None)
+        engine = Engine(place.rank, [to_self], None, op_timeout)
         to_self.start([{}], engine)
         return engine
     try:
-        control = Client(place.rendezvous, place.key, place.rank, place.size)
+        control = Client(
+            place.rendezvous,
+            place.key,
+            place.rank,
+            place.size,
+            link=os.environ.get("PYCOLL_LINK", ""),
+        )
     except ValueError as exc:
         raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
-    tcp: Transport | None = None
+    opened: list[Transport] = [to_self]
     try:
-        if place.size > 1:
-            from pycoll.transports.tcp import TcpTransport
-
-            tcp = TcpTransport(place.rank)
-        infos = control.join({"tcp": tcp.address() if tcp is not None else {}}, timeout)
+        meeting = _Meeting(place, chosen, control, timeout, opened)
+        reach = [
+            to_self if rank == place.rank else meeting.reach(rank) for rank in range(place.size)
+        ]
     except BaseException:
-        if tcp is not None:
-            tcp.close(0.0)
+        for transport in opened:
+            transport.close(0.0)
         control.close(1.0)
         raise
-    reach: list[Transport] = [
-        to_self if rank == place.rank or tcp is None else tcp for rank in range(place.size)
-    ]
-    engine = Engine(place.rank, reach, control)
+    shared_memory = meeting.shared_memory or meeting.no_shared_memory
+    engine = Engine(place.rank, reach, control, op_timeout, shared_memory)
     to_self.start([{}] * place.size, engine)
-    if tcp is not None:
-        tcp.start([info["tcp"] for info in infos], engine)
+    meeting.start(engine)
     return engine
+
+
+class _Meeting:
+    """The ranks tell each other how they can be reached, and all decide alike.
+
+    Args:
+        place: this rank's.
+        chosen: the transport that the user wants, "auto" for the best.
+        control: not joined yet.
+        timeout: seconds for the job to meet.
+        opened: gets every transport that is opened here.
+
+    Attributes:
+        shared_memory: this host's; None: `no_shared_memory` says why not.
+    """
+
+    def __init__(
+        self, place: Place, chosen: str, control: Client, timeout: float, opened: list[Transport]
+    ) -> None:
+        self.shared_memory: SharedMemory | None = None
+        self.no_shared_memory = "there is one rank"
+        self._shm: Transport | None = None
+        self._tcp: Transport | None = None
+        self._tcp_addresses: list[dict[str, Any]] = []
+        own: dict[str, Any] = {"node": place.node}
+        if place.size > 1:
+            memory = _open_shared_memory(place, chosen)
+            if isinstance(memory, str):
+                self.no_shared_memory = memory
+            else:
+                self.shared_memory, self._shm = memory
+                opened.append(self._shm)
+                own["shm"] = self._shm.address()
+        self._infos: Sequence[dict[str, Any]] = control.join(own, timeout)
+        nodes = [info["node"] for info in self._infos]
+        sharing = ["shm" in info for info in self._infos]
+        if place.size > 1 and not (all(sharing) and len(set(nodes)) == 1):
+            from pycoll.transports.tcp import TcpTransport
+
+            self._tcp = TcpTransport(place.rank)
+            opened.append(self._tcp)
+            self._tcp_addresses = control.exchange(self._tcp.address(), timeout)
+        if self.shared_memory is not None:
+            peers = [rank for rank, node in enumerate(nodes) if node == place.node]
+            if not all(sharing[rank] for rank in peers):
+                without = next(rank for rank in peers if not sharing[rank])
+                self.no_shared_memory = f"rank {without} cannot use it"
+                self.shared_memory = None
+            elif len(peers) == 1:
+                self.no_shared_memory = "there is one rank on this host"
+                self.shared_memory = None
+
+    def reach(self, rank: int) -> Transport:
+        """Return the transport to another rank."""
+        if self._shm is not None and self.shared_memory and rank in self.shared_memory.ranks:
+            return self._shm
+        assert self._tcp is not None
+        return self._tcp
+
+    def start(self, engine: Engine) -> None:
+        """Start what was opened."""
+        if self._shm is not None:
+            if self.shared_memory is None:
+                self._shm.close(0.0)
+            else:
+                self._shm.start([info.get("shm", {}) for info in self._infos], engine)
+        if self._tcp is not None:
+            self._tcp.start(self._tcp_addresses, engine)
+
+
+def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transport] | str:
+    """Open the shared memory of this host; returns why not if it is not used.
+
+    Raises:
+        TransportError: the user wants nothing else.
+    """
+    if chosen == "tcp":
+        return "the transport is tcp"
+    from pycoll.transports.shm import ShmTransport, open_host
+
+    found = open_host(os.environ, place.local_rank, place.local_size)
+    if chosen == "shm":
+        if isinstance(found, str):
+            raise TransportError(f"shm: {found}; use --transport auto (or tcp)")
+        if place.local_size < place.size:
+            raise TransportError(
+                f"shm: {place.size - place.local_size} ranks are on other hosts; "
+                "use --transport auto, which takes tcp between hosts"
+            )
+    if isinstance(found, str):
+        if place.local_rank == 0 and found.startswith("the compiled core"):
+            text = f"{found}. The ranks of this host communicate by TCP, which is much slower."
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
+        return found
+    from pycoll.native import SharedMemory
+
+    first = place.rank - place.local_rank
+    ranks = tuple(range(first, first + place.local_size))
+    host, doorbell = found
+    single_copy = os.environ.get("PYCOLL_SINGLE_COPY") != "0"
+    transport = ShmTransport(host, doorbell, place.rank, ranks, single_copy)
+    return SharedMemory(host, ranks, single_copy, transport), transport
 
 
 def _describe(options: tuple[object, ...]) -> str:
@@ -318,6 +432,8 @@ def _after_fork() -> None:
     _session.ended = FORKED
     if _session.engine is not None:
         _session.engine.closed = FORKED
+        for context in _session.engine.contexts.values():
+            context.close_short_way()
 
 
 def _report_exception(error: BaseException, text: str) -> None:

@@ -184,6 +184,37 @@ if rank == 2:
     assert 4.5 < took < 6.5, took
     ok()
 """,
+        "--transport",
+        "tcp",
+    )
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [0, 1, 2]
+
+
+def test_what_is_in_shared_memory_outlives_its_sender(job: Any) -> None:
+    done = job(
+        3,
+        """
+if rank == 0:
+    pid = comm.recv(1)
+    os.kill(pid, signal.SIGSTOP)
+    comm.send("stopped", 2)
+    peer_failed(2, "exit status 0", comm.recv, 2, within=60)
+    os.kill(pid, signal.SIGCONT)
+if rank == 1:
+    comm.send(os.getpid(), 0)
+    assert comm.recv(2) == "sent while you were stopped"
+    peer_failed(2, "exit status 0", comm.recv, 2)
+if rank == 2:
+    assert comm.recv(0) == "stopped"
+    comm.send("sent while you were stopped", 1)
+    start = time.monotonic()
+    pycoll.finalize()
+    assert time.monotonic() - start < 4.5
+ok()
+""",
+        "--transport",
+        "shm",
     )
     assert (done.status, done.stderr) == (0, "")
     assert done.content == [0, 1, 2]

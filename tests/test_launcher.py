@@ -28,13 +28,13 @@ Done = subprocess.CompletedProcess[bytes]
 Joined = Callable[..., Done]
 Environments = Callable[..., list[dict[str, str]]]
 
-# A rank that joins the job; the test's own lines follow.
+# A rank that joins the job; the test's own lines follow. WAY is the variable with its link.
 JOIN = """
 import os, select, sys, time
 from pycoll.launcher.rendezvous import Client
 rank, size = int(os.environ["PYCOLL_RANK"]), int(os.environ["PYCOLL_SIZE"])
 key = bytes.fromhex(os.environ["PYCOLL_KEY"])
-client = Client(os.environ["PYCOLL_RENDEZVOUS"], key, rank, size)
+client = Client(os.environ["PYCOLL_RENDEZVOUS"], key, rank, size, link=os.environ[WAY])
 client.join({}, 30.0)
 
 def raise_error(error, peer_failed=False):
@@ -80,13 +80,20 @@ def sorted_lines(output: bytes) -> list[str]:
     return sorted(output.decode().splitlines())
 
 
+@pytest.fixture(params=["local", "zmq"])
+def join(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The beginning of a script that joins the job, by the inherited socket or by ZeroMQ."""
+    monkeypatch.setenv("NO_LINK", "")
+    return f"WAY = {'PYCOLL_LINK' if request.param == 'local' else 'NO_LINK'!r}\n{JOIN}"
+
+
 @pytest.fixture
-def joined(tmp_path: Path) -> Joined:
+def joined(tmp_path: Path, join: str) -> Joined:
     """Run a script on ranks that have joined the job."""
 
     def run_joined(n: int, text: str, *options: str) -> Done:
         script = tmp_path / "joined.py"
-        script.write_text(JOIN + text)
+        script.write_text(join + text)
         return run("-n", str(n), *options, str(script))
 
     return run_joined
@@ -186,9 +193,11 @@ def test_finalizing_and_ending_with_0_is_no_failure(joined: Joined) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_joined_process_that_dies_fails_the_job_though_its_parent_lives(tmp_path: Path) -> None:
+def test_a_joined_process_that_dies_fails_the_job_though_its_parent_lives(
+    tmp_path: Path, join: str
+) -> None:
     script = tmp_path / "joined.py"
-    script.write_text(f"{JOIN}\nos.kill(os.getpid(), 9) if rank == 0 else fail_after_another()")
+    script.write_text(f"{join}\nos.kill(os.getpid(), 9) if rank == 0 else fail_after_another()")
     parent = f"{sys.executable} {script}; status=$?; [ $PYCOLL_RANK = 1 ] || sleep 1000"
     done = shell(2, f"{parent}; exit $status")
     assert done.returncode == 1
@@ -215,6 +224,30 @@ linger()
     assert done.returncode == 124
     assert b"pycoll-run: the job took longer than 1.5 s" in done.stderr
     assert re.search(rb"    rank 1: barrier\(\).* at a\.py:7", done.stderr)
+
+
+def test_ctrl_c_says_what_each_rank_waits_in_if_one_does(tmp_path: Path, join: str) -> None:
+    waiting = """
+if rank == 1:
+    call = {"call": "barrier()", "number": 3, "where": "a.py:7"}
+    client.post("waiting", context=0, members=[0, 1], **call)
+    assert client.ask_table(30.0)
+    print("ready", flush=True)
+linger()
+"""
+    script = tmp_path / "script.py"
+    script.write_text(join + waiting)
+    with started("-n", "2", str(script)) as launcher:
+        assert read_lines(launcher, 1) == ["ready"]
+        launcher.send_signal(signal.SIGINT)
+        _, err = launcher.communicate(timeout=LIMIT_S)
+    assert launcher.returncode == 130
+    assert re.search(
+        r"pycoll-run: ended by SIGINT after [0-9.]+ s; what each rank did:\n"
+        r"    rank 0: not waiting in pycoll \(or only just\)\n"
+        r"    rank 1: barrier\(\) #3 at a\.py:7, for [0-9.]+ s\n",
+        err.decode(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,6 +326,7 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["-x", "PYCOLL_TEST_UNSET", __file__], "PYCOLL_TEST_UNSET is not set here"),
         (["-x", "RANK=3", __file__], "RANK is set by pycoll-run itself"),
         (["-x", "PYCOLL_RANK=3", __file__], "PYCOLL_RANK is set by pycoll-run itself"),
+        (["-x", "PYCOLL_OP_TIMEOUT=abc", __file__], "from 0 up, not 'abc'"),
         (["-x", "=3", __file__], "NAME or NAME=VALUE, not '=3'"),
         (["-H", "a:4", __file__], "does not have the option -H yet"),
         (["--hosts=a:4", __file__], "does not have the option --hosts yet"),
@@ -311,6 +345,38 @@ def test_a_wrong_command_line_gives_one_line_and_status_2(
     assert err.startswith("pycoll-run: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PYCOLL_TRANSPORT", "pigeon", "PYCOLL_TRANSPORT pigeon: no such transport"),
+        ("PYCOLL_OP_TIMEOUT", "abc", "PYCOLL_OP_TIMEOUT must be a number of seconds"),
+        ("PYCOLL_OP_TIMEOUT", "-1", "from 0 up, not '-1'"),
+        ("PYCOLL_OP_TIMEOUT", "nan", "from 0 up, not 'nan'"),
+    ],
+)
+def test_a_wrong_setting_in_the_environment_gives_one_line_and_status_2(
+    name: str,
+    value: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["-n", "2", __file__]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("pycoll-run: ")
+    assert words in err
+
+
+def test_a_setting_that_does_not_count_is_not_looked_at(environments: Environments) -> None:
+    wrong = {"PYCOLL_TRANSPORT": "pigeon", "PYCOLL_OP_TIMEOUT": "abc"}
+    (rank,) = environments(1, "--transport", "tcp", "--op-timeout", "3", **wrong)
+    assert (rank["PYCOLL_TRANSPORT"], rank["PYCOLL_OP_TIMEOUT"]) == ("tcp", "3.0")
+    (rank,) = environments(1, "--transport", "tcp", "-x", "PYCOLL_OP_TIMEOUT=4", **wrong)
+    assert rank["PYCOLL_OP_TIMEOUT"] == "4"
 
 
 def test_a_log_folder_that_cannot_be_made_is_one_line_and_status_2(tmp_path: Path) -> None:
@@ -405,9 +471,11 @@ def test_ranks_learn_who_they_are_and_where_to_meet(environments: Environments) 
         assert (rank["PYCOLL_TRANSPORT"], rank["MASTER_ADDR"]) == ("auto", "127.0.0.1")
         assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", rank["PYCOLL_RENDEZVOUS"])
         assert re.fullmatch("[0-9a-f]{64}", rank["PYCOLL_KEY"])
+        assert re.fullmatch(r"\d+:\d+", rank["PYCOLL_LINK"])
+        assert re.fullmatch(r"\d+:\d+:\d+,\d+,\d+:\d+", rank["PYCOLL_SHM"])
         assert "PYCOLL_OP_TIMEOUT" not in rank
         assert 0 < int(rank["MASTER_PORT"]) < 65536
-    for name in ("PYCOLL_KEY", "PYCOLL_JOB", "PYCOLL_RENDEZVOUS", "MASTER_PORT"):
+    for name in ("PYCOLL_KEY", "PYCOLL_JOB", "PYCOLL_RENDEZVOUS", "MASTER_PORT", "PYCOLL_SHM"):
         assert len({rank[name] for rank in ranks}) == 1
 
 
@@ -427,6 +495,7 @@ def test_settings_of_the_user_stay(environments: Environments) -> None:
 
 def test_variables_of_an_outer_job_are_replaced(environments: Environments) -> None:
     outer = {"PYCOLL_RANK": "5", "PYCOLL_JOB": "outer", "PYCOLL_KEY": "outer", "RANK": "5"}
+    outer |= {"PYCOLL_LINK": "outer", "PYCOLL_SHM": "outer"}
     outer |= {"PYCOLL_TRANSPORT": "outer", "PYCOLL_OP_TIMEOUT": "9", "MASTER_PORT": "outer"}
     (rank,) = environments(1, **outer)
     assert rank["PYCOLL_RANK"] == rank["RANK"] == "0"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycoll import dtypes, ops
+from pycoll import dtypes, ops, ops_numpy
 from pycoll.dtypes import Array, DType
 
 INTEGERS = [dtype for dtype in dtypes.TABLE if dtype.family in "iu"]
@@ -253,6 +253,79 @@ def test_no_elements_are_combined_to_none(name: Any) -> None:
     assert combined(name, np.zeros((0, 3), dtype), np.zeros((0, 3), dtype)).shape == (0, 3)
 
 
+# The same bits everywhere
+
+BUILTINS = [
+    (name, dtype)
+    for name in ops.NAMES[:-2]
+    for dtype in dtypes.TABLE
+    if dtype.family in ops.resolve(name).fn.families  # type: ignore[union-attr]
+]
+
+
+def special_bits(dtype: DType, count: int, seed: int) -> Array:
+    """Arbitrary bits; of floats, every third is a zero, an infinity or a NaN of either sign."""
+    rng = np.random.default_rng(seed)
+    if dtype.family == "b":
+        return rng.integers(0, 2, count).astype(bool)
+    if dtype.family == "c":
+        part = dtypes.FLOAT32 if dtype.itemsize == 8 else dtypes.FLOAT64
+        return special_bits(part, 2 * count, seed).view(dtype.storage)
+    bits = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(f"u{dtype.itemsize}")
+    if dtype.family == "f":
+        infinity = {"float16": 0x7C00, "bfloat16": 0x7F80}.get(dtype.name)
+        if infinity is None:
+            infinity = int(np.array(np.inf, dtype.storage).view(bits.dtype))
+        choices = np.array([0, infinity, infinity | 1, infinity | infinity >> 1], bits.dtype)
+        choices = np.concatenate([choices, choices | (1 << (8 * dtype.itemsize - 1))])
+        bits[::3] = rng.choice(choices, len(bits[::3]))
+    return bits.view(dtype.storage)
+
+
+@pytest.mark.parametrize(("name", "dtype"), BUILTINS, ids=str)
+@pytest.mark.parametrize("target", ["new", "left", "right"])
+def test_bits_do_not_depend_on_strides_position_or_target(
+    name: str, dtype: DType, target: str
+) -> None:
+    left, right = special_bits(dtype, 999, seed=1), special_bits(dtype, 999, seed=2)
+    op = ops.resolve(name)
+    expected = np.empty_like(left)
+    ops.combine(op, dtype, left, right, expected)
+    spaced = [np.zeros((999, 2), dtype.storage)[::-1, 0] for _ in range(3)]
+    spaced[0][:], spaced[1][:] = left, right
+    out = spaced[{"new": 2, "left": 0, "right": 1}[target]]
+    ops.combine(op, dtype, spaced[0], spaced[1], out)
+    assert out.tobytes() == expected.tobytes()
+    for i in range(0, 999, 37):  # alone, an element is not in a vector register with others
+        alone = np.empty(1, dtype.storage)
+        ops.combine(op, dtype, left[i : i + 1], right[i : i + 1], alone)
+        assert alone.tobytes() == expected[i : i + 1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [dtypes.FLOAT32, dtypes.FLOAT64], ids=str)
+def test_the_left_of_two_nan_and_the_right_of_two_zeros_are_the_result(dtype: DType) -> None:
+    bits = np.array([np.nan, -np.nan, 0.0, -0.0], dtype.storage)
+    nan, minus_nan, zero, minus_zero = (np.full(40, value, dtype.storage) for value in bits)
+    for name in ("sum", "prod", "min", "max"):
+        assert combined(name, nan, minus_nan).tobytes() == nan.tobytes()
+        assert combined(name, minus_nan, nan).tobytes() == minus_nan.tobytes()
+    for name in ("min", "max"):
+        assert combined(name, zero, minus_zero).tobytes() == minus_zero.tobytes()
+        assert combined(name, minus_zero, zero).tobytes() == zero.tobytes()
+
+
+@pytest.mark.parametrize("part", ["f4", "f8"])
+def test_each_operation_of_a_complex_product_is_rounded(part: str) -> None:
+    rng = np.random.default_rng(3)
+    (a, b), (c, d) = rng.standard_normal((2, 2, 500)).astype(part)
+    complex_ = np.dtype("c8" if part == "f4" else "c16")
+    left, right = np.empty(500, complex_), np.empty(500, complex_)
+    left.real, left.imag, right.real, right.imag = a, b, c, d
+    result = combined("prod", left, right)
+    assert np.array_equal(result.real, a * c - b * d)
+    assert np.array_equal(result.imag, a * d + b * c)
+
+
 # 16-bit floats
 
 
@@ -298,7 +371,7 @@ def test_float32_is_rounded_to_bfloat16_as_ml_dtypes_does(values: list[float]) -
     with np.errstate(all="ignore"):
         expected = wide.astype(ml_dtypes.bfloat16)
     out = np.empty(wide.shape, np.uint16)
-    ops._narrow(wide.copy(), out)
+    ops_numpy.narrow(dtypes.BFLOAT16, wide.copy(), out)
     result = out.view(ml_dtypes.bfloat16).astype(np.float32)
     assert np.array_equal(result, expected.astype(np.float32), equal_nan=True)
 
@@ -306,7 +379,7 @@ def test_float32_is_rounded_to_bfloat16_as_ml_dtypes_does(values: list[float]) -
 def test_every_nan_stays_a_nan_in_bfloat16() -> None:
     bits = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
     out = np.empty(4, np.uint16)
-    ops._narrow(bits.view(np.float32).copy(), out)
+    ops_numpy.narrow(dtypes.BFLOAT16, bits.view(np.float32).copy(), out)
     assert out.tolist() == [0x7FC0, 0xFFC0, 0x7FFF, 0xFFFF]
 
 

@@ -9,114 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from pycoll import transports
 from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports.base import (
-    CREDIT,
-    EAGER_LIMIT,
-    MESSAGE_COST,
-    Arrival,
-    Transfer,
-    Transport,
-    Withdrawn,
-)
-from pycoll.transports.inproc import Hub, InprocTransport
+from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer, Withdrawn
+from pycoll.transports.shm import missing_core
 from pycoll.transports.tcp import SEGMENT, WINDOW, TcpTransport
+from tests.transport_world import DEADLINE_S, Node, World
 
-DEADLINE_S = 30.0
-
-
-class Node:
-    """One rank: a transport and what it was told."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self.arrivals: list[Arrival] = []
-        self.taken_back: list[Arrival] = []
-        self.ended: list[int] = []
-        self.lost_peers: dict[int, str] = {}
-
-    def arrived(self, arrival: Arrival) -> None:
-        arrival.header = bytes(arrival.header)
-        self.arrivals.append(arrival)
-
-    def withdrawn(self, arrival: Arrival) -> None:
-        self.taken_back.append(arrival)
-
-    def finished(self, peer: int) -> None:
-        self.ended.append(peer)
-
-    def lost(self, peer: int, reason: str) -> None:
-        self.lost_peers[peer] = reason
-
-
-class World:
-    """Some ranks in one process, each with a transport of its own, driven by hand."""
-
-    def __init__(self, kind: str, size: int) -> None:
-        hub = Hub(size)
-        self.kind = kind
-        self.nodes = [
-            Node(InprocTransport(hub, rank) if kind == "inproc" else TcpTransport(rank))
-            for rank in range(size)
-        ]
-        addresses = [node.transport.address() for node in self.nodes]
-        for node in self.nodes:
-            node.transport.start(addresses, node)
-
-    def send(self, source: int, dest: int, header: bytes, *parts: bytes | memoryview) -> Transfer:
-        views = [memoryview(part).cast("B") for part in parts]
-        return self.nodes[source].transport.send(dest, header, views)
-
-    def run(self, until: Callable[[], bool], ranks: list[int] | None = None) -> None:
-        """Progress the given ranks (all of them) until the condition holds."""
-        nodes = self.nodes if ranks is None else [self.nodes[rank] for rank in ranks]
-        deadline = time.monotonic() + DEADLINE_S
-        poller = select.poll()
-        for node in nodes:
-            poller.register(node.transport.fileno(), select.POLLIN)
-        while True:
-            # Not until nothing is left to do: that may be long after the condition held.
-            worked = any([node.transport.progress() for node in nodes])
-            if until():
-                return
-            assert time.monotonic() < deadline, "not in time"
-            if not worked:
-                poller.poll(1000 * (deadline - time.monotonic()))
-
-    def arrivals(self, rank: int, number: int) -> list[Arrival]:
-        """Wait until a rank has that many messages."""
-        node = self.nodes[rank]
-        self.run(lambda: len(node.arrivals) >= number)
-        assert len(node.arrivals) == number
-        return node.arrivals
-
-    def quiet(self, rank: int, sender: int) -> None:
-        """Wait until everything that `sender` has sent so far has been handled by `rank`."""
-        node = self.nodes[rank]
-        before = len(node.arrivals)
-        self.send(sender, rank, b"last")
-        self.run(lambda: len(node.arrivals) > before and node.arrivals[-1].header == b"last")
-        node.arrivals.pop()
-
-    def receive(self, arrival: Arrival) -> bytes:
-        into = bytearray(arrival.nbytes)
-        transfer = arrival.accept(memoryview(into))
-        self.run(lambda: transfer.done)
-        assert transfer.error is None
-        return bytes(into)
-
-    def close(self) -> None:
-        for node in self.nodes:
-            node.transport.close(5.0)
-
-
-KINDS = ["inproc", "tcp"]
+BETWEEN_PROCESSES = ["tcp", *([] if missing_core() else ["shm", "shm in segments"])]
+KINDS = ["inproc", *BETWEEN_PROCESSES]
 
 
 @pytest.fixture(params=KINDS)
@@ -268,7 +174,7 @@ def test_a_message_nobody_wants_does_not_hold_its_sender(world: World) -> None:
 
 
 def large_transfer(world: World) -> tuple[Transfer, Transfer, bytearray]:
-    """Start a tcp transfer and stop in the middle of it."""
+    """Start a transfer and stop in the middle of it."""
     nbytes = 6 * WINDOW * SEGMENT
     sending = world.send(0, 1, b"", b"\x01" * nbytes)
     (arrival,) = world.arrivals(1, 1)
@@ -286,28 +192,36 @@ def tcp() -> Iterator[World]:
     made.close()
 
 
-def test_a_send_given_up_half_way_ends_the_receive_as_withdrawn(tcp: World) -> None:
-    sending, receiving, _ = large_transfer(tcp)
+@pytest.fixture(params=BETWEEN_PROCESSES)
+def pair(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Two ranks with a transport in which a large message takes its time."""
+    made = World(request.param, 2)
+    yield made
+    made.close()
+
+
+def test_a_send_given_up_half_way_ends_the_receive_as_withdrawn(pair: World) -> None:
+    sending, receiving, _ = large_transfer(pair)
     sending.cancel()
-    tcp.run(lambda: receiving.done)
+    pair.run(lambda: receiving.done)
     assert isinstance(receiving.error, Withdrawn)
 
 
-def test_after_cancel_of_a_receive_nothing_more_is_written(tcp: World) -> None:
-    sending, receiving, into = large_transfer(tcp)
+def test_after_cancel_of_a_receive_nothing_more_is_written(pair: World) -> None:
+    sending, receiving, into = large_transfer(pair)
     receiving.cancel()
     before = bytes(into)
-    tcp.run(lambda: sending.done)
-    tcp.quiet(1, 0)
+    pair.run(lambda: sending.done)
+    pair.quiet(1, 0)
     assert into == before
 
 
-def test_a_redirected_receive_ends_complete_in_its_new_place(tcp: World) -> None:
-    sending, receiving, into = large_transfer(tcp)
+def test_a_redirected_receive_ends_complete_in_its_new_place(pair: World) -> None:
+    sending, receiving, into = large_transfer(pair)
     elsewhere = bytearray(len(into))
     receiving.redirect(memoryview(elsewhere))
     before = bytes(into)
-    tcp.run(lambda: receiving.done and sending.done)
+    pair.run(lambda: receiving.done and sending.done)
     assert into == before
     assert elsewhere == b"\x01" * len(into)
 
@@ -344,13 +258,13 @@ def test_transfers_with_a_peer_that_has_ended_fail(world: World) -> None:
     for transfer in (outgoing, later):
         assert isinstance(transfer.error, PeerFailed)
         assert transfer.error.reason == "killed"
-    if world.kind == "tcp":
+    if world.kind != "inproc":
         assert isinstance(arrival.accept(memoryview(bytearray(nbytes))).error, PeerFailed)
 
 
-def test_a_receive_half_way_fails_when_its_sender_has_ended(tcp: World) -> None:
-    _, receiving, _ = large_transfer(tcp)
-    tcp.nodes[1].transport.forget(0, "killed")
+def test_a_receive_half_way_fails_when_its_sender_has_ended(pair: World) -> None:
+    _, receiving, _ = large_transfer(pair)
+    pair.nodes[1].transport.forget(0, "killed")
     assert isinstance(receiving.error, PeerFailed)
 
 
@@ -444,11 +358,14 @@ def test_a_wrong_token_gets_nowhere() -> None:
     there.transport.close(0.0)
 
 
-def test_the_table_names_its_transports_and_says_why_one_is_not_there() -> None:
+def test_the_table_names_its_transports_and_says_why_one_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYCOLL_SHM", "-:for a test")
     assert transports.check("auto") == "tcp"
     assert transports.reasons()["tcp"] is None
-    for name in ("shm", "rdma"):
-        with pytest.raises(TransportError, match=rf"{name}: .*use --transport tcp"):
+    for name, reason in (("shm", ".*"), ("rdma", "this version")):
+        with pytest.raises(TransportError, match=rf"{name}: {reason}.*use --transport auto"):
             transports.check(name)
     with pytest.raises(TransportError, match="no such transport"):
         transports.check("pigeon")

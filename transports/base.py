@@ -18,7 +18,8 @@ Ownership   The payload views given to `send` must stay unchanged until the tran
 Threads     The owner calls everything under one lock of its own. Nothing here starts a callback
             from another thread: handlers and completions run inside `progress`, `send` or `accept`.
 Waiting     `progress` does what can be done without blocking. When it returns False the owner may
-            sleep until `fileno()` is readable.
+            sleep until `fileno()` is readable: after it has called `sleep` and that has returned
+            True. Awake again it calls `awake`, whatever `sleep` has returned.
 Errors      A peer that cannot be reached any more is reported once by `Handler.lost`. What is sent
             to it then waits: a lost link says neither why nor what is still coming from there.
             When the owner knows what became of the peer it calls `forget`, and every transfer
@@ -68,7 +69,11 @@ class Operation:
 
     @property
     def committed(self) -> bool:
-        """Whether it is too late to give it up: the peer will have it, but has not said so yet."""
+        """Whether it is too late to give it up: the peer will have it, but has not said so yet.
+
+        To ask is the first step of giving up: what answers False goes no further, and is to be
+        cancelled.
+        """
         return False
 
     def then(self, callback: Callable[[Operation], None]) -> None:
@@ -186,7 +191,17 @@ class Transport(ABC):
 
     @abstractmethod
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `progress` may have something to do."""
+        """Return a descriptor that is readable when `progress` may have something to do.
+
+        Only between `sleep` and `awake`, which a thread calls around its sleep.
+        """
+
+    def sleep(self) -> bool:
+        """Announce that a thread is going to sleep; False: something has come meanwhile."""
+        return True
+
+    def awake(self) -> None:  # noqa: B027 - most have nothing to take back
+        """Take that back."""
 
     @abstractmethod
     def forget(self, peer: int, reason: str) -> None:

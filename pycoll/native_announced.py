@@ -1,0 +1,85 @@
+"""Broadcast and scatter through shared memory: the root announces what comes, in its slot.
+
+What the root cannot describe there (lists of objects to scatter, very long dtypes) it announces as
+such, and then every rank takes the way over messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pycoll import announced, arrays
+from pycoll.announced import Announcement
+from pycoll.arrays import Value
+from pycoll.group import Group
+from pycoll.native import KINDS, Native
+from pycoll.native_calls import type_salt
+from pycoll.p2p import Outgoing, contiguous
+
+BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
+
+MAX_DESCRIPTION = 512
+"""Bytes of an array's description that fit into an announcement."""
+
+_ARRAY, _OBJECT, _BY_MESSAGES = range(3)
+
+BY_MESSAGES = object()
+"""Returned instead of a result: take the way over messages."""
+
+
+def broadcast(
+    native: Native, group: Group, outgoing: Outgoing | None, mine: Value | None, root: int
+) -> Any:
+    """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
+    core = native.core
+    if outgoing is not None:
+        description, parts, nbytes = outgoing.description, outgoing.parts, outgoing.nbytes
+        form = _OBJECT if outgoing.is_object else _ARRAY
+        if len(description) > MAX_DESCRIPTION:
+            form, description, parts, nbytes = _BY_MESSAGES, b"", (), 0
+        whole = parts[0] if len(parts) == 1 else b"".join(parts)
+        value = _value_hash(core, description) if form == _ARRAY else 0
+        core.announce(None, BROADCAST, root, value, form, description, whole, None, nbytes)
+        return BY_MESSAGES if form == _BY_MESSAGES else None
+    form, nbytes, _, description = core.hear(None, BROADCAST, root)
+    if form == _BY_MESSAGES:
+        return BY_MESSAGES
+    announcement = Announcement(form == _OBJECT, nbytes, "", description)
+    result, target = announced.broadcast_target(group, root, announcement, mine)
+    core.receive(None, BROADCAST, root, target)
+    return announced.broadcast_result(result, target, mine)
+
+
+def scatter(native: Native, blocks: Any, root: int) -> Any:
+    """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
+
+    Returns (Value, None).
+    """
+    core = native.core
+    if blocks is not None:
+        if not isinstance(blocks, Value):
+            core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
+            return BY_MESSAGES
+        block = Value(blocks.array[0], blocks.dtype, blocks.kind)
+        description = arrays.describe(block)
+        if len(description) > MAX_DESCRIPTION:
+            core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
+            return BY_MESSAGES
+        result = arrays.fresh(block.dtype, block.kind, block.array.shape)
+        source, target = arrays.as_bytes(contiguous(blocks.array)), arrays.as_bytes(result.array)
+        value = _value_hash(core, description)
+        core.announce(None, SCATTER, root, value, _ARRAY, description, source, target, len(target))
+        return result, None
+    form, _, _, description = core.hear(None, SCATTER, root)
+    if form == _BY_MESSAGES:
+        return BY_MESSAGES
+    dtype, kind, shape = arrays.from_description(description)
+    result = arrays.fresh(dtype, kind, shape)
+    core.receive(None, SCATTER, root, arrays.as_bytes(result.array))
+    return result, None
+
+
+def _value_hash(core: Any, description: bytes) -> int:
+    dtype, _, shape = arrays.from_description(description)
+    value: int = core.value_hash(dtype.code, shape, type_salt(dtype))
+    return value

@@ -1,0 +1,129 @@
+"""The algorithm `shared_memory` on arrays and objects whose arguments were checked.
+
+What the core does not have (Python operators, minloc and maxloc, objects) it still moves: operands
+are brought together and combined here, in rank order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pycoll import arrays, dtypes, objects, ops
+from pycoll.arrays import Value
+from pycoll.dtypes import Array, DType
+from pycoll.native import KINDS, OPS, Native
+from pycoll.ops import Op
+from pycoll.p2p import contiguous
+from pycoll.transports.base import Parts, nbytes_of
+
+
+def serves(op: Op, value: Value) -> bool:
+    """Whether the core has this operator for this dtype."""
+    return op.name in OPS and not callable(op.fn) and value.dtype.code > 0
+
+
+def type_salt(dtype: DType) -> int:
+    """Return what tells dtypes apart that have no code of their own; 0 for the others."""
+    return zlib.crc32(dtypes.encode(dtype)) if dtype.code == 0 else 0
+
+
+def combine(
+    native: Native, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
+) -> None:
+    """Reduce `x` into the C-contiguous array `result` (None: not on this rank)."""
+    if serves(op, x):
+        _run(native, collective, x, result, OPS.index(op.name), root)
+    else:
+        _fold(native, collective, x, result, op, root)
+
+
+def move(native: Native, collective: str, x: Value, result: Array | None, root: int = 0) -> None:
+    """Run a collective that only moves data."""
+    _run(native, collective, x, result, 0, root)
+
+
+def _fold(
+    native: Native, collective: str, x: Value, result: Array | None, op: Op, root: int
+) -> None:
+    """Reduce with an operator that the core does not have: bring the operands here, and combine."""
+    how = {"reduce": "gather", "all_reduce": "all_gather", "reduce_scatter": "all_to_all"}
+    size, shape = native.size, x.array.shape
+    rows = None
+    if result is not None:
+        rows = np.empty((size, *result.shape), x.dtype.storage)
+    salt = zlib.crc32(f"{collective} {op.signature}".encode())
+    _run(native, how[collective], x, rows, 0, root, salt)
+    if rows is not None and result is not None:
+        total = rows[0]
+        for row in rows[1:]:
+            ops.combine(op, x.dtype, total, row, total)
+        result[...] = total
+        ops.finish(op, x.dtype, result, size)
+    assert collective != "reduce_scatter" or shape[0] == size
+
+
+def all_gather_objects(native: Native, parts: Parts) -> list[Any]:
+    """Gather objects to every rank: their lengths, then their bytes, padded to the longest."""
+    size = native.size
+    lengths = _all_gather(native, np.array([nbytes_of(parts)], np.uint64), size)[:, 0]
+    mine = np.zeros(int(lengths.max()), np.uint8)
+    fill(mine.data, parts)
+    rows = _all_gather(native, mine, size)
+    return [objects.load(row[:n].data) for row, n in zip(rows, lengths.tolist(), strict=True)]
+
+
+def all_to_all_objects(native: Native, blocks: Sequence[Parts]) -> list[Any]:
+    """Send block i to rank i; returns the objects received, by rank."""
+    size = native.size
+    mine = np.array([nbytes_of(parts) for parts in blocks], np.uint64)
+    lengths = _all_gather(native, mine, size)
+    sent = np.zeros((size, int(lengths.max())), np.uint8)
+    for row, parts in zip(sent, blocks, strict=True):
+        fill(row.data, parts)
+    got = np.empty_like(sent)
+    move(native, "all_to_all", Value(sent, dtypes.UINT8, "numpy"), got)
+    here = lengths[:, native.rank].tolist()
+    return [objects.load(row[:n].data) for row, n in zip(got, here, strict=True)]
+
+
+def _all_gather(native: Native, array: Array, size: int) -> Array:
+    rows = np.empty((size, *array.shape), array.dtype)
+    move(native, "all_gather", Value(array, dtypes.of_numpy(array.dtype), "numpy"), rows)
+    return rows
+
+
+def fill(into: memoryview, parts: Parts) -> None:
+    """Copy a payload to the front of `into`."""
+    offset = 0
+    for part in parts:
+        into[offset : offset + len(part)] = part
+        offset += len(part)
+
+
+def _run(
+    native: Native,
+    collective: str,
+    x: Value,
+    result: Array | None,
+    op: int,
+    root: int,
+    salt: int = 0,
+) -> None:
+    array = contiguous(x.array)
+    split = collective in ("reduce_scatter", "all_to_all") and len(array)
+    native.core.run(
+        None,
+        KINDS.index(collective),
+        x.dtype.code,
+        op,
+        root,
+        array.shape,
+        type_salt(x.dtype) + salt,
+        arrays.as_bytes(array),
+        arrays.as_bytes(result) if result is not None else None,
+        array.nbytes // len(array) if split else array.nbytes,
+    )

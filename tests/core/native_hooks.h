@@ -1,0 +1,30 @@
+/* Put before every source of the core (gcc -include): its copies, clock and yields go through the program, which
+   so stretches what is short and shortens what is long. */
+#ifndef PYCOLL_NATIVE_HOOKS_H
+#define PYCOLL_NATIVE_HOOKS_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <sched.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <time.h>
+
+/* A copy with, now and then, a pause in the middle. */
+void *hook_memcpy(void *to, const void *from, size_t nbytes);
+/* Yields, or does not: an impatient rank comes to its sleep at once. */
+int hook_yield(void);
+/* The time, or for an impatient rank a clock that runs away. */
+int hook_clock(struct timespec *now);
+/* ThreadSanitizer does not see what a system call reads, so for it this is a copy. */
+ssize_t hook_readv(int pid, const struct iovec *local, const struct iovec *remote);
+
+#ifndef PYCOLL_NATIVE_HOOKS_THEMSELVES
+#define memcpy(to, from, nbytes) hook_memcpy(to, from, nbytes)
+#define sched_yield() hook_yield()
+#define clock_gettime(clock, now) hook_clock(now)
+#define process_vm_readv(pid, local, local_count, remote, remote_count, flags) hook_readv(pid, local, remote)
+#endif
+
+#endif

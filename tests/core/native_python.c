@@ -1,0 +1,115 @@
+/* The hooks of native_hooks.h and the functions of stub/Python.h. */
+#include "native.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <unistd.h>
+
+_Thread_local uint64_t native_seed = 1;
+_Thread_local bool native_impatient;
+static _Thread_local bool has_lock = true;
+static _Thread_local uint64_t runaway_ns;
+
+PyObject stub_none;
+PyObject *PyExc_OSError, *PyExc_ValueError, *PyExc_RuntimeError, *PyExc_MemoryError;
+
+void native_fail(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vdprintf(STDERR_FILENO, format, args);
+    va_end(args);
+    _exit(3); /* at once: the other threads are still at it */
+}
+
+/* --- chance and delays --------------------------------------------------------------------------------- */
+
+uint64_t native_random(uint64_t *seed) {
+    uint64_t x = *seed += 0x9E3779B97F4A7C15u;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+void native_delay(void) {
+    uint64_t chance = native_random(&native_seed);
+    if (chance % 32 == 0)
+        sched_yield();
+    if (chance % 256 == 1)
+        for (uint64_t spins = chance >> 32 & 1023; spins > 0; spins--)
+            pc_relax();
+    if (chance % 32768 == 2)
+        usleep(3000); /* longer than a rank waits before it sleeps */
+}
+
+void *hook_memcpy(void *to, const void *from, size_t nbytes) {
+    size_t half = nbytes / 2;
+    memcpy(to, from, half);
+    native_delay();
+    memcpy((char *)to + half, (const char *)from + half, nbytes - half);
+    return to;
+}
+
+int hook_yield(void) { return native_impatient ? 0 : sched_yield(); }
+
+int hook_clock(struct timespec *now) {
+    int status = clock_gettime(CLOCK_MONOTONIC, now);
+    if (native_impatient) {
+        runaway_ns += 10000000;
+        now->tv_sec += (time_t)(runaway_ns / 1000000000);
+    }
+    return status;
+}
+
+ssize_t hook_readv(int pid, const struct iovec *local, const struct iovec *remote) {
+    native_delay();
+#ifdef __SANITIZE_THREAD__
+    (void)pid;
+    hook_memcpy(local->iov_base, remote->iov_base, local->iov_len);
+    return (ssize_t)local->iov_len;
+#else
+    return process_vm_readv(pid, local, 1, remote, 1, 0);
+#endif
+}
+
+/* --- Python -------------------------------------------------------------------------------------------- */
+
+bool native_has_lock(void) { return has_lock; }
+
+PyThreadState *PyEval_SaveThread(void) {
+    if (!has_lock)
+        native_fail("the interpreter's lock was given up twice\n");
+    has_lock = false;
+    return (PyThreadState *)&has_lock;
+}
+
+void PyEval_RestoreThread(PyThreadState *state) {
+    if (has_lock || state != (PyThreadState *)&has_lock)
+        native_fail("the interpreter's lock was taken twice, or by another thread\n");
+    has_lock = true;
+}
+
+void PyErr_SetString(PyObject *type, const char *text) {
+    (void)type;
+    native_fail("an exception%s: %s\n", has_lock ? "" : ", without the lock", text);
+}
+
+PyObject *PyErr_SetFromErrno(PyObject *type) {
+    (void)type;
+    native_fail("an exception%s: %s\n", has_lock ? "" : ", without the lock", strerror(errno));
+}
+
+PyObject *PyErr_NoMemory(void) { native_fail("no memory\n"); }
+
+/* For "in" alone: an int and a Py_ssize_t, from an array of two. */
+int PyArg_ParseTuple(PyObject *args, const char *format, ...) {
+    const Py_ssize_t *values = (const Py_ssize_t *)args;
+    va_list results;
+    if (strcmp(format, "in") != 0)
+        native_fail("PyArg_ParseTuple(\"%s\")\n", format);
+    va_start(results, format);
+    *va_arg(results, int *) = (int)values[0];
+    *va_arg(results, Py_ssize_t *) = values[1];
+    va_end(results);
+    return 1;
+}

@@ -1,0 +1,385 @@
+/* The native collectives under ThreadSanitizer: ranks as threads of one program over one mapping.
+
+       native_tsan OPERATIONS SEED
+
+   The core's files run as they are: each rank has a pc_host and a pc_comm of its own, and only what they call
+   in Python is played by native_python.c and native_sleep.c. A communicator makes a random sequence of
+   calls, the same on all ranks, with delays that are not; then comes another one, of another size, with chunks
+   of another size. Every result is compared, byte by byte, with what it must be.
+
+   The arrays are used again by the next call, as they may be. What is compared is copied out first: to
+   ThreadSanitizer a copy is one access, and comparing the copies is none. */
+#include "native.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define CALLS_A_COMM 2000
+#define MAX_GIVEN ((size_t)32 << 10) /* bytes that a rank gives at most */
+#define MAX_NBYTES (MAX_GIVEN * MAX_RANKS)
+#define DIRECT_FROM 14000       /* of a unit; beyond a slot */
+#define DIRECT_FROM_SPLIT 4000  /* where a rank gives a unit for each rank */
+#define SLOT_NBYTES sizeof(((struct pc_slot *)0)->data)
+#define UNSEEN __attribute__((no_sanitize_thread))
+
+PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
+
+/* --- operators: a sum, and one that shows the order ---------------------------------------------------- */
+
+enum { OP_SUM, OP_ORDER, OPS };
+enum { U32, U64, DTYPES };
+
+size_t pc_itemsize(int dtype) { return dtype == U32 ? 4 : 8; }
+
+static uint64_t combine(int op, uint64_t left, uint64_t right) { return op == OP_SUM ? left + right : left * 3 + right; }
+
+UNSEEN static void combine_block(int op, int dtype, unsigned char *left, const unsigned char *right, size_t nbytes) {
+    if (dtype == U32)
+        for (size_t at = 0; at < nbytes; at += 4) {
+            uint32_t a, b;
+            memcpy(&a, left + at, 4);
+            memcpy(&b, right + at, 4);
+            a = (uint32_t)combine(op, a, b);
+            memcpy(left + at, &a, 4);
+        }
+    else
+        for (size_t at = 0; at < nbytes; at += 8) {
+            uint64_t a, b;
+            memcpy(&a, left + at, 8);
+            memcpy(&b, right + at, 8);
+            a = combine(op, a, b);
+            memcpy(left + at, &a, 8);
+        }
+}
+
+static void reduce(int op, int dtype, void *out, const void *const *in, int n, size_t count) {
+    unsigned char left[1024], right[1024];
+    size_t nbytes = count * pc_itemsize(dtype);
+    for (size_t at = 0; at < nbytes; at += sizeof left) {
+        size_t length = nbytes - at < sizeof left ? nbytes - at : sizeof left;
+        memcpy(left, (const unsigned char *)in[0] + at, length);
+        for (int index = 1; index < n; index++) {
+            memcpy(right, (const unsigned char *)in[index] + at, length);
+            combine_block(op, dtype, left, right, length);
+        }
+        native_delay();
+        memcpy((unsigned char *)out + at, left, length);
+    }
+}
+
+#define KERNEL(name, op, dtype)                                                                  \
+    static void name(void *out, const void *const *in, int n, size_t count, int divisor) {       \
+        (void)divisor;                                                                           \
+        reduce(op, dtype, out, in, n, count);                                                    \
+    }
+KERNEL(sum_u32, OP_SUM, U32)
+KERNEL(sum_u64, OP_SUM, U64)
+KERNEL(order_u32, OP_ORDER, U32)
+KERNEL(order_u64, OP_ORDER, U64)
+
+pc_reduce_fn pc_reduce_find(int op, int dtype) {
+    static const pc_reduce_fn kernels[OPS][DTYPES] = {{sum_u32, sum_u64}, {order_u32, order_u64}};
+    return kernels[op][dtype];
+}
+
+/* --- what else the core calls in comm.c ---------------------------------------------------------------- */
+
+unsigned char *pc_scratch(pc_comm *comm, size_t nbytes) {
+    if (comm->scratch_nbytes < nbytes) {
+        free(comm->scratch);
+        comm->scratch = malloc(nbytes);
+        comm->scratch_nbytes = nbytes;
+    }
+    return comm->scratch;
+}
+
+int pc_mismatch(pc_collective *call, int rank, uint64_t number) {
+    native_fail("a false mismatch: rank %d, in call %llu, takes call %llu of rank %d for another one\n", call->comm->rank,
+                (unsigned long long)call->number, (unsigned long long)number, rank);
+}
+
+/* --- one call: what goes in, what must come out -------------------------------------------------------- */
+
+struct call { /* the same on all ranks */
+    uint64_t ident;
+    int kind, op, dtype, root, size;
+    size_t count; /* elements of a unit */
+    uint32_t description_nbytes;
+    bool in_place;
+};
+
+static bool is_split(int kind) { return kind == PC_SCATTER || kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL; }
+
+static struct call choose_call(uint64_t *seed, uint64_t ident, int size, size_t chunk_nbytes) {
+    struct call call = {.ident = ident, .size = size};
+    call.kind = (int)(native_random(seed) % PC_KINDS);
+    call.op = (int)(native_random(seed) % OPS);
+    call.dtype = (int)(native_random(seed) % DTYPES);
+    call.root = (int)(native_random(seed) % (uint64_t)size);
+    call.in_place = native_random(seed) % 4 == 0;
+    uint64_t chance = native_random(seed) % 100;
+    size_t given = native_random(seed) % 128;
+    if (chance >= 85)
+        given = SLOT_NBYTES - 600 + native_random(seed) % 1200; /* on either side of a slot's end */
+    if (chance >= 94)
+        given = SLOT_NBYTES + native_random(seed) % (DIRECT_FROM - SLOT_NBYTES);
+    if (chance >= 96)
+        given = chunk_nbytes * (1 + native_random(seed) % (MAX_GIVEN / chunk_nbytes)); /* whole chunks */
+    if (chance >= 98)
+        given = native_random(seed) % MAX_GIVEN;
+    call.count = given / pc_itemsize(call.dtype) / (is_split(call.kind) ? (size_t)size : 1);
+    if (call.kind == PC_BARRIER)
+        call.count = 0;
+    if (pc_is_announced(call.kind))
+        call.description_nbytes = (uint32_t)(native_random(seed) % (PC_DESCRIPTION_NBYTES + 1));
+    return call;
+}
+
+static uint64_t element(const struct call *call, int rank, size_t index) {
+    uint64_t seed = call->ident * 0x100000001B3u + (uint64_t)rank * 0x9E3779B97F4A7C15u + index * 0xD6E8FEB86659FD93u;
+    return call->dtype == U32 ? (uint32_t)(seed ^ seed >> 32) : seed ^ seed >> 32;
+}
+
+UNSEEN static void put_element(const struct call *call, unsigned char *array, size_t index, uint64_t value) {
+    uint32_t narrow = (uint32_t)value;
+    if (call->dtype == U32)
+        memcpy(array + index * 4, &narrow, 4);
+    else
+        memcpy(array + index * 8, &value, 8);
+}
+
+/* Elements that `rank` passes; 0: it passes none. */
+static size_t count_in(const struct call *call, int rank) {
+    if (pc_is_announced(call->kind) && rank != call->root)
+        return 0;
+    return call->count * (is_split(call->kind) ? (size_t)call->size : 1);
+}
+
+static size_t count_out(const struct call *call, int rank) {
+    switch (call->kind) {
+    case PC_BARRIER: return 0;
+    case PC_BROADCAST: return rank == call->root ? 0 : call->count;
+    case PC_REDUCE: return rank == call->root ? call->count : 0;
+    case PC_GATHER: return rank == call->root ? call->count * (size_t)call->size : 0;
+    case PC_ALL_GATHER:
+    case PC_ALL_TO_ALL: return call->count * (size_t)call->size;
+    case PC_EXSCAN: return rank == 0 ? 0 : call->count;
+    default: return call->count;
+    }
+}
+
+UNSEEN static uint64_t expected(const struct call *call, int rank, size_t index) {
+    size_t count = call->count, block = index / count, within = index % count;
+    int first = 0, last = call->size;
+    switch (call->kind) {
+    case PC_BROADCAST: return element(call, call->root, index);
+    case PC_SCATTER: return element(call, call->root, (size_t)rank * count + index);
+    case PC_GATHER:
+    case PC_ALL_GATHER: return element(call, (int)block, within);
+    case PC_ALL_TO_ALL: return element(call, (int)block, (size_t)rank * count + within);
+    case PC_REDUCE_SCATTER: index += (size_t)rank * count; break;
+    case PC_SCAN: last = rank + 1; break;
+    case PC_EXSCAN: last = rank; break;
+    }
+    uint64_t value = element(call, first, index);
+    for (int other = first + 1; other < last; other++)
+        value = combine(call->op, value, element(call, other, index));
+    return value;
+}
+
+UNSEEN static void fill(const struct call *call, int rank, unsigned char *copy) {
+    for (size_t index = 0; index < count_in(call, rank); index++)
+        put_element(call, copy, index, element(call, rank, index));
+}
+
+UNSEEN static void compare(const struct call *call, int rank, const unsigned char *copy) {
+    size_t itemsize = pc_itemsize(call->dtype);
+    for (size_t index = 0; index < count_out(call, rank); index++) {
+        unsigned char wanted[8];
+        put_element(call, wanted, 0, expected(call, rank, index));
+        for (size_t byte = 0; byte < itemsize; byte++)
+            if (copy[index * itemsize + byte] != wanted[byte])
+                native_fail("call %llu, kind %d, rank %d of %d, root %d, %zu elements of %zu bytes: element %zu is wrong\n",
+                            (unsigned long long)call->ident, call->kind, rank, call->size, call->root, call->count,
+                            itemsize, index);
+    }
+}
+
+/* Where x begins in the result, if they may share memory; else NULL. */
+static unsigned char *x_within(const struct call *call, int rank, unsigned char *out) {
+    size_t nbytes = call->count * pc_itemsize(call->dtype);
+    switch (call->in_place && count_out(call, rank) > 0 ? call->kind : PC_KINDS) {
+    case PC_REDUCE:
+    case PC_ALL_REDUCE:
+    case PC_SCAN: return out;
+    case PC_GATHER:
+    case PC_ALL_GATHER: return out + (size_t)rank * nbytes;
+    default: return NULL;
+    }
+}
+
+/* --- a rank -------------------------------------------------------------------------------------------- */
+
+/* As pc_call_begin and pc_call_end do. */
+static void begin(pc_collective *native, struct rank *rank, const struct call *call) {
+    memset(native, 0, sizeof *native);
+    native->call.host = &rank->host;
+    native->call.sleep = native_sleep;
+    native->comm = &rank->comm;
+    native->kind = call->kind;
+    native->op = call->op;
+    native->dtype = call->dtype;
+    native->root = call->root;
+    native->signature = call->ident * PC_KINDS + (uint64_t)call->kind;
+}
+
+static void end(pc_collective *native, int status) {
+    if (status != 0)
+        native_fail("a call failed\n");
+    pc_hold(&native->call);
+    native_check_rung(native_rank, "ends");
+    native_delay();
+}
+
+static void run_announced(struct rank *rank, const struct call *call, const void *x, void *out) {
+    unsigned char description[PC_DESCRIPTION_NBYTES];
+    pc_collective native;
+    begin(&native, rank, call);
+    native.out = out;
+    memset(description, (int)call->ident & 0xFF, sizeof description);
+    if (rank->comm.rank == call->root) {
+        native.x = x;
+        native.nbytes = call->count * pc_itemsize(call->dtype);
+        struct pc_header header = {.nbytes = native.nbytes, .address = (uintptr_t)x, .value = call->ident};
+        header.description_nbytes = call->description_nbytes;
+        end(&native, pc_announce(&native, &header, description));
+        return;
+    }
+    struct pc_slot *slot;
+    struct pc_header header;
+    end(&native, pc_hear(&native, &slot));
+    memcpy(&header, slot->data, sizeof header);
+    if (header.value != call->ident || memcmp(slot->data + sizeof header, description, header.description_nbytes) != 0)
+        native_fail("rank %d hears another announcement\n", rank->comm.rank);
+    begin(&native, rank, call);
+    native.out = out;
+    native.number = rank->comm.number;
+    end(&native, pc_receive(&native, slot));
+}
+
+static void run_call(struct rank *rank, const struct call *call, unsigned char *x, unsigned char *out, unsigned char *copy) {
+    int me = rank->comm.rank;
+    size_t itemsize = pc_itemsize(call->dtype);
+    size_t in_nbytes = count_in(call, me) * itemsize, out_nbytes = count_out(call, me) * itemsize;
+    memset(out, 0xEE, out_nbytes);
+    if (x_within(call, me, out) != NULL)
+        x = x_within(call, me, out);
+    fill(call, me, copy);
+    memcpy(x, copy, in_nbytes);
+    if (call->kind == PC_REDUCE_SCATTER && call->in_place)
+        out = x + (size_t)me * call->count * itemsize;
+    native_delay();
+    if (pc_is_announced(call->kind)) {
+        run_announced(rank, call, x, call->kind == PC_BROADCAST && me == call->root ? NULL : out);
+    } else {
+        pc_collective native;
+        begin(&native, rank, call);
+        native.x = x;
+        native.out = out_nbytes > 0 ? out : NULL;
+        native.nbytes = call->count * itemsize;
+        end(&native, pc_run(&native));
+    }
+    memcpy(copy, out, out_nbytes);
+    compare(call, me, copy);
+}
+
+static void *be_rank(void *argument) {
+    struct rank *rank = argument;
+    uint64_t seed = rank->seed;
+    unsigned char *x = malloc(MAX_NBYTES), *out = malloc(MAX_NBYTES), *copy = malloc(MAX_NBYTES);
+    native_rank = rank;
+    native_seed = seed * MAX_RANKS + (uint64_t)rank->comm.rank;
+    for (uint64_t number = 1; number <= CALLS_A_COMM; number++) {
+        struct call call = choose_call(&seed, rank->seed + number, rank->comm.size, rank->comm.chunk_nbytes);
+        native_impatient = native_random(&native_seed) % 16 == 0;
+        run_call(rank, &call, x, out, copy);
+    }
+    free(x);
+    free(out);
+    free(copy);
+    free(rank->comm.scratch);
+    free(rank->comm.compared);
+    return NULL;
+}
+
+/* --- communicators ------------------------------------------------------------------------------------- */
+
+static unsigned char *map(size_t nbytes) {
+    unsigned char *memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        native_fail("no memory\n");
+    return memory;
+}
+
+static void run_comm(uint64_t seed) {
+    static const size_t chunk_sizes[] = {512, 1024, 4096, 16384};
+    static const int spins[] = {0, 30, 300};
+    int size = 2 + (int)(native_random(&seed) % (MAX_RANKS - 1)), doorbells[MAX_RANKS], pids[MAX_RANKS], local[MAX_RANKS];
+    static struct rank ranks[MAX_RANKS];
+    pthread_t threads[MAX_RANKS];
+    pc_comm layout = {.size = size, .entry = -1};
+    layout.direct = native_random(&seed) % 2;
+    layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
+    layout.slots_offset = pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE);
+    layout.big_offset = pc_round_up(layout.slots_offset + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
+    layout.region_nbytes = layout.big_offset + (size_t)size * PC_CHUNKS * layout.chunk_nbytes;
+    layout.region = map(layout.region_nbytes);
+    layout.pids = pids;
+    layout.local = local;
+    pc_host host = {.size = size, .fd = -1, .doorbells = doorbells, .mapped = PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES};
+    host.spins = spins[native_random(&seed) % 3];
+    host.base = map(host.mapped);
+    for (int rank = 0; rank < size; rank++) {
+        local[rank] = size - 1 - rank; /* not the same numbers on the host */
+        pids[rank] = getpid();
+        doorbells[rank] = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    }
+    for (int rank = 0; rank < size; rank++) {
+        struct rank *made = &ranks[rank];
+        *made = (struct rank){.host = host, .comm = layout, .all = ranks, .seed = seed};
+        made->host.rank = local[rank];
+        made->comm.rank = rank;
+        made->comm.host = &made->host;
+        made->comm.compared = calloc((size_t)size, sizeof *made->comm.compared);
+    }
+    for (int rank = 0; rank < size; rank++)
+        pthread_create(&threads[rank], NULL, be_rank, &ranks[rank]);
+    for (int rank = 0; rank < size; rank++)
+        pthread_join(threads[rank], NULL);
+    for (int rank = 0; rank < size; rank++)
+        close(doorbells[rank]);
+    munmap(layout.region, layout.region_nbytes);
+    munmap(host.base, host.mapped);
+}
+
+int main(int argc, char **argv) {
+    if (argc != 3)
+        native_fail("usage: native_tsan OPERATIONS SEED\n");
+    long operations = atol(argv[1]), done = 0;
+    uint64_t seed = (uint64_t)atol(argv[2]);
+    static const int direct_kinds[] = {PC_BROADCAST, PC_ALL_REDUCE, PC_GATHER, PC_ALL_GATHER,
+                                       PC_SCATTER, PC_REDUCE_SCATTER, PC_ALL_TO_ALL};
+    for (size_t index = 0; index < sizeof direct_kinds / sizeof *direct_kinds; index++) {
+        int kind = direct_kinds[index];
+        Py_ssize_t values[2] = {kind, is_split(kind) ? DIRECT_FROM_SPLIT : DIRECT_FROM};
+        pc_set_direct_from(NULL, (PyObject *)values);
+    }
+    for (; done < operations; done += CALLS_A_COMM)
+        run_comm(native_random(&seed));
+    printf("%ld operations, %llu sleeps, %llu of them until their end\n", done, (unsigned long long)native_sleeps,
+           (unsigned long long)native_timeouts);
+    return 0;
+}

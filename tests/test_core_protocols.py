@@ -1,0 +1,216 @@
+"""The flag protocols of the native collectives: the core's code with ranks as threads, and models.
+
+The programs and models lie in tests/core. Each proof comes with faults that it must find, planted
+in a copy of the sources or by a macro of the model: a proof that finds none would prove nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent / "core"
+CORE = TESTS.parent.parent / "transports" / "_core"
+
+# The files whose protocols these are; the others need Python.
+SOURCES = ("host.c", "wait.c", "exchange.c", "all_reduce.c", "direct.c")
+PROGRAM = ("native_tsan.c", "native_sleep.c", "native_python.c")
+
+THREAD = ("-O2", "-fsanitize=thread", "-Wno-tsan")
+ADDRESS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+PLAIN = ("-O2",)
+
+OPTIONS = {
+    "TSAN_OPTIONS": "halt_on_error=1",
+    # Looking for leaks takes ptrace, which containers may forbid.
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
+# Far more than a run takes: a machine may be busy.
+LIMIT_S = 100
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("gcc") is None or not CORE.is_dir(),
+    reason="needs gcc and a checkout's sources of the core",
+)
+
+
+def call(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **OPTIONS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        errors="replace",
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def build(tmp_path: Path, core: Path, flags: tuple[str, ...]) -> Path:
+    """Build the program with the sources in `core`, which may be a copy with a fault."""
+    compiler = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-fno-strict-aliasing"]
+    common: list[str | Path] = [*compiler, *flags, "-I", TESTS / "stub", "-I", TESTS, "-I", core]
+    hooks: list[str | Path] = ["-include", TESTS / "native_hooks.h"]
+    made = call([*common, *hooks, "-c", *(core / name for name in SOURCES)], tmp_path)
+    assert made.returncode == 0, made.stdout
+    # Of host.c only what waits is used, and its Python type is never made.
+    linking = ["-no-pie", "-pthread", "-Wl,--wrap=pc_wait_long"]
+    linking += ["-Wl,--unresolved-symbols=ignore-in-object-files"]
+    objects = [Path(name).with_suffix(".o") for name in SOURCES]
+    program = tmp_path / "native"
+    sources = [TESTS / name for name in PROGRAM]
+    made = call([*common, *sources, *objects, "-o", program, *linking], tmp_path)
+    assert made.returncode == 0, made.stdout
+    return program
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], list[str]]:
+    """Return what to put before a program built with these flags; skip if none runs here."""
+    known: dict[tuple[str, ...], list[str] | str] = {PLAIN: []}
+
+    def find(flags: tuple[str, ...]) -> list[str] | str:
+        folder = tmp_path_factory.mktemp("probe")
+        (folder / "probe.c").write_text("int main(void) { return 0; }\n")
+        made = call(["gcc", *flags, "probe.c", "-o", "probe"], folder)
+        if made.returncode != 0:
+            return f"gcc {' '.join(flags)} cannot link: {made.stdout.strip()[-200:]}"
+        # Where the kernel places memory too much at random, ThreadSanitizer does not start.
+        text = ""
+        for prefix in ([], ["setarch", "-R"]):
+            if prefix and shutil.which(prefix[0]) is None:
+                continue
+            run = call([*prefix, folder / "probe"], folder)
+            if run.returncode == 0:
+                return prefix
+            text = run.stdout
+        return f"a program built with {' '.join(flags)} does not start: {text.strip()[-200:]}"
+
+    def prefix_of(flags: tuple[str, ...]) -> list[str]:
+        if flags not in known:
+            known[flags] = find(flags)
+        prefix = known[flags]
+        if isinstance(prefix, str):
+            pytest.skip(prefix)
+        return prefix
+
+    return prefix_of
+
+
+@pytest.mark.parametrize(
+    ("flags", "operations"),
+    [(THREAD, 100_000), (ADDRESS, 100_000), (PLAIN, 200_000)],
+    ids=["thread", "address", "plain"],
+)
+def test_random_calls_of_ranks_as_threads_are_right_and_nobody_sleeps_on(
+    tmp_path: Path,
+    sanitized: Callable[[tuple[str, ...]], list[str]],
+    flags: tuple[str, ...],
+    operations: int,
+) -> None:
+    prefix = sanitized(flags)
+    program = build(tmp_path, CORE, flags)
+    run = call([*prefix, program, str(operations), "1"], tmp_path)
+    assert run.returncode == 0, run.stdout
+    done, sleeps, _ = (int(word) for word in run.stdout.split() if word.isdigit())
+    assert done >= operations
+    assert sleeps > operations / 100  # or it would say nothing about sleeping
+
+
+FAULTS = {
+    "a slot is written again a call too early": (
+        "exchange.c",
+        "uint64_t needed = call->number - PC_SLOTS + 1;",
+        "uint64_t needed = call->number - PC_SLOTS;",
+    ),
+    "a big slot is written again a chunk too early": (
+        "comm.h",
+        "pc_await_consumed(call, chunk - PC_CHUNKS + 1)",
+        "pc_await_consumed(call, chunk - PC_CHUNKS)",
+    ),
+    "nobody is woken by an entry": (
+        "exchange.c",
+        "pc_publish(&slot->number, call->number);\n    pc_wake_others(comm);",
+        "pc_publish(&slot->number, call->number);",
+    ),
+    "flags order nothing": (
+        "core.h",
+        "atomic_exchange_explicit(flag, value, memory_order_seq_cst)",
+        "atomic_exchange_explicit(flag, value, memory_order_relaxed)",
+    ),
+    "a sleep is not announced": ("wait.c", "    pc_host_sleep(call->host);\n", ""),
+    "an array is given back while others read it": (
+        "direct.c",
+        "return call->kind == PC_GATHER ? 0 : await_all(call);",
+        "return 0;",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_planted_in_the_core_is_found(
+    tmp_path: Path, sanitized: Callable[[tuple[str, ...]], list[str]], fault: str
+) -> None:
+    name, right, wrong = FAULTS[fault]
+    prefix = sanitized(THREAD)
+    core = tmp_path / "core"
+    shutil.copytree(CORE, core)
+    text = (core / name).read_text()
+    assert text.count(right) == 1, f"{name} has changed: plant the fault elsewhere"
+    (core / name).write_text(text.replace(right, wrong))
+    run = call([*prefix, build(tmp_path, core, THREAD), "100000", "1"], tmp_path)
+    assert run.returncode in (3, 66), run.stdout  # the program's word, and ThreadSanitizer's
+
+
+# Each with what it must find: nothing, or its message.
+MODELS = [
+    ("sleep", "-DPUBLISHERS=1", ""),
+    ("sleep", "-DPUBLISHERS=2", ""),
+    ("sleep", "-DPLAIN_PUBLISH", "invalid end state"),
+    ("sleep", "-DPLAIN_ANNOUNCE", "invalid end state"),
+    ("sleep", "-DLOOK_FIRST", "invalid end state"),
+    ("sleep", "-DNO_LOOK", "invalid end state"),
+    ("sleep", "-DDRAIN_FIRST", "invalid end state"),
+    ("slots", "-DRANKS=2 -DSLOTS=4", ""),
+    ("slots", "-DRANKS=3 -DSLOTS=2 -DCALLS=4", ""),
+    ("slots", "-DOFF_BY_ONE", "assertion violated"),
+    ("slots", "-DNO_ENTRY", "invalid end state"),
+    ("slots", "-DCOMPARE_IN_SLOT", "assertion violated"),
+    ("stream", "-DRANKS=2 -DCALLS=3", ""),
+    ("stream", "-DRANKS=2 -DBIG_SLOTS=4 -DCALLS=2 -DMOST_CHUNKS=6", ""),
+    ("stream", "-DRANKS=3 -DCALLS=2 -DMOST_CHUNKS=2", ""),
+    ("stream", "-DRANKS=3 -DCALLS=1 -DMOST_CHUNKS=4", ""),
+    ("stream", "-DSLEEP -DRANKS=2 -DCALLS=2", ""),
+    ("stream", "-DSLEEP -DRANKS=3 -DCALLS=1", ""),
+    ("stream", "-DOFF_BY_ONE", "assertion violated"),
+    ("stream", "-DREDUCED_EARLY", "assertion violated"),
+    ("stream", "-DCONSUMED_EARLY", "assertion violated"),
+    ("stream", "-DSPECTATOR", "invalid end state"),
+    ("stream", "-DSLEEP -DNO_FIRST_RING", "invalid end state"),
+]
+
+
+@pytest.mark.skipif(shutil.which("spin") is None, reason="needs spin")
+@pytest.mark.parametrize(("model", "macros", "fault"), MODELS)
+def test_a_model_has_no_fault_but_the_planted_one(
+    tmp_path: Path, model: str, macros: str, fault: str
+) -> None:
+    made = call(["spin", "-a", *macros.split(), TESTS / f"{model}.pml"], tmp_path)
+    assert made.returncode == 0, made.stdout
+    # Safety alone: every assertion, and no state in which all wait.
+    made = call(["gcc", "-O2", "-w", "-DSAFETY", "-DMEMLIM=2000", "pan.c", "-o", "pan"], tmp_path)
+    assert made.returncode == 0, made.stdout
+    run = call([tmp_path / "pan", "-m100000"], tmp_path)
+    # An exhausted search and a stopped one look alike but for these words.
+    assert fault or "Search not completed" not in run.stdout, run.stdout
+    assert "max search depth too small" not in run.stdout, run.stdout
+    assert f"errors: {1 if fault else 0}" in run.stdout, run.stdout
+    assert fault in run.stdout, run.stdout

@@ -1,0 +1,124 @@
+"""Ranks of one process, each with a transport of its own that is driven by hand."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pycoll.transports.base import Arrival, Transfer, Transport
+from pycoll.transports.inproc import Hub, InprocTransport
+from pycoll.transports.shm import ShmTransport
+from pycoll.transports.tcp import TcpTransport
+
+DEADLINE_S = 30.0
+
+
+class Node:
+    """One rank: a transport and what it was told."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.arrivals: list[Arrival] = []
+        self.taken_back: list[Arrival] = []
+        self.ended: list[int] = []
+        self.lost_peers: dict[int, str] = {}
+
+    def arrived(self, arrival: Arrival) -> None:
+        arrival.header = bytes(arrival.header)
+        self.arrivals.append(arrival)
+
+    def withdrawn(self, arrival: Arrival) -> None:
+        self.taken_back.append(arrival)
+
+    def finished(self, peer: int) -> None:
+        self.ended.append(peer)
+
+    def lost(self, peer: int, reason: str) -> None:
+        self.lost_peers[peer] = reason
+
+
+class World:
+    """Some ranks in one process, each with a transport of its own, driven by hand."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind = kind
+        self.descriptors: list[int] = []
+        self.hosts: list[Any] = []
+        self.nodes = [Node(transport) for transport in self.make(kind, size)]
+        addresses = [node.transport.address() for node in self.nodes]
+        for node in self.nodes:
+            node.transport.start(addresses, node)
+
+    def make(self, kind: str, size: int) -> list[Transport]:
+        if kind == "inproc":
+            hub = Hub(size)
+            return [InprocTransport(hub, rank) for rank in range(size)]
+        if kind == "tcp":
+            return [TcpTransport(rank) for rank in range(size)]
+        # One memory, mapped once for each rank, as in processes of their own.
+        from pycoll.transports._core import Host
+
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        memory = os.memfd_create("ranks", os.MFD_CLOEXEC)
+        doorbells = [os.eventfd(0, flags) for _ in range(size)]
+        self.descriptors = [memory, *doorbells]
+        self.hosts = [Host(memory, rank, doorbells, size) for rank in range(size)]
+        return [
+            ShmTransport(host, doorbells[rank], rank, range(size), kind == "shm")
+            for rank, host in enumerate(self.hosts)
+        ]
+
+    def send(self, source: int, dest: int, header: bytes, *parts: bytes | memoryview) -> Transfer:
+        views = [memoryview(part).cast("B") for part in parts]
+        return self.nodes[source].transport.send(dest, header, views)
+
+    def run(self, until: Callable[[], bool], ranks: list[int] | None = None) -> None:
+        """Progress the given ranks (all of them) until the condition holds."""
+        nodes = self.nodes if ranks is None else [self.nodes[rank] for rank in ranks]
+        deadline = time.monotonic() + DEADLINE_S
+        poller = select.poll()
+        for node in nodes:
+            poller.register(node.transport.fileno(), select.POLLIN)
+        while True:
+            # Not until nothing is left to do: that may be long after the condition held.
+            worked = any([node.transport.progress() for node in nodes])
+            if until():
+                return
+            assert time.monotonic() < deadline, "not in time"
+            if worked:
+                continue
+            if all([node.transport.sleep() for node in nodes]):
+                poller.poll(1000 * (deadline - time.monotonic()))
+            for node in nodes:
+                node.transport.awake()
+
+    def arrivals(self, rank: int, number: int) -> list[Arrival]:
+        """Wait until a rank has that many messages."""
+        node = self.nodes[rank]
+        self.run(lambda: len(node.arrivals) >= number)
+        assert len(node.arrivals) == number
+        return node.arrivals
+
+    def quiet(self, rank: int, sender: int) -> None:
+        """Wait until everything that `sender` has sent so far has been handled by `rank`."""
+        node = self.nodes[rank]
+        before = len(node.arrivals)
+        self.send(sender, rank, b"last")
+        self.run(lambda: len(node.arrivals) > before and node.arrivals[-1].header == b"last")
+        node.arrivals.pop()
+
+    def receive(self, arrival: Arrival) -> bytes:
+        into = bytearray(arrival.nbytes)
+        transfer = arrival.accept(memoryview(into))
+        self.run(lambda: transfer.done)
+        assert transfer.error is None
+        return bytes(into)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.transport.close(5.0)
+        for descriptor in self.descriptors:
+            os.close(descriptor)

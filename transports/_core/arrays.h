@@ -1,0 +1,26 @@
+/* Looking at a NumPy array without calling anything: its fields are where they have been since NumPy 1.7,
+   which `use_numpy` checks against NumPy's own words before the first look. */
+#ifndef PC_ARRAYS_H
+#define PC_ARRAYS_H
+
+#include "core.h"
+
+struct pc_array {
+    void *data;
+    const intptr_t *dims;
+    size_t count, nbytes;
+    int dtype; /* code of pycoll/dtypes.py, 1 to 15 */
+    int ndim;
+    bool writeable;
+};
+
+/* 1: x is a C-contiguous, aligned numpy.ndarray (no subclass) of a dtype that reduces; else 0, no exception. */
+int pc_array_view(PyObject *x, struct pc_array *view);
+/* A new uninitialized array, or NULL with an exception: like x, with `extra` in front of its shape (0: none),
+   or without its first axis (-1). */
+PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra);
+
+PyObject *pc_use_numpy(PyObject *module, PyObject *args);
+PyObject *pc_add_dtype(PyObject *module, PyObject *args);
+
+#endif

@@ -1,0 +1,552 @@
+/* The sending side of channels, and what both sides share. See channel.h. */
+#include "channel.h"
+
+#include <stdlib.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+/* What is written into a ring in one item. More goes to the heap, where a copy costs the same, so that rings
+   may be small. */
+#define INLINE_LIMIT 2048
+
+/* Of up to 16 ranks each ring holds as many messages as credit allows, of up to 128 ranks all rings are 64 MiB. */
+size_t pc_ring_nbytes(int size) {
+    size_t nbytes = (size_t)256 << 10;
+    while (nbytes > PC_PAGE && nbytes * (size_t)size * (size_t)size > ((size_t)64 << 20))
+        nbytes /= 2;
+    return nbytes;
+}
+
+/* --- tables ------------------------------------------------------------------------------------------ */
+
+/* A number is a generation, which makes it unlike any before, and a place. */
+#define PLACE_BITS 20
+#define PLACE_MASK (((uint64_t)1 << PLACE_BITS) - 1)
+
+static uint64_t table_add(struct pc_table *table, void *thing) {
+    if (table->first_free == 0) {
+        uint32_t size = table->size == 0 ? 64 : table->size * 2;
+        if (size > PLACE_MASK + 1)
+            return 0;
+        void **things = realloc(table->things, size * sizeof *things);
+        if (things == NULL)
+            return 0;
+        table->things = things;
+        uint64_t *numbers = realloc(table->numbers, size * sizeof *numbers);
+        if (numbers == NULL)
+            return 0;
+        table->numbers = numbers;
+        for (uint32_t place = size; place-- > table->size;) {
+            things[place] = NULL;
+            numbers[place] = table->first_free;
+            table->first_free = place + 1;
+        }
+        table->size = size;
+    }
+    uint32_t place = table->first_free - 1;
+    table->first_free = (uint32_t)table->numbers[place];
+    table->things[place] = thing;
+    table->numbers[place] = ++table->generation << PLACE_BITS | place;
+    table->used++;
+    return table->numbers[place];
+}
+
+void *pc_table_get(struct pc_table *table, uint64_t number) {
+    uint64_t place = number & PLACE_MASK;
+    if (place >= table->size || table->things[place] == NULL || table->numbers[place] != number)
+        return NULL;
+    return table->things[place];
+}
+
+static void table_remove(struct pc_table *table, uint64_t number) {
+    uint64_t place = number & PLACE_MASK;
+    table->things[place] = NULL;
+    table->numbers[place] = table->first_free;
+    table->first_free = (uint32_t)place + 1;
+    table->used--;
+}
+
+uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive) {
+    return table_add(&channel->receives, receive);
+}
+void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) { table_remove(&channel->receives, handle); }
+
+bool pc_list_add(struct pc_list *list, uint64_t number) {
+    if (list->count == list->size) {
+        uint32_t size = list->size == 0 ? 16 : list->size * 2;
+        uint64_t *numbers = realloc(list->numbers, size * sizeof *numbers);
+        if (numbers == NULL)
+            return false;
+        list->numbers = numbers;
+        list->size = size;
+    }
+    list->numbers[list->count++] = number;
+    return true;
+}
+
+void pc_list_remove(struct pc_list *list, uint64_t number) {
+    for (uint32_t index = 0; index < list->count; index++)
+        if (list->numbers[index] == number) {
+            memmove(list->numbers + index, list->numbers + index + 1,
+                    (--list->count - index) * sizeof *list->numbers);
+            return;
+        }
+}
+
+/* --- life -------------------------------------------------------------------------------------------- */
+
+static unsigned char *ring_at(pc_host *host, int from, int to) {
+    return host->base + host->rings_offset + ((size_t)from * (size_t)host->size + (size_t)to) * host->ring_nbytes;
+}
+
+int pc_channel_open(pc_channel *channel) {
+    pc_host *host = channel->host;
+    size_t size = (size_t)host->size;
+    channel->rank = host->rank;
+    channel->size = host->size;
+    if (host->ring_nbytes < sizeof(struct pc_desk) + (size + 63) / 64 * 8) {
+        PyErr_SetString(PyExc_OSError, "too many ranks on one host for shared memory");
+        return -1;
+    }
+    pthread_mutex_init(&channel->lock, NULL);
+    channel->peers = calloc(size, sizeof *channel->peers);
+    channel->active = calloc(size, sizeof *channel->active);
+    if (channel->peers == NULL || channel->active == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    channel->inline_limit = INLINE_LIMIT < host->ring_nbytes / 8 ? INLINE_LIMIT : host->ring_nbytes / 8;
+    for (int rank = 0; rank < host->size; rank++) {
+        struct pc_peer *peer = &channel->peers[rank];
+        peer->desk = (struct pc_desk *)ring_at(host, rank, rank);
+        peer->heap = host->base + host->heaps_offset + (size_t)rank * host->heap_nbytes;
+        if (rank != host->rank) {
+            pc_ring_open(&peer->out, ring_at(host, host->rank, rank), host->ring_nbytes);
+            pc_ring_open(&peer->in, ring_at(host, rank, host->rank), host->ring_nbytes);
+        }
+    }
+    channel->heap.base = channel->peers[channel->rank].heap;
+    for (int index = PC_TRANSFERS; index-- > 0;)
+        channel->free_transfers[channel->num_free_transfers++] = (int16_t)index;
+    if (getrandom(&channel->nonce, sizeof channel->nonce, 0) != sizeof channel->nonce) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        return -1;
+    }
+    pc_allow_copies();
+    struct pc_desk *desk = channel->peers[channel->rank].desk;
+    desk->nonce = channel->nonce;
+    desk->nonce_address = (uint64_t)(uintptr_t)&channel->nonce;
+    pc_publish(&desk->pid, (uint64_t)getpid());
+    return 0;
+}
+
+static void free_table(struct pc_table *table) {
+    free(table->things);
+    free(table->numbers);
+}
+
+void pc_channel_free(pc_channel *channel) {
+    for (int rank = 0; channel->peers != NULL && rank < channel->size; rank++)
+        for (struct pc_note *note = channel->peers[rank].first, *next; note != NULL; note = next) {
+            next = note->next;
+            free(note);
+        }
+    for (uint32_t place = 0; place < channel->sends.size; place++)
+        if (channel->sends.things[place] != NULL)
+            pc_send_free(channel->sends.things[place]);
+    free_table(&channel->sends);
+    free_table(&channel->receives);
+    free(channel->sending.numbers);
+    free(channel->receiving.numbers);
+    free(channel->peers);
+    free(channel->active);
+}
+
+void pc_channel_wait(pc_channel *channel) {
+    while (channel->away) {
+        atomic_fetch_add(&channel->wanted, 1);
+        PyThreadState *state = PyEval_SaveThread();
+        pthread_mutex_lock(&channel->lock);
+        pthread_mutex_unlock(&channel->lock);
+        PyEval_RestoreThread(state);
+        atomic_fetch_sub(&channel->wanted, 1);
+    }
+}
+
+PyThreadState *pc_channel_leave(pc_channel *channel) {
+    channel->away = true;
+    pthread_mutex_lock(&channel->lock);
+    return PyEval_SaveThread();
+}
+
+void pc_channel_return(pc_channel *channel, PyThreadState *state) {
+    PyEval_RestoreThread(state);
+    channel->away = false;
+    pthread_mutex_unlock(&channel->lock);
+}
+
+bool pc_channel_reaches(pc_channel *channel, int rank) {
+    struct pc_peer *peer = &channel->peers[rank];
+    if (PC_LIKELY(peer->reach != 0))
+        return peer->reach > 0;
+    peer->pid = (pid_t)pc_load(&peer->desk->pid);
+    if (peer->pid == 0)
+        return false; /* not there yet */
+    uint64_t nonce = 0;
+    struct iovec place = {.iov_base = (void *)(uintptr_t)peer->desk->nonce_address, .iov_len = sizeof nonce};
+    bool can = channel->single_copy &&
+               pc_copy_from(peer->pid, (struct pc_parts){&place, 1}, 0, &nonce, sizeof nonce) == 0 &&
+               nonce == peer->desk->nonce;
+    peer->reach = can ? 1 : -1;
+    return can;
+}
+
+/* --- items ------------------------------------------------------------------------------------------- */
+
+static void link_to(pc_channel *channel, int rank) {
+    struct pc_desk *desk = channel->peers[rank].desk;
+    atomic_fetch_or(&desk->senders[channel->rank / 64], (uint64_t)1 << (channel->rank % 64));
+    atomic_fetch_add(&desk->version, 1);
+    channel->peers[rank].linked = true;
+}
+
+static void publish(pc_channel *channel, int rank, struct pc_item *item, size_t nbytes) {
+    struct pc_peer *peer = &channel->peers[rank];
+    if (PC_UNLIKELY(!peer->linked))
+        link_to(channel, rank);
+    pc_ring_publish(&peer->out, item, nbytes);
+    pc_host_wake(channel->host, rank);
+}
+
+/* Put an item into the ring; false: no room. A header that is too long for it goes to the heap, and the
+   kind is the one that follows `kind`. */
+static bool put(pc_channel *channel, int rank, uint32_t kind, const void *body, size_t body_nbytes,
+                const void *header, size_t header_nbytes, uint32_t nbytes) {
+    struct pc_peer *peer = &channel->peers[rank];
+    size_t total = PC_ITEM_NBYTES + body_nbytes + header_nbytes;
+    bool whole = total > channel->inline_limit;
+    if (whole)
+        total = PC_ITEM_NBYTES + body_nbytes + sizeof(struct pc_block);
+    struct pc_item *item = pc_ring_reserve(&peer->out, total);
+    if (item == NULL)
+        return false;
+    if (whole) {
+        uint32_t unit = pc_heap_take(&channel->heap, PC_ROOM_HEADERS, header_nbytes, rank, false);
+        if (unit == 0)
+            return false;
+        struct pc_block block;
+        pc_heap_name(&channel->heap, unit, &block);
+        memcpy(pc_heap_at(channel->heap.base, unit), header, header_nbytes);
+        memcpy(item->body + body_nbytes, &block, sizeof block);
+    } else if (header_nbytes > 0) {
+        memcpy(item->body + body_nbytes, header, header_nbytes);
+    }
+    if (body_nbytes > 0)
+        memcpy(item->body, body, body_nbytes);
+    item->kind_and_header = (kind + whole) << 24 | (uint32_t)header_nbytes;
+    item->nbytes = nbytes;
+    publish(channel, rank, item, total);
+    return true;
+}
+
+/* The same, now or when there is room. Never lost; -1: no memory. */
+static int put_or_note(pc_channel *channel, int rank, uint32_t kind, const void *body, size_t body_nbytes,
+                       const void *header, size_t header_nbytes) {
+    struct pc_peer *peer = &channel->peers[rank];
+    if (peer->dead)
+        return 0;
+    if (peer->first == NULL && put(channel, rank, kind, body, body_nbytes, header, header_nbytes, 0))
+        return 0;
+    struct pc_note *note = malloc(sizeof *note + body_nbytes + header_nbytes);
+    if (note == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *note = (struct pc_note){.kind = kind, .body_nbytes = body_nbytes, .header_nbytes = header_nbytes};
+    memcpy(note->bytes, body, body_nbytes);
+    if (header_nbytes > 0)
+        memcpy(note->bytes + body_nbytes, header, header_nbytes);
+    if (peer->first == NULL) {
+        peer->first = note;
+        channel->backlogged++;
+    } else {
+        peer->last->next = note;
+    }
+    peer->last = note;
+    return 0;
+}
+
+int pc_channel_tell(pc_channel *channel, int rank, enum pc_message kind, uint64_t id) {
+    return put_or_note(channel, rank, kind, &id, sizeof id, NULL, 0);
+}
+
+static void drop_notes(pc_channel *channel, struct pc_peer *peer) {
+    if (peer->first != NULL)
+        channel->backlogged--;
+    while (peer->first != NULL) {
+        struct pc_note *note = peer->first;
+        peer->first = note->next;
+        free(note);
+    }
+}
+
+bool pc_channel_has_room(pc_channel *channel, int rank) {
+    struct pc_peer *peer = &channel->peers[rank];
+    struct pc_note *note = peer->first;
+    /* Any item fits into a quarter of a ring, and readers tell at least of every quarter. */
+    if (note == NULL || !pc_ring_room(&peer->out, peer->out.num_lines / 4))
+        return false;
+    return PC_ITEM_NBYTES + note->body_nbytes + note->header_nbytes <= channel->inline_limit ||
+           pc_heap_take(&channel->heap, PC_ROOM_HEADERS, note->header_nbytes, rank, true) != 0;
+}
+
+bool pc_channel_flush(pc_channel *channel) {
+    for (int rank = 0; channel->backlogged > 0 && rank < channel->size; rank++) {
+        struct pc_peer *peer = &channel->peers[rank];
+        if (peer->first == NULL)
+            continue;
+        while (peer->first != NULL) {
+            struct pc_note *note = peer->first;
+            if (!put(channel, rank, note->kind, note->bytes, note->body_nbytes, note->bytes + note->body_nbytes,
+                     note->header_nbytes, 0))
+                break;
+            peer->first = note->next;
+            free(note);
+        }
+        if (peer->first == NULL)
+            channel->backlogged--;
+    }
+    return channel->backlogged > 0;
+}
+
+/* --- messages ---------------------------------------------------------------------------------------- */
+
+static bool post_in_heap(pc_channel *channel, int rank, const void *header, size_t header_nbytes,
+                         struct pc_parts parts, size_t nbytes) {
+    struct pc_peer *peer = &channel->peers[rank];
+    struct pc_block block;
+    size_t total = PC_ITEM_NBYTES + sizeof block + header_nbytes;
+    bool whole = total > channel->inline_limit;
+    if (whole)
+        total = PC_ITEM_NBYTES + sizeof block;
+    struct pc_item *item = pc_ring_reserve(&peer->out, total);
+    if (item == NULL)
+        return false;
+    size_t before = whole ? header_nbytes : 0;
+    uint32_t unit = pc_heap_take(&channel->heap, PC_ROOM_PAYLOADS, before + nbytes, rank, false);
+    if (unit == 0)
+        return false;
+    pc_heap_name(&channel->heap, unit, &block);
+    unsigned char *memory = pc_heap_at(channel->heap.base, unit);
+    memcpy(whole ? memory : item->body + sizeof block, header, header_nbytes);
+    pc_copy_parts(memory + before, parts, 0, nbytes);
+    memcpy(item->body, &block, sizeof block);
+    item->kind_and_header = (uint32_t)(whole ? PC_EAGER_WHOLE : PC_EAGER_HEAP) << 24 | (uint32_t)header_nbytes;
+    item->nbytes = (uint32_t)nbytes;
+    publish(channel, rank, item, total);
+    return true;
+}
+
+bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t header_nbytes, struct pc_parts parts,
+                     size_t nbytes) {
+    struct pc_peer *peer = &channel->peers[rank];
+    uint64_t cost = nbytes + channel->message_cost;
+    if (nbytes > channel->eager_limit || peer->first != NULL || peer->dead)
+        return false;
+    uint64_t left = pc_credit_left(channel, peer);
+    if (left < cost || left > channel->credit)
+        return false;
+    size_t total = PC_ITEM_NBYTES + header_nbytes + nbytes;
+    /* A ring that fills up is kept for headers. */
+    if (total <= channel->inline_limit && (total <= 2 * PC_LINE || pc_ring_has(&peer->out, peer->out.num_lines / 2))) {
+        struct pc_item *item = pc_ring_reserve(&peer->out, total);
+        if (item == NULL)
+            return false;
+        memcpy(item->body, header, header_nbytes);
+        pc_copy_parts(item->body + header_nbytes, parts, 0, nbytes);
+        item->kind_and_header = (uint32_t)PC_EAGER << 24 | (uint32_t)header_nbytes;
+        item->nbytes = (uint32_t)nbytes;
+        publish(channel, rank, item, total);
+    } else if (!post_in_heap(channel, rank, header, header_nbytes, parts, nbytes)) {
+        return false;
+    }
+    peer->charged += cost;
+    return true;
+}
+
+uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void *header, size_t header_nbytes) {
+    send->mode = PC_OFFERED;
+    send->sent = 0;
+    send->transfer = -1;
+    send->pieces = pc_pieces(send->nbytes);
+    send->id = table_add(&channel->sends, send);
+    if (send->id == 0) {
+        pc_send_free(send);
+        PyErr_NoMemory();
+        return 0;
+    }
+    if (channel->num_free_transfers > 0 && channel->single_copy) {
+        send->transfer = channel->free_transfers[--channel->num_free_transfers];
+        pc_transfer_begin(pc_transfer_of(channel->heap.base, send->transfer), send->id, send->watched);
+    }
+    struct pc_offer offer = {
+        .id = send->id,
+        .nbytes = send->nbytes,
+        .num_parts = (uint32_t)send->parts.num_parts,
+        .transfer = send->transfer,
+        .address = (uint64_t)(uintptr_t)(send->parts.num_parts == 1 ? send->parts.parts->iov_base : send->parts.parts),
+    };
+    if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header, header_nbytes) < 0) {
+        pc_send_end(channel, send, true);
+        return 0;
+    }
+    return send->id;
+}
+
+/* The caller may do what it likes with its memory again. */
+static void let_go(struct pc_send *send) {
+    for (; send->num_views > 0; send->num_views--)
+        PyBuffer_Release(&send->views[send->num_views - 1]);
+    Py_CLEAR(send->owner);
+}
+
+void pc_send_free(struct pc_send *send) {
+    let_go(send);
+    free(send->views);
+    free(send->table);
+    free(send);
+}
+
+void pc_send_end(pc_channel *channel, struct pc_send *send, bool reuse_transfer) {
+    table_remove(&channel->sends, send->id);
+    pc_list_remove(&channel->sending, send->id);
+    if (send->transfer >= 0 && reuse_transfer)
+        channel->free_transfers[channel->num_free_transfers++] = (int16_t)send->transfer;
+    pc_send_free(send);
+}
+
+static struct pc_transfer *transfer_of(pc_channel *channel, struct pc_send *send) {
+    return send->transfer < 0 ? NULL : pc_transfer_of(channel->heap.base, send->transfer);
+}
+
+bool pc_send_stop(pc_channel *channel, struct pc_send *send) {
+    struct pc_transfer *transfer = transfer_of(channel, send);
+    if (send->mode == PC_SEGMENTS)
+        return send->sent < send->nbytes;
+    if (transfer == NULL || pc_transfer_step(transfer, send->id, PC_WAITING, PC_WITHDRAWN))
+        return true;
+    if (pc_load(&transfer->state) == pc_phase_of(send->id, PC_WITHDRAWN))
+        return true;
+    return pc_transfer_take_back(transfer);
+}
+
+void pc_send_give_up(pc_channel *channel, struct pc_send *send) {
+    struct pc_transfer *transfer = transfer_of(channel, send);
+    int rank = send->peer;
+    uint64_t id = send->id;
+    bool stopped = pc_send_stop(channel, send);
+    bool taken = transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_WITHDRAWN);
+    if (taken) { /* the record is in use until the receiver says that it is not */
+        send->mode = PC_ABANDONED;
+        pc_list_remove(&channel->sending, id);
+        let_go(send);
+    } else {
+        pc_send_end(channel, send, true);
+    }
+    if (stopped && pc_channel_tell(channel, rank, PC_CANCEL, id) < 0)
+        PyErr_Clear();
+}
+
+bool pc_send_unwatch(pc_channel *channel, struct pc_send *send) {
+    struct pc_transfer *transfer = transfer_of(channel, send);
+    if (transfer == NULL)
+        return false;
+    /* The receiver looks in the other order: it finds nobody watching, or we find that it is done. */
+    send->watched = false;
+    pc_publish(&transfer->watched, 0);
+    uint64_t state = pc_load(&transfer->state);
+    if (state == pc_phase_of(send->id, PC_TAKEN) && pc_channel_reaches(channel, send->peer) &&
+        pc_list_add(&channel->sending, send->id))
+        send->mode = PC_HELPING;
+    return state == pc_phase_of(send->id, PC_DONE);
+}
+
+bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget) {
+    struct pc_transfer *transfer = transfer_of(channel, send);
+    struct pc_peer *peer = &channel->peers[send->peer];
+    size_t piece_nbytes = pc_piece_nbytes(send->nbytes), copied = 0;
+    bool more = true;
+    while (copied < budget) {
+        int64_t piece = pc_transfer_claim(transfer, send->pieces);
+        if (piece < 0) {
+            more = false;
+            break;
+        }
+        size_t offset = (size_t)piece * piece_nbytes;
+        size_t nbytes = send->nbytes - offset < piece_nbytes ? send->nbytes - offset : piece_nbytes;
+        uint64_t into = atomic_load_explicit(&transfer->into, memory_order_relaxed);
+        if (pc_copy_to(peer->pid, into + offset, send->parts, offset, nbytes) != 0) {
+            pc_transfer_return(transfer, piece);
+            more = false;
+            break;
+        }
+        pc_transfer_copied(transfer);
+        copied += nbytes;
+    }
+    pc_host_wake(channel->host, send->peer);
+    return more;
+}
+
+void pc_channel_use(pc_channel *channel, int rank, size_t nbytes) {
+    struct pc_peer *peer = &channel->peers[rank];
+    peer->used += nbytes + channel->message_cost;
+    /* Seldom: it takes the line away from the sender. */
+    if (peer->used - peer->repaid < channel->credit / 4)
+        return;
+    peer->repaid = peer->used;
+    atomic_store_explicit(&peer->in.head->repaid, peer->used, memory_order_release);
+}
+
+/* --- ends -------------------------------------------------------------------------------------------- */
+
+void pc_channel_forget(pc_channel *channel, int rank) {
+    struct pc_peer *peer = &channel->peers[rank];
+    peer->dead = true;
+    drop_notes(channel, peer);
+    for (uint32_t place = 0; place < channel->receives.size; place++) {
+        struct pc_receive *receive = channel->receives.things[place];
+        if (receive != NULL && receive->peer == rank)
+            pc_receive_end(channel, receive);
+    }
+    for (uint32_t place = 0; place < channel->sends.size; place++) {
+        struct pc_send *send = channel->sends.things[place];
+        if (send == NULL || send->peer != rank)
+            continue;
+        /* It may have failed and yet be running: what it has taken is never used again. */
+        struct pc_transfer *transfer = transfer_of(channel, send);
+        bool reuse = transfer != NULL && pc_transfer_step(transfer, send->id, PC_WAITING, PC_WITHDRAWN);
+        if (transfer != NULL && !reuse)
+            pc_transfer_take_back(transfer);
+        pc_send_end(channel, send, reuse);
+    }
+    pc_heap_forget(&channel->heap, rank);
+}
+
+void pc_channel_close(pc_channel *channel) {
+    if (channel->closed)
+        return;
+    channel->closed = true;
+    pc_publish(&channel->peers[channel->rank].desk->closed, 1);
+    for (uint32_t place = 0; place < channel->receives.size; place++)
+        if (channel->receives.things[place] != NULL)
+            pc_receive_end(channel, channel->receives.things[place]);
+    for (uint32_t place = 0; place < channel->sends.size; place++) {
+        struct pc_send *send = channel->sends.things[place];
+        if (send == NULL)
+            continue;
+        struct pc_transfer *transfer = transfer_of(channel, send);
+        if (transfer != NULL && !pc_transfer_step(transfer, send->id, PC_WAITING, PC_LEFT))
+            pc_transfer_take_back(transfer);
+        pc_send_end(channel, send, false);
+    }
+}

@@ -1,0 +1,247 @@
+/* Channels: the messages between this rank and the others of its host. See channel.c for what is sent, and
+   ring.h, heap.h and transfer.h for where it is.
+
+   A message has a header and a payload. A small one is *posted*: it is in shared memory when the call
+   returns. A large one, or one that finds no room, is *offered*: its header goes, and the payload follows when
+   the receiver accepts it; straight from memory to memory if the kernel allows that, else in segments.
+
+   Everything here is called with the interpreter's lock. Who gives that up in the middle of something, to copy
+   or to wait, is `away`; another thread that comes meanwhile waits in `pc_channel_enter`, and is `wanted`. */
+#ifndef PC_CHANNEL_H
+#define PC_CHANNEL_H
+
+#include "copy.h"
+#include "heap.h"
+#include "host.h"
+#include "ring.h"
+#include "transfer.h"
+
+#include <pthread.h>
+
+#define PC_SEGMENT_NBYTES ((size_t)128 << 10)
+
+/* Bytes copied by one call of progress: it must come back to look at the other things. */
+#define PC_BUDGET ((size_t)4 << 20)
+
+enum pc_message {
+    PC_EAGER = 1,   /* header, payload */
+    PC_EAGER_HEAP,  /* block of the payload, header */
+    PC_EAGER_WHOLE, /* block of header and payload */
+    PC_READY,       /* struct pc_offer, header */
+    PC_READY_WHOLE, /* struct pc_offer, block of the header */
+    PC_TAKE,        /* id: the receiver copies, and may be helped */
+    PC_GO,          /* id: send segments */
+    PC_DATA,        /* struct pc_segment */
+    PC_FINISHED,    /* id: the receiver needs it no more: it has it, or does not want it */
+    PC_CANCEL,      /* id: the sender has taken it back */
+    PC_BYE,         /* nothing more will come */
+};
+
+struct pc_offer {
+    uint64_t id, nbytes;
+    uint64_t address;   /* of the payload, or of a table of its parts */
+    uint32_t num_parts;
+    int32_t transfer;   /* -1: none was free, it can only go in segments */
+};
+
+struct pc_segment {
+    uint64_t id, offset;
+    struct pc_block block;
+};
+
+/* A rank's own page, in the place of its ring to itself. */
+struct pc_desk {
+    pc_flag64 version; /* counts up when a rank sends to this one for the first time */
+    char pad[PC_LINE - 8];
+    pc_flag64 pid;     /* 0: not there yet */
+    uint64_t nonce_address, nonce; /* who can read it can copy */
+    pc_flag64 closed;
+    char pad2[PC_LINE - 32];
+    pc_flag64 awaited; /* 0, or 1 + the rank whose next item a receive looks for right now (p2p.c) */
+    char pad3[PC_LINE - 8];
+    pc_flag64 senders[]; /* bits: ranks that have sent to this one */
+};
+
+struct pc_note { /* an item that waits for room */
+    struct pc_note *next;
+    uint32_t kind;
+    size_t body_nbytes, header_nbytes;
+    unsigned char bytes[]; /* body, header */
+};
+
+struct pc_peer {
+    struct pc_ring out, in;
+    unsigned char *heap;
+    struct pc_desk *desk;
+    uint64_t charged;      /* credit used, ever */
+    uint64_t used, repaid; /* credit of the peer's that was used up here, ever, and as much as it knows of */
+    struct pc_note *first, *last;
+    pid_t pid;
+    int8_t reach; /* 1: its memory can be read, -1: it cannot, 0: not tried */
+    bool linked;  /* something was sent to it */
+    bool active;  /* it has sent something */
+    bool dead;
+};
+
+enum pc_mode { PC_OFFERED, PC_HELPING, PC_COPYING, PC_SEGMENTS, PC_STALLED, PC_ABANDONED };
+
+struct pc_send {
+    uint64_t id;
+    int peer;
+    enum pc_mode mode;
+    size_t nbytes, sent;
+    struct pc_parts parts;
+    struct iovec *table; /* of the parts */
+    struct iovec one;
+    Py_buffer *views;
+    Py_ssize_t num_views;
+    PyObject *owner; /* of memory without a view */
+    int transfer;    /* index, -1: none */
+    bool watched;    /* the sender looks at the transfer itself (p2p.c) */
+    uint64_t pieces;
+};
+
+struct pc_receive {
+    uint64_t handle, id;
+    int peer;
+    enum pc_mode mode;
+    size_t nbytes, filled;
+    unsigned char *into;
+    Py_buffer view;
+    struct pc_parts parts;
+    struct iovec *table;
+    struct iovec one;
+    struct pc_transfer *transfer;
+    uint64_t pieces;
+};
+
+struct pc_table { /* things by number; a number is not used twice */
+    void **things;
+    uint64_t *numbers; /* of a free place: the next free one + 1 */
+    uint32_t size, first_free, used;
+    uint64_t generation;
+};
+
+struct pc_list { /* numbers of what progress has to look at */
+    uint64_t *numbers;
+    uint32_t count, size;
+};
+
+typedef struct pc_channel {
+    PyObject_HEAD
+    pc_host *host;
+    int rank, size;
+    bool single_copy, closed;
+    bool away;
+    atomic_int wanted;    /* threads that wait for who is away */
+    pthread_mutex_t lock; /* held while away */
+    size_t eager_limit, inline_limit;
+    uint64_t credit, message_cost;
+    struct pc_peer *peers;
+    int *active; /* peers that have sent something */
+    int num_active;
+    uint64_t seen_version;
+    uint32_t backlogged; /* peers with notes */
+    struct pc_heap heap;
+    struct pc_transfer *transfers;
+    int16_t free_transfers[PC_TRANSFERS];
+    int num_free_transfers;
+    struct pc_table sends, receives;
+    struct pc_list sending, receiving;
+    uint64_t nonce;
+} pc_channel;
+
+extern PyType_Spec pc_channel_spec;
+
+bool pc_is_channel(PyObject *object);
+size_t pc_ring_nbytes(int size);
+
+/* channel.c */
+void *pc_table_get(struct pc_table *table, uint64_t number);
+bool pc_list_add(struct pc_list *list, uint64_t number);
+void pc_list_remove(struct pc_list *list, uint64_t number);
+uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive);
+void pc_channel_remove_receive(pc_channel *channel, uint64_t handle);
+int pc_channel_open(pc_channel *channel);
+void pc_channel_free(pc_channel *channel);
+void pc_channel_wait(pc_channel *channel);
+PyThreadState *pc_channel_leave(pc_channel *channel);
+void pc_channel_return(pc_channel *channel, PyThreadState *state);
+bool pc_channel_reaches(pc_channel *channel, int peer);
+
+/* Post a message; false: there is no room or no credit. */
+bool pc_channel_post(pc_channel *channel, int peer, const void *header, size_t header_nbytes, struct pc_parts parts,
+                     size_t nbytes);
+/* Offer one. `send` has peer, parts, nbytes and what keeps them alive; it belongs to the channel from now on.
+   Its id, or 0 with an exception: no memory. */
+uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void *header, size_t header_nbytes);
+/* Free an offered message that needs no more; `finished` by its receiver, or taken back before it was taken. */
+void pc_send_end(pc_channel *channel, struct pc_send *send, bool reuse_transfer);
+void pc_send_free(struct pc_send *send);
+/* Stop it if that is possible; false: the receiver has it, or will have it. */
+bool pc_send_stop(pc_channel *channel, struct pc_send *send);
+void pc_send_give_up(pc_channel *channel, struct pc_send *send);
+/* Wait for it no more by looking at its transfer; true: it is done. */
+bool pc_send_unwatch(pc_channel *channel, struct pc_send *send);
+/* Copy up to `budget` bytes into the receiver's memory; false: nothing is left to copy. Needs no lock. */
+bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget);
+
+/* Say something about a message: kind, and its id. */
+int pc_channel_tell(pc_channel *channel, int peer, enum pc_message kind, uint64_t id);
+/* Count what was used of a peer's credit. */
+void pc_channel_use(pc_channel *channel, int peer, size_t nbytes);
+
+/* Accept an offer. 1: it goes on; 0: done; -1: taken back; -2: the sender has left; -3 with an exception. */
+int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer);
+/* The steps of that, for who copies by himself (p2p.c). Where a copy stands: */
+enum pc_outcome { PC_MORE, PC_WAITS, PC_COMPLETE, PC_TOO_LATE, PC_FAILED, PC_GONE };
+/* Copy at most `budget` bytes. Needs no lock. */
+enum pc_outcome pc_receive_copy(pc_channel *channel, struct pc_receive *receive, size_t budget);
+/* Wait until the sender copies nothing to `into` any more: at most for the piece that it is at. */
+void pc_receive_settle(pc_channel *channel, struct pc_receive *receive);
+/* Tell the sender that nothing more will be copied. */
+void pc_receive_finish(pc_channel *channel, struct pc_receive *receive, bool complete);
+
+void pc_receive_end(pc_channel *channel, struct pc_receive *receive);
+void pc_receive_give_up(pc_channel *channel, struct pc_receive *receive);
+/* 0, or -1 with an exception. */
+int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into);
+
+void pc_channel_forget(pc_channel *channel, int peer);
+/* Do what can be done; `events` becomes a list if something was done. -1 with an exception. */
+int pc_channel_progress(pc_channel *channel, PyObject **events);
+/* Whether progress would find something. */
+bool pc_channel_ready(pc_channel *channel);
+/* Whether the first note for a rank would find room now. */
+bool pc_channel_has_room(pc_channel *channel, int rank);
+/* Send what waits for room; true: something still waits. */
+bool pc_channel_flush(pc_channel *channel);
+/* End: nobody copies from or to this rank's memory any more. */
+void pc_channel_close(pc_channel *channel);
+
+/* What progress tells: the first number of an event. */
+enum pc_event {
+    PC_EVENT_EAGER,     /* peer, header, payload: bytes */
+    PC_EVENT_BLOCK,     /* peer, header, first byte in the heaps, nbytes, unit, number */
+    PC_EVENT_READY,     /* peer, header, nbytes, id, address, num_parts, transfer */
+    PC_EVENT_SENT,      /* id */
+    PC_EVENT_CANCEL,    /* peer, id */
+    PC_EVENT_RECEIVED,  /* handle */
+    PC_EVENT_WITHDRAWN, /* handle */
+    PC_EVENT_BYE,       /* peer */
+    PC_EVENT_LOST,      /* peer */
+};
+
+static inline struct pc_transfer *pc_transfer_of(unsigned char *heap, int index) {
+    return (struct pc_transfer *)pc_heap_at(heap, PC_TRANSFERS_UNIT) + index;
+}
+static inline uint64_t pc_credit_left(pc_channel *channel, struct pc_peer *peer) {
+    return channel->credit - (peer->charged - pc_load(&peer->out.head->repaid));
+}
+/* Wait until whoever gave up the interpreter's lock in the middle of something is back. */
+static inline void pc_channel_enter(pc_channel *channel) {
+    if (PC_UNLIKELY(channel->away))
+        pc_channel_wait(channel);
+}
+
+#endif

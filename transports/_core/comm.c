@@ -1,0 +1,545 @@
+#include "comm.h"
+
+#include <stdlib.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+/* A chunk of 128 KiB and four of them a rank stay in the second-level cache. With many ranks they are
+   smaller, so that a communicator's big slots take at most 4 MiB up to 64 ranks. */
+size_t pc_chunk_nbytes(int size) {
+    size_t nbytes = ((size_t)4 << 20) / PC_CHUNKS / (size_t)size;
+    if (nbytes > (size_t)128 << 10)
+        nbytes = (size_t)128 << 10;
+    return nbytes < (size_t)16 << 10 ? (size_t)16 << 10 : nbytes / PC_PAGE * PC_PAGE;
+}
+
+static size_t slots_offset(int size) { return pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE); }
+static size_t big_offset(int size) {
+    return pc_round_up(slots_offset(size) + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
+}
+static size_t region_nbytes_of(int size) {
+    return big_offset(size) + (size_t)size * PC_CHUNKS * pc_chunk_nbytes(size);
+}
+
+/* The largest region that a communicator of at most `size` ranks can have. */
+size_t pc_region_nbytes(int size) {
+    size_t largest = 0;
+    for (int ranks = 1; ranks <= size; ranks++)
+        if (region_nbytes_of(ranks) > largest)
+            largest = region_nbytes_of(ranks);
+    return largest;
+}
+
+unsigned char *pc_scratch(pc_comm *comm, size_t nbytes) {
+    if (comm->scratch_nbytes < nbytes) {
+        free(comm->scratch);
+        comm->scratch = aligned_alloc(PC_PAGE, pc_round_up(nbytes, PC_PAGE));
+        comm->scratch_nbytes = comm->scratch != NULL ? nbytes : 0;
+    }
+    return comm->scratch;
+}
+
+/* --- a call ------------------------------------------------------------------------------------------- */
+
+/* Two calls agree if their signatures do: kind, operator, dtype, root, and a hash of the shape. */
+uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims) {
+    uint64_t hash = seed + (uint64_t)ndim;
+    for (int axis = 0; axis < ndim; axis++)
+        hash = (hash ^ (uint64_t)dims[axis]) * 0x9E3779B97F4A7C15u, hash ^= hash >> 32;
+    return hash;
+}
+
+void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims) {
+    uint64_t hash = pc_hash_dims(salt, ndim, dims);
+    hash ^= hash >> 29;
+    hash *= 0xBF58476D1CE4E5B9u;
+    call->signature = (hash & 0xFFFFFFFF00000000u) | (uint64_t)call->kind | (uint64_t)call->op << 4 |
+                      (uint64_t)call->dtype << 8 | (uint64_t)call->root << 13;
+    call->ndim = ndim;
+    call->dims = dims;
+}
+
+PyObject *pc_describe(const pc_collective *call) {
+    PyObject *text = call->text != NULL ? call->text : Py_None, *x = call->x_object != NULL ? call->x_object : Py_None;
+    PyObject *op = call->op_object != NULL ? call->op_object : Py_None;
+    uint64_t number = call->number != 0 ? call->number : call->comm->number + 1;
+    return Py_BuildValue("(OiOOiK)", text, call->kind, x, op, call->root, (unsigned long long)number);
+}
+
+static PyObject *header_tuple(const struct pc_slot *slot) {
+    struct pc_header header;
+    memcpy(&header, slot->data, sizeof header);
+    return Py_BuildValue("(iKKy#)", (int)header.form, (unsigned long long)header.nbytes,
+                         (unsigned long long)header.value, (const char *)slot->data + sizeof header,
+                         (Py_ssize_t)header.description_nbytes);
+}
+
+static int raise_mismatch(pc_collective *call, int rank, uint64_t number, PyObject *mine, PyObject *theirs, PyObject *header) {
+    PyObject *result = PyObject_CallFunction(call->comm->mismatch, "NiKNNN", pc_describe(call), rank,
+                                             (unsigned long long)number, mine, theirs, header);
+    if (result != NULL) {
+        Py_DECREF(result);
+        PyErr_SetString(PyExc_RuntimeError, "ranks made different calls");
+    }
+    return -1;
+}
+
+/* (signature, shape) of what a rank has called */
+static PyObject *called(pc_comm *comm, int rank, uint64_t number) {
+    const struct pc_slot *slot = pc_slot_of(comm, rank, number);
+    int ndim = (int)(slot->shape[0] < 0 ? 0 : slot->shape[0] > 7 ? 7 : slot->shape[0]);
+    PyObject *shape = PyTuple_New(ndim);
+    for (int axis = 0; shape != NULL && axis < ndim; axis++)
+        PyTuple_SetItem(shape, axis, PyLong_FromLongLong(slot->shape[axis + 1]));
+    return Py_BuildValue("(KN)", (unsigned long long)slot->signature, shape);
+}
+
+PC_COLD int pc_mismatch(pc_collective *call, int rank, uint64_t number) {
+    pc_comm *comm = call->comm;
+    pc_hold(&call->call);
+    return raise_mismatch(call, rank, number, called(comm, comm->rank, number), called(comm, rank, number),
+                          Py_NewRef(Py_None));
+}
+
+PC_COLD int pc_other_value(pc_collective *call, const struct pc_slot *slot) {
+    pc_hold(&call->call);
+    return raise_mismatch(call, call->root, call->number, Py_NewRef(Py_None), Py_NewRef(Py_None), header_tuple(slot));
+}
+
+static int sleep_in_python(pc_call *base, int peer, uint64_t waited_ns, bool last) {
+    pc_collective *call = (pc_collective *)base;
+    PyObject *result = PyObject_CallFunction(call->comm->sleep, "Nidi", pc_describe(call), peer,
+                                             (double)waited_ns * 1e-9, (int)last);
+    if (result == NULL)
+        return -1;
+    int verdict = PyObject_IsTrue(result);
+    Py_DECREF(result);
+    return verdict;
+}
+
+int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
+    memset(call, 0, sizeof *call);
+    call->call.host = comm->host;
+    call->call.sleep = sleep_in_python;
+    call->comm = comm;
+    call->kind = kind;
+    call->root = root;
+    if (PC_UNLIKELY(comm->busy)) {
+        PyErr_SetString(PyExc_RuntimeError, "another thread is in a collective of this communicator");
+        return -1;
+    }
+    comm->busy = true;
+    return 0;
+}
+
+PyObject *pc_call_end(pc_collective *call, int status, PyObject *result) {
+    pc_hold(&call->call);
+    call->comm->busy = false;
+    if (PC_LIKELY(status == 0))
+        return result;
+    Py_XDECREF(result);
+    call->comm->usable = false; /* ranks may disagree now where they are */
+    return NULL;
+}
+
+/* --- attaching ---------------------------------------------------------------------------------------- */
+
+struct greeting { /* of a rank to the others of its communicator */
+    int64_t pid;
+    uint64_t address, nonce;
+};
+
+static int gather_all(pc_comm *comm, const void *x, void *out, size_t nbytes) {
+    pc_collective call;
+    if (pc_call_begin(&call, comm, PC_ALL_GATHER, 0) < 0)
+        return -1;
+    call.x = x;
+    call.out = out;
+    call.nbytes = nbytes;
+    pc_sign(&call, nbytes, 0, NULL);
+    int status = pc_run(&call);
+    pc_call_end(&call, status, NULL);
+    return status;
+}
+
+/* Find out whether every rank can read every other's memory, which all must know alike. */
+static int probe(pc_comm *comm, bool allowed) {
+    size_t size = (size_t)comm->size;
+    struct greeting own, greetings[size];
+    char able = allowed, all[size];
+    own.pid = getpid();
+    own.address = (uintptr_t)&own.nonce;
+    own.nonce = pc_now_ns() ^ (uint64_t)own.pid << 32;
+    if (gather_all(comm, &own, greetings, sizeof own) < 0)
+        return -1;
+    for (size_t rank = 0; rank < size; rank++) {
+        uint64_t nonce = 0;
+        struct iovec local = {&nonce, sizeof nonce}, remote = {(void *)(uintptr_t)greetings[rank].address, sizeof nonce};
+        comm->pids[rank] = (int)greetings[rank].pid;
+        if (able && (process_vm_readv(comm->pids[rank], &local, 1, &remote, 1, 0) != sizeof nonce ||
+                     nonce != greetings[rank].nonce))
+            able = 0;
+    }
+    if (gather_all(comm, &able, all, 1) < 0)
+        return -1;
+    comm->direct = memchr(all, 0, size) == NULL;
+    return 0;
+}
+
+/* attach(direct): map the region, meet the others there. */
+static PyObject *comm_attach(pc_comm *comm, PyObject *allowed) {
+    if (comm->entry < 0) {
+        if (pc_host_attach(comm->host, comm->ident, comm->region_nbytes, &comm->entry, &comm->region) < 0)
+            return NULL;
+        if (probe(comm, PyObject_IsTrue(allowed) == 1) < 0)
+            return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static void detach(pc_comm *comm) {
+    comm->usable = false;
+    if (comm->entry >= 0 && !comm->busy) {
+        pc_host_detach(comm->host, comm->entry, comm->size, comm->region, comm->region_nbytes);
+        comm->entry = -1;
+        comm->region = NULL;
+    }
+}
+
+static PyObject *comm_close(pc_comm *comm, PyObject *unused) {
+    (void)unused;
+    detach(comm);
+    for (int kind = 0; kind < PC_KINDS; kind++)
+        Py_CLEAR(comm->slow[kind]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_allow(pc_comm *comm, PyObject *usable) {
+    comm->usable = PyObject_IsTrue(usable) == 1 && comm->entry >= 0;
+    Py_RETURN_NONE;
+}
+
+/* --- calls from Python, whose arguments are checked already -------------------------------------------- */
+
+static int get_buffer(PyObject *object, Py_buffer *view, int flags) {
+    view->obj = NULL;
+    view->buf = NULL;
+    return object == Py_None ? 0 : PyObject_GetBuffer(object, view, flags);
+}
+
+#define MAX_DIMS 64
+
+/* Returns the number of dimensions, or -1 with an exception. */
+static int get_shape(PyObject *shape, intptr_t *dims) {
+    Py_ssize_t ndim = PyTuple_Size(shape);
+    if (ndim > MAX_DIMS)
+        PyErr_SetString(PyExc_ValueError, "too many dimensions");
+    for (Py_ssize_t axis = 0; axis < ndim && !PyErr_Occurred(); axis++)
+        dims[axis] = (intptr_t)PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
+    return PyErr_Occurred() ? -1 : (int)ndim;
+}
+
+static int check_attached(pc_comm *comm) {
+    if (comm->entry >= 0)
+        return 0;
+    PyErr_SetString(PyExc_RuntimeError, "not attached to shared memory");
+    return -1;
+}
+
+/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes) */
+static PyObject *comm_run(pc_comm *comm, PyObject *args) {
+    PyObject *text, *shape, *x, *out;
+    int kind, dtype, op, root;
+    unsigned long long salt;
+    Py_ssize_t nbytes;
+    Py_buffer x_view, out_view;
+    pc_collective call;
+    intptr_t dims[MAX_DIMS];
+    int ndim;
+    if (!PyArg_ParseTuple(args, "OiiiiOKOOn", &text, &kind, &dtype, &op, &root, &shape, &salt, &x, &out, &nbytes) ||
+        check_attached(comm) < 0 || (ndim = get_shape(shape, dims)) < 0)
+        return NULL;
+    if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (get_buffer(out, &out_view, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&x_view);
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (pc_call_begin(&call, comm, kind, root) == 0) {
+        call.text = text;
+        call.dtype = dtype;
+        call.op = op;
+        call.x = x_view.buf;
+        call.out = out_view.buf;
+        call.nbytes = (size_t)nbytes;
+        pc_sign(&call, salt, ndim, dims);
+        result = pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
+    }
+    PyBuffer_Release(&x_view);
+    PyBuffer_Release(&out_view);
+    return result;
+}
+
+/* announce(text, kind, root, value, form, description, x, out, nbytes): the root's broadcast or scatter */
+static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
+    PyObject *text, *x, *out;
+    int kind, root, form;
+    unsigned long long value;
+    const char *description;
+    Py_ssize_t description_nbytes, nbytes;
+    Py_buffer x_view, out_view;
+    pc_collective call;
+    if (!PyArg_ParseTuple(args, "OiiKiy#OOn", &text, &kind, &root, &value, &form, &description,
+                          &description_nbytes, &x, &out, &nbytes) ||
+        check_attached(comm) < 0)
+        return NULL;
+    if (description_nbytes > PC_DESCRIPTION_NBYTES) {
+        PyErr_SetString(PyExc_ValueError, "the description is too long");
+        return NULL;
+    }
+    if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (get_buffer(out, &out_view, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&x_view);
+        return NULL;
+    }
+    PyObject *result = NULL;
+    if (pc_call_begin(&call, comm, kind, root) == 0) {
+        call.text = text;
+        call.x = x_view.buf;
+        call.out = out_view.buf;
+        call.nbytes = (size_t)nbytes;
+        pc_sign(&call, 0, 0, NULL);
+        struct pc_header header = {(uint64_t)nbytes, (uintptr_t)call.x, value, (uint32_t)description_nbytes, (uint32_t)form};
+        result = pc_call_end(&call, pc_announce(&call, &header, description), Py_NewRef(Py_None));
+    }
+    PyBuffer_Release(&x_view);
+    PyBuffer_Release(&out_view);
+    return result;
+}
+
+/* hear(text, kind, root) -> (form, nbytes, value, description); then `receive` must follow. */
+static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
+    PyObject *text;
+    int kind, root;
+    pc_collective call;
+    struct pc_slot *slot = NULL;
+    if (!PyArg_ParseTuple(args, "Oii", &text, &kind, &root) || check_attached(comm) < 0 ||
+        pc_call_begin(&call, comm, kind, root) < 0)
+        return NULL;
+    call.text = text;
+    pc_sign(&call, 0, 0, NULL);
+    if (pc_call_end(&call, pc_hear(&call, &slot), Py_None) == NULL)
+        return NULL;
+    return header_tuple(slot);
+}
+
+/* receive(text, kind, root, out) */
+static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
+    PyObject *text, *out;
+    int kind, root;
+    Py_buffer view;
+    pc_collective call;
+    if (!PyArg_ParseTuple(args, "OiiO", &text, &kind, &root, &out) || check_attached(comm) < 0 ||
+        get_buffer(out, &view, PyBUF_WRITABLE) < 0)
+        return NULL;
+    PyObject *result = NULL;
+    if (pc_call_begin(&call, comm, kind, root) == 0) {
+        call.text = text;
+        call.out = view.buf;
+        call.number = comm->number;
+        struct pc_slot *slot = pc_slot_of(comm, root, comm->number);
+        result = pc_call_end(&call, pc_receive(&call, slot), Py_NewRef(Py_None));
+    }
+    PyBuffer_Release(&view);
+    return result;
+}
+
+/* value_hash(dtype, shape, salt): of an array, as announced */
+static PyObject *comm_value_hash(pc_comm *comm, PyObject *args) {
+    (void)comm;
+    int dtype, ndim;
+    PyObject *shape;
+    unsigned long long salt;
+    intptr_t dims[MAX_DIMS];
+    if (!PyArg_ParseTuple(args, "iOK", &dtype, &shape, &salt) || (ndim = get_shape(shape, dims)) < 0)
+        return NULL;
+    return PyLong_FromUnsignedLongLong(pc_hash_dims((uint64_t)dtype + salt, ndim, dims));
+}
+
+/* entered(rank): number of the last call it has entered */
+static PyObject *comm_entered(pc_comm *comm, PyObject *arg) {
+    long rank = PyLong_AsLong(arg);
+    uint64_t last = 0;
+    if (PyErr_Occurred() || check_attached(comm) < 0)
+        return NULL;
+    if (rank < 0 || rank >= comm->size) {
+        PyErr_SetString(PyExc_ValueError, "no such rank");
+        return NULL;
+    }
+    for (uint64_t slot = 0; slot < PC_SLOTS; slot++) {
+        uint64_t number = pc_load(&pc_slot_of(comm, (int)rank, slot)->number);
+        last = number > last ? number : last;
+    }
+    return PyLong_FromUnsignedLongLong(last);
+}
+
+/* --- the type ----------------------------------------------------------------------------------------- */
+
+static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    (void)kwargs;
+    PyObject *host, *ranks, *sleep, *mismatch;
+    unsigned long long ident;
+    int rank;
+    if (!PyArg_ParseTuple(args, "OKiOOO", &host, &ident, &rank, &ranks, &sleep, &mismatch))
+        return NULL;
+    Py_ssize_t size = PySequence_Size(ranks);
+    if (size < 0)
+        return NULL;
+    pc_comm *comm = (pc_comm *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (comm == NULL)
+        return NULL;
+    comm->host = (pc_host *)Py_NewRef(host);
+    comm->ident = ident;
+    comm->rank = rank;
+    comm->size = (int)size;
+    comm->entry = -1;
+    comm->sleep = Py_NewRef(sleep);
+    comm->mismatch = Py_NewRef(mismatch);
+    comm->chunk_nbytes = pc_chunk_nbytes(comm->size);
+    comm->slots_offset = slots_offset(comm->size);
+    comm->big_offset = big_offset(comm->size);
+    comm->region_nbytes = region_nbytes_of(comm->size);
+    comm->local = PyMem_Calloc((size_t)size, sizeof *comm->local);
+    comm->pids = PyMem_Calloc((size_t)size, sizeof *comm->pids);
+    comm->compared = PyMem_Calloc((size_t)size, sizeof *comm->compared);
+    if (comm->local == NULL || comm->pids == NULL || comm->compared == NULL)
+        PyErr_NoMemory();
+    for (Py_ssize_t index = 0; !PyErr_Occurred() && index < size; index++) {
+        PyObject *item = PySequence_GetItem(ranks, index);
+        comm->local[index] = item != NULL ? (int)PyLong_AsLong(item) : 0;
+        Py_XDECREF(item);
+        if (!PyErr_Occurred() && (comm->local[index] < 0 || comm->local[index] >= comm->host->size))
+            PyErr_SetString(PyExc_ValueError, "there is no such rank on this host");
+    }
+    if (PyErr_Occurred()) {
+        Py_DECREF(comm);
+        return NULL;
+    }
+    return (PyObject *)comm;
+}
+
+static int comm_traverse(pc_comm *comm, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)comm));
+    Py_VISIT(comm->sleep);
+    Py_VISIT(comm->mismatch);
+    for (int kind = 0; kind < PC_KINDS; kind++)
+        Py_VISIT(comm->slow[kind]);
+    return 0;
+}
+
+static int comm_clear(pc_comm *comm) {
+    Py_CLEAR(comm->sleep);
+    Py_CLEAR(comm->mismatch);
+    for (int kind = 0; kind < PC_KINDS; kind++)
+        Py_CLEAR(comm->slow[kind]);
+    comm->usable = false;
+    return 0;
+}
+
+static void comm_dealloc(pc_comm *comm) {
+    PyTypeObject *type = Py_TYPE((PyObject *)comm);
+    PyObject_GC_UnTrack(comm);
+    detach(comm);
+    comm_clear(comm);
+    Py_CLEAR(comm->host);
+    PyMem_Free(comm->local);
+    PyMem_Free(comm->pids);
+    PyMem_Free(comm->compared);
+    free(comm->scratch);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(comm);
+    Py_DECREF(type);
+}
+
+/* set_slow(kind, function): what the method of that kind calls for all that it does not do itself */
+static PyObject *comm_set_slow(pc_comm *comm, PyObject *args) {
+    int kind;
+    PyObject *function;
+    if (!PyArg_ParseTuple(args, "iO", &kind, &function))
+        return NULL;
+    if (kind < 0 || kind >= PC_KINDS) {
+        PyErr_SetString(PyExc_ValueError, "no such kind");
+        return NULL;
+    }
+    PyObject *old = comm->slow[kind];
+    comm->slow[kind] = Py_NewRef(function);
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_get_number(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(comm->number);
+}
+static PyObject *comm_get_attached(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(comm->entry >= 0);
+}
+static PyObject *comm_get_direct(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(comm->direct);
+}
+
+static PyGetSetDef comm_getset[] = {
+    {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
+    {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
+    {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+#define COMM_METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, doc}
+static PyMethodDef comm_methods[] = {
+    COMM_METHOD(attach, METH_O, "Map the region and meet the other ranks there."),
+    COMM_METHOD(allow, METH_O, "Whether the short way may be taken."),
+    COMM_METHOD(close, METH_NOARGS, "Give the region back."),
+    COMM_METHOD(set_slow, METH_VARARGS, "What a method calls for what it does not do itself."),
+    COMM_METHOD(run, METH_VARARGS, "Run a collective on contiguous memory."),
+    COMM_METHOD(announce, METH_VARARGS, "The root's part of a broadcast or scatter."),
+    COMM_METHOD(hear, METH_VARARGS, "Wait for what the root announces."),
+    COMM_METHOD(receive, METH_VARARGS, "Receive what the root has announced."),
+    COMM_METHOD(entered, METH_O, "Number of the last call that a rank has entered."),
+    COMM_METHOD(value_hash, METH_VARARGS, "Hash of an array's dtype and shape, as announced."),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMethodDef *all_methods(void) {
+    static PyMethodDef methods[64];
+    int count = 0;
+    for (PyMethodDef *method = comm_methods; method->ml_name != NULL; method++)
+        methods[count++] = *method;
+    for (PyMethodDef *method = pc_fast_methods; method->ml_name != NULL; method++)
+        methods[count++] = *method;
+    return methods;
+}
+
+PyType_Spec *pc_comm_spec(void) {
+    static PyType_Slot slots[] = {
+        {Py_tp_new, comm_new},
+        {Py_tp_dealloc, comm_dealloc},
+        {Py_tp_traverse, comm_traverse},
+        {Py_tp_clear, comm_clear},
+        {Py_tp_getset, comm_getset},
+        {Py_tp_doc, "The native side of one communicator."},
+        {Py_tp_methods, NULL},
+        {0, NULL},
+    };
+    static PyType_Spec spec = {
+        .name = "pycoll.transports._core.Comm",
+        .basicsize = sizeof(pc_comm),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+        .slots = slots,
+    };
+    slots[6].pfunc = all_methods();
+    return &spec;
+}

@@ -1,0 +1,168 @@
+/* The native side of one communicator: its region of shared memory, and the calls of its collectives.
+
+   Every collective call has a number, the same on all ranks. A rank *enters* call m by publishing m in the
+   first line of its slot m % PC_SLOTS, together with the call's signature and, if that is small, its data.
+   So small collectives are one exchange of slots. Larger ones stream through big slots in chunks that stay
+   in the cache, and the largest read the other ranks' arrays directly (process_vm_readv).
+
+       when a slot may be written again   PC_SLOTS calls later, when every rank has entered the call after
+                                          the one that last used it: then nobody reads it any more
+       when a big slot may be             when every rank has consumed the chunk that was in it
+
+   Region: a struct pc_progress a rank, PC_SLOTS slots a rank, PC_CHUNKS big slots a rank. */
+#ifndef PC_COMM_H
+#define PC_COMM_H
+
+#include "arrays.h"
+#include "reduce.h"
+#include "wait.h"
+
+#define PC_SLOTS 4
+#define PC_SLOT_NBYTES (8192 + 2 * PC_LINE) /* no power of two: slots would share sets of the caches */
+#define PC_CHUNKS 4
+
+struct pc_slot {
+    pc_flag64 number;
+    uint64_t signature;
+    unsigned char data[PC_SLOT_NBYTES - 16 - PC_LINE];
+    int64_t shape[8]; /* number of dimensions, and the first of them: read only if calls differ */
+};
+
+struct pc_progress { /* of one rank; only that rank writes it */
+    _Alignas(2 * PC_LINE) pc_flag64 produced; /* chunks it has put into its big slots, ever */
+    pc_flag64 reduced;  /* chunks of which it has reduced its part */
+    pc_flag64 consumed; /* chunks of which it needs nothing any more */
+    pc_flag64 phase;    /* direct calls: 2 m + 1: its part of call m is in its array; 2 m + 2: it has read all */
+};
+
+enum pc_kind {
+    PC_BARRIER, PC_BROADCAST, PC_REDUCE, PC_ALL_REDUCE, PC_GATHER, PC_ALL_GATHER, PC_SCATTER,
+    PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
+};
+
+typedef struct pc_comm {
+    PyObject_HEAD
+    pc_host *host;
+    uint64_t ident;
+    int rank, size;
+    int *local;      /* rank on the host, by rank here */
+    int *pids;       /* process, by rank here; known once attached */
+    unsigned char *region;
+    size_t region_nbytes, chunk_nbytes;
+    size_t slots_offset, big_offset;
+    int entry;       /* in the host's table; -1: not attached */
+    bool direct;     /* every rank may read every other's memory */
+    bool usable;     /* attached, not broken, no default deadline: the short way may be taken */
+    bool busy;       /* a call is under way */
+    uint64_t number; /* of the last call */
+    uint64_t entered_by_all; /* every rank is known to have entered this call */
+    uint64_t *compared; /* by rank: its calls up to this one were compared with those made here */
+    uint64_t chunk;  /* chunks streamed so far, by all */
+    uint64_t consumed_by_all;
+    unsigned char *scratch;
+    size_t scratch_nbytes;
+    PyObject *sleep, *mismatch; /* Python callables */
+    PyObject *slow[PC_KINDS];
+} pc_comm;
+
+/* One collective under way. */
+typedef struct pc_collective {
+    pc_call call; /* first */
+    pc_comm *comm;
+    int kind, op, dtype, root;
+    const void *x;
+    void *out;
+    size_t nbytes; /* of a unit: what one rank has for all, or for one other */
+    uint64_t number, signature;
+    int ndim; /* shape of x, for who made another call */
+    const intptr_t *dims;
+    /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
+    PyObject *text, *x_object, *op_object;
+} pc_collective;
+
+size_t pc_chunk_nbytes(int size);
+size_t pc_region_nbytes(int size);
+
+static inline struct pc_progress *pc_progress_of(pc_comm *comm, int rank) {
+    return (struct pc_progress *)comm->region + rank;
+}
+static inline struct pc_slot *pc_slot_of(pc_comm *comm, int rank, uint64_t number) {
+    size_t index = (size_t)rank * PC_SLOTS + number % PC_SLOTS;
+    return (struct pc_slot *)(comm->region + comm->slots_offset + index * sizeof(struct pc_slot));
+}
+static inline unsigned char *pc_big_slot_of(pc_comm *comm, int rank, uint64_t chunk) {
+    size_t index = (size_t)rank * PC_CHUNKS + chunk % PC_CHUNKS;
+    return comm->region + comm->big_offset + index * comm->chunk_nbytes;
+}
+
+static inline void pc_wake_others(pc_comm *comm) {
+    for (int rank = 0; rank < comm->size; rank++)
+        if (rank != comm->rank)
+            pc_host_wake(comm->host, comm->local[rank]);
+}
+
+/* What the root of a broadcast or scatter says first, at the front of its slot; then the description, then,
+   if it fits, the value (scatter: all blocks). */
+struct pc_header {
+    uint64_t nbytes; /* of a unit */
+    uint64_t address; /* of the value in the root's memory */
+    uint64_t value; /* hash of dtype and shape; 0: an object */
+    uint32_t description_nbytes;
+    uint32_t form; /* 0: an array; else Python knows what */
+};
+#define PC_DESCRIPTION_NBYTES 512
+
+/* Where the value lies behind a header. */
+static inline size_t pc_value_offset(uint32_t description_nbytes) {
+    return pc_round_up(sizeof(struct pc_header) + description_nbytes, 16);
+}
+
+static inline bool pc_is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
+
+/* exchange.c: entering a call, small collectives, and streaming. All return 0, or -1 with an exception. */
+int pc_enter_begin(pc_collective *call, struct pc_slot **slot);
+void pc_enter_end(pc_collective *call, struct pc_slot *slot);
+int pc_await_entry(pc_collective *call, int rank, struct pc_slot **slot);
+int pc_run(pc_collective *call); /* any kind but those that are announced */
+int pc_announce(pc_collective *call, const struct pc_header *header, const void *description); /* the root's whole call */
+int pc_hear(pc_collective *call, struct pc_slot **slot); /* elsewhere: wait for the header, */
+int pc_receive(pc_collective *call, struct pc_slot *slot); /* then fill `out` */
+int pc_stream(pc_collective *call, struct pc_slot *slot);
+int pc_await_consumed(pc_collective *call, uint64_t needed);
+unsigned char *pc_scratch(pc_comm *comm, size_t nbytes); /* NULL with an exception */
+
+/* Wait until the big slot for this chunk of one's own is free. */
+static inline int pc_await_big_slot(pc_collective *call, uint64_t chunk) {
+    if (call->comm->consumed_by_all + PC_CHUNKS > chunk)
+        return 0;
+    return pc_await_consumed(call, chunk - PC_CHUNKS + 1);
+}
+
+/* direct.c: reading the other ranks' arrays. The slot was begun, not ended. */
+bool pc_is_direct(const pc_collective *call);
+int pc_direct(pc_collective *call, struct pc_slot *slot);
+int pc_direct_receive(pc_collective *call, uint64_t address);
+int pc_direct_serve(pc_collective *call); /* the root's: wait until all have read */
+
+/* all_reduce.c: streaming in two phases, each rank reducing its part. */
+int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot);
+
+/* comm.c */
+int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root);
+PyObject *pc_call_end(pc_collective *call, int status, PyObject *result); /* steals result */
+PyObject *pc_describe(const pc_collective *call); /* (text, kind, x, op, root, number): None for what is not there */
+/* Have Python raise the error: this rank and `rank` made different calls as `number`. Returns -1. */
+int pc_mismatch(pc_collective *call, int rank, uint64_t number);
+/* The same: the root has announced another value than the caller's array. */
+int pc_other_value(pc_collective *call, const struct pc_slot *slot);
+uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims);
+/* Set the signature of a call on an array of this shape; `salt` tells apart what else must be the same. */
+void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
+
+/* fast.c: the methods that take NumPy arrays, and call `slow` for everything else. */
+extern PyMethodDef pc_fast_methods[];
+void pc_fast_init(void);
+
+PyType_Spec *pc_comm_spec(void);
+
+#endif

@@ -1,0 +1,56 @@
+/* What every file of the core needs: sizes, atomics, and how a processor waits politely. */
+#ifndef PC_CORE_H
+#define PC_CORE_H
+
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+/* Bytes that processors move between their caches as one. */
+#define PC_LINE 64
+#define PC_PAGE 4096
+
+#define PC_LIKELY(condition) __builtin_expect(!!(condition), 1)
+#define PC_UNLIKELY(condition) __builtin_expect(!!(condition), 0)
+#define PC_HOT __attribute__((hot))
+#define PC_COLD __attribute__((cold, noinline))
+
+typedef _Atomic uint64_t pc_flag64;
+typedef _Atomic uint32_t pc_flag32;
+
+/* A flag is read with sequential consistency, which on x86-64 and Arm is no dearer than acquire, and set by
+   an exchange: a rank that announces its sleep and looks at the flag once more cannot miss it. */
+static inline uint64_t pc_load(pc_flag64 *flag) { return atomic_load_explicit(flag, memory_order_seq_cst); }
+static inline void pc_publish(pc_flag64 *flag, uint64_t value) {
+    (void)atomic_exchange_explicit(flag, value, memory_order_seq_cst);
+}
+
+static inline void pc_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory");
+#endif
+}
+
+static inline uint64_t pc_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static inline size_t pc_round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
+
+#endif

@@ -1,0 +1,326 @@
+#include <stdlib.h>
+
+#include "comm.h"
+
+/* --- who gives, who takes ----------------------------------------------------------------------------- */
+
+/* What a rank gives lies in a slot as one piece for all that take it, or as a piece for each rank. */
+static bool is_split(int kind) {
+    return kind == PC_SCATTER || kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
+}
+
+static bool gives(const pc_collective *call, int rank) {
+    switch (call->kind) {
+    case PC_BARRIER: return false;
+    case PC_BROADCAST:
+    case PC_SCATTER: return rank == call->root;
+    case PC_REDUCE:
+    case PC_GATHER: return rank != call->root;
+    case PC_SCAN:
+    case PC_EXSCAN: return rank < call->comm->size - 1;
+    default: return true;
+    }
+}
+
+static bool takes_from(const pc_collective *call, int rank) {
+    int me = call->comm->rank;
+    switch (call->kind) {
+    case PC_BROADCAST:
+    case PC_SCATTER: return rank == call->root && me != call->root;
+    case PC_REDUCE:
+    case PC_GATHER: return me == call->root && rank != me;
+    case PC_SCAN:
+    case PC_EXSCAN: return rank < me;
+    default: return rank != me;
+    }
+}
+
+static bool takes(const pc_collective *call) {
+    for (int rank = 0; rank < call->comm->size; rank++)
+        if (takes_from(call, rank))
+            return true;
+    return false;
+}
+
+/* Copy bytes [offset, offset + length) of what this rank gives to `to`. */
+static void give(const pc_collective *call, unsigned char *to, size_t offset, size_t length) {
+    const unsigned char *x = (const unsigned char *)call->x + offset;
+    if (!is_split(call->kind)) {
+        memcpy(to, x, length);
+        return;
+    }
+    for (int rank = 0; rank < call->comm->size; rank++)
+        if (rank != call->comm->rank)
+            memcpy(to + (size_t)rank * length, x + (size_t)rank * call->nbytes, length);
+}
+
+/* Take bytes [offset, offset + length) of what the others gave: `from` by rank. */
+static void take(const pc_collective *call, const unsigned char **from, size_t offset, size_t length) {
+    const pc_comm *comm = call->comm;
+    size_t me = (size_t)comm->rank, size = (size_t)comm->size, nbytes = call->nbytes;
+    const unsigned char *x = call->x;
+    unsigned char *out = call->out;
+    const void *inputs[size];
+    int num_inputs = comm->size;
+    switch (call->kind) {
+    case PC_BARRIER: return;
+    case PC_BROADCAST: memcpy(out + offset, from[call->root], length); return;
+    case PC_SCATTER: memcpy(out + offset, from[call->root] + me * length, length); return;
+    case PC_GATHER:
+    case PC_ALL_GATHER:
+        for (size_t rank = 0; rank < size; rank++)
+            if (rank != me)
+                memcpy(out + rank * nbytes + offset, from[rank], length);
+            else if (out + me * nbytes != x)
+                memcpy(out + me * nbytes + offset, x + offset, length);
+        return;
+    case PC_ALL_TO_ALL:
+        for (size_t rank = 0; rank < size; rank++)
+            if (rank != me)
+                memcpy(out + rank * nbytes + offset, from[rank] + me * length, length);
+            else if (out != x)
+                memcpy(out + me * nbytes + offset, x + me * nbytes + offset, length);
+        return;
+    case PC_REDUCE_SCATTER:
+        for (size_t rank = 0; rank < size; rank++)
+            inputs[rank] = rank == me ? x + me * nbytes + offset : from[rank] + me * length;
+        break;
+    case PC_EXSCAN: num_inputs = comm->rank; /* fall through */
+    case PC_SCAN:
+        if (call->kind == PC_SCAN)
+            num_inputs = comm->rank + 1; /* fall through */
+    default: /* PC_REDUCE, PC_ALL_REDUCE */
+        for (size_t rank = 0; rank < size; rank++)
+            inputs[rank] = rank == me ? x + offset : from[rank];
+    }
+    pc_reduce_fn reduce = pc_reduce_find(call->op, call->dtype);
+    if (num_inputs > 0 && length > 0)
+        reduce(out + offset, inputs, num_inputs, length / pc_itemsize(call->dtype), num_inputs);
+}
+
+/* --- entering a call ---------------------------------------------------------------------------------- */
+
+/* Compare the calls from the last compared one up to `number` with those of a rank, as far as they are still
+   in its slots. Calls in which this rank did not wait for that one are so compared at the next in which it
+   does, or when the slot is needed again. */
+static PC_COLD int compare_earlier(pc_collective *call, int rank, uint64_t number) {
+    pc_comm *comm = call->comm;
+    uint64_t first = comm->compared[rank] + 1;
+    if (first + PC_SLOTS <= number)
+        first = number - PC_SLOTS + 1;
+    for (uint64_t earlier = first; earlier <= number; earlier++) {
+        struct pc_slot *theirs = pc_slot_of(comm, rank, earlier), *mine = pc_slot_of(comm, comm->rank, earlier);
+        uint64_t signature = theirs->signature;
+        atomic_thread_fence(memory_order_acquire);
+        if (pc_load(&theirs->number) == earlier && signature != mine->signature)
+            return pc_mismatch(call, rank, earlier);
+    }
+    comm->compared[rank] = number;
+    return 0;
+}
+
+/* Wait until this call's slot is free; its number and signature come with `pc_enter_end`. */
+int pc_enter_begin(pc_collective *call, struct pc_slot **slot) {
+    pc_comm *comm = call->comm;
+    call->number = comm->number + 1;
+    if (PC_UNLIKELY(comm->entered_by_all + PC_SLOTS <= call->number)) {
+        uint64_t needed = call->number - PC_SLOTS + 1;
+        for (int rank = 0; rank < comm->size; rank++) {
+            if (rank == comm->rank)
+                continue;
+            if (pc_wait(&call->call, &pc_slot_of(comm, rank, needed)->number, needed, rank) < 0)
+                return -1;
+            if (comm->compared[rank] < needed && compare_earlier(call, rank, needed) < 0)
+                return -1;
+        }
+        comm->entered_by_all = needed;
+    }
+    *slot = pc_slot_of(comm, comm->rank, call->number);
+    return 0;
+}
+
+void pc_enter_end(pc_collective *call, struct pc_slot *slot) {
+    pc_comm *comm = call->comm;
+    comm->number = call->number;
+    slot->signature = call->signature;
+    slot->shape[0] = call->ndim;
+    for (int axis = 0; axis < call->ndim && axis < 7; axis++)
+        slot->shape[axis + 1] = call->dims[axis];
+    pc_publish(&slot->number, call->number);
+    pc_wake_others(comm);
+}
+
+/* Wait until `rank` has entered this call, and compare the calls. */
+int pc_await_entry(pc_collective *call, int rank, struct pc_slot **slot) {
+    pc_comm *comm = call->comm;
+    *slot = pc_slot_of(comm, rank, call->number);
+    if (pc_wait(&call->call, &(*slot)->number, call->number, rank) < 0)
+        return -1;
+    if (PC_UNLIKELY(comm->compared[rank] + 1 < call->number) && compare_earlier(call, rank, call->number - 1) < 0)
+        return -1;
+    if (PC_UNLIKELY((*slot)->signature != call->signature))
+        return pc_mismatch(call, rank, call->number);
+    comm->compared[rank] = call->number;
+    return 0;
+}
+
+static bool takes_from_all(const pc_collective *call) {
+    return call->kind == PC_ALL_REDUCE || call->kind == PC_ALL_GATHER || call->kind == PC_BARRIER ||
+           call->kind == PC_REDUCE_SCATTER || call->kind == PC_ALL_TO_ALL;
+}
+
+/* --- small: one exchange of slots --------------------------------------------------------------------- */
+
+static int exchange(pc_collective *call, struct pc_slot *slot) {
+    pc_comm *comm = call->comm;
+    const unsigned char *from[comm->size];
+    if (call->nbytes > 0 && gives(call, comm->rank))
+        give(call, slot->data, 0, call->nbytes);
+    pc_enter_end(call, slot);
+    for (int rank = 0; rank < comm->size; rank++) {
+        from[rank] = NULL;
+        if (takes_from(call, rank)) {
+            struct pc_slot *theirs;
+            if (pc_await_entry(call, rank, &theirs) < 0)
+                return -1;
+            from[rank] = theirs->data;
+        }
+    }
+    if (call->nbytes > 0 && (takes(call) || call->kind == PC_SCAN))
+        take(call, from, 0, call->nbytes);
+    if (takes_from_all(call))
+        comm->entered_by_all = call->number;
+    return 0;
+}
+
+/* --- large: streaming through big slots --------------------------------------------------------------- */
+
+int pc_await_consumed(pc_collective *call, uint64_t needed) {
+    pc_comm *comm = call->comm;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (rank != comm->rank && pc_wait(&call->call, &pc_progress_of(comm, rank)->consumed, needed, rank) < 0)
+            return -1;
+    comm->consumed_by_all = needed;
+    return 0;
+}
+
+static int put(pc_collective *call, uint64_t chunk, size_t offset, size_t length) {
+    pc_comm *comm = call->comm;
+    if (pc_await_big_slot(call, chunk) < 0)
+        return -1;
+    give(call, pc_big_slot_of(comm, comm->rank, chunk), offset, length);
+    pc_publish(&pc_progress_of(comm, comm->rank)->produced, chunk + 1);
+    return 0;
+}
+
+/* `slot` was begun: it is ended when the first chunk is there. NULL: the call was entered before. */
+int pc_stream(pc_collective *call, struct pc_slot *slot) {
+    pc_comm *comm = call->comm;
+    size_t unit = comm->chunk_nbytes / (is_split(call->kind) ? (size_t)comm->size : 1) / PC_LINE * PC_LINE;
+    uint64_t base = comm->chunk, chunks = (call->nbytes + unit - 1) / unit;
+    pc_flag64 *consumed = &pc_progress_of(comm, comm->rank)->consumed;
+    bool giver = gives(call, comm->rank), taker = takes(call);
+    const unsigned char *from[comm->size];
+    memset(from, 0, sizeof from);
+    comm->chunk += chunks;
+    pc_release(&call->call);
+    if (!taker) {
+        pc_publish(consumed, base + chunks);
+        if (call->kind == PC_SCAN) /* the first rank's result is its own */
+            take(call, from, 0, call->nbytes);
+    }
+    if (giver && put(call, base, 0, call->nbytes < unit ? call->nbytes : unit) < 0)
+        return -1;
+    if (slot != NULL)
+        pc_enter_end(call, slot);
+    for (uint64_t index = 0; index < chunks; index++) {
+        size_t offset = index * unit, rest = call->nbytes - offset, length = rest < unit ? rest : unit;
+        if (giver && index + 1 < chunks) {
+            size_t after = rest - length;
+            if (put(call, base + index + 1, offset + unit, after < unit ? after : unit) < 0)
+                return -1;
+            pc_wake_others(comm);
+        }
+        if (!taker)
+            continue;
+        for (int rank = 0; rank < comm->size; rank++) {
+            from[rank] = NULL;
+            if (!takes_from(call, rank))
+                continue;
+            struct pc_slot *theirs;
+            if (index == 0 && slot != NULL && pc_await_entry(call, rank, &theirs) < 0)
+                return -1;
+            if (pc_wait(&call->call, &pc_progress_of(comm, rank)->produced, base + index + 1, rank) < 0)
+                return -1;
+            from[rank] = pc_big_slot_of(comm, rank, base + index);
+        }
+        pc_release(&call->call);
+        take(call, from, offset, length);
+        pc_publish(consumed, base + index + 1);
+        pc_wake_others(comm);
+    }
+    if (takes_from_all(call) && slot != NULL)
+        comm->entered_by_all = call->number;
+    return 0;
+}
+
+/* --- which way ---------------------------------------------------------------------------------------- */
+
+int pc_run(pc_collective *call) {
+    pc_comm *comm = call->comm;
+    struct pc_slot *slot;
+    if (pc_enter_begin(call, &slot) < 0)
+        return -1;
+    size_t given = call->nbytes * (is_split(call->kind) ? (size_t)comm->size : 1);
+    if (given <= sizeof slot->data)
+        return exchange(call, slot);
+    if (pc_is_direct(call))
+        return pc_direct(call, slot);
+    return call->kind == PC_ALL_REDUCE ? pc_all_reduce_stream(call, slot) : pc_stream(call, slot);
+}
+
+static bool fits_behind_header(const pc_collective *call, uint32_t description_nbytes, size_t nbytes) {
+    size_t given = nbytes * (is_split(call->kind) ? (size_t)call->comm->size : 1);
+    return pc_value_offset(description_nbytes) + given <= sizeof(((struct pc_slot *)0)->data);
+}
+
+int pc_announce(pc_collective *call, const struct pc_header *header, const void *description) {
+    struct pc_slot *slot;
+    if (pc_enter_begin(call, &slot) < 0)
+        return -1;
+    memcpy(slot->data, header, sizeof *header);
+    memcpy(slot->data + sizeof *header, description, header->description_nbytes);
+    bool small = fits_behind_header(call, header->description_nbytes, call->nbytes);
+    if (small)
+        give(call, slot->data + pc_value_offset(header->description_nbytes), 0, call->nbytes);
+    pc_enter_end(call, slot);
+    if (call->kind == PC_SCATTER && call->out != NULL) {
+        const unsigned char *own = (const unsigned char *)call->x + (size_t)call->root * call->nbytes;
+        if (own != call->out)
+            memcpy(call->out, own, call->nbytes);
+    }
+    if (small)
+        return 0;
+    return pc_is_direct(call) ? pc_direct_serve(call) : pc_stream(call, NULL);
+}
+
+int pc_hear(pc_collective *call, struct pc_slot **slot) {
+    struct pc_slot *own;
+    if (pc_enter_begin(call, &own) < 0)
+        return -1;
+    pc_enter_end(call, own);
+    return pc_await_entry(call, call->root, slot);
+}
+
+int pc_receive(pc_collective *call, struct pc_slot *slot) {
+    struct pc_header header;
+    memcpy(&header, slot->data, sizeof header);
+    call->nbytes = header.nbytes;
+    if (!fits_behind_header(call, header.description_nbytes, header.nbytes))
+        return pc_is_direct(call) ? pc_direct_receive(call, header.address) : pc_stream(call, NULL);
+    const unsigned char *from[call->comm->size];
+    from[call->root] = slot->data + pc_value_offset(header.description_nbytes);
+    if (call->nbytes > 0)
+        take(call, from, 0, call->nbytes);
+    return 0;
+}

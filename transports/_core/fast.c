@@ -1,0 +1,301 @@
+/* The collectives as methods for NumPy arrays: arguments are looked at, not converted, and whatever is not
+   the common case is handed, untouched, to the Python method. */
+#include "comm.h"
+
+enum argument { X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, ARGUMENTS };
+
+static PyObject *argument_names[ARGUMENTS]; /* interned */
+static PyObject *op_names[PC_OPS];
+
+/* The positional parameters of each method, in order. */
+static const signed char positional[PC_KINDS][5] = {
+    [PC_BARRIER] = {-1}, [PC_BROADCAST] = {X, ROOT, -1}, [PC_REDUCE] = {X, OP, ROOT, OUT, -1},
+    [PC_ALL_REDUCE] = {X, OP, OUT, -1}, [PC_GATHER] = {X, ROOT, OUT, -1}, [PC_ALL_GATHER] = {X, OUT, -1},
+    [PC_SCATTER] = {X, ROOT, OUT, -1}, [PC_REDUCE_SCATTER] = {X, OP, OUT, -1}, [PC_ALL_TO_ALL] = {X, OUT, -1},
+    [PC_SCAN] = {X, OP, -1}, [PC_EXSCAN] = {X, OP, -1},
+};
+
+void pc_fast_init(void) {
+    static const char *names[ARGUMENTS] = {"x", "op", "root", "out", "algorithm", "timeout"};
+    static const char *ops[PC_OPS] = {"sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor"};
+    for (int index = 0; index < ARGUMENTS; index++)
+        argument_names[index] = PyUnicode_InternFromString(names[index]);
+    for (int index = 0; index < PC_OPS; index++)
+        op_names[index] = PyUnicode_InternFromString(ops[index]);
+}
+
+/* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
+static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords, PyObject **values) {
+    const signed char *order = positional[kind];
+    for (Py_ssize_t index = 0; index < count; index++) {
+        if (order[index] < 0)
+            return false;
+        values[(int)order[index]] = args[index];
+    }
+    if (keywords == NULL)
+        return true;
+    Py_ssize_t num_keywords = PyTuple_Size(keywords);
+    for (Py_ssize_t index = 0; index < num_keywords; index++) {
+        PyObject *keyword = PyTuple_GetItem(keywords, index);
+        int which = 0;
+        while (which < ARGUMENTS && argument_names[which] != keyword)
+            which++;
+        if (which == ARGUMENTS || values[which] != NULL)
+            return false;
+        values[which] = args[count + index];
+    }
+    return true;
+}
+
+static PyObject *call_slow(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *positionals = PyTuple_New(count), *named = NULL, *result = NULL;
+    if (comm->slow[kind] == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this communicator is closed");
+        Py_XDECREF(positionals);
+        return NULL;
+    }
+    if (positionals == NULL)
+        return NULL;
+    for (Py_ssize_t index = 0; index < count; index++)
+        PyTuple_SetItem(positionals, index, Py_NewRef(args[index]));
+    if (keywords != NULL) {
+        named = PyDict_New();
+        for (Py_ssize_t index = 0; named != NULL && index < PyTuple_Size(keywords); index++)
+            if (PyDict_SetItem(named, PyTuple_GetItem(keywords, index), args[count + index]) < 0)
+                Py_CLEAR(named);
+        if (named == NULL)
+            goto done;
+    }
+    PyObject *slow = Py_NewRef(comm->slow[kind]);
+    result = PyObject_Call(slow, positionals, named);
+    Py_DECREF(slow);
+done:
+    Py_DECREF(positionals);
+    Py_XDECREF(named);
+    return result;
+}
+
+static inline int find_op(PyObject *op) {
+    if (op == NULL)
+        return PC_SUM;
+    for (int index = 0; index < PC_OPS; index++)
+        if (op_names[index] == op)
+            return index;
+    return -1;
+}
+
+static inline int find_root(PyObject *root, int size) {
+    if (root == NULL)
+        return 0;
+    if (!PyLong_CheckExact(root))
+        return -1;
+    int overflow;
+    long value = PyLong_AsLongAndOverflow(root, &overflow);
+    return overflow == 0 && value >= 0 && value < size ? (int)value : -1;
+}
+
+static bool dims_equal(int ndim, const intptr_t *one, const intptr_t *two) {
+    for (int axis = 0; axis < ndim; axis++)
+        if (one[axis] != two[axis])
+            return false;
+    return true;
+}
+
+/* The result has x's shape with `size` in front (1), x's shape (0), or x's without its first axis (-1). */
+static inline int shape_change(int kind) {
+    switch (kind) {
+    case PC_GATHER:
+    case PC_ALL_GATHER: return 1;
+    case PC_REDUCE_SCATTER:
+    case PC_SCATTER: return -1;
+    default: return 0;
+    }
+}
+
+/* Whether `out` may be the result: shape, dtype, writeable, and no overlap but the in-place forms. */
+static bool out_fits(const pc_comm *comm, int kind, const struct pc_array *x, const struct pc_array *out) {
+    int change = shape_change(kind);
+    if (!out->writeable || out->dtype != x->dtype || out->ndim != x->ndim + change)
+        return false;
+    if (change > 0 && (out->dims[0] != comm->size || !dims_equal(x->ndim, out->dims + 1, x->dims)))
+        return false;
+    if (change < 0 && !dims_equal(out->ndim, out->dims, x->dims + 1))
+        return false;
+    if (change == 0 && !dims_equal(x->ndim, out->dims, x->dims))
+        return false;
+    const char *a = x->data, *b = out->data;
+    if (a + x->nbytes <= b || b + out->nbytes <= a)
+        return true;
+    switch (kind) {
+    case PC_REDUCE:
+    case PC_ALL_REDUCE: return a == b;
+    case PC_ALL_GATHER: return a == b + (size_t)comm->rank * x->nbytes;
+    case PC_REDUCE_SCATTER: return b == a + (size_t)comm->rank * out->nbytes;
+    default: return false;
+    }
+}
+
+static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
+
+/* Everything that is neither announced nor a barrier. */
+static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc_array *x, int op, int root) {
+    bool has_result = (kind != PC_REDUCE && kind != PC_GATHER) || comm->rank == root;
+    struct pc_array out = {0};
+    PyObject *result;
+    if (!has_result) {
+        result = Py_NewRef(Py_None);
+    } else if (!is_none(values[OUT])) {
+        if (!pc_array_view(values[OUT], &out) || !out_fits(comm, kind, x, &out))
+            return NULL;
+        result = Py_NewRef(values[OUT]);
+    } else {
+        int change = shape_change(kind);
+        result = pc_array_new(x, values[X], change > 0 ? comm->size : change);
+        if (result == NULL)
+            return NULL;
+        if (!pc_array_view(result, &out)) {
+            Py_DECREF(result);
+            return NULL;
+        }
+    }
+    pc_collective call;
+    if (pc_call_begin(&call, comm, kind, root) < 0) {
+        Py_DECREF(result);
+        return NULL;
+    }
+    call.op = op;
+    call.dtype = x->dtype;
+    call.x = x->data;
+    call.out = out.data;
+    call.nbytes = x->nbytes;
+    if (kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL)
+        call.nbytes /= (size_t)comm->size;
+    call.x_object = values[X];
+    call.op_object = values[OP];
+    pc_sign(&call, 0, x->ndim, x->dims);
+    return pc_call_end(&call, pc_run(&call), result);
+}
+
+/* Write what arrays.describe writes for a NumPy array; returns its length. */
+static uint32_t describe_array(const struct pc_array *x, int skipped, unsigned char *to) {
+    int ndim = x->ndim - skipped;
+    to[0] = (unsigned char)x->dtype;
+    to[1] = 5;
+    to[2] = (unsigned char)ndim;
+    memcpy(to + 3, "numpy", 5);
+    for (int axis = 0; axis < ndim; axis++) {
+        uint64_t dim = (uint64_t)x->dims[axis + skipped];
+        memcpy(to + 8 + 8 * axis, &dim, 8);
+    }
+    return 8 + 8 * (uint32_t)ndim;
+}
+
+static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int root) {
+    struct pc_array x = {0}, out = {0};
+    bool is_root = comm->rank == root, has_out = !is_none(values[OUT]);
+    pc_collective call;
+    if (is_root) {
+        if (!pc_array_view(values[X], &x) || x.ndim > 32)
+            return NULL;
+        if (kind == PC_SCATTER &&
+            (!has_out || x.ndim == 0 || x.dims[0] != comm->size || !pc_array_view(values[OUT], &out) ||
+             !out_fits(comm, kind, &x, &out)))
+            return NULL;
+    } else {
+        PyObject *target = kind == PC_SCATTER ? values[OUT] : values[X];
+        if ((kind == PC_SCATTER && !is_none(values[X])) || is_none(target) || !pc_array_view(target, &out) || !out.writeable)
+            return NULL;
+    }
+    if (pc_call_begin(&call, comm, kind, root) < 0)
+        return NULL;
+    call.x_object = values[X];
+    pc_sign(&call, 0, 0, NULL);
+    call.out = out.data;
+    int status;
+    if (is_root) {
+        unsigned char description[8 + 8 * 32];
+        int skipped = kind == PC_SCATTER;
+        call.x = x.data;
+        call.nbytes = skipped ? x.nbytes / (size_t)comm->size : x.nbytes;
+        struct pc_header header = {.nbytes = call.nbytes, .address = (uintptr_t)x.data, .form = 0};
+        header.value = pc_hash_dims((uint64_t)x.dtype, x.ndim - skipped, x.dims + skipped);
+        header.description_nbytes = describe_array(&x, skipped, description);
+        status = pc_announce(&call, &header, description);
+        PyObject *result = skipped ? values[OUT] : values[X];
+        return pc_call_end(&call, status, Py_NewRef(result));
+    }
+    struct pc_slot *slot;
+    status = pc_hear(&call, &slot);
+    if (status == 0) {
+        struct pc_header header;
+        memcpy(&header, slot->data, sizeof header);
+        bool alike = header.form == 0 && header.value == pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims);
+        status = alike ? pc_receive(&call, slot) : pc_other_value(&call, slot);
+    }
+    return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
+}
+
+static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    if (PC_LIKELY(comm->usable && !comm->busy && !comm->host->engaged && !pc_host_failed(comm->host)) &&
+        parse(kind, args, count, keywords, values) &&
+        is_none(values[ALGORITHM]) && is_none(values[TIMEOUT])) {
+        PyObject *result = NULL;
+        int root = find_root(values[ROOT], comm->size);
+        if (kind == PC_BARRIER) {
+            pc_collective call;
+            if (pc_call_begin(&call, comm, kind, 0) < 0)
+                return NULL;
+            pc_sign(&call, 0, 0, NULL);
+            return pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
+        }
+        if (root >= 0 && values[X] != NULL) {
+            if (pc_is_announced(kind)) {
+                result = run_announced(comm, kind, values, root);
+            } else {
+                struct pc_array x;
+                int op = find_op(values[OP]);
+                bool reduces = kind != PC_GATHER && kind != PC_ALL_GATHER && kind != PC_ALL_TO_ALL;
+                bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
+                if (op >= 0 && pc_array_view(values[X], &x) && (!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
+                    (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
+                    result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
+            }
+        }
+        if (result != NULL || PyErr_Occurred())
+            return result;
+    }
+    return call_slow(comm, kind, args, count, keywords);
+}
+
+#define FAST(name, kind)                                                                                         \
+    static PC_HOT PyObject *fast_##name(pc_comm *comm, PyObject *const *args, Py_ssize_t count, PyObject *keywords) { \
+        return collective(comm, kind, args, count, keywords);                                                    \
+    }
+FAST(barrier, PC_BARRIER)
+FAST(broadcast, PC_BROADCAST)
+FAST(reduce, PC_REDUCE)
+FAST(all_reduce, PC_ALL_REDUCE)
+FAST(gather, PC_GATHER)
+FAST(all_gather, PC_ALL_GATHER)
+FAST(scatter, PC_SCATTER)
+FAST(reduce_scatter, PC_REDUCE_SCATTER)
+FAST(all_to_all, PC_ALL_TO_ALL)
+FAST(scan, PC_SCAN)
+
+#define METHOD(name, parameters)                                                                                  \
+    {#name, (PyCFunction)(void (*)(void))fast_##name, METH_FASTCALL | METH_KEYWORDS,                              \
+     #name "($self, " parameters "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
+PyMethodDef pc_fast_methods[] = {
+    METHOD(barrier, ""),
+    METHOD(broadcast, "x, root=0, "),
+    METHOD(reduce, "x, op='sum', root=0, out=None, "),
+    METHOD(all_reduce, "x, op='sum', out=None, "),
+    METHOD(gather, "x, root=0, out=None, "),
+    METHOD(all_gather, "x, out=None, "),
+    METHOD(scatter, "x, root=0, out=None, "),
+    METHOD(reduce_scatter, "x, op='sum', out=None, "),
+    METHOD(all_to_all, "x, out=None, "),
+    METHOD(scan, "x, op='sum', "),
+    {NULL, NULL, 0, NULL},
+};

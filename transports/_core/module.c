@@ -1,0 +1,47 @@
+/* The compiled core of pycoll: what Python cannot do. See README.md in this folder. */
+#include "channel.h"
+#include "comm.h"
+#include "p2p.h"
+
+PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
+
+static int add_type(PyObject *module, PyType_Spec *spec) {
+    PyObject *type = PyType_FromSpec(spec);
+    if (type == NULL)
+        return -1;
+    int status = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return status;
+}
+
+static int execute(PyObject *module) {
+    pc_fast_init();
+    if (add_type(module, &pc_host_spec) < 0 || add_type(module, pc_comm_spec()) < 0 ||
+        add_type(module, &pc_channel_spec) < 0 || add_type(module, &pc_p2p_spec) < 0)
+        return -1;
+    return 0;
+}
+
+static PyMethodDef methods[] = {
+    {"use_numpy", pc_use_numpy, METH_VARARGS, "Look at NumPy arrays directly, if their fields are where they should be."},
+    {"add_dtype", pc_add_dtype, METH_VARARGS, "Arrays of this NumPy dtype hold elements of that type."},
+    {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL, "Reduce arrays, from left to right."},
+    {"reduce_level", pc_reduce_level_py, METH_O, "Force a level of processor; for tests."},
+    {"set_direct_from", pc_set_direct_from, METH_VARARGS, "For measuring: bytes from which on a kind reads directly."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, execute},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "pycoll.transports._core",
+    .m_doc = "The compiled core: shared memory, waiting, native collectives, reductions.",
+    .m_methods = methods,
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

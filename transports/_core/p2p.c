@@ -1,0 +1,515 @@
+/* send and recv of NumPy arrays between ranks of one host: arguments are looked at, not converted. Whatever is
+   not the common case, or takes long, is handed with the same arguments to the Python methods; on the wire
+   there is no difference.
+
+   A receive looks at the next item of its source's ring. If that is the array it wants it takes it; if not it
+   leaves everything as it is, and Python sorts it out. A send that has to wait for its receiver looks at the
+   transfer for a while, and helps to copy, before it becomes an operation of the engine.
+
+   A message that could be buffered is offered all the same if it is not small and its receiver is looking for it
+   already: copying it once is quicker than twice. If it is not taken at once it is buffered after all. */
+#include "p2p.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <structmember.h>
+
+/* What context.P2P packs: kind, communicator, tag, is-object; then what arrays.describe writes: code of the
+   dtype, length of the kind's name, dimensions, the name, the shape. */
+#define KIND_P2P 1
+#define HEADER_NBYTES 18u
+#define DESCRIPTION_NBYTES 8u
+#define MAX_DIMS 32
+#define ANY (-1)
+static const char KIND_NAME[5] = "numpy";
+
+/* Yields before the interpreter's lock is given up, so that a short wait does not pay for that, and between
+   looks at the clock. */
+#define YIELDS_WITH_LOCK 16
+#define YIELDS_A_LOOK 16
+/* A peer that is so late has something else to do: let the engine wait. */
+#define PATIENCE_NS 1000000u
+
+/* Bytes from which copying once is quicker; and how long a receiver that is looking may take to see it. */
+#define COPY_ONCE_NBYTES ((size_t)24 << 10)
+#define TAKING_NS 20000u
+
+enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, ARGUMENTS };
+static const char *const names[ARGUMENTS] = {"x", "dest", "source", "tag", "out", "status", "timeout"};
+static const signed char send_order[] = {X, DEST, TAG, -1}, recv_order[] = {SOURCE, TAG, OUT, STATUS, -1};
+
+/* --- arguments --------------------------------------------------------------------------------------- */
+
+/* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
+static bool parse(const signed char *order, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                  PyObject **values) {
+    for (Py_ssize_t index = 0; index < count; index++) {
+        if (order[index] < 0)
+            return false;
+        values[(int)order[index]] = args[index];
+    }
+    for (Py_ssize_t index = 0; keywords != NULL && index < PyTuple_Size(keywords); index++) {
+        PyObject *keyword = PyTuple_GetItem(keywords, index);
+        int which = 0;
+        while (which < ARGUMENTS && PyUnicode_CompareWithASCIIString(keyword, names[which]) != 0)
+            which++;
+        if (which == ARGUMENTS || values[which] != NULL)
+            return false;
+        values[which] = args[count + index];
+    }
+    return true;
+}
+
+static PyObject *call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    if (slow == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this communicator is closed");
+        return NULL;
+    }
+    PyObject *positionals = PyTuple_New(count), *named = NULL, *result = NULL;
+    if (positionals == NULL)
+        return NULL;
+    for (Py_ssize_t index = 0; index < count; index++)
+        PyTuple_SetItem(positionals, index, Py_NewRef(args[index]));
+    if (keywords != NULL) {
+        named = PyDict_New();
+        for (Py_ssize_t index = 0; named != NULL && index < PyTuple_Size(keywords); index++)
+            if (PyDict_SetItem(named, PyTuple_GetItem(keywords, index), args[count + index]) < 0)
+                Py_CLEAR(named);
+        if (named == NULL)
+            goto done;
+    }
+    Py_INCREF(slow);
+    result = PyObject_Call(slow, positionals, named);
+    Py_DECREF(slow);
+done:
+    Py_DECREF(positionals);
+    Py_XDECREF(named);
+    return result;
+}
+
+static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
+
+/* The value of an int between `least` and 2**31 - 1; else `wrong`. */
+static inline long small_int(PyObject *value, long least, long wrong) {
+    if (value == NULL || !PyLong_CheckExact(value))
+        return wrong;
+    int overflow;
+    long number = PyLong_AsLongAndOverflow(value, &overflow);
+    return overflow == 0 && number >= least && number <= INT32_MAX ? number : wrong;
+}
+
+static inline bool is_open(pc_p2p *p2p) {
+    pc_channel *channel = p2p->channel;
+    return p2p->usable && !channel->away && !channel->closed && channel->backlogged == 0 &&
+           !channel->host->engaged && !pc_host_failed(channel->host);
+}
+
+/* The local rank of a peer that can be reached, or -1. */
+static inline int find_peer(pc_p2p *p2p, PyObject *value) {
+    long rank = small_int(value, 0, -1);
+    if (rank < 0 || rank >= p2p->size || p2p->local[rank] < 0 || p2p->channel->peers[p2p->local[rank]].dead)
+        return -1;
+    return p2p->local[rank];
+}
+
+/* --- sending ----------------------------------------------------------------------------------------- */
+
+static size_t write_header(pc_p2p *p2p, const struct pc_array *x, int64_t tag, unsigned char *to) {
+    to[0] = KIND_P2P;
+    memcpy(to + 1, &p2p->ident, 8);
+    memcpy(to + 9, &tag, 8);
+    to[17] = 0;
+    to[18] = (unsigned char)x->dtype;
+    to[19] = sizeof KIND_NAME;
+    to[20] = (unsigned char)x->ndim;
+    memcpy(to + 21, KIND_NAME, sizeof KIND_NAME);
+    size_t nbytes = HEADER_NBYTES + DESCRIPTION_NBYTES;
+    for (int axis = 0; axis < x->ndim; axis++, nbytes += 8) {
+        uint64_t dim = (uint64_t)x->dims[axis];
+        memcpy(to + nbytes, &dim, 8);
+    }
+    return nbytes;
+}
+
+/* Wait until an offered message is taken; false: it is not, and never will be. */
+static bool taken_soon(pc_channel *channel, struct pc_send *send) {
+    struct pc_transfer *transfer = pc_transfer_of(channel->heap.base, send->transfer);
+    uint64_t waiting = pc_phase_of(send->id, PC_WAITING), started = 0;
+    for (unsigned looks = 0; pc_load(&transfer->state) == waiting; looks++) {
+        pc_relax();
+        if (looks % 64 != 63)
+            continue;
+        uint64_t now = pc_now_ns();
+        if (started == 0)
+            started = now;
+        else if (now - started > TAKING_NS)
+            return !pc_transfer_step(transfer, send->id, PC_WAITING, PC_WITHDRAWN);
+    }
+    return true;
+}
+
+/* Look at an offered message until its receiver has it; false: it is late. */
+static bool watch(pc_channel *channel, struct pc_send *send) {
+    pc_host *host = channel->host;
+    struct pc_transfer *transfer = pc_transfer_of(channel->heap.base, send->transfer);
+    uint64_t done = pc_phase_of(send->id, PC_DONE);
+    for (int spins = send->pieces > 1 ? 0 : host->spins; spins > 0; spins--) {
+        if (pc_load(&transfer->state) == done)
+            return true;
+        pc_relax();
+    }
+    PyThreadState *state = pc_channel_leave(channel);
+    uint64_t started = pc_now_ns();
+    unsigned looks = 0;
+    bool finished;
+    while (!(finished = pc_load(&transfer->state) == done)) {
+        if (pc_load(&transfer->next) < send->pieces) {
+            if (send->pieces > 1)
+                pc_send_help(channel, send, PC_BUDGET);
+            started = pc_now_ns();
+            continue;
+        }
+        if (looks++ < (unsigned)host->spins) {
+            pc_relax();
+            continue;
+        }
+        sched_yield();
+        if (looks % YIELDS_A_LOOK == 0 && (pc_now_ns() - started > PATIENCE_NS || pc_host_failed(host) ||
+                                           atomic_load(&channel->wanted) > 0))
+            break;
+    }
+    pc_channel_return(channel, state);
+    return finished;
+}
+
+/* Offer an array, and look at it for a while. 1: it is received, 0: it is late, -1 with an exception. With `soon`
+   it must be taken at once; 2: it was not, and has been taken back. */
+static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct pc_array *x, const void *header,
+                 size_t header_nbytes, bool soon, uint64_t *id) {
+    struct pc_send *send = calloc(1, sizeof *send);
+    if (send == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    send->peer = rank;
+    send->nbytes = x->nbytes;
+    send->one = (struct iovec){x->data, x->nbytes};
+    send->parts = (struct pc_parts){&send->one, x->nbytes > 0};
+    send->owner = Py_NewRef(x_object);
+    send->watched = channel->num_free_transfers > 0 && pc_channel_reaches(channel, rank);
+    *id = pc_channel_offer(channel, send, header, header_nbytes);
+    if (*id == 0)
+        return -1;
+    if (soon && !taken_soon(channel, send)) {
+        pc_send_give_up(channel, send);
+        return 2;
+    }
+    if (!send->watched || (!watch(channel, send) && !pc_send_unwatch(channel, send)))
+        return 0;
+    pc_send_end(channel, send, true);
+    return 1;
+}
+
+static inline bool is_awaited(pc_channel *channel, int rank) {
+    return channel->host->spins > 0 && pc_load(&channel->peers[rank].desk->awaited) == (uint64_t)channel->rank + 1 &&
+           channel->num_free_transfers > 0 && pc_channel_reaches(channel, rank);
+}
+
+static PyObject *send_array(pc_p2p *p2p, PyObject **values, const struct pc_array *x, int rank, long tag) {
+    pc_channel *channel = p2p->channel;
+    unsigned char header[HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * MAX_DIMS];
+    size_t header_nbytes = write_header(p2p, x, tag, header);
+    struct iovec memory = {x->data, x->nbytes};
+    uint64_t id;
+    int status = 2;
+    if (x->nbytes > COPY_ONCE_NBYTES && x->nbytes <= channel->eager_limit && is_awaited(channel, rank))
+        status = offer(channel, rank, values[X], x, header, header_nbytes, true, &id);
+    if (status == 2) {
+        if (PC_LIKELY(pc_channel_post(channel, rank, header, header_nbytes, (struct pc_parts){&memory, 1}, x->nbytes)))
+            return Py_NewRef(Py_None);
+        status = offer(channel, rank, values[X], x, header, header_nbytes, false, &id);
+    }
+    if (status < 0)
+        return NULL;
+    if (status == 0)
+        return PyObject_CallFunction(p2p->finish_send, "OK", values[DEST], (unsigned long long)id);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *p2p_send(pc_p2p *p2p, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_array x;
+    if (PC_LIKELY(is_open(p2p)) && parse(send_order, args, count, keywords, values) && values[X] != NULL &&
+        values[SOURCE] == NULL && values[OUT] == NULL && values[STATUS] == NULL && is_none(values[TIMEOUT]) &&
+        pc_array_view(values[X], &x) && x.ndim <= MAX_DIMS) {
+        pc_channel *channel = p2p->channel;
+        int rank = find_peer(p2p, values[DEST]);
+        long tag = values[TAG] == NULL ? 0 : small_int(values[TAG], 0, -1);
+        if (rank >= 0 && tag >= 0 && pc_load(&channel->peers[rank].desk->closed) == 0)
+            return send_array(p2p, values, &x, rank, tag);
+    }
+    return call_slow(p2p->slow_send, args, count, keywords);
+}
+
+/* --- receiving --------------------------------------------------------------------------------------- */
+
+/* Wait for the next item from a rank, a little. As `pc_ring_peek`; 0: it is late. */
+static int64_t await_item(pc_channel *channel, struct pc_ring *ring, struct pc_item **item) {
+    pc_host *host = channel->host;
+    int64_t nbytes = 0;
+    for (int spins = host->spins; nbytes == 0 && spins > 0; spins--) {
+        pc_relax();
+        nbytes = pc_ring_peek(ring, item);
+    }
+    for (int yields = 0; nbytes == 0 && yields < YIELDS_WITH_LOCK; yields++) {
+        sched_yield();
+        nbytes = pc_ring_peek(ring, item);
+    }
+    if (nbytes != 0)
+        return nbytes;
+    PyThreadState *state = pc_channel_leave(channel);
+    uint64_t started = pc_now_ns();
+    for (unsigned yields = 1; (nbytes = pc_ring_peek(ring, item)) == 0; yields++) {
+        sched_yield();
+        if (yields % YIELDS_A_LOOK == 0 && (pc_now_ns() - started > PATIENCE_NS || pc_host_failed(host) ||
+                                            atomic_load(&channel->wanted) > 0))
+            break;
+    }
+    pc_channel_return(channel, state);
+    return nbytes;
+}
+
+/* Whether a header is that of the array that is wanted, and `nbytes` of it fit. */
+static bool matches(const pc_p2p *p2p, const unsigned char *header, size_t header_nbytes, size_t nbytes, int64_t tag,
+                    const struct pc_array *out) {
+    uint64_t ident;
+    int64_t theirs;
+    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[0] != KIND_P2P || header[17] != 0)
+        return false;
+    memcpy(&ident, header + 1, 8);
+    memcpy(&theirs, header + 9, 8);
+    return ident == p2p->ident && (tag == ANY || tag == theirs) && header[18] == out->dtype &&
+           header[19] == sizeof KIND_NAME && memcmp(header + 21, KIND_NAME, sizeof KIND_NAME) == 0 &&
+           header_nbytes == HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * (size_t)header[20] && nbytes <= out->nbytes;
+}
+
+/* Have an offered array copied to `out`; false: leave it to Python. */
+static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, const struct pc_array *out) {
+    if (offer->transfer < 0 || offer->transfer >= PC_TRANSFERS || offer->num_parts != 1 ||
+        !pc_channel_reaches(channel, rank))
+        return false;
+    struct pc_transfer *transfer = pc_transfer_of(channel->peers[rank].heap, offer->transfer);
+    if (!pc_transfer_step(transfer, offer->id, PC_WAITING, PC_TAKEN))
+        return false;
+    struct pc_receive receive = {
+        .id = offer->id,
+        .peer = rank,
+        .mode = PC_COPYING,
+        .nbytes = offer->nbytes,
+        .into = out->data,
+        .one = {(void *)(uintptr_t)offer->address, offer->nbytes},
+        .parts = {&receive.one, 1},
+        .transfer = transfer,
+        .pieces = pc_pieces(offer->nbytes),
+    };
+    enum pc_outcome outcome = PC_TOO_LATE;
+    if (pc_transfer_open(transfer, (uint64_t)(uintptr_t)out->data, 0)) {
+        PyThreadState *state = NULL;
+        if (receive.pieces > 1) {
+            if (pc_load(&transfer->watched) == 0 && pc_channel_tell(channel, rank, PC_TAKE, offer->id) < 0)
+                PyErr_Clear(); /* then nobody helps */
+            state = pc_channel_leave(channel);
+        }
+        do {
+            outcome = pc_receive_copy(channel, &receive, SIZE_MAX);
+            if (outcome == PC_WAITS) {
+                sched_yield();
+                if (pc_host_failed(channel->host) && pc_process_ended(channel->peers[rank].pid))
+                    outcome = PC_GONE;
+            }
+        } while (outcome == PC_WAITS);
+        if (state != NULL)
+            pc_channel_return(channel, state);
+    }
+    if (outcome == PC_COMPLETE) {
+        pc_receive_finish(channel, &receive, true);
+        return true;
+    }
+    pc_receive_settle(channel, &receive);
+    if (outcome == PC_TOO_LATE || !pc_transfer_untake(transfer, offer->id))
+        pc_receive_finish(channel, &receive, false);
+    return false;
+}
+
+/* Take the array of an item if it is the one that is wanted; false: leave it to Python. */
+static bool take_item(pc_p2p *p2p, int rank, struct pc_item *item, size_t room, int64_t tag, const struct pc_array *out) {
+    pc_channel *channel = p2p->channel;
+    size_t header_nbytes = pc_item_header(item), nbytes = item->nbytes;
+    uint32_t kind = pc_item_kind(item);
+    if (PC_LIKELY(kind == PC_EAGER)) {
+        if (header_nbytes + nbytes > room || !matches(p2p, item->body, header_nbytes, nbytes, tag, out))
+            return false;
+        memcpy(out->data, item->body + header_nbytes, nbytes);
+        pc_channel_use(channel, rank, nbytes);
+        return true;
+    }
+    if (kind == PC_EAGER_HEAP) {
+        struct pc_block block;
+        memcpy(&block, item->body, sizeof block);
+        if (header_nbytes + sizeof block > room || !pc_block_valid(&block, nbytes) ||
+            !matches(p2p, item->body + sizeof block, header_nbytes, nbytes, tag, out))
+            return false;
+        unsigned char *heap = channel->peers[rank].heap;
+        memcpy(out->data, pc_heap_at(heap, block.unit), nbytes);
+        pc_block_give_back(heap, &block);
+        pc_channel_use(channel, rank, nbytes);
+        return true;
+    }
+    if (kind == PC_READY) {
+        struct pc_offer offer;
+        memcpy(&offer, item->body, sizeof offer);
+        return header_nbytes + sizeof offer <= room && offer.nbytes <= out->nbytes &&
+               matches(p2p, item->body + sizeof offer, header_nbytes, offer.nbytes, tag, out) &&
+               take(channel, rank, &offer, out);
+    }
+    return false;
+}
+
+static PyObject *p2p_recv(pc_p2p *p2p, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_array out;
+    if (PC_LIKELY(is_open(p2p)) && p2p->queued == 0 && parse(recv_order, args, count, keywords, values) &&
+        values[X] == NULL && values[DEST] == NULL && is_none(values[STATUS]) && is_none(values[TIMEOUT]) &&
+        !is_none(values[OUT]) && pc_array_view(values[OUT], &out) && out.writeable) {
+        int rank = find_peer(p2p, values[SOURCE]);
+        long tag = values[TAG] == NULL ? ANY : small_int(values[TAG], ANY, -2);
+        if (rank >= 0 && tag >= ANY) {
+            pc_channel *channel = p2p->channel;
+            struct pc_ring *ring = &channel->peers[rank].in;
+            struct pc_item *item;
+            int64_t nbytes = pc_ring_peek(ring, &item);
+            if (nbytes == 0) {
+                pc_flag64 *awaited = &channel->peers[channel->rank].desk->awaited;
+                atomic_store_explicit(awaited, (uint64_t)rank + 1, memory_order_relaxed);
+                nbytes = await_item(channel, ring, &item);
+                atomic_store_explicit(awaited, 0, memory_order_relaxed);
+            }
+            if (PC_LIKELY(nbytes > 0) && take_item(p2p, rank, item, (size_t)nbytes - PC_ITEM_NBYTES, tag, &out)) {
+                if (PC_UNLIKELY(pc_ring_consume(ring, nbytes)))
+                    pc_host_wake(channel->host, rank);
+                return Py_NewRef(values[OUT]);
+            }
+        }
+    }
+    return call_slow(p2p->slow_recv, args, count, keywords);
+}
+
+/* --- the Python type --------------------------------------------------------------------------------- */
+
+static PyObject *p2p_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *keywords[] = {"channel", "ident", "locals", "slow_send", "slow_recv", "finish_send", NULL};
+    PyObject *channel, *locals, *slow_send, *slow_recv, *finish_send;
+    unsigned long long ident;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OKOOOO", keywords, &channel, &ident, &locals, &slow_send,
+                                     &slow_recv, &finish_send))
+        return NULL;
+    if (!pc_is_channel(channel)) {
+        PyErr_SetString(PyExc_TypeError, "channel must be a Channel");
+        return NULL;
+    }
+    Py_ssize_t size = PySequence_Size(locals);
+    if (size < 0)
+        return NULL;
+    pc_p2p *p2p = (pc_p2p *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (p2p == NULL)
+        return NULL;
+    p2p->channel = (pc_channel *)Py_NewRef(channel);
+    p2p->ident = ident;
+    p2p->size = (int)size;
+    p2p->slow_send = Py_NewRef(slow_send);
+    p2p->slow_recv = Py_NewRef(slow_recv);
+    p2p->finish_send = Py_NewRef(finish_send);
+    p2p->local = calloc((size_t)size + 1, sizeof *p2p->local);
+    if (p2p->local == NULL) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    for (Py_ssize_t index = 0; index < size; index++) {
+        PyObject *item = PySequence_GetItem(locals, index);
+        long local = item != NULL ? PyLong_AsLong(item) : -1;
+        Py_XDECREF(item);
+        if (PyErr_Occurred())
+            goto failed;
+        bool other = local >= 0 && local < p2p->channel->size && local != p2p->channel->rank;
+        p2p->local[index] = other ? (int)local : -1;
+    }
+    return (PyObject *)p2p;
+failed:
+    Py_DECREF(p2p);
+    return NULL;
+}
+
+static int p2p_traverse(pc_p2p *p2p, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)p2p));
+    Py_VISIT(p2p->slow_send);
+    Py_VISIT(p2p->slow_recv);
+    Py_VISIT(p2p->finish_send);
+    return 0;
+}
+
+static int p2p_clear(pc_p2p *p2p) {
+    p2p->usable = 0;
+    Py_CLEAR(p2p->slow_send);
+    Py_CLEAR(p2p->slow_recv);
+    Py_CLEAR(p2p->finish_send);
+    return 0;
+}
+
+static void p2p_dealloc(pc_p2p *p2p) {
+    PyTypeObject *type = Py_TYPE((PyObject *)p2p);
+    PyObject_GC_UnTrack(p2p);
+    p2p_clear(p2p);
+    Py_XDECREF((PyObject *)p2p->channel);
+    free(p2p->local);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(p2p);
+    Py_DECREF(type);
+}
+
+static PyMethodDef p2p_methods[] = {
+    {"send", (PyCFunction)(void (*)(void))p2p_send, METH_FASTCALL | METH_KEYWORDS,
+     "send(x, dest, tag=0, *, timeout=None)\n--\n\nSend `x` to rank `dest`; see `pycoll.Communicator.send`."},
+    {"recv", (PyCFunction)(void (*)(void))p2p_recv, METH_FASTCALL | METH_KEYWORDS,
+     "recv(source=-1, tag=-1, out=None, status=None, *, timeout=None)\n--\n\n"
+     "Receive a message and return its value; see `pycoll.Communicator.recv`."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef p2p_members[] = {
+    {"usable", T_BOOL, offsetof(pc_p2p, usable), 0,
+     "Whether the short way may be taken: the communicator is open and whole, and calls have no default deadline."},
+    {"queued", T_INT, offsetof(pc_p2p, queued), 0,
+     "Messages that have come for this communicator, and receives that wait: while there are any, recv is Python's."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot p2p_slots[] = {
+    {Py_tp_new, p2p_new},
+    {Py_tp_dealloc, p2p_dealloc},
+    {Py_tp_traverse, p2p_traverse},
+    {Py_tp_clear, p2p_clear},
+    {Py_tp_methods, p2p_methods},
+    {Py_tp_members, p2p_members},
+    {Py_tp_doc,
+     "PointToPoint(channel, ident, locals, slow_send, slow_recv, finish_send)\n\n"
+     "send and recv of one communicator; `locals` are the ranks on this host, by rank, -1 for others. What is not "
+     "the common case goes to `slow_send` and `slow_recv` with the same arguments; a send that takes long to "
+     "`finish_send(dest, id)`, which waits for the offer of that id."},
+    {0, NULL},
+};
+
+PyType_Spec pc_p2p_spec = {
+    .name = "pycoll.transports._core.PointToPoint",
+    .basicsize = sizeof(pc_p2p),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = p2p_slots,
+};

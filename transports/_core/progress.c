@@ -1,0 +1,548 @@
+/* The receiving side of channels: what comes is handled here, and large messages are copied. See channel.h. */
+#include "channel.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+
+/* Items of one peer that are handled in one call, so that all peers have their turn. */
+#define BURST 64
+
+/* Looks at a piece that the sender is copying before going on to other things: about as long as one takes. */
+#define PIECE_LOOKS 2000
+
+/* Yields between looks at whether a process that is being waited for still exists. */
+#define YIELDS_A_LOOK 1000
+
+/* Parts of a payload that are believed. */
+#define MAX_PARTS ((uint32_t)1 << 20)
+
+/* --- copying an accepted message --------------------------------------------------------------------- */
+
+static size_t piece_of(const struct pc_receive *receive, int64_t piece, size_t *offset) {
+    size_t nbytes = pc_piece_nbytes(receive->nbytes);
+    *offset = (size_t)piece * nbytes;
+    return receive->nbytes - *offset < nbytes ? receive->nbytes - *offset : nbytes;
+}
+
+enum pc_outcome pc_receive_copy(pc_channel *channel, struct pc_receive *receive, size_t budget) {
+    struct pc_transfer *transfer = receive->transfer;
+    pid_t pid = channel->peers[receive->peer].pid;
+    int looks = 0;
+    for (size_t copied = 0; copied < budget;) {
+        int64_t piece = pc_transfer_claim(transfer, receive->pieces);
+        if (piece < 0)
+            piece = pc_transfer_returned(transfer);
+        if (piece < 0) {
+            if (pc_transfer_taken_back(transfer))
+                return PC_TOO_LATE;
+            if (pc_transfer_complete(transfer, receive->pieces))
+                return pc_transfer_seal(transfer) ? PC_COMPLETE : PC_TOO_LATE;
+            if (++looks > PIECE_LOOKS)
+                return PC_WAITS;
+            if (channel->host->spins > 0)
+                pc_relax();
+            else
+                sched_yield();
+            continue;
+        }
+        size_t offset, nbytes = piece_of(receive, piece, &offset);
+        int error = pc_copy_from(pid, receive->parts, offset, receive->into + offset, nbytes);
+        pc_transfer_copied(transfer); /* also if not: then the count only says that nobody is at it */
+        if (error != 0)
+            return error == ESRCH ? PC_GONE : PC_FAILED;
+        copied += nbytes;
+    }
+    return PC_MORE;
+}
+
+void pc_receive_settle(pc_channel *channel, struct pc_receive *receive) {
+    struct pc_transfer *transfer = receive->transfer;
+    pc_transfer_close(transfer);
+    if (PC_LIKELY(pc_transfer_settled(transfer)))
+        return;
+    PyThreadState *state = pc_channel_leave(channel);
+    for (unsigned yields = 1; !pc_transfer_settled(transfer); yields++) {
+        sched_yield();
+        if (yields % YIELDS_A_LOOK == 0 && pc_process_ended(channel->peers[receive->peer].pid))
+            break;
+    }
+    pc_channel_return(channel, state);
+}
+
+void pc_receive_finish(pc_channel *channel, struct pc_receive *receive, bool complete) {
+    struct pc_transfer *transfer = receive->transfer;
+    receive->transfer = NULL;
+    if (complete)
+        pc_publish(&transfer->state, pc_phase_of(receive->id, PC_DONE));
+    /* A sender that looks at the state must not find a message about it in its way. */
+    if (!complete || pc_load(&transfer->watched) == 0) {
+        if (pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id) < 0)
+            PyErr_Clear(); /* there is no memory: the sender will wait in vain */
+    }
+}
+
+/* Ask for segments. */
+static int ask(pc_channel *channel, struct pc_receive *receive) {
+    receive->mode = PC_SEGMENTS;
+    receive->filled = 0;
+    return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
+}
+
+/* Copy on. 1: it is not done, 0: done, -1: taken back, -3 with an exception. */
+static int copy_on(pc_channel *channel, struct pc_receive *receive, size_t budget) {
+    PyThreadState *state = receive->pieces > 1 ? pc_channel_leave(channel) : NULL;
+    enum pc_outcome outcome = pc_receive_copy(channel, receive, budget);
+    if (state != NULL)
+        pc_channel_return(channel, state);
+    switch (outcome) {
+    case PC_MORE:
+    case PC_WAITS:
+        return outcome == PC_MORE ? 1 : 2;
+    case PC_COMPLETE:
+        pc_receive_finish(channel, receive, true);
+        return 0;
+    case PC_TOO_LATE:
+        pc_receive_settle(channel, receive);
+        pc_receive_finish(channel, receive, false);
+        return -1;
+    case PC_GONE: /* what became of it is for others to say */
+        receive->mode = PC_STALLED;
+        pc_list_remove(&channel->receiving, receive->handle);
+        return 1;
+    default: /* its memory cannot be read after all, perhaps it is a device's */
+        pc_receive_settle(channel, receive);
+        pc_list_remove(&channel->receiving, receive->handle);
+        return ask(channel, receive) < 0 ? -3 : 1;
+    }
+}
+
+/* Find out where the payload is. */
+static bool read_parts(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer) {
+    receive->one = (struct iovec){(void *)(uintptr_t)offer->address, offer->nbytes};
+    receive->parts = (struct pc_parts){&receive->one, 1};
+    if (offer->num_parts == 1 || offer->nbytes == 0)
+        return true;
+    size_t nbytes = offer->num_parts * sizeof(struct iovec), total = 0;
+    if (offer->num_parts > MAX_PARTS || (receive->table = malloc(nbytes)) == NULL)
+        return false;
+    receive->one.iov_len = nbytes;
+    if (pc_copy_from(channel->peers[receive->peer].pid, receive->parts, 0, receive->table, nbytes) != 0)
+        return false;
+    receive->parts = (struct pc_parts){receive->table, offer->num_parts};
+    for (uint32_t index = 0; index < offer->num_parts; index++)
+        total += receive->table[index].iov_len;
+    return total == offer->nbytes;
+}
+
+int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer) {
+    struct pc_transfer *transfer = NULL;
+    receive->id = offer->id;
+    receive->nbytes = offer->nbytes;
+    receive->pieces = pc_pieces(offer->nbytes);
+    if (offer->transfer >= 0) {
+        transfer = pc_transfer_of(channel->peers[receive->peer].heap, offer->transfer);
+        if (!pc_transfer_step(transfer, offer->id, PC_WAITING, PC_TAKEN))
+            return pc_load(&transfer->state) == pc_phase_of(offer->id, PC_LEFT) ? -2 : -1;
+    }
+    if (transfer != NULL && pc_channel_reaches(channel, receive->peer) && read_parts(channel, receive, offer)) {
+        receive->transfer = transfer;
+        receive->mode = PC_COPYING;
+        if (!pc_transfer_open(transfer, (uint64_t)(uintptr_t)receive->into, 0)) {
+            pc_receive_finish(channel, receive, false);
+            return -1;
+        }
+        if (receive->pieces > 1 && pc_load(&transfer->watched) == 0 && pc_channel_tell(channel, receive->peer, PC_TAKE, offer->id) < 0)
+            return -3;
+        int status = copy_on(channel, receive, PC_BUDGET);
+        if (status > 0 && receive->mode == PC_COPYING && !pc_list_add(&channel->receiving, receive->handle)) {
+            PyErr_NoMemory();
+            return -3;
+        }
+        return status > 0 ? 1 : status;
+    }
+    if (offer->nbytes == 0)
+        return pc_channel_tell(channel, receive->peer, PC_FINISHED, offer->id) < 0 ? -3 : 0;
+    return ask(channel, receive) < 0 ? -3 : 1;
+}
+
+void pc_receive_end(pc_channel *channel, struct pc_receive *receive) {
+    if (receive->transfer != NULL && receive->mode != PC_SEGMENTS)
+        pc_receive_settle(channel, receive);
+    pc_list_remove(&channel->receiving, receive->handle);
+    pc_channel_remove_receive(channel, receive->handle);
+    PyBuffer_Release(&receive->view);
+    free(receive->table);
+    free(receive);
+}
+
+void pc_receive_give_up(pc_channel *channel, struct pc_receive *receive) {
+    int rank = receive->peer;
+    uint64_t id = receive->id;
+    pc_receive_end(channel, receive);
+    if (pc_channel_tell(channel, rank, PC_FINISHED, id) < 0)
+        PyErr_Clear();
+}
+
+int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into) {
+    if (receive->mode != PC_COPYING) {
+        memcpy(into, receive->into, receive->filled);
+        receive->into = into;
+        return 0;
+    }
+    pc_receive_settle(channel, receive);
+    struct pc_transfer *transfer = receive->transfer;
+    int64_t returned = pc_transfer_returned(transfer);
+    size_t offset, nbytes, claimed = pc_load(&transfer->next) & ~PC_MARKS;
+    if (returned >= 0) { /* the sender could not copy it */
+        nbytes = piece_of(receive, returned, &offset);
+        int error = pc_copy_from(channel->peers[receive->peer].pid, receive->parts, offset, receive->into + offset, nbytes);
+        pc_transfer_copied(transfer);
+        if (error != 0) { /* nor can we */
+            receive->into = into;
+            pc_list_remove(&channel->receiving, receive->handle);
+            return ask(channel, receive);
+        }
+    }
+    nbytes = claimed * pc_piece_nbytes(receive->nbytes);
+    memcpy(into, receive->into, nbytes < receive->nbytes ? nbytes : receive->nbytes);
+    receive->into = into;
+    pc_transfer_open(transfer, (uint64_t)(uintptr_t)into, claimed);
+    return 0;
+}
+
+/* --- what comes -------------------------------------------------------------------------------------- */
+
+/* Add an event, and with it the list. Takes the reference. */
+static int add_event(PyObject **events, PyObject *event) {
+    if (event == NULL || (*events == NULL && (*events = PyList_New(0)) == NULL)) {
+        Py_XDECREF(event);
+        return -1;
+    }
+    int status = PyList_Append(*events, event);
+    Py_DECREF(event);
+    return status;
+}
+
+static struct pc_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
+    for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0; place++) {
+        struct pc_receive *receive = channel->receives.things[place];
+        if (receive != NULL && receive->id == id && receive->peer == rank)
+            return receive;
+    }
+    return NULL;
+}
+
+static unsigned char *block_at(struct pc_peer *peer, const struct pc_block *block, size_t nbytes) {
+    return pc_block_valid(block, nbytes) ? pc_heap_at(peer->heap, block->unit) : NULL;
+}
+
+static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, size_t room, PyObject **events) {
+    size_t header_nbytes = pc_item_header(item), nbytes = item->nbytes;
+    struct pc_peer *peer = &channel->peers[rank];
+    uint32_t kind = pc_item_kind(item);
+    if (kind == PC_EAGER) {
+        if (header_nbytes + nbytes > room)
+            return -2;
+        const char *bytes = (const char *)item->body;
+        return add_event(events, Py_BuildValue("iiy#y#", PC_EVENT_EAGER, rank, bytes, (Py_ssize_t)header_nbytes,
+                                               bytes + header_nbytes, (Py_ssize_t)nbytes));
+    }
+    struct pc_block block;
+    if (room < sizeof block)
+        return -2;
+    memcpy(&block, item->body, sizeof block);
+    size_t before = kind == PC_EAGER_WHOLE ? header_nbytes : 0;
+    unsigned char *memory = block_at(peer, &block, before + nbytes);
+    if (memory == NULL || (before == 0 && header_nbytes > room - sizeof block))
+        return -2;
+    const unsigned char *header = before > 0 ? memory : item->body + sizeof block;
+    size_t start = (size_t)(memory + before - (channel->host->base + channel->host->heaps_offset));
+    return add_event(events, Py_BuildValue("iiy#nnIK", PC_EVENT_BLOCK, rank, header, (Py_ssize_t)header_nbytes,
+                                           (Py_ssize_t)start, (Py_ssize_t)nbytes, (unsigned)block.unit,
+                                           (unsigned long long)block.number));
+}
+
+static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, size_t room, PyObject **events) {
+    size_t header_nbytes = pc_item_header(item);
+    struct pc_peer *peer = &channel->peers[rank];
+    struct pc_offer offer;
+    struct pc_block block = {0};
+    bool whole = pc_item_kind(item) == PC_READY_WHOLE;
+    if (room < sizeof offer + (whole ? sizeof block : header_nbytes))
+        return -2;
+    memcpy(&offer, item->body, sizeof offer);
+    const unsigned char *header = item->body + sizeof offer;
+    if (whole) {
+        memcpy(&block, header, sizeof block);
+        header = block_at(peer, &block, header_nbytes);
+    }
+    if (header == NULL || offer.transfer >= PC_TRANSFERS || offer.nbytes > PY_SSIZE_T_MAX)
+        return -2;
+    int status = add_event(events, Py_BuildValue("iiy#nKKIi", PC_EVENT_READY, rank, header, (Py_ssize_t)header_nbytes,
+                                                 (Py_ssize_t)offer.nbytes, (unsigned long long)offer.id,
+                                                 (unsigned long long)offer.address, (unsigned)offer.num_parts,
+                                                 (int)offer.transfer));
+    if (whole) {
+        pc_block_give_back(peer->heap, &block);
+        pc_host_wake(channel->host, rank);
+    }
+    return status;
+}
+
+static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size_t room, PyObject **events) {
+    struct pc_peer *peer = &channel->peers[rank];
+    struct pc_segment segment;
+    size_t nbytes = item->nbytes;
+    if (room < sizeof segment)
+        return -2;
+    memcpy(&segment, item->body, sizeof segment);
+    const unsigned char *memory = block_at(peer, &segment.block, nbytes);
+    struct pc_receive *receive = find_receive(channel, rank, segment.id);
+    int status = 0;
+    if (memory == NULL)
+        return -2;
+    if (receive != NULL && receive->mode == PC_SEGMENTS) {
+        if (segment.offset != receive->filled || nbytes > receive->nbytes - receive->filled)
+            return -2;
+        memcpy(receive->into + receive->filled, memory, nbytes);
+        receive->filled += nbytes;
+        if (receive->filled == receive->nbytes) {
+            status = add_event(events, Py_BuildValue("iK", PC_EVENT_RECEIVED, (unsigned long long)receive->handle));
+            pc_receive_end(channel, receive);
+            if (pc_channel_tell(channel, rank, PC_FINISHED, segment.id) < 0)
+                status = -1;
+        }
+    } /* else it was given up, and the sender has been told */
+    pc_block_give_back(peer->heap, &segment.block);
+    pc_host_wake(channel->host, rank);
+    return status;
+}
+
+static int handle_told(pc_channel *channel, int rank, enum pc_message kind, uint64_t id, PyObject **events) {
+    struct pc_send *send = pc_table_get(&channel->sends, id);
+    if (kind == PC_CANCEL) {
+        struct pc_receive *receive = find_receive(channel, rank, id);
+        if (receive == NULL)
+            return add_event(events, Py_BuildValue("iiK", PC_EVENT_CANCEL, rank, (unsigned long long)id));
+        int status = add_event(events, Py_BuildValue("iK", PC_EVENT_WITHDRAWN, (unsigned long long)receive->handle));
+        pc_receive_give_up(channel, receive);
+        return status;
+    }
+    if (send == NULL || send->peer != rank)
+        return 0; /* it was given up */
+    if (kind == PC_FINISHED) {
+        int status = 0;
+        if (send->mode != PC_ABANDONED)
+            status = add_event(events, Py_BuildValue("iK", PC_EVENT_SENT, (unsigned long long)id));
+        pc_send_end(channel, send, true);
+        return status;
+    }
+    if (send->mode != PC_OFFERED && send->mode != PC_HELPING)
+        return 0;
+    if (kind == PC_TAKE && !pc_channel_reaches(channel, rank))
+        return 0;
+    if (send->mode == PC_OFFERED && !pc_list_add(&channel->sending, id)) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    send->mode = kind == PC_TAKE ? PC_HELPING : PC_SEGMENTS;
+    return 0;
+}
+
+/* Handle one item. 0, -1 with an exception, or -2: it makes no sense. */
+static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t item_nbytes, PyObject **events) {
+    size_t room = (size_t)item_nbytes - PC_ITEM_NBYTES;
+    uint64_t id;
+    enum pc_message kind = (enum pc_message)pc_item_kind(item);
+    switch (kind) {
+    case PC_EAGER:
+    case PC_EAGER_HEAP:
+    case PC_EAGER_WHOLE:
+        return handle_eager(channel, rank, item, room, events);
+    case PC_READY:
+    case PC_READY_WHOLE:
+        return handle_ready(channel, rank, item, room, events);
+    case PC_DATA:
+        return handle_data(channel, rank, item, room, events);
+    case PC_TAKE:
+    case PC_GO:
+    case PC_FINISHED:
+    case PC_CANCEL:
+        memcpy(&id, item->body, sizeof id);
+        return handle_told(channel, rank, kind, id, events);
+    case PC_BYE:
+        return add_event(events, Py_BuildValue("ii", PC_EVENT_BYE, rank));
+    }
+    return -2;
+}
+
+static int read_ring(pc_channel *channel, int rank, bool *worked, PyObject **events) {
+    struct pc_peer *peer = &channel->peers[rank];
+    for (int count = 0; count < BURST && !peer->dead; count++) {
+        struct pc_item *item;
+        int64_t nbytes = pc_ring_peek(&peer->in, &item);
+        if (nbytes == 0)
+            return 0;
+        *worked = true;
+        int status = nbytes < 0 ? -2 : handle(channel, rank, item, nbytes, events);
+        if (status == -2) { /* only a rank that went mad writes such things: as good as a lost link */
+            peer->dead = true;
+            return add_event(events, Py_BuildValue("ii", PC_EVENT_LOST, rank));
+        }
+        if (status < 0)
+            return -1;
+        if (pc_ring_consume(&peer->in, nbytes))
+            pc_host_wake(channel->host, rank);
+    }
+    return 0;
+}
+
+/* --- progress ---------------------------------------------------------------------------------------- */
+
+static bool is_active(pc_channel *channel, int rank) {
+    struct pc_desk *desk = channel->peers[channel->rank].desk;
+    return pc_load(&desk->senders[rank / 64]) >> (rank % 64) & 1;
+}
+
+static void find_active(pc_channel *channel) {
+    channel->seen_version = pc_load(&channel->peers[channel->rank].desk->version);
+    for (int rank = 0; rank < channel->size; rank++) {
+        struct pc_peer *peer = &channel->peers[rank];
+        if (!peer->active && rank != channel->rank && is_active(channel, rank)) {
+            peer->active = true;
+            channel->active[channel->num_active++] = rank;
+        }
+    }
+}
+
+/* Put segments into the heap as long as there is room; true if there was. */
+static bool send_segments(pc_channel *channel, struct pc_send *send) {
+    struct pc_peer *peer = &channel->peers[send->peer];
+    bool worked = false;
+    while (send->sent < send->nbytes && peer->first == NULL) {
+        struct pc_segment segment = {.id = send->id, .offset = send->sent};
+        size_t total = PC_ITEM_NBYTES + sizeof segment, nbytes = send->nbytes - send->sent;
+        if (nbytes > PC_SEGMENT_NBYTES)
+            nbytes = PC_SEGMENT_NBYTES;
+        struct pc_item *item = pc_ring_reserve(&peer->out, total);
+        if (item == NULL)
+            break;
+        uint32_t unit = pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS, nbytes, send->peer, false);
+        if (unit == 0)
+            break;
+        pc_heap_name(&channel->heap, unit, &segment.block);
+        pc_copy_parts(pc_heap_at(channel->heap.base, unit), send->parts, send->sent, nbytes);
+        memcpy(item->body, &segment, sizeof segment);
+        item->kind_and_header = (uint32_t)PC_DATA << 24;
+        item->nbytes = (uint32_t)nbytes;
+        pc_ring_publish(&peer->out, item, total);
+        pc_host_wake(channel->host, send->peer);
+        send->sent += nbytes;
+        worked = true;
+    }
+    return worked;
+}
+
+static bool go_on_sending(pc_channel *channel) {
+    bool worked = false;
+    for (uint32_t index = 0; index < channel->sending.count;) {
+        uint64_t id = channel->sending.numbers[index];
+        struct pc_send *send = pc_table_get(&channel->sends, id);
+        bool more;
+        if (send->mode == PC_HELPING) {
+            PyThreadState *state = pc_channel_leave(channel);
+            more = pc_send_help(channel, send, PC_BUDGET);
+            pc_channel_return(channel, state);
+            worked = true;
+        } else {
+            worked |= send_segments(channel, send);
+            more = send->sent < send->nbytes;
+        }
+        if (more) {
+            index++;
+            continue;
+        }
+        if (send->mode == PC_HELPING)
+            send->mode = PC_OFFERED; /* the receiver may yet ask for segments */
+        pc_list_remove(&channel->sending, id);
+    }
+    return worked;
+}
+
+static int go_on_receiving(pc_channel *channel, bool *worked, PyObject **events) {
+    for (uint32_t index = 0; index < channel->receiving.count;) {
+        uint64_t handle = channel->receiving.numbers[index];
+        struct pc_receive *receive = pc_table_get(&channel->receives, handle);
+        int status = copy_on(channel, receive, PC_BUDGET);
+        *worked |= status != 2;
+        if (status == 0 || status == -1) {
+            int event = status == 0 ? PC_EVENT_RECEIVED : PC_EVENT_WITHDRAWN;
+            pc_receive_end(channel, receive);
+            if (add_event(events, Py_BuildValue("iK", event, (unsigned long long)handle)) < 0)
+                return -1;
+        } else if (status < 0) {
+            return -1;
+        } else if (index < channel->receiving.count && channel->receiving.numbers[index] == handle) {
+            index++;
+        }
+    }
+    return 0;
+}
+
+int pc_channel_progress(pc_channel *channel, PyObject **events) {
+    bool worked = false;
+    if (PC_UNLIKELY(channel->backlogged > 0)) {
+        uint32_t before = channel->backlogged;
+        pc_channel_flush(channel);
+        worked = channel->backlogged < before;
+    }
+    if (PC_UNLIKELY(pc_load(&channel->peers[channel->rank].desk->version) != channel->seen_version))
+        find_active(channel);
+    for (int index = 0; index < channel->num_active; index++)
+        if (read_ring(channel, channel->active[index], &worked, events) < 0)
+            return -1;
+    if (channel->receiving.count > 0 && go_on_receiving(channel, &worked, events) < 0)
+        return -1;
+    if (channel->sending.count > 0)
+        worked |= go_on_sending(channel);
+    if (worked && *events == NULL && (*events = PyList_New(0)) == NULL)
+        return -1;
+    return 0;
+}
+
+static bool can_send(pc_channel *channel, struct pc_send *send) {
+    struct pc_ring *ring = &channel->peers[send->peer].out;
+    size_t nbytes = send->nbytes - send->sent;
+    return send->mode == PC_HELPING ||
+           (channel->peers[send->peer].first == NULL && pc_ring_room(ring, ring->num_lines / 4) &&
+            pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS, nbytes < PC_SEGMENT_NBYTES ? nbytes : PC_SEGMENT_NBYTES,
+                         send->peer, true) != 0);
+}
+
+static bool can_copy(struct pc_receive *receive) {
+    struct pc_transfer *transfer = receive->transfer;
+    return pc_load(&transfer->next) < receive->pieces || pc_load(&transfer->returned) != 0 ||
+           pc_transfer_complete(transfer, receive->pieces) || pc_transfer_taken_back(transfer);
+}
+
+bool pc_channel_ready(pc_channel *channel) {
+    struct pc_item *item;
+    if (pc_load(&channel->peers[channel->rank].desk->version) != channel->seen_version)
+        return true;
+    for (int index = 0; index < channel->num_active; index++) {
+        struct pc_peer *peer = &channel->peers[channel->active[index]];
+        if (!peer->dead && pc_ring_peek(&peer->in, &item) != 0)
+            return true;
+    }
+    for (int rank = 0; channel->backlogged > 0 && rank < channel->size; rank++)
+        if (pc_channel_has_room(channel, rank))
+            return true;
+    for (uint32_t index = 0; index < channel->receiving.count; index++)
+        if (can_copy(pc_table_get(&channel->receives, channel->receiving.numbers[index])))
+            return true;
+    for (uint32_t index = 0; index < channel->sending.count; index++)
+        if (can_send(channel, pc_table_get(&channel->sends, channel->sending.numbers[index])))
+            return true;
+    return false;
+}

@@ -1,0 +1,64 @@
+/* Between reduce.c and the kernels: the table that each level fills, and what needs no level.
+
+   reduce_kernels.inc holds the kernels. reduce_any.c, reduce_avx2.c and reduce_avx512.c compile it once each. */
+#ifndef PC_REDUCE_KERNELS_H
+#define PC_REDUCE_KERNELS_H
+
+#include "reduce.h"
+
+/* Codes of pycoll/dtypes.py. */
+enum pc_dtype {
+    PC_BOOL = 1,
+    PC_INT8,
+    PC_INT16,
+    PC_INT32,
+    PC_INT64,
+    PC_UINT8,
+    PC_UINT16,
+    PC_UINT32,
+    PC_UINT64,
+    PC_FLOAT16,
+    PC_BFLOAT16,
+    PC_FLOAT32,
+    PC_FLOAT64,
+    PC_COMPLEX64,
+    PC_COMPLEX128,
+    PC_DTYPES
+};
+
+typedef pc_reduce_fn pc_reduce_table[PC_OPS][PC_DTYPES];
+
+extern const pc_reduce_table pc_reduce_any;
+/* Other compilers than GCC do not compile a file for another processor without a flag, and GCC before 11 does not
+   tell whether this one has F16C. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#define PC_REDUCE_LEVELS
+extern const pc_reduce_table pc_reduce_avx2, pc_reduce_avx512;
+#endif
+
+/* out[i] = a[i] op b[i]; `out` may be `a` or `b`. */
+typedef void (*pc_pass_fn)(void *out, const void *a, const void *b, size_t count);
+/* out[i] = a[i] / divisor. */
+typedef void (*pc_divide_fn)(void *out, const void *a, size_t count, int divisor);
+
+/* Combine n operands by passes over two, in blocks that stay in the L1 cache. */
+void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn pass);
+void pc_reduce_average(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn sum,
+                       pc_divide_fn divide, int divisor);
+
+/* 16-bit floats are widened, combined and narrowed so many at a time: a strip stays in vector registers. Where a
+   value stands in a widened strip is the secret of the two functions that convert. */
+#define PC_STRIP 64
+
+static inline float pc_float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+static inline uint32_t pc_bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+#endif

@@ -1,0 +1,49 @@
+#include "wait.h"
+
+#include <sched.h>
+
+/* Yields before the interpreter's lock is given up, so that a short wait does not pay for that. */
+#define YIELDS_WITH_LOCK 16
+/* Yields between looks at the clock and at the failure epoch. */
+#define YIELDS_A_LOOK 32
+/* A peer that is so late has something else to do: sleep. */
+#define SLEEP_AFTER_NS 2000000u
+
+static int sleep_once(pc_call *call, pc_flag64 *flag, uint64_t value, int peer, uint64_t waited_ns) {
+    pc_hold(call);
+    int verdict = call->sleep(call, peer, waited_ns, false);
+    if (verdict > 0 && pc_load(flag) < value)
+        verdict = call->sleep(call, peer, waited_ns, true);
+    if (verdict >= 0)
+        pc_release(call);
+    return verdict < 0 ? -1 : 0;
+}
+
+int pc_wait_long(pc_call *call, pc_flag64 *flag, uint64_t value, int peer) {
+    uint64_t started = 0;
+    for (unsigned yields = 1;; yields++) {
+        sched_yield();
+        if (pc_load(flag) >= value)
+            return 0;
+        if (yields == YIELDS_WITH_LOCK)
+            pc_release(call);
+        if (yields % YIELDS_A_LOOK != 0)
+            continue;
+        uint64_t now = pc_now_ns();
+        if (started == 0)
+            started = now;
+        if (now - started >= SLEEP_AFTER_NS || pc_host_failed(call->host))
+            break;
+    }
+    pc_hold(call);
+    pc_host_sleep(call->host);
+    int status = 0;
+    while (status == 0 && pc_load(flag) < value)
+        status = sleep_once(call, flag, value, peer, pc_now_ns() - started);
+    pc_hold(call);
+    pc_host_awake(call->host);
+    pc_host_set_status(call->host, "", 0);
+    if (status == 0 && call->sleep(call, -1, 0, false) < 0)
+        status = -1;
+    return status;
+}
