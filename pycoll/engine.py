@@ -94,15 +94,22 @@ class Engine:
         self.engaged = False
         self._driving = False
         self._sleepers: list[_Sleeper] = []
+        self._awakenings = 0
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.interrupts = Interrupts(self._interrupted)
         self._distinct = list(dict.fromkeys(transports))
+        self._drowsy = [one for one in self._distinct if type(one).sleep is not Transport.sleep]
+        # Of a transport that has one; else a message is sent in the only way there is.
+        self._push = [getattr(transport, "push", transport.send) for transport in transports]
+        self._gives_up = False
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
         for transport in self._distinct:
             self._poller.register(transport.fileno(), select.POLLIN)
+        self._control_poller = select.poll()
         if control is not None:
             self._poller.register(control.fileno(), select.POLLIN)
+            self._control_poller.register(control.fileno(), select.POLLIN)
 
     # --- the lock --------------------------------------------------------------------------
 
@@ -224,6 +231,8 @@ class Engine:
                     raise_error(context.broken)
                 task = Task(steps())
                 context.pending.add(task)
+                # What is sent in a collective, or without a deadline, is never taken back.
+                self._gives_up = not collective and deadline != math.inf
                 task.start()
                 if not task.done:
                     self._wait(task, deadline, call)
@@ -263,7 +272,8 @@ class Engine:
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
-        return self.membership.refuse(peer) or self.transports[peer].send(peer, header, parts)
+        start = self.transports[peer].send if self._gives_up else self._push[peer]
+        return self.membership.refuse(peer) or start(peer, header, parts)
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -300,10 +310,9 @@ class Engine:
                 if self._progress():
                     self._wake_sleepers()
                     continue
-                limit = min([until, *(due for due, _ in self._timers)])
                 if time.monotonic() >= until:
                     return
-                self._poll(limit)
+                self._poll(min([until, *(due for due, _ in self._timers)]))
         finally:
             self._hand_over()
 
@@ -317,7 +326,7 @@ class Engine:
         asleep: list[Transport] = []
         try:
             ready = True
-            for transport in self._distinct:
+            for transport in self._drowsy:
                 asleep.append(transport)
                 ready &= transport.sleep()
             timeout_ms: float | None = None
@@ -329,17 +338,15 @@ class Engine:
         finally:
             for transport in asleep:
                 transport.awake()
+            # A doorbell that rang, whoever it was for, does not ring any more.
+            self._awakenings += 1
+            for sleeper in self._sleepers:
+                if sleeper.operation is None:
+                    sleeper.event.set()
         for descriptor, _ in events:
             if descriptor == self._bell:
                 self._make_room()
-            else:
-                self._wake_nappers()
         self.interrupts.check()
-
-    def _wake_nappers(self) -> None:
-        for sleeper in self._sleepers:
-            if sleeper.operation is None:
-                sleeper.event.set()
 
     def _make_room(self) -> None:
         """Let the thread in that rang the bell: it holds the gate until it has the lock."""
@@ -371,7 +378,8 @@ class Engine:
         worked = False
         for transport in self._distinct:
             worked |= transport.progress()
-        if self.control is not None:
+        # Asked first: the kernel says no sooner than the connection does.
+        if self.control is not None and self._control_poller.poll(0):
             for event in self.control.progress():
                 worked = True
                 self._event(event.kind, event.fields)
@@ -403,13 +411,15 @@ class Engine:
             with self.locked():
                 self.break_context(context, error)
 
-    def nap(self, look: Callable[[], float | None]) -> bool:
+    def nap(self, look: Callable[[], float | None], seen: int) -> int | None:
         """Sleep once, until anything comes.
 
         Args:
             look: called first, under the lock; returns until when to sleep, or None not to.
+            seen: what this returned last, in the same wait; -1 at first. When something has come
+                since, to a thread that sleeps for all, this one must look again before it sleeps.
 
-        Returns whether it returned None.
+        Returns None if `look` did.
         """
         held = self.interrupts.hold()
         try:
@@ -418,22 +428,22 @@ class Engine:
                 self._progress()
                 until = look()
                 if until is None:
-                    return True
-                if self._driving:
-                    self._sleep(None, until)
-                else:
+                    return None
+                if not self._driving:
                     self._driving = True
                     try:
                         self._poll(min([until, *(due for due, _ in self._timers)]))
                         self._progress()
                     finally:
                         self._hand_over()
+                elif seen == self._awakenings:
+                    self._sleep(None, until)
+                return self._awakenings
             finally:
                 self._leave()
         finally:
             if held:
                 self.interrupts.release()
-        return False
 
     def running(self) -> None:
         """Tell the launcher that a wait which was reported is over."""

@@ -50,9 +50,6 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
 """Operators, numbered as in transports/_core/reduce.h."""
 
-MEETING_CALLS = 2
-"""Calls by which the ranks of a communicator meet in shared memory: the user's come after them."""
-
 VERDICT_S = 1.0
 """Seconds that a mismatch waits for the other rank to show its call."""
 
@@ -99,6 +96,7 @@ class Native:
         self._call: Call | None = None
         self._deadline = math.inf
         self._reported = False
+        self._seen = -1
         self.core = Comm(
             memory.host,
             context.ident,
@@ -121,7 +119,7 @@ class Native:
     @property
     def number(self) -> int:
         """Number of calls made by the communicator's user."""
-        return max(0, self.core.number - MEETING_CALLS)
+        return self.core.number - self.core.internal
 
     def run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
         """Run a call to its end: `steps` calls the core."""
@@ -165,15 +163,19 @@ class Native:
         `peer` -1 the wait is over.
         """
         if peer < 0:
+            self._seen = -1
             if self._reported:
                 self._reported = False
                 self._engine.running()
             return False
         try:
-            return self._engine.nap(lambda: self._look(described, peer, waited_s, last))
+            seen = self._engine.nap(lambda: self._look(described, peer, waited_s, last), self._seen)
         except BaseException as exc:
+            self._seen = -1
             self._engine.give_up(self._context, exc)
             raise
+        self._seen = -1 if seen is None else seen
+        return seen is None
 
     def _look(
         self, described: tuple[Any, ...], peer: int, waited_s: float, last: int
@@ -230,7 +232,7 @@ class Native:
             engine.give_up(context, error)
             raise error
         call = self._call or self._described(described)
-        order = context.next_number + number - MEETING_CALLS - 1
+        order = context.next_number + number - self.core.internal - 1
         shown = f"{call.text} at {caller()}" if number == described[5] else _call_text(*mine)
         error = MismatchError(
             f"ranks made different calls as collective number {order} of one communicator:\n"
@@ -243,9 +245,9 @@ class Native:
             # compares the two, and tells all.
             until = time.monotonic() + VERDICT_S
             try:
-                engine.nap(lambda: self._show(call))
+                engine.nap(lambda: self._show(call), -1)
                 while time.monotonic() < until and context.broken is None:
-                    engine.nap(lambda: until if context.broken is None else 0.0)
+                    engine.nap(lambda: until if context.broken is None else 0.0, -1)
             except BaseException as exc:
                 engine.give_up(context, exc)
                 raise
@@ -283,7 +285,7 @@ class Native:
         if value is not None and collective not in ("broadcast", "scatter"):
             words.append(f"{value.dtype}{list(value.array.shape)}")
         text = _text(collective, words, op or "sum", root)
-        order = self._context.next_number + max(0, number - MEETING_CALLS - 1)
+        order = self._context.next_number + max(0, number - self.core.internal - 1)
         return Call(text, order, self._context)
 
 

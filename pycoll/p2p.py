@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from pycoll import arrays, objects
@@ -22,6 +23,10 @@ from pycoll.executor import new_bytes
 from pycoll.group import Group
 from pycoll.task import CallSteps
 from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn
+
+
+# Programs send the same shapes over and over.
+_understood = functools.lru_cache(256)(arrays.from_description)
 
 
 class Outgoing:
@@ -183,7 +188,7 @@ def _prepare(group: Group, message: Message, out: Value | None) -> tuple[memoryv
             )
         buffer = new_bytes(nbytes)
         return buffer, buffer, objects.load
-    dtype, kind, shape = arrays.from_description(message.description)
+    dtype, kind, shape = _understood(message.description)
     if out is None:
         value = arrays.fresh(dtype, kind, shape)
         return arrays.as_bytes(value.array), value, arrays.unwrap

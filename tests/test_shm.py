@@ -160,6 +160,7 @@ def test_close_waits_for_a_receiver_whose_ring_is_full(world: World) -> None:
 
 def test_what_makes_no_sense_is_a_lost_link_and_no_crash() -> None:
     random = np.random.default_rng(3)
+    lost = 0
     for _ in range(300):
         world = World("shm", 2)
         for nbytes in (8, 3000, 70_000):
@@ -177,7 +178,9 @@ def test_what_makes_no_sense_is_a_lost_link_and_no_crash() -> None:
         for arrival in world.nodes[1].arrivals:
             if arrival.nbytes <= 2**20:
                 arrival.accept(memoryview(bytearray(arrival.nbytes)))
+        lost += 0 in world.nodes[1].lost_peers
         world.close()
+    assert lost > 20
 
 
 # --- large messages --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from pycoll import transports
 from pycoll.errors import PeerFailed, TransportError
 from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer, Withdrawn
 from pycoll.transports.shm import missing_core
-from pycoll.transports.tcp import SEGMENT, WINDOW, TcpTransport
+from pycoll.transports.tcp import AHEAD, SEGMENT, WINDOW, TcpTransport
 from tests.transport_world import DEADLINE_S, Node, World
 
 BETWEEN_PROCESSES = ["tcp", *([] if missing_core() else ["shm", "shm in segments"])]
@@ -245,6 +245,28 @@ def test_what_is_sent_over_a_lost_link_waits_for_the_verdict(tcp: World) -> None
     assert not any(transfer.done for transfer in transfers)
     tcp.nodes[0].transport.forget(1, "killed")
     assert [str(transfer.error) for transfer in transfers] == ["rank 1 failed: killed"] * 2
+
+
+def test_what_is_pushed_is_buffered_within_a_credit_of_its_own(tcp: World) -> None:
+    transport = tcp.nodes[0].transport
+    assert isinstance(transport, TcpTransport)
+    first, second = pattern(AHEAD - 2), pattern(EAGER_LIMIT + 1)
+    data = bytearray(first)
+    assert transport.push(1, b"first", [memoryview(data)[:10], memoryview(data)[10:]]).done
+    data[:] = bytes(len(data))  # it is the caller's again
+    waiting = transport.push(1, b"second", [memoryview(second)])
+    assert not waiting.done
+    assert tcp.send(0, 1, b"small", b"small").done
+    arrivals = tcp.arrivals(1, 3)
+    assert [arrival.header for arrival in arrivals] == [b"first", b"second", b"small"]
+    assert [tcp.receive(arrival) for arrival in arrivals] == [first, second, b"small"]
+    tcp.run(lambda: waiting.done)
+    tcp.quiet(0, 1)
+    again = transport.push(1, b"again", [memoryview(first)])
+    assert again.done
+    tcp.arrivals(1, 4)[-1].release()
+    tcp.quiet(0, 1)
+    assert transport.push(1, b"", [memoryview(first)]).done
 
 
 def test_transfers_with_a_peer_that_has_ended_fail(world: World) -> None:

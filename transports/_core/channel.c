@@ -321,6 +321,16 @@ bool pc_channel_flush(pc_channel *channel) {
 
 /* --- messages ---------------------------------------------------------------------------------------- */
 
+/* Write a payload piece by piece, while its reader may be reading it already. */
+static void fill(struct pc_filling *filling, unsigned char *to, struct pc_parts parts, size_t nbytes) {
+    for (size_t filled = 0; filled < nbytes;) {
+        size_t piece = nbytes - filled < PC_FILL_NBYTES ? nbytes - filled : PC_FILL_NBYTES;
+        pc_copy_parts(to + filled, parts, filled, piece);
+        filled += piece;
+        atomic_store_explicit(&filling->nbytes, filled, memory_order_release);
+    }
+}
+
 static bool post_in_heap(pc_channel *channel, int rank, const void *header, size_t header_nbytes,
                          struct pc_parts parts, size_t nbytes) {
     struct pc_peer *peer = &channel->peers[rank];
@@ -332,18 +342,23 @@ static bool post_in_heap(pc_channel *channel, int rank, const void *header, size
     struct pc_item *item = pc_ring_reserve(&peer->out, total);
     if (item == NULL)
         return false;
-    size_t before = whole ? header_nbytes : 0;
+    size_t before = sizeof(struct pc_filling) + (whole ? header_nbytes : 0);
     uint32_t unit = pc_heap_take(&channel->heap, PC_ROOM_PAYLOADS, before + nbytes, rank, false);
     if (unit == 0)
         return false;
     pc_heap_name(&channel->heap, unit, &block);
     unsigned char *memory = pc_heap_at(channel->heap.base, unit);
-    memcpy(whole ? memory : item->body + sizeof block, header, header_nbytes);
-    pc_copy_parts(memory + before, parts, 0, nbytes);
+    struct pc_filling *filling = (struct pc_filling *)memory;
+    atomic_store_explicit(&filling->nbytes, 0, memory_order_relaxed);
+    memcpy(whole ? memory + sizeof *filling : item->body + sizeof block, header, header_nbytes);
     memcpy(item->body, &block, sizeof block);
     item->kind_and_header = (uint32_t)(whole ? PC_EAGER_WHOLE : PC_EAGER_HEAP) << 24 | (uint32_t)header_nbytes;
     item->nbytes = (uint32_t)nbytes;
     publish(channel, rank, item, total);
+    fill(filling, memory + before, parts, nbytes);
+    /* Its reader may have seen that it is not there yet, and have gone to sleep. */
+    atomic_thread_fence(memory_order_seq_cst);
+    pc_host_wake(channel->host, rank);
     return true;
 }
 

@@ -20,13 +20,16 @@
 
 #define PC_SEGMENT_NBYTES ((size_t)128 << 10)
 
+/* Bytes after which who fills a block tells its reader. */
+#define PC_FILL_NBYTES ((size_t)8 << 10)
+
 /* Bytes copied by one call of progress: it must come back to look at the other things. */
 #define PC_BUDGET ((size_t)4 << 20)
 
 enum pc_message {
     PC_EAGER = 1,   /* header, payload */
-    PC_EAGER_HEAP,  /* block of the payload, header */
-    PC_EAGER_WHOLE, /* block of header and payload */
+    PC_EAGER_HEAP,  /* block (filling, payload), header */
+    PC_EAGER_WHOLE, /* block (filling, header, payload) */
     PC_READY,       /* struct pc_offer, header */
     PC_READY_WHOLE, /* struct pc_offer, block of the header */
     PC_TAKE,        /* id: the receiver copies, and may be helped */
@@ -57,8 +60,6 @@ struct pc_desk {
     uint64_t nonce_address, nonce; /* who can read it can copy */
     pc_flag64 closed;
     char pad2[PC_LINE - 32];
-    pc_flag64 awaited; /* 0, or 1 + the rank whose next item a receive looks for right now (p2p.c) */
-    char pad3[PC_LINE - 8];
     pc_flag64 senders[]; /* bits: ranks that have sent to this one */
 };
 

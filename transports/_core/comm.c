@@ -5,12 +5,14 @@
 #include <unistd.h>
 
 /* A chunk of 128 KiB and four of them a rank stay in the second-level cache. With many ranks they are
-   smaller, so that a communicator's big slots take at most 4 MiB up to 64 ranks. */
+   smaller, so that a communicator's big slots take at most 4 MiB up to 64 ranks; but they hold a cache line
+   for each rank, which is what a chunk is cut in at most. */
 size_t pc_chunk_nbytes(int size) {
-    size_t nbytes = ((size_t)4 << 20) / PC_CHUNKS / (size_t)size;
+    size_t nbytes = ((size_t)4 << 20) / PC_CHUNKS / (size_t)size, least = pc_round_up((size_t)size * PC_LINE, PC_PAGE);
     if (nbytes > (size_t)128 << 10)
         nbytes = (size_t)128 << 10;
-    return nbytes < (size_t)16 << 10 ? (size_t)16 << 10 : nbytes / PC_PAGE * PC_PAGE;
+    nbytes = nbytes < (size_t)16 << 10 ? (size_t)16 << 10 : nbytes / PC_PAGE * PC_PAGE;
+    return nbytes < least ? least : nbytes;
 }
 
 static size_t slots_offset(int size) { return pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE); }
@@ -86,12 +88,13 @@ static int raise_mismatch(pc_collective *call, int rank, uint64_t number, PyObje
 
 /* (signature, shape) of what a rank has called */
 static PyObject *called(pc_comm *comm, int rank, uint64_t number) {
-    const struct pc_slot *slot = pc_slot_of(comm, rank, number);
-    int ndim = (int)(slot->shape[0] < 0 ? 0 : slot->shape[0] > 7 ? 7 : slot->shape[0]);
+    struct pc_slot *slot = pc_slot_of(comm, rank, number);
+    bool there = pc_load(&slot->number) == number; /* else it has gone on, and the shape is another call's */
+    int ndim = !there || slot->shape[0] < 0 ? 0 : slot->shape[0] > 7 ? 7 : (int)slot->shape[0];
     PyObject *shape = PyTuple_New(ndim);
     for (int axis = 0; shape != NULL && axis < ndim; axis++)
         PyTuple_SetItem(shape, axis, PyLong_FromLongLong(slot->shape[axis + 1]));
-    return Py_BuildValue("(KN)", (unsigned long long)slot->signature, shape);
+    return Py_BuildValue("(KN)", (unsigned long long)*pc_signature_of(comm, rank, number), shape);
 }
 
 PC_COLD int pc_mismatch(pc_collective *call, int rank, uint64_t number) {
@@ -139,6 +142,10 @@ PyObject *pc_call_end(pc_collective *call, int status, PyObject *result) {
         return result;
     Py_XDECREF(result);
     call->comm->usable = false; /* ranks may disagree now where they are */
+    if (call->comm->entry >= 0) {
+        pc_publish(&pc_progress_of(call->comm, call->comm->rank)->given_up, 1);
+        atomic_thread_fence(memory_order_seq_cst); /* before what the caller does to its arrays */
+    }
     return NULL;
 }
 
@@ -157,6 +164,7 @@ static int gather_all(pc_comm *comm, const void *x, void *out, size_t nbytes) {
     call.out = out;
     call.nbytes = nbytes;
     pc_sign(&call, nbytes, 0, NULL);
+    comm->internal++;
     int status = pc_run(&call);
     pc_call_end(&call, status, NULL);
     return status;
@@ -482,6 +490,14 @@ static PyObject *comm_get_number(pc_comm *comm, void *unused) {
     (void)unused;
     return PyLong_FromUnsignedLongLong(comm->number);
 }
+static PyObject *comm_get_internal(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(comm->internal);
+}
+static PyObject *comm_get_far(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(comm->far);
+}
 static PyObject *comm_get_attached(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->entry >= 0);
@@ -493,6 +509,8 @@ static PyObject *comm_get_direct(pc_comm *comm, void *unused) {
 
 static PyGetSetDef comm_getset[] = {
     {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
+    {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.", NULL},
+    {"far", (getter)comm_get_far, NULL, "Whether the ranks' cores share no cache.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -33,6 +33,9 @@ struct pc_progress { /* of one rank; only that rank writes it */
     pc_flag64 reduced;  /* chunks of which it has reduced its part */
     pc_flag64 consumed; /* chunks of which it needs nothing any more */
     pc_flag64 phase;    /* direct calls: 2 m + 1: its part of call m is in its array; 2 m + 2: it has read all */
+    pc_flag64 given_up; /* 1: it has left a call with an error, and its arrays are its caller's again */
+    /* Of its calls: none is overwritten before all have compared it, for nobody can be so far ahead. */
+    _Alignas(PC_LINE) uint64_t signatures[2 * PC_SLOTS];
 };
 
 enum pc_kind {
@@ -52,9 +55,12 @@ typedef struct pc_comm {
     size_t slots_offset, big_offset;
     int entry;       /* in the host's table; -1: not attached */
     bool direct;     /* every rank may read every other's memory */
+    bool far;        /* their cores share no cache, or behave so */
+    bool measured;   /* whether that is known */
     bool usable;     /* attached, not broken, no default deadline: the short way may be taken */
     bool busy;       /* a call is under way */
     uint64_t number; /* of the last call */
+    uint64_t internal; /* calls that were not the user's */
     uint64_t entered_by_all; /* every rank is known to have entered this call */
     uint64_t *compared; /* by rank: its calls up to this one were compared with those made here */
     uint64_t chunk;  /* chunks streamed so far, by all */
@@ -85,6 +91,9 @@ size_t pc_region_nbytes(int size);
 
 static inline struct pc_progress *pc_progress_of(pc_comm *comm, int rank) {
     return (struct pc_progress *)comm->region + rank;
+}
+static inline uint64_t *pc_signature_of(pc_comm *comm, int rank, uint64_t number) {
+    return &pc_progress_of(comm, rank)->signatures[number % (2 * PC_SLOTS)];
 }
 static inline struct pc_slot *pc_slot_of(pc_comm *comm, int rank, uint64_t number) {
     size_t index = (size_t)rank * PC_SLOTS + number % PC_SLOTS;
@@ -143,6 +152,9 @@ bool pc_is_direct(const pc_collective *call);
 int pc_direct(pc_collective *call, struct pc_slot *slot);
 int pc_direct_receive(pc_collective *call, uint64_t address);
 int pc_direct_serve(pc_collective *call); /* the root's: wait until all have read */
+
+/* Find out, before a call, whether the ranks are far from each other: all ranks together, once. */
+int pc_measure(pc_collective *call);
 
 /* all_reduce.c: streaming in two phases, each rank reducing its part. */
 int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot);

@@ -1,14 +1,22 @@
 #include <errno.h>
+#include <stdlib.h>
 #include <sys/uio.h>
 
 #include "comm.h"
 
-/* Bytes of a unit from which on reading the other ranks' memory is quicker than copying through slots.
-   TODO measured */
-static size_t direct_from[PC_KINDS] = {
-    [PC_BROADCAST] = 64 << 10, [PC_REDUCE] = SIZE_MAX, [PC_ALL_REDUCE] = 8 << 20,
-    [PC_GATHER] = 64 << 10, [PC_ALL_GATHER] = 64 << 10, [PC_SCATTER] = 64 << 10,
-    [PC_REDUCE_SCATTER] = 4 << 20, [PC_ALL_TO_ALL] = 64 << 10, [PC_SCAN] = SIZE_MAX, [PC_EXSCAN] = SIZE_MAX,
+/* Bytes of a unit from which on reading the other ranks' memory is quicker than copying through slots (0: never),
+   where the cores of the ranks share a cache (near) and where they do not (far): then a line that another core
+   has written comes slowly, and a copy less counts for more. Measured with benchmarks/table on both. */
+struct limits {
+    size_t near, far;
+};
+#define KiB ((size_t)1 << 10)
+#define MiB ((size_t)1 << 20)
+static struct limits direct_from[PC_KINDS] = {
+    [PC_BROADCAST] = {48 * KiB, 48 * KiB},      [PC_ALL_REDUCE] = {12 * MiB, 64 * KiB},
+    [PC_GATHER] = {8 * MiB, 256 * KiB},         [PC_ALL_GATHER] = {48 * KiB, 48 * KiB},
+    [PC_SCATTER] = {48 * KiB, 48 * KiB},        [PC_REDUCE_SCATTER] = {48 * KiB, 48 * KiB},
+    [PC_ALL_TO_ALL] = {48 * KiB, 48 * KiB},
 };
 
 /* Bytes read at a time when they are to be reduced: small enough to stay in the cache. */
@@ -19,17 +27,20 @@ struct addresses { /* in the slot of a direct call */
 };
 
 bool pc_is_direct(const pc_collective *call) {
-    return call->comm->direct && call->nbytes >= direct_from[call->kind];
+    const pc_comm *comm = call->comm;
+    size_t from = comm->far ? direct_from[call->kind].far : direct_from[call->kind].near;
+    return comm->direct && from != 0 && call->nbytes >= from;
 }
 
+/* set_direct_from(kind, nbytes): for measuring, near and far. */
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args) {
     int kind;
     Py_ssize_t nbytes;
     (void)module;
     if (!PyArg_ParseTuple(args, "in", &kind, &nbytes))
         return NULL;
-    if (kind >= 0 && kind < PC_KINDS)
-        direct_from[kind] = (size_t)nbytes;
+    if (kind >= 0 && kind < PC_KINDS && direct_from[kind].near != 0)
+        direct_from[kind] = (struct limits){(size_t)nbytes, (size_t)nbytes};
     Py_RETURN_NONE;
 }
 
@@ -71,6 +82,18 @@ static void reach(pc_collective *call, uint64_t step) {
 
 static int await_phase(pc_collective *call, int rank, uint64_t step) {
     return pc_wait(&call->call, &pc_progress_of(call->comm, rank)->phase, 2 * call->number + step, rank);
+}
+
+/* Whoever has given up may have changed its arrays while they were read here. Python hears, or has heard, of
+   that: wait for it. */
+static int check_given_up(pc_collective *call) {
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int rank = 0; rank < call->comm->size; rank++) {
+        pc_flag64 *given_up = &pc_progress_of(call->comm, rank)->given_up;
+        if (PC_UNLIKELY(pc_load(given_up) != 0))
+            return pc_wait(&call->call, given_up, 2, rank);
+    }
+    return 0;
 }
 
 /* An array must stay until all have read what they need of it. */
@@ -179,7 +202,7 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
             status = read_from(call, (int)rank, out + rank * nbytes, address, nbytes);
         }
     }
-    if (status < 0)
+    if (status < 0 || check_given_up(call) < 0)
         return -1;
     reach(call, 2);
     return call->kind == PC_GATHER ? 0 : await_all(call);
@@ -189,10 +212,67 @@ int pc_direct_receive(pc_collective *call, uint64_t address) {
     pc_release(&call->call);
     if (call->kind == PC_SCATTER)
         address += (uint64_t)call->comm->rank * call->nbytes;
-    if (read_from(call, call->root, call->out, address, call->nbytes) < 0)
+    if (read_from(call, call->root, call->out, address, call->nbytes) < 0 || check_given_up(call) < 0)
         return -1;
     reach(call, 2);
     return 0;
 }
 
 int pc_direct_serve(pc_collective *call) { return await_all(call); }
+
+/* --- near or far --------------------------------------------------------------------------------------- */
+
+#define TRIAL_NBYTES (128 * KiB)
+#define TRIALS 6
+
+static int trial(pc_collective *call, bool direct, uint64_t *took_ns) {
+    struct pc_slot *slot;
+    uint64_t started = pc_now_ns();
+    call->comm->internal++;
+    if (pc_enter_begin(call, &slot) < 0 || (direct ? pc_direct(call, slot) : pc_all_reduce_stream(call, slot)) < 0)
+        return -1;
+    uint64_t took = pc_now_ns() - started;
+    if (took < *took_ns)
+        *took_ns = took;
+    return 0;
+}
+
+/* Both ways give the same bits, so the time it takes may decide, if all ranks decide alike: each tells the
+   others its best times, and the sums are compared. */
+int pc_measure(pc_collective *call) {
+    pc_comm *comm = call->comm;
+    pc_collective probe = *call;
+    uint64_t best[2] = {UINT64_MAX, UINT64_MAX}, sum[2], bests[2 * comm->size];
+    comm->measured = true;
+    if (!comm->direct)
+        return 0;
+    unsigned char *memory = calloc(2, TRIAL_NBYTES);
+    if (memory == NULL) {
+        pc_hold(&call->call);
+        PyErr_NoMemory();
+        return -1;
+    }
+    probe.x = memory;
+    probe.out = memory + TRIAL_NBYTES;
+    probe.nbytes = TRIAL_NBYTES;
+    probe.op = PC_SUM;
+    probe.dtype = 12;
+    pc_sign(&probe, TRIAL_NBYTES, 0, NULL);
+    int status = 0;
+    for (int index = 0; status == 0 && index < 2 * TRIALS; index++)
+        status = trial(&probe, index % 2 == 1, &best[index % 2]);
+    probe.kind = PC_ALL_GATHER;
+    probe.x = best;
+    probe.out = bests;
+    probe.nbytes = sizeof best;
+    comm->internal++;
+    if (status == 0)
+        status = pc_run(&probe);
+    call->call = probe.call;
+    free(memory);
+    sum[0] = sum[1] = 0;
+    for (int index = 0; status == 0 && index < 2 * comm->size; index++)
+        sum[index % 2] += bests[index];
+    comm->far = sum[1] < sum[0];
+    return status;
+}

@@ -100,21 +100,13 @@ static void take(const pc_collective *call, const unsigned char **from, size_t o
 
 /* --- entering a call ---------------------------------------------------------------------------------- */
 
-/* Compare the calls from the last compared one up to `number` with those of a rank, as far as they are still
-   in its slots. Calls in which this rank did not wait for that one are so compared at the next in which it
-   does, or when the slot is needed again. */
+/* Compare the calls from the last compared one up to `number` with those of a rank. Calls in which this rank
+   did not wait for that one are so compared at the next in which it does, or when the slot is needed again. */
 static PC_COLD int compare_earlier(pc_collective *call, int rank, uint64_t number) {
     pc_comm *comm = call->comm;
-    uint64_t first = comm->compared[rank] + 1;
-    if (first + PC_SLOTS <= number)
-        first = number - PC_SLOTS + 1;
-    for (uint64_t earlier = first; earlier <= number; earlier++) {
-        struct pc_slot *theirs = pc_slot_of(comm, rank, earlier), *mine = pc_slot_of(comm, comm->rank, earlier);
-        uint64_t signature = theirs->signature;
-        atomic_thread_fence(memory_order_acquire);
-        if (pc_load(&theirs->number) == earlier && signature != mine->signature)
+    for (uint64_t earlier = comm->compared[rank] + 1; earlier <= number; earlier++)
+        if (*pc_signature_of(comm, rank, earlier) != *pc_signature_of(comm, comm->rank, earlier))
             return pc_mismatch(call, rank, earlier);
-    }
     comm->compared[rank] = number;
     return 0;
 }
@@ -142,7 +134,7 @@ int pc_enter_begin(pc_collective *call, struct pc_slot **slot) {
 void pc_enter_end(pc_collective *call, struct pc_slot *slot) {
     pc_comm *comm = call->comm;
     comm->number = call->number;
-    slot->signature = call->signature;
+    slot->signature = *pc_signature_of(comm, comm->rank, call->number) = call->signature;
     slot->shape[0] = call->ndim;
     for (int axis = 0; axis < call->ndim && axis < 7; axis++)
         slot->shape[axis + 1] = call->dims[axis];
@@ -233,6 +225,8 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
         return -1;
     if (slot != NULL)
         pc_enter_end(call, slot);
+    else
+        pc_wake_others(comm);
     for (uint64_t index = 0; index < chunks; index++) {
         size_t offset = index * unit, rest = call->nbytes - offset, length = rest < unit ? rest : unit;
         if (giver && index + 1 < chunks) {
@@ -269,10 +263,13 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
 int pc_run(pc_collective *call) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
+    size_t given = call->nbytes * (is_split(call->kind) ? (size_t)comm->size : 1);
+    bool small = given <= sizeof slot->data;
+    if (PC_UNLIKELY(!small && !comm->measured && call->kind == PC_ALL_REDUCE) && pc_measure(call) < 0)
+        return -1;
     if (pc_enter_begin(call, &slot) < 0)
         return -1;
-    size_t given = call->nbytes * (is_split(call->kind) ? (size_t)comm->size : 1);
-    if (given <= sizeof slot->data)
+    if (small)
         return exchange(call, slot);
     if (pc_is_direct(call))
         return pc_direct(call, slot);

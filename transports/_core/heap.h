@@ -32,6 +32,13 @@ static const uint16_t pc_room_begin[PC_ROOMS + 1] = {96, 2144, 3328, PC_UNITS};
 #define PC_TRANSFERS_UNIT 32u
 #define PC_TRANSFERS 512
 
+/* What a block of PC_ROOM_PAYLOADS begins with: its writer fills it after it was sent, so that two ranks copy at a
+   time. */
+struct pc_filling {
+    pc_flag64 nbytes; /* of the payload that are there */
+    char pad[PC_LINE - 8];
+};
+
 struct pc_block { /* as it is named in an item */
     uint32_t unit;
     uint32_t pad;

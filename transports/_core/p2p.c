@@ -4,10 +4,7 @@
 
    A receive looks at the next item of its source's ring. If that is the array it wants it takes it; if not it
    leaves everything as it is, and Python sorts it out. A send that has to wait for its receiver looks at the
-   transfer for a while, and helps to copy, before it becomes an operation of the engine.
-
-   A message that could be buffered is offered all the same if it is not small and its receiver is looking for it
-   already: copying it once is quicker than twice. If it is not taken at once it is buffered after all. */
+   transfer for a while, and helps to copy, before it becomes an operation of the engine. */
 #include "p2p.h"
 
 #include <sched.h>
@@ -27,12 +24,10 @@ static const char KIND_NAME[5] = "numpy";
    looks at the clock. */
 #define YIELDS_WITH_LOCK 16
 #define YIELDS_A_LOOK 16
+/* Looks at a block that is being filled before the first yield. */
+#define FILL_LOOKS 256
 /* A peer that is so late has something else to do: let the engine wait. */
 #define PATIENCE_NS 1000000u
-
-/* Bytes from which copying once is quicker; and how long a receiver that is looking may take to see it. */
-#define COPY_ONCE_NBYTES ((size_t)24 << 10)
-#define TAKING_NS 20000u
 
 enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, ARGUMENTS };
 static const char *const names[ARGUMENTS] = {"x", "dest", "source", "tag", "out", "status", "timeout"};
@@ -131,23 +126,6 @@ static size_t write_header(pc_p2p *p2p, const struct pc_array *x, int64_t tag, u
     return nbytes;
 }
 
-/* Wait until an offered message is taken; false: it is not, and never will be. */
-static bool taken_soon(pc_channel *channel, struct pc_send *send) {
-    struct pc_transfer *transfer = pc_transfer_of(channel->heap.base, send->transfer);
-    uint64_t waiting = pc_phase_of(send->id, PC_WAITING), started = 0;
-    for (unsigned looks = 0; pc_load(&transfer->state) == waiting; looks++) {
-        pc_relax();
-        if (looks % 64 != 63)
-            continue;
-        uint64_t now = pc_now_ns();
-        if (started == 0)
-            started = now;
-        else if (now - started > TAKING_NS)
-            return !pc_transfer_step(transfer, send->id, PC_WAITING, PC_WITHDRAWN);
-    }
-    return true;
-}
-
 /* Look at an offered message until its receiver has it; false: it is late. */
 static bool watch(pc_channel *channel, struct pc_send *send) {
     pc_host *host = channel->host;
@@ -182,10 +160,9 @@ static bool watch(pc_channel *channel, struct pc_send *send) {
     return finished;
 }
 
-/* Offer an array, and look at it for a while. 1: it is received, 0: it is late, -1 with an exception. With `soon`
-   it must be taken at once; 2: it was not, and has been taken back. */
+/* Offer an array, and look at it for a while. 1: it is received, 0: it is late, -1 with an exception. */
 static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct pc_array *x, const void *header,
-                 size_t header_nbytes, bool soon, uint64_t *id) {
+                 size_t header_nbytes, uint64_t *id) {
     struct pc_send *send = calloc(1, sizeof *send);
     if (send == NULL) {
         PyErr_NoMemory();
@@ -200,19 +177,10 @@ static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct
     *id = pc_channel_offer(channel, send, header, header_nbytes);
     if (*id == 0)
         return -1;
-    if (soon && !taken_soon(channel, send)) {
-        pc_send_give_up(channel, send);
-        return 2;
-    }
     if (!send->watched || (!watch(channel, send) && !pc_send_unwatch(channel, send)))
         return 0;
     pc_send_end(channel, send, true);
     return 1;
-}
-
-static inline bool is_awaited(pc_channel *channel, int rank) {
-    return channel->host->spins > 0 && pc_load(&channel->peers[rank].desk->awaited) == (uint64_t)channel->rank + 1 &&
-           channel->num_free_transfers > 0 && pc_channel_reaches(channel, rank);
 }
 
 static PyObject *send_array(pc_p2p *p2p, PyObject **values, const struct pc_array *x, int rank, long tag) {
@@ -220,15 +188,10 @@ static PyObject *send_array(pc_p2p *p2p, PyObject **values, const struct pc_arra
     unsigned char header[HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * MAX_DIMS];
     size_t header_nbytes = write_header(p2p, x, tag, header);
     struct iovec memory = {x->data, x->nbytes};
+    if (PC_LIKELY(pc_channel_post(channel, rank, header, header_nbytes, (struct pc_parts){&memory, 1}, x->nbytes)))
+        return Py_NewRef(Py_None);
     uint64_t id;
-    int status = 2;
-    if (x->nbytes > COPY_ONCE_NBYTES && x->nbytes <= channel->eager_limit && is_awaited(channel, rank))
-        status = offer(channel, rank, values[X], x, header, header_nbytes, true, &id);
-    if (status == 2) {
-        if (PC_LIKELY(pc_channel_post(channel, rank, header, header_nbytes, (struct pc_parts){&memory, 1}, x->nbytes)))
-            return Py_NewRef(Py_None);
-        status = offer(channel, rank, values[X], x, header, header_nbytes, false, &id);
-    }
+    int status = offer(channel, rank, values[X], x, header, header_nbytes, &id);
     if (status < 0)
         return NULL;
     if (status == 0)
@@ -341,6 +304,31 @@ static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, co
     return false;
 }
 
+/* Copy a payload from a block that may still be being filled; false: that takes too long. */
+static bool empty(pc_channel *channel, unsigned char *block, unsigned char *into, size_t nbytes) {
+    struct pc_filling *filling = (struct pc_filling *)block;
+    uint64_t started = 0;
+    size_t done = 0;
+    for (unsigned looks = 1; done < nbytes; looks++) {
+        size_t filled = pc_load(&filling->nbytes);
+        if (filled > done) {
+            filled = filled < nbytes ? filled : nbytes;
+            memcpy(into + done, block + sizeof *filling + done, filled - done);
+            done = filled;
+        } else if (looks % FILL_LOOKS != 0) {
+            pc_relax();
+        } else { /* its writer may have lost its core, or its life */
+            sched_yield();
+            uint64_t now = pc_now_ns();
+            if (started == 0)
+                started = now;
+            if (now - started > PATIENCE_NS || pc_host_failed(channel->host))
+                return false;
+        }
+    }
+    return true;
+}
+
 /* Take the array of an item if it is the one that is wanted; false: leave it to Python. */
 static bool take_item(pc_p2p *p2p, int rank, struct pc_item *item, size_t room, int64_t tag, const struct pc_array *out) {
     pc_channel *channel = p2p->channel;
@@ -356,11 +344,12 @@ static bool take_item(pc_p2p *p2p, int rank, struct pc_item *item, size_t room, 
     if (kind == PC_EAGER_HEAP) {
         struct pc_block block;
         memcpy(&block, item->body, sizeof block);
-        if (header_nbytes + sizeof block > room || !pc_block_valid(&block, nbytes) ||
+        if (header_nbytes + sizeof block > room || !pc_block_valid(&block, sizeof(struct pc_filling) + nbytes) ||
             !matches(p2p, item->body + sizeof block, header_nbytes, nbytes, tag, out))
             return false;
         unsigned char *heap = channel->peers[rank].heap;
-        memcpy(out->data, pc_heap_at(heap, block.unit), nbytes);
+        if (!empty(channel, pc_heap_at(heap, block.unit), out->data, nbytes))
+            return false;
         pc_block_give_back(heap, &block);
         pc_channel_use(channel, rank, nbytes);
         return true;
@@ -388,12 +377,8 @@ static PyObject *p2p_recv(pc_p2p *p2p, PyObject *const *args, Py_ssize_t count, 
             struct pc_ring *ring = &channel->peers[rank].in;
             struct pc_item *item;
             int64_t nbytes = pc_ring_peek(ring, &item);
-            if (nbytes == 0) {
-                pc_flag64 *awaited = &channel->peers[channel->rank].desk->awaited;
-                atomic_store_explicit(awaited, (uint64_t)rank + 1, memory_order_relaxed);
+            if (nbytes == 0)
                 nbytes = await_item(channel, ring, &item);
-                atomic_store_explicit(awaited, 0, memory_order_relaxed);
-            }
             if (PC_LIKELY(nbytes > 0) && take_item(p2p, rank, item, (size_t)nbytes - PC_ITEM_NBYTES, tag, &out)) {
                 if (PC_UNLIKELY(pc_ring_consume(ring, nbytes)))
                     pc_host_wake(channel->host, rank);

@@ -249,14 +249,12 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
                                                bytes + header_nbytes, (Py_ssize_t)nbytes));
     }
     struct pc_block block;
-    if (room < sizeof block)
-        return -2;
     memcpy(&block, item->body, sizeof block);
-    size_t before = kind == PC_EAGER_WHOLE ? header_nbytes : 0;
+    size_t before = sizeof(struct pc_filling) + (kind == PC_EAGER_WHOLE ? header_nbytes : 0);
     unsigned char *memory = block_at(peer, &block, before + nbytes);
-    if (memory == NULL || (before == 0 && header_nbytes > room - sizeof block))
+    if (memory == NULL || (kind == PC_EAGER_HEAP && header_nbytes > room - sizeof block))
         return -2;
-    const unsigned char *header = before > 0 ? memory : item->body + sizeof block;
+    const unsigned char *header = kind == PC_EAGER_WHOLE ? memory + sizeof(struct pc_filling) : item->body + sizeof block;
     size_t start = (size_t)(memory + before - (channel->host->base + channel->host->heaps_offset));
     return add_event(events, Py_BuildValue("iiy#nnIK", PC_EVENT_BLOCK, rank, header, (Py_ssize_t)header_nbytes,
                                            (Py_ssize_t)start, (Py_ssize_t)nbytes, (unsigned)block.unit,
@@ -377,12 +375,23 @@ static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t i
     return -2;
 }
 
+/* Whether all of an item is there: a block may still be being filled. */
+static bool is_whole(struct pc_peer *peer, struct pc_item *item) {
+    struct pc_block block;
+    uint32_t kind = pc_item_kind(item);
+    if (PC_LIKELY(kind != PC_EAGER_HEAP && kind != PC_EAGER_WHOLE))
+        return true;
+    memcpy(&block, item->body, sizeof block);
+    struct pc_filling *filling = (struct pc_filling *)block_at(peer, &block, sizeof *filling);
+    return filling == NULL || pc_load(&filling->nbytes) >= item->nbytes;
+}
+
 static int read_ring(pc_channel *channel, int rank, bool *worked, PyObject **events) {
     struct pc_peer *peer = &channel->peers[rank];
     for (int count = 0; count < BURST && !peer->dead; count++) {
         struct pc_item *item;
         int64_t nbytes = pc_ring_peek(&peer->in, &item);
-        if (nbytes == 0)
+        if (nbytes == 0 || (nbytes > 0 && !is_whole(peer, item)))
             return 0;
         *worked = true;
         int status = nbytes < 0 ? -2 : handle(channel, rank, item, nbytes, events);
@@ -532,7 +541,8 @@ bool pc_channel_ready(pc_channel *channel) {
         return true;
     for (int index = 0; index < channel->num_active; index++) {
         struct pc_peer *peer = &channel->peers[channel->active[index]];
-        if (!peer->dead && pc_ring_peek(&peer->in, &item) != 0)
+        int64_t nbytes = peer->dead ? 0 : pc_ring_peek(&peer->in, &item);
+        if (nbytes < 0 || (nbytes > 0 && is_whole(peer, item)))
             return true;
     }
     for (int rank = 0; channel->backlogged > 0 && rank < channel->size; rank++)

@@ -1,0 +1,727 @@
+"""Shared memory under the jobs of one host: who takes it, what it costs, how its waits end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts/soak_shared_memory"
+
+# What scripts below use: `native` of the world, and forms of calls.
+NATIVE = """
+native = comm._group.native
+core = native.core if native is not None else None
+
+def check_all(comm):
+    "Collectives in every size class, each bit as it should be."
+    me, n = comm.rank, comm.size
+    for count in (0, 1, 1000, 20_000, 300_000, 1 << 21):
+        x = np.arange(count, dtype="f4") + me
+        out = comm.all_reduce(x, out=np.zeros_like(x))
+        want = sum((np.arange(count, dtype="f4") + r for r in range(1, n)), np.arange(count, dtype="f4"))
+        assert out.tobytes() == want.tobytes(), count
+        rows = comm.all_gather(x, out=np.zeros((n, count), "f4"))
+        assert all((rows[r] == np.arange(count, dtype="f4") + r).all() for r in range(n)), count
+        got = comm.broadcast(x if me == n - 1 else None, root=n - 1)
+        assert (got == np.arange(count, dtype="f4") + n - 1).all(), count
+        y = x.copy()
+        assert (comm.sendrecv(x, (me + 1) % n, (me - 1) % n, out=y) == x - me + (me - 1) % n).all()
+
+def fails_soon(reason, call, *args):
+    "Rank 0 has entered the call: who needs no more of it than it has given may still finish."
+    try:
+        call(*args)
+    except pycoll.PeerFailed as error:
+        assert (error.rank, error.reason) == (0, reason), repr(error)
+    peer_failed(0, reason, call, *args)
+"""
+
+# Install a real seccomp filter: process_vm_readv and process_vm_writev give EPERM.
+REFUSE = """
+import ctypes, platform, struct
+
+def refuse_single_copy():
+    numbers = {"x86_64": (310, 311), "aarch64": (270, 271)}[platform.machine()]
+    rows = [(0x20, 0, 0, 0)]  # load the number of the call
+    for left, number in zip((1, 0), numbers):
+        rows.append((0x15, left, 0 if left else 1, number))  # equal: to the refusal
+    rows += [(0x06, 0, 0, 0x00050000 | 1), (0x06, 0, 0, 0x7FFF0000)]  # EPERM; allow
+    code = b"".join(struct.pack("HBBI", *row) for row in rows)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("HxxxxxxP", len(rows), ctypes.addressof(buffer))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    status = libc.prctl(22, 2, ctypes.create_string_buffer(program, len(program)), 0, 0)
+    assert status == 0, os.strerror(ctypes.get_errno())  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    word = ctypes.c_uint64(0)
+    vec = ctypes.create_string_buffer(struct.pack("PN", ctypes.addressof(word), 8), 16)
+    libc.process_vm_readv.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_ulong] * 1 + [
+        ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
+    assert libc.process_vm_readv(os.getpid(), vec, 1, vec, 1, 0) == -1
+    assert ctypes.get_errno() == 1, os.strerror(ctypes.get_errno())
+"""
+
+
+
+
+def all_well(done: Any, size: int) -> None:
+    """Every rank was content, and nobody complained."""
+    assert done.content == [*range(size)], done.stdout + done.stderr
+    assert (done.status, done.stderr) == (0, "")
+
+
+# Who takes it.
+
+
+@pytest.mark.parametrize("transport", ["auto", "shm"])
+def test_ranks_of_one_host_take_shared_memory(job: Any, transport: str) -> None:
+    text = """
+comm.barrier()
+assert core.attached and core.direct
+assert {t.name for t in comm._group.engine.transports} == {"inproc", "shm"}
+check_all(comm)
+ok()
+"""
+    done = job(3, NATIVE + text, "--transport", transport)
+    all_well(done, 3)
+
+
+def test_tcp_can_be_chosen_instead(job: Any) -> None:
+    text = """
+assert native is None and "shm" not in {t.name for t in comm._group.engine.transports}
+check_all(comm)
+ok()
+"""
+    done = job(2, NATIVE + text, "--transport", "tcp")
+    all_well(done, 2)
+
+
+def test_without_single_copy_all_goes_through_slots(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOLL_SINGLE_COPY", "0")
+    done = job(3, NATIVE + "check_all(comm)\nassert core.attached and not core.direct\nok()")
+    all_well(done, 3)
+
+
+@pytest.mark.parametrize("refused", [(0, 1, 2), (1,)], ids=["on_all_ranks", "on_one_rank"])
+def test_where_the_system_refuses_single_copy_all_ranks_do_without(
+    job: Any, refused: tuple[int, ...]
+) -> None:
+    init = f"""
+if int(os.environ["PYCOLL_RANK"]) in {refused}:
+    refuse_single_copy()
+comm = pycoll.init()
+rank, size = comm.rank, comm.size
+"""
+    text = "check_all(comm)\nassert core.attached and not core.direct\nok()"
+    done = job(3, NATIVE + text, init=REFUSE + init)
+    all_well(done, 3)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_dev_shm_is_not_needed(job: Any) -> None:
+    command = job.command(2, NATIVE + "check_all(comm)\nassert core.attached\nok()")
+    mount = "mount -t tmpfs -o ro,size=4k none /dev/shm && exec \"$@\""
+    unshare = ["unshare", "-m", "sh", "-c", mount, "sh"]
+    tried = subprocess.run([*unshare, "true"], capture_output=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"cannot mount here: {tried.stderr.decode()}")
+    done = subprocess.run(
+        [*unshare, *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_the_compiled_core_jobs_take_tcp_and_get_the_same_bits(
+    job: Any, tmp_path: Path
+) -> None:
+    import pycoll
+
+    text = """
+import hashlib
+bits = hashlib.sha256()
+draw = np.random.default_rng(rank)
+for dtype in "f2", "f4", "f8", "c8", "i2", "?":
+    for op in "sum", "prod", "max", "lor":
+        if not (dtype == "c8" and op == "max"):
+            x = (draw.standard_normal(999) * 3).astype(dtype)
+            bits.update(comm.all_reduce(x, op, algorithm="linear").tobytes())
+sys.stdout.write(f"{rank} {bits.hexdigest()} {native is not None}\\n")
+"""
+    # A copy of the package whose core is hidden.
+    source = Path(pycoll.__file__).resolve().parent
+    shutil.copytree(source, tmp_path / "hidden/pycoll", ignore=shutil.ignore_patterns("*.so"))
+    command = job.command(2, NATIVE + text)
+    said = {}
+    for hidden in False, True:
+        path = f"{tmp_path / 'hidden'}:" if hidden else ""
+        path += os.environ.get("PYTHONPATH", "")
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"PYTHONPATH": path},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        said[hidden] = sorted(line.split() for line in done.stdout.splitlines())
+        assert done.stderr.count("compiled core") == (1 if hidden else 0), done.stderr
+    assert [row[:2] for row in said[True]] == [row[:2] for row in said[False]]
+    assert {row[2] for row in said[True]} == {"False"}
+    assert {row[2] for row in said[False]} == {"True"}
+
+
+def test_ranks_of_several_hosts_do_without_it_but_the_parts_of_a_host_take_it(job: Any) -> None:
+    text = """
+assert native is None
+check_all(comm)
+part = comm.split(comm.node)
+assert part.size == 2
+check_all(part)
+assert part._group.native.core.attached
+across = comm.split(rank % 2)
+assert across._group.native is None
+check_all(across)
+error_like(ValueError, "one host", comm.barrier, algorithm="shared_memory")
+ok()
+"""
+    done = job(4, NATIVE + text, "--emulate-hosts", "2")
+    all_well(done, 4)
+
+
+# What it costs.
+
+
+def test_communicators_that_come_and_go_leave_no_memory_descriptor_or_mapping(job: Any) -> None:
+    text = """
+x = np.ones(200_000, "f4")
+
+def use(times):
+    for _ in range(times):
+        with comm.dup() as other:
+            other.barrier()
+            other.all_reduce(x)
+            assert other._group.native.core.attached
+    comm.barrier()
+
+def taken():
+    memfd = int(os.environ["PYCOLL_SHM"].split(":")[0])
+    with open("/proc/self/maps") as maps:
+        return os.fstat(memfd).st_blocks, len(os.listdir("/proc/self/fd")), len(maps.readlines())
+
+use(100)
+before = taken()
+comm.barrier()
+use(1000)
+after = taken()
+# Blocks: the last communicators' memory goes when the last rank has closed them.
+region = 2 * 1024 * 1024 // 512
+assert after[0] <= before[0] + region, (before, after)
+assert after[1] == before[1], (before, after)
+assert after[2] <= before[2] + 8, (before, after)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_calls_that_are_repeated_cause_no_page_faults(job: Any) -> None:
+    text = """
+import resource
+for nbytes in (8, 4096, 65536, 1 << 20, 16 << 20):
+    calls = max(10, min(1000, (64 << 20) // nbytes))
+    x = np.ones(nbytes // 4, "f4")
+    out, rows = np.zeros_like(x), np.zeros((size, len(x)), "f4")
+    for call in (
+        lambda: comm.all_reduce(x, out=out), lambda: comm.all_gather(x, out=rows),
+        lambda: comm.broadcast(x), lambda: comm.barrier(),
+        lambda: comm.reduce(x, "sum", 0, out),
+    ):
+        for _ in range(20):
+            call()
+        comm.barrier()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(calls):
+            call()
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        assert faults <= 16 + calls // 50, (nbytes, faults, calls)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_waiting_for_a_late_rank_takes_no_processor_time(job: Any) -> None:
+    text = """
+def spent_in(call, late_s):
+    "Seconds of processor time, beside what the call itself takes."
+    comm.barrier()
+    if rank == 1:
+        time.sleep(late_s)
+    before, started = time.process_time(), time.monotonic()
+    call()
+    spent = time.process_time() - before
+    assert rank == 1 or time.monotonic() - started > 0.9 * late_s
+    return spent
+
+large, small = np.ones(1 << 20), np.ones(2)
+out, other = np.zeros(1 << 20), np.zeros(2)
+for name, call in (
+    ("barrier", comm.barrier),
+    ("small", lambda: comm.all_reduce(small, out=other)),
+    ("large", lambda: comm.all_reduce(large, out=out)),
+    ("from the root", lambda: comm.broadcast(small, root=1)),
+    ("much from the root", lambda: comm.broadcast(large, root=1)),
+):
+    work = spent_in(call, 0.0)
+    spent = spent_in(call, 1.0)
+    if rank == 0:
+        assert spent - work < 0.02, (name, spent, work)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+# Threads, signals, forks.
+
+
+def test_one_thread_is_in_native_calls_while_another_one_sends_and_receives(job: Any) -> None:
+    text = """
+other = comm.dup()
+failed = []
+
+def messages():
+    try:
+        for i in range(200):
+            if rank == 0:
+                other.send(i, 1)
+                assert other.recv(1) == -i
+            else:
+                assert other.recv(0) == i
+                other.send(-i, 0)
+    except BaseException as error:
+        failed.append(error)
+
+thread = threading.Thread(target=messages)
+thread.start()
+x, done = np.ones(1000), 0
+while done < size:
+    done = comm.all_reduce(0 if thread.is_alive() else 1)
+    assert (comm.all_reduce(x) == size).all()
+thread.join()
+assert not failed, failed
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_a_native_wait_is_woken_at_once_though_another_thread_sleeps_in_a_receive(
+    job: Any,
+) -> None:
+    text = """
+other, x, out = comm.dup(), np.zeros(1), np.zeros(1)
+got, took = [], []
+comm.all_reduce(x, out=out)
+thread = threading.Thread(target=lambda: got.append(other.recv(1 - rank)))
+thread.start()
+for i in range(60):
+    if rank == i % 2:
+        time.sleep(0.02)  # late, so that the other one sleeps
+    started = time.monotonic()
+    comm.all_reduce(x, out=out)
+    if rank != i % 2:
+        took.append(time.monotonic() - started)
+other.send("the end", 1 - rank)
+thread.join()
+assert got == ["the end"]
+# Who is not woken sleeps for 0.1 s, and looks then.
+slow = [seconds for seconds in took if seconds > 0.09]
+assert len(slow) <= 2, slow
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+@pytest.mark.parametrize("count", [1, 1 << 21], ids=["small", "large"])
+def test_ctrl_c_in_a_native_wait_breaks_only_that_communicator(job: Any, count: int) -> None:
+    text = f"""
+x = np.ones({count})
+other = comm.dup()
+other.barrier()
+if rank == 0:
+    pid = os.getpid()
+    comm.send(pid, 1)
+    error_like(KeyboardInterrupt, "", other.all_reduce, x, within=30)
+else:
+    pid = comm.recv(0)
+    await_table((0, "all_reduce"))
+    os.kill(pid, signal.SIGINT)
+    fails_soon("gave up a collective (KeyboardInterrupt)", other.all_reduce, x)
+peer_failed(0, "gave up a collective (KeyboardInterrupt)", other.barrier)
+peer_failed(0, "gave up a collective (KeyboardInterrupt)", other.barrier)
+check_all(comm)
+with comm.dup() as third:
+    check_all(third)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_what_a_signal_handler_raises_in_a_native_wait_comes_out_of_it(job: Any) -> None:
+    text = """
+class Alarm(Exception):
+    pass
+
+def handler(number, frame):
+    raise Alarm("it is time")
+
+signal.signal(signal.SIGUSR1, handler)
+other = comm.dup()
+other.barrier()
+if rank == 0:
+    comm.send(os.getpid(), 1)
+    error_like(Alarm, "it is time", other.barrier, within=30)
+else:
+    pid = comm.recv(0)
+    await_table((0, "barrier"))
+    os.kill(pid, signal.SIGUSR1)
+    fails_soon("gave up a collective (Alarm: it is time)", other.barrier)
+peer_failed(0, "gave up a collective (Alarm: it is time)", other.barrier)
+check_all(comm)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_a_signal_handler_that_returns_does_not_end_a_native_wait(job: Any) -> None:
+    text = """
+got = []
+signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
+comm.barrier()
+if rank == 0:
+    comm.send(os.getpid(), 1)
+    comm.barrier()
+    assert len(got) >= 1
+else:
+    pid = comm.recv(0)
+    await_table((0, "barrier"))
+    for _ in range(5):
+        os.kill(pid, signal.SIGUSR1)
+    comm.barrier()
+check_all(comm)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_a_forked_child_cannot_make_native_calls_and_harms_nobody(job: Any) -> None:
+    text = """
+x, out = np.ones(4), np.zeros(4)
+comm.all_reduce(x, out=out)
+pid = os.fork()
+if pid == 0:
+    calls = [(comm.barrier,), (comm.all_reduce, x, "sum", out), (comm.broadcast, x), (comm.all_gather, x)]
+    for call, *args in calls:
+        error_like(pycoll.Error, "was forked from a rank", call, *args, within=0.5)
+    comm.close()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+check_all(comm)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_a_fork_while_another_thread_is_in_a_native_call_harms_nobody(job: Any) -> None:
+    text = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+other = comm.dup()
+other.barrier()
+if rank == 0:
+    thread = threading.Thread(target=other.barrier)
+    thread.start()
+    comm.send("waiting", 1)
+    comm.recv(1)
+    pid = os.fork()
+    if pid == 0:
+        for call in other.barrier, comm.barrier:
+            error_of(call, within=0.5)
+        other.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    comm.send("forked", 1)
+    thread.join()
+else:
+    comm.recv(0)
+    await_table((0, ".*barrier"))
+    comm.send("go", 0)
+    comm.recv(0)
+    other.barrier()
+check_all(other)
+check_all(comm)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+def test_finalize_ends_the_native_wait_of_another_thread(job: Any) -> None:
+    text = """
+other = comm.dup()
+other.barrier()
+if rank == 0:
+    errors = []
+    thread = threading.Thread(target=lambda: errors.append(error_of(other.barrier, within=30)))
+    thread.start()
+    comm.recv(1)
+    pycoll.finalize()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert isinstance(errors[0], pycoll.Error), errors
+else:
+    await_table((0, ".*barrier"))
+    comm.send("it waits", 0)
+    peer_failed(0, "exit status 0", comm.recv, 0)
+    fails_soon("exit status 0", other.barrier)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    all_well(done, 2)
+
+
+# What is said of those who wait.
+
+
+def test_a_timeout_in_a_native_wait_names_the_calls_of_all_ranks(job: Any) -> None:
+    text = """
+other, third = comm.dup(), comm.dup()
+for c in other, third:
+    c.barrier()
+if rank == 0:
+    error = error_like(pycoll.OperationTimeout, "", other.all_reduce, np.ones(3, "f4"), timeout=1.5)
+    text = str(error)
+    assert isinstance(error, TimeoutError)
+    assert re.search(r"rank 0: all_reduce\\(float32\\[3\\], op=sum", text), text
+    assert re.search(r"rank 1: barrier\\(", text), text
+    assert re.search(r"rank 2: recv\\(source=0", text), text
+    comm.send("done", 2)
+    third.barrier()
+elif rank == 1:
+    third.barrier()
+    error_like(pycoll.OperationTimeout, "all_reduce", other.barrier)
+else:
+    comm.recv(0)
+    third.barrier()
+    error_like(pycoll.OperationTimeout, "all_reduce", other.barrier)
+check_all(comm)
+ok()
+"""
+    done = job(3, NATIVE + text)
+    all_well(done, 3)
+
+
+def test_a_default_deadline_holds_for_native_waits(job: Any) -> None:
+    text = """
+if rank == 0:
+    error_like(pycoll.OperationTimeout, "barrier", comm.barrier)
+else:
+    error_of(comm.recv, 0, timeout=3.0)
+    error_like(pycoll.OperationTimeout, "barrier", comm.barrier)
+ok()
+"""
+    done = job(2, text, "--op-timeout", "1")
+    assert done.content == [0, 1], done.stderr
+
+
+def test_the_launcher_knows_who_waits_in_a_native_call(job: Any) -> None:
+    text = """
+if rank == 0:
+    await_table((1, r"barrier\\(.*for .* s"), (2, r"all_reduce\\(float64\\[2\\].* for .* s"))
+    ok()
+    os._exit(3)
+error_of(comm.barrier if rank == 1 else lambda: comm.all_reduce(np.ones(2)), within=60)
+"""
+    done = job(3, text)
+    assert done.content == [0], done.stderr
+
+
+def test_who_gives_up_may_change_what_others_still_read_and_they_return_no_wrong_values(
+    job: Any,
+) -> None:
+    # Rank 0 has read all, its memory being there, when rank 1 is half-way.
+    text = """
+x = np.full((2, 4 << 20), rank + 1.0)
+all_x = np.array([x * 0 + 1, x * 0 + 2])
+for name, want in (
+    ("all_gather", all_x), ("all_reduce", x * 0 + 3), ("all_to_all", all_x[:, 0]),
+    ("reduce_scatter", x[0] * 0 + 3), ("broadcast", all_x[0]),
+):
+    c = comm.dup()
+    c.barrier()
+    assert c._group.native.core.direct
+    out = np.full(want.shape, 5.0) if rank == 0 else np.empty(want.shape)
+    call = getattr(c, name)
+    args, options = (x,), {"out": out}
+    if name == "broadcast":
+        args, options = (x if rank == 0 else out,), {}
+    comm.barrier()
+    try:
+        call(*args, **options, timeout=0.005 if rank == 0 else None)
+    except pycoll.OperationTimeout:
+        if rank == 0:
+            x[...] = out[...] = 77.0
+            x[...] = 1.0
+    else:
+        got = out if name != "broadcast" or rank == 1 else x
+        assert (got == want).all(), (name, (got != want).sum())
+    comm.barrier()
+ok()
+"""
+    all_well(job(2, NATIVE + text), 2)
+
+
+# Ranks that die in native waits.
+
+
+DYING = {
+    "small": "comm.all_reduce(small)",
+    "barrier": "comm.barrier()",
+    "streaming": "comm.all_reduce(medium)",
+    "direct": "comm.all_reduce(large)",
+    "gathering": "comm.all_gather(large)",
+    "root_of_small_broadcasts": "for _ in range(20): comm.broadcast(small, root=rank_of_root)",
+    "root_of_large_broadcasts": "for _ in range(20): comm.broadcast(large, root=rank_of_root)",
+    "reducing_to_a_root": "for _ in range(20): comm.reduce(medium)",
+    "first_call": "comm.dup().barrier()",
+}
+
+
+@pytest.mark.parametrize("single_copy", ["1", "0"])
+@pytest.mark.parametrize("how", ["kill", "exit", "raise"])
+def test_all_native_waits_end_when_a_rank_ends(
+    job: Any, how: str, single_copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOLL_SINGLE_COPY", single_copy)
+    calls = list(DYING.values())
+    text = f"""
+small, medium, large = np.ones(2), np.ones(100_000), np.ones(1 << 21)
+calls = {calls!r}
+fresh = comm.dup()
+comms = [comm.dup() for _ in calls]
+for c in comms[:-1]:
+    c.barrier()
+names, errors, calling = {list(DYING)!r}, {{}}, threading.Semaphore(0)
+
+def run(name, text, c):
+    calling.release()
+    try:
+        exec(text, {{"comm": c, "small": small, "medium": medium, "large": large,
+                    "rank_of_root": 0, "range": range}})
+        c.barrier()
+    except BaseException as error:
+        errors[name] = error
+
+if rank == 1:
+    for peer in 0, 2:
+        comm.recv(peer)
+    await_table((0, ".* for .* s"), (2, ".* for .* s"))
+    if {how!r} == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if {how!r} == "exit":
+        os._exit(0)
+    raise ValueError("that is it")
+threads = [threading.Thread(target=run, args=row) for row in zip(names, calls, comms)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    calling.acquire()
+comm.send("all are about to call", 1)
+error = error_of(comm.recv, 1, within=60)
+assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)
+started = time.monotonic()
+for thread in threads:
+    thread.join(max(0, started + 5 - time.monotonic()))
+assert not any(thread.is_alive() for thread in threads), [n for n in names if n not in errors]
+assert sorted(errors) == sorted(names)
+for name, error in errors.items():
+    assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, (name, repr(error))
+ok()
+"""
+    done = job(3, text)
+    assert done.status == {"kill": 137, "exit": 0, "raise": 1}[how], done.stderr
+    assert done.content == [0, 2], done.stderr
+
+
+def test_no_memory_is_left_when_the_launcher_is_killed_in_native_calls(job: Any) -> None:
+    text = """
+x = np.ones(1 << 20)
+memfd = int(os.environ["PYCOLL_SHM"].split(":")[0])
+comm.all_reduce(x)
+sys.stdout.write(f"{rank} {os.getpid()} {os.fstat(memfd).st_ino}\\n")
+sys.stdout.flush()
+while True:
+    comm.all_reduce(x)
+    comm.barrier()
+"""
+    process = subprocess.Popen(
+        job.command(3, text), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    said = [process.stdout.readline().split() for _ in range(3)]
+    pidfds = [os.pidfd_open(int(pid)) for _, pid, _ in said]
+    process.kill()
+    process.wait()
+    import select
+
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], 5.0)[0]
+        os.close(pidfd)
+    process.stdout.close()
+    assert not holders({inode for _, _, inode in said})
+
+
+def holders(inodes: set[str]) -> list[str]:
+    """Processes that have one of these memories mapped."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text().splitlines()
+        except OSError:
+            continue
+        if any("host.pycoll" in line and line.split()[4] in inodes for line in lines):
+            found.append(str(maps))
+    return found
+
+
+# Random calls.
+
+
+@pytest.mark.parametrize("options", [(), ("--no-single-copy",)], ids=["direct", "slots"])
+def test_random_calls_give_the_right_bits(options: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--seconds", "5", "--ranks", "2,4", "--seed", "7", *options],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all right" in done.stdout
