@@ -16,7 +16,8 @@ from pycoll.engine import Engine
 from pycoll.errors import Error
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.late import Late
-from pycoll.native import Native, SharedMemory
+from pycoll.memory import SharedMemory
+from pycoll.native import Native
 from pycoll.task import Call, CallSteps, caller
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from pycoll.task import Call, CallSteps, Task, caller
 from pycoll.transports.base import Arrival, Operation, Parts, Transport
 
 if TYPE_CHECKING:
-    from pycoll.native import SharedMemory
+    from pycoll.memory import SharedMemory
 
 REPORT_AFTER_S = 0.2
 """A wait that lasts this long is reported to the launcher: for tables, and to compare calls."""
@@ -98,9 +98,6 @@ class Engine:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.interrupts = Interrupts(self._interrupted)
         self._distinct = list(dict.fromkeys(transports))
-        self._drowsy = [one for one in self._distinct if type(one).sleep is not Transport.sleep]
-        # Of a transport that has one; else a message is sent in the only way there is.
-        self._push = [getattr(transport, "push", transport.send) for transport in transports]
         self._gives_up = False
         self._poller = select.poll()
         self._poller.register(self._bell, select.POLLIN)
@@ -272,7 +269,8 @@ class Engine:
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
-        start = self.transports[peer].send if self._gives_up else self._push[peer]
+        transport = self.transports[peer]
+        start = transport.send if self._gives_up else transport.push
         return self.membership.refuse(peer) or start(peer, header, parts)
 
     # --- waiting ---------------------------------------------------------------------------
@@ -326,7 +324,7 @@ class Engine:
         asleep: list[Transport] = []
         try:
             ready = True
-            for transport in self._drowsy:
+            for transport in self._distinct:
                 asleep.append(transport)
                 ready &= transport.sleep()
             timeout_ms: float | None = None

@@ -10,19 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pycoll.context import Context
 from pycoll.engine import REPORT_AFTER_S, Engine, raise_error
-from pycoll.errors import MismatchError
+from pycoll.errors import Error, MismatchError
 from pycoll.group import SHARED_MEMORY
 from pycoll.late import Late
+from pycoll.memory import SharedMemory
 from pycoll.task import Call, caller
 
 if TYPE_CHECKING:
     from pycoll import arrays, dtypes
-    from pycoll.transports._core import Host
-    from pycoll.transports.shm import ShmTransport
 else:
     arrays, dtypes = Late("pycoll.arrays"), Late("pycoll.dtypes")
 
@@ -57,22 +56,6 @@ SLEEP_S = 0.1
 """Longest sleep between two looks at what a wait is for."""
 
 
-class SharedMemory(NamedTuple):
-    """The memory of this host.
-
-    Attributes:
-        host: as this rank has mapped it.
-        ranks: world ranks of this host, in the order of their local ranks.
-        single_copy: whether ranks may try to read each other's memory.
-        transport: its messages.
-    """
-
-    host: Host
-    ranks: tuple[int, ...]
-    single_copy: bool
-    transport: ShmTransport
-
-
 class Native:
     """The native side of one communicator.
 
@@ -104,6 +87,7 @@ class Native:
             [memory.ranks.index(rank) for rank in context.members],
             self._sleep,
             self._mismatch,
+            self._give_up,
         )
 
     @property
@@ -124,7 +108,13 @@ class Native:
     def run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
         """Run a call to its end: `steps` calls the core."""
         engine, context = self._engine, self._context
-        engine.look(context)
+        try:
+            engine.look(context)
+        except Error:
+            raise  # the call was not made
+        except BaseException as exc:
+            engine.give_up(context, exc)
+            raise
         self._call = call
         self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
         try:
@@ -155,6 +145,10 @@ class Native:
         return {name: getattr(self.core, name) for name, _ in slow}
 
     # --- what the core calls ---------------------------------------------------------------
+
+    def _give_up(self, error: BaseException) -> None:
+        """Break the communicator, whose call ends with `error`."""
+        self._engine.give_up(self._context, error)
 
     def _sleep(self, described: tuple[Any, ...], peer: int, waited_s: float, last: int) -> bool:
         """Sleep until something has happened, or a while has passed.

@@ -22,8 +22,7 @@ from pycoll.errors import MismatchError, OperationTimeout, TruncationError
 from pycoll.executor import new_bytes
 from pycoll.group import Group
 from pycoll.task import CallSteps
-from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn
-
+from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn, nbytes_of
 
 # Programs send the same shapes over and over.
 _understood = functools.lru_cache(256)(arrays.from_description)
@@ -42,11 +41,12 @@ class Outgoing:
             self.parts = objects.dump(x)
             self.description = b""
             self.text = type(x).__name__
+            self.nbytes = nbytes_of(self.parts)
         else:
             self.parts = (arrays.as_bytes(contiguous(value.array)),)
             self.description = arrays.describe(value)
             self.text = f"{value.dtype}{list(value.array.shape)}"
-        self.nbytes = sum(len(part) for part in self.parts)
+            self.nbytes = value.array.nbytes
 
 
 def contiguous(array: Array) -> Array:
@@ -56,7 +56,9 @@ def contiguous(array: Array) -> Array:
 
 def send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
     """Send to rank `dest`; done when the value may be changed."""
-    yield from finish_send(start_send(group, outgoing, dest, tag))
+    transfer = start_send(group, outgoing, dest, tag)
+    if not transfer.done or transfer.error is not None:
+        yield from finish_send(transfer)
 
 
 def finish_send(transfer: Operation) -> CallSteps:

@@ -28,7 +28,7 @@ from pycoll.transports.base import Transport
 from pycoll.transports.inproc import Hub, InprocTransport
 
 if TYPE_CHECKING:
-    from pycoll.native import SharedMemory
+    from pycoll.memory import SharedMemory
 
 WORLD_IDENT = 1
 CLOSE_TIMEOUT_S = 5.0
@@ -363,7 +363,7 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
             text = f"{found}. The ranks of this host communicate by TCP, which is much slower."
             warnings.warn(text, RuntimeWarning, stacklevel=5)
         return found
-    from pycoll.native import SharedMemory
+    from pycoll.memory import SharedMemory
 
     first = place.rank - place.local_rank
     ranks = tuple(range(first, first + place.local_size))

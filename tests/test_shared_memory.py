@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +25,9 @@ def check_all(comm):
     for count in (0, 1, 1000, 20_000, 300_000, 1 << 21):
         x = np.arange(count, dtype="f4") + me
         out = comm.all_reduce(x, out=np.zeros_like(x))
-        want = sum((np.arange(count, dtype="f4") + r for r in range(1, n)), np.arange(count, dtype="f4"))
+        want = np.arange(count, dtype="f4")
+        for r in range(1, n):
+            want = want + (np.arange(count, dtype="f4") + r)
         assert out.tobytes() == want.tobytes(), count
         rows = comm.all_gather(x, out=np.zeros((n, count), "f4"))
         assert all((rows[r] == np.arange(count, dtype="f4") + r).all() for r in range(n)), count
@@ -67,8 +69,6 @@ def refuse_single_copy():
     assert libc.process_vm_readv(os.getpid(), vec, 1, vec, 1, 0) == -1
     assert ctypes.get_errno() == 1, os.strerror(ctypes.get_errno())
 """
-
-
 
 
 def all_well(done: Any, size: int) -> None:
@@ -129,7 +129,7 @@ rank, size = comm.rank, comm.size
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_dev_shm_is_not_needed(job: Any) -> None:
     command = job.command(2, NATIVE + "check_all(comm)\nassert core.attached\nok()")
-    mount = "mount -t tmpfs -o ro,size=4k none /dev/shm && exec \"$@\""
+    mount = 'mount -t tmpfs -o ro,size=4k none /dev/shm && exec "$@"'
     unshare = ["unshare", "-m", "sh", "-c", mount, "sh"]
     tried = subprocess.run([*unshare, "true"], capture_output=True, check=False)
     if tried.returncode != 0:
@@ -407,6 +407,54 @@ ok()
     all_well(done, 2)
 
 
+def test_signals_at_any_moment_of_native_calls_end_them_on_all_ranks(job: Any) -> None:
+    # Rank 0 gets a signal while all make calls as quick as they can: in the core, at the door of
+    # Python functions that it calls, or between two calls; then the barrier is another call.
+    text = """
+import random
+
+class Alarm(Exception):
+    pass
+
+def handler(number, frame):
+    raise Alarm
+
+signal.signal(signal.SIGUSR1, handler)
+pid = comm.broadcast(os.getpid())
+draw = random.Random(1)
+x, rows = np.ones(50_000), np.ones((size, 50_000))
+for number in range(60):
+    kind, delay = draw.randrange(4), draw.random() * 0.008
+    which = draw.choice((signal.SIGINT, signal.SIGUSR1))
+    y, z = (x[:10], rows[:, :10].copy()) if draw.randrange(2) else (x, rows)
+    c = comm.dup()
+    calls = [
+        lambda: c.all_reduce(y, out=y), lambda: c.broadcast(y, 1), lambda: c.reduce(y, "max", 1, y),
+        lambda: c.all_gather(y, out=z),
+    ]
+    comm.barrier()
+    timer = threading.Timer(delay, os.kill, (pid, which))
+    started = time.monotonic()
+    try:
+        if rank == 1:
+            timer.start()
+        while True:
+            calls[kind]()
+    except (KeyboardInterrupt, Alarm):
+        assert rank == 0
+    except (pycoll.PeerFailed, pycoll.MismatchError):
+        pass
+    assert isinstance(error_of(c.barrier), (pycoll.PeerFailed, pycoll.MismatchError))
+    assert time.monotonic() - started < 5.0, number
+    if rank == 1:
+        timer.join()
+    comm.barrier()
+    c.close()
+ok()
+"""
+    all_well(job(3, NATIVE + text), 3)
+
+
 def test_a_signal_handler_that_returns_does_not_end_a_native_wait(job: Any) -> None:
     text = """
 got = []
@@ -435,8 +483,9 @@ x, out = np.ones(4), np.zeros(4)
 comm.all_reduce(x, out=out)
 pid = os.fork()
 if pid == 0:
-    calls = [(comm.barrier,), (comm.all_reduce, x, "sum", out), (comm.broadcast, x), (comm.all_gather, x)]
-    for call, *args in calls:
+    for call, *args in (
+        (comm.barrier,), (comm.all_reduce, x, "sum", out), (comm.broadcast, x), (comm.gather, x),
+    ):
         error_like(pycoll.Error, "was forked from a rank", call, *args, within=0.5)
     comm.close()
     os._exit(0)
@@ -688,8 +737,6 @@ while True:
     pidfds = [os.pidfd_open(int(pid)) for _, pid, _ in said]
     process.kill()
     process.wait()
-    import select
-
     for pidfd in pidfds:
         assert select.select([pidfd], [], [], 5.0)[0]
         os.close(pidfd)

@@ -516,6 +516,26 @@ def test_a_large_array_goes_to_a_receiver_that_waits(world: World, short: list[S
         assert (x == y).all()
 
 
+def test_a_message_is_buffered_after_all_if_its_receiver_waits_for_another(
+    world: World, short: list[Short]
+) -> None:
+    x, y = np.arange(6_000.0), np.zeros(6_000)
+    node = world.nodes[1]
+    for _ in range(30):
+        waiting = threading.Thread(target=short[1].core.recv, args=(0, 9, y))
+        waiting.start()
+        short[0].core.send(x, 1, 1)
+        waiting.join()
+        assert short[0].calls == []
+        world.run(lambda: len(node.arrivals) > len(node.taken_back))
+        (arrival,) = (a for a in node.arrivals if a not in node.taken_back)
+        assert arrival.payload == x.tobytes()
+        arrival.release()
+        node.arrivals.clear()
+        node.taken_back.clear()
+    assert not y.any()
+
+
 def test_a_receive_leaves_what_it_does_not_want_to_python(world: World, short: list[Short]) -> None:
     x = np.arange(4, dtype=np.float32)
     y = np.zeros(4, np.float32)

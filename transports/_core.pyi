@@ -26,6 +26,7 @@ class Comm:
         ranks: Sequence[int],
         sleep: Callable[[tuple[Any, ...], int, float, int], bool],
         mismatch: Callable[..., None],
+        give_up: Callable[[BaseException], None],
     ) -> Comm: ...
     @property
     def number(self) -> int: ...

@@ -185,6 +185,10 @@ class Transport(ABC):
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         """Start sending a message to `peer`."""
 
+    def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        """Send for one who will not give it up: larger messages may be buffered, too."""
+        return self.send(peer, header, parts)
+
     @abstractmethod
     def progress(self) -> bool:
         """Do what can be done without blocking; True if something was done."""

@@ -233,8 +233,10 @@ class TcpTransport(Transport):
         self._poller = select.epoll()
         self._poller.register(self._inbox.fileno(), select.EPOLLIN)
         self._poller.register(self._monitor_fd, select.EPOLLIN)
-        # ZeroMQ's descriptors tell of nothing that was there before a socket was last found empty.
+        # ZeroMQ's descriptors tell of nothing until a socket has been found empty.
         self._maybe_more = True
+        with contextlib.suppress(zmq.Again):
+            self._monitor.recv(_NOBLOCK)
         self._addresses: Sequence[dict[str, Any]] = ()
         self._handler: Handler | None = None
         self._endpoints: dict[str, int] = {}
@@ -279,7 +281,17 @@ class TcpTransport(Transport):
     # --- sending ---------------------------------------------------------------------------
 
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
-        nbytes = nbytes_of(parts)
+        return self._start(peer, header, parts, may_push=False)
+
+    def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        """Send for one who will not give it up: larger messages are buffered, too, if they can be.
+
+        That they are withdrawn when a deadline has passed is what `send` keeps the payload for.
+        """
+        return self._start(peer, header, parts, may_push=True)
+
+    def _start(self, peer: int, header: bytes, parts: Parts, may_push: bool) -> Transfer:
+        nbytes = len(parts[0]) if len(parts) == 1 else nbytes_of(parts)
         if nbytes <= EAGER_LIMIT:
             owed = self._owed.get(peer, 0) + nbytes + MESSAGE_COST
             if owed <= CREDIT:
@@ -287,25 +299,12 @@ class TcpTransport(Transport):
                 head = HEAD.pack(_EAGER, self._rank, 0, len(header))
                 if self._put(peer, b"".join((head, header, *parts))):
                     return _done()
-        return self._ask(peer, header, parts, nbytes)
-
-    def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
-        """Send for one who will not give it up: larger messages are buffered, too, if they can be.
-
-        That they are withdrawn when a deadline has passed is what `send` keeps the payload for.
-        """
-        nbytes = nbytes_of(parts)
-        ahead = self._ahead.get(peer, 0) + nbytes
-        if nbytes <= EAGER_LIMIT or ahead > AHEAD:
-            return self.send(peer, header, parts)
-        self._ahead[peer] = ahead
-        payload = parts[0] if len(parts) == 1 else b"".join(parts)
-        if self._put(peer, HEAD.pack(_AHEAD, self._rank, 0, 0) + header, payload):
-            return _done()
-        return self._ask(peer, header, parts, nbytes)
-
-    def _ask(self, peer: int, header: bytes, parts: Parts, nbytes: int) -> _Send:
-        """Send the header alone: the payload follows when it is accepted."""
+        elif may_push and (ahead := self._ahead.get(peer, 0) + nbytes) <= AHEAD:
+            self._ahead[peer] = ahead
+            head = HEAD.pack(_AHEAD, self._rank, 0, 0)
+            payload = parts[0] if len(parts) == 1 else b"".join(parts)
+            if self._put(peer, head + header, payload):
+                return _done()
         self._next_id += 1
         send = _Send(self, peer, self._next_id, parts)
         self._sends[send.id] = send
@@ -565,6 +564,9 @@ class TcpTransport(Transport):
 
     def fileno(self) -> int:
         return self._poller.fileno()
+
+    def sleep(self) -> bool:
+        return not self._maybe_more
 
     def links(self) -> list[int]:
         return sorted(self._linked)

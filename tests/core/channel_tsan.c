@@ -110,13 +110,20 @@ static void send_block(struct sender *sender, uint64_t number) {
     size_t nbytes = next_random(&sender->random) % 60000;
     struct pc_block block;
     uint32_t unit;
-    while ((unit = pc_heap_take(sender->heap, PC_ROOM_SEGMENTS, nbytes, 1, false)) == 0)
+    while ((unit = pc_heap_take(sender->heap, PC_ROOM_PAYLOADS, sizeof(struct pc_filling) + nbytes, 1, false)) == 0)
         sched_yield();
     pc_heap_name(sender->heap, unit, &block);
-    fill(pc_heap_at(heap, unit), nbytes, number);
+    struct pc_filling *filling = (struct pc_filling *)pc_heap_at(heap, unit);
+    atomic_store_explicit(&filling->nbytes, 0, memory_order_relaxed);
     struct pc_item *item = reserve(sender, PC_ITEM_NBYTES + sizeof block);
     memcpy(item->body, &block, sizeof block);
     publish(sender, item, BLOCK, nbytes, PC_ITEM_NBYTES + sizeof block);
+    for (size_t filled = 0; filled < nbytes;) {
+        size_t piece = nbytes - filled < 8192 ? nbytes - filled : 8192;
+        fill((unsigned char *)(filling + 1) + filled, piece, number);
+        filled += piece;
+        atomic_store_explicit(&filling->nbytes, filled, memory_order_release);
+    }
 }
 
 struct offer {
@@ -309,9 +316,14 @@ static void *receive_all(void *argument) {
         case BLOCK: {
             struct pc_block block;
             memcpy(&block, item->body, sizeof block);
-            if (!pc_block_valid(&block, item->nbytes))
+            if (!pc_block_valid(&block, sizeof(struct pc_filling) + item->nbytes))
                 fail("there is no such block", number);
-            check(pc_heap_at(heap, block.unit), item->nbytes, number);
+            struct pc_filling *filling = (struct pc_filling *)pc_heap_at(heap, block.unit);
+            for (size_t done = 0; done < item->nbytes;) {
+                size_t filled = pc_load(&filling->nbytes);
+                check((unsigned char *)(filling + 1) + done, filled - done, number);
+                done = filled;
+            }
             pc_block_give_back(heap, &block);
             break;
         }

@@ -60,6 +60,8 @@ struct pc_desk {
     uint64_t nonce_address, nonce; /* who can read it can copy */
     pc_flag64 closed;
     char pad2[PC_LINE - 32];
+    pc_flag64 awaited; /* 1 + the rank whose next item a receive waits for right now (p2p.c); 0: none */
+    char pad3[PC_LINE - 8];
     pc_flag64 senders[]; /* bits: ranks that have sent to this one */
 };
 

@@ -135,6 +135,23 @@ int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
     return 0;
 }
 
+/* Have Python break the communicator for the exception that ends a call: wherever it came from, also from a
+   signal handler at the door of a Python function. */
+static PC_COLD void give_up(pc_comm *comm) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *result = PyObject_CallFunctionObjArgs(comm->give_up, error, NULL);
+    if (result != NULL) {
+        Py_DECREF(result);
+        PyErr_Restore(type, error, trace);
+        return;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+}
+
 PyObject *pc_call_end(pc_collective *call, int status, PyObject *result) {
     pc_hold(&call->call);
     call->comm->busy = false;
@@ -146,6 +163,7 @@ PyObject *pc_call_end(pc_collective *call, int status, PyObject *result) {
         pc_publish(&pc_progress_of(call->comm, call->comm->rank)->given_up, 1);
         atomic_thread_fence(memory_order_seq_cst); /* before what the caller does to its arrays */
     }
+    give_up(call->comm);
     return NULL;
 }
 
@@ -397,10 +415,10 @@ static PyObject *comm_entered(pc_comm *comm, PyObject *arg) {
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
-    PyObject *host, *ranks, *sleep, *mismatch;
+    PyObject *host, *ranks, *sleep, *mismatch, *give_up;
     unsigned long long ident;
     int rank;
-    if (!PyArg_ParseTuple(args, "OKiOOO", &host, &ident, &rank, &ranks, &sleep, &mismatch))
+    if (!PyArg_ParseTuple(args, "OKiOOOO", &host, &ident, &rank, &ranks, &sleep, &mismatch, &give_up))
         return NULL;
     Py_ssize_t size = PySequence_Size(ranks);
     if (size < 0)
@@ -415,6 +433,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     comm->entry = -1;
     comm->sleep = Py_NewRef(sleep);
     comm->mismatch = Py_NewRef(mismatch);
+    comm->give_up = Py_NewRef(give_up);
     comm->chunk_nbytes = pc_chunk_nbytes(comm->size);
     comm->slots_offset = slots_offset(comm->size);
     comm->big_offset = big_offset(comm->size);
@@ -442,6 +461,7 @@ static int comm_traverse(pc_comm *comm, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)comm));
     Py_VISIT(comm->sleep);
     Py_VISIT(comm->mismatch);
+    Py_VISIT(comm->give_up);
     for (int kind = 0; kind < PC_KINDS; kind++)
         Py_VISIT(comm->slow[kind]);
     return 0;
@@ -450,6 +470,7 @@ static int comm_traverse(pc_comm *comm, visitproc visit, void *arg) {
 static int comm_clear(pc_comm *comm) {
     Py_CLEAR(comm->sleep);
     Py_CLEAR(comm->mismatch);
+    Py_CLEAR(comm->give_up);
     for (int kind = 0; kind < PC_KINDS; kind++)
         Py_CLEAR(comm->slow[kind]);
     comm->usable = false;

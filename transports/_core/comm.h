@@ -67,7 +67,7 @@ typedef struct pc_comm {
     uint64_t consumed_by_all;
     unsigned char *scratch;
     size_t scratch_nbytes;
-    PyObject *sleep, *mismatch; /* Python callables */
+    PyObject *sleep, *mismatch, *give_up; /* Python callables */
     PyObject *slow[PC_KINDS];
 } pc_comm;
 

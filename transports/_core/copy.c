@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,7 +19,8 @@
 #define PARTS 16
 
 /* Cut [offset, offset + nbytes) out of a payload, as far as `cut` has room; returns the parts, and their bytes. */
-static size_t cut_out(struct pc_parts whole, size_t offset, size_t nbytes, struct iovec cut[PARTS], size_t *cut_nbytes) {
+static size_t cut_out(struct pc_parts whole, size_t offset, size_t nbytes, struct iovec cut[PARTS],
+                      size_t *cut_nbytes) {
     size_t count = 0, total = 0;
     for (size_t index = 0; index < whole.num_parts && total < nbytes && count < PARTS; index++) {
         size_t length = whole.parts[index].iov_len;
@@ -38,7 +40,8 @@ static size_t cut_out(struct pc_parts whole, size_t offset, size_t nbytes, struc
 
 typedef ssize_t copier(pid_t, const struct iovec *, unsigned long, const struct iovec *, unsigned long, unsigned long);
 
-static int copy(copier *call, pid_t pid, struct pc_parts payload, size_t offset, uint64_t other, size_t nbytes, bool payload_is_ours) {
+static int copy(copier *call, pid_t pid, struct pc_parts payload, size_t offset, uint64_t other, size_t nbytes,
+                bool payload_is_ours) {
     while (nbytes > 0) {
         struct iovec cut[PARTS], whole;
         size_t length;

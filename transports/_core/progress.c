@@ -152,7 +152,8 @@ int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const str
             pc_receive_finish(channel, receive, false);
             return -1;
         }
-        if (receive->pieces > 1 && pc_load(&transfer->watched) == 0 && pc_channel_tell(channel, receive->peer, PC_TAKE, offer->id) < 0)
+        if (receive->pieces > 1 && pc_load(&transfer->watched) == 0 &&
+            pc_channel_tell(channel, receive->peer, PC_TAKE, offer->id) < 0)
             return -3;
         int status = copy_on(channel, receive, PC_BUDGET);
         if (status > 0 && receive->mode == PC_COPYING && !pc_list_add(&channel->receiving, receive->handle)) {
@@ -196,7 +197,8 @@ int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigne
     size_t offset, nbytes, claimed = pc_load(&transfer->next) & ~PC_MARKS;
     if (returned >= 0) { /* the sender could not copy it */
         nbytes = piece_of(receive, returned, &offset);
-        int error = pc_copy_from(channel->peers[receive->peer].pid, receive->parts, offset, receive->into + offset, nbytes);
+        pid_t pid = channel->peers[receive->peer].pid;
+        int error = pc_copy_from(pid, receive->parts, offset, receive->into + offset, nbytes);
         pc_transfer_copied(transfer);
         if (error != 0) { /* nor can we */
             receive->into = into;
@@ -254,7 +256,9 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     unsigned char *memory = block_at(peer, &block, before + nbytes);
     if (memory == NULL || (kind == PC_EAGER_HEAP && header_nbytes > room - sizeof block))
         return -2;
-    const unsigned char *header = kind == PC_EAGER_WHOLE ? memory + sizeof(struct pc_filling) : item->body + sizeof block;
+    const unsigned char *header = item->body + sizeof block;
+    if (kind == PC_EAGER_WHOLE)
+        header = memory + sizeof(struct pc_filling);
     size_t start = (size_t)(memory + before - (channel->host->base + channel->host->heaps_offset));
     return add_event(events, Py_BuildValue("iiy#nnIK", PC_EVENT_BLOCK, rank, header, (Py_ssize_t)header_nbytes,
                                            (Py_ssize_t)start, (Py_ssize_t)nbytes, (unsigned)block.unit,
