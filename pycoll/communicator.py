@@ -522,9 +522,9 @@ class Communicator:
         group = self._group
         memory = group.engine.shared_memory
         assert memory is not None
-        transfer = memory.transport.adopt(group.members[dest], number)
+        transport, world = memory.transport, group.members[dest]
         text = f"send(array, dest={dest})"
-        self._point_to_point(text, lambda: p2p.finish_send(transfer), None)
+        self._point_to_point(text, lambda: p2p.finish_send(transport.adopt(world, number)), None)
 
     def recv(
         self,

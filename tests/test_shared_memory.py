@@ -432,11 +432,13 @@ for number in range(60):
         lambda: c.all_reduce(y, out=y), lambda: c.broadcast(y, 1), lambda: c.reduce(y, "max", 1, y),
         lambda: c.all_gather(y, out=z),
     ]
-    comm.barrier()
     timer = threading.Timer(delay, os.kill, (pid, which))
     started = time.monotonic()
     try:
+        if rank == 0:
+            comm.send("may be interrupted now", 1)
         if rank == 1:
+            comm.recv(0)
             timer.start()
         while True:
             calls[kind]()
