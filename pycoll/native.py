@@ -108,6 +108,11 @@ class Native:
     def run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
         """Run a call to its end: `steps` calls the core."""
         engine, context = self._engine, self._context
+        if self._call is not None or self.core.busy:
+            raise Error(
+                f"{call.text}: another thread is in a collective of this communicator; "
+                "collectives of one communicator come from one thread at a time"
+            )
         try:
             engine.look(context)
         except Error:
@@ -118,8 +123,8 @@ class Native:
         self._call = call
         self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
         try:
-            if not self.core.attached:
-                self.core.attach(self._single_copy)
+            while not self.core.attached:
+                self._attach()
             result = steps()
         except BaseException as exc:
             engine.give_up(context, exc)
@@ -129,6 +134,19 @@ class Native:
             self._deadline = math.inf
         self.core.allow(self._short and context.broken is None)
         return result
+
+    def _attach(self) -> None:
+        """Meet the other ranks in shared memory, unless that must be tried again."""
+        try:
+            self.core.attach(self._single_copy)
+        except BlockingIOError:  # a rank has failed: with the lock that this needs, or not
+            self._engine.nap(self._await_verdict, -1)
+
+    def _await_verdict(self) -> float:
+        self._host.see_failure()
+        if self._context.broken is not None:
+            raise_error(self._context.broken)
+        return time.monotonic() + SLEEP_S
 
     def barrier(self) -> None:
         """Return when every rank has entered."""

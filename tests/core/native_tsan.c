@@ -330,7 +330,7 @@ static void run_comm(uint64_t seed) {
     int size = 2 + (int)(native_random(&seed) % (MAX_RANKS - 1)), doorbells[MAX_RANKS], pids[MAX_RANKS], local[MAX_RANKS];
     static struct rank ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
-    pc_comm layout = {.size = size, .entry = -1};
+    pc_comm layout = {.size = size, .entry = -1, .measured = true};
     layout.direct = native_random(&seed) % 2;
     layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
     layout.slots_offset = pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE);

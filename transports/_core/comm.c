@@ -519,6 +519,10 @@ static PyObject *comm_get_far(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->far);
 }
+static PyObject *comm_get_busy(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(comm->busy);
+}
 static PyObject *comm_get_attached(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->entry >= 0);
@@ -532,6 +536,7 @@ static PyGetSetDef comm_getset[] = {
     {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
     {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.", NULL},
     {"far", (getter)comm_get_far, NULL, "Whether the ranks' cores share no cache.", NULL},
+    {"busy", (getter)comm_get_busy, NULL, "Whether a call is under way.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

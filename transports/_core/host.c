@@ -58,7 +58,7 @@ static int lock_table(pc_host *host) {
         sched_yield();
         if (tries % 1000 == 999 && (PyErr_CheckSignals() != 0 || pc_host_failed(host))) {
             if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_RuntimeError, "a rank has failed with the lock of shared memory");
+                PyErr_SetString(PyExc_BlockingIOError, "a rank has failed, perhaps with the lock of the table");
             return -1;
         }
     }
