@@ -58,9 +58,9 @@ def _fold(
     salt = zlib.crc32(f"{collective} {op.signature}".encode())
     _run(native, how[collective], x, rows, 0, root, salt)
     if rows is not None and result is not None:
-        total = rows[0]
-        for row in rows[1:]:
-            ops.combine(op, x.dtype, total, row, total)
+        total = rows[0, ...]
+        for rank in range(1, size):
+            ops.combine(op, x.dtype, total, rows[rank, ...], total)
         result[...] = total
         ops.finish(op, x.dtype, result, size)
     assert collective != "reduce_scatter" or shape[0] == size

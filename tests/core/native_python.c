@@ -12,7 +12,7 @@ static _Thread_local bool has_lock = true;
 static _Thread_local uint64_t runaway_ns;
 
 PyObject stub_none;
-PyObject *PyExc_OSError, *PyExc_ValueError, *PyExc_RuntimeError, *PyExc_MemoryError;
+PyObject *PyExc_OSError, *PyExc_ValueError, *PyExc_RuntimeError, *PyExc_MemoryError, *PyExc_BlockingIOError;
 
 void native_fail(const char *format, ...) {
     va_list args;

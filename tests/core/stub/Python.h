@@ -56,7 +56,7 @@ extern PyObject stub_none;
 #define Py_RETURN_NONE return Py_None
 #define Py_TYPE(object) ((PyTypeObject *)(object))
 
-extern PyObject *PyExc_OSError, *PyExc_ValueError, *PyExc_RuntimeError, *PyExc_MemoryError;
+extern PyObject *PyExc_OSError, *PyExc_ValueError, *PyExc_RuntimeError, *PyExc_MemoryError, *PyExc_BlockingIOError;
 
 /* Defined in native_python.c. */
 PyThreadState *PyEval_SaveThread(void);
