@@ -17,7 +17,7 @@
 #include "reduce.h"
 #include "wait.h"
 
-#define PC_SLOTS 4
+#define PC_SLOTS 8
 #define PC_SLOT_NBYTES (8192 + 2 * PC_LINE) /* no power of two: slots would share sets of the caches */
 #define PC_CHUNKS 4
 

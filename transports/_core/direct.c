@@ -6,21 +6,22 @@
 
 /* Bytes of a unit from which on reading the other ranks' memory is quicker than copying through slots (0: never),
    where the cores of the ranks share a cache (near) and where they do not (far): then a line that another core
-   has written comes slowly, and a copy less counts for more. Measured with benchmarks/table on both. */
+   has written comes slowly, and a copy less counts for more. Measured on a machine with
+   two cores that has both kinds of day. */
 struct limits {
     size_t near, far;
 };
 #define KiB ((size_t)1 << 10)
 #define MiB ((size_t)1 << 20)
 static struct limits direct_from[PC_KINDS] = {
-    [PC_BROADCAST] = {48 * KiB, 48 * KiB},      [PC_ALL_REDUCE] = {12 * MiB, 64 * KiB},
-    [PC_GATHER] = {8 * MiB, 256 * KiB},         [PC_ALL_GATHER] = {48 * KiB, 48 * KiB},
-    [PC_SCATTER] = {48 * KiB, 48 * KiB},        [PC_REDUCE_SCATTER] = {48 * KiB, 48 * KiB},
-    [PC_ALL_TO_ALL] = {48 * KiB, 48 * KiB},
+    [PC_BROADCAST] = {12 * KiB, 12 * KiB},  [PC_ALL_REDUCE] = {12 * MiB, 64 * KiB},
+    [PC_GATHER] = {8 * MiB, 24 * KiB},      [PC_ALL_GATHER] = {12 * KiB, 12 * KiB},
+    [PC_SCATTER] = {12 * KiB, 12 * KiB},    [PC_REDUCE_SCATTER] = {12 * KiB, 12 * KiB},
+    [PC_ALL_TO_ALL] = {12 * KiB, 12 * KiB},
 };
 
 /* Bytes read at a time when they are to be reduced: small enough to stay in the cache. */
-#define PIECE ((size_t)128 << 10)
+#define PIECE ((size_t)512 << 10)
 
 struct addresses { /* in the slot of a direct call */
     uint64_t x, out;
@@ -28,7 +29,9 @@ struct addresses { /* in the slot of a direct call */
 
 bool pc_is_direct(const pc_collective *call) {
     const pc_comm *comm = call->comm;
-    size_t from = comm->far ? direct_from[call->kind].far : direct_from[call->kind].near;
+    /* A gather streams while the givers have cores of their own. */
+    bool far = comm->far || (call->kind == PC_GATHER && comm->host->spins == 0);
+    size_t from = far ? direct_from[call->kind].far : direct_from[call->kind].near;
     return comm->direct && from != 0 && call->nbytes >= from;
 }
 
