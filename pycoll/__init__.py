@@ -78,7 +78,8 @@ def algorithms(collective: str) -> list[str]:
     from pycoll.group import SHARED_MEMORY
     from pycoll.schedules import names
 
-    return [SHARED_MEMORY, *names(collective)]
+    known = ["linear"] if collective in ("scan", "exscan") else names(collective)
+    return [SHARED_MEMORY, *known]
 
 
 def __getattr__(name: str) -> Any:

@@ -138,6 +138,18 @@ def _gather_blocks(
     group.context.end(number)
 
 
+def prefix(group: Group, call: bytes, x: Value, op: Op, count: int, result: Array) -> CallSteps:
+    """Combine the x of the first `count` ranks into `result` (C-contiguous, x's shape)."""
+    everything = np.empty((group.size, *x.array.shape), x.dtype.storage)
+    algorithm = group.choose("all_gather", x.array.nbytes, None, native=False)
+    yield from all_gather(group, call, x, algorithm, everything)
+    if count:
+        result[...] = everything[0, ...]
+        for rank in range(1, count):
+            ops.combine(op, x.dtype, result, everything[rank, ...], result)
+        ops.finish(op, x.dtype, result, count)
+
+
 def all_to_all(group: Group, call: bytes, x: Value, algorithm: str, result: Array) -> CallSteps:
     """Put row `rank` of rank i's x into row i of `result` (size, ...)."""
     number = group.context.begin(call)

@@ -55,6 +55,7 @@ COLLECTIVES = (
     "scatter",
     "reduce_scatter",
     "all_to_all",
+    "scan",
 )
 """Methods that the compiled core has too."""
 
@@ -485,6 +486,36 @@ class Communicator:
             self._collective(text, timeout, collectives.all_to_all, value, chosen, target.memory)
         return target.result()
 
+    def scan(
+        self,
+        x: Any,
+        op: Reducer = "sum",
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine the `x` of the ranks 0 to this one, in rank order.
+
+        Args:
+            x: array or number, the same dtype and shape on all ranks; with a Python function as
+                `op` also any object.
+            op: as in `reduce`.
+            algorithm: "shared_memory", or "linear": everything to everybody, combined there.
+            timeout: seconds.
+        """
+        return self._prefix("scan", x, op, algorithm, timeout)
+
+    def exscan(
+        self,
+        x: Any,
+        op: Reducer = "sum",
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine the `x` of the ranks before this one, as `scan`; None on rank 0."""
+        return self._prefix("exscan", x, op, algorithm, timeout)
+
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return when every rank has called it."""
         group = self._group
@@ -697,6 +728,33 @@ class Communicator:
                 engine.control.post("abort", code=code)
                 engine.control.close(2.0)
         os._exit(code & 0xFF)
+
+    def _prefix(
+        self, collective: str, x: Any, op: Reducer, algorithm: str | None, timeout: float | None
+    ) -> Any:
+        group, resolved = self._group, ops.resolve(op)
+        count = self.rank + (collective == "scan")
+        if arguments.reduces_objects(x, op):
+            assert callable(resolved.fn)
+            text = f"{collective}(object, op={resolved.signature})"
+            parts = objects.dump(x)
+            values = self._collective(text, timeout, object_collectives.all_gather, parts, None)
+            return object_collectives.fold(values[:count], resolved.fn) if count else None
+        value = arrays.wrap_operand(x)
+        ops.check(resolved, value.dtype)
+        chosen = group.choose_prefix(collective, algorithm, native_calls.serves(resolved, value))
+        reduction = collectives.Reduction(resolved, chosen)
+        text = f"{collective}({collectives.type_text(value)}, {_text(reduction)})"
+        target = arguments.Target(None, value, value.array.shape)
+        if chosen == SHARED_MEMORY:
+            self._native(
+                text, timeout, native_calls.combine, collective, value, target.memory, resolved
+            )
+        else:
+            self._collective(
+                text, timeout, collectives.prefix, value, resolved, count, target.memory
+            )
+        return target.result() if count else None
 
     # --- arguments -------------------------------------------------------------------------
 

@@ -114,8 +114,25 @@ class Group:
             raise ValueError(reason)
         return forced
 
+    def choose_prefix(self, collective: str, forced: str | None, native: bool) -> str:
+        """Return the algorithm of a scan or exscan.
+
+        Raises:
+            ValueError: `forced` does not exist, or cannot serve.
+        """
+        if forced not in (None, SHARED_MEMORY, "linear"):
+            raise ValueError(
+                f"{collective} has no algorithm {forced!r}; it has {SHARED_MEMORY}, linear"
+            )
+        if self.native is not None and native and forced != "linear":
+            return SHARED_MEMORY
+        if forced == SHARED_MEMORY and self.native is None and self.size > 1:
+            raise ValueError(self._no_shared_memory(collective))
+        return "linear"
+
     def _no_shared_memory(self, collective: str) -> str:
-        others = " or ".join(schedules.names(collective))
+        prefix = collective in ("scan", "exscan")
+        others = "linear" if prefix else " or ".join(schedules.names(collective))
         if self.engine.shared_memory is None:
             why = f"cannot be used: {self.engine.no_shared_memory}"
         else:

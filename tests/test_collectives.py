@@ -544,6 +544,29 @@ def test_arrays_inside_objects_arrive_whole_and_writable(ranks: Any) -> None:
 
 
 @sizes(1, 2, 5)
+def test_scan_and_exscan_combine_the_ranks_up_to_this_one(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        for count in (0, 1, 7, 5000, 70_000):
+            xs = [np.random.default_rng(rank).standard_normal(count) for rank in range(size)]
+            for op in ("sum", "max", "avg"):
+                for name in (None, *pycoll.algorithms("scan")):
+                    check(comm.scan(xs[me], op, algorithm=name), reduced(op, xs[: me + 1]))
+                    before = comm.exscan(xs[me], op, algorithm=name)
+                    if me == 0:
+                        assert before is None
+                    else:
+                        check(before, reduced(op, xs[:me]))
+        assert comm.scan(me + 1) == (me + 1) * (me + 2) // 2
+        assert comm.scan(str(me), lambda a, b: a + b) == "".join(map(str, range(me + 1)))
+        assert comm.exscan([me], lambda a, b: a + b) == (list(range(me)) or None)
+        with pytest.raises(ValueError, match="shared_memory, linear"):
+            comm.scan(1, algorithm="ring")
+
+    ranks(program)
+
+
+@sizes(1, 2, 5)
 def test_a_python_function_reduces_objects_in_rank_order(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size

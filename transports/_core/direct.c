@@ -15,6 +15,7 @@ struct limits {
 #define MiB ((size_t)1 << 20)
 static struct limits direct_from[PC_KINDS] = {
     [PC_BROADCAST] = {12 * KiB, 12 * KiB},  [PC_ALL_REDUCE] = {12 * MiB, 64 * KiB},
+    [PC_REDUCE] = {SIZE_MAX, 64 * KiB},
     [PC_GATHER] = {8 * MiB, 24 * KiB},      [PC_ALL_GATHER] = {12 * KiB, 12 * KiB},
     [PC_SCATTER] = {12 * KiB, 12 * KiB},    [PC_REDUCE_SCATTER] = {12 * KiB, 12 * KiB},
     [PC_ALL_TO_ALL] = {12 * KiB, 12 * KiB},
@@ -171,7 +172,8 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
     struct addresses own = {(uintptr_t)call->x, (uintptr_t)call->out};
     memcpy(slot->data, &own, sizeof own);
     pc_enter_end(call, slot);
-    if (call->kind == PC_GATHER && comm->rank != call->root)
+    bool to_root = call->kind == PC_GATHER || call->kind == PC_REDUCE;
+    if (to_root && comm->rank != call->root)
         return await_phase(call, call->root, 2);
     pc_release(&call->call);
     if ((call->kind == PC_GATHER || call->kind == PC_ALL_GATHER) && out + me * nbytes != x)
@@ -194,6 +196,8 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
     int status = 0;
     if (call->kind == PC_ALL_REDUCE) {
         status = all_reduce(call, xs, outs);
+    } else if (call->kind == PC_REDUCE) {
+        status = reduce_range(call, xs, 0, nbytes, out);
     } else if (call->kind == PC_REDUCE_SCATTER) {
         for (size_t rank = 0; rank < size; rank++)
             xs[rank] += me * nbytes;
@@ -208,7 +212,7 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
     if (status < 0 || check_given_up(call) < 0)
         return -1;
     reach(call, 2);
-    return call->kind == PC_GATHER ? 0 : await_all(call);
+    return to_root ? 0 : await_all(call);
 }
 
 int pc_direct_receive(pc_collective *call, uint64_t address) {
@@ -245,6 +249,8 @@ static int trial(pc_collective *call, bool direct, uint64_t *took_ns) {
 int pc_measure(pc_collective *call) {
     pc_comm *comm = call->comm;
     pc_collective probe = *call;
+    probe.kind = PC_ALL_REDUCE;
+    probe.root = 0;
     uint64_t best[2] = {UINT64_MAX, UINT64_MAX}, sum[2], bests[2 * comm->size];
     comm->measured = true;
     if (!comm->direct)

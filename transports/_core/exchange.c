@@ -265,7 +265,8 @@ int pc_run(pc_collective *call) {
     struct pc_slot *slot;
     size_t given = call->nbytes * (is_split(call->kind) ? (size_t)comm->size : 1);
     bool small = given <= sizeof slot->data;
-    if (PC_UNLIKELY(!small && !comm->measured && call->kind == PC_ALL_REDUCE) && pc_measure(call) < 0)
+    bool depends = call->kind == PC_ALL_REDUCE || call->kind == PC_REDUCE || call->kind == PC_GATHER;
+    if (PC_UNLIKELY(!small && !comm->measured && depends) && pc_measure(call) < 0)
         return -1;
     if (pc_enter_begin(call, &slot) < 0)
         return -1;
