@@ -101,12 +101,23 @@ def _info() -> int:
         ("NumPy", _version("numpy")),
         ("pyzmq", _version("pyzmq")),
         ("libzmq", _libzmq()),
+        ("compiled core", _core()),
     ]
     for name, reason in transports.reasons().items():
         rows.append((f"transport {name}", "usable" if reason is None else f"not usable: {reason}"))
     for label, text in rows:
         print(f"{label:<16} {text}")
     return 0
+
+
+def _core() -> str:
+    """What reductions run on."""
+    try:
+        from pycoll.transports._core import reduce_level
+    except ImportError as exc:
+        return f"missing ({exc}): NumPy reduces, and ranks of one host communicate by TCP"
+    levels = ("any processor", "AVX2 and F16C", "AVX-512")
+    return f"loaded, reductions for {levels[reduce_level(-1)]}"
 
 
 def _cores() -> str:
