@@ -149,7 +149,7 @@ FAULTS = {
     "a sleep is not announced": ("wait.c", "    pc_host_sleep(call->host);\n", ""),
     "an array is given back while others read it": (
         "direct.c",
-        "return call->kind == PC_GATHER ? 0 : await_all(call);",
+        "return to_root ? 0 : await_all(call);",
         "return 0;",
     ),
 }
