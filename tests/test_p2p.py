@@ -485,7 +485,8 @@ def test_transfers_that_time_out_half_way_lose_and_double_nothing(ranks: Any) ->
     def program(comm: Comm, impatient: int) -> int:
         attempts = 0
         for i in range(4):
-            nbytes, timeout, done = 24 * MiB + i, 0.001 * 2**i, False
+            # Shared memory moves this in 2 ms.
+            nbytes, timeout, done = 24 * MiB + i, 0.0002 * 1.5**i, False
             while not done:
                 attempts += 1
                 how = {"timeout": timeout if comm.rank == impatient else None}
