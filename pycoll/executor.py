@@ -159,7 +159,7 @@ class Run(Operation):
                 self._reduce(position, chunk, incoming_first)
             case Copy(source, chunk):
                 destination = self._destination(chunk, self._binding.nbytes[chunk] or 0)
-                _copy(self._value(source), destination)
+                fill_from(self._value(source), destination)
                 self.location[chunk] = (destination,)
                 self._complete(position)
 
@@ -177,7 +177,7 @@ class Run(Operation):
         """Copy to their targets the values that no step has put there."""
         for location, target in zip(self.location, self._binding.target, strict=True):
             if target is not None and location is not None and location[0] is not target:
-                _copy(location, target)
+                fill_from(location, target)
 
     # --- steps -----------------------------------------------------------------------------
 
@@ -325,7 +325,8 @@ def new_bytes(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data
 
 
-def _copy(parts: Parts, into: memoryview) -> None:
+def fill_from(parts: Parts, into: memoryview) -> None:
+    """Copy a payload to the front of `into`."""
     offset = 0
     for part in parts:
         into[offset : offset + len(part)] = part

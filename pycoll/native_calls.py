@@ -15,6 +15,7 @@ import numpy as np
 from pycoll import arrays, dtypes, objects, ops
 from pycoll.arrays import Value
 from pycoll.dtypes import Array, DType
+from pycoll.executor import fill_from
 from pycoll.native import KINDS, OPS, Native
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
@@ -51,8 +52,7 @@ def _fold(
 ) -> None:
     """Reduce with an operator that the core does not have: bring the operands here, and combine."""
     how = {"reduce": "gather", "all_reduce": "all_gather", "reduce_scatter": "all_to_all"}
-    size, shape = native.size, x.array.shape
-    rows = None
+    size, rows = native.size, None
     if result is not None:
         rows = np.empty((size, *result.shape), x.dtype.storage)
     salt = zlib.crc32(f"{collective} {op.signature}".encode())
@@ -63,7 +63,6 @@ def _fold(
             ops.combine(op, x.dtype, total, rows[rank, ...], total)
         result[...] = total
         ops.finish(op, x.dtype, result, size)
-    assert collective != "reduce_scatter" or shape[0] == size
 
 
 def all_gather_objects(native: Native, parts: Parts) -> list[Any]:
@@ -71,7 +70,7 @@ def all_gather_objects(native: Native, parts: Parts) -> list[Any]:
     size = native.size
     lengths = _all_gather(native, np.array([nbytes_of(parts)], np.uint64), size)[:, 0]
     mine = np.zeros(int(lengths.max()), np.uint8)
-    fill(mine.data, parts)
+    fill_from(parts, mine.data)
     rows = _all_gather(native, mine, size)
     return [objects.load(row[:n].data) for row, n in zip(rows, lengths.tolist(), strict=True)]
 
@@ -83,7 +82,7 @@ def all_to_all_objects(native: Native, blocks: Sequence[Parts]) -> list[Any]:
     lengths = _all_gather(native, mine, size)
     sent = np.zeros((size, int(lengths.max())), np.uint8)
     for row, parts in zip(sent, blocks, strict=True):
-        fill(row.data, parts)
+        fill_from(parts, row.data)
     got = np.empty_like(sent)
     move(native, "all_to_all", Value(sent, dtypes.UINT8, "numpy"), got)
     here = lengths[:, native.rank].tolist()
@@ -94,14 +93,6 @@ def _all_gather(native: Native, array: Array, size: int) -> Array:
     rows = np.empty((size, *array.shape), array.dtype)
     move(native, "all_gather", Value(array, dtypes.of_numpy(array.dtype), "numpy"), rows)
     return rows
-
-
-def fill(into: memoryview, parts: Parts) -> None:
-    """Copy a payload to the front of `into`."""
-    offset = 0
-    for part in parts:
-        into[offset : offset + len(part)] = part
-        offset += len(part)
 
 
 def _run(

@@ -71,6 +71,33 @@ PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extr
     return made;
 }
 
+PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    if (slow == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "this communicator is closed");
+        return NULL;
+    }
+    PyObject *positionals = PyTuple_New(count), *named = NULL, *result = NULL;
+    if (positionals == NULL)
+        return NULL;
+    for (Py_ssize_t index = 0; index < count; index++)
+        PyTuple_SetItem(positionals, index, Py_NewRef(args[index]));
+    if (keywords != NULL) {
+        named = PyDict_New();
+        for (Py_ssize_t index = 0; named != NULL && index < PyTuple_Size(keywords); index++)
+            if (PyDict_SetItem(named, PyTuple_GetItem(keywords, index), args[count + index]) < 0)
+                Py_CLEAR(named);
+        if (named == NULL)
+            goto done;
+    }
+    Py_INCREF(slow);
+    result = PyObject_Call(slow, positionals, named);
+    Py_DECREF(slow);
+done:
+    Py_DECREF(positionals);
+    Py_XDECREF(named);
+    return result;
+}
+
 /* add_dtype(dtype, code): arrays of this dtype object hold elements of that type. */
 PyObject *pc_add_dtype(PyObject *module, PyObject *args) {
     (void)module;

@@ -47,34 +47,6 @@ static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyOb
     return true;
 }
 
-static PyObject *call_slow(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    PyObject *positionals = PyTuple_New(count), *named = NULL, *result = NULL;
-    if (comm->slow[kind] == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "this communicator is closed");
-        Py_XDECREF(positionals);
-        return NULL;
-    }
-    if (positionals == NULL)
-        return NULL;
-    for (Py_ssize_t index = 0; index < count; index++)
-        PyTuple_SetItem(positionals, index, Py_NewRef(args[index]));
-    if (keywords != NULL) {
-        named = PyDict_New();
-        for (Py_ssize_t index = 0; named != NULL && index < PyTuple_Size(keywords); index++)
-            if (PyDict_SetItem(named, PyTuple_GetItem(keywords, index), args[count + index]) < 0)
-                Py_CLEAR(named);
-        if (named == NULL)
-            goto done;
-    }
-    PyObject *slow = Py_NewRef(comm->slow[kind]);
-    result = PyObject_Call(slow, positionals, named);
-    Py_DECREF(slow);
-done:
-    Py_DECREF(positionals);
-    Py_XDECREF(named);
-    return result;
-}
-
 static inline int find_op(PyObject *op) {
     if (op == NULL)
         return PC_SUM;
@@ -265,7 +237,7 @@ static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *arg
         if (result != NULL || PyErr_Occurred())
             return result;
     }
-    return call_slow(comm, kind, args, count, keywords);
+    return pc_call_slow(comm->slow[kind], args, count, keywords);
 }
 
 #define FAST(name, kind)                                                                                         \

@@ -62,33 +62,6 @@ static bool parse(const signed char *order, PyObject *const *args, Py_ssize_t co
     return true;
 }
 
-static PyObject *call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    if (slow == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "this communicator is closed");
-        return NULL;
-    }
-    PyObject *positionals = PyTuple_New(count), *named = NULL, *result = NULL;
-    if (positionals == NULL)
-        return NULL;
-    for (Py_ssize_t index = 0; index < count; index++)
-        PyTuple_SetItem(positionals, index, Py_NewRef(args[index]));
-    if (keywords != NULL) {
-        named = PyDict_New();
-        for (Py_ssize_t index = 0; named != NULL && index < PyTuple_Size(keywords); index++)
-            if (PyDict_SetItem(named, PyTuple_GetItem(keywords, index), args[count + index]) < 0)
-                Py_CLEAR(named);
-        if (named == NULL)
-            goto done;
-    }
-    Py_INCREF(slow);
-    result = PyObject_Call(slow, positionals, named);
-    Py_DECREF(slow);
-done:
-    Py_DECREF(positionals);
-    Py_XDECREF(named);
-    return result;
-}
-
 static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
 
 /* The value of an int between `least` and 2**31 - 1; else `wrong`. */
@@ -250,7 +223,7 @@ static PyObject *p2p_send(pc_p2p *p2p, PyObject *const *args, Py_ssize_t count, 
         if (rank >= 0 && tag >= 0 && pc_load(&channel->peers[rank].desk->closed) == 0)
             return send_array(p2p, values, &x, rank, tag);
     }
-    return call_slow(p2p->slow_send, args, count, keywords);
+    return pc_call_slow(p2p->slow_send, args, count, keywords);
 }
 
 /* --- receiving --------------------------------------------------------------------------------------- */
@@ -433,7 +406,7 @@ static PyObject *p2p_recv(pc_p2p *p2p, PyObject *const *args, Py_ssize_t count, 
             }
         }
     }
-    return call_slow(p2p->slow_recv, args, count, keywords);
+    return pc_call_slow(p2p->slow_recv, args, count, keywords);
 }
 
 /* --- the Python type --------------------------------------------------------------------------------- */
