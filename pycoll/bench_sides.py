@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from pycoll.launcher.environment import usable_cores
 
@@ -145,15 +146,7 @@ def run(command: Sequence[str], environment: dict[str, str], timeout_s: float, n
         BenchError: it failed, or did not end in time.
     """
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        with _ended(process):
+        with _started(command, environment, output) as process:
             try:
                 status = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -168,12 +161,28 @@ def run(command: Sequence[str], environment: dict[str, str], timeout_s: float, n
 
 
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """On the way out the process has ended, however this is left."""
+def _started(
+    command: Sequence[str], environment: dict[str, str], output: IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a command; on the way out it has ended, however this is left."""
+    # A signal whose handler raises while Popen works would leave a process that nobody knows.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    process = None
     try:
-        yield
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, mask),
+        )
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        yield process
     finally:
-        if process.poll() is None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if process is not None and process.poll() is None:
             process.terminate()  # launchers pass this on to their ranks
             try:
                 process.wait(_END_S)
