@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll.launcher.function import run
     from pycoll.ops import Op
+    from pycoll.request import Request, wait_all, wait_any, wait_some
     from pycoll.world import finalize, init
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "Op",
     "OperationTimeout",
     "PeerFailed",
+    "Request",
     "Status",
     "TransportError",
     "TruncationError",
@@ -53,6 +55,9 @@ __all__ = [
     "finalize",
     "init",
     "run",
+    "wait_all",
+    "wait_any",
+    "wait_some",
 ]
 
 # Imported when first used, so that `import pycoll` costs next to nothing.
@@ -62,10 +67,14 @@ _HOMES = {
     "PROC_NULL": "pycoll.context",
     "Communicator": "pycoll.communicator",
     "Op": "pycoll.ops",
+    "Request": "pycoll.request",
     "Status": "pycoll.context",
     "finalize": "pycoll.world",
     "init": "pycoll.world",
     "run": "pycoll.launcher.function",
+    "wait_all": "pycoll.request",
+    "wait_any": "pycoll.request",
+    "wait_some": "pycoll.request",
 }
 
 

@@ -8,42 +8,29 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+from pycoll import subgroups
+from pycoll.calls import Calls, Prepared
+from pycoll.context import ANY_SOURCE, ANY_TAG, Status
 from pycoll.engine import Engine
 from pycoll.errors import Error
-from pycoll.group import SHARED_MEMORY, Group
+from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.memory import SharedMemory
-from pycoll.native import Native
-from pycoll.task import Call, CallSteps, caller
+from pycoll.native import BY_MESSAGES
+from pycoll.nonblocking import NonBlocking, Persistent
+from pycoll.task import Call, caller
 
 if TYPE_CHECKING:
-    from pycoll import (
-        announced,
-        arguments,
-        arrays,
-        collectives,
-        native_announced,
-        native_calls,
-        object_collectives,
-        objects,
-        ops,
-        p2p,
-    )
+    from pycoll import arguments, p2p
+    from pycoll import grid as grids
     from pycoll.arguments import Reducer
-    from pycoll.arrays import Value
-    from pycoll.collectives import Reduction
-    from pycoll.ops import Op
+    from pycoll.grid import Grid
 else:  # a program that only calls barrier() imports no NumPy
-    announced, arguments = Late("pycoll.announced"), Late("pycoll.arguments")
-    arrays, collectives = Late("pycoll.arrays"), Late("pycoll.collectives")
-    native_announced = Late("pycoll.native_announced")
-    native_calls = Late("pycoll.native_calls")
-    object_collectives, objects = Late("pycoll.object_collectives"), Late("pycoll.objects")
-    ops, p2p = Late("pycoll.ops"), Late("pycoll.p2p")
+    arguments, grids = Late("pycoll.arguments"), Late("pycoll.grid")
+    p2p = Late("pycoll.p2p")
 
 COLLECTIVES = (
     "barrier",
@@ -78,7 +65,7 @@ class World:
         self.op_timeout = op_timeout
 
 
-class Communicator:
+class Communicator(NonBlocking):
     """A group of ranks that communicate with each other and with nobody else.
 
     Arrays are NumPy arrays, memoryviews, array.array, PyTorch tensors, JAX arrays and everything
@@ -88,6 +75,9 @@ class Communicator:
 
     Every blocking method takes `timeout`, seconds; None: the default of `pycoll.init`, math.inf:
     none. An array passed in may be changed as soon as the method returns.
+
+    Every one but `probe` has a twin with an ``i`` in front of its name that starts the call and
+    returns a `Request`; the arguments are the same, without timeout.
 
     Raises, from every method: PeerFailed (a rank it needs has ended), OperationTimeout,
     MismatchError (ranks made different calls), and TypeError or ValueError for wrong arguments,
@@ -103,6 +93,10 @@ class Communicator:
     def __init__(self, world: World, group: Group) -> None:
         self._world = world
         self._group = group
+        self._op_timeout = world.op_timeout
+        self._calls = Calls(group, blocking=True)
+        self._nonblocking_calls = Calls(group, blocking=False)
+        self._makings = subgroups.Makings()
         self._closed = False
         self._short: dict[str, Any] = {}
         if group.engine.shared_memory is not None and group.size > 1:
@@ -184,23 +178,7 @@ class Communicator:
         Raises:
             MismatchError: an array passed off root does not look like the root's value.
         """
-        group, root = self._group, arguments.check_root(root, self.size)
-        self._check_algorithm("broadcast", algorithm)
-        outgoing = p2p.Outgoing(x) if group.rank == root else None
-        mine = None if outgoing is not None else arguments.fillable(x)
-
-        text = f"broadcast(root={root}{_forced(algorithm)})"
-        result: Any = native_announced.BY_MESSAGES
-        if self._announces("broadcast", algorithm):
-            result = self._native(
-                text, timeout, native_announced.broadcast, group, outgoing, mine, root
-            )
-        if result is native_announced.BY_MESSAGES:
-            forced = None if algorithm == SHARED_MEMORY else algorithm
-            result = self._collective(
-                text, timeout, announced.broadcast, outgoing, mine, forced, root
-            )
-        return x if outgoing is not None else result
+        return self._run(self._calls.broadcast(x, root, algorithm=algorithm), timeout)
 
     def reduce(
         self,
@@ -225,25 +203,7 @@ class Communicator:
             algorithm: see `pycoll.algorithms("reduce")`.
             timeout: seconds.
         """
-        group, root = self._group, arguments.check_root(root, self.size)
-        resolved = ops.resolve(op)
-        is_root = group.rank == root
-        if arguments.reduces_objects(x, op):
-            arguments.no_out(out if is_root else None)
-            return self._fold(x, resolved, root, algorithm, timeout)
-        value, reduction = self._reduction("reduce", x, resolved, algorithm)
-        target = arguments.Target(out, value, value.array.shape) if is_root else None
-        if target is not None:
-            target.check_overlap(value.array, (target.array, value.array))
-        memory = target.memory if target is not None else None
-        text = f"reduce({collectives.type_text(value)}, {_text(reduction)}, root={root})"
-        if reduction.algorithm == SHARED_MEMORY:
-            self._native(
-                text, timeout, native_calls.combine, "reduce", value, memory, resolved, root
-            )
-        else:
-            self._collective(text, timeout, collectives.reduce, value, reduction, root, memory)
-        return target.result() if target is not None else None
+        return self._run(self._calls.reduce(x, op, root, out, algorithm=algorithm), timeout)
 
     def all_reduce(
         self,
@@ -264,22 +224,33 @@ class Communicator:
             algorithm: see `pycoll.algorithms("all_reduce")`.
             timeout: seconds.
         """
-        resolved = ops.resolve(op)
-        if arguments.reduces_objects(x, op):
-            arguments.no_out(out)
-            return self._fold(x, resolved, None, algorithm, timeout)
-        value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
-        target = arguments.Target(out, value, value.array.shape)
-        target.check_overlap(value.array, (target.array, value.array))
-        text = f"all_reduce({collectives.type_text(value)}, {_text(reduction)})"
-        memory = target.memory
-        if reduction.algorithm == SHARED_MEMORY:
-            self._native(text, timeout, native_calls.combine, "all_reduce", value, memory, resolved)
-        else:
-            self._collective(text, timeout, collectives.all_reduce, value, reduction, memory)
-        return target.result()
+        return self._run(self._calls.all_reduce(x, op, out, algorithm=algorithm), timeout)
 
     allreduce = all_reduce
+
+    def all_reduce_many(
+        self,
+        xs: Sequence[Any],
+        op: Reducer = "sum",
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Combine all ranks' arrays, each as `all_reduce` would, in few large messages.
+
+        Args:
+            xs: arrays or numbers, on all ranks as many, of the same dtypes and shapes.
+            op: as in `reduce`.
+            algorithm: see `pycoll.algorithms("all_reduce")`.
+            timeout: seconds.
+
+        Returns:
+            The results, in the order of `xs`.
+        """
+        result: list[Any] = self._run(
+            self._calls.all_reduce_many(xs, op, algorithm=algorithm), timeout
+        )
+        return result
 
     def gather(
         self,
@@ -299,29 +270,7 @@ class Communicator:
             algorithm: see `pycoll.algorithms("gather")`.
             timeout: seconds.
         """
-        group, root = self._group, arguments.check_root(root, self.size)
-        self._check_algorithm("gather", algorithm)
-        is_root = group.rank == root
-        value = arrays.wrap(x)
-        if value is None:
-            arguments.no_out(out if is_root else None)
-            parts = objects.dump(x)
-            chosen = arguments.linear_only("gather", algorithm)
-            text = f"gather(object, root={root}, algorithm={chosen})"
-            return self._collective(text, timeout, object_collectives.gather, parts, chosen, root)
-        nbytes = value.array.nbytes
-        chosen = group.choose("gather", nbytes, algorithm)
-        shape = (group.size, *value.array.shape)
-        target = arguments.Target(out, value, shape) if is_root else None
-        if target is not None:
-            target.check_overlap(value.array)
-        memory = target.memory if target is not None else None
-        text = f"gather({collectives.type_text(value)}, root={root}, algorithm={chosen})"
-        if chosen == SHARED_MEMORY:
-            self._native(text, timeout, native_calls.move, "gather", value, memory, root)
-        else:
-            self._collective(text, timeout, collectives.gather, value, chosen, root, memory)
-        return target.result() if target is not None else None
+        return self._run(self._calls.gather(x, root, out, algorithm=algorithm), timeout)
 
     def all_gather(
         self,
@@ -339,28 +288,7 @@ class Communicator:
             algorithm: see `pycoll.algorithms("all_gather")`.
             timeout: seconds.
         """
-        group = self._group
-        self._check_algorithm("all_gather", algorithm)
-        value = arrays.wrap(x)
-        if value is None:
-            arguments.no_out(out)
-            text = f"all_gather(object{_forced(algorithm)})"
-            if algorithm == SHARED_MEMORY and group.native is not None:
-                parts = objects.dump(x)
-                return self._native(text, timeout, native_calls.all_gather_objects, parts)
-            return self._collective(
-                text, timeout, object_collectives.all_gather, objects.dump(x), algorithm
-            )
-        chosen = group.choose("all_gather", value.array.nbytes, algorithm)
-        shape = (group.size, *value.array.shape)
-        target = arguments.Target(out, value, shape)
-        target.check_overlap(value.array, (target.array[group.rank, ...], value.array))
-        text = f"all_gather({collectives.type_text(value)}, algorithm={chosen})"
-        if chosen == SHARED_MEMORY:
-            self._native(text, timeout, native_calls.move, "all_gather", value, target.memory)
-        else:
-            self._collective(text, timeout, collectives.all_gather, value, chosen, target.memory)
-        return target.result()
+        return self._run(self._calls.all_gather(x, out, algorithm=algorithm), timeout)
 
     def scatter(
         self,
@@ -384,30 +312,7 @@ class Communicator:
             ValueError: off root also when `out` turns out not to look like a row; the scatter has
                 taken place then, and the communicator stays usable.
         """
-        group, root = self._group, arguments.check_root(root, self.size)
-        self._check_algorithm("scatter", algorithm)
-        blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
-        wanted = arguments.fillable_out(out)
-        if isinstance(blocks, list):
-            arguments.no_out(out)
-        elif blocks is not None and out is not None:
-            arguments.Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks.array)
-        text = f"scatter(root={root}{_forced(algorithm)})"
-        received: Any = native_announced.BY_MESSAGES
-        if self._announces("scatter", algorithm):
-            received = self._native(text, timeout, native_announced.scatter, blocks, root)
-        if received is native_announced.BY_MESSAGES:
-            forced = None if algorithm == SHARED_MEMORY else algorithm
-            received = self._collective(text, timeout, announced.scatter, blocks, forced, root)
-        value, buffer = received
-        if value is None:
-            arguments.no_out(out)
-            return objects.load(buffer)
-        if wanted is None:
-            return arrays.unwrap(value)
-        checked = arrays.check_out(out, value.dtype, value.array.shape)
-        checked.array[...] = value.array
-        return out
+        return self._run(self._calls.scatter(x, root, out, algorithm=algorithm), timeout)
 
     def reduce_scatter(
         self,
@@ -427,22 +332,7 @@ class Communicator:
             algorithm: see `pycoll.algorithms("reduce_scatter")`.
             timeout: seconds.
         """
-        group = self._group
-        resolved = ops.resolve(op)
-        value = arguments.split_value("reduce_scatter", x, self.size)
-        _, reduction = self._reduction("reduce_scatter", x, resolved, algorithm)
-        row = value.array[group.rank, ...]
-        target = arguments.Target(out, value, value.array.shape[1:])
-        target.check_overlap(value.array, (target.array, row))
-        text = f"reduce_scatter({collectives.type_text(value)}, {_text(reduction)})"
-        memory = target.memory
-        if reduction.algorithm == SHARED_MEMORY:
-            self._native(
-                text, timeout, native_calls.combine, "reduce_scatter", value, memory, resolved
-            )
-        else:
-            self._collective(text, timeout, collectives.reduce_scatter, value, reduction, memory)
-        return target.result()
+        return self._run(self._calls.reduce_scatter(x, op, out, algorithm=algorithm), timeout)
 
     def all_to_all(
         self,
@@ -461,30 +351,7 @@ class Communicator:
             algorithm: see `pycoll.algorithms("all_to_all")`.
             timeout: seconds.
         """
-        group = self._group
-        self._check_algorithm("all_to_all", algorithm)
-        if arrays.wrap(x) is None:
-            arguments.no_out(out)
-            arguments.check_objects("all_to_all", x, self.size)
-            blocks = [objects.dump(item) for item in x]
-            chosen = group.choose("all_to_all", 0, algorithm, native=False)
-            text = f"all_to_all(object{_forced(algorithm)})"
-            if chosen == SHARED_MEMORY:
-                return self._native(text, timeout, native_calls.all_to_all_objects, blocks)
-            return self._collective(text, timeout, object_collectives.all_to_all, blocks, chosen)
-        value = arguments.split_value("all_to_all", x, self.size)
-        chosen = group.choose("all_to_all", value.array.nbytes // group.size, algorithm)
-        target = arguments.Target(out, value, value.array.shape)
-        target.check_overlap(value.array, (target.array, value.array))
-        if out is not None and arrays.overlap(target.array, value.array):
-            # In place: rows come in before those that were there have left.
-            value = arrays.Value(value.array.copy(), value.dtype, value.kind)
-        text = f"all_to_all({collectives.type_text(value)}, algorithm={chosen})"
-        if chosen == SHARED_MEMORY:
-            self._native(text, timeout, native_calls.move, "all_to_all", value, target.memory)
-        else:
-            self._collective(text, timeout, collectives.all_to_all, value, chosen, target.memory)
-        return target.result()
+        return self._run(self._calls.all_to_all(x, out, algorithm=algorithm), timeout)
 
     def scan(
         self,
@@ -503,7 +370,7 @@ class Communicator:
             algorithm: "shared_memory", or "linear": everything to everybody, combined there.
             timeout: seconds.
         """
-        return self._prefix("scan", x, op, algorithm, timeout)
+        return self._run(self._calls.scan(x, op, algorithm=algorithm), timeout)
 
     def exscan(
         self,
@@ -514,17 +381,11 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """Combine the `x` of the ranks before this one, as `scan`; None on rank 0."""
-        return self._prefix("exscan", x, op, algorithm, timeout)
+        return self._run(self._calls.exscan(x, op, algorithm=algorithm), timeout)
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return when every rank has called it."""
-        group = self._group
-        chosen = group.choose("barrier", 0, algorithm)
-        text = f"barrier(algorithm={chosen})"
-        if chosen == SHARED_MEMORY:
-            self._native(text, timeout, Native.barrier)
-        else:
-            self._collective(text, timeout, collectives.barrier, chosen)
+        self._run(self._calls.barrier(algorithm=algorithm), timeout)
 
     # --- point to point --------------------------------------------------------------------
 
@@ -540,13 +401,7 @@ class Communicator:
             tag: 0 to 2**31 - 1.
             timeout: seconds; when they have passed the message is withdrawn.
         """
-        dest, tag = arguments.check_peer(dest, "dest", self.size), arguments.check_tag(tag)
-        outgoing = p2p.Outgoing(x)
-        if dest == PROC_NULL:
-            self._check_open()
-            return
-        text = f"send({outgoing.text}, dest={dest}, tag={tag})"
-        self._point_to_point(text, lambda: p2p.send(self._group, outgoing, dest, tag), timeout)
+        self._run(self._calls.send(x, dest, tag), timeout)
 
     def _finish_send(self, dest: int, number: int) -> None:
         """Wait for a send that the core has begun and that takes long."""
@@ -554,8 +409,12 @@ class Communicator:
         memory = group.engine.shared_memory
         assert memory is not None
         transport, world = memory.transport, group.members[dest]
-        text = f"send(array, dest={dest})"
-        self._point_to_point(text, lambda: p2p.finish_send(transport.adopt(world, number)), None)
+        prepared = Prepared(
+            f"send(array, dest={dest})",
+            lambda _: p2p.finish_send(transport.adopt(world, number)),
+            collective=False,
+        )
+        self._run(prepared, None)
 
     def recv(
         self,
@@ -579,20 +438,7 @@ class Communicator:
             MismatchError: the message is of another dtype than `out`, or an object.
             TruncationError: it is larger than `out`. Both leave it first in the queue.
         """
-        source, tag = (
-            arguments.check_source(source, self.size),
-            arguments.check_tag(tag, wildcard=True),
-        )
-        arguments.check_status(status)
-        target = arguments.fillable_out(out)
-        if source == PROC_NULL:
-            self._check_open()
-            _fill_null(status)
-            return out
-        text = f"recv(source={_name(source)}, tag={_name(tag)})"
-        return self._point_to_point(
-            text, lambda: p2p.receive(self._group, source, tag, target, status), timeout
-        )
+        return self._run(self._calls.recv(source, tag, out, status), timeout)
 
     def sendrecv(
         self,
@@ -607,59 +453,92 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """Send `x` to `dest` and receive from `source` at the same time; returns what came."""
-        group = self._group
-        dest, source = (
-            arguments.check_peer(dest, "dest", self.size),
-            arguments.check_source(source, self.size),
-        )
-        sendtag, recvtag = arguments.check_tag(sendtag), arguments.check_tag(recvtag, wildcard=True)
-        arguments.check_status(status)
-        target = arguments.fillable_out(out)
-        arguments.check_apart(x, target)
-        outgoing: p2p.Outgoing | None = p2p.Outgoing(x)
-        if dest == PROC_NULL:
-            outgoing = None
-
-        def steps() -> CallSteps:
-            receiving = None
-            if source != PROC_NULL:
-                receiving = p2p.receive(group, source, recvtag, target, status)
-            return p2p.send_receive(group, outgoing, (dest, sendtag), receiving)
-
-        if source == PROC_NULL:
-            _fill_null(status)
-        text = f"sendrecv(dest={_name(dest)}, source={_name(source)}, tag={_name(sendtag)})"
-        result = self._point_to_point(text, steps, timeout)
-        return out if source == PROC_NULL else result
+        prepared = self._calls.sendrecv(x, dest, source, sendtag, recvtag, out, status)
+        return self._run(prepared, timeout)
 
     def probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None
     ) -> Status:
         """Wait for a message and return its `Status`; the message stays in the queue."""
-        source, tag = (
-            arguments.check_source(source, self.size),
-            arguments.check_tag(tag, wildcard=True),
-        )
-        if source == PROC_NULL:
-            return Status()
-        text = f"probe(source={_name(source)}, tag={_name(tag)})"
-        status: Status = self._point_to_point(
-            text, lambda: p2p.probe(self._group, source, tag), timeout
-        )
+        status: Status = self._run(self._calls.probe(source, tag), timeout)
         return status
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
         """Return the `Status` of a message that is here, or None; never waits."""
-        source, tag = (
-            arguments.check_source(source, self.size),
-            arguments.check_tag(tag, wildcard=True),
-        )
-        if source == PROC_NULL:
-            return Status()
-        status: Status | None = self._point_to_point(
-            "iprobe()", lambda: p2p.probe_now(self._group, source, tag), math.inf
-        )
+        status: Status | None = self._run(self._calls.iprobe(source, tag), math.inf)
         return status
+
+    # --- uneven blocks ---------------------------------------------------------------------
+
+    def gatherv(self, x: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
+        """Collect all ranks' `x`, of whatever shapes, on the root: a list of arrays by rank.
+
+        Args:
+            x: array of any shape, of the same dtype on all ranks.
+            root: rank that gets the result; None elsewhere.
+            timeout: seconds.
+        """
+        result: list[Any] | None = self._run(self._calls.gatherv(x, root), timeout)
+        return result
+
+    def all_gatherv(self, x: Any, *, timeout: float | None = None) -> list[Any]:
+        """Collect all ranks' `x`, of whatever shapes, on every rank: a list of arrays by rank.
+
+        Args:
+            x: array of any shape, of the same dtype on all ranks.
+            timeout: seconds.
+        """
+        result: list[Any] = self._run(self._calls.all_gatherv(x), timeout)
+        return result
+
+    def scatterv(
+        self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None
+    ) -> Any:
+        """Return array number `rank` of the root's list.
+
+        Args:
+            xs: on the root one array for each rank, of any shapes and one dtype; None elsewhere.
+            root: rank whose list it is.
+            timeout: seconds.
+        """
+        return self._run(self._calls.scatterv(xs, root), timeout)
+
+    def all_to_allv(self, xs: Sequence[Any], *, timeout: float | None = None) -> list[Any]:
+        """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
+
+        Args:
+            xs: one array for each rank; all of the same dtype, on all ranks.
+            timeout: seconds.
+        """
+        result: list[Any] = self._run(self._calls.all_to_allv(xs), timeout)
+        return result
+
+    def reduce_scatterv(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        op: Reducer = "sum",
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Combine all ranks' `x`: each rank gets its part, of ``counts[rank]`` rows.
+
+        Args:
+            x: array whose leading axis is ``sum(counts)`` long, the same on all ranks.
+            counts: rows for each rank, the same on all ranks; may be 0.
+            op: as in `reduce`; a function gets the rows of one rank.
+            algorithm: see `pycoll.algorithms("reduce_scatter")`.
+            timeout: seconds.
+        """
+        return self._run(self._calls.reduce_scatterv(x, counts, op, algorithm=algorithm), timeout)
+
+    # --- persistent ------------------------------------------------------------------------
+
+    @property
+    def persistent(self) -> Persistent:
+        """Makes requests to start again and again: ``comm.persistent.all_reduce(x, out=y)``."""
+        return Persistent(self._group, self._nonblocking_calls, self._op_timeout)
 
     # --- communicators ---------------------------------------------------------------------
 
@@ -668,9 +547,7 @@ class Communicator:
 
         Its messages never meet those of this one.
         """
-        made = self._split("dup()", 0, self.rank, timeout)
-        assert made is not None
-        return made
+        return Communicator(self._world, self._copy("dup()", timeout))
 
     def split(
         self, color: int | None, key: int | None = None, *, timeout: float | None = None
@@ -678,30 +555,69 @@ class Communicator:
         """Return a communicator of the ranks that passed the same `color`; a collective call.
 
         Args:
-            color: any int; None: this rank is in no new communicator, and gets None.
-            key: the new ranks are in the order of keys, then of ranks here; None: this rank.
+            color: int of 64 bits; None: this rank is in no new communicator, and gets None.
+            key: int of 64 bits. The new ranks are in the order of keys, then of ranks here; None:
+                this rank.
             timeout: seconds.
         """
-        if color is not None:
-            color = arguments.check_int(color, "color")
-        key = self.rank if key is None else arguments.check_int(key, "key")
-        return self._split("split()", color, key, timeout)
+        color, key = subgroups.check_color(color), subgroups.check_key(key, self.rank)
+        made = self._split("split()", color, key, timeout)
+        return None if made is None else Communicator(self._world, made)
 
-    def _split(
-        self, text: str, color: int | None, key: int, timeout: float | None
-    ) -> Communicator | None:
-        group = self._group
-        parts = objects.dump((color, key))
-        number = group.number
-        said = self._collective(text, timeout, object_collectives.all_gather, parts, None)
-        if color is None:
-            return None
-        chosen = sorted((key, rank) for rank, (other, key) in enumerate(said) if other == color)
-        members = [group.members[rank] for _, rank in chosen]
-        engine = group.engine
-        with engine.locked():
-            child = Group(engine, group.child_ident(number, members), members)
-        return Communicator(self._world, child)
+    def split_by_host(self, *, timeout: float | None = None) -> Communicator:
+        """Return a communicator of the ranks on this host, in their order; a collective call."""
+        made = self._split("split_by_host()", self.node, self.rank, timeout)
+        assert made is not None
+        return Communicator(self._world, made)
+
+    def sub(self, ranks: Iterable[int]) -> Communicator | None:
+        """Return a communicator of these ranks, numbered in the order given; no message is sent.
+
+        Every one of `ranks` makes the same call, the others need not; they get None. Ranks that
+        list them in different orders make different communicators, which never meet. It
+        works on a communicator that is broken, too.
+
+        Args:
+            ranks: ranks of this communicator, each once.
+        """
+        checked = subgroups.check_ranks(ranks, self.size)
+        self._check_open()
+        made = self._makings.sub(self._group, checked)
+        return None if made is None else Communicator(self._world, made)
+
+    def grid(
+        self,
+        shape: Sequence[int],
+        names: Sequence[str] | None = None,
+        periodic: bool | Sequence[bool] = False,
+        *,
+        timeout: float | None = None,
+    ) -> Grid:
+        """Return a communicator of the same ranks that form a grid; a collective call.
+
+        Args:
+            shape: ranks along each axis, row-major: the last axis varies quickest. Their product
+                is the size of this communicator.
+            names: of the axes, to be used instead of their indices.
+            periodic: whether the ends of an axis are neighbors: of all axes, or of each.
+            timeout: seconds.
+        """
+        layout = grids.check_layout(shape, names, periodic, self.size)
+        return grids.Grid(self._world, self._copy(f"grid({layout})", timeout), layout)
+
+    def _copy(self, text: str, timeout: float | None) -> Group:
+        made = self._split(text, 0, self.rank, timeout)
+        assert made is not None
+        return made
+
+    def _split(self, text: str, color: int | None, key: int, timeout: float | None) -> Group | None:
+        group, row = self._group, self._makings.row(color, key)
+        prepared = Prepared(
+            text,
+            lambda signature: subgroups.exchange(group, signature, row),
+            lambda native: subgroups.exchange_native(native, text, row),
+        )
+        return subgroups.split(group, self._run(prepared, timeout))
 
     def close(self) -> None:
         """Give this communicator up. Not collective; may be called again.
@@ -718,6 +634,7 @@ class Communicator:
         if engine.closed is None:
             with engine.locked():
                 self._group.close()
+                self._group.context.short = None  # it refers to this object
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job at once; `pycoll-run` exits with `code`."""
@@ -729,34 +646,7 @@ class Communicator:
                 engine.control.close(2.0)
         os._exit(code & 0xFF)
 
-    def _prefix(
-        self, collective: str, x: Any, op: Reducer, algorithm: str | None, timeout: float | None
-    ) -> Any:
-        group, resolved = self._group, ops.resolve(op)
-        count = self.rank + (collective == "scan")
-        if arguments.reduces_objects(x, op):
-            assert callable(resolved.fn)
-            text = f"{collective}(object, op={resolved.signature})"
-            parts = objects.dump(x)
-            values = self._collective(text, timeout, object_collectives.all_gather, parts, None)
-            return object_collectives.fold(values[:count], resolved.fn) if count else None
-        value = arrays.wrap_operand(x)
-        ops.check(resolved, value.dtype)
-        chosen = group.choose_prefix(collective, algorithm, native_calls.serves(resolved, value))
-        reduction = collectives.Reduction(resolved, chosen)
-        text = f"{collective}({collectives.type_text(value)}, {_text(reduction)})"
-        target = arguments.Target(None, value, value.array.shape)
-        if chosen == SHARED_MEMORY:
-            self._native(
-                text, timeout, native_calls.combine, collective, value, target.memory, resolved
-            )
-        else:
-            self._collective(
-                text, timeout, collectives.prefix, value, resolved, count, target.memory
-            )
-        return target.result() if count else None
-
-    # --- arguments -------------------------------------------------------------------------
+    # --- running ---------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._group.engine.closed is not None:
@@ -764,107 +654,23 @@ class Communicator:
         if self._closed:
             raise Error("this communicator is closed")
 
-    def _check_algorithm(self, collective: str, algorithm: str | None) -> None:
-        self._group.choose(collective, 0, algorithm)
-
-    def _scatter_blocks(self, x: Any, algorithm: str | None) -> Value | list[Any]:
-        if x is None or arrays.wrap(x) is None:
-            arguments.check_objects("scatter", x, self.size)
-            arguments.linear_only("scatter", algorithm)
-            return [objects.dump(item) for item in x]
-        return arguments.split_value("scatter", x, self.size)
-
-    def _reduction(
-        self, collective: str, x: Any, op: Op, algorithm: str | None
-    ) -> tuple[Value, Reduction]:
-        value = arrays.wrap_operand(x)
-        ops.check(op, value.dtype)
-        nbytes = value.array.nbytes
-        if collective == "reduce_scatter":
-            nbytes //= self.size
-        chosen = self._group.choose(
-            collective,
-            nbytes,
-            algorithm,
-            rank_order=not op.commutative,
-            whole=not op.elementwise,
-            native=native_calls.serves(op, value),
-        )
-        return value, collectives.Reduction(op, chosen)
-
-    # --- running ---------------------------------------------------------------------------
-
-    def _fold(
-        self, x: Any, op: Op, root: int | None, algorithm: str | None, timeout: float | None
-    ) -> Any:
-        """Reduce objects: gather them, and combine them in rank order."""
-        if algorithm is not None:
-            raise ValueError("objects are reduced by gathering them: algorithm does not apply")
-        parts = objects.dump(x)
-        if root is None:
-            text = f"all_reduce(object, op={op.signature})"
-            values = self._collective(text, timeout, object_collectives.all_gather, parts, None)
-        else:
-            text = f"reduce(object, op={op.signature}, root={root})"
-            values = self._collective(
-                text, timeout, object_collectives.gather, parts, "linear", root
-            )
-        if values is None:
-            return None
-        assert callable(op.fn)
-        return object_collectives.fold(values, op.fn)
-
-    def _collective(
-        self, text: str, timeout: float | None, steps: Callable[..., CallSteps], *args: Any
-    ) -> Any:
-        """Run a collective; `text` is its signature: what must be the same on all ranks."""
+    def _run(self, prepared: Prepared, timeout: float | None) -> Any:
+        """Run a call to its end; returns what the caller gets."""
         self._check_open()
-        group = self._group
-        call = Call(text, group.number, group.context)
-        signature = f"{text}\0{caller()}".encode()
-        return group.engine.run(
-            call, lambda: steps(group, signature, *args), self._timeout(timeout), collective=True
-        )
+        group, text, seconds = self._group, prepared.text, self._seconds(timeout)
+        result: Any = BY_MESSAGES
+        native, core = prepared.native, group.native
+        if native is not None and core is not None:
+            call = Call(text, group.number, group.context)
+            result = core.run(call, seconds, lambda: native(core))
+        if result is BY_MESSAGES:
+            collective = prepared.collective
+            call = Call(text, group.number if collective else -1, group.context)
+            signature = f"{text}\0{caller()}".encode() if collective else b""
+            result = group.engine.run(call, lambda: prepared.steps(signature), seconds, collective)
+        return prepared.finish(result) if prepared.finish is not None else result
 
-    def _native(
-        self, text: str, timeout: float | None, steps: Callable[..., Any], *args: Any
-    ) -> Any:
-        """Run a collective in the compiled core."""
-        self._check_open()
-        group = self._group
-        assert group.native is not None
-        call = Call(text, group.number, group.context)
-        return group.native.run(call, self._timeout(timeout), lambda: steps(group.native, *args))
-
-    def _announces(self, collective: str, algorithm: str | None) -> bool:
-        """Whether the root announces what comes in shared memory."""
-        return self._group.choose(collective, 0, algorithm) == SHARED_MEMORY
-
-    def _point_to_point(
-        self, text: str, steps: Callable[[], CallSteps], timeout: float | None
-    ) -> Any:
-        self._check_open()
-        call = Call(text, -1, self._group.context)
-        return self._group.engine.run(call, steps, self._timeout(timeout), collective=False)
-
-    def _timeout(self, timeout: float | None) -> float:
+    def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
-            return self._world.op_timeout
+            return self._op_timeout
         return arguments.check_timeout(timeout, "timeout")
-
-
-def _name(rank: int) -> str:
-    return {ANY_SOURCE: "ANY", PROC_NULL: "PROC_NULL"}.get(rank, str(rank))
-
-
-def _fill_null(status: Status | None) -> None:
-    if status is not None:
-        status.source, status.tag, status.nbytes = PROC_NULL, ANY_TAG, 0
-
-
-def _forced(algorithm: str | None) -> str:
-    return f", algorithm={algorithm}" if algorithm else ""
-
-
-def _text(reduction: Reduction) -> str:
-    return f"op={reduction.op.signature}, algorithm={reduction.algorithm}"

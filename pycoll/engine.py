@@ -1,9 +1,10 @@
 """The engine of one rank: it owns the transports, drives them, and tells who failed.
 
 Who drives. One lock owns everything. A thread that waits drives: it lets the transports progress
-until its operation is done, and sleeps in poll() between. When a second thread wants the lock, it
-rings the driver's bell, does what it has to do, and if it must wait it sleeps until the driver
-finds its operation done or hands the driving over. Nothing runs when nobody waits.
+until its operation is done, and sleeps in poll() between, without the lock. A second thread that
+must wait sleeps until the driver finds its operation done or hands the driving over. While
+requests are pending and nobody waits, a thread in the background drives; it gives way to whoever
+comes. Nothing runs when nobody waits and nothing is pending.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import os
 import select
 import threading
 import time
@@ -23,7 +23,8 @@ from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 from pycoll.interrupts import Interrupts
 from pycoll.launcher.rendezvous import Client as Control
 from pycoll.membership import Membership
-from pycoll.task import Call, CallSteps, Task, caller
+from pycoll.seats import Alarm, Seat, Sleeper
+from pycoll.task import Call, CallSteps, Started, Task, caller
 from pycoll.transports.base import Arrival, Operation, Parts, Transport
 
 if TYPE_CHECKING:
@@ -38,16 +39,6 @@ to confirm it. That takes a moment, unless the receiver was stopped or gave up h
 
 CLOSED_IDS = 4096
 """Closed communicators that are remembered, so that late messages for them are dropped."""
-
-
-class _Sleeper:
-    """A thread that waits while another one drives; without an operation, for any doorbell."""
-
-    __slots__ = ("event", "operation")
-
-    def __init__(self, operation: Operation | None) -> None:
-        self.operation = operation
-        self.event = threading.Event()
 
 
 def raise_error(error: BaseException) -> None:
@@ -92,21 +83,27 @@ class Engine:
         self._owner = 0
         self._door: Any = self.shared_memory.host if self.shared_memory else self
         self.engaged = False
+        self._wanted = False
         self._driving = False
-        self._sleepers: list[_Sleeper] = []
+        self._sleepers: list[Sleeper] = []
         self._awakenings = 0
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._requests: set[Started] = set()
+        self._background: threading.Thread | None = None
+        self._backing = False
+        self._alarm: Alarm | None = None
         self.interrupts = Interrupts(self._interrupted)
         self._distinct = list(dict.fromkeys(transports))
         self._gives_up = False
-        self._poller = select.poll()
-        self._poller.register(self._bell, select.POLLIN)
-        for transport in self._distinct:
-            self._poller.register(transport.fileno(), select.POLLIN)
         self._control_poller = select.poll()
         if control is not None:
-            self._poller.register(control.fileno(), select.POLLIN)
             self._control_poller.register(control.fileno(), select.POLLIN)
+        self._front, self._back = self._seat(), self._seat()
+
+    def _seat(self) -> Seat:
+        descriptors = [transport.fileno() for transport in self._distinct]
+        if self.control is not None:
+            descriptors.append(self.control.fileno())
+        return Seat(descriptors)
 
     # --- the lock --------------------------------------------------------------------------
 
@@ -127,15 +124,21 @@ class Engine:
     def _enter(self) -> None:
         if self.closed is not None:
             raise Error(self.closed)
-        if self._owner == threading.get_ident():
+        me = threading.get_ident()
+        if me in (self._owner, self._front.sleeper):
             raise Error(
                 "a reduction operator or a signal handler must not communicate: "
                 "it runs in the middle of an operation"
             )
-        with self._gate:
-            if not self._state.acquire(blocking=False):
-                os.eventfd_write(self._bell, 1)
+        self._take()
+
+    def _take(self) -> None:
+        """Get the lock, from a thread that drives soon: it is told that it is wanted."""
+        if not self._state.acquire(blocking=False):
+            with self._gate:
+                self._wanted = True
                 self._state.acquire()
+                self._wanted = False
         self._own()
 
     def _own(self) -> None:
@@ -144,9 +147,21 @@ class Engine:
 
     def _leave(self) -> None:
         self._wake_sleepers()
+        if self._requests or self._front.asleep:
+            self._wake_driver()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._owner = 0
         self._door.engaged = False
         self._state.release()
+
+    def _make_room(self) -> None:
+        """Let the thread in that wants the lock: it holds the gate until it has it."""
+        self._leave()
+        with self._gate:
+            self._state.acquire()
+        self._own()
 
     # --- communicators ---------------------------------------------------------------------
 
@@ -250,6 +265,59 @@ class Engine:
         finally:
             self._leave()
 
+    def begin(
+        self,
+        call: Call,
+        steps: Callable[[], CallSteps],
+        conclude: Callable[[Any], Any] | None,
+        collective: bool,
+    ) -> Started:
+        """Start a call that goes on while its caller computes.
+
+        Args:
+            call: what it is.
+            steps: makes it.
+            conclude: what the caller gets, of what the call has returned.
+            collective: if it fails, its communicator breaks.
+        """
+        context = call.context
+        with self.locked():
+            self._progress()
+            if context.broken is not None:
+                raise_error(context.broken)
+            self._gives_up = False
+            task = Started(steps(), conclude, call, lambda task: self._ended(task, collective))
+            context.pending.add(task)
+            self._requests.add(task)
+            task.start()
+            return task
+
+    def _ended(self, task: Started, collective: bool) -> None:
+        context = task.call.context
+        context.pending.discard(task)
+        self._requests.discard(task)
+        if collective and task.error is not None:
+            self.break_context(context, task.error)
+
+    def look_at(self, operation: Operation) -> bool:
+        """Do what can be done now; returns whether `operation` is done."""
+        if not operation.done:
+            with self.locked():
+                self._progress()
+        return operation.done
+
+    def wait(self, operation: Operation, call: Call, timeout: float) -> None:
+        """Return when an operation is done that goes on by itself.
+
+        Raises:
+            OperationTimeout: that took longer than `timeout` seconds; it goes on.
+        """
+        deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
+        with self.locked():
+            self._progress()
+            if not operation.done:
+                self._wait(operation, deadline, call, gives_up=False)
+
     def _end_hold(self, collective: Context | None) -> None:
         """Raise an interrupt that came during a call, and break what was called collectively."""
         try:
@@ -262,10 +330,9 @@ class Engine:
 
     def _interrupted(self) -> None:
         """Wake the main thread, which has an interrupt to raise: whether it drives or sleeps."""
-        if self.closed is None:
-            os.eventfd_write(self._bell, 1)
-            for sleeper in self._sleepers:
-                sleeper.event.set()
+        self._front.ring()
+        for sleeper in self._sleepers:
+            sleeper.event.set()
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
@@ -275,8 +342,13 @@ class Engine:
 
     # --- waiting ---------------------------------------------------------------------------
 
-    def _wait(self, operation: Operation, deadline: float, call: Call) -> None:
-        """Return when `operation` is done; the lock is held on entry and at the end."""
+    def _wait(
+        self, operation: Operation, deadline: float, call: Call, gives_up: bool = True
+    ) -> None:
+        """Return when `operation` is done; the lock is held on entry and at the end.
+
+        With `gives_up` it will be cancelled if this raises.
+        """
         started = time.monotonic()
         report_at = started + REPORT_AFTER_S
         reported = False
@@ -285,7 +357,7 @@ class Engine:
             while not operation.done:
                 self.interrupts.check()
                 now = time.monotonic()
-                if now >= limit and operation.committed:
+                if now >= limit and gives_up and operation.committed:
                     limit = deadline + CONFIRM_S
                 if not reported and (now >= report_at or now >= limit):
                     reported = True
@@ -303,15 +375,19 @@ class Engine:
 
     def _drive(self, operation: Operation, until: float) -> None:
         self._driving = True
+        self._front.operation = operation
         try:
             while not operation.done:
-                if self._progress():
+                if self._wanted:
+                    self._make_room()
+                elif self._progress():
                     self._wake_sleepers()
-                    continue
-                if time.monotonic() >= until:
+                elif time.monotonic() >= until:
                     return
-                self._poll(min([until, *(due for due, _ in self._timers)]))
+                else:
+                    self._poll(self._front, until)
         finally:
+            self._front.operation = None
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -319,20 +395,27 @@ class Engine:
         if self._sleepers:
             self._sleepers[0].event.set()
 
-    def _poll(self, limit: float) -> None:
-        """Sleep until something comes, or until `limit`."""
+    def _poll(self, seat: Seat, limit: float) -> None:
+        """Sleep until something comes, or until `limit`; without the lock."""
         asleep: list[Transport] = []
         try:
-            ready = True
             for transport in self._distinct:
                 asleep.append(transport)
-                ready &= transport.sleep()
+                if not transport.sleep():
+                    return
+            limit = min([limit, *(due for due, _ in self._timers)])
             timeout_ms: float | None = None
-            if not ready:
-                timeout_ms = 0
-            elif limit != math.inf:
+            if limit != math.inf:
                 timeout_ms = max(0, math.ceil((limit - time.monotonic()) * 1e3))
-            events = self._poller.poll(timeout_ms)
+            seat.asleep, seat.sleeper = True, threading.get_ident()
+            self._let_go()
+            try:
+                seat.poll(timeout_ms)
+            finally:
+                self._take()
+                seat.asleep, seat.sleeper = False, 0
+                if self.closed is not None:
+                    seat.close()
         finally:
             for transport in asleep:
                 transport.awake()
@@ -341,36 +424,72 @@ class Engine:
             for sleeper in self._sleepers:
                 if sleeper.operation is None:
                     sleeper.event.set()
-        for descriptor, _ in events:
-            if descriptor == self._bell:
-                self._make_room()
+            if seat is not self._front and self._front.asleep:
+                self._front.ring()
         self.interrupts.check()
 
-    def _make_room(self) -> None:
-        """Let the thread in that rang the bell: it holds the gate until it has the lock."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        self._leave()
-        with self._gate:
-            self._state.acquire()
-        self._own()
-
     def _sleep(self, operation: Operation | None, until: float) -> None:
-        sleeper = _Sleeper(operation)
+        sleeper = Sleeper(operation)
         self._sleepers.append(sleeper)
         self._leave()
         try:
             sleeper.event.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
         finally:
-            with self._gate:
-                if not self._state.acquire(blocking=False):
-                    os.eventfd_write(self._bell, 1)
-                    self._state.acquire()
-            self._own()
+            self._take()
             self._sleepers.remove(sleeper)
             # Woken to drive, but done (or out of time): the next one has to.
             if not self._driving and self._sleepers:
                 self._sleepers[0].event.set()
+
+    # --- in the background -------------------------------------------------------------------
+
+    def _wake_driver(self) -> None:
+        """See that somebody drives who knows what there is to do."""
+        if not self._driving and not self._backing:
+            if self._requests and not self._sleepers and self.closed is None:
+                self._call_background()
+            return
+        seat = self._front if self._driving else self._back
+        if seat.asleep:
+            operation = seat.operation
+            if (operation is not None and operation.done) or not self._is_idle():
+                seat.ring()
+
+    def _call_background(self) -> None:
+        """Have the background thread drive soon, unless a caller comes to wait before that."""
+        if self._alarm is None:
+            self._alarm = Alarm()
+            self._background = threading.Thread(target=self._work, name="pycoll", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no threads any more: then who waits drives
+                self._background.start()
+        self._alarm.set()
+
+    def _work(self) -> None:
+        """Drive while requests are pending and nobody waits; the whole life of a thread."""
+        assert self._alarm is not None
+        while self.closed is None:
+            self._alarm.wait()
+            self._take()
+            self._alarm.is_set = False
+            self._backing = True
+            try:
+                while self._requests and not self._driving and self.closed is None:
+                    if self._wanted:
+                        self._make_room()
+                    elif self._progress():
+                        self._wake_sleepers()
+                    else:
+                        self._poll(self._back, math.inf)
+            except BaseException as exc:
+                for context in list(self.contexts.values()):
+                    context.fail(exc)  # nobody shall wait for what will not come
+                raise
+            finally:
+                self._backing = False
+                self._leave()
+
+    def _is_idle(self) -> bool:
+        return all(transport.is_idle() for transport in self._distinct)
 
     def _progress(self) -> bool:
         worked = False
@@ -430,7 +549,7 @@ class Engine:
                 if not self._driving:
                     self._driving = True
                     try:
-                        self._poll(min([until, *(due for due, _ in self._timers)]))
+                        self._poll(self._front, until)
                         self._progress()
                     finally:
                         self._hand_over()
@@ -547,6 +666,9 @@ class Engine:
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Have `action` called, under the lock, when some time has passed."""
         self._timers.append((time.monotonic() + seconds, action))
+        for seat in (self._front, self._back):
+            if seat.asleep:
+                seat.ring()  # to sleep no longer than that
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -570,7 +692,16 @@ class Engine:
                 self.control.post("left", links=links)
                 if not keep_control:
                     self.control.close(timeout_s)
-            os.close(self._bell)
+            for seat in (self._front, self._back):
+                if seat.asleep:
+                    seat.ring()  # who sleeps there closes it
+                else:
+                    seat.close()
+        if self._alarm is not None and self._background is not None:
+            self._alarm.ring()
+            if self._background.is_alive():
+                self._background.join(timeout_s)
+            self._alarm.close()
 
 
 def _broken_error(fields: dict[str, Any]) -> Error:

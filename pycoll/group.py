@@ -62,6 +62,7 @@ class Group:
         """Forget this communicator; under the engine's lock."""
         self.engine.close_context(self.context)
         if self.native is not None:
+            self.context.on_fail = lambda: None
             self.native.close()
 
     @property

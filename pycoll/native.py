@@ -49,6 +49,9 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
 """Operators, numbered as in transports/_core/reduce.h."""
 
+BY_MESSAGES = object()
+"""What a call in the core returns instead of a result: take the way over messages."""
+
 VERDICT_S = 1.0
 """Seconds that a mismatch waits for the other rank to show its call."""
 

@@ -12,7 +12,7 @@ from pycoll import announced, arrays
 from pycoll.announced import Announcement
 from pycoll.arrays import Value
 from pycoll.group import Group
-from pycoll.native import KINDS, Native
+from pycoll.native import BY_MESSAGES, KINDS, Native
 from pycoll.native_calls import type_salt
 from pycoll.p2p import Outgoing, contiguous
 
@@ -22,9 +22,6 @@ MAX_DESCRIPTION = 512
 """Bytes of an array's description that fit into an announcement."""
 
 _ARRAY, _OBJECT, _BY_MESSAGES = range(3)
-
-BY_MESSAGES = object()
-"""Returned instead of a result: take the way over messages."""
 
 
 def broadcast(

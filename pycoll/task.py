@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -96,6 +96,56 @@ class Task(Operation):
         finally:
             self._running = False
         return None
+
+
+class Started(Task):
+    """A call that goes on while its caller computes.
+
+    Args:
+        steps: the call.
+        conclude: what the caller gets, of what the call has returned; None: that itself.
+        call: what it is.
+        ended: told when it is done.
+
+    Attributes:
+        watchers: called when it is done, by whoever drives, under the engine's lock.
+        unfit: why the caller cannot have the result, though the call has not failed.
+    """
+
+    __slots__ = ("_conclude", "_ended", "call", "unfit", "watchers")
+
+    def __init__(
+        self,
+        steps: CallSteps,
+        conclude: Callable[[Any], Any] | None,
+        call: Call,
+        ended: Callable[[Started], None],
+    ) -> None:
+        super().__init__(steps)
+        self.call = call
+        self.unfit: Exception | None = None
+        self.watchers: dict[Callable[[Started], None], None] = {}
+        self._conclude = conclude
+        self._ended = ended
+
+    @property
+    def waits_for(self) -> Operation | None:
+        """What it waits for now."""
+        return self._current
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.done:
+            return
+        if error is None and self._conclude is not None:
+            try:
+                self.result = self._conclude(self.result)
+            except Exception as exc:
+                self.unfit = exc
+        super().finish(error)
+        self._ended(self)
+        watchers, self.watchers = self.watchers, {}
+        for watcher in list(watchers):
+            watcher(self)
 
 
 def _ignore(operation: Operation) -> None:

@@ -19,7 +19,8 @@ Threads     The owner calls everything under one lock of its own. Nothing here s
             from another thread: handlers and completions run inside `progress`, `send` or `accept`.
 Waiting     `progress` does what can be done without blocking. When it returns False the owner may
             sleep until `fileno()` is readable: after it has called `sleep` and that has returned
-            True. Awake again it calls `awake`, whatever `sleep` has returned.
+            True. Awake again it calls `awake`, whatever `sleep` has returned. Several threads may
+            sleep so. What another thread leaves behind that is not `is_idle` must end a sleep.
 Errors      A peer that cannot be reached any more is reported once by `Handler.lost`. What is sent
             to it then waits: a lost link says neither why nor what is still coming from there.
             When the owner knows what became of the peer it calls `forget`, and every transfer
@@ -202,7 +203,14 @@ class Transport(ABC):
 
     def sleep(self) -> bool:
         """Announce that a thread is going to sleep; False: something has come meanwhile."""
-        return True
+        return self.is_idle()
+
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether `progress` would find nothing to do, as far as that has been seen.
+
+        Who has called other methods while a thread sleeps asks: the descriptor may not tell.
+        """
 
     def awake(self) -> None:  # noqa: B027 - most have nothing to take back
         """Take that back."""

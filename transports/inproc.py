@@ -73,16 +73,22 @@ class _Message:
 
 
 class _Send(Transfer):
-    __slots__ = ("message", "receiver", "withdrawn")
+    __slots__ = ("message", "pending", "receiver", "withdrawn")
 
-    def __init__(self) -> None:
+    def __init__(self, pending: dict[_Send, None]) -> None:
         super().__init__()
+        self.pending = pending
         self.message: _Message | None = None
         self.receiver: InprocTransport | None = None
         self.withdrawn: Callable[[], None] | None = None
 
+    def finish(self, error: BaseException | None = None) -> None:
+        self.pending.pop(self, None)
+        super().finish(error)
+
     def cancel(self) -> None:
         super().cancel()
+        self.pending.pop(self, None)
         if self.message and self.message.withdraw() and self.receiver and self.withdrawn:
             self.receiver.post(self.withdrawn)
 
@@ -142,7 +148,7 @@ class InprocTransport(Transport):
         self._handler: Handler | None = None
         self._owed: dict[int, int] = {}
         self._links: set[int] = set()
-        self._pending: dict[int, list[_Send]] = {}
+        self._pending: dict[int, dict[_Send, None]] = {}
         self._forgotten: dict[int, str] = {}
         self._closed = False
 
@@ -160,7 +166,8 @@ class InprocTransport(Transport):
             os.eventfd_write(self._bell, 1)
 
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
-        transfer = _Send()
+        pending = self._pending.setdefault(peer, {})
+        transfer = _Send(pending)
         receiver = self._hub.mailbox(peer)
         if receiver is None or peer in self._forgotten:
             reason = self._forgotten.get(peer, "its transport is closed")
@@ -185,8 +192,7 @@ class InprocTransport(Transport):
             arrival = _InprocArrival(self._rank, header, nbytes, None, message, lambda: None)
             transfer.message, transfer.receiver = message, receiver
             transfer.withdrawn = lambda: receiver.take_back(arrival)
-            waiting = [send for send in self._pending.get(peer, ()) if not send.done]
-            self._pending[peer] = [*waiting, transfer]
+            pending[transfer] = None
             receiver.post(lambda: receiver.deliver(arrival))
         return transfer
 
@@ -219,9 +225,12 @@ class InprocTransport(Transport):
 
     def forget(self, peer: int, reason: str) -> None:
         self._forgotten[peer] = reason
-        for send in self._pending.pop(peer, []):
+        for send in list(self._pending.pop(peer, {})):
             if send.message is not None and send.message.withdraw():
                 send.finish(PeerFailed(peer, reason))
+
+    def is_idle(self) -> bool:
+        return not self._letters
 
     def fileno(self) -> int:
         return self._bell

@@ -397,6 +397,9 @@ class ShmTransport(Transport):
 
     def sleep(self) -> bool:
         self._host.sleep()
+        return self.is_idle()
+
+    def is_idle(self) -> bool:
         return not self._unhandled and not self.channel.ready()
 
     def awake(self) -> None:

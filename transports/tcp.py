@@ -565,7 +565,7 @@ class TcpTransport(Transport):
     def fileno(self) -> int:
         return self._poller.fileno()
 
-    def sleep(self) -> bool:
+    def is_idle(self) -> bool:
         return not self._maybe_more
 
     def links(self) -> list[int]:

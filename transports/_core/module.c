@@ -4,6 +4,8 @@
 #include "p2p.h"
 
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
+PyObject *pc_timer_open(PyObject *module, PyObject *unused);
+PyObject *pc_timer_set(PyObject *module, PyObject *args);
 
 static int add_type(PyObject *module, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
@@ -28,6 +30,8 @@ static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL, "Reduce arrays, from left to right."},
     {"reduce_level", pc_reduce_level_py, METH_O, "Force a level of processor; for tests."},
     {"set_direct_from", pc_set_direct_from, METH_VARARGS, "For measuring: bytes from which on a kind reads directly."},
+    {"timer_open", pc_timer_open, METH_NOARGS, "Return a new descriptor for `timer_set`."},
+    {"timer_set", pc_timer_set, METH_VARARGS, "Have a descriptor readable after so many nanoseconds, once; 0: never."},
     {NULL, NULL, 0, NULL},
 };
 

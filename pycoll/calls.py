@@ -1,0 +1,583 @@
+"""Calls whose arguments were checked: what a communicator runs, starts, or starts again and again.
+
+For each method of a communicator there is one here that finds everything a user can get wrong
+alone, before anything is sent, and returns the call as a `Prepared`. The blocking method runs it,
+its non-blocking twin starts it, a persistent request prepares and starts it each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+from pycoll.group import SHARED_MEMORY, Group
+from pycoll.late import Late
+from pycoll.native import Native
+from pycoll.task import CallSteps
+
+if TYPE_CHECKING:
+    from pycoll import (
+        announced,
+        arguments,
+        arrays,
+        collectives,
+        many,
+        native_announced,
+        native_calls,
+        object_collectives,
+        objects,
+        ops,
+        p2p,
+        uneven,
+    )
+    from pycoll.arguments import Reducer
+    from pycoll.arrays import Value
+    from pycoll.collectives import Reduction
+    from pycoll.ops import Op
+else:  # a program that only calls barrier() imports no NumPy
+    announced, arguments = Late("pycoll.announced"), Late("pycoll.arguments")
+    arrays, collectives = Late("pycoll.arrays"), Late("pycoll.collectives")
+    many, native_announced = Late("pycoll.many"), Late("pycoll.native_announced")
+    native_calls = Late("pycoll.native_calls")
+    object_collectives, objects = Late("pycoll.object_collectives"), Late("pycoll.objects")
+    ops, p2p, uneven = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.uneven")
+
+
+class Prepared(NamedTuple):
+    """A call whose arguments were checked.
+
+    Attributes:
+        text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
+        steps: the call over messages, given its signature: the text, and where it was made.
+        native: the call in the compiled core, or None; it may return `native.BY_MESSAGES`.
+        finish: what the caller gets, of what the call has returned; None: that itself.
+        collective: False: point to point, not numbered.
+        receives: a receive, which can be cancelled.
+    """
+
+    text: str
+    steps: Callable[[bytes], CallSteps]
+    native: Callable[[Native], Any] | None = None
+    finish: Callable[[Any], Any] | None = None
+    collective: bool = True
+    receives: bool = False
+
+
+class Calls:
+    """Prepares the calls of one communicator; arguments as of the methods of `Communicator`.
+
+    Args:
+        group: the communicator's ranks.
+        blocking: whether the caller waits in the call. Only then it may run in the compiled core.
+    """
+
+    def __init__(self, group: Group, blocking: bool) -> None:
+        self._group = group
+        self._blocking = blocking
+        self._prefix = "" if blocking else "i"
+
+    # --- collectives -----------------------------------------------------------------------
+
+    def barrier(self, *, algorithm: str | None = None) -> Prepared:
+        """Prepare a barrier."""
+        group, chosen = self._group, self._choose("barrier", 0, algorithm)
+        return Prepared(
+            f"{self._prefix}barrier(algorithm={chosen})",
+            lambda signature: collectives.barrier(group, signature, chosen),
+            Native.barrier if chosen == SHARED_MEMORY else None,
+        )
+
+    def broadcast(self, x: Any, root: int = 0, *, algorithm: str | None = None) -> Prepared:
+        """Prepare a broadcast."""
+        group, root = self._group, arguments.check_root(root, self._group.size)
+        announces = self._choose("broadcast", 0, algorithm) == SHARED_MEMORY
+        outgoing = p2p.Outgoing(x) if group.rank == root else None
+        mine = None if outgoing is not None else arguments.fillable(x)
+        forced = None if algorithm == SHARED_MEMORY else algorithm
+
+        def native(core: Native) -> Any:
+            return native_announced.broadcast(core, group, outgoing, mine, root)
+
+        return Prepared(
+            f"{self._prefix}broadcast(root={root}{_forced(algorithm)})",
+            lambda signature: announced.broadcast(group, signature, outgoing, mine, forced, root),
+            native if announces else None,
+            lambda result: x if outgoing is not None else result,
+        )
+
+    def reduce(
+        self,
+        x: Any,
+        op: Reducer = "sum",
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+    ) -> Prepared:
+        """Prepare a reduce."""
+        group, root = self._group, arguments.check_root(root, self._group.size)
+        resolved = ops.resolve(op)
+        is_root = group.rank == root
+        if arguments.reduces_objects(x, op):
+            arguments.no_out(out if is_root else None)
+            return self._fold(x, resolved, root, algorithm)
+        value, reduction = self._reduction("reduce", x, resolved, algorithm)
+        target = arguments.Target(out, value, value.array.shape) if is_root else None
+        if target is not None:
+            target.check_overlap(value.array, (target.array, value.array))
+        memory = target.memory if target is not None else None
+
+        def native(core: Native) -> None:
+            native_calls.combine(core, "reduce", value, memory, resolved, root)
+
+        type_text = collectives.type_text(value)
+        return Prepared(
+            f"{self._prefix}reduce({type_text}, {reduction_text(reduction)}, root={root})",
+            lambda signature: collectives.reduce(group, signature, value, reduction, root, memory),
+            native if reduction.algorithm == SHARED_MEMORY else None,
+            lambda _: target.result() if target is not None else None,
+        )
+
+    def all_reduce(
+        self, x: Any, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
+    ) -> Prepared:
+        """Prepare an all_reduce."""
+        group, resolved = self._group, ops.resolve(op)
+        if arguments.reduces_objects(x, op):
+            arguments.no_out(out)
+            return self._fold(x, resolved, None, algorithm)
+        value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
+        target = arguments.Target(out, value, value.array.shape)
+        target.check_overlap(value.array, (target.array, value.array))
+        memory = target.memory
+
+        def native(core: Native) -> None:
+            native_calls.combine(core, "all_reduce", value, memory, resolved)
+
+        type_text = collectives.type_text(value)
+        return Prepared(
+            f"{self._prefix}all_reduce({type_text}, {reduction_text(reduction)})",
+            lambda signature: collectives.all_reduce(group, signature, value, reduction, memory),
+            native if reduction.algorithm == SHARED_MEMORY else None,
+            lambda _: target.result(),
+        )
+
+    def all_reduce_many(
+        self, xs: Sequence[Any], op: Reducer = "sum", *, algorithm: str | None = None
+    ) -> Prepared:
+        """Prepare an all_reduce_many."""
+        self._check_algorithm("all_reduce", algorithm)
+        return many.prepare_all_reduce_many(self._group, xs, op, algorithm, self._blocking)
+
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
+    ) -> Prepared:
+        """Prepare a gather."""
+        group, root = self._group, arguments.check_root(root, self._group.size)
+        self._check_algorithm("gather", algorithm)
+        is_root = group.rank == root
+        value = arrays.wrap(x)
+        if value is None:
+            arguments.no_out(out if is_root else None)
+            parts = objects.dump(x)
+            linear = arguments.linear_only("gather", algorithm)
+            return Prepared(
+                f"{self._prefix}gather(object, root={root}, algorithm={linear})",
+                lambda signature: object_collectives.gather(group, signature, parts, linear, root),
+            )
+        chosen = self._choose("gather", value.array.nbytes, algorithm)
+        shape = (group.size, *value.array.shape)
+        target = arguments.Target(out, value, shape) if is_root else None
+        if target is not None:
+            target.check_overlap(value.array)
+        memory = target.memory if target is not None else None
+
+        def native(core: Native) -> None:
+            native_calls.move(core, "gather", value, memory, root)
+
+        type_text = collectives.type_text(value)
+        return Prepared(
+            f"{self._prefix}gather({type_text}, root={root}, algorithm={chosen})",
+            lambda signature: collectives.gather(group, signature, value, chosen, root, memory),
+            native if chosen == SHARED_MEMORY else None,
+            lambda _: target.result() if target is not None else None,
+        )
+
+    def all_gather(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared:
+        """Prepare an all_gather."""
+        group = self._group
+        self._check_algorithm("all_gather", algorithm)
+        value = arrays.wrap(x)
+        if value is None:
+            arguments.no_out(out)
+            parts = objects.dump(x)
+            forced = None if algorithm == SHARED_MEMORY else algorithm
+            in_core = algorithm == SHARED_MEMORY and group.native is not None
+            return Prepared(
+                f"{self._prefix}all_gather(object{_forced(algorithm)})",
+                lambda signature: object_collectives.all_gather(group, signature, parts, forced),
+                (lambda core: native_calls.all_gather_objects(core, parts)) if in_core else None,
+            )
+        chosen = self._choose("all_gather", value.array.nbytes, algorithm)
+        shape = (group.size, *value.array.shape)
+        target = arguments.Target(out, value, shape)
+        target.check_overlap(value.array, (target.array[group.rank, ...], value.array))
+        memory = target.memory
+
+        def native(core: Native) -> None:
+            native_calls.move(core, "all_gather", value, memory)
+
+        return Prepared(
+            f"{self._prefix}all_gather({collectives.type_text(value)}, algorithm={chosen})",
+            lambda signature: collectives.all_gather(group, signature, value, chosen, memory),
+            native if chosen == SHARED_MEMORY else None,
+            lambda _: target.result(),
+        )
+
+    def scatter(
+        self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
+    ) -> Prepared:
+        """Prepare a scatter."""
+        group, root = self._group, arguments.check_root(root, self._group.size)
+        announces = self._choose("scatter", 0, algorithm) == SHARED_MEMORY
+        blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
+        wanted = arguments.fillable_out(out)
+        if isinstance(blocks, list):
+            arguments.no_out(out)
+        elif blocks is not None and out is not None:
+            arguments.Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks.array)
+        forced = None if algorithm == SHARED_MEMORY else algorithm
+
+        def finish(received: Any) -> Any:
+            value, buffer = received
+            if value is None:
+                arguments.no_out(out)
+                return objects.load(buffer)
+            if wanted is None:
+                return arrays.unwrap(value)
+            checked = arrays.check_out(out, value.dtype, value.array.shape)
+            checked.array[...] = value.array
+            return out
+
+        return Prepared(
+            f"{self._prefix}scatter(root={root}{_forced(algorithm)})",
+            lambda signature: announced.scatter(group, signature, blocks, forced, root),
+            (lambda core: native_announced.scatter(core, blocks, root)) if announces else None,
+            finish,
+        )
+
+    def reduce_scatter(
+        self, x: Any, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
+    ) -> Prepared:
+        """Prepare a reduce_scatter."""
+        group, resolved = self._group, ops.resolve(op)
+        value = arguments.split_value("reduce_scatter", x, group.size)
+        _, reduction = self._reduction("reduce_scatter", x, resolved, algorithm)
+        row = value.array[group.rank, ...]
+        target = arguments.Target(out, value, value.array.shape[1:])
+        target.check_overlap(value.array, (target.array, row))
+        memory = target.memory
+
+        def native(core: Native) -> None:
+            native_calls.combine(core, "reduce_scatter", value, memory, resolved)
+
+        type_text = collectives.type_text(value)
+        return Prepared(
+            f"{self._prefix}reduce_scatter({type_text}, {reduction_text(reduction)})",
+            lambda signature: collectives.reduce_scatter(
+                group, signature, value, reduction, memory
+            ),
+            native if reduction.algorithm == SHARED_MEMORY else None,
+            lambda _: target.result(),
+        )
+
+    def all_to_all(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared:
+        """Prepare an all_to_all."""
+        group = self._group
+        self._check_algorithm("all_to_all", algorithm)
+        if arrays.wrap(x) is None:
+            arguments.no_out(out)
+            arguments.check_objects("all_to_all", x, group.size)
+            blocks = [objects.dump(item) for item in x]
+            by_messages = group.choose("all_to_all", 0, algorithm, native=False)
+            in_core = by_messages == SHARED_MEMORY
+            return Prepared(
+                f"{self._prefix}all_to_all(object{_forced(algorithm)})",
+                lambda signature: object_collectives.all_to_all(
+                    group, signature, blocks, by_messages
+                ),
+                (lambda core: native_calls.all_to_all_objects(core, blocks)) if in_core else None,
+            )
+        value = arguments.split_value("all_to_all", x, group.size)
+        chosen = self._choose("all_to_all", value.array.nbytes // group.size, algorithm)
+        target = arguments.Target(out, value, value.array.shape)
+        target.check_overlap(value.array, (target.array, value.array))
+        if out is not None and arrays.overlap(target.array, value.array):
+            # In place: rows come in before those that were there have left.
+            value = arrays.Value(value.array.copy(), value.dtype, value.kind)
+        memory = target.memory
+
+        def native(core: Native) -> None:
+            native_calls.move(core, "all_to_all", value, memory)
+
+        return Prepared(
+            f"{self._prefix}all_to_all({collectives.type_text(value)}, algorithm={chosen})",
+            lambda signature: collectives.all_to_all(group, signature, value, chosen, memory),
+            native if chosen == SHARED_MEMORY else None,
+            lambda _: target.result(),
+        )
+
+    def scan(self, x: Any, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared:
+        """Prepare a scan."""
+        return self._scan("scan", x, op, algorithm)
+
+    def exscan(self, x: Any, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared:
+        """Prepare an exscan."""
+        return self._scan("exscan", x, op, algorithm)
+
+    # --- uneven blocks ---------------------------------------------------------------------
+
+    def gatherv(self, x: Any, root: int = 0) -> Prepared:
+        """Prepare a gatherv."""
+        root = arguments.check_root(root, self._group.size)
+        return uneven.prepare_gatherv(self._group, x, root, self._blocking)
+
+    def all_gatherv(self, x: Any) -> Prepared:
+        """Prepare an all_gatherv."""
+        return uneven.prepare_all_gatherv(self._group, x, self._blocking)
+
+    def scatterv(self, xs: Sequence[Any] | None, root: int = 0) -> Prepared:
+        """Prepare a scatterv."""
+        root = arguments.check_root(root, self._group.size)
+        return uneven.prepare_scatterv(self._group, xs, root, self._blocking)
+
+    def all_to_allv(self, xs: Sequence[Any]) -> Prepared:
+        """Prepare an all_to_allv."""
+        return uneven.prepare_all_to_allv(self._group, xs, self._blocking)
+
+    def reduce_scatterv(
+        self, x: Any, counts: Sequence[int], op: Reducer = "sum", *, algorithm: str | None = None
+    ) -> Prepared:
+        """Prepare a reduce_scatterv."""
+        self._check_algorithm("reduce_scatter", algorithm)
+        return uneven.prepare_reduce_scatterv(self._group, x, counts, op, algorithm, self._blocking)
+
+    # --- point to point --------------------------------------------------------------------
+
+    def send(self, x: Any, dest: int, tag: int = 0) -> Prepared:
+        """Prepare a send."""
+        group = self._group
+        dest, tag = arguments.check_peer(dest, "dest", group.size), arguments.check_tag(tag)
+        outgoing = p2p.Outgoing(x)
+        return Prepared(
+            f"{self._prefix}send({outgoing.text}, dest={_name(dest)}, tag={tag})",
+            lambda _: _nothing() if dest == PROC_NULL else p2p.send(group, outgoing, dest, tag),
+            collective=False,
+        )
+
+    def recv(
+        self,
+        source: int = ANY_SOURCE,
+        tag: int = ANY_TAG,
+        out: Any = None,
+        status: Status | None = None,
+    ) -> Prepared:
+        """Prepare a recv."""
+        group = self._group
+        source = arguments.check_source(source, group.size)
+        tag = arguments.check_tag(tag, wildcard=True)
+        arguments.check_status(status)
+        target = arguments.fillable_out(out)
+
+        def steps(_: bytes) -> CallSteps:
+            if source != PROC_NULL:
+                return p2p.receive(group, source, tag, target, status)
+            _fill_null(status)
+            return _nothing(out)
+
+        text = f"{self._prefix}recv(source={_name(source)}, tag={_name(tag)})"
+        return Prepared(text, steps, collective=False, receives=True)
+
+    def sendrecv(
+        self,
+        x: Any,
+        dest: int,
+        source: int = ANY_SOURCE,
+        sendtag: int = 0,
+        recvtag: int = ANY_TAG,
+        out: Any = None,
+        status: Status | None = None,
+    ) -> Prepared:
+        """Prepare a sendrecv."""
+        group = self._group
+        dest = arguments.check_peer(dest, "dest", group.size)
+        source = arguments.check_source(source, group.size)
+        sendtag, recvtag = arguments.check_tag(sendtag), arguments.check_tag(recvtag, wildcard=True)
+        arguments.check_status(status)
+        target = arguments.fillable_out(out)
+        arguments.check_apart(x, target)
+        outgoing = None if dest == PROC_NULL else p2p.Outgoing(x)
+
+        def steps(_: bytes) -> CallSteps:
+            if source == PROC_NULL:
+                _fill_null(status)
+                receiving = _nothing(out)
+            else:
+                receiving = p2p.receive(group, source, recvtag, target, status)
+            return p2p.send_receive(group, outgoing, (dest, sendtag), receiving)
+
+        places = f"dest={_name(dest)}, source={_name(source)}, tag={_name(sendtag)}"
+        return Prepared(f"{self._prefix}sendrecv({places})", steps, collective=False)
+
+    def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared:
+        """Prepare a probe."""
+        return self._probe("probe", source, tag)
+
+    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared:
+        """Prepare an iprobe."""
+        return self._probe("iprobe", source, tag)
+
+    def _probe(self, name: str, source: int, tag: int) -> Prepared:
+        group = self._group
+        source = arguments.check_source(source, group.size)
+        tag = arguments.check_tag(tag, wildcard=True)
+
+        def steps(_: bytes) -> CallSteps:
+            if source == PROC_NULL:
+                return _nothing(Status())
+            return (p2p.probe if name == "probe" else p2p.probe_now)(group, source, tag)
+
+        text = f"{name}(source={_name(source)}, tag={_name(tag)})"
+        return Prepared(text, steps, collective=False)
+
+    # --- what several share ----------------------------------------------------------------
+
+    def _choose(
+        self,
+        collective: str,
+        nbytes: int,
+        algorithm: str | None,
+        rank_order: bool = False,
+        whole: bool = False,
+        native: bool = True,
+    ) -> str:
+        self._refuse_core(collective, algorithm)
+        return self._group.choose(
+            collective, nbytes, algorithm, rank_order, whole, native and self._blocking
+        )
+
+    def _check_algorithm(self, collective: str, algorithm: str | None) -> None:
+        self._choose(collective, 0, algorithm)
+
+    def _refuse_core(self, collective: str, algorithm: str | None) -> None:
+        if algorithm == SHARED_MEMORY and not self._blocking and self._group.size > 1:
+            raise ValueError(
+                f"i{collective} cannot use {SHARED_MEMORY}, which takes all ranks at the same "
+                f"time; use another of pycoll.algorithms({collective!r})"
+            )
+
+    def _scan(self, collective: str, x: Any, op: Reducer, algorithm: str | None) -> Prepared:
+        group, resolved = self._group, ops.resolve(op)
+        self._refuse_core(collective, algorithm)
+        count = group.rank + (collective == "scan")
+        if arguments.reduces_objects(x, op):
+            parts = objects.dump(x)
+            return Prepared(
+                f"{self._prefix}{collective}(object, op={resolved.signature})",
+                lambda signature: object_collectives.all_gather(group, signature, parts, None),
+                finish=lambda values: _folded(values[:count], resolved) if count else None,
+            )
+        value = arrays.wrap_operand(x)
+        ops.check(resolved, value.dtype)
+        in_core = self._blocking and native_calls.serves(resolved, value)
+        chosen = group.choose_prefix(collective, algorithm, in_core)
+        reduction = collectives.Reduction(resolved, chosen)
+        target = arguments.Target(None, value, value.array.shape)
+        memory = target.memory
+
+        def native(core: Native) -> None:
+            native_calls.combine(core, collective, value, memory, resolved)
+
+        type_text = collectives.type_text(value)
+        return Prepared(
+            f"{self._prefix}{collective}({type_text}, {reduction_text(reduction)})",
+            lambda signature: collectives.prefix(group, signature, value, resolved, count, memory),
+            native if chosen == SHARED_MEMORY else None,
+            lambda _: target.result() if count else None,
+        )
+
+    def _fold(self, x: Any, op: Op, root: int | None, algorithm: str | None) -> Prepared:
+        """Reduce objects: gather them, and combine them in rank order."""
+        if algorithm is not None:
+            raise ValueError("objects are reduced by gathering them: algorithm does not apply")
+        group, parts = self._group, objects.dump(x)
+
+        def finish(values: Any) -> Any:
+            return None if values is None else _folded(values, op)
+
+        if root is None:
+            return Prepared(
+                f"{self._prefix}all_reduce(object, op={op.signature})",
+                lambda signature: object_collectives.all_gather(group, signature, parts, None),
+                finish=finish,
+            )
+        return Prepared(
+            f"{self._prefix}reduce(object, op={op.signature}, root={root})",
+            lambda signature: object_collectives.gather(group, signature, parts, "linear", root),
+            finish=finish,
+        )
+
+    def _scatter_blocks(self, x: Any, algorithm: str | None) -> Value | list[Any]:
+        if x is None or arrays.wrap(x) is None:
+            arguments.check_objects("scatter", x, self._group.size)
+            arguments.linear_only("scatter", algorithm)
+            return [objects.dump(item) for item in x]
+        return arguments.split_value("scatter", x, self._group.size)
+
+    def _reduction(
+        self, collective: str, x: Any, op: Op, algorithm: str | None
+    ) -> tuple[Value, Reduction]:
+        value = arrays.wrap_operand(x)
+        ops.check(op, value.dtype)
+        nbytes = value.array.nbytes
+        if collective == "reduce_scatter":
+            nbytes //= self._group.size
+        chosen = self._choose(
+            collective,
+            nbytes,
+            algorithm,
+            rank_order=not op.commutative,
+            whole=not op.elementwise,
+            native=native_calls.serves(op, value),
+        )
+        return value, collectives.Reduction(op, chosen)
+
+
+def reduction_text(reduction: Reduction) -> str:
+    """Return operator and algorithm as a call's text shows them."""
+    return f"op={reduction.op.signature}, algorithm={reduction.algorithm}"
+
+
+def _folded(values: Sequence[Any], op: Op) -> Any:
+    assert callable(op.fn)
+    return object_collectives.fold(values, op.fn)
+
+
+def _nothing(result: Any = None) -> CallSteps:
+    """A call that is done at once."""
+    yield from ()
+    return result
+
+
+def _name(rank: int) -> str:
+    return {ANY_SOURCE: "ANY", PROC_NULL: "PROC_NULL"}.get(rank, str(rank))
+
+
+def _fill_null(status: Status | None) -> None:
+    if status is not None:
+        status.source, status.tag, status.nbytes = PROC_NULL, ANY_TAG, 0
+
+
+def _forced(algorithm: str | None) -> str:
+    return f", algorithm={algorithm}" if algorithm else ""

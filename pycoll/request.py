@@ -1,0 +1,287 @@
+"""Requests: calls that go on while their caller computes.
+
+A request makes progress whenever any thread of its rank communicates or waits, and in the
+background while none does. Waiting for one in an asyncio program sleeps in the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll.context import Match
+from pycoll.engine import raise_error
+from pycoll.errors import Error
+from pycoll.late import Late
+from pycoll.task import Call, Started, caller
+from pycoll.transports.base import Operation
+
+if TYPE_CHECKING:
+    from pycoll import arguments
+    from pycoll.calls import Prepared
+    from pycoll.group import Group
+else:
+    arguments = Late("pycoll.arguments")
+
+
+def begin(group: Group, prepared: Prepared) -> Started:
+    """Start a call."""
+    text, context = prepared.text, group.context
+    call = Call(text, group.number if prepared.collective else -1, context)
+    signature = f"{text}\0{caller()}".encode() if prepared.collective else b""
+    return group.engine.begin(
+        call, lambda: prepared.steps(signature), prepared.finish, prepared.collective
+    )
+
+
+class Request:
+    """A call under way, returned by the methods whose names begin with ``i``.
+
+    The arrays passed to the call belong to it until it is done: they must not be changed, and
+    what it fills must not be read. A request that nobody keeps goes on all the same.
+    """
+
+    def __init__(self, group: Group, prepared: Prepared, op_timeout: float) -> None:
+        self._group = group
+        self._receives = prepared.receives
+        self._op_timeout = op_timeout
+        self._cancelled = False
+        self._collected = False
+        self._task: Started | None = begin(group, prepared)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result, when the call is done.
+
+        Args:
+            timeout: seconds; None: the default of `pycoll.init`, math.inf: none.
+
+        Raises:
+            OperationTimeout: they have passed. The call goes on, and may be waited for again.
+            Error: as the blocking method raises it.
+        """
+        seconds = self._seconds(timeout)
+        task = self._started()
+        if not task.done:
+            self._group.engine.wait(task, task.call, seconds)
+        return self.result
+
+    def test(self) -> bool:
+        """Return whether the call is done, in whatever way; never waits."""
+        return self._group.engine.look_at(self._started())
+
+    @property
+    def done(self) -> bool:
+        """Whether the call is done, as far as is known without looking."""
+        return self._started().done
+
+    @property
+    def result(self) -> Any:
+        """What the call returns.
+
+        Raises:
+            Error: it is not done yet; or as the blocking method raises it.
+        """
+        task = self._started()
+        if not task.done:
+            raise Error(f"{task.call} is not done yet; wait() for it")
+        self._collected = True
+        error = task.error or task.unfit
+        if error is not None:
+            raise_error(error)
+        return task.result
+
+    def cancel(self) -> bool:
+        """Withdraw a receive; False if a message has come for it, or it is done.
+
+        Its `wait` and `result` then raise Error. The message, when it comes, is another's.
+
+        Raises:
+            TypeError: this is no receive; nothing else can be taken back.
+        """
+        task = self._started()
+        if not self._receives:
+            raise TypeError(f"only a receive can be cancelled, not {task.call}")
+        if task.done:
+            return False
+        with self._group.engine.locked():
+            if not isinstance(task.waits_for, Match) or task.waits_for.done or task.done:
+                return False
+            self._cancelled = True
+            task.abort(Error(f"{task.call} was cancelled"))
+            return True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` has withdrawn it."""
+        return self._cancelled
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Wait in an asyncio program: the event loop goes on."""
+        task = self._started()
+        if not task.done:
+            from pycoll import event_loop
+
+            yield from event_loop.wait(self._group.engine, task).__await__()
+        return self.result
+
+    def __repr__(self) -> str:
+        task = self._task
+        if task is None:
+            return "<pycoll.Request, not started>"
+        state = "pending"
+        if self._cancelled:
+            state = "cancelled"
+        elif task.done:
+            state = "failed" if task.error or task.unfit else "done"
+        return f"<pycoll.Request {task.call}: {state}>"
+
+    # --- for the functions below -------------------------------------------------------------
+
+    def _started(self) -> Started:
+        if self._task is None:
+            raise Error("this persistent request was not started: call start() first")
+        return self._task
+
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._op_timeout
+        return arguments.check_timeout(timeout, "timeout")
+
+
+class PersistentRequest(Request):
+    """A call that can be started again and again; made by `Communicator.persistent`.
+
+    Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
+    """
+
+    def __init__(self, group: Group, prepare: Callable[[], Prepared], op_timeout: float) -> None:
+        self._group = group
+        self._prepare = prepare
+        self._receives = prepare().receives  # to find now what is wrong with the arguments
+        self._op_timeout = op_timeout
+        self._cancelled = False
+        self._collected = False
+        self._task = None
+
+    def start(self) -> PersistentRequest:
+        """Start the call (once more); returns this request.
+
+        Raises:
+            Error: it is still under way.
+        """
+        if self._task is not None and not self._task.done:
+            raise Error(f"{self._task.call} is still under way: wait() for it first")
+        self._task = begin(self._group, self._prepare())
+        self._cancelled = self._collected = False
+        return self
+
+
+class _Several(Operation):
+    """Done when so many of some calls are done, or one has failed.
+
+    Args:
+        tasks: the calls, none of them done.
+        needed: how many.
+    """
+
+    def __init__(self, tasks: Sequence[Started], needed: int) -> None:
+        super().__init__()
+        self._tasks = tasks
+        self._needed = needed
+        for task in tasks:
+            task.watchers[self._tell] = None
+
+    def _tell(self, task: Started) -> None:
+        self._needed -= 1
+        if self._needed == 0 or task.error is not None:
+            self.finish()
+
+    def forget(self) -> None:
+        """Watch no more."""
+        for task in self._tasks:
+            task.watchers.pop(self._tell, None)
+
+
+def wait_all(requests: Sequence[Request], timeout: float | None = None) -> list[Any]:
+    """Return the results of all requests, in their order.
+
+    Args:
+        requests: of one or several communicators.
+        timeout: seconds for all together; None: the default of `pycoll.init`, math.inf: none.
+
+    Raises:
+        OperationTimeout: they have passed. The requests go on.
+        Error: that of a request that has failed, as soon as that is known; the others go on.
+    """
+    pending = [request for request in requests if not request.done]
+    if pending and not any(_has_failed(request) for request in requests):
+        _wait_for("wait_all", pending, len(pending), timeout)
+        for request in requests:
+            if _has_failed(request):
+                return [request.result]  # raises its error
+    return [request.result for request in requests]
+
+
+def wait_any(requests: Sequence[Request], timeout: float | None = None) -> tuple[int, Any]:
+    """Return the index and the result of one request that is done.
+
+    Each request is given once: those whose results any wait has returned are passed over.
+
+    Raises:
+        ValueError: no request is left.
+        OperationTimeout: `timeout` seconds have passed. The requests go on.
+        Error: that of the request, if it has failed.
+    """
+    index = _first_of(requests, "wait_any", timeout)[0]
+    return index, requests[index].result
+
+
+def wait_some(
+    requests: Sequence[Request], timeout: float | None = None
+) -> tuple[list[int], list[Any]]:
+    """Return the indices and the results of all requests that are done: at least one.
+
+    Each request is given once: those whose results any wait has returned are passed over.
+
+    Raises:
+        As `wait_any`.
+    """
+    indices = _first_of(requests, "wait_some", timeout)
+    return indices, [requests[index].result for index in indices]
+
+
+def _first_of(requests: Sequence[Request], what: str, timeout: float | None) -> list[int]:
+    """Return the indices of those that are done, when there are some."""
+    left = [index for index, request in enumerate(requests) if not request._collected]
+    if not left:
+        raise ValueError(f"{what}: no request is left whose result was not returned already")
+    done = [index for index in left if requests[index].done]
+    if not done:
+        _wait_for(what, [requests[index] for index in left], 1, timeout)
+        done = [index for index in left if requests[index].done]
+    return done
+
+
+def _has_failed(request: Request) -> bool:
+    task = request._started()
+    return task.done and (task.error or task.unfit) is not None
+
+
+def _wait_for(what: str, pending: Sequence[Request], needed: int, timeout: float | None) -> None:
+    engine = pending[0]._group.engine
+    seconds = pending[0]._seconds(timeout)
+    with engine.locked():
+        tasks = [request._started() for request in pending]
+        waiting = [task for task in tasks if not task.done]
+        needed -= len(tasks) - len(waiting)
+        if needed <= 0:
+            return
+        several = _Several(waiting, needed)
+    first = waiting[0].call
+    call = Call(f"{what} of {len(waiting)} requests, first {first}", -1, first.context)
+    try:
+        engine.wait(several, call, seconds)
+    finally:
+        if not several.done:
+            with engine.locked():
+                several.forget()
