@@ -3,8 +3,9 @@
     pip install '.[examples]' && pycoll-run -n 4 examples/train_digits.py
 
 Every rank holds the whole network and the whole (small) data set. For each step the global batch is
-split over the ranks; each computes the gradient of its share, and comm.all_reduce adds the shares
-up. Every rank then takes the same step, so the networks stay equal without ever being copied.
+split over the ranks, each computes the gradient of its share, and comm.iall_reduce_many adds the
+shares up: for the last layer while the gradient of the one before is still being computed. Every
+rank then takes the same step, so the networks stay equal without ever being copied.
 At the end rank 0 trains once more, alone, on the same batches, to show that sharing the work did
 not change the result. Runs with any number of ranks, also with plain `python`.
 """
@@ -29,10 +30,7 @@ TOLERANCE = 1e-9
 
 
 def views(flat):
-    """See one flat vector as the weight matrix and the bias of each layer, without copying.
-
-    One vector for all parameters means one all_reduce for all gradients.
-    """
+    """See one flat vector as the weight matrix and the bias of each layer, without copying."""
     layers, start = [], 0
     for n_in, n_out in itertools.pairwise(LAYERS):
         middle, stop = start + n_in * n_out, start + n_in * n_out + n_out
@@ -50,17 +48,17 @@ def forward(weights, images):
     return hidden, scores / scores.sum(axis=1, keepdims=True)
 
 
-def gradient_sum(weights, images, labels):
-    """The gradient of the cross-entropy, summed over the images (zero if there are none)."""
-    gradient = np.zeros_like(weights)
+def backward(weights, images, labels):
+    """Yield the gradient of each layer, the last layer's first: matrix and bias.
+
+    They are those of the cross-entropy, summed over the images (zero if there are none).
+    """
     (_, _), (w2, _) = views(weights)
-    (gw1, gb1), (gw2, gb2) = views(gradient)
     hidden, error = forward(weights, images)
     error[np.arange(len(labels)), labels] -= 1.0
-    gw2[:], gb2[:] = hidden.T @ error, error.sum(axis=0)
+    yield hidden.T @ error, error.sum(axis=0)
     error = (error @ w2.T) * (hidden > 0.0)
-    gw1[:], gb1[:] = images.T @ error, error.sum(axis=0)
-    return gradient
+    yield images.T @ error, error.sum(axis=0)
 
 
 def train(images, labels, comm=None, show=False):
@@ -76,13 +74,14 @@ def train(images, labels, comm=None, show=False):
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
             if comm is None:
-                total = gradient_sum(weights, images[batch], labels[batch])
+                layers = list(backward(weights, images[batch], labels[batch]))
             else:
                 # Shares differ by one image, or are empty, if size does not divide the batch.
                 # That is why ranks add sums and divide once, by the size of the whole batch.
                 share = np.array_split(batch, comm.size)[comm.rank]
-                total = gradient_sum(weights, images[share], labels[share])
-                total = comm.all_reduce(total, op="sum")
+                gradients = backward(weights, images[share], labels[share])
+                layers = pycoll.wait_all([comm.iall_reduce_many(layer) for layer in gradients])
+            total = np.concatenate([part.ravel() for layer in layers[::-1] for part in layer])
             velocity = MOMENTUM * velocity - RATE * total / len(batch)
             weights += velocity
     return weights

@@ -10,12 +10,13 @@ Ranks are world ranks here. Everything runs under the engine's lock.
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import struct
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from pycoll.errors import Error, MismatchError, PeerFailed
+from pycoll.matching import Queues
 from pycoll.transports.base import Arrival, Operation, Transfer
 
 ANY = -1
@@ -59,10 +60,24 @@ Wanted = Callable[[Arrival | None, BaseException | None], None]
 """Told the arrival, or the error that came instead."""
 
 
+Pattern = tuple[int, int]
+"""The source and the tag for which a receive asks; either may be `ANY`."""
+
+
+def patterns(source: int, tag: int) -> tuple[Pattern, ...]:
+    """Return everything that a receive which takes such a message may ask for."""
+    return (source, tag), (source, ANY), (ANY, tag), (ANY, ANY)
+
+
 def readable(call: bytes) -> str:
     """Return a collective call as it came on the wire, for a message."""
     signature, _, where = call.partition(b"\0")
     return signature.decode() + (f" at {where.decode()}" if where else "")
+
+
+def _key(arrival: Arrival) -> Key:
+    _, _, number, lane, index = COLLECTIVE.unpack_from(arrival.header)
+    return number, lane, arrival.peer, index
 
 
 class Status:
@@ -104,24 +119,20 @@ class Message(NamedTuple):
 class Match(Operation):
     """A receive or a probe that waits for a message."""
 
-    __slots__ = ("context", "message", "peek", "source", "tag")
+    __slots__ = ("context", "message", "number", "peek", "source", "tag")
 
-    def __init__(self, context: Context, source: int, tag: int, peek: bool) -> None:
+    def __init__(self, context: Context, number: int, source: int, tag: int, peek: bool) -> None:
         super().__init__()
         self.context = context
+        self.number = number
         self.source = source
         self.tag = tag
         self.peek = peek
         self.message: Message | None = None
 
-    def fits(self, message: Message) -> bool:
-        """Whether this receive takes that message."""
-        return self.source in (ANY, message.source) and self.tag in (ANY, message.tag)
-
     def cancel(self) -> None:
         super().cancel()
-        if self in self.context.matches:
-            self.context.matches.remove(self)
+        if self.context.matches.remove(self.number):
             self.context.count()
 
 
@@ -156,6 +167,7 @@ class Context:
         members: world ranks of its ranks, in order.
         broken: why no call on it can work any more, or None.
         next_number: of the next collective call.
+        matches: receives and probes that wait, each in the queue of its pattern.
     """
 
     def __init__(self, ident: int, members: tuple[int, ...], me: int) -> None:
@@ -166,11 +178,13 @@ class Context:
         self.next_number = 0
         self.calls: dict[int, bytes] = {}
         self.pending: set[Operation] = set()
-        self.matches: list[Match] = []
+        self.matches: Queues[Match] = Queues()
         self.gone: dict[int, PeerFailed] = {}
         self._history: dict[int, bytes] = {}
-        self._messages: list[Message] = []
-        self._arrived = 0
+        # Each message is in the queues of all its patterns.
+        self._messages: Queues[Message] = Queues()
+        self._message_of: dict[Arrival, Message] = {}
+        self._order = itertools.count()
         self._early: dict[int, dict[Key, Arrival]] = {}
         self._wanted: dict[Key, Wanted] = {}
         self.on_mismatch: Callable[[MismatchError], None] = lambda error: None
@@ -185,50 +199,59 @@ class Context:
 
     def match(self, source: int, tag: int, peek: bool = False) -> Match:
         """Wait for a message; `peek` leaves it in the queue."""
-        match = Match(self, source, tag, peek)
+        match = Match(self, next(self._order), source, tag, peek)
         message = self.find(source, tag)
         if message is not None:
             if not peek:
-                self._messages.remove(message)
-                self.count()
+                self._remove(message)
             match.message = message
             match.finish()
+            return match
+        error = self._no_sender(source)
+        if error is not None:
+            match.finish(error)
         else:
-            error = self._no_sender(source)
-            if error is not None:
-                match.finish(error)
-            else:
-                self.matches.append(match)
-                self.count()
+            self.matches.add(match.number, match, (source, tag))
+            self.count()
         return match
 
     def find(self, source: int, tag: int) -> Message | None:
         """Return the first message that fits, and leave it in the queue."""
-        for message in self._messages:
-            if source in (ANY, message.source) and tag in (ANY, message.tag):
-                return message
-        return None
+        return self._messages.first((source, tag))
 
     def put_back(self, message: Message) -> None:
         """Return a message to its place in the queue; another receive may take it from there."""
-        if not self._offer(message):
-            place = bisect.bisect(self._messages, message.order, key=lambda other: other.order)
-            self._messages.insert(place, message)
-            self.count()
+        if self.is_broken():
+            message.arrival.release()
+        else:
+            self._offer(message)
 
-    def _offer(self, message: Message) -> bool:
-        for match in [match for match in self.matches if match.fits(message)]:
-            self.matches.remove(match)
-            self.count()
+    def _offer(self, message: Message) -> None:
+        """Give a message to those that wait for it; keep it if none of them takes it."""
+        fitting = patterns(message.source, message.tag)
+        told = []
+        while (match := self.matches.first(*fitting)) is not None:
+            self.matches.remove(match.number)
             match.message = message
-            match.finish()
+            told.append(match)
             if not match.peek:
-                return True
-        return False
+                break
+        else:
+            self._messages.add(message.order, message, *fitting)
+            self._message_of[message.arrival] = message
+        self.count()
+        # Last: what they do now may come back here.
+        for match in told:
+            match.finish()
+
+    def _remove(self, message: Message) -> None:
+        self._messages.remove(message.order)
+        del self._message_of[message.arrival]
+        self.count()
 
     def _no_sender(self, source: int) -> PeerFailed | None:
         """Return why no message can come from `source` any more."""
-        if source != ANY:
+        if source != ANY or not self.gone:
             return self.gone.get(source)
         others = [rank for rank in self.members if rank != self.me]
         if others and all(rank in self.gone for rank in others):
@@ -250,7 +273,8 @@ class Context:
         """Finish a collective call: every message for it must have been used."""
         call = self.calls.pop(number)
         self._history[number] = call
-        self._history.pop(number - HISTORY, None)
+        if len(self._history) > HISTORY:
+            del self._history[next(iter(self._history))]
         for arrival in self._early.pop(number, {}).values():
             self._stale(number, arrival)
 
@@ -280,14 +304,11 @@ class Context:
         if header[0] == KIND_P2P:
             _, _, tag, is_object = P2P.unpack_from(header)
             description = bytes(header[P2P.size :])
-            order, self._arrived = self._arrived, self._arrived + 1
-            message = Message(arrival, arrival.peer, tag, bool(is_object), description, order)
-            if not self._offer(message):
-                self._messages.append(message)
-                self.count()
+            order = next(self._order)
+            self._offer(Message(arrival, arrival.peer, tag, bool(is_object), description, order))
             return
-        _, _, number, lane, index = COLLECTIVE.unpack_from(header)
-        key = (number, lane, arrival.peer, index)
+        key = _key(arrival)
+        number = key[0]
         call = self.calls.get(number)
         if call is not None:
             self._compare(number, call, arrival)
@@ -304,24 +325,25 @@ class Context:
 
     def withdrawn(self, arrival: Arrival) -> bool:
         """Forget a message that its sender took back; False if it is not one of these."""
-        for message in self._messages:
-            if message.arrival is arrival:
-                self._messages.remove(message)
-                self.count()
-                return True
-        for early in self._early.values():
-            for key, other in early.items():
-                if other is arrival:
-                    del early[key]
-                    return True
-        return False
+        if arrival.header[0] == KIND_P2P:
+            message = self._message_of.get(arrival)
+            if message is None:
+                return False
+            self._remove(message)
+            return True
+        key = _key(arrival)
+        early = self._early.get(key[0], {})
+        if early.get(key) is not arrival:
+            return False
+        del early[key]
+        return True
 
     def peer_gone(self, rank: int, error: PeerFailed) -> None:
         """No more messages will come from `rank`: what waits for one fails."""
         if rank not in self.members or rank in self.gone:
             return
         self.gone[rank] = error
-        for match in list(self.matches):
+        for match in self.matches:
             reason = self._no_sender(match.source)
             if reason is not None:
                 match.abort(reason)
@@ -338,7 +360,7 @@ class Context:
         self.close_short_way()
         for operation in list(self.pending):
             operation.abort(error)
-        for match in list(self.matches):
+        for match in self.matches:
             match.abort(error)
         self._drop_messages()
 
@@ -358,9 +380,10 @@ class Context:
             self.short.queued = len(self._messages) + len(self.matches)
 
     def _drop_messages(self) -> None:
-        arrivals = [message.arrival for message in self._messages]
+        arrivals = list(self._message_of)
         arrivals += [arrival for early in self._early.values() for arrival in early.values()]
-        self._messages.clear()
+        self._messages = Queues()
+        self._message_of.clear()
         self._early.clear()
         self._wanted.clear()
         for arrival in arrivals:

@@ -74,7 +74,7 @@ class Engine:
         self.contexts: dict[int, Context] = {}
         self.closed: str | None = None
         self.membership = Membership(rank, self, has_launcher=control is not None)
-        self._unclaimed: dict[int, list[Arrival]] = {}
+        self._unclaimed: dict[int, dict[Arrival, None]] = {}
         self._broken_early: dict[int, Error] = {}
         self._closed_ids: dict[int, None] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -177,7 +177,7 @@ class Engine:
                 context.peer_gone(rank, self.membership.gone[rank])
         if ident in self._broken_early:
             context.fail(self._broken_early.pop(ident))
-        for arrival in self._unclaimed.pop(ident, []):
+        for arrival in self._unclaimed.pop(ident, {}):
             context.arrived(arrival)
         return context
 
@@ -603,7 +603,7 @@ class Engine:
         else:
             # The sender has made a communicator that this rank is still about to make.
             arrival.header = bytes(arrival.header)
-            self._unclaimed.setdefault(ident, []).append(arrival)
+            self._unclaimed.setdefault(ident, {})[arrival] = None
 
     def withdrawn(self, arrival: Arrival) -> None:
         """A message was taken back before it was received."""
@@ -611,8 +611,8 @@ class Engine:
         context = self.contexts.get(ident)
         if context is not None:
             context.withdrawn(arrival)
-        elif arrival in self._unclaimed.get(ident, []):
-            self._unclaimed[ident].remove(arrival)
+        else:
+            self._unclaimed.get(ident, {}).pop(arrival, None)
 
     def finished(self, peer: int) -> None:
         """Everything that `peer` ever sent has arrived."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pycoll.launcher.environment import usable_cores
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 PYCOLL_RUN = str(Path(sysconfig.get_path("scripts")) / "pycoll-run")
@@ -30,8 +32,8 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-def run_example(name: str, size: int, cwd: Path) -> str:
-    return run(PYCOLL_RUN, "-n", str(size), str(EXAMPLES / name), cwd=cwd)
+def run_example(name: str, size: int, cwd: Path, *arguments: str) -> str:
+    return run(PYCOLL_RUN, "-n", str(size), str(EXAMPLES / name), *arguments, cwd=cwd)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -57,6 +59,50 @@ def test_objects_reach_every_rank_and_come_back(size: int, tmp_path: Path) -> No
     lines = run_example("objects.py", size, tmp_path).splitlines()
     assert [line.split(" read ")[0] for line in lines[:-1]] == [f"rank {r}" for r in range(size)]
     assert lines[-1] == "most frequent: 'e', 16 times"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_overlap_times_each_kind_of_computing(size: int, tmp_path: Path) -> None:
+    small = ("--elements", "5000", "--rounds", "1")
+    lines = run_example("overlap.py", size, tmp_path, *small).splitlines()
+    assert lines[0].startswith(f"{size} ranks, {usable_cores()} usable cores, ")
+    assert [line.split()[0] for line in lines[2:4]] == ["numpy_work", "python_work"]
+    for line in lines[2:4]:
+        computing, all_reduce, _, at_once, ratio = map(float, line.split()[1:])
+        assert min(computing, all_reduce, at_once) > 0.0
+        # The times are shown in hundredths of a millisecond, the ratio is of those before that.
+        assert ratio == pytest.approx(at_once / max(computing, all_reduce), rel=0.2, abs=0.01)
+    assert (len(lines) == 5) is (size >= usable_cores())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_heat_has_the_same_bits_on_any_grid_of_ranks(size: int, tmp_path: Path) -> None:
+    uneven = ("--height", "21", "--width", "34", "--steps", "40")
+    output = run_example("heat.py", size, tmp_path, *uneven)
+    assert f"{size // 2 or 1} x {min(size, 2)} ranks, " in output
+    assert "the same bits as computed alone: True" in output
+
+
+def test_heat_draws_its_plate(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run_example("heat.py", 2, tmp_path, "--steps", "10", "--picture", "heat.png")
+    assert (tmp_path / "heat.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_asyncio_ranks_answer_while_they_wait(size: int, tmp_path: Path) -> None:
+    lines = run_example("asyncio_ranks.py", size, tmp_path).splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == [f"rank {r}" for r in range(size)]
+    assert all(int(line.split()[2]) >= 100 for line in lines[1:-1])
+    assert lines[-1].startswith("a message that nobody sends: stopped waiting")
+
+
+@pytest.mark.parametrize(("size", "bubble"), [(1, "0.0%"), (2, "16.7%"), (4, "37.5%")])
+def test_the_pipeline_computes_what_one_rank_does(size: int, bubble: str, tmp_path: Path) -> None:
+    small = ("--micro-batches", "5", "--rows", "4", "--width", "8")
+    output = run_example("pipeline.py", size, tmp_path, *small)
+    assert f"the bubble is {bubble}\n" in output
+    assert "largest difference from one rank alone: " in output
 
 
 @needs_example_packages
