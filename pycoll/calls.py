@@ -340,7 +340,6 @@ class Calls:
 
     def gatherv(self, x: Any, root: int = 0) -> Prepared:
         """Prepare a gatherv."""
-        root = arguments.check_root(root, self._group.size)
         return uneven.prepare_gatherv(self._group, x, root, self._blocking)
 
     def all_gatherv(self, x: Any) -> Prepared:
@@ -349,7 +348,6 @@ class Calls:
 
     def scatterv(self, xs: Sequence[Any] | None, root: int = 0) -> Prepared:
         """Prepare a scatterv."""
-        root = arguments.check_root(root, self._group.size)
         return uneven.prepare_scatterv(self._group, xs, root, self._blocking)
 
     def all_to_allv(self, xs: Sequence[Any]) -> Prepared:
@@ -571,7 +569,9 @@ def _nothing(result: Any = None) -> CallSteps:
 
 
 def _name(rank: int) -> str:
-    return {ANY_SOURCE: "ANY", PROC_NULL: "PROC_NULL"}.get(rank, str(rank))
+    if rank >= 0:
+        return str(rank)
+    return "PROC_NULL" if rank == PROC_NULL else "ANY"
 
 
 def _fill_null(status: Status | None) -> None:

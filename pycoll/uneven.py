@@ -1,0 +1,361 @@
+"""Collectives on blocks that differ in shape: gatherv, all_gatherv, scatterv, all_to_allv, and
+reduce_scatterv, whose blocks differ in length only.
+
+Their schedules are those of the even collectives: a schedule does not know how long a chunk is.
+What nobody but the sender knows of a block comes with it (`blocks`).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll import arguments, arrays, blocks, native_uneven, ops
+from pycoll.announced import INLINE_NBYTES
+from pycoll.arrays import Value
+from pycoll.calls import Prepared
+from pycoll.collectives import Reduction, combiner, type_text
+from pycoll.dtypes import Array
+from pycoll.executor import Binding
+from pycoll.group import SHARED_MEMORY, Group
+from pycoll.native_calls import serves
+from pycoll.p2p import contiguous
+from pycoll.task import CallSteps
+from pycoll.transports.base import nbytes_of
+
+if TYPE_CHECKING:
+    from pycoll.arguments import Reducer
+
+MANY_COUNTS = 16
+"""A call's text shows so many counts; of more, their checksum."""
+
+_EVEN = {
+    "gatherv": "gather",
+    "all_gatherv": "all_gather",
+    "scatterv": "scatter",
+    "all_to_allv": "all_to_all",
+}
+
+
+# --- arguments -----------------------------------------------------------------------------
+
+
+def prepare_gatherv(group: Group, x: Any, root: int, blocking: bool) -> Prepared:
+    """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
+
+    Args:
+        group: of the communicator.
+        x: array; the same dtype on all ranks.
+        root: rank that gets the list.
+        blocking: the call may go through the compiled core.
+
+    Raises:
+        TypeError: `x` is no array.
+        ValueError: there is no such root.
+    """
+    root = arguments.check_root(root, group.size)
+    block = _block("gatherv", x)
+    text = f"{_prefix(blocking)}gatherv({block.dtype}, root={root})"
+    return Prepared(
+        text,
+        lambda call: _gatherv(group, call, block, root),
+        _through_core(group, blocking, native_uneven.gatherv, text, block, root),
+        _unwrapped if group.rank == root else None,
+    )
+
+
+def prepare_all_gatherv(group: Group, x: Any, blocking: bool) -> Prepared:
+    """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
+    block = _block("all_gatherv", x)
+    text = f"{_prefix(blocking)}all_gatherv({block.dtype})"
+    return Prepared(
+        text,
+        lambda call: _all_gatherv(group, call, block),
+        _through_core(group, blocking, native_uneven.all_gatherv, text, block),
+        _unwrapped,
+    )
+
+
+def prepare_scatterv(group: Group, xs: Any, root: int, blocking: bool) -> Prepared:
+    """Give rank i the root's ``xs[i]``.
+
+    Args:
+        group: of the communicator.
+        xs: on the root a list or tuple of size arrays of one dtype; elsewhere not looked at.
+        root: rank whose arrays they are.
+        blocking: the call may go through the compiled core.
+
+    Raises:
+        TypeError: `xs` is no list of arrays of one dtype.
+        ValueError: it has another length, or there is no such root.
+    """
+    root = arguments.check_root(root, group.size)
+    own = _blocks("scatterv", xs, group.size) if group.rank == root else None
+    text = f"{_prefix(blocking)}scatterv(root={root})"
+    return Prepared(
+        text,
+        lambda call: _scatterv(group, call, own, root),
+        _through_core(group, blocking, native_uneven.scatterv, text, own, root),
+        arrays.unwrap,
+    )
+
+
+def prepare_all_to_allv(group: Group, xs: Any, blocking: bool) -> Prepared:
+    """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
+
+    Args:
+        group: of the communicator.
+        xs: list or tuple of size arrays; one dtype, the same on all ranks.
+        blocking: the call may go through the compiled core.
+
+    Raises:
+        TypeError: `xs` is no list of arrays of one dtype.
+        ValueError: it has another length.
+    """
+    own = _blocks("all_to_allv", xs, group.size)
+    text = f"{_prefix(blocking)}all_to_allv({own[0].dtype})"
+    return Prepared(
+        text,
+        lambda call: _all_to_allv(group, call, own),
+        _through_core(group, blocking, native_uneven.all_to_allv, text, own),
+        _unwrapped,
+    )
+
+
+def prepare_reduce_scatterv(
+    group: Group, x: Any, counts: Any, op: Reducer, algorithm: str | None, blocking: bool
+) -> Prepared:
+    """Combine all ranks' `x`: rank r gets ``counts[r]`` rows, those after the lower ranks'.
+
+    Args:
+        group: of the communicator.
+        x: array (sum(counts), ...), the same dtype and shape on all ranks.
+        counts: rows of each rank, the same on all.
+        op: as in `reduce`; a function that is not elementwise gets the rows of one rank at a time.
+        algorithm: one of reduce_scatter's.
+        blocking: the call may go through the compiled core.
+
+    Raises:
+        TypeError: `x` is no array of a dtype that `op` takes, or a count is no int.
+        ValueError: `counts` does not fit, or `algorithm` does not exist or cannot serve.
+    """
+    resolved = ops.resolve(op)
+    value = arrays.wrap(x)
+    if value is None:
+        raise TypeError(f"reduce_scatterv takes an array, not a {type(x).__name__}")
+    ops.check(resolved, value.dtype)
+    checked = _counts(counts, value.array.shape, group.size)
+    rest = value.array.shape[1:]
+    row_nbytes = value.dtype.itemsize * math.prod(rest)
+    chosen = group.choose(
+        "reduce_scatter",
+        max(checked) * row_nbytes,
+        algorithm,
+        rank_order=not resolved.commutative,
+        whole=not resolved.elementwise,
+        native=blocking and serves(resolved, value),
+    )
+    result = arrays.fresh(value.dtype, value.kind, (checked[group.rank], *rest))
+    reduction = Reduction(resolved, chosen)
+    text = (
+        f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, counts={_shown(checked)}, "
+        f"op={resolved.signature}, algorithm={chosen})"
+    )
+
+    def finish(_: object) -> Any:
+        return arrays.unwrap(result)
+
+    return Prepared(
+        text,
+        lambda call: _reduce_scatterv(group, call, value, checked, reduction, result.array),
+        _through_core(
+            group,
+            chosen == SHARED_MEMORY,
+            native_uneven.reduce_scatterv,
+            text,
+            value,
+            checked,
+            resolved,
+            result.array,
+        ),
+        finish,
+    )
+
+
+def _prefix(blocking: bool) -> str:
+    return "" if blocking else "i"
+
+
+def _through_core(group: Group, usable: bool, steps: Any, text: str, *args: Any) -> Any:
+    """Return the way through shared memory, if there is one."""
+    if not usable or group.native is None:
+        return None
+    salt = zlib.crc32(text.encode())
+    return lambda native: steps(native, salt, *args)
+
+
+def _unwrapped(values: Sequence[Value]) -> list[Any]:
+    return [arrays.unwrap(value) for value in values]
+
+
+def _block(what: str, x: Any) -> Value:
+    value = arrays.wrap(x)
+    if value is None:
+        raise TypeError(
+            f"{what} takes an array, not a {type(x).__name__}. "
+            f"For numbers and Python objects use {_EVEN[what]}."
+        )
+    return value
+
+
+def _blocks(what: str, xs: Any, size: int) -> list[Value]:
+    """Return one array for each rank; all have one dtype."""
+    if not isinstance(xs, list | tuple):
+        raise TypeError(
+            f"{what} takes a list of arrays, one for each rank, not a {type(xs).__name__}. "
+            f"For an array with an axis of ranks use {_EVEN[what]}."
+        )
+    if len(xs) != size:
+        raise ValueError(
+            f"{what} takes a list of {size} arrays, one for each rank; this one has {len(xs)}"
+        )
+    values = [_block(what, x) for x in xs]
+    for rank, value in enumerate(values):
+        if value.dtype != values[0].dtype:
+            raise TypeError(
+                f"{what} takes arrays of one dtype: the one for rank 0 is {values[0].dtype}, "
+                f"the one for rank {rank} {value.dtype}. Convert them to one."
+            )
+    return values
+
+
+def _counts(counts: Any, shape: tuple[int, ...], size: int) -> list[int]:
+    if isinstance(counts, str | bytes) or not hasattr(counts, "__iter__"):
+        raise TypeError(f"counts is a sequence of {size} ints, not a {type(counts).__name__}")
+    checked = [arguments.check_int(count, "a count") for count in counts]
+    if len(checked) != size:
+        raise ValueError(f"counts has {len(checked)} items, but there are {size} ranks")
+    if min(checked) < 0:
+        raise ValueError(f"counts has {min(checked)} in it; a rank gets 0 rows or more")
+    if not shape or shape[0] != sum(checked):
+        raise ValueError(
+            "reduce_scatterv: the leading axis of x is cut by counts, so x has the shape "
+            f"({sum(checked)}, ...); this one has {shape}"
+        )
+    return checked
+
+
+def _shown(counts: Sequence[int]) -> str:
+    if len(counts) <= MANY_COUNTS:
+        return str(list(counts))
+    return f"{len(counts)} with checksum {zlib.crc32(str(counts).encode()):08x}"
+
+
+# --- calls ---------------------------------------------------------------------------------
+
+
+def _gatherv(group: Group, call: bytes, x: Value, root: int) -> CallSteps:
+    number = group.context.begin(call)
+    size = group.size
+    source: list[Any] = [None] * size
+    source[group.rank] = blocks.pack(x)
+    binding = Binding([None] * size, source, [None] * size)
+    schedule = group.schedule("gather", "linear", root)
+    run = yield from group.run((number, 0), call, schedule, binding)
+    group.context.end(number)
+    if group.rank != root:
+        return None
+    return [
+        blocks.copied(x) if rank == root else blocks.unpack(run.location[rank][0])
+        for rank in range(size)
+    ]
+
+
+def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
+    """Gather the heads and what is small (lane 0), then, knowing all lengths, the rest (lane 1)."""
+    number = group.context.begin(call)
+    size, me = group.size, group.rank
+    packed = blocks.pack(x)
+    source: list[Any] = [None] * size
+    source[me] = packed if x.array.nbytes <= INLINE_NBYTES else packed[:1]
+    binding = Binding([None] * size, list(source), [None] * size)
+    schedule = group.schedule("all_gather", "linear")
+    run = yield from group.run((number, 0), call, schedule, binding)
+    first: list[memoryview] = [run.location[rank][0] for rank in range(size)]
+    heads = [blocks.read_head(data) for data in first]
+    lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
+    values = [
+        blocks.copied(x) if rank == me else head.fresh() if lengths[rank] else blocks.unpack(data)
+        for rank, (head, data) in enumerate(zip(heads, first, strict=True))
+    ]
+    if any(lengths):
+        source[me] = packed[1:] if lengths[me] else (memoryview(b""),)
+        target: list[memoryview | None] = [None] * size
+        for rank, length in enumerate(lengths):
+            if length and rank != me:
+                target[rank] = arrays.as_bytes(values[rank].array)
+        chosen = group.choose("all_gather", max(lengths), None, native=False)
+        schedule = group.schedule("all_gather", chosen)
+        binding = Binding(list(lengths), source, target)
+        yield from group.run((number, 1), call, schedule, binding)
+    group.context.end(number)
+    return values
+
+
+def _scatterv(group: Group, call: bytes, xs: list[Value] | None, root: int) -> CallSteps:
+    number = group.context.begin(call)
+    size = group.size
+    nothing: list[Any] = [None] * size
+    source = list(nothing) if xs is None else [blocks.pack(x) for x in xs]
+    schedule = group.schedule("scatter", "linear", root)
+    binding = Binding(list(nothing), source, list(nothing))
+    run = yield from group.run((number, 0), call, schedule, binding)
+    group.context.end(number)
+    if xs is not None:
+        return blocks.copied(xs[root])
+    return blocks.unpack(run.location[group.rank][0])
+
+
+def _all_to_allv(group: Group, call: bytes, xs: list[Value]) -> CallSteps:
+    number = group.context.begin(call)
+    size, me = group.size, group.rank
+    sent = [blocks.pack(x) for x in xs]
+    sent[me] = ()
+    nothing: list[Any] = [None] * size
+    nbytes: list[int | None] = [None] * (2 * size)
+    nbytes[size + me] = nbytes_of(sent[me])
+    algorithm = group.choose("all_to_all", 0, None, native=False)
+    schedule = group.schedule("all_to_all", algorithm)
+    binding = Binding(nbytes, [*sent, *nothing], [None] * (2 * size))
+    run = yield from group.run((number, 0), call, schedule, binding)
+    group.context.end(number)
+    return [
+        blocks.copied(xs[me]) if rank == me else blocks.unpack(run.location[size + rank][0])
+        for rank in range(size)
+    ]
+
+
+def _reduce_scatterv(
+    group: Group,
+    call: bytes,
+    x: Value,
+    counts: Sequence[int],
+    reduction: Reduction,
+    result: Array,
+) -> CallSteps:
+    number = group.context.begin(call)
+    source = native_uneven.cut(contiguous(x.array), counts)
+    target: list[memoryview | None] = [None] * group.size
+    target[group.rank] = arrays.as_bytes(result)
+    binding = Binding(
+        nbytes=[len(view) for view in source],
+        source=[(view,) for view in source],
+        target=target,
+        combine=combiner(reduction.op, x.dtype, (-1, *x.array.shape[1:])),
+    )
+    schedule = group.schedule("reduce_scatter", reduction.algorithm)
+    yield from group.run((number, 0), call, schedule, binding)
+    group.context.end(number)
+    ops.finish(reduction.op, x.dtype, result, group.size)
