@@ -7,13 +7,14 @@ its non-blocking twin starts it, a persistent request prepares and starts it eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.late import Late
 from pycoll.native import Native
+from pycoll.prepared import Prepared
 from pycoll.task import CallSteps
 
 if TYPE_CHECKING:
@@ -42,26 +43,6 @@ else:  # a program that only calls barrier() imports no NumPy
     native_calls = Late("pycoll.native_calls")
     object_collectives, objects = Late("pycoll.object_collectives"), Late("pycoll.objects")
     ops, p2p, uneven = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.uneven")
-
-
-class Prepared(NamedTuple):
-    """A call whose arguments were checked.
-
-    Attributes:
-        text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
-        steps: the call over messages, given its signature: the text, and where it was made.
-        native: the call in the compiled core, or None; it may return `native.BY_MESSAGES`.
-        finish: what the caller gets, of what the call has returned; None: that itself.
-        collective: False: point to point, not numbered.
-        receives: a receive, which can be cancelled.
-    """
-
-    text: str
-    steps: Callable[[bytes], CallSteps]
-    native: Callable[[Native], Any] | None = None
-    finish: Callable[[Any], Any] | None = None
-    collective: bool = True
-    receives: bool = False
 
 
 class Calls:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pycoll import subgroups
-from pycoll.calls import Calls, Prepared
+from pycoll.calls import Calls
 from pycoll.context import ANY_SOURCE, ANY_TAG, Status
 from pycoll.engine import Engine
 from pycoll.errors import Error
@@ -21,6 +21,7 @@ from pycoll.late import Late
 from pycoll.memory import SharedMemory
 from pycoll.native import BY_MESSAGES
 from pycoll.nonblocking import NonBlocking, Persistent
+from pycoll.prepared import Prepared
 from pycoll.task import Call, caller
 
 if TYPE_CHECKING:

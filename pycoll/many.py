@@ -15,7 +15,6 @@ import numpy as np
 
 from pycoll import arrays, ops, schedules
 from pycoll.arrays import Value
-from pycoll.calls import Prepared
 from pycoll.collectives import combiner, pieces
 from pycoll.dtypes import DType
 from pycoll.executor import Binding, Combine, Run
@@ -24,6 +23,7 @@ from pycoll.native import KINDS, OPS, Native
 from pycoll.native_calls import combine, serves
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
+from pycoll.prepared import Prepared
 from pycoll.task import CallSteps
 
 if TYPE_CHECKING:

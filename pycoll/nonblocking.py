@@ -10,8 +10,9 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Concatenate, ParamSpec
 
-from pycoll.calls import Calls, Prepared
+from pycoll.calls import Calls
 from pycoll.group import Group
+from pycoll.prepared import Prepared
 from pycoll.request import PersistentRequest, Request
 
 P = ParamSpec("P")

@@ -18,8 +18,8 @@ from pycoll.transports.base import Operation
 
 if TYPE_CHECKING:
     from pycoll import arguments
-    from pycoll.calls import Prepared
     from pycoll.group import Group
+    from pycoll.prepared import Prepared
 else:
     arguments = Late("pycoll.arguments")
 

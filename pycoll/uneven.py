@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from pycoll import arguments, arrays, blocks, native_uneven, ops
 from pycoll.announced import INLINE_NBYTES
 from pycoll.arrays import Value
-from pycoll.calls import Prepared
 from pycoll.collectives import Reduction, combiner, type_text
 from pycoll.dtypes import Array
 from pycoll.executor import Binding
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native_calls import serves
 from pycoll.p2p import contiguous
+from pycoll.prepared import Prepared
 from pycoll.task import CallSteps
 from pycoll.transports.base import nbytes_of
 

@@ -1,0 +1,29 @@
+"""A call whose arguments were checked: everything that is needed to run it, now or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pycoll.native import Native
+from pycoll.task import CallSteps
+
+
+class Prepared(NamedTuple):
+    """A call whose arguments were checked.
+
+    Attributes:
+        text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
+        steps: the call over messages, given its signature: the text, and where it was made.
+        native: the call in the compiled core, or None; it may return `native.BY_MESSAGES`.
+        finish: what the caller gets, of what the call has returned; None: that itself.
+        collective: False: point to point, not numbered.
+        receives: a receive, which can be cancelled.
+    """
+
+    text: str
+    steps: Callable[[bytes], CallSteps]
+    native: Callable[[Native], Any] | None = None
+    finish: Callable[[Any], Any] | None = None
+    collective: bool = True
+    receives: bool = False
