@@ -73,7 +73,7 @@ class Writer:
         weights *= 4 ** self._rng.uniform(-1, 1, len(weights))
         self._chances = weights / weights.sum()
         self._many_pending = self._one_of((5, 20, 60, 200))
-        self._large = self._one_of((0.01, 0.04, 0.15))
+        self._large = self._one_of((0.02, 0.08, 0.25))
         self._count = 0
         self.world = self._team(range(size))
         self._teams = [self.world]  # those that are used
@@ -552,5 +552,5 @@ class Writer:
             self._add(Touch, self.world, rank, number, "test")
 
     def _compute(self) -> None:
-        how = self._one_of(("numpy", "python"))
-        self._add(Compute, self.world, self._below(self._size), how)
+        how, times = self._one_of(("numpy", "python")), self._one_of((1, 1, 5, 20))
+        self._add(Compute, self.world, self._below(self._size), how, times)

@@ -567,6 +567,54 @@ ok()
     assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
 
 
+def test_thousands_of_rounds_leave_nothing(job: Any) -> None:
+    done = job(
+        2,
+        """
+import asyncio, gc
+other, x, large = 1 - rank, np.ones(100), np.ones(20_000)
+never = comm.irecv(other, tag=99)
+
+async def wait(request):
+    return await request
+
+def use(rounds):
+    for i in range(rounds):
+        requests = [comm.iall_reduce(x), comm.irecv(other, tag=1), comm.isend(x, other, tag=1)]
+        if i % 10 == 0:
+            requests += [comm.irecv(other, tag=2), comm.isend(large, other, tag=2)]
+            cancelled = comm.irecv(other, tag=3)
+            error_like(pycoll.OperationTimeout, "", pycoll.wait_any, [never, cancelled], timeout=0)
+            assert cancelled.cancel()
+        if i % 100 == 0:
+            asyncio.run(wait(requests[0]))
+        pycoll.wait_all(requests)
+    comm.barrier()
+    gc.collect()
+
+def taken():
+    with open("/proc/self/maps") as maps, open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[1])
+        return len(gc.get_objects()), len(os.listdir("/proc/self/fd")), len(maps.readlines()), pages
+
+use(1000)
+before = taken()
+use(3000)
+after = taken()
+assert after[0] <= before[0] + 100, (before, after)
+assert after[1] == before[1], (before, after)
+assert after[2] <= before[2] + 8, (before, after)
+assert after[3] <= before[3] + 1024, (before, after)  # 4 MiB
+assert threading.active_count() == 2
+assert never.cancel()
+ok()
+""",
+        "--timeout",
+        "120",
+    )
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
+
+
 def test_closing_a_communicator_ends_its_requests(job: Any) -> None:
     done = job(
         2,
