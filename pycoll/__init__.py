@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from pycoll.communicator import Communicator
     from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+    from pycoll.grid import Grid
     from pycoll.launcher.function import run
     from pycoll.ops import Op
     from pycoll.request import Request, wait_all, wait_any, wait_some
@@ -43,6 +44,7 @@ __all__ = [
     "BootstrapError",
     "Communicator",
     "Error",
+    "Grid",
     "MismatchError",
     "Op",
     "OperationTimeout",
@@ -66,6 +68,7 @@ _HOMES = {
     "ANY_TAG": "pycoll.context",
     "PROC_NULL": "pycoll.context",
     "Communicator": "pycoll.communicator",
+    "Grid": "pycoll.grid",
     "Op": "pycoll.ops",
     "Request": "pycoll.request",
     "Status": "pycoll.context",

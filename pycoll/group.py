@@ -75,17 +75,6 @@ class Group:
         """Return the rank here of a world rank."""
         return self._from_world[world]
 
-    def child_ident(self, number: int, members: Sequence[int]) -> int:
-        """Return the number of a communicator made by collective call `number`.
-
-        Every rank computes the same without asking anyone; 62 bits of a hash do not meet twice.
-        """
-        import hashlib  # late: it brings OpenSSL
-
-        seed = f"{self.context.ident}:{number}:{','.join(map(str, members))}"
-        digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 2 | 1 << 61
-
     def choose(
         self,
         collective: str,

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -435,6 +436,19 @@ def test_another_dtype_than_that_of_out_is_a_mismatch_and_stays_first(ranks: Any
                     comm.recv(0, out=np.zeros(8, "f4"))
                 np.testing.assert_equal(comm.recv(0), x)
         assert comm.all_reduce(1) == 2
+
+    ranks(program)
+
+
+@sizes(1, 2)
+def test_a_wait_costs_no_cpu_after_messages_to_oneself(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        for call in (comm.sendrecv, lambda *args: comm.isendrecv(*args).wait()):
+            assert call(1, comm.rank, comm.rank) == 1
+            before = time.process_time()
+            with pytest.raises(pycoll.OperationTimeout):
+                comm.recv(comm.rank, timeout=0.5)
+            assert time.process_time() - before < 0.25
 
     ranks(program)
 

@@ -217,8 +217,6 @@ class InprocTransport(Transport):
     def progress(self) -> bool:
         if not self._letters:
             return False
-        with contextlib.suppress(BlockingIOError):  # a letter can be there before its bell
-            os.eventfd_read(self._bell)
         while self._letters:
             self._letters.popleft()()
         return True
@@ -228,6 +226,13 @@ class InprocTransport(Transport):
         for send in list(self._pending.pop(peer, {})):
             if send.message is not None and send.message.withdraw():
                 send.finish(PeerFailed(peer, reason))
+
+    def sleep(self) -> bool:
+        # Not in `progress`: a letter may be read before it has rung, and would ring for ever.
+        if not self._closed:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+        return self.is_idle()
 
     def is_idle(self) -> bool:
         return not self._letters
