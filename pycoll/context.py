@@ -187,7 +187,7 @@ class Context:
         self._order = itertools.count()
         self._early: dict[int, dict[Key, Arrival]] = {}
         self._wanted: dict[Key, Wanted] = {}
-        self.on_mismatch: Callable[[MismatchError], None] = lambda error: None
+        self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
         self.short: ShortWay | None = None
 
@@ -407,10 +407,11 @@ class Context:
     def mismatch(self, number: int, mine: str, peer: int, theirs: str) -> None:
         """Break because two ranks made different calls."""
         self.on_mismatch(
+            self,
             MismatchError(
                 f"ranks made different calls as collective number {number} of one communicator:\n"
                 f"    rank {self.me}: {mine}\n"
                 f"    rank {peer}: {theirs}\n"
                 "Make the same calls in the same order on all ranks."
-            )
+            ),
         )

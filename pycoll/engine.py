@@ -168,7 +168,7 @@ class Engine:
     def open_context(self, ident: int, members: tuple[int, ...]) -> Context:
         """Register a communicator; messages that came for it already are handed over."""
         context = Context(ident, members, self.rank)
-        context.on_mismatch = lambda error: self.break_context(context, error)
+        context.on_mismatch = self.break_context
         self.contexts[ident] = context
         for rank in members:
             if rank in self.membership.failed:
@@ -492,6 +492,7 @@ class Engine:
         return all(transport.is_idle() for transport in self._distinct)
 
     def _progress(self) -> bool:
+        """Do what can be done without waiting; True if that was something."""
         worked = False
         for transport in self._distinct:
             worked |= transport.progress()
@@ -506,6 +507,8 @@ class Engine:
                 worked = True
                 self._timers.remove(timer)
                 timer[1]()
+        if worked and self._front.asleep and self._front.operation is None:
+            self._front.ring()  # it naps, and what it waits for we do not know
         return worked
 
     def _wake_sleepers(self) -> None:
@@ -528,13 +531,14 @@ class Engine:
             with self.locked():
                 self.break_context(context, error)
 
-    def nap(self, look: Callable[[], float | None], seen: int) -> int | None:
+    def nap(self, look: Callable[[], float | None], seen: int | None = None) -> int | None:
         """Sleep once, until anything comes.
 
         Args:
             look: called first, under the lock; returns until when to sleep, or None not to.
-            seen: what this returned last, in the same wait; -1 at first. When something has come
-                since, to a thread that sleeps for all, this one must look again before it sleeps.
+            seen: for who waits for a flag in shared memory: what this returned last, in the same
+                wait; -1 at first. When a doorbell has rung since, for whatever thread, this does
+                not sleep: the flag may have been set.
 
         Returns None if `look` did.
         """
@@ -546,15 +550,17 @@ class Engine:
                 until = look()
                 if until is None:
                     return None
-                if not self._driving:
-                    self._driving = True
-                    try:
-                        self._poll(self._front, until)
-                        self._progress()
-                    finally:
-                        self._hand_over()
-                elif seen == self._awakenings:
+                if seen is not None and seen != self._awakenings:
+                    return self._awakenings
+                if self._driving:
                     self._sleep(None, until)
+                    return self._awakenings
+                self._driving = True
+                try:
+                    self._poll(self._front, until)
+                    self._progress()
+                finally:
+                    self._hand_over()
                 return self._awakenings
             finally:
                 self._leave()

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 from pycoll.context import Context
 from pycoll.engine import REPORT_AFTER_S, Engine, raise_error
@@ -88,9 +89,9 @@ class Native:
             context.ident,
             context.members.index(engine.rank),
             [memory.ranks.index(rank) for rank in context.members],
-            self._sleep,
-            self._mismatch,
-            self._give_up,
+            _weakly(self._sleep),
+            _weakly(self._mismatch),
+            _weakly(self._give_up),
         )
 
     @property
@@ -143,7 +144,7 @@ class Native:
         try:
             self.core.attach(self._single_copy)
         except BlockingIOError:  # a rank has failed: with the lock that this needs, or not
-            self._engine.nap(self._await_verdict, -1)
+            self._engine.nap(self._await_verdict)
 
     def _await_verdict(self) -> float:
         self._host.see_failure()
@@ -260,9 +261,9 @@ class Native:
             # compares the two, and tells all.
             until = time.monotonic() + VERDICT_S
             try:
-                engine.nap(lambda: self._show(call), -1)
+                engine.nap(lambda: self._show(call))
                 while time.monotonic() < until and context.broken is None:
-                    engine.nap(lambda: until if context.broken is None else 0.0, -1)
+                    engine.nap(lambda: until if context.broken is None else 0.0)
             except BaseException as exc:
                 engine.give_up(context, exc)
                 raise
@@ -302,6 +303,22 @@ class Native:
         text = _text(collective, words, op or "sum", root)
         order = self._context.next_number + max(0, number - self.core.internal - 1)
         return Call(text, order, self._context)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method of an object, and does not keep the object alive.
+
+    The core is part of that object: a closed communicator's memory goes at once, not when the
+    garbage collector comes.
+    """
+    weak = WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        living = weak()
+        assert living is not None
+        return living(*args)
+
+    return call
 
 
 def _call_text(signature: int, shape: tuple[int, ...]) -> str:

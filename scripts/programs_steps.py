@@ -302,6 +302,22 @@ class Wait(Step):
 
         return enumerate(asyncio.run(every()))
 
+    def _await_late(self, requests: list[Any]) -> Iterable[tuple[int, Any]]:
+        """An await that is cancelled leaves the request as it was, too."""
+
+        async def one(request: Any) -> Any:
+            return await request
+
+        async def every() -> None:
+            tasks = [asyncio.ensure_future(one(request)) for request in requests]
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(every())
+        return self._await(requests)
+
     def _threads(self, requests: list[Any]) -> Iterable[tuple[int, Any]]:
         """Wait in several threads at once."""
         with ThreadPoolExecutor(4) as pool:
@@ -347,6 +363,21 @@ class Touch(Step):
             raises(pycoll.Error, lambda: request.wait(timeout=1.0))
             raises(pycoll.Error, lambda: request.result)
             del rank.pending[self.request]
+
+
+@dataclass(eq=False)
+class Drop(Step):
+    """One rank forgets a request, which goes on all the same."""
+
+    rank: int
+    request: int
+
+    @property
+    def ranks(self) -> Iterable[int]:
+        return (self.rank,)
+
+    def run(self, rank: Rank) -> None:
+        del rank.pending[self.request]
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from programs_calls import TRAITS, Call
 from programs_messages import UNIQUE, Exchange, Receive, Send, Vain
-from programs_steps import Close, Compute, Make, MakeGrid, Step, Team, Touch, Wait
+from programs_steps import Close, Compute, Drop, Make, MakeGrid, Step, Team, Touch, Wait
 from programs_values import calls
 
 import pycoll
@@ -35,6 +35,7 @@ WEIGHTS = {
     "vain": 0.5,  # a blocking receive of what was not sent
     "wait": 16.0,
     "touch": 3.0,
+    "drop": 0.5,  # forget a request
     "compute": 1.0,
     "split": 0.6,
     "dup": 0.3,
@@ -45,7 +46,17 @@ WEIGHTS = {
 }
 """How often which kind of step is drawn, about."""
 
-FORMS = ("wait", "wait_all", "wait_any", "wait_some", "test", "await", "timeout", "threads")
+FORMS = (
+    "wait",
+    "wait_all",
+    "wait_any",
+    "wait_some",
+    "test",
+    "await",
+    "await_late",
+    "timeout",
+    "threads",
+)
 
 MAX_TEAMS = 14
 """Communicators open at once, about."""
@@ -550,6 +561,16 @@ class Writer:
         if self._pending[rank]:
             number = self._one_of(list(self._pending[rank]))
             self._add(Touch, self.world, rank, number, "test")
+
+    def _drop(self) -> None:
+        """Forget a request of the world, which is not closed before everything is done."""
+        rank = self._below(self._size)
+        ours = [n for n, step in self._pending[rank].items() if step.team is self.world]
+        if ours:
+            number = self._one_of(ours)
+            if getattr(self._pending[rank][number], "how", "") != "persist":
+                del self._pending[rank][number]
+                self._add(Drop, self.world, rank, number)
 
     def _compute(self) -> None:
         how, times = self._one_of(("numpy", "python")), self._one_of((1, 1, 5, 20))
