@@ -117,13 +117,14 @@ class Native:
                 f"{call.text}: another thread is in a collective of this communicator; "
                 "collectives of one communicator come from one thread at a time"
             )
-        try:
-            engine.look(context)
-        except Error:
-            raise  # the call was not made
-        except BaseException as exc:
-            engine.give_up(context, exc)
-            raise
+        if not self.core.ready:
+            try:
+                engine.look(context)
+            except Error:
+                raise  # the call was not made
+            except BaseException as exc:
+                engine.give_up(context, exc)
+                raise
         self._call = call
         self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
         try:

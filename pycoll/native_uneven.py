@@ -1,10 +1,8 @@
 """Blocks that differ in shape, through shared memory.
 
-The core moves rows of one length. So the first round has rows of a fixed length, in which a rank
-says what its block is, with room for a small one. When all blocks were small that is the whole
-call; else a second round brings the others, in rows as long as the longest of them. Where that
-would move much more than there is, every rank takes the way over messages, which are as long as
-their blocks.
+In the first round a rank says what its blocks are, in rows of a fixed length, with room for small
+ones. When all blocks were small that is the whole call; else each rank reads, in a second round,
+what it needs of the others' memory. Where ranks cannot do that, all take the way over messages.
 
 Both rounds compare the call's text, as `salt`.
 """
@@ -20,9 +18,8 @@ import numpy as np
 
 from pycoll import arrays, blocks
 from pycoll.arrays import Value
-from pycoll.blocks import ALIGNMENT, aligned
+from pycoll.blocks import ALIGNMENT
 from pycoll.dtypes import UINT8, Array
-from pycoll.executor import new_bytes
 from pycoll.native import BY_MESSAGES, KINDS, OPS, Native
 from pycoll.native_calls import combine, serves
 from pycoll.ops import Op
@@ -38,28 +35,10 @@ SLOT_NBYTES = 8192
 MAX_ROW_NBYTES, MIN_ROW_NBYTES = 2048, 512
 """Length of a row of the first round, from few ranks to many."""
 
-PADDED_NBYTES = 64 * 1024
-"""Up to this length of the longest block, rows are padded to it, whatever the others are."""
+_FIRST = struct.Struct("<QQ")
+"""Before the head: what the sender has left to say, and the address of the block."""
 
-MAX_PADDED_NBYTES, MAX_PADDED_RATIO = 512 * 1024, 2
-"""Up to this length, only if all rows together have at most so many times the bytes of the blocks.
-
-On a machine with 2 cores, blocks between L / 2 and 3 L / 2, an all_gatherv took, in us,
-
-    L                    8 KiB   64 KiB   256 KiB   1 MiB
-    2 ranks, padded         26       38        77     199
-             messages       84      102       158     292
-    4 ranks, padded        141      208       408    1800
-             messages      530      696       925    1767
-
-and an all_to_allv of 1 MiB ten times as long padded, because of all the fresh memory.
-"""
-
-_LARGE = struct.Struct("<QQ")
-"""Before the head: of the sender's blocks that have no room here, the longest, and all together."""
-
-_BY_MESSAGES = (1 << 64) - 1
-"""Instead of the longest: a head has no room."""
+_NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 
 
 def gatherv(native: Native, salt: int, x: Value, root: int) -> Any:
@@ -73,67 +52,47 @@ def all_gatherv(native: Native, salt: int, x: Value) -> Any:
 
 
 def _gather(native: Native, salt: int, kind: int, x: Value, root: int) -> Any:
-    size, me = native.size, native.rank
+    x, size, me = _contiguous(x), native.size, native.rank
     heard = memoryview(bytearray(size * MAX_ROW_NBYTES))
     # Everybody hears everything, also in a gatherv: all must know alike what comes next.
     _run(native, ALL_GATHER, root, salt, _rows([x], MAX_ROW_NBYTES), heard, MAX_ROW_NBYTES)
-    padded = _padded_nbytes(heard, MAX_ROW_NBYTES, size)
-    if padded < 0:
-        return BY_MESSAGES
-    takes = kind == ALL_GATHER or me == root
-    large: memoryview | None = None
-    if padded:
-        if takes:
-            large = new_bytes(size * padded)
-        mine = _in_rows([x], padded)
-        _run(native, kind, root, salt, mine, large, padded)
-    return _values(heard, size, large) if takes else None
+    sources = range(size) if kind == ALL_GATHER or me == root else ()
+    got = _blocks(native, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources)
+    return got if got is BY_MESSAGES or sources else None
 
 
 def all_to_allv(native: Native, salt: int, xs: Sequence[Value]) -> Any:
     """Send block i to rank i; returns the blocks received, by rank."""
-    size = native.size
+    xs, size, me = [_contiguous(x) for x in xs], native.size, native.rank
     nbytes = _row_nbytes(size)
     heard = memoryview(bytearray(size * nbytes))
     _run(native, ALL_TO_ALL, 0, salt, _rows(xs, nbytes), heard, nbytes)
-    padded = _padded_nbytes(heard, nbytes, size * size)
-    if padded < 0:
-        return BY_MESSAGES
-    large: memoryview | None = None
-    if padded:
-        large = new_bytes(size * padded)
-        _run(native, ALL_TO_ALL, 0, salt, _in_rows(xs, padded), large, padded)
-    return _values(heard, size, large)
+    return _blocks(native, salt, 0, heard, nbytes, {me: xs[me]}, range(size))
 
 
 def scatterv(native: Native, salt: int, xs: Sequence[Value] | None, root: int) -> Any:
     """Give rank i the root's block i."""
-    size, core = native.size, native.core
-    nbytes = _row_nbytes(size)
+    nbytes = _row_nbytes(native.size)
     if xs is not None:
-        heard = _rows(xs, nbytes)
-        _run(native, SCATTER, root, salt, heard, None, nbytes)
-    else:
-        heard = memoryview(bytearray(nbytes))
-        _run(native, SCATTER, root, salt, None, heard, nbytes)
-    padded = _padded_nbytes(heard[:nbytes], nbytes, size)
-    if padded < 0:
-        return BY_MESSAGES
-    if xs is not None:
-        if padded:
-            core.announce(None, SCATTER, root, 0, 0, b"", _in_rows(xs, padded), None, padded)
-        return blocks.copied(xs[root])
-    large: memoryview | None = None
-    if padded:
-        large = new_bytes(padded)
-        core.hear(None, SCATTER, root)
-        core.receive(None, SCATTER, root, large)
-    return _values(heard, 1, large)[0]
+        xs = [_contiguous(x) for x in xs]
+        said = _rows(xs, nbytes)
+        _run(native, SCATTER, root, salt, said, None, nbytes)
+        done = _blocks(native, salt, root, said[:nbytes], nbytes, {}, ())
+        return done if done is BY_MESSAGES else blocks.copied(xs[root])
+    heard = memoryview(bytearray(nbytes))
+    _run(native, SCATTER, root, salt, None, heard, nbytes)
+    got = _blocks(native, salt, root, heard, nbytes, {}, (root,))
+    return got if got is BY_MESSAGES else got[0]
 
 
-# --- the first round -----------------------------------------------------------------------
+def _contiguous(x: Value) -> Value:
+    array = contiguous(x.array)
+    return x if array is x.array else Value(array, x.dtype, x.kind)
 
-# A row has `_LARGE`, the head of the block, and the block itself if that fits.
+
+# --- the two rounds ------------------------------------------------------------------------
+
+# A row has `_FIRST`, the head of the block, and the block itself if that fits.
 
 
 def _row_nbytes(size: int) -> int:
@@ -143,73 +102,62 @@ def _row_nbytes(size: int) -> int:
 def _rows(xs: Sequence[Value], nbytes: int) -> memoryview:
     """Return what a rank says: a row for each of its blocks."""
     rows = bytearray(len(xs) * nbytes)
-    longest = total = 0
+    left = _NOTHING
+    addresses = [0] * len(xs)
     for index, x in enumerate(xs):
         said = blocks.head(x)
-        start = index * nbytes + _LARGE.size
-        room = nbytes - _LARGE.size - len(said)
+        start = index * nbytes + _FIRST.size
+        room = nbytes - _FIRST.size - len(said)
         if room < 0:
-            longest = _BY_MESSAGES
+            left = _LONG_HEADS
             continue
         if x.array.nbytes <= room:
             said += x.array.tobytes()
         else:
-            longest, total = max(longest, x.array.nbytes), total + x.array.nbytes
+            left = max(left, _LARGE_BLOCKS)
+            addresses[index] = x.array.__array_interface__["data"][0]
         rows[start : start + len(said)] = said
-    if longest:
-        for start in range(0, len(rows), nbytes):
-            _LARGE.pack_into(rows, start, longest, total)
+    if left:
+        for index, address in enumerate(addresses):
+            _FIRST.pack_into(rows, index * nbytes, left, address)
     return memoryview(rows)
 
 
-def _padded_nbytes(heard: memoryview, nbytes: int, width: int) -> int:
-    """Return the length of the second round's rows, which is the same on all ranks.
+def _blocks(
+    native: Native,
+    salt: int,
+    root: int,
+    heard: memoryview,
+    nbytes: int,
+    own: dict[int, Value],
+    sources: Sequence[int],
+) -> Any:
+    """Return the blocks of the first round's rows, one from each source.
 
-    0: there is no second round; -1: every rank takes the way over messages.
-
-    Args:
-        heard: rows of the first round, one of each rank that says something.
-        nbytes: their length.
-        width: how many rows all ranks together send in the second.
+    All ranks come here: what has not come is read from the sources' memory, and nobody leaves
+    before all have read. BY_MESSAGES: that cannot be.
     """
-    longest = total = 0
-    for length, together in struct.iter_unpack(f"<QQ{nbytes - _LARGE.size}x", heard):
-        longest, total = max(longest, length), total + together
-    even = longest <= MAX_PADDED_NBYTES and longest * width <= MAX_PADDED_RATIO * total
-    return aligned(longest) if longest <= PADDED_NBYTES or even else -1
-
-
-def _values(heard: memoryview, count: int, large: memoryview | None) -> list[Value]:
-    """Return the blocks: small ones from `heard`, the others as views into the rows of `large`."""
-    nbytes = len(heard) // count
-    padded = len(large) // count if large is not None else 0
-    values = []
-    for index in range(count):
-        start = index * nbytes + _LARGE.size
+    said = list(struct.iter_unpack(f"<QQ{nbytes - _FIRST.size}x", heard))
+    left = max(left for left, _ in said)
+    if left == _LONG_HEADS or (left and not native.core.direct):
+        return BY_MESSAGES
+    values, pieces = [], []
+    for index, source in enumerate(sources):
+        start = index * nbytes + _FIRST.size
         head = blocks.read_head(heard, start)
         start += head.start
         if start + head.nbytes <= (index + 1) * nbytes:
             value = head.view(heard, start)
             value.array = value.array.copy()
+        elif source in own:
+            value = blocks.copied(own[source])
         else:
-            assert large is not None
-            value = head.view(large, index * padded)
+            value = head.fresh()
+            pieces.append((source, said[index][1], arrays.as_bytes(value.array)))
         values.append(value)
+    if left:
+        native.core.fetch(None, root, salt, pieces)
     return values
-
-
-# --- the second round ----------------------------------------------------------------------
-
-
-def _in_rows(xs: Sequence[Value], nbytes: int) -> memoryview:
-    """Return the blocks in rows of `nbytes`; one that was in the first round may be cut."""
-    if len(xs) == 1 and xs[0].array.nbytes == nbytes:
-        return blocks.elements(xs[0])
-    rows = new_bytes(len(xs) * nbytes)
-    for index, x in enumerate(xs):
-        own = blocks.elements(x)[:nbytes]
-        rows[index * nbytes : index * nbytes + len(own)] = own
-    return rows
 
 
 # --- reduce_scatterv -----------------------------------------------------------------------

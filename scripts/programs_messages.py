@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from programs_steps import Pending, Rank, Step, raises, timeout
-from programs_values import Array, agree, calls, copied, fill, scribble, somewhere, tiled
+from programs_steps import Pending, Rank, Step, patiently, raises, timeout
+from programs_values import Array, Random, agree, calls, copied, fill, scribble, somewhere, tiled
 
 import pycoll
 
@@ -23,6 +23,13 @@ def value(rank: Rank, step: Send | Exchange, sender: int) -> Any:
     if step.dtype == "object":
         return calls.some_object(rng)
     return tiled(rng, step.dtype, step.shape)
+
+
+def blocking(rng: Random, call: Callable[..., Any], *args: Any) -> Any:
+    """Send or receive, with a deadline or without; one that passes has withdrawn the message."""
+    if rng.random() < 0.15:
+        return patiently(functools.partial(call, *args))
+    return call(*args, **timeout(rng))
 
 
 @dataclass(eq=False)
@@ -110,7 +117,7 @@ class Send(Step):
 
         comm = rank.comms[self.team.number]
         if self.how == "send":
-            check(comm.send(x, self.dest, self.tag, **timeout(rng)))
+            check(blocking(rng, comm.send, x, self.dest, self.tag))
         else:
             rank.pending[self.number] = Pending(comm.isend(x, self.dest, self.tag), check)
 
@@ -167,7 +174,7 @@ class Receive(Step):
         check = functools.partial(self._check, rank, status, out, before)
         args = self.source, self.tag, out, status
         if self.how == "recv":
-            check(comm.recv(*args, **timeout(rng)))
+            check(blocking(rng, comm.recv, *args))
         else:
             rank.pending[self.number] = Pending(comm.irecv(*args), check)
 

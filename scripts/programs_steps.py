@@ -39,6 +39,16 @@ def timeout(rng: Random) -> dict[str, float]:
     return {"timeout": 2 * OP_TIMEOUT_S} if rng.random() < 0.15 else {}
 
 
+def patiently(call: Callable[..., Any], timeout: float = 0.0003) -> Any:
+    """Make a call again and again, until its time suffices: it has no effect when it does not."""
+    while timeout < OP_TIMEOUT_S:
+        try:
+            return call(timeout=timeout)
+        except pycoll.OperationTimeout:
+            timeout *= 3
+    raise AssertionError("hangs")
+
+
 class Team(NamedTuple):
     """A communicator of the program.
 
@@ -326,15 +336,7 @@ class Wait(Step):
     def _timeout(self, requests: list[Any]) -> Iterable[tuple[int, Any]]:
         """A wait that times out leaves the request as it was."""
         for index, request in enumerate(requests):
-            timeout = 0.0005
-            while True:
-                try:
-                    result = request.wait(timeout=timeout)
-                    break
-                except pycoll.OperationTimeout:
-                    timeout *= 3
-                    assert timeout < OP_TIMEOUT_S, "hangs"
-            yield index, result
+            yield index, patiently(request.wait)
 
 
 @dataclass(eq=False)

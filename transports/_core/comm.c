@@ -382,6 +382,56 @@ static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
     return result;
 }
 
+/* (rank, address, into) */
+static bool get_piece(pc_comm *comm, PyObject *item, struct pc_piece *piece, Py_buffer *view) {
+    PyObject *into;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(item, "iKO", &piece->rank, &address, &into))
+        return false;
+    if (piece->rank < 0 || piece->rank >= comm->size) {
+        PyErr_SetString(PyExc_ValueError, "there is no such rank");
+        return false;
+    }
+    if (PyObject_GetBuffer(into, view, PyBUF_WRITABLE) < 0)
+        return false;
+    piece->address = address;
+    piece->into = view->buf;
+    piece->nbytes = (size_t)view->len;
+    return true;
+}
+
+/* fetch(text, root, salt, pieces): every rank's pieces of the others' memory, whose addresses they have been told */
+static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
+    PyObject *text, *items, *result = NULL;
+    int root;
+    unsigned long long salt;
+    pc_collective call;
+    if (!PyArg_ParseTuple(args, "OiKO!", &text, &root, &salt, &PyList_Type, &items) || check_attached(comm) < 0)
+        return NULL;
+    if (!comm->direct) {
+        PyErr_SetString(PyExc_RuntimeError, "the ranks cannot read each other's memory");
+        return NULL;
+    }
+    Py_ssize_t count = PyList_Size(items), held = 0;
+    struct pc_piece *pieces = PyMem_Calloc((size_t)count + 1, sizeof *pieces);
+    Py_buffer *views = PyMem_Calloc((size_t)count + 1, sizeof *views);
+    if (pieces == NULL || views == NULL)
+        PyErr_NoMemory();
+    else
+        while (held < count && get_piece(comm, PyList_GetItem(items, held), &pieces[held], &views[held]))
+            held++;
+    if (!PyErr_Occurred() && pc_call_begin(&call, comm, PC_ALL_GATHER, root) == 0) {
+        call.text = text;
+        pc_sign(&call, salt, 0, NULL);
+        result = pc_call_end(&call, pc_fetch(&call, pieces, (size_t)count), Py_NewRef(Py_None));
+    }
+    while (held > 0)
+        PyBuffer_Release(&views[--held]);
+    PyMem_Free(views);
+    PyMem_Free(pieces);
+    return result;
+}
+
 /* value_hash(dtype, shape, salt): of an array, as announced */
 static PyObject *comm_value_hash(pc_comm *comm, PyObject *args) {
     (void)comm;
@@ -523,6 +573,10 @@ static PyObject *comm_get_busy(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->busy);
 }
+static PyObject *comm_get_ready(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(comm->usable && !comm->busy && !comm->host->engaged && !pc_host_failed(comm->host));
+}
 static PyObject *comm_get_attached(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->entry >= 0);
@@ -537,6 +591,7 @@ static PyGetSetDef comm_getset[] = {
     {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.", NULL},
     {"far", (getter)comm_get_far, NULL, "Whether the ranks' cores share no cache.", NULL},
     {"busy", (getter)comm_get_busy, NULL, "Whether a call is under way.", NULL},
+    {"ready", (getter)comm_get_ready, NULL, "Whether a call may begin without a look at the engine.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -552,6 +607,7 @@ static PyMethodDef comm_methods[] = {
     COMM_METHOD(announce, METH_VARARGS, "The root's part of a broadcast or scatter."),
     COMM_METHOD(hear, METH_VARARGS, "Wait for what the root announces."),
     COMM_METHOD(receive, METH_VARARGS, "Receive what the root has announced."),
+    COMM_METHOD(fetch, METH_VARARGS, "Read pieces of the others' memory."),
     COMM_METHOD(entered, METH_O, "Number of the last call that a rank has entered."),
     COMM_METHOD(value_hash, METH_VARARGS, "Hash of an array's dtype and shape, as announced."),
     {NULL, NULL, 0, NULL},

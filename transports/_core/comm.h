@@ -153,6 +153,17 @@ int pc_direct(pc_collective *call, struct pc_slot *slot);
 int pc_direct_receive(pc_collective *call, uint64_t address);
 int pc_direct_serve(pc_collective *call); /* the root's: wait until all have read */
 
+/* A piece of another rank's memory, and where it is to be here. */
+struct pc_piece {
+    int rank;
+    uint64_t address;
+    void *into;
+    size_t nbytes;
+};
+
+/* Read pieces of the others' memory when all have entered the call; nobody leaves before all have read. */
+int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count);
+
 /* Find out, before a call, whether the ranks are far from each other: all ranks together, once. */
 int pc_measure(pc_collective *call);
 

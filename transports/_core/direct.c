@@ -227,6 +227,30 @@ int pc_direct_receive(pc_collective *call, uint64_t address) {
 
 int pc_direct_serve(pc_collective *call) { return await_all(call); }
 
+/* --- pieces of which the ranks have told each other ---------------------------------------------------- */
+
+int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
+    pc_comm *comm = call->comm;
+    struct pc_slot *slot;
+    if (pc_enter_begin(call, &slot) < 0)
+        return -1;
+    pc_enter_end(call, slot);
+    for (int rank = 0; rank < comm->size; rank++)
+        if (rank != comm->rank && pc_await_entry(call, rank, &slot) < 0)
+            return -1;
+    comm->entered_by_all = call->number;
+    pc_release(&call->call);
+    for (size_t index = 0; index < count; index++) {
+        const struct pc_piece *piece = &pieces[index];
+        if (read_from(call, piece->rank, piece->into, piece->address, piece->nbytes) < 0)
+            return -1;
+    }
+    if (check_given_up(call) < 0)
+        return -1;
+    reach(call, 2);
+    return await_all(call);
+}
+
 /* --- near or far --------------------------------------------------------------------------------------- */
 
 #define TRIAL_NBYTES (128 * KiB)
