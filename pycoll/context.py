@@ -197,9 +197,15 @@ class Context:
 
     # --- point to point --------------------------------------------------------------------
 
-    def match(self, source: int, tag: int, peek: bool = False) -> Match:
-        """Wait for a message; `peek` leaves it in the queue."""
-        match = Match(self, next(self._order), source, tag, peek)
+    def match(self, source: int, tag: int, peek: bool = False, place: int | None = None) -> Match:
+        """Wait for a message; `peek` leaves it in the queue.
+
+        Args:
+            place: the number of an earlier match whose message was withdrawn: this one waits where
+                that one did, before receives that were posted after it.
+        """
+        number = next(self._order) if place is None else place
+        match = Match(self, number, source, tag, peek)
         message = self.find(source, tag)
         if message is not None:
             if not peek:

@@ -84,8 +84,10 @@ def receive(
 ) -> CallSteps:
     """Receive a message into `out` or new memory; returns the value."""
     world = source if source == ANY else group.members[source]
+    place: int | None = None
     while True:
-        match = group.context.match(world, tag)
+        match = group.context.match(world, tag, place=place)
+        place = match.number
         message = yield from _matched(match)
         try:
             result = yield from _take(group, message, out)

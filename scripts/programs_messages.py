@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,9 +175,19 @@ class Receive(Step):
         check = functools.partial(self._check, rank, status, out, before)
         args = self.source, self.tag, out, status
         if self.how == "recv":
+            self._refuse(rng, comm)
             check(blocking(rng, comm.recv, *args))
         else:
             rank.pending[self.number] = Pending(comm.irecv(*args), check)
+
+    def _refuse(self, rng: Random, comm: pycoll.Communicator) -> None:
+        """Now and then offer an `out` that does not fit: the message stays where it is."""
+        dtype = self.message.dtype if self.message is not None else "object"
+        if rng.random() < 0.1 and dtype in calls.ALL and math.prod(self.message.shape) > 1:
+            other = "int8" if dtype != "int8" else "int16"
+            small, wrong = np.zeros(1, calls.dtype_of(dtype)), np.zeros(1 << 22, other)
+            raises(pycoll.TruncationError, lambda: comm.recv(self.source, self.tag, small))
+            raises(pycoll.MismatchError, lambda: comm.recv(self.source, self.tag, wrong))
 
     def _is_from(self, status: pycoll.Status, message: Send | None) -> bool:
         return message is not None and (status.source, status.tag) == (message.source, message.tag)

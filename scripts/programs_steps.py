@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import time
@@ -25,13 +26,15 @@ KEPT = 64 << 20
 """Bytes of results that a rank keeps; those that go are compared once more."""
 
 
-def raises(error: type[BaseException], call: Callable[[], object]) -> None:
+def raises(
+    error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], object]
+) -> None:
     """Check that a call raises."""
     try:
         result = call()
     except error:
         return
-    raise AssertionError(f"gave {result!r}, and no {error.__name__}")
+    raise AssertionError(f"gave {result!r}, and no {error}")
 
 
 def timeout(rng: Random) -> dict[str, float]:
@@ -235,10 +238,14 @@ class MakeGrid(Step):
 
 @dataclass(eq=False)
 class Close(Step):
-    """One rank closes a communicator; with a grid those of its axes."""
+    """One rank closes a communicator, with a grid those of its axes: `parts` are all of them.
+
+    What it waits for there in vain, the `doomed` receives, ends.
+    """
 
     rank: int
     parts: list[int]
+    doomed: list[int]
 
     @property
     def ranks(self) -> Iterable[int]:
@@ -253,6 +260,10 @@ class Close(Step):
         comm.close()
         comm.close()
         raises(pycoll.Error, lambda: comm.send(1, 0))
+        raises(pycoll.Error, lambda: comm.isend(1, 0))
+        for receive in [rank.pending.pop(number).request for number in self.doomed]:
+            assert receive.test() is True, "a receive goes on, but its communicator is closed"
+            raises(pycoll.Error, functools.partial(receive.wait, timeout=1.0))
 
 
 @dataclass(eq=False)
@@ -380,6 +391,34 @@ class Drop(Step):
 
     def run(self, rank: Rank) -> None:
         del rank.pending[self.request]
+
+
+@dataclass(eq=False)
+class Wrong(Step):
+    """One rank makes a wrong call: it is refused, and does not count."""
+
+    rank: int
+
+    @property
+    def ranks(self) -> Iterable[int]:
+        return (self.rank,)
+
+    def run(self, rank: Rank) -> None:
+        comm, x = rank.comms[self.team.number], np.ones((len(self.team.members) + 1, 2))
+        wrong: tuple[Callable[[], object], ...] = (
+            lambda: comm.iall_reduce(x, "mean"),
+            lambda: comm.iall_reduce(x, out=x[1:]),
+            lambda: comm.ibroadcast(x, root=comm.size),
+            lambda: comm.ireduce_scatter(x),
+            lambda: comm.iall_to_allv([x]) if comm.size > 1 else comm.iall_to_allv([x, x]),
+            lambda: comm.reduce_scatterv(x, [1] * comm.size),
+            lambda: comm.isend(x, comm.size),
+            lambda: comm.irecv(0, -7),
+            lambda: comm.persistent.all_gather(x, algorithm="quick"),
+            lambda: pycoll.wait_any([]),
+        )
+        call = wrong[int(rank.random(self.number).integers(len(wrong)))]
+        raises((TypeError, ValueError), call)
 
 
 @dataclass(eq=False)

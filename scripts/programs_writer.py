@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from programs_calls import TRAITS, Call
 from programs_messages import UNIQUE, Exchange, Receive, Send, Vain
-from programs_steps import Close, Compute, Drop, Make, MakeGrid, Step, Team, Touch, Wait
+from programs_steps import Close, Compute, Drop, Make, MakeGrid, Step, Team, Touch, Wait, Wrong
 from programs_values import calls
 
 import pycoll
@@ -37,6 +37,7 @@ WEIGHTS = {
     "touch": 3.0,
     "drop": 0.5,  # forget a request
     "compute": 1.0,
+    "wrong": 0.5,  # a call that is refused
     "split": 0.6,
     "dup": 0.3,
     "sub": 0.5,
@@ -251,7 +252,9 @@ class Writer:
         pending = self._pending[rank].items()
         self._wait_for(rank, [number for number, step in pending if step.team in parts])
         mine = [part.number for part in parts if rank in part.members]
-        self._add(Close, team, rank, mine)
+        doomed = [r for r in self._doomed if r.team in parts and rank in r.ranks]
+        self._doomed = [receive for receive in self._doomed if receive not in doomed]
+        self._add(Close, team, rank, mine, [receive.number for receive in doomed])
 
     def _flush(self, team: Team) -> None:
         """Give every message its receive, and every receive its message or its end."""
@@ -263,7 +266,8 @@ class Writer:
             assert receive.origin is not None
             self._add_send("isend", team, receive.origin, receive.dest, tag)
         for receive in [receive for receive in self._doomed if receive.team is team]:
-            self._cancel(receive)
+            if team is self.world or self._chance(0.5):  # else closing ends it
+                self._cancel(receive)
 
     # --- collectives ---
 
@@ -416,12 +420,23 @@ class Writer:
             self._add_send("send", team, source, dest, tag)
 
     def _burst(self) -> None:
+        """Draw many messages of one rank to another, often large ones."""
         team, source, dest = self._ends()
-        for _ in range(int(self._rng.integers(10, 40))):
-            if self._chance(0.5):
-                self._add_send("isend", team, source, dest, self._below(4))
-            else:
-                self._add_receive("irecv", team, source, dest, self._below(4))
+        usual, self._large = self._large, self._one_of((self._large, 0.5))
+        if self._chance(0.5):
+            for _ in range(int(self._rng.integers(10, 40))):
+                if self._chance(0.5):
+                    self._add_send("isend", team, source, dest, self._below(4))
+                else:
+                    self._add_receive("irecv", team, source, dest, self._below(4))
+        else:
+            count, tag = 2 + self._below(8), self._below(4)
+            for _ in range(count):
+                self._add_receive("irecv", team, source, dest, tag)
+            for _ in range(count):
+                waited_for = self._receive_for(team, source, dest, tag) is not None
+                self._add_send("send" if waited_for else "isend", team, source, dest, tag)
+        self._large = usual
 
     def _anyone(self) -> None:
         team, _, dest = self._ends()
@@ -571,6 +586,10 @@ class Writer:
             if getattr(self._pending[rank][number], "how", "") != "persist":
                 del self._pending[rank][number]
                 self._add(Drop, self.world, rank, number)
+
+    def _wrong(self) -> None:
+        team = self._one_of(self._teams)
+        self._add(Wrong, team, self._one_of(team.members))
 
     def _compute(self) -> None:
         how, times = self._one_of(("numpy", "python")), self._one_of((1, 1, 5, 20))

@@ -827,3 +827,38 @@ ok()
 def test_over_other_transports(job: Any, options: tuple[str, ...]) -> None:
     done = job(4, PROGRAM, *options)
     assert (done.status, done.stderr, done.content) == (0, "", [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_message_that_is_taken_back_leaves_receives_in_their_order(
+    job: Any, transport: str
+) -> None:
+    done = job(
+        2,
+        """
+def stopped(pid):
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "T"
+
+pids, n = comm.all_gather(os.getpid()), 4 << 20
+for _ in range(5):
+    if rank == 1:
+        receives = [comm.irecv(0, 1, out=np.zeros(n, "u1")) for _ in range(3)]
+    comm.barrier()
+    if rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+        while not stopped(pids[1]):
+            pass
+        error_like(pycoll.OperationTimeout, "send", comm.send, np.ones(n, "u1"), 1, 1, timeout=0.01)
+        os.kill(pids[1], signal.SIGCONT)
+        for value in 1, 2, 3:
+            comm.send(np.full(n, value, "u1"), 1, 1)
+    else:
+        assert [got[0] for got in pycoll.wait_all(receives)] == [1, 2, 3]
+    comm.barrier()
+ok()
+""",
+        "--transport",
+        transport,
+    )
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
