@@ -395,8 +395,11 @@ class Calls:
         sendtag, recvtag = arguments.check_tag(sendtag), arguments.check_tag(recvtag, wildcard=True)
         arguments.check_status(status)
         target = arguments.fillable_out(out)
-        arguments.check_apart(x, target)
+        if out is not x:
+            arguments.check_apart(x, target)
         outgoing = None if dest == PROC_NULL else p2p.Outgoing(x)
+        if out is x and outgoing is not None:
+            outgoing.detach()
 
         def steps(_: bytes) -> CallSteps:
             if source == PROC_NULL:

@@ -409,13 +409,16 @@ class Communicator(NonBlocking):
         group = self._group
         memory = group.engine.shared_memory
         assert memory is not None
-        transport, world = memory.transport, group.members[dest]
-        prepared = Prepared(
-            f"send(array, dest={dest})",
-            lambda _: p2p.finish_send(transport.adopt(world, number)),
-            collective=False,
-        )
-        self._run(prepared, None)
+        with group.engine.locked():
+            transfer = memory.transport.adopt(group.members[dest], number)
+        text = f"send(array, dest={dest})"
+        try:
+            steps = p2p.finish_send(transfer)
+            self._run(Prepared(text, lambda _: steps, collective=False), None)
+        except BaseException:
+            with group.engine.locked():
+                transfer.cancel()  # also if the call did not even begin
+            raise
 
     def recv(
         self,
@@ -453,7 +456,16 @@ class Communicator(NonBlocking):
         *,
         timeout: float | None = None,
     ) -> Any:
-        """Send `x` to `dest` and receive from `source` at the same time; returns what came."""
+        """Send `x` to `dest` and receive from `source` at the same time; returns what came.
+
+        Args:
+            x: array or object.
+            dest, source: ranks, or `pycoll.PROC_NULL`; source also `pycoll.ANY_SOURCE`.
+            sendtag, recvtag: tags, as of `send` and `recv`.
+            out: writable array to fill, as in `recv`; may be `x` itself.
+            status: filled in as by `recv`.
+            timeout: seconds; when they have passed both are withdrawn.
+        """
         prepared = self._calls.sendrecv(x, dest, source, sendtag, recvtag, out, status)
         return self._run(prepared, timeout)
 

@@ -175,6 +175,7 @@ class Context:
         self.members = members
         self.me = me
         self.broken: BaseException | None = None
+        self._closed = False
         self.next_number = 0
         self.calls: dict[int, bytes] = {}
         self.pending: set[Operation] = set()
@@ -228,7 +229,7 @@ class Context:
     def put_back(self, message: Message) -> None:
         """Return a message to its place in the queue; another receive may take it from there."""
         if self.is_broken():
-            message.arrival.release()
+            self._drop(message.arrival)
         else:
             self._offer(message)
 
@@ -304,7 +305,7 @@ class Context:
     def arrived(self, arrival: Arrival) -> None:
         """A message for this communicator has come."""
         if self.broken is not None:
-            arrival.release()
+            self._drop(arrival)
             return
         header = arrival.header
         if header[0] == KIND_P2P:
@@ -372,6 +373,7 @@ class Context:
 
     def close(self) -> None:
         """Drop what has come and was never asked for; what other threads wait for ends."""
+        self._closed = True
         self.fail(Error("this communicator is closed"))
 
     def close_short_way(self) -> None:
@@ -393,6 +395,15 @@ class Context:
         self._early.clear()
         self._wanted.clear()
         for arrival in arrivals:
+            self._drop(arrival)
+
+    def _drop(self, arrival: Arrival) -> None:
+        """Drop a message that nobody will receive.
+
+        Who waits until it is received goes on if this communicator was closed. If it is broken the
+        sender will hear why, and must not believe until then that all went well.
+        """
+        if self._closed or arrival.payload is not None:
             arrival.release()
 
     # --- sameness --------------------------------------------------------------------------

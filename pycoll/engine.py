@@ -194,22 +194,22 @@ class Engine:
         if context.broken is not None:
             return
         shown = error
-        if not isinstance(error, Error):
-            doing = f"{type(error).__name__}: {error}".rstrip(": ")
-            reason = f"gave up a collective ({doing})"
-            shown = PeerFailed(self.rank, reason)
-        if self.control is not None:
-            failure = shown if isinstance(shown, PeerFailed) else None
-            self.control.post(
-                "broken",
-                context=context.ident,
-                error=type(shown).__name__,
-                rank=failure.rank if failure else self.rank,
-                reason=failure.reason if failure else "",
-                message=str(shown),
-                members=list(context.members),
-            )
-        context.fail(shown)
+        if not isinstance(error, MismatchError | OperationTimeout | PeerFailed):
+            shown = PeerFailed(self.rank, f"gave up a collective ({_told(error)})")
+        try:
+            if self.control is not None:
+                failure = shown if isinstance(shown, PeerFailed) else None
+                self.control.post(
+                    "broken",
+                    context=context.ident,
+                    error=type(shown).__name__,
+                    rank=failure.rank if failure else self.rank,
+                    reason=failure.reason if failure else "",
+                    message=str(shown),
+                    members=list(context.members),
+                )
+        finally:
+            context.fail(shown)
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -708,6 +708,14 @@ class Engine:
             if self._background.is_alive():
                 self._background.join(timeout_s)
             self._alarm.close()
+
+
+def _told(error: BaseException) -> str:
+    """Return the kind and the text of an error of the user's, whatever that text is."""
+    try:
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    except Exception:
+        return type(error).__name__
 
 
 def _broken_error(fields: dict[str, Any]) -> Error:

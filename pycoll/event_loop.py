@@ -7,6 +7,7 @@ notes its future and writes to the eventfd; the loop wakes up and tells those wh
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from collections import deque
@@ -25,8 +26,12 @@ class _Bridge:
         self._lock = threading.Lock()  # between a bell that rings and one that is given back
         self._bell = -1
 
-    async def wait(self, engine: Engine, task: Started) -> None:
-        """Return when `task` is done."""
+    async def wait(self, engine: Engine, task: Started, timeout: float) -> None:
+        """Return when `task` is done.
+
+        Raises:
+            OperationTimeout: that took longer than `timeout` seconds.
+        """
         future: asyncio.Future[None] = self._loop.create_future()
 
         def tell(task: Started) -> None:
@@ -41,7 +46,12 @@ class _Bridge:
                 if task.done:
                     return
                 task.watchers[tell] = None
-            await future
+            try:
+                async with asyncio.timeout(timeout if timeout != math.inf else None):
+                    await future
+            except TimeoutError:
+                with engine.locked():
+                    raise engine.timeout(task.call) from None
         finally:
             task.watchers.pop(tell, None)
             self._close()
@@ -72,10 +82,14 @@ class _Bridge:
 _bridges: dict[asyncio.AbstractEventLoop, _Bridge] = {}
 
 
-async def wait(engine: Engine, task: Started) -> None:
-    """Return when `task` is done; the event loop of the caller goes on."""
+async def wait(engine: Engine, task: Started, timeout: float) -> None:
+    """Return when `task` is done; the event loop of the caller goes on.
+
+    Raises:
+        OperationTimeout: that took longer than `timeout` seconds.
+    """
     loop = asyncio.get_running_loop()
     bridge = _bridges.get(loop)
     if bridge is None:
         bridge = _bridges[loop] = _Bridge(loop)
-    await bridge.wait(engine, task)
+    await bridge.wait(engine, task, timeout)

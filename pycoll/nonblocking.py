@@ -24,6 +24,7 @@ def _started(prepare: Prepare[P]) -> Callable[Concatenate[NonBlocking, P], Reque
 
     def start(self: NonBlocking, /, *args: P.args, **kwargs: P.kwargs) -> Request:
         self._check_open()
+        _no_timeout(kwargs)
         prepared = prepare(self._nonblocking_calls, *args, **kwargs)
         return Request(self._group, prepared, self._op_timeout)
 
@@ -35,6 +36,8 @@ def _persistent(prepare: Prepare[P]) -> Callable[Concatenate[Persistent, P], Per
     """Make the persistent twin of a method."""
 
     def make(self: Persistent, /, *args: P.args, **kwargs: P.kwargs) -> PersistentRequest:
+        _no_timeout(kwargs)
+
         def again() -> Prepared:
             return prepare(self._calls, *args, **kwargs)
 
@@ -42,6 +45,11 @@ def _persistent(prepare: Prepare[P]) -> Callable[Concatenate[Persistent, P], Per
 
     _document(make, prepare, prepare.__name__, "Make a persistent")
     return make
+
+
+def _no_timeout(kwargs: dict[str, object]) -> None:
+    if "timeout" in kwargs:
+        raise TypeError("a request takes no timeout where it is made: give it to its wait()")
 
 
 def _document(

@@ -48,6 +48,10 @@ class Outgoing:
             self.text = f"{value.dtype}{list(value.array.shape)}"
             self.nbytes = value.array.nbytes
 
+    def detach(self) -> None:
+        """Take a copy of the value, so that what it came from may be overwritten."""
+        self.parts = tuple(memoryview(bytearray(part)) for part in self.parts)
+
 
 def contiguous(array: Array) -> Array:
     """Return the array itself if it is C-contiguous, else a copy that is."""

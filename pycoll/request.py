@@ -6,8 +6,11 @@ background while none does. Waiting for one in an asyncio program sleeps in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pycoll.context import Match
 from pycoll.engine import raise_error
@@ -116,13 +119,22 @@ class Request:
         return self._cancelled
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """Wait in an asyncio program: the event loop goes on."""
+        """Wait in an asyncio program: the event loop goes on.
+
+        Raises:
+            OperationTimeout: the default deadline of `pycoll.init` has passed. The call goes on.
+            Error: as the blocking method raises it.
+        """
         task = self._started()
         if not task.done:
             from pycoll import event_loop
 
-            yield from event_loop.wait(self._group.engine, task).__await__()
+            waiting = event_loop.wait(self._group.engine, task, self._op_timeout)
+            yield from waiting.__await__()
         return self.result
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Request cannot be pickled: wait for it, and send its result")
 
     def __repr__(self) -> str:
         task = self._task
@@ -180,7 +192,7 @@ class _Several(Operation):
     """Done when so many of some calls are done, or one has failed.
 
     Args:
-        tasks: the calls, none of them done.
+        tasks: the calls, all different, none of them done.
         needed: how many.
     """
 
@@ -202,7 +214,7 @@ class _Several(Operation):
             task.watchers.pop(self._tell, None)
 
 
-def wait_all(requests: Sequence[Request], timeout: float | None = None) -> list[Any]:
+def wait_all(requests: Iterable[Request], timeout: float | None = None) -> list[Any]:
     """Return the results of all requests, in their order.
 
     Args:
@@ -213,53 +225,89 @@ def wait_all(requests: Sequence[Request], timeout: float | None = None) -> list[
         OperationTimeout: they have passed. The requests go on.
         Error: that of a request that has failed, as soon as that is known; the others go on.
     """
-    pending = [request for request in requests if not request.done]
-    if pending and not any(_has_failed(request) for request in requests):
+    listed = _listed("wait_all", requests)
+    pending = [request for request in listed if not request.done]
+    if pending and not any(map(_has_failed, listed)):
         _wait_for("wait_all", pending, len(pending), timeout)
-        for request in requests:
-            if _has_failed(request):
-                return [request.result]  # raises its error
-    return [request.result for request in requests]
+    failed = next((index for index, request in enumerate(listed) if _has_failed(request)), None)
+    if failed is not None:
+        _result(listed, failed)
+    return [request.result for request in listed]
 
 
-def wait_any(requests: Sequence[Request], timeout: float | None = None) -> tuple[int, Any]:
+def wait_any(requests: Iterable[Request], timeout: float | None = None) -> tuple[int, Any]:
     """Return the index and the result of one request that is done.
 
-    Each request is given once: those whose results any wait has returned are passed over.
+    Each request is given once, whichever thread asks: those whose results any wait has returned are
+    passed over.
 
     Raises:
         ValueError: no request is left.
         OperationTimeout: `timeout` seconds have passed. The requests go on.
-        Error: that of the request, if it has failed.
+        Error: that of the request, if it has failed; a note says which it is.
     """
-    index = _first_of(requests, "wait_any", timeout)[0]
-    return index, requests[index].result
+    listed = _listed("wait_any", requests)
+    (index,) = _take_done("wait_any", listed, timeout, several=False)
+    return index, _result(listed, index)
 
 
 def wait_some(
-    requests: Sequence[Request], timeout: float | None = None
+    requests: Iterable[Request], timeout: float | None = None
 ) -> tuple[list[int], list[Any]]:
     """Return the indices and the results of all requests that are done: at least one.
 
-    Each request is given once: those whose results any wait has returned are passed over.
+    Each request is given once, as by `wait_any`. One that has failed raises when nothing else is
+    done.
 
     Raises:
         As `wait_any`.
     """
-    indices = _first_of(requests, "wait_some", timeout)
-    return indices, [requests[index].result for index in indices]
+    listed = _listed("wait_some", requests)
+    indices = _take_done("wait_some", listed, timeout, several=True)
+    return indices, [_result(listed, index) for index in indices]
 
 
-def _first_of(requests: Sequence[Request], what: str, timeout: float | None) -> list[int]:
-    """Return the indices of those that are done, when there are some."""
-    left = [index for index, request in enumerate(requests) if not request._collected]
-    if not left:
-        raise ValueError(f"{what}: no request is left whose result was not returned already")
-    done = [index for index in left if requests[index].done]
-    if not done:
-        _wait_for(what, [requests[index] for index in left], 1, timeout)
-        done = [index for index in left if requests[index].done]
-    return done
+def _listed(what: str, requests: Iterable[Request]) -> list[Request]:
+    listed = list(requests)
+    for request in listed:
+        if not isinstance(request, Request):
+            raise TypeError(f"{what} takes requests, not a {type(request).__name__}")
+    return listed
+
+
+_taking = threading.Lock()
+"""Held while a thread takes what no other shall have."""
+
+
+def _take_done(
+    what: str, requests: Sequence[Request], timeout: float | None, several: bool
+) -> list[int]:
+    """Return the indices of requests that are done, and are this caller's now."""
+    deadline = math.inf
+    while True:
+        with _taking:
+            left = [i for i, request in enumerate(requests) if not request._collected]
+            done = [i for i in left if requests[i].done]
+            well = [i for i in done if not _has_failed(requests[i])]
+            taken = (well or done[:1]) if several else done[:1]
+            for index in taken:
+                requests[index]._collected = True
+        if taken:
+            return taken
+        if not left:
+            raise ValueError(f"{what}: no request is left whose result was not returned already")
+        if deadline == math.inf:
+            deadline = time.monotonic() + requests[left[0]]._seconds(timeout)
+        remaining = max(0.0, deadline - time.monotonic())  # another thread may have taken it
+        _wait_for(what, [requests[index] for index in left], 1, remaining)
+
+
+def _result(requests: Sequence[Request], index: int) -> Any:
+    try:
+        return requests[index].result
+    except Exception as exc:
+        exc.add_note(f"request {index} of {len(requests)}: {requests[index]!r}")
+        raise
 
 
 def _has_failed(request: Request) -> bool:
@@ -268,12 +316,13 @@ def _has_failed(request: Request) -> bool:
 
 
 def _wait_for(what: str, pending: Sequence[Request], needed: int, timeout: float | None) -> None:
+    """Return when so many more are done, or one has failed."""
     engine = pending[0]._group.engine
     seconds = pending[0]._seconds(timeout)
     with engine.locked():
         tasks = [request._started() for request in pending]
-        waiting = [task for task in tasks if not task.done]
-        needed -= len(tasks) - len(waiting)
+        waiting = list(dict.fromkeys(task for task in tasks if not task.done))
+        needed = min(needed - sum(task.done for task in tasks), len(waiting))
         if needed <= 0:
             return
         several = _Several(waiting, needed)

@@ -440,6 +440,22 @@ def test_another_dtype_than_that_of_out_is_a_mismatch_and_stays_first(ranks: Any
     ranks(program)
 
 
+@sizes(1, 3)
+def test_sendrecv_in_place_replaces_what_is_sent(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for nbytes in (SMALL, LARGE):
+            x = numbered(comm.rank, nbytes)
+            assert comm.sendrecv(x, right, left, out=x) is x
+            check(x, left, nbytes)
+            assert comm.isendrecv(x, right, left, out=x).wait() is x
+            check(x, (comm.rank - 2) % comm.size, nbytes)
+            with pytest.raises(ValueError, match="overlaps"):
+                comm.sendrecv(x, right, left, out=x[:])
+
+    ranks(program)
+
+
 @sizes(1, 2)
 def test_a_wait_costs_no_cpu_after_messages_to_oneself(ranks: Any) -> None:
     def program(comm: Comm) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import pickle
 import signal
 import threading
 from typing import Any
@@ -250,6 +251,70 @@ def test_ten_thousand_requests_are_in_flight_at_once(ranks: Any) -> None:
     ranks(program)
 
 
+@sizes(2)
+def test_the_same_request_twice_a_generator_and_what_is_no_request(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        other = 1 - comm.rank
+        request = comm.irecv(other)
+        comm.isend(7, other)
+        assert pycoll.wait_all([request, request]) == [7, 7]
+        assert pycoll.wait_all(comm.iall_reduce(i) for i in range(3)) == [0, 2, 4]
+        assert pycoll.wait_any(comm.iall_reduce(i) for i in range(3))[1] in (0, 2, 4)
+        for wait in (pycoll.wait_all, pycoll.wait_any, pycoll.wait_some):
+            with pytest.raises(TypeError, match="takes requests, not a int"):
+                wait([1])
+        with pytest.raises(TypeError, match="give it to its wait"):
+            comm.persistent.recv(other, timeout=1)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(request)
+
+    ranks(program)
+
+
+@sizes(2)
+def test_threads_that_share_a_list_get_each_request_once(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        count, other = 200, 1 - comm.rank
+        requests = [comm.irecv(other, tag=i) for i in range(count)]
+        got: list[tuple[int, Any]] = []
+
+        def take() -> None:
+            with contextlib.suppress(ValueError):  # no request is left
+                while True:
+                    got.append(pycoll.wait_any(requests))
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for i in range(count):
+            comm.send(10 * i, other, tag=i)
+        for thread in threads:
+            thread.join()
+        assert sorted(got) == [(i, 10 * i) for i in range(count)]
+
+    ranks(program)
+
+
+@sizes(2)
+def test_wait_some_gives_what_went_well_before_it_raises(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        me = comm.rank
+        requests = [comm.irecv(me, tag=1, out=np.empty(1)), comm.irecv(me, tag=2)]
+        comm.send(np.ones(2), me, tag=1)
+        comm.send("well", me, tag=2)
+        while not all(request.test() for request in requests):
+            pass
+        assert pycoll.wait_some(requests) == ([1], ["well"])
+        with pytest.raises(pycoll.TruncationError) as found:
+            pycoll.wait_some(requests)
+        assert found.value.__notes__[0].startswith("request 0 of 2: <pycoll.Request irecv")
+        with pytest.raises(ValueError, match="no request is left"):
+            pycoll.wait_some(requests)
+        assert len(comm.recv(me, tag=1)) == 2
+
+    ranks(program)
+
+
 # --- progress --------------------------------------------------------------------------------
 
 
@@ -281,6 +346,9 @@ def switches():
 assert threading.active_count() == 1
 comm.iall_reduce(np.ones(100_000)).wait()
 comm.barrier()
+until = time.monotonic() + 0.2  # what was begun for that request ends
+while time.monotonic() < until:
+    pass
 before = switches()
 until = time.monotonic() + 0.5
 while time.monotonic() < until:
@@ -469,21 +537,31 @@ def test_calls_that_differ_are_found_on_every_rank(ranks: Any) -> None:
 
 @sizes(2)
 def test_an_operator_that_raises_breaks_the_communicator(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        group = comm.dup()
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("no text")
 
+    def program(comm: Comm, error: type[Exception]) -> None:
         def bad(a: Any, b: Any) -> Any:
-            raise ZeroDivisionError("no")
+            raise error("no")
 
-        request = group.iall_reduce(np.ones(3), pycoll.Op(bad))
-        with pytest.raises((ZeroDivisionError, pycoll.PeerFailed)):
-            request.wait()
-        with pytest.raises((ZeroDivisionError, pycoll.PeerFailed)):
-            group.barrier()
-        group.close()
+        def start(group: Comm) -> Any:
+            return group.iall_reduce(np.ones(3), pycoll.Op(bad)).wait()
+
+        def block(group: Comm) -> Any:
+            return group.all_reduce(np.ones(3), pycoll.Op(bad))
+
+        for call in (start, block):
+            group = comm.dup()
+            with pytest.raises((error, pycoll.PeerFailed)):
+                call(group)
+            with pytest.raises(pycoll.PeerFailed, match=f"gave up a collective .{error.__name__}"):
+                group.barrier()
+            group.close()
         assert comm.iall_reduce(1).wait() == 2
 
-    ranks(program)
+    for error in (ZeroDivisionError, pycoll.Error, pycoll.TruncationError, Unspeakable):
+        ranks(program, error)
 
 
 @sizes(2)
@@ -545,6 +623,32 @@ ok()
 
 
 # --- the end ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_send_that_a_broken_communicator_dropped_is_no_success(job: Any, transport: str) -> None:
+    done = job(
+        3,
+        """
+large = np.ones(1_000_000)
+comm.barrier()
+if rank == 0:
+    comm.probe(1)  # its messages are here
+    os.kill(comm.recv(2), signal.SIGKILL)
+    peer_failed(2, SIGKILL, comm.recv, 2)
+elif rank == 1:
+    requests = [comm.isend(large, 0), comm.isend(large, 0)]
+    for call in (*[request.wait for request in requests], lambda: comm.send(large, 0)):
+        peer_failed(2, SIGKILL, call)
+else:
+    comm.send(os.getpid(), 0)
+    comm.recv(0)
+ok()
+""",
+        "--transport",
+        transport,
+    )
+    assert (done.status, done.content) == (128 + signal.SIGKILL, [0, 1]), done.stderr
 
 
 def test_what_was_sent_before_the_end_is_delivered(job: Any) -> None:
@@ -749,12 +853,40 @@ def test_an_await_that_is_given_up_leaves_the_request(ranks: Any) -> None:
     ranks(program)
 
 
+def test_the_default_deadline_holds_for_an_await(job: Any) -> None:
+    done = job(
+        2,
+        """
+import asyncio
+
+async def main():
+    request = comm.irecv(1 - rank)
+    try:
+        await request
+    except pycoll.OperationTimeout as error:
+        assert "irecv" in str(error), error
+    else:
+        raise AssertionError
+    await comm.ibarrier()
+    comm.send(5, 1 - rank)
+    assert await request == 5
+
+asyncio.run(main())
+ok()
+""",
+        "--op-timeout",
+        "1",
+    )
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
+
+
 @sizes(2)
 def test_a_thousand_are_awaited_on_one_descriptor(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         other = 1 - comm.rank
 
         async def main() -> None:
+            never = comm.irecv(other, tag=2000)  # so that the background thread is there
             before = len(os.listdir("/proc/self/fd"))
             waiting = [asyncio.ensure_future(wait(comm.irecv(other, tag=i))) for i in range(1000)]
             await asyncio.sleep(0)
@@ -762,6 +894,7 @@ def test_a_thousand_are_awaited_on_one_descriptor(ranks: Any) -> None:
             for i in reversed(range(1000)):
                 comm.isend(i, other, tag=i)
             assert await asyncio.gather(*waiting) == list(range(1000))
+            assert never.cancel()
 
         async def wait(request: Any) -> Any:
             return await request
