@@ -891,6 +891,7 @@ def test_a_thousand_are_awaited_on_one_descriptor(ranks: Any) -> None:
             waiting = [asyncio.ensure_future(wait(comm.irecv(other, tag=i))) for i in range(1000)]
             await asyncio.sleep(0)
             assert len(os.listdir("/proc/self/fd")) == before + 1
+            await comm.ibarrier()
             for i in reversed(range(1000)):
                 comm.isend(i, other, tag=i)
             assert await asyncio.gather(*waiting) == list(range(1000))
