@@ -373,8 +373,14 @@ class Engine:
             if reported and self.control is not None and self.closed is None:
                 self.control.post("running")
 
-    def _drive(self, operation: Operation, until: float) -> None:
+    def _take_over(self) -> None:
+        """Drive instead of the background thread."""
         self._driving = True
+        if self._alarm is not None:
+            self._alarm.clear()
+
+    def _drive(self, operation: Operation, until: float) -> None:
+        self._take_over()
         self._front.operation = operation
         try:
             while not operation.done:
@@ -555,7 +561,7 @@ class Engine:
                 if self._driving:
                     self._sleep(None, until)
                     return self._awakenings
-                self._driving = True
+                self._take_over()
                 try:
                     self._poll(self._front, until)
                     self._progress()

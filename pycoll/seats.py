@@ -96,6 +96,12 @@ class Alarm:
         else:
             self.ring()
 
+    def clear(self) -> None:
+        """Do not ring, unless it does already: somebody else drives now."""
+        if self.is_set and self._timer >= 0:
+            self.is_set = False
+            self._set_timer(self._timer, 0)
+
     def ring(self) -> None:
         """Ring now."""
         os.eventfd_write(self._bell, 1)
