@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,16 +20,21 @@ NOBODY = sys.maxsize
 """The number that no thing has."""
 
 
+FEW = 8
+"""So many things are looked through: it takes longer to keep queues of so few."""
+
+
 class Queues(Generic[T]):
     """Numbered things, each in one queue or in several; every queue is in the order of the numbers.
 
-    A thing that is removed leaves its number in its queues: a leftover. These are dropped when
-    they come to the front of a queue, or all at once when there are too many. So everything costs
-    O(log n) on average, also to add a thing in the middle of a queue or to remove it from there.
+    There are queues only while there are more than a few things. A thing that is removed leaves
+    its number in its queues: a leftover. These are dropped when they come to the front of a queue,
+    or all at once when there are too many. So everything costs O(log n) on average, also to add a
+    thing in the middle of a queue or to remove it from there.
     """
 
     def __init__(self) -> None:
-        self._things: dict[int, T] = {}
+        self._things: dict[int, tuple[T, tuple[Hashable, ...]]] = {}
         self._queues: dict[Hashable, list[int]] = {}  # heaps: an early number may come late
         self._entries = 0  # in all queues, and what was dropped at their fronts
 
@@ -38,32 +43,45 @@ class Queues(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Iterate over what is in the queues now."""
-        return iter(list(self._things.values()))
+        return iter([thing for thing, _ in self._things.values()])
 
     def add(self, number: int, thing: T, *queues: Hashable) -> None:
         """Put a thing in its place in each of these queues; its number is no other's."""
-        self._things[number] = thing
-        for queue in queues:
-            heapq.heappush(self._queues.setdefault(queue, []), number)
-        self._entries += len(queues)
+        self._things[number] = thing, queues
+        if self._queues:
+            self._push(number, queues)
+        elif len(self._things) > FEW:
+            for each, (_, its_queues) in self._things.items():
+                self._push(each, its_queues)
 
     def first(self, *queues: Hashable) -> T | None:
         """Return the thing of the lowest number in any of these queues."""
-        if not self._things:
-            return None
         lowest = NOBODY
-        for queue in queues:
-            if queue in self._queues:
-                lowest = min(lowest, self._front(queue))
-        return self._things.get(lowest)
+        if self._queues:
+            for queue in queues:
+                if queue in self._queues:
+                    lowest = min(lowest, self._front(queue))
+        else:
+            for number, (_, its_queues) in self._things.items():
+                if number < lowest and not {*queues}.isdisjoint(its_queues):
+                    lowest = number
+        return self._things[lowest][0] if lowest != NOBODY else None
 
     def remove(self, number: int) -> bool:
         """Take a thing out of all its queues; False if it was in none."""
         if self._things.pop(number, None) is None:
             return False
-        if self._entries > LEFTOVERS * len(self._things) + SPARE:
+        if not self._things:
+            self._queues.clear()
+            self._entries = 0
+        elif self._entries > LEFTOVERS * len(self._things) + SPARE:
             self._tidy()
         return True
+
+    def _push(self, number: int, queues: Sequence[Hashable]) -> None:
+        for queue in queues:
+            heapq.heappush(self._queues.setdefault(queue, []), number)
+        self._entries += len(queues)
 
     def _front(self, queue: Hashable) -> int:
         numbers = self._queues[queue]

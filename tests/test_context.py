@@ -34,7 +34,7 @@ TAGS = (0, 1, 2)
 
 
 class Came(Arrival):
-    """A message without a payload.
+    """A message that is buffered, and empty.
 
     To compare two costs bytecodes, also where compiled code does it: `work` counts these.
     """
@@ -42,7 +42,7 @@ class Came(Arrival):
     __slots__ = ("released",)
 
     def __init__(self, peer: int, header: bytes) -> None:
-        super().__init__(peer, header, 0, None)
+        super().__init__(peer, header, 0, memoryview(b""))
         self.released = False
 
     def __eq__(self, other: object) -> bool:
@@ -299,6 +299,21 @@ def test_a_message_put_back_after_the_failure_is_dropped() -> None:
     assert not arrival.released
     context.put_back(taken)
     assert arrival.released
+
+
+@pytest.mark.parametrize("closing", [True, False])
+def test_a_sender_that_waits_is_let_go_by_closing_and_not_by_a_failure(closing: bool) -> None:
+    context = made()
+    before, later = message(1, 5), message(1, 6)
+    for arrival in before, later:
+        arrival.payload = None  # it waits at its sender
+    context.arrived(before)
+    if closing:
+        context.close()
+    else:
+        context.fail(Error("broken"))
+    context.arrived(later)
+    assert (before.released, later.released) == (closing, closing)
 
 
 # ---------------------------------------------------------------- collectives

@@ -145,6 +145,7 @@ class InprocTransport(Transport):
         self._rank = rank
         self._letters: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._rung = False
         self._handler: Handler | None = None
         self._owed: dict[int, int] = {}
         self._links: set[int] = set()
@@ -164,6 +165,7 @@ class InprocTransport(Transport):
         self._letters.append(letter)
         if not self._closed:
             os.eventfd_write(self._bell, 1)
+            self._rung = True
 
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         pending = self._pending.setdefault(peer, {})
@@ -229,7 +231,8 @@ class InprocTransport(Transport):
 
     def sleep(self) -> bool:
         # Not in `progress`: a letter may be read before it has rung, and would ring for ever.
-        if not self._closed:
+        if self._rung and not self._closed:
+            self._rung = False
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
         return self.is_idle()
