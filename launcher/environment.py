@@ -44,6 +44,9 @@ TORCH = (
 # What the user may set; pycoll-run sets these for the ranks only as said here.
 SETTINGS = (
     Variable("PYCOLL_OP_TIMEOUT", "seconds an operation may take (option --op-timeout)"),
+    Variable("PYCOLL_ALGORITHM", "algorithms to use or (^) not to: all_reduce:ring;reduce:^tree"),
+    Variable("PYCOLL_SEGMENT", "bytes of a segment of a large message, as 256K; 0: never cut"),
+    Variable("PYCOLL_COSTS", "file with costs, by which algorithms are chosen (pycoll tune)"),
     Variable("PYTHONUNBUFFERED", "set to 1 for the ranks unless it is set"),
     Variable("OMP_NUM_THREADS", "set to 1 if there are more ranks than cores, unless it is set"),
 )

@@ -27,11 +27,13 @@ TYPE_CHECKING = False  # typing's own takes longer to import than this file
 if TYPE_CHECKING:
     from typing import Any
 
+    from pycoll.check import ProofError
     from pycoll.communicator import Communicator
     from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll.grid import Grid
     from pycoll.launcher.function import run
     from pycoll.ops import Op
+    from pycoll.registration import prove, register_algorithm
     from pycoll.request import Request, wait_all, wait_any, wait_some
     from pycoll.world import finalize, init
 
@@ -49,6 +51,7 @@ __all__ = [
     "Op",
     "OperationTimeout",
     "PeerFailed",
+    "ProofError",
     "Request",
     "Status",
     "TransportError",
@@ -56,6 +59,8 @@ __all__ = [
     "algorithms",
     "finalize",
     "init",
+    "prove",
+    "register_algorithm",
     "run",
     "wait_all",
     "wait_any",
@@ -70,10 +75,13 @@ _HOMES = {
     "Communicator": "pycoll.communicator",
     "Grid": "pycoll.grid",
     "Op": "pycoll.ops",
+    "ProofError": "pycoll.check",
     "Request": "pycoll.request",
     "Status": "pycoll.context",
     "finalize": "pycoll.world",
     "init": "pycoll.world",
+    "prove": "pycoll.registration",
+    "register_algorithm": "pycoll.registration",
     "run": "pycoll.launcher.function",
     "wait_all": "pycoll.request",
     "wait_any": "pycoll.request",
@@ -84,14 +92,15 @@ _HOMES = {
 def algorithms(collective: str) -> list[str]:
     """List the names of the algorithms of a collective, for the argument `algorithm`.
 
+    Those that `register_algorithm` has added are at the end.
+
     Raises:
         ValueError: there is no such collective; the message names those there are.
     """
     from pycoll.group import SHARED_MEMORY
     from pycoll.schedules import names
 
-    known = ["linear"] if collective in ("scan", "exscan") else names(collective)
-    return [SHARED_MEMORY, *known]
+    return [SHARED_MEMORY, *names(collective)]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 from pycoll import arrays, objects, schedules
 from pycoll.arrays import Value
-from pycoll.collectives import rows, type_text
+from pycoll.collectives import piece_ends, rows, type_text
 from pycoll.errors import MismatchError
-from pycoll.executor import Binding, new_bytes
+from pycoll.executor import Binding, Whole, new_bytes
 from pycoll.group import Group
 from pycoll.p2p import Outgoing, contiguous
+from pycoll.select import Choice
 from pycoll.task import CallSteps
 from pycoll.transports.base import Parts
 
 INLINE_NBYTES = 4096
 """Bytes of a broadcast value that travel with its announcement."""
 
-_HEAD = struct.Struct("<BQHQ")
+_HEAD = struct.Struct("<BQHHQ")
 
 
 class Announcement(NamedTuple):
@@ -34,32 +35,33 @@ class Announcement(NamedTuple):
     Attributes:
         is_object: a Python object (its bytes follow), else an array.
         nbytes: length of the value, or of all blocks together.
-        algorithm: of what follows.
+        choice: how what follows runs.
         description: of the array, or of a block; the objects' lengths in a scatter.
         inline: the value itself, if it is here.
     """
 
     is_object: bool
     nbytes: int
-    algorithm: str
+    choice: Choice
     description: bytes
     inline: bytes = b""
 
     def pack(self) -> bytes:
         """Return the bytes that `unpack` reads."""
-        name = self.algorithm.encode()
-        head = _HEAD.pack(self.is_object, self.nbytes, len(name), len(self.description))
+        name, segments = self.choice.name.encode(), self.choice.segments
+        head = _HEAD.pack(self.is_object, self.nbytes, segments, len(name), len(self.description))
         return b"".join((head, name, self.description, self.inline))
 
     @classmethod
     def unpack(cls, data: memoryview) -> Announcement:
         """Read an announcement."""
-        is_object, nbytes, name_length, length = _HEAD.unpack_from(data)
+        is_object, nbytes, segments, name_length, length = _HEAD.unpack_from(data)
         start = _HEAD.size
         name = bytes(data[start : start + name_length]).decode()
         start += name_length
         description = bytes(data[start : start + length])
-        return cls(bool(is_object), nbytes, name, description, bytes(data[start + length :]))
+        inline = bytes(data[start + length :])
+        return cls(bool(is_object), nbytes, Choice(name, segments), description, inline)
 
 
 def _announce(
@@ -70,8 +72,8 @@ def _announce(
     if announcement is not None:
         parts = (memoryview(announcement.pack()),)
     binding = Binding(nbytes=[None], source=[parts], target=[None])
-    schedule = group.schedule("broadcast", "tree", root)
-    run = yield from group.run((number, 0), call, schedule, binding)
+    how = "broadcast", Choice("tree"), root
+    run = yield from group.run((number, 0), call, how, binding)
     if announcement is not None:
         return announcement
     return Announcement.unpack(run.location[0][0])
@@ -159,21 +161,23 @@ def _spread(
     target: memoryview | None,
 ) -> CallSteps:
     """Run the broadcast of the value itself."""
-    count = schedules.find("broadcast", announcement.algorithm).chunks(group.size)
-    ends = [announcement.nbytes * i // count for i in range(count + 1)]
-    spans = list(pairwise(ends))
-    if parts is not None and count > 1:
+    count = schedules.find("broadcast", announcement.choice.name).chunks(group.size)
+    ends = piece_ends(announcement.nbytes, 1, count)
+    spans = [slice(begin, end) for begin, end in pairwise(ends)]
+    if parts is not None and len(parts) > 1 and count > 1:
         parts = (memoryview(b"".join(parts)),)
     source: list[Any] = [None] * count
     if parts is not None:
-        source = [parts] if count == 1 else [(parts[0][a:b],) for a, b in spans]
+        source = [parts] if count == 1 else [(parts[0][span],) for span in spans]
+    value = parts[0] if parts is not None and len(parts) == 1 else None
     binding = Binding(
-        nbytes=[b - a for a, b in spans],
+        nbytes=[span.stop - span.start for span in spans],
         source=source,
-        target=[target[a:b] for a, b in spans] if target is not None else [None] * count,
+        target=[target[span] for span in spans] if target is not None else [None] * count,
+        whole=Whole(ends, value, target),
     )
-    schedule = group.schedule("broadcast", announcement.algorithm, root)
-    yield from group.run((number, 1), call, schedule, binding)
+    how = "broadcast", announcement.choice, root
+    yield from group.run((number, 1), call, how, binding)
 
 
 # --- scatter -------------------------------------------------------------------------------
@@ -210,8 +214,8 @@ def scatter(
         source=list(views) if views is not None else [None] * group.size,
         target=targets,
     )
-    schedule = group.schedule("scatter", announcement.algorithm, root)
-    yield from group.run((number, 1), call, schedule, binding)
+    how = "scatter", announcement.choice, root
+    yield from group.run((number, 1), call, how, binding)
     group.context.end(number)
     return value, target
 

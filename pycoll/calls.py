@@ -7,7 +7,7 @@ its non-blocking twin starts it, a persistent request prepares and starts it eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
@@ -15,6 +15,7 @@ from pycoll.group import SHARED_MEMORY, Group
 from pycoll.late import Late
 from pycoll.native import Native
 from pycoll.prepared import Prepared
+from pycoll.select import Choice
 from pycoll.task import CallSteps
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         arguments,
         arrays,
         collectives,
+        levels,
         many,
         native_announced,
         native_calls,
@@ -35,14 +37,20 @@ if TYPE_CHECKING:
     from pycoll.arguments import Reducer
     from pycoll.arrays import Value
     from pycoll.collectives import Reduction
+    from pycoll.levels import Levels
     from pycoll.ops import Op
 else:  # a program that only calls barrier() imports no NumPy
     announced, arguments = Late("pycoll.announced"), Late("pycoll.arguments")
     arrays, collectives = Late("pycoll.arrays"), Late("pycoll.collectives")
-    many, native_announced = Late("pycoll.many"), Late("pycoll.native_announced")
+    levels, many = Late("pycoll.levels"), Late("pycoll.many")
+    native_announced = Late("pycoll.native_announced")
     native_calls = Late("pycoll.native_calls")
     object_collectives, objects = Late("pycoll.object_collectives"), Late("pycoll.objects")
     ops, p2p, uneven = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.uneven")
+
+
+HIERARCHICAL = "hierarchical"
+"""The algorithm that may run in two levels."""
 
 
 class Calls:
@@ -57,22 +65,25 @@ class Calls:
         self._group = group
         self._blocking = blocking
         self._prefix = "" if blocking else "i"
+        self._levels: Levels | None = None
 
     # --- collectives -----------------------------------------------------------------------
 
     def barrier(self, *, algorithm: str | None = None) -> Prepared:
         """Prepare a barrier."""
         group, chosen = self._group, self._choose("barrier", 0, algorithm)
+        text = f"{self._prefix}barrier(algorithm={chosen})"
         return Prepared(
-            f"{self._prefix}barrier(algorithm={chosen})",
+            text,
             lambda signature: collectives.barrier(group, signature, chosen),
-            Native.barrier if chosen == SHARED_MEMORY else None,
+            Native.barrier if chosen.name == SHARED_MEMORY else None,
+            by_levels=self._by_levels(text, chosen, 0, levels.barrier),
         )
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str | None = None) -> Prepared:
         """Prepare a broadcast."""
         group, root = self._group, arguments.check_root(root, self._group.size)
-        announces = self._choose("broadcast", 0, algorithm) == SHARED_MEMORY
+        announces = self._choose("broadcast", 0, algorithm).name == SHARED_MEMORY
         outgoing = p2p.Outgoing(x) if group.rank == root else None
         mine = None if outgoing is not None else arguments.fillable(x)
         forced = None if algorithm == SHARED_MEMORY else algorithm
@@ -116,7 +127,7 @@ class Calls:
         return Prepared(
             f"{self._prefix}reduce({type_text}, {reduction_text(reduction)}, root={root})",
             lambda signature: collectives.reduce(group, signature, value, reduction, root, memory),
-            native if reduction.algorithm == SHARED_MEMORY else None,
+            native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
         )
 
@@ -136,12 +147,17 @@ class Calls:
         def native(core: Native) -> None:
             native_calls.combine(core, "all_reduce", value, memory, resolved)
 
+        def by_levels(both: Levels) -> None:
+            levels.all_reduce(both, value, memory, resolved, group.size)
+
         type_text = collectives.type_text(value)
+        text = f"{self._prefix}all_reduce({type_text}, {reduction_text(reduction)})"
         return Prepared(
-            f"{self._prefix}all_reduce({type_text}, {reduction_text(reduction)})",
+            text,
             lambda signature: collectives.all_reduce(group, signature, value, reduction, memory),
-            native if reduction.algorithm == SHARED_MEMORY else None,
+            native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result(),
+            by_levels=self._by_levels(text, reduction.choice, memory.nbytes, by_levels),
         )
 
     def all_reduce_many(
@@ -165,7 +181,7 @@ class Calls:
             linear = arguments.linear_only("gather", algorithm)
             return Prepared(
                 f"{self._prefix}gather(object, root={root}, algorithm={linear})",
-                lambda signature: object_collectives.gather(group, signature, parts, linear, root),
+                lambda signature: object_collectives.gather(group, signature, parts, root),
             )
         chosen = self._choose("gather", value.array.nbytes, algorithm)
         shape = (group.size, *value.array.shape)
@@ -181,7 +197,7 @@ class Calls:
         return Prepared(
             f"{self._prefix}gather({type_text}, root={root}, algorithm={chosen})",
             lambda signature: collectives.gather(group, signature, value, chosen, root, memory),
-            native if chosen == SHARED_MEMORY else None,
+            native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
         )
 
@@ -212,7 +228,7 @@ class Calls:
         return Prepared(
             f"{self._prefix}all_gather({collectives.type_text(value)}, algorithm={chosen})",
             lambda signature: collectives.all_gather(group, signature, value, chosen, memory),
-            native if chosen == SHARED_MEMORY else None,
+            native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
         )
 
@@ -221,7 +237,7 @@ class Calls:
     ) -> Prepared:
         """Prepare a scatter."""
         group, root = self._group, arguments.check_root(root, self._group.size)
-        announces = self._choose("scatter", 0, algorithm) == SHARED_MEMORY
+        announces = self._choose("scatter", 0, algorithm).name == SHARED_MEMORY
         blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
         wanted = arguments.fillable_out(out)
         if isinstance(blocks, list):
@@ -269,7 +285,7 @@ class Calls:
             lambda signature: collectives.reduce_scatter(
                 group, signature, value, reduction, memory
             ),
-            native if reduction.algorithm == SHARED_MEMORY else None,
+            native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result(),
         )
 
@@ -281,13 +297,12 @@ class Calls:
             arguments.no_out(out)
             arguments.check_objects("all_to_all", x, group.size)
             blocks = [objects.dump(item) for item in x]
-            by_messages = group.choose("all_to_all", 0, algorithm, native=False)
-            in_core = by_messages == SHARED_MEMORY
+            in_core = algorithm == SHARED_MEMORY and group.native is not None
+            name = "pairwise" if algorithm in (None, SHARED_MEMORY) else algorithm
+            choice = Choice(name)
             return Prepared(
                 f"{self._prefix}all_to_all(object{_forced(algorithm)})",
-                lambda signature: object_collectives.all_to_all(
-                    group, signature, blocks, by_messages
-                ),
+                lambda signature: object_collectives.all_to_all(group, signature, blocks, choice),
                 (lambda core: native_calls.all_to_all_objects(core, blocks)) if in_core else None,
             )
         value = arguments.split_value("all_to_all", x, group.size)
@@ -305,7 +320,7 @@ class Calls:
         return Prepared(
             f"{self._prefix}all_to_all({collectives.type_text(value)}, algorithm={chosen})",
             lambda signature: collectives.all_to_all(group, signature, value, chosen, memory),
-            native if chosen == SHARED_MEMORY else None,
+            native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
         )
 
@@ -443,11 +458,23 @@ class Calls:
         rank_order: bool = False,
         whole: bool = False,
         native: bool = True,
-    ) -> str:
+    ) -> Choice:
         self._refuse_core(collective, algorithm)
         return self._group.choose(
             collective, nbytes, algorithm, rank_order, whole, native and self._blocking
         )
+
+    def _by_levels(
+        self, text: str, choice: Choice, nbytes: int, steps: Callable[[Levels], Any]
+    ) -> Callable[[bytes, float], Any] | None:
+        """Return how a call runs in two levels, None: it does not."""
+        group = self._group
+        if choice.name != HIERARCHICAL or not self._blocking or not levels.serve(group, nbytes):
+            return None
+        if self._levels is None:
+            self._levels = levels.Levels(group)
+        both = self._levels
+        return lambda signature, timeout: both.run(text, signature, timeout, lambda: steps(both))
 
     def _check_algorithm(self, collective: str, algorithm: str | None) -> None:
         self._choose(collective, 0, algorithm)
@@ -461,7 +488,7 @@ class Calls:
 
     def _scan(self, collective: str, x: Any, op: Reducer, algorithm: str | None) -> Prepared:
         group, resolved = self._group, ops.resolve(op)
-        self._refuse_core(collective, algorithm)
+        self._check_algorithm(collective, algorithm)
         count = group.rank + (collective == "scan")
         if arguments.reduces_objects(x, op):
             parts = objects.dump(x)
@@ -470,11 +497,8 @@ class Calls:
                 lambda signature: object_collectives.all_gather(group, signature, parts, None),
                 finish=lambda values: _folded(values[:count], resolved) if count else None,
             )
-        value = arrays.wrap_operand(x)
-        ops.check(resolved, value.dtype)
-        in_core = self._blocking and native_calls.serves(resolved, value)
-        chosen = group.choose_prefix(collective, algorithm, in_core)
-        reduction = collectives.Reduction(resolved, chosen)
+        value, reduction = self._reduction(collective, x, resolved, algorithm)
+        run = collectives.scan if collective == "scan" else collectives.exscan
         target = arguments.Target(None, value, value.array.shape)
         memory = target.memory
 
@@ -484,8 +508,8 @@ class Calls:
         type_text = collectives.type_text(value)
         return Prepared(
             f"{self._prefix}{collective}({type_text}, {reduction_text(reduction)})",
-            lambda signature: collectives.prefix(group, signature, value, resolved, count, memory),
-            native if chosen == SHARED_MEMORY else None,
+            lambda signature: run(group, signature, value, reduction, memory),
+            native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result() if count else None,
         )
 
@@ -506,7 +530,7 @@ class Calls:
             )
         return Prepared(
             f"{self._prefix}reduce(object, op={op.signature}, root={root})",
-            lambda signature: object_collectives.gather(group, signature, parts, "linear", root),
+            lambda signature: object_collectives.gather(group, signature, parts, root),
             finish=finish,
         )
 
@@ -538,7 +562,7 @@ class Calls:
 
 def reduction_text(reduction: Reduction) -> str:
     """Return operator and algorithm as a call's text shows them."""
-    return f"op={reduction.op.signature}, algorithm={reduction.algorithm}"
+    return f"op={reduction.op.signature}, algorithm={reduction.choice}"
 
 
 def _folded(values: Sequence[Any], op: Op) -> Any:

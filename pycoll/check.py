@@ -10,7 +10,9 @@ combined, and in which order. The ranks run as the executor runs them, under its
 
 One run stands for all orders. Posting or completing a step never takes back what another may do,
 so whether all steps complete does not depend on the order; and hazards order every two steps that
-touch a chunk if one of them writes, so values do not depend on it either.
+touch a chunk if one of them writes, so values do not depend on it either. For the same reason a
+run with a small window stands for all with larger ones, which only let more be posted. And the run
+of one root stands for those of others if their schedules are the same ones, all ranks turned.
 
 What is proved, for one (size, root, window): every message has its other half and none is left
 over; all steps complete; no chunk is read before it has a value, lands in the chunk of another
@@ -22,15 +24,30 @@ order, operands are 0 to size - 1 from left to right; and the cost is the one it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pycoll.errors import Error
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send, Step, compile_schedule
-from pycoll.schedules import REDUCING, ROOTED, TABLE, Algorithm, Cost, find, names, steps_of
+from pycoll.schedules import (
+    REDUCING,
+    ROOTED,
+    TABLE,
+    Algorithm,
+    Cost,
+    cost_of,
+    find,
+    names,
+    steps_of,
+)
+from pycoll.schedules.relabel import relabel
 
 WINDOWS = (1, 2, 4)
+
+EVERY_ROOT = 16
+"""Up to this size every placement is proved with every root; beyond it the roots are dealt out to
+the placements, differently at each size, so that every root and every placement is proved once."""
 
 
 class ProofError(Error):
@@ -49,7 +66,10 @@ class Proof(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """All proofs of one algorithm: every size from 1 to `max_size`, every root, each window."""
+    """All proofs of one algorithm: every size from 1 to `max_size`, every root, each window.
+
+    For algorithms that ask where the ranks are also all `placements` (see `EVERY_ROOT`).
+    """
 
     collective: str
     name: str
@@ -65,6 +85,7 @@ def prove(
     root: int = 0,
     window: int = 4,
     steps: Callable[..., Iterable[Step]] | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> Proof:
     """Prove one algorithm for one size, root and window.
 
@@ -75,6 +96,7 @@ def prove(
         root: the root, for collectives that have one.
         window: how many receives into scratch may be open on a rank at a time.
         steps: prove these instead, against all that the named algorithm promises.
+        hosts: by rank the number of its host, for algorithms that ask for it; None: all on one.
 
     Raises:
         ProofError: the algorithm is wrong.
@@ -83,7 +105,29 @@ def prove(
     algorithm = find(collective, name)
     if steps is not None:
         algorithm = algorithm._replace(steps=steps)
-    return _Run(_Program(algorithm, size, root), window).prove()
+    return _Run(_Program(algorithm, size, root, hosts), window).prove()
+
+
+def placements(size: int) -> list[tuple[int, ...]]:
+    """List the placements that are proved: by rank the number of the host, each placement once.
+
+    All ranks on one host, each alone, blocks of 2, 3, 4 and 8 (the last may be shorter), round
+    robin over 2 and over 3 hosts, and, mixed, hosts of half of the ranks, a quarter and so on.
+    """
+    ranks = range(size)
+    ways = [tuple(rank // length for rank in ranks) for length in (size, 1, 2, 3, 4, 8)]
+    ways += [tuple(rank % count for rank in ranks) for count in (2, 3)]
+    ways.append(tuple((~rank & (rank + 1)).bit_length() for rank in ranks))
+    return list(dict.fromkeys(ways))
+
+
+def _cases(algorithm: Algorithm, size: int) -> Iterator[tuple[int, tuple[int, ...] | None]]:
+    """Every root and placement to be proved at one size."""
+    roots = range(size if algorithm.collective in ROOTED else 1)
+    ways = placements(size) if algorithm.hosts else [None]
+    for i, hosts in enumerate(ways):
+        dealt = roots[(i + size) % len(ways) :: len(ways)] or roots
+        yield from ((root, hosts) for root in (roots if size <= EVERY_ROOT else dealt))
 
 
 def prove_algorithm(
@@ -96,15 +140,50 @@ def prove_algorithm(
     """
     proofs = 0
     rooted = algorithm.collective in ROOTED
+    window = min(windows)
     for size in range(1, max_size + 1):
-        for root in range(size if rooted else 1):
-            program = _Program(algorithm, size, root)
-            # A window that holds all receives into scratch of a rank is as good as any larger one.
-            most = max(1, *(len(receives) for receives in program.scratch))
-            for window in sorted({min(window, most) for window in windows}):
-                _Run(program, window).prove()
-                proofs += 1
+        first: _Program | None = None
+        values = _Values()
+        for root, hosts in _cases(algorithm, size):
+            if first is None or not _turned(first, root):
+                program = _Program(algorithm, size, root, hosts)
+                _Run(program, window, values).prove()
+                first = first or program
+            proofs += 1
     return Summary(algorithm.collective, algorithm.name, max_size, rooted, proofs)
+
+
+def _turned(first: _Program, root: int) -> bool:
+    """Whether the schedules for `root` are those of `first`, for root 0, with all ranks turned.
+
+    Then its proof is theirs. Not where rank order is claimed: that does not turn with the ranks.
+    """
+    algorithm, size = first.algorithm, first.size
+    if algorithm.rank_order or algorithm.hosts:
+        return False
+    ranks = [(rank + root) % size for rank in range(size)]
+    chunks = ranks if algorithm.collective in ("gather", "scatter") else None
+    for rank, begin in enumerate(first.base):
+        end = first.base[rank + 1] if rank + 1 < size else len(first.steps)
+        wanted = [_turn(step, ranks, chunks) for step in first.steps[begin:end]]
+        steps = list(steps_of(algorithm, ranks[rank], size, root))
+        if steps != wanted or list(map(type, steps)) != list(map(type, wanted)):
+            return False
+    return True
+
+
+def _turn(step: Step, ranks: Sequence[int], chunks: Sequence[int] | None) -> Step:
+    """The step with other ranks for peers and, if `chunks` is given, other chunks."""
+    if chunks is not None:
+        (turned,) = relabel((step,), ranks, chunks)
+        return turned
+    match step:
+        case Send(peer, chunk):
+            return Send(ranks[peer], chunk)
+        case Recv(peer, chunk, scratch):
+            return Recv(ranks[peer], chunk, scratch)
+        case _:
+            return step
 
 
 def prove_all(
@@ -127,31 +206,34 @@ class _Program:
     index of the other half of a message.
     """
 
-    def __init__(self, algorithm: Algorithm, size: int, root: int) -> None:
+    def __init__(
+        self, algorithm: Algorithm, size: int, root: int, hosts: Sequence[int] | None = None
+    ) -> None:
         self.algorithm = algorithm
         self.size = size
         self.root = root
+        self.hosts = tuple(hosts) if hosts is not None else (0,) * size
         self.chunks = algorithm.chunks(size)
         self.steps: list[Step] = []
+        self.named: list[tuple[int, ...]] = []
         self.owner: list[int] = []
         self.base: list[int] = []
         self.waits: list[int] = []
         self.successors: list[tuple[int, ...]] = []
         self.scratch: list[list[int]] = []
-        number: list[int] = []
         for rank in range(size):
             schedule = self._compile(rank)
             first = len(self.steps)
             self.base.append(first)
             self.steps += schedule.steps
+            self.named += schedule.chunks
             self.owner += [rank] * len(schedule.steps)
             self.waits += schedule.waits
-            number += schedule.number
             for later in schedule.successors:
                 self.successors.append(tuple([first + position for position in later]))
             self.scratch.append([])
             self._validate(rank)
-        self.partner = self._join(number)
+        self.partner = self._join()
 
     def where(self, index: int) -> str:
         """Name a step for a message."""
@@ -162,13 +244,15 @@ class _Program:
         """Make the error that has the algorithm and the case in front of `what`."""
         algorithm = self.algorithm
         at_root = f", root {self.root}" if algorithm.collective in ROOTED else ""
+        on_hosts = f", hosts {self.hosts}" if algorithm.hosts else ""
         return ProofError(
-            f"{algorithm.collective} {algorithm.name}, size {self.size}{at_root}: {what}"
+            f"{algorithm.collective} {algorithm.name}, size {self.size}{at_root}{on_hosts}: {what}"
         )
 
     def _compile(self, rank: int) -> Schedule:
         try:
-            return compile_schedule(steps_of(self.algorithm, rank, self.size, self.root))
+            steps = steps_of(self.algorithm, rank, self.size, self.root, self.hosts)
+            return compile_schedule(steps)
         except ValueError as exc:
             raise self.error(f"rank {rank}, {exc}") from exc
 
@@ -177,13 +261,9 @@ class _Program:
         size, chunks, steps = self.size, self.chunks, self.steps
         for index in range(self.base[rank], len(steps)):
             step = steps[index]
-            if not 0 <= step.chunk < chunks:
-                raise self.error(f"{self.where(index)}: there are only chunks 0 to {chunks - 1}")
+            named = self.named[index]
             if isinstance(step, Copy):
-                if not 0 <= step.source < chunks:
-                    raise self.error(
-                        f"{self.where(index)}: there are only chunks 0 to {chunks - 1}"
-                    )
+                named = (*named, step.source)
             elif not isinstance(step, Reduce):
                 if not 0 <= step.peer < size:
                     raise self.error(f"{self.where(index)}: there are only ranks 0 to {size - 1}")
@@ -195,29 +275,41 @@ class _Program:
                         raise self.error(
                             f"{self.where(index)}: no Reduce follows to use what comes"
                         )
+            if min(named) < 0 or max(named) >= chunks:
+                raise self.error(f"{self.where(index)}: there are only chunks 0 to {chunks - 1}")
 
-    def _join(self, number: list[int]) -> list[int]:
-        """Find the other half of every message."""
-        sends: dict[tuple[int, int, int], int] = {}
-        receives: dict[tuple[int, int, int], int] = {}
-        for index, step in enumerate(self.steps):
+    def _join(self) -> list[int]:
+        """Find the other half of every message: by sender and receiver, the k-th meets the k-th."""
+        sends: dict[tuple[int, int], list[int]] = {}
+        receives: dict[tuple[int, int], list[int]] = {}
+        for index, (step, rank) in enumerate(zip(self.steps, self.owner, strict=True)):
             if isinstance(step, Send):
-                sends[self.owner[index], step.peer, number[index]] = index
+                sends.setdefault((rank, step.peer), []).append(index)
             elif isinstance(step, Recv):
-                receives[step.peer, self.owner[index], number[index]] = index
+                receives.setdefault((step.peer, rank), []).append(index)
         partner = [-1] * len(self.steps)
-        for key, index in sends.items():
-            if key not in receives:
-                raise self.error(f"{self.where(index)}: rank {key[1]} has no Recv for this message")
-            partner[index] = receives[key]
-            partner[receives[key]] = index
-        for key, index in receives.items():
-            if key not in sends:
-                raise self.error(f"{self.where(index)}: rank {key[0]} has no Send for this message")
+        for (sender, receiver), out in sends.items():
+            into = receives.get((sender, receiver), [])
+            if len(out) > len(into):
+                lonely = self.where(out[len(into)])
+                raise self.error(f"{lonely}: rank {receiver} has no Recv for this message")
+            for index, other in zip(out, into, strict=False):
+                partner[index], partner[other] = other, index
+                if len(self.named[index]) != len(self.named[other]):
+                    raise self.error(
+                        f"{self.where(index)}: step {other - self.base[receiver]} of rank "
+                        f"{receiver}, {self.steps[other]}, expects another number of chunks"
+                    )
+        for (sender, receiver), into in receives.items():
+            out = sends.get((sender, receiver), [])
+            if len(into) > len(out):
+                lonely = self.where(into[len(out)])
+                raise self.error(f"{lonely}: rank {sender} has no Send for this message")
         return partner
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen, though never changed: that would make making one, which the proof mostly does, slow.
+@dataclass(slots=True, eq=False)
 class _Value:
     """An expression: what one rank contributes to a chunk, or two expressions combined.
 
@@ -244,11 +336,15 @@ class _Value:
 
 
 class _Values:
-    """Makes each expression once, so that equal trees are the same object."""
+    """Makes each expression once, so that equal trees are the same object.
+
+    Attributes:
+        pairs: what was made of which two operands.
+    """
 
     def __init__(self) -> None:
         self._leaves: dict[tuple[int, int], _Value] = {}
-        self._pairs: dict[tuple[_Value, _Value], _Value] = {}
+        self.pairs: dict[tuple[_Value, _Value], _Value] = {}
 
     def leaf(self, rank: int, chunk: int) -> _Value:
         """What `rank` contributes to `chunk`."""
@@ -258,32 +354,32 @@ class _Values:
         return value
 
     def combine(self, left: _Value, right: _Value) -> _Value:
-        """Value of ``left op right``, of the same chunk."""
-        value = self._pairs.get((left, right))
-        if value is None:
-            span = None
-            if left.span and right.span and left.span[1] + 1 == right.span[0]:
-                span = (left.span[0], right.span[1])
-            value = _Value(left.mask | right.mask, left.chunk, span, (left, right))
-            self._pairs[left, right] = value
+        """Make the value of ``left op right``, of the same chunk; not yet among `pairs`."""
+        span = None
+        if left.span and right.span and left.span[1] + 1 == right.span[0]:
+            span = (left.span[0], right.span[1])
+        value = _Value(left.mask | right.mask, left.chunk, span, (left, right))
+        self.pairs[left, right] = value
         return value
 
 
 class _Run:
-    """One execution of a program under one window."""
+    """One execution of a program under one window; `values` may be shared with other runs."""
 
-    def __init__(self, program: _Program, window: int) -> None:
+    def __init__(self, program: _Program, window: int, values: _Values | None = None) -> None:
         self.program = program
         self.window = window
-        self.values = _Values()
+        self.values = values or _Values()
         self.reduces = program.algorithm.collective in (REDUCING | {"barrier"})
+        self.same_chunk = program.algorithm.collective not in ("all_to_all", "exscan")
         self.holds = _given(program, self.values)
         self.given = [frozenset() if self.reduces else frozenset(held) for held in self.holds]
         self.waits = list(program.waits)
         self.posted = [False] * len(program.steps)
         self.done = [False] * len(program.steps)
         self.depth = [0] * len(program.steps)  # messages in the longest chain up to this step
-        self.arrived: dict[int, _Value] = {}  # Recv into scratch -> value
+        self.path = [0] * len(program.steps)  # chunks in the heaviest chain up to this step
+        self.arrived: dict[int, list[_Value]] = {}  # Recv into scratch -> values
         self.opened = [0] * program.size  # how many receives into scratch were posted so far
         self.ready: list[int] = []
 
@@ -295,8 +391,8 @@ class _Run:
             raise program.error(f"deadlock with window {self.window}\n{self._cycle()}")
         self._check_results()
         cost = self._cost()
-        claimed = algorithm.cost(program.size)
-        if cost != claimed:
+        claimed = cost_of(algorithm, program.size, program.root, program.hosts)
+        if claimed is not None and cost != claimed:
             raise program.error(f"states {claimed}, but takes {cost}")
         return Proof(
             algorithm.collective, algorithm.name, program.size, program.root, self.window, cost
@@ -320,7 +416,7 @@ class _Run:
             if isinstance(step, Reduce):
                 self._reduce(index, step)
             elif isinstance(step, Copy):
-                self._store(index, step.chunk, self._load(index, step.source))
+                self._store(index, self._load(index, (step.source,)))
                 self._complete(index)
             elif posted[partner[index]]:
                 if isinstance(step, Send):
@@ -336,24 +432,39 @@ class _Run:
             self.opened[rank] += 1
 
     def _deliver(self, send: int, receive: int) -> None:
-        steps = self.program.steps
-        value = self._load(send, steps[send].chunk)
-        into = steps[receive]
+        values = self._load(send, self.program.named[send])
+        into = self.program.steps[receive]
         assert isinstance(into, Recv)
         if into.scratch:
-            self.arrived[receive] = value
+            self.arrived[receive] = values
         else:
-            self._store(receive, into.chunk, value)
-        self.depth[send] = self.depth[receive] = 1 + max(self.depth[send], self.depth[receive])
+            self._store(receive, values)
+        depth, path = self.depth, self.path
+        depth[send] = depth[receive] = 1 + max(depth[send], depth[receive])
+        path[send] = path[receive] = len(values) + max(path[send], path[receive])
         self._complete(send)
         self._complete(receive)
 
     def _reduce(self, index: int, step: Reduce) -> None:
-        program, values = self.program, self.values
-        own, incoming = self._load(index, step.chunk), self.arrived.pop(index - 1)
-        sender = program.owner[program.partner[index - 1]]
         if not self.reduces:
-            raise program.error(f"{program.where(index)}: nothing is combined in this collective")
+            raise self.program.error(
+                f"{self.program.where(index)}: nothing is combined in this collective"
+            )
+        chunks = self.program.named[index]
+        own = self._load(index, chunks)
+        incoming = self.arrived.pop(index - 1)
+        sides = (incoming, own) if step.incoming_first else (own, incoming)
+        held, known = self.holds[self.program.owner[index]], self.values.pairs
+        for chunk, pair in zip(chunks, zip(*sides, strict=True), strict=True):
+            held[chunk] = known.get(pair) or self._combine(index, step, *pair)
+        self._complete(index)
+        self._open_scratch(self.program.owner[index])
+
+    def _combine(self, index: int, step: Reduce, left: _Value, right: _Value) -> _Value:
+        """Combine two values for the first time, if they may be."""
+        program = self.program
+        own, incoming = (right, left) if step.incoming_first else (left, right)
+        sender = program.owner[program.partner[index - 1]]
         if own.chunk != incoming.chunk:
             raise program.error(
                 f"{program.where(index)}: combines {own} with {incoming} from rank {sender}"
@@ -364,42 +475,47 @@ class _Run:
                 f"{program.where(index)}: combines {_ranks(twice)} twice: has {own}, gets "
                 f"{incoming} from rank {sender}"
             )
-        pair = (incoming, own) if step.incoming_first else (own, incoming)
-        self._store(index, step.chunk, values.combine(*pair))
-        self._complete(index)
-        self._open_scratch(program.owner[index])
+        return self.values.combine(left, right)
 
-    def _load(self, index: int, chunk: int) -> _Value:
-        value = self.holds[self.program.owner[index]].get(chunk)
-        if value is None:
+    def _load(self, index: int, chunks: Iterable[int]) -> list[_Value]:
+        held = self.holds[self.program.owner[index]]
+        try:
+            return [held[chunk] for chunk in chunks]
+        except KeyError as exc:
             raise self.program.error(
-                f"{self.program.where(index)}: reads chunk {chunk} before it has a value"
-            )
-        return value
+                f"{self.program.where(index)}: reads chunk {exc.args[0]} before it has a value"
+            ) from None
 
-    def _store(self, index: int, chunk: int, value: _Value) -> None:
+    def _store(self, index: int, values: Iterable[_Value]) -> None:
+        """Put values into the chunks that a step names."""
         program, rank = self.program, self.program.owner[index]
-        if chunk in self.given[rank]:
-            raise program.error(
-                f"{program.where(index)}: overwrites chunk {chunk}, which was passed in"
-            )
-        if value.chunk != chunk and program.algorithm.collective != "all_to_all":
-            raise program.error(f"{program.where(index)}: puts {value} in chunk {chunk}")
-        self.holds[rank][chunk] = value
+        held, given = self.holds[rank], self.given[rank]
+        for chunk, value in zip(program.named[index], values, strict=True):
+            if chunk in given:
+                raise program.error(
+                    f"{program.where(index)}: overwrites chunk {chunk}, which was passed in"
+                )
+            if value.chunk != chunk and self.same_chunk:
+                raise program.error(f"{program.where(index)}: puts {value} in chunk {chunk}")
+            held[chunk] = value
 
     def _complete(self, index: int) -> None:
         self.done[index] = True
-        depth, waits = self.depth, self.waits
+        depth, path, waits = self.depth, self.path, self.waits
         for later in self.program.successors[index]:
             if depth[index] > depth[later]:
                 depth[later] = depth[index]
+            if path[index] > path[later]:
+                path[later] = path[index]
             waits[later] -= 1
             if waits[later] == 0:
                 self.ready.append(later)
 
     def _check_results(self) -> None:
         program, values = self.program, self.values
-        everyone = (1 << program.size) - 1
+        if program.algorithm.collective == "barrier":
+            self._check_heard()
+            return
         agreed: dict[int, _Value] = {}
         for rank, chunk, want in _promised(program, values):
             have = self.holds[rank].get(chunk)
@@ -411,12 +527,17 @@ class _Run:
                         f"rank {rank} ends with {have} in chunk {chunk} instead of {want}"
                     )
                 continue
-            if have.mask != everyone:
-                missing = _ranks(everyone & ~have.mask)
+            first, last = _contributors(program, rank)
+            wanted = (1 << (last + 1)) - (1 << first)
+            if have.mask & ~wanted:
+                surplus = _ranks(have.mask & ~wanted)
+                raise program.error(f"rank {rank} ends with {have}: {surplus} must not contribute")
+            if have.mask != wanted:
+                missing = _ranks(wanted & ~have.mask)
                 raise program.error(
                     f"rank {rank} ends with {have}, without the contribution of {missing}"
                 )
-            if program.algorithm.rank_order and have.span != (0, program.size - 1):
+            if program.algorithm.rank_order and have.span != (first, last):
                 raise program.error(f"claims rank order, but rank {rank} ends with {have}")
             if (
                 program.algorithm.collective == "all_reduce"
@@ -427,14 +548,32 @@ class _Run:
                     f"rank 0 with {agreed[chunk]}"
                 )
 
+    def _check_heard(self) -> None:
+        """Show that every rank has heard of every other, whatever the chunk."""
+        for rank, held in enumerate(self.holds):
+            heard = 0
+            for value in held.values():
+                heard |= value.mask
+            missing = (1 << self.program.size) - 1 & ~heard
+            if missing:
+                raise self.program.error(f"rank {rank} ends without a word of {_ranks(missing)}")
+
     def _cost(self) -> Cost:
         program = self.program
         sent, received = [0] * program.size, [0] * program.size
-        for step, rank in zip(program.steps, program.owner, strict=True):
+        messages = 0
+        for step, named, rank in zip(program.steps, program.named, program.owner, strict=True):
             if isinstance(step, Send):
-                sent[rank] += 1
-                received[step.peer] += 1
-        return Cost(max(self.depth, default=0), sum(sent), max(sent + received))
+                messages += 1
+                sent[rank] += len(named)
+                received[step.peer] += len(named)
+        return Cost(
+            steps=max(self.depth, default=0),
+            path=max(self.path, default=0),
+            messages=messages,
+            volume=sum(sent),
+            load=max(sent + received),
+        )
 
     def _cycle(self) -> str:
         """Follow what a stuck step waits for until it comes round."""
@@ -476,6 +615,17 @@ def _ranks(mask: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
 
+def _contributors(program: _Program, rank: int) -> tuple[int, int]:
+    """The first and the last rank that contribute to what `rank` ends with."""
+    match program.algorithm.collective:
+        case "scan":
+            return 0, rank
+        case "exscan":
+            return 0, rank - 1
+        case _:
+            return 0, program.size - 1
+
+
 def _given(program: _Program, values: _Values) -> list[dict[int, _Value]]:
     """What each rank holds at the start: chunk -> value."""
     collective, size, chunks = program.algorithm.collective, program.size, range(program.chunks)
@@ -486,11 +636,13 @@ def _given(program: _Program, values: _Values) -> list[dict[int, _Value]]:
         return [{rank: values.leaf(rank, rank)} for rank in range(size)]
     if collective == "all_to_all":
         chunks = range(size)
+    if collective == "exscan":
+        chunks = range(1)
     return [{chunk: values.leaf(rank, chunk) for chunk in chunks} for rank in range(size)]
 
 
 def _promised(program: _Program, values: _Values) -> Iterator[tuple[int, int, _Value | None]]:
-    """What must be held at the end: rank, chunk, value; None for the contributions of all."""
+    """What must be held at the end: rank, chunk, value; None for what is combined."""
     size, chunks = program.size, range(program.chunks)
     ranks = range(size)
     match program.algorithm.collective:
@@ -498,7 +650,7 @@ def _promised(program: _Program, values: _Values) -> Iterator[tuple[int, int, _V
             yield from ((r, c, values.leaf(program.root, c)) for r in ranks for c in chunks)
         case "reduce":
             yield from ((program.root, c, None) for c in chunks)
-        case "all_reduce" | "barrier":
+        case "all_reduce":
             yield from ((r, c, None) for r in ranks for c in chunks)
         case "gather":
             yield from ((program.root, i, values.leaf(i, i)) for i in ranks)
@@ -508,6 +660,10 @@ def _promised(program: _Program, values: _Values) -> Iterator[tuple[int, int, _V
             yield from ((r, r, values.leaf(program.root, r)) for r in ranks)
         case "reduce_scatter":
             yield from ((r, r, None) for r in ranks)
+        case "scan":
+            yield from ((r, c, None) for r in ranks for c in chunks)
+        case "exscan":
+            yield from ((r, 1, None) for r in ranks[1:])
         case "all_to_all":
             yield from ((r, size + i, values.leaf(i, r)) for r in ranks for i in ranks)
         case other:

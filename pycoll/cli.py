@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
-from pycoll import bench
+from pycoll import bench, tune
 
 if TYPE_CHECKING:
     from pycoll.schedules import Algorithm
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     timing = commands.add_parser("bench", help="time collectives, beside MPI and gloo")
     bench.add_options(timing)
+    tuning = commands.add_parser("tune", help="measure the algorithms, for choosing among them")
+    tune.add_options(tuning)
     arguments = parser.parse_args(argv)
     if arguments.command == "info":
         return _info()
@@ -48,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return bench.main(arguments)
         except ValueError as exc:
             timing.error(str(exc))
+    if arguments.command == "tune":
+        try:
+            return tune.main(arguments)
+        except ValueError as exc:
+            tuning.error(str(exc))
     from pycoll.schedules import TABLE, find, names
 
     try:
@@ -63,29 +72,65 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+class _Outcome(NamedTuple):
+    """What came of the proof of one algorithm: how many cases, or why it is wrong."""
+
+    proofs: int
+    seconds: float
+    failure: str | None = None
+
+
 def _check(chosen: Sequence[Algorithm], max_size: int) -> int:
-    """Prove the algorithms one by one and print a line for each; 1 if one is wrong."""
-    from pycoll.check import WINDOWS, ProofError, prove_algorithm
+    """Prove the algorithms and print a line for each, in order; 1 if one is wrong."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    from pycoll.check import WINDOWS
+    from pycoll.launcher.environment import usable_cores
     from pycoll.schedules import ROOTED
 
     print(f"proved for windows of {', '.join(map(str, WINDOWS))} receives into scratch")
-    row = "{:<15} {:<19} {:>6}  {:<5} {:>7} {:>6}  {}"
+    row = "{:<15} {:<19} {:>6}  {:<5} {:>7} {:>7}  {}"
     print(row.format("collective", "algorithm", "sizes", "roots", "proofs", "time", "result"))
     failures: list[str] = []
-    for algorithm in chosen:
-        started = time.monotonic()
-        roots = "each" if algorithm.collective in ROOTED else "-"
-        try:
-            proofs, result = str(prove_algorithm(algorithm, max_size).proofs), "proved"
-        except ProofError as exc:
-            failures.append(str(exc))
-            proofs, result = "-", "WRONG"
-        sizes, seconds = f"1-{max_size}", f"{time.monotonic() - started:.1f} s"
-        case = algorithm.collective, algorithm.name, sizes, roots
-        print(row.format(*case, proofs, seconds, result), flush=True)
+    cases = [(algorithm.collective, algorithm.name, max_size) for algorithm in chosen]
+    with ExitStack() as stack:
+        workers = min(usable_cores(), len(cases))
+        outcomes: Iterable[_Outcome] = map(_prove, cases)
+        if workers > 1:
+            # Fresh interpreters: forking is not safe where threads run.
+            fresh = multiprocessing.get_context("spawn")
+            # Proofs leave no cycles to collect.
+            pool = stack.enter_context(ProcessPoolExecutor(workers, fresh, gc.disable))
+            outcomes = pool.map(_prove, cases)
+        for (collective, name, _), outcome in zip(cases, outcomes, strict=True):
+            result, proofs = "proved", str(outcome.proofs)
+            if outcome.failure is not None:
+                failures.append(outcome.failure)
+                result, proofs = "WRONG", "-"
+            roots = "each" if collective in ROOTED else "-"
+            seconds = f"{outcome.seconds:.1f} s"
+            print(
+                row.format(collective, name, f"1-{max_size}", roots, proofs, seconds, result),
+                flush=True,
+            )
     for failure in failures:
         print(f"pycoll check: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _prove(case: tuple[str, str, int]) -> _Outcome:
+    """Prove (collective, algorithm, max_size)."""
+    from pycoll.check import ProofError, prove_algorithm
+    from pycoll.schedules import find
+
+    collective, name, max_size = case
+    started = time.monotonic()
+    try:
+        proofs, failure = prove_algorithm(find(collective, name), max_size).proofs, None
+    except ProofError as exc:
+        proofs, failure = 0, str(exc)
+    return _Outcome(proofs, time.monotonic() - started, failure)
 
 
 def _info() -> int:

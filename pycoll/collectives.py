@@ -15,18 +15,20 @@ import numpy as np
 from pycoll import arrays, ops, schedules
 from pycoll.arrays import Value
 from pycoll.dtypes import Array, DType
-from pycoll.executor import Binding, Combine
-from pycoll.group import Group
+from pycoll.executor import Binding, Combine, Whole
+from pycoll.group import Group, How
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
+from pycoll.select import Choice
 from pycoll.task import CallSteps
+from pycoll.transports.base import Parts
 
 
 class Reduction(NamedTuple):
-    """An operator, and the algorithm that runs with it."""
+    """An operator, and how the call that uses it runs."""
 
     op: Op
-    algorithm: str
+    choice: Choice
 
 
 def type_text(value: Value) -> str:
@@ -34,13 +36,13 @@ def type_text(value: Value) -> str:
     return f"{value.dtype}{list(value.array.shape)}"
 
 
-def barrier(group: Group, call: bytes, algorithm: str) -> CallSteps:
+def barrier(group: Group, call: bytes, choice: Choice) -> CallSteps:
     """Return when every rank has entered."""
     number = group.context.begin(call)
-    nothing = memoryview(b"")
-    binding = Binding(nbytes=[0], source=[(nothing,)], target=[None])
-    schedule = group.schedule("barrier", algorithm)
-    yield from group.run((number, 0), call, schedule, binding)
+    count = schedules.find("barrier", choice.name).chunks(group.size)
+    nothing: list[Parts | None] = [(memoryview(b""),)] * count
+    binding = Binding(nbytes=[0] * count, source=nothing, target=[None] * count)
+    yield from group.run((number, 0), call, ("barrier", choice), binding)
     group.context.end(number)
 
 
@@ -49,16 +51,10 @@ def all_reduce(
 ) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on every rank."""
     number = group.context.begin(call)
-    count = schedules.find("all_reduce", reduction.algorithm).chunks(group.size)
-    source, target = contiguous(x.array), result
-    binding = Binding(
-        nbytes=_lengths(pieces(target, count)),
-        source=_sources(pieces(source, count)),
-        target=list(pieces(target, count)),
-        combine=combiner(reduction.op, x.dtype, x.array.shape),
-    )
-    schedule = group.schedule("all_reduce", reduction.algorithm)
-    yield from group.run((number, 0), call, schedule, binding)
+    how = "all_reduce", reduction.choice
+    combine = combiner(reduction.op, x.dtype, x.array.shape)
+    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
     ops.finish(reduction.op, x.dtype, result, group.size)
 
@@ -68,19 +64,59 @@ def reduce(
 ) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on the root; None elsewhere."""
     number = group.context.begin(call)
-    count = schedules.find("reduce", reduction.algorithm).chunks(group.size)
-    source = pieces(contiguous(x.array), count)
-    binding = Binding(
-        nbytes=_lengths(source),
-        source=_sources(source),
-        target=list(pieces(result, count)) if result is not None else [None] * count,
-        combine=combiner(reduction.op, x.dtype, x.array.shape),
-    )
-    schedule = group.schedule("reduce", reduction.algorithm, root)
-    yield from group.run((number, 0), call, schedule, binding)
+    how = "reduce", reduction.choice, root
+    combine = combiner(reduction.op, x.dtype, x.array.shape)
+    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
     if result is not None:
         ops.finish(reduction.op, x.dtype, result, group.size)
+
+
+def scan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Array) -> CallSteps:
+    """Combine the x of the ranks up to this one into `result` (C-contiguous, x's shape)."""
+    number = group.context.begin(call)
+    how = "scan", reduction.choice
+    combine = combiner(reduction.op, x.dtype, x.array.shape)
+    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
+    group.context.end(number)
+    ops.finish(reduction.op, x.dtype, result, group.rank + 1)
+
+
+def exscan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Array) -> CallSteps:
+    """Combine the x of the ranks before this one into `result`; untouched on rank 0."""
+    number = group.context.begin(call)
+    own, target = arrays.as_bytes(contiguous(x.array)), arrays.as_bytes(result)
+    binding = Binding(
+        nbytes=[len(own), len(own)],
+        source=[(own,), None],
+        target=[None, target],
+        combine=combiner(reduction.op, x.dtype, x.array.shape),
+    )
+    how = "exscan", reduction.choice
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
+    group.context.end(number)
+    if group.rank:
+        ops.finish(reduction.op, x.dtype, result, group.rank)
+
+
+def bind_pieces(
+    group: Group, how: How, combine: Combine, array: Array, result: Array | None
+) -> Binding:
+    """Bind the pieces of a C-contiguous array, as many as the algorithm wants, and the result's."""
+    count = schedules.find(how[0], how[1].name).chunks(group.size)
+    source = arrays.as_bytes(array)
+    target = arrays.as_bytes(result) if result is not None else None
+    ends = piece_ends(array.size, array.itemsize, count)
+    spans = [slice(begin, end) for begin, end in pairwise(ends)]
+    return Binding(
+        nbytes=[span.stop - span.start for span in spans],
+        source=[(source[span],) for span in spans],
+        target=[target[span] for span in spans] if target is not None else [None] * count,
+        combine=combine,
+        whole=Whole(ends, source, target),
+    )
 
 
 def reduce_scatter(
@@ -88,7 +124,8 @@ def reduce_scatter(
 ) -> CallSteps:
     """Reduce row r of all ranks' x (size, ...) into rank r's `result` (C-contiguous)."""
     number = group.context.begin(call)
-    source = rows(contiguous(x.array))
+    array = contiguous(x.array)
+    source = rows(array)
     target: list[memoryview | None] = [None] * group.size
     target[group.rank] = arrays.as_bytes(result)
     binding = Binding(
@@ -96,31 +133,30 @@ def reduce_scatter(
         source=_sources(source),
         target=target,
         combine=combiner(reduction.op, x.dtype, x.array.shape[1:]),
+        whole=_whole_rows(array, None) if reduction.op.elementwise else None,
     )
-    schedule = group.schedule("reduce_scatter", reduction.algorithm)
-    yield from group.run((number, 0), call, schedule, binding)
+    how = "reduce_scatter", reduction.choice
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
     ops.finish(reduction.op, x.dtype, result, group.size)
 
 
 def gather(
-    group: Group, call: bytes, x: Value, algorithm: str, root: int, result: Array | None
+    group: Group, call: bytes, x: Value, choice: Choice, root: int, result: Array | None
 ) -> CallSteps:
     """Gather into `result` (size, ...) on the root; None elsewhere."""
-    yield from _gather_blocks(group, "gather", call, algorithm, root, x, result)
+    yield from _gather_blocks(group, ("gather", choice, root), call, x, result)
 
 
-def all_gather(group: Group, call: bytes, x: Value, algorithm: str, result: Array) -> CallSteps:
+def all_gather(group: Group, call: bytes, x: Value, choice: Choice, result: Array) -> CallSteps:
     """Gather into `result` (size, ...) on every rank."""
-    yield from _gather_blocks(group, "all_gather", call, algorithm, 0, x, result)
+    yield from _gather_blocks(group, ("all_gather", choice), call, x, result)
 
 
 def _gather_blocks(
     group: Group,
-    collective: str,
+    how: How,
     call: bytes,
-    algorithm: str,
-    root: int,
     x: Value,
     result: Array | None,
 ) -> CallSteps:
@@ -132,36 +168,26 @@ def _gather_blocks(
         nbytes=[len(own)] * group.size,
         source=source,
         target=list(rows(result)) if result is not None else [None] * group.size,
+        whole=Whole([len(own) * i for i in range(group.size + 1)], None, _bytes(result)),
     )
-    schedule = group.schedule(collective, algorithm, root)
-    yield from group.run((number, 0), call, schedule, binding)
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
 
 
-def prefix(group: Group, call: bytes, x: Value, op: Op, count: int, result: Array) -> CallSteps:
-    """Combine the x of the first `count` ranks into `result` (C-contiguous, x's shape)."""
-    everything = np.empty((group.size, *x.array.shape), x.dtype.storage)
-    algorithm = group.choose("all_gather", x.array.nbytes, None, native=False)
-    yield from all_gather(group, call, x, algorithm, everything)
-    if count:
-        result[...] = everything[0, ...]
-        for rank in range(1, count):
-            ops.combine(op, x.dtype, result, everything[rank, ...], result)
-        ops.finish(op, x.dtype, result, count)
-
-
-def all_to_all(group: Group, call: bytes, x: Value, algorithm: str, result: Array) -> CallSteps:
+def all_to_all(group: Group, call: bytes, x: Value, choice: Choice, result: Array) -> CallSteps:
     """Put row `rank` of rank i's x into row i of `result` (size, ...)."""
     number = group.context.begin(call)
     source, target = rows(contiguous(x.array)), rows(result)
+    count = schedules.find("all_to_all", choice.name).chunks(group.size)
     nothing: list[Any] = [None] * group.size
+    between: list[Any] = [None] * (count - 2 * group.size)  # blocks on their way to other ranks
     binding = Binding(
-        nbytes=_lengths([*source, *target]),
-        source=[*_sources(source), *nothing],
-        target=[*nothing, *target],
+        nbytes=[x.array.nbytes // group.size] * count,
+        source=[*_sources(source), *nothing, *between],
+        target=[*nothing, *target, *between],
     )
-    schedule = group.schedule("all_to_all", algorithm)
-    yield from group.run((number, 0), call, schedule, binding)
+    how = "all_to_all", choice
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
 
 
@@ -178,12 +204,10 @@ def combiner(op: Op, dtype: DType, shape: tuple[int, ...]) -> Combine:
     return combine
 
 
-def pieces(array: Array, count: int) -> list[memoryview]:
-    """Cut a C-contiguous array into `count` byte views of nearly equal numbers of elements."""
-    view = arrays.as_bytes(array)
-    short, long = divmod(array.size, count)
-    ends = [(i * short + min(i, long)) * array.itemsize for i in range(count + 1)]
-    return [view[begin:end] for begin, end in pairwise(ends)]
+def piece_ends(size: int, itemsize: int, count: int) -> list[int]:
+    """Return where `count` pieces of nearly equal numbers of elements begin and end, in bytes."""
+    short, long = divmod(size, count)
+    return [(i * short + min(i, long)) * itemsize for i in range(count + 1)]
 
 
 def rows(array: Array) -> list[memoryview]:
@@ -195,6 +219,15 @@ def rows(array: Array) -> list[memoryview]:
 
 def _lengths(views: Sequence[memoryview]) -> list[int | None]:
     return [len(view) for view in views]
+
+
+def _whole_rows(array: Array, result: Array | None) -> Whole:
+    step = array.nbytes // len(array)
+    return Whole([step * i for i in range(len(array) + 1)], arrays.as_bytes(array), _bytes(result))
+
+
+def _bytes(array: Array | None) -> memoryview | None:
+    return arrays.as_bytes(array) if array is not None else None
 
 
 def _sources(views: Sequence[memoryview]) -> list[Any]:

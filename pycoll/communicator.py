@@ -676,6 +676,8 @@ class Communicator(NonBlocking):
         if native is not None and core is not None:
             call = Call(text, group.number, group.context)
             result = core.run(call, seconds, lambda: native(core))
+        elif prepared.by_levels is not None:
+            result = prepared.by_levels(f"{text}\0{caller()}".encode(), seconds)
         if result is BY_MESSAGES:
             collective = prepared.collective
             call = Call(text, group.number if collective else -1, group.context)

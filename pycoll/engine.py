@@ -47,6 +47,9 @@ class Engine(Driver):
         control: the connection to the launcher, joined; None: a job without one.
         op_timeout: default deadline of an operation, seconds; math.inf: none.
         shared_memory: that of this host, or why there is none.
+
+    Attributes:
+        hosts: by world rank the number of its host.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Engine(Driver):
         self.op_timeout = op_timeout
         self.shared_memory = memory
         self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
+        self.hosts: tuple[int, ...] = (0,) * len(transports)
         self.contexts: dict[int, Context] = {}
         self.membership = Membership(rank, self, has_launcher=control is not None)
         self._unclaimed: dict[int, dict[Arrival, None]] = {}

@@ -1,4 +1,4 @@
-"""Running one schedule over the transports: the only loop that does.
+"""Running schedules over the transports: the only loop that does.
 
 A `Run` posts every step as soon as what it waits for is done: hazards come with the schedule, and
 receives that will be reduced are opened in the schedule's order, `window` at a time, which bounds
@@ -6,12 +6,16 @@ scratch memory. It never blocks; it is an operation that is done when its last s
 
 Nothing is copied that need not be: chunks are sent from where their value lies (the caller's
 array at first), received where they must end up, and reduced from the frame they came in.
+
+A `Pipeline` runs the same schedule on one segment of every chunk after the other, several at a
+time, each on a lane of its own: while a rank hands one segment on, the next comes in.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, Context, Key, readable
@@ -23,8 +27,26 @@ from pycoll.transports.base import Arrival, Operation, Parts, Withdrawn
 WINDOW = 4
 """Receives to be reduced that are open at a time (the proof covers 1, 2 and this)."""
 
+SEGMENTS_IN_FLIGHT = 16
+"""Segments of one call that are under way at a time; as long as a chain through all ranks would
+need to be full at 16 ranks."""
+
 Combine = Callable[[memoryview, memoryview, memoryview], None]
 """(left, right, out): byte views of equal length; out may be left or right."""
+
+
+class Whole(NamedTuple):
+    """Chunks that lie one behind the other, so that neighbors are one piece of memory.
+
+    Attributes:
+        ends: chunk c is bytes ``ends[c]`` to ``ends[c + 1]``.
+        source: the values of all chunks at the start, or None.
+        target: the memory of all chunks at the end, or None.
+    """
+
+    ends: Sequence[int]
+    source: memoryview | None
+    target: memoryview | None
 
 
 class Binding(NamedTuple):
@@ -35,12 +57,43 @@ class Binding(NamedTuple):
         source: the value at the start, or None. Never written, unless it is also the target.
         target: where the value must be at the end, or None if it is not needed then.
         combine: the reduction, None if nothing is reduced.
+        whole: the chunks as pieces of one value, if they are.
     """
 
     nbytes: list[int | None]
     source: list[Parts | None]
     target: list[memoryview | None]
     combine: Combine | None = None
+    whole: Whole | None = None
+
+    def cut(self, index: int, count: int, granule: int) -> Binding:
+        """Return segment `index` of `count` of every chunk; `granule` bytes stay together.
+
+        Every source must be in one part (see `joined`).
+        """
+
+        def segment(nbytes: int) -> slice:
+            units = nbytes // granule
+            return slice(units * index // count * granule, units * (index + 1) // count * granule)
+
+        nbytes: list[int | None] = []
+        source: list[Parts | None] = []
+        target: list[memoryview | None] = []
+        for length, parts, view in zip(self.nbytes, self.source, self.target, strict=True):
+            assert length is not None
+            piece = segment(length)
+            nbytes.append(piece.stop - piece.start)
+            source.append((parts[0][piece],) if parts is not None else None)
+            target.append(view[piece] if view is not None else None)
+        return Binding(nbytes, source, target, self.combine)
+
+    def joined(self) -> Binding:
+        """Return the same with every source in one part."""
+        source: list[Parts | None] = [
+            parts if parts is None or len(parts) == 1 else (memoryview(b"".join(parts)),)
+            for parts in self.source
+        ]
+        return self._replace(source=source)
 
 
 class Run(Operation):
@@ -69,7 +122,9 @@ class Run(Operation):
         "_number",
         "_open",
         "_own",
+        "_own_whole",
         "_ready",
+        "_scattered",
         "_schedule",
         "_scratch",
         "_transfers",
@@ -104,6 +159,8 @@ class Run(Operation):
         self._incoming: dict[int, memoryview] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._own: dict[int, memoryview] = {}
+        self._own_whole: memoryview | None = None
+        self._scattered: dict[int, memoryview] = {}  # what must go from scratch to several chunks
         self._scratch: list[memoryview] = []
         self._keys: set[Key] = set()
         self._transfers: dict[int, Operation] = {}
@@ -147,20 +204,20 @@ class Run(Operation):
             self.finish()
 
     def _post(self, position: int) -> None:
-        match self._schedule.steps[position]:
-            case Send(peer, chunk):
-                self._send(position, peer, chunk)
+        step, chunks = self._schedule.steps[position], self._schedule.chunks[position]
+        match step:
+            case Send(peer):
+                self._send(position, peer, chunks)
             case Recv(_, _, scratch=True):
                 self._unopened.append(position)
                 self._open_receives()
-            case Recv(peer, chunk):
-                self._receive(position, peer, self._to_chunk(chunk))
-            case Reduce(chunk, incoming_first):
-                self._reduce(position, chunk, incoming_first)
-            case Copy(source, chunk):
-                destination = self._destination(chunk, self._binding.nbytes[chunk] or 0)
+            case Recv(peer):
+                self._receive(position, peer, self._to_chunks(position, chunks))
+            case Reduce(_, incoming_first):
+                self._reduce(position, chunks, incoming_first)
+            case Copy(source):
+                destination = self._destination(chunks[0], self._binding.nbytes[chunks[0]] or 0)
                 fill_from(self._value(source), destination)
-                self.location[chunk] = (destination,)
                 self._complete(position)
 
     def _complete(self, position: int) -> None:
@@ -181,7 +238,7 @@ class Run(Operation):
 
     # --- steps -----------------------------------------------------------------------------
 
-    def _send(self, position: int, peer: int, chunk: int) -> None:
+    def _send(self, position: int, peer: int, chunks: Sequence[int]) -> None:
         header = COLLECTIVE.pack(
             KIND_COLLECTIVE,
             self._context.ident,
@@ -190,7 +247,7 @@ class Run(Operation):
             self._schedule.number[position],
         )
         world = self._context.members[peer]
-        parts = self._value(chunk)
+        parts = self._value(chunks[0]) if len(chunks) == 1 else self._values(chunks)
         self._follow(
             position,
             self._engine.send(self._context, world, header + self._call, parts),
@@ -227,6 +284,10 @@ class Run(Operation):
         def done(operation: Operation) -> None:
             self._transfers.pop(position, None)
             if operation.error is None:
+                if position in self._scattered:
+                    scratch = self._scattered.pop(position)
+                    self._fill_chunks(self._schedule.chunks[position], scratch)
+                    self._scratch.append(scratch)
                 self._complete(position)
             elif not isinstance(operation.error, Withdrawn):
                 self.abort(operation.error)
@@ -236,14 +297,31 @@ class Run(Operation):
             self._transfers[position] = transfer
         transfer.then(done)
 
-    def _to_chunk(self, chunk: int) -> Callable[[Arrival], memoryview]:
-        def place(arrival: Arrival) -> memoryview:
-            self._check_length(arrival, chunk)
-            destination = self._destination(chunk, arrival.nbytes)
-            self.location[chunk] = (destination,)
-            return destination
+    def _to_chunks(
+        self, position: int, chunks: Sequence[int]
+    ) -> Callable[[Arrival], memoryview | None]:
+        def place(arrival: Arrival) -> memoryview | None:
+            self._check_length(arrival, chunks)
+            if len(chunks) == 1:
+                return self._destination(chunks[0], arrival.nbytes)
+            into = self._destination_of_all(chunks)
+            if into is not None:
+                return into
+            if arrival.payload is not None:
+                self._fill_chunks(chunks, arrival.payload)
+                arrival.release()
+                return None
+            self._scattered[position] = scratch = self._take_scratch(arrival.nbytes)
+            return scratch[: arrival.nbytes]
 
         return place
+
+    def _fill_chunks(self, chunks: Sequence[int], data: memoryview) -> None:
+        begin = 0
+        for chunk in chunks:
+            end = begin + self._length(chunk)
+            self._destination(chunk, end - begin)[:] = data[begin:end]
+            begin = end
 
     def _open_receives(self) -> None:
         while self._unopened and self._open < WINDOW:
@@ -251,11 +329,11 @@ class Run(Operation):
             step = self._schedule.steps[position]
             assert isinstance(step, Recv)
             self._open += 1
-            self._receive(position, step.peer, self._to_scratch(position, step.chunk))
+            self._receive(position, step.peer, self._to_scratch(position))
 
-    def _to_scratch(self, position: int, chunk: int) -> Callable[[Arrival], memoryview | None]:
+    def _to_scratch(self, position: int) -> Callable[[Arrival], memoryview | None]:
         def place(arrival: Arrival) -> memoryview | None:
-            self._check_length(arrival, chunk)
+            self._check_length(arrival, self._schedule.chunks[position])
             if arrival.payload is not None:
                 self._arrivals[position] = arrival
                 self._incoming[position] = arrival.payload
@@ -266,18 +344,16 @@ class Run(Operation):
 
         return place
 
-    def _reduce(self, position: int, chunk: int, incoming_first: bool) -> None:
+    def _reduce(self, position: int, chunks: Sequence[int], incoming_first: bool) -> None:
         incoming = self._incoming.pop(position - 1)
         arrival = self._arrivals.pop(position - 1, None)
-        nbytes = self._binding.nbytes[chunk]
-        assert nbytes is not None
-        if nbytes and self._binding.combine is not None:
-            own = self._value(chunk)[0]
-            operand = incoming[:nbytes]
+        begin = 0
+        for own, nbytes, destination in self._operands(chunks):
+            operand = incoming[begin : begin + nbytes]
             left, right = (operand, own) if incoming_first else (own, operand)
-            destination = self._destination(chunk, nbytes)
-            self._binding.combine(left, right, destination)
-            self.location[chunk] = (destination,)
+            if nbytes and self._binding.combine is not None:
+                self._binding.combine(left, right, destination)
+            begin += nbytes
         if arrival is not None:
             arrival.release()
         else:
@@ -293,13 +369,86 @@ class Run(Operation):
         assert value is not None, f"chunk {chunk} has no value"
         return value
 
+    def _values(self, chunks: Sequence[int]) -> Parts:
+        """Return several chunks, in one part if they lie one behind the other."""
+        whole = self._whole_of(chunks)
+        if whole is not None:
+            return (whole,)
+        return tuple([part for chunk in chunks for part in self._value(chunk)])
+
+    def _whole_of(self, chunks: Sequence[int]) -> memoryview | None:
+        whole = self._binding.whole
+        if whole is None or not _are_neighbors(chunks):
+            return None
+        piece = slice(whole.ends[chunks[0]], whole.ends[chunks[-1] + 1])
+        binding, location = self._binding, self.location
+        if whole.source is not None and all(
+            [location[chunk] is binding.source[chunk] for chunk in chunks]
+        ):
+            return whole.source[piece]
+        views = [self._value(chunk)[0] for chunk in chunks]
+        if whole.target is not None and all(
+            [view is binding.target[chunk] for view, chunk in zip(views, chunks, strict=True)]
+        ):
+            return whole.target[piece]
+        if self._own_whole is not None and all(
+            [view is self._own.get(chunk) for view, chunk in zip(views, chunks, strict=True)]
+        ):
+            return self._own_whole[piece]
+        return None
+
     def _destination(self, chunk: int, nbytes: int) -> memoryview:
+        """Return the memory in which `chunk` has its value from now on."""
+        destination = self._memory(chunk, nbytes)
+        self.location[chunk] = (destination,)
+        return destination
+
+    def _memory(self, chunk: int, nbytes: int) -> memoryview:
         target = self._binding.target[chunk]
         if target is not None:
             return target
-        if chunk not in self._own:
-            self._own[chunk] = new_bytes(nbytes)
-        return self._own[chunk]
+        own = self._own.get(chunk)
+        if own is None:
+            whole = self._binding.whole
+            if whole is None:
+                own = new_bytes(nbytes)
+            else:
+                if self._own_whole is None:  # pages that are not touched cost nothing
+                    self._own_whole = new_bytes(whole.ends[-1])
+                own = self._own_whole[whole.ends[chunk] : whole.ends[chunk + 1]]
+            self._own[chunk] = own
+        return own
+
+    def _destination_of_all(self, chunks: Sequence[int]) -> memoryview | None:
+        """Return one piece of memory for several chunks; None: they have none in common."""
+        whole = self._binding.whole
+        if whole is None or not _are_neighbors(chunks):
+            return None
+        has_target = {self._binding.target[chunk] is not None for chunk in chunks}
+        if len(has_target) == 2:
+            return None
+        for chunk in chunks:
+            self._destination(chunk, self._length(chunk))
+        memory = whole.target if has_target == {True} else self._own_whole
+        assert memory is not None
+        return memory[whole.ends[chunks[0]] : whole.ends[chunks[-1] + 1]]
+
+    def _operands(self, chunks: Sequence[int]) -> Iterator[tuple[memoryview, int, memoryview]]:
+        """Give the own operand, its length and where the result goes, for as few pieces as can."""
+        if len(chunks) > 1:
+            own = self._whole_of(chunks)
+            into = self._destination_of_all(chunks) if own is not None else None
+            if own is not None and into is not None:
+                yield own, len(own), into
+                return
+        for chunk in chunks:
+            own = self._value(chunk)[0]
+            yield own, self._length(chunk), self._destination(chunk, self._length(chunk))
+
+    def _length(self, chunk: int) -> int:
+        nbytes = self._binding.nbytes[chunk]
+        assert nbytes is not None, f"nobody said how long chunk {chunk} is"
+        return nbytes
 
     def _take_scratch(self, nbytes: int) -> memoryview:
         for index, scratch in enumerate(self._scratch):
@@ -307,13 +456,67 @@ class Run(Operation):
                 return self._scratch.pop(index)
         return new_bytes(nbytes)
 
-    def _check_length(self, arrival: Arrival, chunk: int) -> None:
-        expected = self._binding.nbytes[chunk]
-        if expected is not None and arrival.nbytes != expected:
+    def _check_length(self, arrival: Arrival, chunks: Sequence[int]) -> None:
+        lengths = [self._binding.nbytes[chunk] for chunk in chunks]
+        known = [length for length in lengths if length is not None]
+        expected = sum(known)
+        if len(known) == len(lengths) and arrival.nbytes != expected:
             raise MismatchError(
                 f"rank {arrival.peer} sent {arrival.nbytes} bytes in {readable(self._call)}, "
                 f"where rank {self._context.me} expects {expected}"
             )
+
+
+class Pipeline(Operation):
+    """One schedule on every segment of its chunks.
+
+    Args:
+        make: the run of a segment.
+        count: how many segments there are.
+    """
+
+    __slots__ = ("_count", "_filling", "_make", "_next", "_runs")
+
+    def __init__(self, make: Callable[[int], Run], count: int) -> None:
+        super().__init__()
+        self._make = make
+        self._count = count
+        self._next = 0
+        self._runs: set[Run] = set()
+        self._filling = False
+
+    def start(self) -> None:
+        """Start as many segments as may be under way."""
+        if self._filling:
+            return
+        self._filling = True
+        while self._next < self._count and len(self._runs) < SEGMENTS_IN_FLIGHT and not self.done:
+            run = self._make(self._next)
+            self._next += 1
+            self._runs.add(run)
+            run.then(self._ended)
+            run.start()
+        self._filling = False
+        if not self._runs and not self.done:
+            self.finish()
+
+    def cancel(self) -> None:
+        super().cancel()
+        runs, self._runs = self._runs, set()
+        for run in runs:
+            run.cancel()
+
+    def _ended(self, run: Operation) -> None:
+        assert isinstance(run, Run)
+        self._runs.discard(run)
+        if run.error is not None:
+            self.abort(run.error)
+        elif not self.done:
+            self.start()
+
+
+def _are_neighbors(chunks: Sequence[int]) -> bool:
+    return all(after == before + 1 for before, after in pairwise(chunks))
 
 
 def new_bytes(nbytes: int) -> memoryview:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pycoll import agreed
+from pycoll.agreed import SHARED_MEMORY as SHARED_MEMORY
 from pycoll.context import Context
 from pycoll.engine import Engine
 from pycoll.late import Late
 
 if TYPE_CHECKING:
     from pycoll import executor, schedules, select
-    from pycoll.executor import Binding
+    from pycoll.agreed import Agreed
+    from pycoll.executor import Binding, Pipeline, Run
     from pycoll.native import Native
     from pycoll.schedule import Schedule
+    from pycoll.select import Choice, Request, Selector
     from pycoll.task import CallSteps
 else:
     executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
     select = Late("pycoll.select")
 
-SHARED_MEMORY = "shared_memory"
-"""The algorithm of the compiled core, which is no schedule."""
+How = tuple[str, "Choice"] | tuple[str, "Choice", int]
+"""(collective, choice), and the root if the collective has one."""
 
 CACHED_SCHEDULES = 64
 """Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""
+
+CACHED_CHOICES = 1024
+"""Choices kept by a communicator: one for each call that differs in what matters to it."""
 
 
 class Group:
@@ -35,6 +42,8 @@ class Group:
         rank: this process's rank among them.
         size: their number.
         context: what matches their messages.
+        hosts: by rank the number of its host.
+        on_close: called when it is closed, under the engine's lock.
         native: their collectives in shared memory; None: not all are on this host, or cannot.
     """
 
@@ -43,9 +52,14 @@ class Group:
         self.members = tuple(members)
         self.rank = self.members.index(engine.rank)
         self.size = len(self.members)
+        self.hosts = tuple([engine.hosts[world] for world in self.members])
         self.context: Context = engine.open_context(ident, self.members)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
+        self.on_close: list[Callable[[], object]] = []
+        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._selector: Selector | None = None
+        self._generation = 0
         self.native = self._open_native()
 
     def _open_native(self) -> Native | None:
@@ -60,6 +74,8 @@ class Group:
 
     def close(self) -> None:
         """Forget this communicator; under the engine's lock."""
+        for close in self.on_close:
+            close()
         self.engine.close_context(self.context)
         if self.native is not None:
             self.context.on_fail = lambda: None
@@ -83,46 +99,71 @@ class Group:
         rank_order: bool = False,
         whole: bool = False,
         native: bool = True,
-    ) -> str:
-        """Return the algorithm of a call; `native`: shared memory is best where there is any.
+    ) -> Choice:
+        """Return how a call runs; the same on all ranks.
+
+        Args:
+            collective: for example ``"all_reduce"``.
+            nbytes: of one rank's value, or of one block (see `select.Request`).
+            forced: the algorithm that the caller wants, or None.
+            rank_order: the operator is not commutative.
+            whole: the operator takes whole values only.
+            native: the compiled core may run it, where there is one.
 
         Raises:
             ValueError: `forced` does not exist, or cannot serve this operator.
         """
-        if self.native is not None and (forced == SHARED_MEMORY or (forced is None and native)):
-            return SHARED_MEMORY
-        if forced == SHARED_MEMORY and self.size > 1:
+        self._forget_stale()
+        key = collective, nbytes, forced, rank_order, whole, native
+        choice = self._choices.get(key)
+        if choice is None:
+            request = select.Request(collective, nbytes, rank_order, whole, native)
+            choice = (
+                self.selector.choose(request) if forced is None else self._force(forced, request)
+            )
+            if len(self._choices) >= CACHED_CHOICES:
+                self._choices.clear()
+            self._choices[key] = choice
+        return choice
+
+    def _force(self, name: str, request: Request) -> Choice:
+        collective = request.collective
+        if name == SHARED_MEMORY:
+            if self.native is not None:
+                return select.Choice(SHARED_MEMORY)
+            if self.size == 1:
+                return self.selector.choose(request)
             raise ValueError(self._no_shared_memory(collective))
-        if forced in (None, SHARED_MEMORY):
-            return select.choose(collective, nbytes, self.size, rank_order=rank_order, whole=whole)
         known = schedules.names(collective)
-        if forced not in known:
+        if name not in known:
             listed = ", ".join((SHARED_MEMORY, *known))
-            raise ValueError(f"{collective} has no algorithm {forced!r}; it has {listed}")
-        reason = select.usable(collective, forced, rank_order=rank_order, whole=whole)
+            raise ValueError(f"{collective} has no algorithm {name!r}; it has {listed}")
+        reason = select.usable(collective, name, rank_order=request.rank_order, whole=request.whole)
         if reason is not None:
             raise ValueError(reason)
-        return forced
+        self.schedule(collective, name)  # a user's may make no sense: say so before it is used
+        return select.Choice(name, self.selector.segments(name, request))
 
-    def choose_prefix(self, collective: str, forced: str | None, native: bool) -> str:
-        """Return the algorithm of a scan or exscan.
+    @property
+    def selector(self) -> Selector:
+        """What chooses algorithms; made when it is first needed."""
+        if self._selector is None:
+            self.go_by(agreed.current())
+        assert self._selector is not None
+        return self._selector
 
-        Raises:
-            ValueError: `forced` does not exist, or cannot serve.
-        """
-        if forced not in (None, SHARED_MEMORY, "linear"):
-            raise ValueError(
-                f"{collective} has no algorithm {forced!r}; it has {SHARED_MEMORY}, linear"
-            )
-        if self.native is not None and native and forced != "linear":
-            return SHARED_MEMORY
-        if forced == SHARED_MEMORY and self.native is None and self.size > 1:
-            raise ValueError(self._no_shared_memory(collective))
-        return "linear"
+    def go_by(self, settings: Agreed) -> None:
+        """Choose by other settings than the job's; on all ranks, before or between calls."""
+        self._selector = select.Selector(settings, self.hosts, self.native is not None)
+        self._choices.clear()
+
+    def in_core(self, collective: str) -> bool:
+        """Whether calls of a collective may enter the compiled core without asking `choose`."""
+        rule = agreed.current().rules.get(collective)
+        return rule is None or rule.allows(SHARED_MEMORY)
 
     def _no_shared_memory(self, collective: str) -> str:
-        prefix = collective in ("scan", "exscan")
-        others = "linear" if prefix else " or ".join(schedules.names(collective))
+        others = " or ".join(schedules.names(collective))
         if self.engine.shared_memory is None:
             why = f"cannot be used: {self.engine.no_shared_memory}"
         else:
@@ -131,10 +172,13 @@ class Group:
 
     def schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
         """Return this rank's schedule, compiled once."""
+        self._forget_stale()
         key = (collective, algorithm, root)
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule = schedules.schedule(collective, algorithm, self.rank, self.size, root)
+            schedule = schedules.schedule(
+                collective, algorithm, self.rank, self.size, root, self.hosts
+            )
             self._schedules[key] = schedule
             if len(self._schedules) > CACHED_SCHEDULES:
                 self._schedules.popitem(last=False)
@@ -142,15 +186,60 @@ class Group:
             self._schedules.move_to_end(key)
         return schedule
 
+    def _forget_stale(self) -> None:
+        """Forget what was found before the user registered an algorithm, perhaps once more."""
+        if self._generation != schedules.generation():
+            self._generation = schedules.generation()
+            self._schedules.clear()
+            self._choices.clear()
+            if self._selector is not None:
+                self.go_by(self._selector.agreed)
+
+    def operation(
+        self,
+        address: tuple[int, int],
+        call: bytes,
+        how: How,
+        binding: Binding,
+        granule: int = 1,
+    ) -> Run | Pipeline:
+        """Make what runs a schedule, as a part of a call; it must be started.
+
+        Args:
+            address: (number of the call, first lane); it takes a lane for each segment.
+            call: its signature.
+            how: which schedule, and in how many segments.
+            binding: where the chunks are.
+            granule: bytes that must stay together in a segment: an element.
+        """
+        collective, choice, *root = how
+        schedule = self.schedule(collective, choice.name, *root)
+        if choice.segments == 1:
+            return executor.Run(self.engine, self.context, address, call, schedule, binding)
+        number, lane = address
+        joined = binding.joined()
+
+        def segment(index: int) -> Run:
+            piece = joined.cut(index, choice.segments, granule)
+            here = number, lane + index
+            return executor.Run(self.engine, self.context, here, call, schedule, piece)
+
+        return executor.Pipeline(segment, choice.segments)
+
     def run(
-        self, address: tuple[int, int], call: bytes, schedule: Schedule, binding: Binding
+        self,
+        address: tuple[int, int],
+        call: bytes,
+        how: How,
+        binding: Binding,
+        granule: int = 1,
     ) -> CallSteps:
-        """Run one schedule to its end, as a part of a call; returns the finished Run."""
-        run = executor.Run(self.engine, self.context, address, call, schedule, binding)
-        run.start()
+        """Run what `operation` makes to its end, and return it."""
+        operation = self.operation(address, call, how, binding, granule)
+        operation.start()
         try:
-            yield run
+            yield operation
         except BaseException:
-            run.cancel()
+            operation.cancel()
             raise
-        return run
+        return operation

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pycoll import arrays, ops, schedules
+from pycoll import arrays, ops
 from pycoll.arrays import Value
-from pycoll.collectives import combiner, pieces
+from pycoll.collectives import bind_pieces, combiner
 from pycoll.dtypes import DType
-from pycoll.executor import Binding, Combine, Run
+from pycoll.executor import Combine
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import KINDS, OPS, Native
 from pycoll.native_calls import combine, serves
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.prepared import Prepared
+from pycoll.select import Choice
 from pycoll.task import CallSteps
 
 if TYPE_CHECKING:
@@ -131,11 +132,11 @@ def prepare_all_reduce_many(
         ops.check(resolved, value.dtype)
     native = blocking and all(serves(resolved, value) for value in dtypes.values())
 
-    def choose(nbytes: int, forced: str | None, native: bool) -> str:
+    def choose(nbytes: int, forced: str | None, native: bool) -> Choice:
         rank_order, whole = not resolved.commutative, not resolved.elementwise
         return group.choose("all_reduce", nbytes, forced, rank_order, whole, native)
 
-    in_core = choose(0, algorithm, native) == SHARED_MEMORY
+    in_core = choose(0, algorithm, native).name == SHARED_MEMORY
     alone_nbytes = ALONE_IN_CORE_NBYTES if in_core else ALONE_NBYTES
     if in_core and not resolved.elementwise:
         alone_nbytes = 0  # the core gives a function all that it combines
@@ -192,24 +193,15 @@ def _over_messages(
     call: bytes,
     buckets: Sequence[Bucket],
     op: Op,
-    choose: Callable[[int], str],
+    choose: Callable[[int], Choice],
 ) -> CallSteps:
     number = group.context.begin(call)
     runs = []
     for lane, bucket in enumerate(buckets):
-        algorithm = choose(bucket.source.nbytes)
-        count = schedules.find("all_reduce", algorithm).chunks(group.size)
-        target = pieces(bucket.target, count)
-        in_place = bucket.source is bucket.target
-        source = target if in_place else pieces(bucket.source, count)
-        binding = Binding(
-            nbytes=[len(view) for view in target],
-            source=[(view,) for view in source],
-            target=list(target),
-            combine=bucket.combiner(op),
-        )
-        schedule = group.schedule("all_reduce", algorithm)
-        runs.append(Run(group.engine, group.context, (number, lane), call, schedule, binding))
+        # In one segment: the buckets overlap each other already.
+        how = "all_reduce", Choice(choose(bucket.source.nbytes).name)
+        binding = bind_pieces(group, how, bucket.combiner(op), bucket.source, bucket.target)
+        runs.append(group.operation((number, lane), call, how, binding))
     try:
         for run in runs:
             run.start()

@@ -11,10 +11,12 @@ from typing import Any
 from pycoll import announced, arrays
 from pycoll.announced import Announcement
 from pycoll.arrays import Value
-from pycoll.group import Group
+from pycoll.dtypes import Array
+from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import BY_MESSAGES, KINDS, Native
 from pycoll.native_calls import type_salt
 from pycoll.p2p import Outgoing, contiguous
+from pycoll.select import Choice
 
 BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
 
@@ -41,10 +43,20 @@ def broadcast(
     form, nbytes, _, description = core.hear(None, BROADCAST, root)
     if form == _BY_MESSAGES:
         return BY_MESSAGES
-    announcement = Announcement(form == _OBJECT, nbytes, "", description)
+    announcement = Announcement(form == _OBJECT, nbytes, Choice(SHARED_MEMORY), description)
     result, target = announced.broadcast_target(group, root, announcement, mine)
     core.receive(None, BROADCAST, root, target)
     return announced.broadcast_result(result, target, mine)
+
+
+def spread(native: Native, memory: Array) -> None:
+    """Have rank 0's C-contiguous `memory` on every rank; all know its length."""
+    core, view = native.core, arrays.as_bytes(memory)
+    if native.rank == 0:
+        core.announce(None, BROADCAST, 0, 0, _OBJECT, b"", view, None, len(view))
+    else:
+        core.hear(None, BROADCAST, 0)
+        core.receive(None, BROADCAST, 0, view)
 
 
 def scatter(native: Native, blocks: Any, root: int) -> Any:

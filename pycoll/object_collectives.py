@@ -6,23 +6,29 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pycoll import objects
-from pycoll.executor import Binding, new_bytes
-from pycoll.group import Group
+from pycoll import objects, schedules
+from pycoll.executor import Binding, fill_from, new_bytes
+from pycoll.group import Group, How
+from pycoll.select import Choice
 from pycoll.task import CallSteps
 from pycoll.transports.base import Parts, nbytes_of
+
+LINEAR = Choice("linear")
+
+STRAIGHT = ("pairwise", "linear")
+"""Algorithms of all_to_all in which every block goes straight to its rank."""
 
 _LENGTH = struct.Struct("<Q")
 
 
-def gather(group: Group, call: bytes, parts: Parts, algorithm: str, root: int) -> CallSteps:
+def gather(group: Group, call: bytes, parts: Parts, root: int) -> CallSteps:
     """Gather to the root: there the list of objects by rank; None elsewhere."""
     number = group.context.begin(call)
     is_root = group.rank == root
-    lengths = yield from _gather_lengths(group, number, call, "gather", root, parts)
-    result = yield from _gather_bytes(
-        group, number, call, ("gather", algorithm, root), parts, lengths if is_root else None
-    )
+    how = "gather", LINEAR, root
+    lengths = yield from _gather_lengths(group, number, call, how, nbytes_of(parts))
+    known = lengths if is_root else None
+    result = yield from _gather_bytes(group, number, call, how, parts, known)
     group.context.end(number)
     return [objects.load(buffer) for buffer in result] if is_root else None
 
@@ -30,39 +36,59 @@ def gather(group: Group, call: bytes, parts: Parts, algorithm: str, root: int) -
 def all_gather(group: Group, call: bytes, parts: Parts, algorithm: str | None) -> CallSteps:
     """Gather to every rank the list of objects by rank."""
     number = group.context.begin(call)
-    lengths = yield from _gather_lengths(group, number, call, "all_gather", 0, parts)
+    how: How = "all_gather", LINEAR
+    lengths = yield from _gather_lengths(group, number, call, how, nbytes_of(parts))
     chosen = group.choose("all_gather", max(lengths), algorithm, native=False)
-    result = yield from _gather_bytes(
-        group, number, call, ("all_gather", chosen, 0), parts, lengths
-    )
+    how = "all_gather", chosen
+    result = yield from _gather_bytes(group, number, call, how, parts, lengths)
     group.context.end(number)
     return [objects.load(buffer) for buffer in result]
 
 
-def all_to_all(group: Group, call: bytes, blocks: Sequence[Parts], algorithm: str) -> CallSteps:
+def all_to_all(group: Group, call: bytes, blocks: Sequence[Parts], choice: Choice) -> CallSteps:
     """Send block i to rank i; returns the list of objects received, by rank."""
     number = group.context.begin(call)
     size = group.size
-    schedule = group.schedule("all_to_all", algorithm)
-    nothing: list[Any] = [None] * size
-    sent = [memoryview(_LENGTH.pack(nbytes_of(parts))) for parts in blocks]
-    heard = [new_bytes(_LENGTH.size) for _ in range(size)]
-    binding = Binding(
-        nbytes=[_LENGTH.size] * (2 * size),
-        source=[*[(view,) for view in sent], *nothing],
-        target=[*nothing, *heard],
-    )
-    yield from group.run((number, 0), call, schedule, binding)
-    lengths = [_LENGTH.unpack(view)[0] for view in heard]
-    buffers = [new_bytes(length) for length in lengths]
-    binding = Binding(
-        nbytes=[*[nbytes_of(parts) for parts in blocks], *lengths],
-        source=[*blocks, *nothing],
-        target=[*nothing, *buffers],
-    )
-    yield from group.run((number, 1), call, schedule, binding)
+    how = "all_to_all", choice
+    if choice.name in STRAIGHT:
+        sent = [(memoryview(_LENGTH.pack(nbytes_of(parts))),) for parts in blocks]
+        lengths = [new_bytes(_LENGTH.size) for _ in range(size)]
+        yield from group.run((number, 0), call, how, _exchange(group, how, sent, lengths))
+        buffers = [new_bytes(_LENGTH.unpack(length)[0]) for length in lengths]
+        yield from group.run((number, 1), call, how, _exchange(group, how, blocks, buffers))
+        group.context.end(number)
+        return [objects.load(buffer) for buffer in buffers]
+    # Others keep blocks on their way, and must know how long they are: as long as the longest.
+    mine = max(nbytes_of(parts) for parts in blocks)
+    known = yield from _gather_lengths(group, number, call, ("all_gather", LINEAR), mine)
+    longest = _LENGTH.size + max(known)
+    padded = []
+    for parts in blocks:
+        block = new_bytes(longest)
+        fill_from((memoryview(_LENGTH.pack(nbytes_of(parts))), *parts), block)
+        padded.append((block,))
+    buffers = [new_bytes(longest) for _ in range(size)]
+    yield from group.run((number, 1), call, how, _exchange(group, how, padded, buffers))
     group.context.end(number)
-    return [objects.load(buffer) for buffer in buffers]
+    ends = [_LENGTH.size + _LENGTH.unpack_from(buffer)[0] for buffer in buffers]
+    return [
+        objects.load(buffer[_LENGTH.size : end]) for buffer, end in zip(buffers, ends, strict=True)
+    ]
+
+
+def _exchange(
+    group: Group, how: How, sent: Sequence[Parts], received: Sequence[memoryview]
+) -> Binding:
+    """Bind the blocks of an all_to_all to what is sent to each rank, and received from it."""
+    count = schedules.find(how[0], how[1].name).chunks(group.size) - 2 * group.size
+    between: list[Any] = [None] * count  # blocks on their way to other ranks
+    nothing: list[Any] = [None] * group.size
+    lengths = [nbytes_of(parts) for parts in sent]
+    return Binding(
+        nbytes=[*lengths, *map(len, received), *[lengths[0]] * count],
+        source=[*sent, *nothing, *between],
+        target=[*nothing, *received, *between],
+    )
 
 
 def fold(values: Sequence[Any], fn: Callable[[Any, Any], Any]) -> Any:
@@ -73,22 +99,19 @@ def fold(values: Sequence[Any], fn: Callable[[Any, Any], Any]) -> Any:
     return result
 
 
-def _gather_lengths(
-    group: Group, number: int, call: bytes, collective: str, root: int, parts: Parts
-) -> CallSteps:
+def _gather_lengths(group: Group, number: int, call: bytes, how: How, nbytes: int) -> CallSteps:
     """Return every rank's length, on the ranks that gather."""
     size = group.size
-    everywhere = collective == "all_gather" or group.rank == root
+    everywhere = how[0] == "all_gather" or group.rank == how[-1]
     heard = [new_bytes(_LENGTH.size) for _ in range(size)]
     source: list[Any] = [None] * size
-    source[group.rank] = (memoryview(_LENGTH.pack(nbytes_of(parts))),)
+    source[group.rank] = (memoryview(_LENGTH.pack(nbytes)),)
     binding = Binding(
         nbytes=[_LENGTH.size] * size,
         source=source,
         target=list(heard) if everywhere else [None] * size,
     )
-    schedule = group.schedule(collective, "linear", root)
-    yield from group.run((number, 0), call, schedule, binding)
+    yield from group.run((number, 0), call, how, binding)
     return [_LENGTH.unpack(view)[0] for view in heard]
 
 
@@ -96,7 +119,7 @@ def _gather_bytes(
     group: Group,
     number: int,
     call: bytes,
-    which: tuple[str, str, int],
+    how: How,
     parts: Parts,
     lengths: Sequence[int] | None,
 ) -> CallSteps:
@@ -111,7 +134,5 @@ def _gather_bytes(
     else:
         buffers = [new_bytes(length) for length in lengths]
         nbytes, target = list(lengths), list(buffers)
-    collective, algorithm, root = which
-    schedule = group.schedule(collective, algorithm, root)
-    yield from group.run((number, 1), call, schedule, Binding(nbytes, source, target))
+    yield from group.run((number, 1), call, how, Binding(nbytes, source, target))
     return buffers

@@ -16,6 +16,7 @@ class Prepared(NamedTuple):
         text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
         steps: the call over messages, given its signature: the text, and where it was made.
         native: the call in the compiled core, or None; it may return `native.BY_MESSAGES`.
+        by_levels: the call in two levels, given its signature and a timeout in seconds, or None.
         finish: what the caller gets, of what the call has returned; None: that itself.
         collective: False: point to point, not numbered.
         receives: a receive, which can be cancelled.
@@ -25,5 +26,6 @@ class Prepared(NamedTuple):
     steps: Callable[[bytes], CallSteps]
     native: Callable[[Native], Any] | None = None
     finish: Callable[[Any], Any] | None = None
+    by_levels: Callable[[bytes, float], Any] | None = None
     collective: bool = True
     receives: bool = False

@@ -11,6 +11,9 @@ or draws a schedule works on this same object.
     Reduce(c)         chunk c, scratch    chunk c
     Copy(s, c)        chunk s             chunk c
 
+Several chunks travel as one message if `c` is a tuple or a range of them: the i-th that is sent
+becomes the i-th that is received.
+
 The k-th Send to a peer meets the k-th Recv that the peer has from this rank; each message
 carries its k, so that either side may post them in any order.
 """
@@ -20,19 +23,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+Chunks = int | range | tuple[int, ...]
+"""One chunk, or several that travel as one message."""
+
 
 class Send(NamedTuple):
-    """Send chunk `chunk` to `peer`."""
+    """Send `chunk` to `peer`."""
 
     peer: int
-    chunk: int
+    chunk: Chunks
 
 
 class Recv(NamedTuple):
-    """Receive from `peer` into chunk `chunk`, or into scratch for the Reduce that follows."""
+    """Receive from `peer` into `chunk`, or into scratch for the Reduce that follows."""
 
     peer: int
-    chunk: int
+    chunk: Chunks
     scratch: bool = False
 
 
@@ -42,7 +48,7 @@ class Reduce(NamedTuple):
     The result is ``incoming op chunk`` if `incoming_first`, else ``chunk op incoming``.
     """
 
-    chunk: int
+    chunk: Chunks
     incoming_first: bool
 
 
@@ -56,7 +62,7 @@ class Copy(NamedTuple):
 Step = Send | Recv | Reduce | Copy
 
 
-def recv_reduce(peer: int, chunk: int, incoming_first: bool = False) -> Iterator[Step]:
+def recv_reduce(peer: int, chunk: Chunks, incoming_first: bool = False) -> Iterator[Step]:
     """Receive from `peer` and combine what came with `chunk`.
 
     The receive itself does not wait for the chunk, only the reduction does: a fused step that
@@ -66,25 +72,37 @@ def recv_reduce(peer: int, chunk: int, incoming_first: bool = False) -> Iterator
     yield Reduce(chunk, incoming_first)
 
 
+def chunks_of(step: Step) -> tuple[int, ...]:
+    """Return the chunks that a step names; of a Copy the one that it writes."""
+    return (step.chunk,) if isinstance(step.chunk, int) else tuple(step.chunk)
+
+
 class Schedule(NamedTuple):
     """The steps of one rank with what each must wait for.
 
     Attributes:
         steps: in the author's order.
+        chunks: which each step names (see `chunks_of`).
         number: for a Send or a Recv, how many messages to (from) the same peer came before it.
         waits: how many earlier steps a step waits for.
         successors: the later steps that wait for a step.
     """
 
     steps: tuple[Step, ...]
+    chunks: tuple[tuple[int, ...], ...]
     number: tuple[int, ...]
     waits: tuple[int, ...]
     successors: tuple[tuple[int, ...], ...]
 
 
 def compile_schedule(steps: Iterable[Step]) -> Schedule:
-    """Infer hazards: a reader waits for the last writer, a writer also for the readers since."""
+    """Infer hazards: a reader waits for the last writer, a writer also for the readers since.
+
+    Raises:
+        ValueError: a step names no chunk, or one twice; or a Reduce does not follow its Recv.
+    """
     ordered = tuple(steps)
+    named = tuple([chunks_of(step) for step in ordered])
     last_writer: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     sent: dict[int, int] = {}
@@ -92,39 +110,44 @@ def compile_schedule(steps: Iterable[Step]) -> Schedule:
     number: list[int] = []
     predecessors: list[set[int]] = []
 
-    def read(position: int, chunk: int, needs: set[int]) -> None:
-        if chunk in last_writer:
-            needs.add(last_writer[chunk])
-        readers.setdefault(chunk, []).append(position)
+    def read(position: int, chunks: Iterable[int], needs: set[int]) -> None:
+        for chunk in chunks:
+            if chunk in last_writer:
+                needs.add(last_writer[chunk])
+            readers.setdefault(chunk, []).append(position)
 
-    def write(position: int, chunk: int, needs: set[int]) -> None:
-        if chunk in last_writer:
-            needs.add(last_writer[chunk])
-        needs.update(readers.pop(chunk, ()))
-        last_writer[chunk] = position
+    def write(position: int, chunks: Iterable[int], needs: set[int]) -> None:
+        for chunk in chunks:
+            if chunk in last_writer:
+                needs.add(last_writer[chunk])
+            needs.update(readers.pop(chunk, ()))
+            last_writer[chunk] = position
 
-    for position, step in enumerate(ordered):
+    for position, (step, chunks) in enumerate(zip(ordered, named, strict=True)):
+        if len(chunks) != 1 and (not chunks or len(set(chunks)) < len(chunks)):
+            raise ValueError(f"step {position}: {step} names no chunk, or one twice")
         needs: set[int] = set()
         count = 0
         match step:
-            case Send(peer, chunk):
+            case Send(peer):
                 count = sent.get(peer, 0)
                 sent[peer] = count + 1
-                read(position, chunk, needs)
-            case Recv(peer, chunk, scratch):
+                read(position, chunks, needs)
+            case Recv(peer, _, scratch):
                 count = received.get(peer, 0)
                 received[peer] = count + 1
                 if not scratch:
-                    write(position, chunk, needs)
-            case Reduce(chunk):
+                    write(position, chunks, needs)
+            case Reduce():
                 arrival = ordered[position - 1] if position else None
-                if not (isinstance(arrival, Recv) and arrival.scratch and arrival.chunk == chunk):
+                fits = isinstance(arrival, Recv) and arrival.scratch
+                if not fits or named[position - 1] != chunks:
                     raise ValueError(f"step {position}: {step} does not follow its own Recv")
                 needs.add(position - 1)
-                write(position, chunk, needs)
-            case Copy(source, chunk):
-                read(position, source, needs)
-                write(position, chunk, needs)
+                write(position, chunks, needs)
+            case Copy(source):
+                read(position, (source,), needs)
+                write(position, chunks, needs)
         needs.discard(position)
         number.append(count)
         predecessors.append(needs)
@@ -135,7 +158,8 @@ def compile_schedule(steps: Iterable[Step]) -> Schedule:
             successors[earlier].append(position)
     return Schedule(
         steps=ordered,
+        chunks=named,
         number=tuple(number),
-        waits=tuple(len(needs) for needs in predecessors),
-        successors=tuple(tuple(later) for later in successors),
+        waits=tuple([len(needs) for needs in predecessors]),
+        successors=tuple([tuple(later) for later in successors]),
     )

@@ -1,102 +1,320 @@
 """Which algorithm runs: a pure function of what is the same on all ranks.
 
-The thresholds are for the tcp transport. A message takes about a = 55 us and b = 0.165 us per KiB
-(ZeroMQ PAIR over loopback on a 2-core machine: 54 us for 1 KiB, 225 us for 1 MiB); combining takes
-about c = 0.13 us per KiB (there a copy pass takes 0.087, and combining reads one operand more). The
-rows are where the textbook costs cross with these numbers, rounded. They are no measurement of
-pycoll itself.
-
-    all_reduce   recursive doubling, lg P (a + n b + n c) and the fold, meets ring, 2 (P - 1) a +
-                 (P - 1) / P (2 n b + n c), at n = 0.12 MiB for P = 3, 0.3 for 5, 0.5 for 6, 0.9
-                 for 4, 1.2 for 8, 1.9 for 16. On networks of a few us others switch earlier: UCC
-                 at 4 KiB, Open MPI at 10 KiB.
-    broadcast    the root of a tree sends ceil(lg P) n, a rank of a chain n, but the last rank of
-                 the chain waits P - 2 segments more. With segments of 1 MiB they meet at
-                 (P - 2) / (lg P - 1) MiB: 2 for P = 4, 3 for 8, 4.7 for 16, 7.5 for 32.
-    reduce_scatter, all_gather
-                 as schedules all have the same messages. In one step is quicker until so much is
-                 under way that ranks wait in line: 32 KiB a block, where MPICH's all_to_all goes
-                 from posting all at once to one partner at a time.
-    gather, scatter
-                 always linear: in a tree each block is a message of its own on each level, which
-                 makes more messages and saves the root none.
-    all_to_all   always pairwise: linear is the same messages in an order that crowds rank 0.
+Everything that can serve a call is a candidate; what the table of costs says takes least time is
+chosen, with as many segments as take least. What is looked at: the call's collective, bytes and
+operator, the communicator's ranks and hosts, and what the job has agreed on. Never a clock.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from pycoll.schedules import REDUCING, TABLE, Algorithm, find, names
+from pycoll.agreed import SHARED_MEMORY, Agreed
+from pycoll.late import Late
 
-KiB = 1024
-MiB = 1024 * KiB
+if TYPE_CHECKING:
+    from pycoll import costs, flows, schedules
+    from pycoll.costs import Work
+    from pycoll.flows import Flow
+    from pycoll.schedules import Algorithm, Cost
+else:  # a job that talks through shared memory needs none of them
+    costs, flows = Late("pycoll.costs"), Late("pycoll.flows")
+    schedules = Late("pycoll.schedules")
+
+MIN_SEGMENT_NBYTES = 64 << 10
+"""A shorter segment is not worth its message."""
+
+MAX_SEGMENTS = 256
+"""More are not tried."""
+
+MAX_FORCED_SEGMENTS = 4096
+"""A call has 2**16 lanes, and a segment takes one."""
+
+UNKNOWN_S = math.inf
+"""The time of an algorithm that states no cost."""
+
+BLOCKS = frozenset({"gather", "all_gather", "scatter", "reduce_scatter", "all_to_all", "exscan"})
+"""Collectives in which a chunk is a block, or a value, whatever the algorithm."""
+
+CACHED_CHOICES = 4096
+"""Choices that a communicator remembers; more than there are lengths of three significant bits."""
+
+BY_LEVELS = {"barrier": ("barrier", "barrier"), "all_reduce": ("reduce", "broadcast")}
+"""Collectives that go in two levels, with the core inside each host: what it does before, after."""
+
+BY_LEVELS_NBYTES = 64 << 10
+"""Larger values do not."""
 
 
-class Rule(NamedTuple):
-    """Use `name` up to these limits, inclusive.
+class Choice(NamedTuple):
+    """How a collective runs; the same on all ranks of a call.
 
     Attributes:
         name: of the algorithm.
-        max_nbytes: of one rank's value, or of one block.
-        max_size: number of ranks.
+        segments: into how many segments each chunk is cut, for a pipeline.
     """
 
     name: str
-    max_nbytes: float = math.inf
-    max_size: float = math.inf
+    segments: int = 1
+
+    def __str__(self) -> str:
+        return self.name if self.segments == 1 else f"{self.name}, segments={self.segments}"
 
 
-# The first rule that fits and can serve is taken; the last of each row can always serve.
-TCP: dict[str, tuple[Rule, ...]] = {
-    "broadcast": (
-        Rule("tree", max_nbytes=4 * MiB),
-        Rule("chain", max_size=16),
-        Rule("tree", max_nbytes=8 * MiB),
-        Rule("chain"),
-    ),
-    "reduce": (Rule("tree"), Rule("linear")),
-    "all_reduce": (
-        Rule("recursive_doubling", max_nbytes=512 * KiB),
-        Rule("ring"),
-        Rule("recursive_doubling"),
-    ),
-    "gather": (Rule("linear"),),
-    "scatter": (Rule("linear"),),
-    "all_gather": (Rule("linear", max_nbytes=32 * KiB), Rule("ring")),
-    "reduce_scatter": (
-        Rule("pairwise", max_nbytes=32 * KiB),
-        Rule("ring"),
-        Rule("linear"),
-    ),
-    "all_to_all": (Rule("pairwise"),),
-    "barrier": (Rule("dissemination"),),
-}
+class Candidate(NamedTuple):
+    """A way to run a call, and the time that the table expects."""
+
+    choice: Choice
+    seconds: float
 
 
-def choose(
-    collective: str, nbytes: int, size: int, *, rank_order: bool = False, whole: bool = False
-) -> str:
-    """Choose an algorithm for the tcp transport.
+class Refused(NamedTuple):
+    """An algorithm that is no candidate, and why."""
 
-    Args:
+    name: str
+    why: str
+
+
+class Request(NamedTuple):
+    """A call, as far as it matters here.
+
+    Attributes:
         collective: for example ``"all_reduce"``.
-        nbytes: bytes of one rank's value in broadcast, reduce and all_reduce, of one block (what
-            one rank has for one other, or all others) elsewhere.
-        size: number of ranks.
+        nbytes: of one rank's value in broadcast, reduce, all_reduce, scan and exscan, of one block
+            (what one rank has for one other, or all others) elsewhere.
         rank_order: the operator is not commutative.
         whole: the operator takes the whole value only, no pieces of it.
-
-    Raises:
-        ValueError: there is no such collective.
+        native: the compiled core may run it, if it can.
     """
-    names(collective)
-    for rule in TCP[collective]:
-        fits = nbytes <= rule.max_nbytes and size <= rule.max_size
-        if fits and usable(collective, rule.name, rank_order=rank_order, whole=whole) is None:
-            return rule.name
-    raise AssertionError(f"no rule for {collective} of {nbytes} bytes on {size} ranks")
+
+    collective: str
+    nbytes: int
+    rank_order: bool = False
+    whole: bool = False
+    native: bool = True
+
+
+class Selector:
+    """Chooses for one communicator.
+
+    Args:
+        agreed: by the job.
+        hosts: by rank the number of its host.
+        in_core: the ranks can run collectives in the compiled core.
+
+    Attributes:
+        agreed: by the job.
+        link: the kind of link on which most depends: between hosts if there are several.
+    """
+
+    def __init__(self, agreed: Agreed, hosts: Sequence[int], in_core: bool) -> None:
+        self.agreed = agreed
+        self._in_core = in_core
+        self._hosts = tuple(hosts)
+        self._size = len(self._hosts)
+        self._ranks = {host: self._hosts.count(host) for host in dict.fromkeys(self._hosts)}
+        self._cores = {host: agreed.cores.get(host, n) for host, n in self._ranks.items()}
+        self._is_crowded = any(n > self._cores[host] for host, n in self._ranks.items())
+        shares = all(host in agreed.sharing for host, n in self._ranks.items() if n > 1)
+        self._inside = costs.SHM if shares else costs.TCP
+        machines = {agreed.machines.get(host, str(host)) for host in self._ranks}
+        self._between = costs.TCP if len(machines) == 1 else costs.NET
+        self.link = self._inside if len(self._ranks) == 1 else self._between
+        # Every message takes the same kind of link, and all ranks share the same cores.
+        is_spread = len(self._ranks) == self._size and len(machines) == 1
+        self._is_even = len(self._ranks) == 1 or is_spread
+        self._leaders: Selector | None = None
+        self._flows: dict[Algorithm, tuple[Flow, Flow]] = {}
+        self._chosen: dict[Request, Choice] = {}
+
+    def choose(self, request: Request) -> Choice:
+        """Return how a call runs.
+
+        Raises:
+            ValueError: there is no such collective.
+        """
+        request = self._rounded(request)
+        choice = self._chosen.get(request)
+        if choice is None:
+            if self._takes_core(request) and self._allows(request.collective, SHARED_MEMORY):
+                choice = Choice(SHARED_MEMORY)  # without a look at times
+            else:
+                choice = self.ranking(request)[0][0].choice
+            if len(self._chosen) >= CACHED_CHOICES:
+                self._chosen.clear()
+            self._chosen[request] = choice
+        return choice
+
+    def segments(self, name: str, request: Request) -> int:
+        """Return into how many segments an algorithm that was asked for cuts each chunk."""
+        algorithm = schedules.find(request.collective, name)
+        return self._timed(algorithm, self._rounded(request)).choice.segments
+
+    def several_segments(self, name: str, request: Request) -> int:
+        """Return the best number of segments above 1; 1 if there is none."""
+        algorithm = schedules.find(request.collective, name)
+        found = [c for c in self._ways(algorithm, request) if c.choice.segments > 1]
+        return min(found, key=_seconds).choice.segments if found else 1
+
+    def ranking(self, request: Request) -> tuple[list[Candidate], list[Refused]]:
+        """Return what can serve a call, the one to take first, and what cannot.
+
+        `shared_memory` comes first wherever it can serve, whatever its time: a call of a NumPy
+        array enters the core without asking here, and the same call on other ranks must follow.
+        The others come by time. A rule that nothing obeys which can serve does not count.
+        """
+        request = self._rounded(request)
+        able: list[Candidate] = []
+        refused: list[Refused] = []
+        collective = request.collective
+        if self._takes_core(request):
+            able.append(self._timed_core(request))
+        else:
+            refused.append(Refused(SHARED_MEMORY, self._why_not_core(request)))
+        for name in schedules.names(collective):
+            algorithm = schedules.find(collective, name)
+            why = self._why_not(algorithm, request)
+            if why is None:
+                able.append(self._timed(algorithm, request))
+            else:
+                refused.append(Refused(name, why))
+        obeying = [found for found in able if self._allows(collective, found.choice.name)]
+        if obeying:
+            why = f"PYCOLL_ALGORITHM={collective}:{self.agreed.rules.get(collective)}"
+            refused += [Refused(found.choice.name, why) for found in able if found not in obeying]
+            able = obeying
+        able.sort(key=lambda found: (found.choice.name != SHARED_MEMORY, found.seconds))
+        return able, refused
+
+    def _rounded(self, request: Request) -> Request:
+        """Return the request with a length of three significant bits: so there are few of them."""
+        if self.agreed.segment_nbytes:  # exact, for segments must not be longer than that
+            return request
+        low = max(0, request.nbytes.bit_length() - 3)
+        return request._replace(nbytes=request.nbytes >> low << low)
+
+    # --- who can serve ---------------------------------------------------------------------
+
+    def _allows(self, collective: str, name: str) -> bool:
+        rule = self.agreed.rules.get(collective)
+        return rule is None or rule.allows(name)
+
+    def _takes_core(self, request: Request) -> bool:
+        return self._in_core and request.native
+
+    def _why_not_core(self, request: Request) -> str:
+        if not self._in_core:
+            return "needs all ranks on one host, sharing memory"
+        return "takes blocking calls with the compiled core's operators only"
+
+    def _why_not(self, algorithm: Algorithm, request: Request) -> str | None:
+        """Say why an algorithm is no candidate; None if it is."""
+        rule = self.agreed.rules.get(request.collective)
+        is_named = rule is not None and not rule.excluded and algorithm.name in rule.names
+        if algorithm.cost is None and not is_named:
+            return "states no cost, so it is taken only where it is named"
+        if algorithm.hosts and not is_named and not 1 < len(self._ranks) < self._size:
+            return "needs several hosts, and several ranks on one of them"
+        return _unable(algorithm, request.rank_order, request.whole)
+
+    # --- time ------------------------------------------------------------------------------
+
+    def _timed_core(self, request: Request) -> Candidate:
+        [cores] = self._cores.values()
+        seconds = self._core_seconds(request.collective, request.nbytes, self._size, cores)
+        return Candidate(Choice(SHARED_MEMORY), seconds)
+
+    def _core_seconds(self, collective: str, nbytes: int, size: int, cores: float) -> float:
+        table = self.agreed.costs
+        row = costs.CORE, collective, SHARED_MEMORY, costs.WHOLE
+        factor = table.factor(row, size, nbytes, size > cores)
+        work = flows.core_work(collective, nbytes, size, cores)
+        return table.seconds((costs.CORE, work)) * factor
+
+    def _timed(self, algorithm: Algorithm, request: Request) -> Candidate:
+        """Return an algorithm with the number of segments that takes least time."""
+        return min(self._ways(algorithm, request), key=_seconds)
+
+    def _ways(self, algorithm: Algorithm, request: Request) -> Iterator[Candidate]:
+        """Give an algorithm with every number of segments that makes sense."""
+        collective, nbytes, table = request.collective, request.nbytes, self.agreed.costs
+        cost = schedules.cost_of(algorithm, self._size, hosts=self._hosts)
+        pieces = 1 if collective in BLOCKS else algorithm.chunks(self._size)
+        chunk = nbytes / pieces
+        for segments in self._numbers_of_segments(cost, chunk, request.whole):
+            seconds = UNKNOWN_S
+            if cost is not None:
+                how = costs.WHOLE if segments == 1 else costs.CUT
+                # Factors are for one kind of link: where they are mixed, they mean nothing.
+                row = self.link, collective, algorithm.name, how
+                factor = table.factor(row, self._size, nbytes, self._is_crowded)
+                works = self._works(algorithm, cost, chunk, segments)
+                seconds = table.seconds(*works) * (factor if self._is_even else 1.0)
+                if self._goes_by_levels(algorithm, request):
+                    seconds = self._levels_seconds(request)
+            yield Candidate(Choice(algorithm.name, segments), seconds)
+
+    def _numbers_of_segments(self, cost: Cost | None, chunk: float, whole: bool) -> Iterator[int]:
+        forced = self.agreed.segment_nbytes
+        if whole or chunk == 0 or forced == 0:
+            yield 1
+        elif forced is not None:
+            yield max(1, min(-(-int(chunk) // forced), MAX_FORCED_SEGMENTS))
+        else:
+            yield 1
+            segments = 2
+            # Only what waits for others can be overlapped.
+            while cost is not None and cost.path > cost.load and segments <= MAX_SEGMENTS:
+                if chunk < segments * MIN_SEGMENT_NBYTES:
+                    return
+                yield segments
+                segments *= 2
+
+    def _works(
+        self, algorithm: Algorithm, cost: Cost, chunk: float, segments: int
+    ) -> list[tuple[str, Work]]:
+        """Return how much of everything an algorithm takes, on each kind of link."""
+        cores = sum(self._cores.values())
+        if self._is_even:
+            work = flows.one_host_work(algorithm, cost, chunk, segments, self._size, cores)
+            return [(self.link, work)]
+        both = self._flows.get(algorithm)
+        if both is None:
+            both = flows.between_hosts(algorithm, self._hosts, self._cores)
+            self._flows[algorithm] = both
+        inside, across = (flow.work(chunk, segments) for flow in both)
+        inside = inside._replace(
+            calls=max(1.0, *(n / self._cores[host] for host, n in self._ranks.items())),
+            combined_nbytes=flows.combined_chunks(algorithm, cost, min(self._size, cores)) * chunk,
+        )
+        return [(self._inside, inside), (self._between, across)]
+
+    def _goes_by_levels(self, algorithm: Algorithm, request: Request) -> bool:
+        """Whether the core does what is inside hosts (see `levels`)."""
+        return (
+            algorithm.hosts
+            and request.native
+            and self._inside == costs.SHM
+            and request.collective in BY_LEVELS
+            and request.nbytes <= BY_LEVELS_NBYTES
+        )
+
+    def _levels_seconds(self, request: Request) -> float:
+        if self._leaders is None:
+            self._leaders = Selector(self.agreed, list(self._ranks), in_core=False)
+        inside = [
+            self._core_seconds(collective, request.nbytes, size, self._cores[host])
+            for host, size in self._ranks.items()
+            for collective in BY_LEVELS[request.collective]
+            if size > 1
+        ]
+        return 2 * max(inside) + self._leaders.ranking(request._replace(native=False))[0][0].seconds
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
 
 
 def usable(
@@ -107,20 +325,21 @@ def usable(
     Raises:
         ValueError: there is no such collective or algorithm.
     """
-    algorithm = find(collective, name)
-    if collective not in REDUCING:
+    why = _unable(schedules.find(collective, name), rank_order, whole)
+    if why is None:
         return None
-    able = [a.name for a in TABLE[collective].values() if _serves(a, rank_order, whole)]
-    if name in able:
-        return None
-    if rank_order and not algorithm.rank_order:
-        why = "does not combine in rank order, which an operator that is not commutative needs"
-    else:
-        why = "cuts the value in pieces, which an operator that is not elementwise does not allow"
+    every = schedules.TABLE[collective].values()
+    able = [other.name for other in every if _unable(other, rank_order, whole) is None]
     return f"{collective} {name} {why}; use {' or '.join(able)}"
 
 
-def _serves(algorithm: Algorithm, rank_order: bool, whole: bool) -> bool:
-    # The chunks of reduce_scatter are the blocks x[r] that the operator is for: always whole.
-    in_one = algorithm.collective == "reduce_scatter" or algorithm.chunks(2) == 1
-    return (algorithm.rank_order or not rank_order) and (in_one or not whole)
+def _unable(algorithm: Algorithm, rank_order: bool, whole: bool) -> str | None:
+    collective = algorithm.collective
+    if collective not in schedules.REDUCING:
+        return None
+    if rank_order and not algorithm.rank_order:
+        return "does not combine in rank order, which an operator that is not commutative needs"
+    # Where chunks are blocks, those are what the operator is for.
+    if whole and collective not in BLOCKS and algorithm.chunks(2) > 1:
+        return "cuts the value in pieces, which an operator that is not elementwise does not allow"
+    return None

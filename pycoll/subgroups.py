@@ -57,9 +57,9 @@ def exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
     source[group.rank] = (memoryview(row),)
     view = memoryview(rows)
     target: list[memoryview | None] = [view[i * length :][:length] for i in range(size)]
-    algorithm = group.choose("all_gather", length, None, native=False)
+    chosen = group.choose("all_gather", length, None, native=False)
     binding = executor.Binding([length] * size, source, target)
-    yield from group.run((number, 0), call, group.schedule("all_gather", algorithm), binding)
+    yield from group.run((number, 0), call, ("all_gather", chosen), binding)
     group.context.end(number)
     return rows
 

@@ -22,6 +22,7 @@ from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native_calls import serves
 from pycoll.p2p import contiguous
 from pycoll.prepared import Prepared
+from pycoll.select import Choice
 from pycoll.task import CallSteps
 from pycoll.transports.base import nbytes_of
 
@@ -172,7 +173,7 @@ def prepare_reduce_scatterv(
         lambda call: _reduce_scatterv(group, call, value, checked, reduction, result.array),
         _through_core(
             group,
-            chosen == SHARED_MEMORY,
+            chosen.name == SHARED_MEMORY,
             native_uneven.reduce_scatterv,
             text,
             value,
@@ -253,6 +254,9 @@ def _shown(counts: Sequence[int]) -> str:
     return f"{len(counts)} with checksum {zlib.crc32(str(counts).encode()):08x}"
 
 
+LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
+
+
 # --- calls ---------------------------------------------------------------------------------
 
 
@@ -262,8 +266,7 @@ def _gatherv(group: Group, call: bytes, x: Value, root: int) -> CallSteps:
     source: list[Any] = [None] * size
     source[group.rank] = blocks.pack(x)
     binding = Binding([None] * size, source, [None] * size)
-    schedule = group.schedule("gather", "linear", root)
-    run = yield from group.run((number, 0), call, schedule, binding)
+    run = yield from group.run((number, 0), call, ("gather", LINEAR, root), binding)
     group.context.end(number)
     if group.rank != root:
         return None
@@ -281,8 +284,7 @@ def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
     source: list[Any] = [None] * size
     source[me] = packed if x.array.nbytes <= INLINE_NBYTES else packed[:1]
     binding = Binding([None] * size, list(source), [None] * size)
-    schedule = group.schedule("all_gather", "linear")
-    run = yield from group.run((number, 0), call, schedule, binding)
+    run = yield from group.run((number, 0), call, ("all_gather", LINEAR), binding)
     first: list[memoryview] = [run.location[rank][0] for rank in range(size)]
     heads = [blocks.read_head(data) for data in first]
     lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
@@ -297,9 +299,8 @@ def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
             if length and rank != me:
                 target[rank] = arrays.as_bytes(values[rank].array)
         chosen = group.choose("all_gather", max(lengths), None, native=False)
-        schedule = group.schedule("all_gather", chosen)
         binding = Binding(list(lengths), source, target)
-        yield from group.run((number, 1), call, schedule, binding)
+        yield from group.run((number, 1), call, ("all_gather", chosen), binding)
     group.context.end(number)
     return values
 
@@ -309,9 +310,8 @@ def _scatterv(group: Group, call: bytes, xs: list[Value] | None, root: int) -> C
     size = group.size
     nothing: list[Any] = [None] * size
     source = list(nothing) if xs is None else [blocks.pack(x) for x in xs]
-    schedule = group.schedule("scatter", "linear", root)
     binding = Binding(list(nothing), source, list(nothing))
-    run = yield from group.run((number, 0), call, schedule, binding)
+    run = yield from group.run((number, 0), call, ("scatter", LINEAR, root), binding)
     group.context.end(number)
     if xs is not None:
         return blocks.copied(xs[root])
@@ -326,10 +326,9 @@ def _all_to_allv(group: Group, call: bytes, xs: list[Value]) -> CallSteps:
     nothing: list[Any] = [None] * size
     nbytes: list[int | None] = [None] * (2 * size)
     nbytes[size + me] = nbytes_of(sent[me])
-    algorithm = group.choose("all_to_all", 0, None, native=False)
-    schedule = group.schedule("all_to_all", algorithm)
+    # Nobody knows the lengths of others' blocks, so each must travel alone, straight to its rank.
     binding = Binding(nbytes, [*sent, *nothing], [None] * (2 * size))
-    run = yield from group.run((number, 0), call, schedule, binding)
+    run = yield from group.run((number, 0), call, ("all_to_all", PAIRWISE), binding)
     group.context.end(number)
     return [
         blocks.copied(xs[me]) if rank == me else blocks.unpack(run.location[size + rank][0])
@@ -355,7 +354,7 @@ def _reduce_scatterv(
         target=target,
         combine=combiner(reduction.op, x.dtype, (-1, *x.array.shape[1:])),
     )
-    schedule = group.schedule("reduce_scatter", reduction.algorithm)
-    yield from group.run((number, 0), call, schedule, binding)
+    how = "reduce_scatter", reduction.choice
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
     ops.finish(reduction.op, x.dtype, result, group.size)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pycoll import transports
+from pycoll import agreed, transports
 from pycoll.arguments import check_timeout
 from pycoll.communicator import Communicator, World
 from pycoll.engine import Engine
@@ -240,6 +240,7 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
     """Meet the others and return the engine that talks to them."""
     to_self = InprocTransport(Hub(place.size), place.rank)
     if not place.rendezvous:
+        agreed.settle(agreed.agree([{"node": place.node, **agreed.said(os.environ, place.rank)}]))
         engine = Engine(place.rank, [to_self], None, op_timeout)
         to_self.start([{}], engine)
         return engine
@@ -266,6 +267,7 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
         raise
     shared_memory = meeting.shared_memory or meeting.no_shared_memory
     engine = Engine(place.rank, reach, control, op_timeout, shared_memory)
+    engine.hosts = meeting.hosts
     to_self.start([{}] * place.size, engine)
     meeting.start(engine)
     return engine
@@ -283,6 +285,7 @@ class _Meeting:
 
     Attributes:
         shared_memory: this host's; None: `no_shared_memory` says why not.
+        hosts: by rank the number of its host.
     """
 
     def __init__(
@@ -293,7 +296,7 @@ class _Meeting:
         self._shm: Transport | None = None
         self._tcp: Transport | None = None
         self._tcp_addresses: list[dict[str, Any]] = []
-        own: dict[str, Any] = {"node": place.node}
+        own: dict[str, Any] = {"node": place.node, **agreed.said(os.environ, place.rank)}
         if place.size > 1:
             memory = _open_shared_memory(place, chosen)
             if isinstance(memory, str):
@@ -303,7 +306,8 @@ class _Meeting:
                 opened.append(self._shm)
                 own["shm"] = self._shm.address()
         self._infos: Sequence[dict[str, Any]] = control.join(own, timeout)
-        nodes = [info["node"] for info in self._infos]
+        agreed.settle(agreed.agree(self._infos))
+        self.hosts = nodes = tuple(info["node"] for info in self._infos)
         sharing = ["shm" in info for info in self._infos]
         if place.size > 1 and not (all(sharing) and len(set(nodes)) == 1):
             from pycoll.transports.tcp import TcpTransport

@@ -120,10 +120,12 @@ def neighbor(name: str) -> ModuleType:
 def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A job of `request.param` ranks: ``ranks(program, *args)`` runs ``program(comm, *args)``.
 
+    The parameter may also be a tuple of the number, a tuple of options, and an environment.
     See ranks_pool.py. Parametrized with scope="module", the tests of one size come one after the
     other, and share the job.
     """
-    pool = neighbor("ranks_pool").Pool(request.param)
+    Pool = neighbor("ranks_pool").Pool
+    pool = Pool(*request.param) if isinstance(request.param, tuple) else Pool(request.param)
     yield pool
     pool.close()
 

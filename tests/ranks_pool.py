@@ -9,6 +9,7 @@ untouched: that is the library's own promise.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import shutil
 import socket
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,23 @@ ANSWER_S = 75.0
 
 
 class Pool:
-    """A job of `size` ranks; started when first used, and again after a test that hung."""
+    """A job of `size` ranks; started when first used, and again after a test that hung.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: number of ranks.
+        options: more for pycoll-run.
+        environment: variables of the ranks, besides those of this process.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.size = size
+        self._options = options
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._folder = ""
@@ -67,7 +81,7 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="pycoll-test-")
         address = f"{self._folder}/answers"
-        options = ["-n", str(self.size), "--op-timeout", str(OP_TIMEOUT_S)]
+        options = ["-n", str(self.size), "--op-timeout", str(OP_TIMEOUT_S), *self._options]
         with socket.socket(socket.AF_UNIX) as listener, open(f"{self._folder}/said", "wb") as said:
             listener.bind(address)
             listener.listen()
@@ -77,6 +91,7 @@ class Pool:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
+                env=self._environment,
             )
             while self._connection is None:
                 with contextlib.suppress(TimeoutError):

@@ -548,7 +548,7 @@ def test_scan_and_exscan_combine_the_ranks_up_to_this_one(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
         for count in (0, 1, 7, 5000, 70_000):
-            xs = [np.random.default_rng(rank).standard_normal(count) for rank in range(size)]
+            xs = [draw(rank, "float64", (count,)) for rank in range(size)]
             for op in ("sum", "max", "avg"):
                 for name in (None, *pycoll.algorithms("scan")):
                     check(comm.scan(xs[me], op, algorithm=name), reduced(op, xs[: me + 1]))

@@ -1,78 +1,267 @@
-"""Which algorithm is chosen, and why a forced one cannot serve."""
+"""Which algorithm is chosen, why a forced one cannot serve, and that all ranks choose alike."""
 
 from __future__ import annotations
 
 import itertools
+import json
+from typing import Any
 
 import pytest
 
-from pycoll.schedules import TABLE, find, names
-from pycoll.select import TCP, KiB, MiB, choose, usable
+from pycoll import costs
+from pycoll.agreed import SHARED_MEMORY, Agreed, parse_rules
+from pycoll.costs import CUT, NET, SHM, TCP, WHOLE, Link, Table
+from pycoll.schedules import REDUCING, TABLE, find, names
+from pycoll.select import UNKNOWN_S, Choice, Request, Selector, usable
+
+KiB, MiB = 1 << 10, 1 << 20
+
+# A step takes 100 us, a byte 1 ns, and processors cost nothing: the textbook's machine.
+WIRE = Link(call=0.0, step=1e-4, path=1e-9, message=0.0, byte=0.0, combine=0.0)
+TEXTBOOK = Table("the textbook", 64, dict.fromkeys(costs.LINKS, WIRE), (8,), {})
 
 
-@pytest.mark.parametrize(
-    ("collective", "small", "large"),
-    [
-        ("broadcast", "tree", "chain"),
-        ("reduce", "tree", "tree"),
-        ("all_reduce", "recursive_doubling", "ring"),
-        ("gather", "linear", "linear"),
-        ("scatter", "linear", "linear"),
-        ("all_gather", "linear", "ring"),
-        ("reduce_scatter", "pairwise", "ring"),
-        ("all_to_all", "pairwise", "pairwise"),
-        ("barrier", "dissemination", "dissemination"),
-    ],
-)
-def test_small_and_large_values_have_their_algorithms(
-    collective: str, small: str, large: str
-) -> None:
-    assert choose(collective, 8, 4) == small
-    assert choose(collective, 64 * MiB, 4) == large
+def selector(size: int, agreed: Agreed | None = None, in_core: bool = False) -> Selector:
+    return Selector(agreed or Agreed(TEXTBOOK, cores={0: 64.0}), (0,) * size, in_core)
 
 
-def test_a_threshold_belongs_to_the_smaller_side() -> None:
-    assert choose("all_reduce", 512 * KiB, 4) == "recursive_doubling"
-    assert choose("all_reduce", 512 * KiB + 1, 4) == "ring"
+def choose(collective: str, nbytes: int, size: int, **flags: bool) -> Choice:
+    return selector(size).choose(Request(collective, nbytes, **flags))
 
 
-def test_a_chain_must_be_worth_its_length() -> None:
-    assert choose("broadcast", 6 * MiB, 16) == "chain"
-    assert choose("broadcast", 6 * MiB, 17) == "tree"
-    assert choose("broadcast", 9 * MiB, 17) == "chain"
+# --- by time ---------------------------------------------------------------------------------
+
+
+def test_small_values_take_few_steps_and_large_ones_move_few_bytes() -> None:
+    assert choose("all_reduce", 8, 16).name == "linear"
+    large = choose("all_reduce", 64 * MiB, 16)
+    assert find("all_reduce", large.name).chunks(16) >= 16 or large.segments > 1
+
+
+def test_the_time_is_that_of_the_formula() -> None:
+    able, _ = selector(4).ranking(Request("all_gather", 1 * MiB))
+    seconds = {candidate.choice.name: candidate.seconds for candidate in able}
+    assert seconds["ring"] == pytest.approx(3 * (1e-4 + MiB * 1e-9))
+    assert [candidate.seconds for candidate in able] == sorted(seconds.values())
+
+
+def test_a_long_chain_is_cut_into_segments_that_take_least_time() -> None:
+    able, _ = selector(8).ranking(Request("broadcast", 64 * MiB))
+    times = {candidate.choice.name: candidate for candidate in able}
+    segments = times["chain"].choice.segments
+
+    def seconds(count: int) -> float:
+        return (count + 6) * (1e-4 + 64 * MiB / count * 1e-9)
+
+    assert times["chain"].seconds == pytest.approx(seconds(segments))
+    assert seconds(segments) <= min(seconds(segments * 2), seconds(segments // 2))
+    assert times["linear"].choice.segments == 1  # nothing waits
+
+
+def test_segments_are_not_shorter_than_is_worth_a_message() -> None:
+    for nbytes in (64 * KiB, 256 * KiB, MiB):
+        assert selector(64).segments("chain", Request("broadcast", nbytes)) <= nbytes // (64 * KiB)
+
+
+def test_a_value_that_must_stay_whole_is_not_cut() -> None:
+    assert choose("all_reduce", 64 * MiB, 8, whole=True).segments == 1
+
+
+def test_factors_of_the_table_turn_the_choice() -> None:
+    best = choose("broadcast", 8, 8).name
+    slow = {(TCP, "broadcast", best, WHOLE): {8: (100.0,)}}
+    agreed = Agreed(TEXTBOOK._replace(factors=slow), cores={0: 64.0})
+    assert selector(8, agreed).choose(Request("broadcast", 8)).name != best
+
+
+def test_segments_have_factors_of_their_own() -> None:
+    slow = {(TCP, "broadcast", name, CUT): {8: (100.0,)} for name in names("broadcast")}
+    agreed = Agreed(TEXTBOOK._replace(factors=slow), cores={0: 64.0})
+    assert selector(8, agreed).choose(Request("broadcast", 64 * MiB)).segments == 1
+    assert selector(8).choose(Request("broadcast", 64 * MiB)).segments > 1
+
+
+def test_lengths_that_differ_little_have_one_choice() -> None:
+    chooser = selector(5)
+    for nbytes in range(1000, 1 << 20, 997):
+        chooser.choose(Request("all_reduce", nbytes))
+    assert len(chooser._chosen) < 100
+
+
+def test_the_link_is_that_between_the_ranks() -> None:
+    sharing = frozenset({0})
+    assert selector(2).link == TCP
+    assert selector(2, Agreed(sharing=sharing)).link == SHM
+    assert Selector(Agreed(sharing=sharing), (0, 1), in_core=False).link == NET
+    here = Agreed(sharing=sharing, machines={0: b"here", 1: b"here"})
+    assert Selector(here, (0, 1), in_core=False).link == TCP
 
 
 @pytest.mark.parametrize("collective", TABLE)
 def test_what_is_chosen_exists_and_can_serve(collective: str) -> None:
-    sizes, lengths, flags = (1, 2, 3, 16, 17, 1000), (0, 1, 10**5, 10**7, 10**12), (False, True)
-    for nbytes, size, rank_order, whole in itertools.product(lengths, sizes, flags, flags):
-        name = choose(collective, nbytes, size, rank_order=rank_order, whole=whole)
-        assert usable(collective, name, rank_order=rank_order, whole=whole) is None
+    sizes, lengths, flags = (1, 2, 3, 16, 17), (0, 1, 10**5, 10**7, 10**12), (False, True)
+    for size in sizes:
+        shipped = selector(size, Agreed(cores={0: 2.0}))
+        for nbytes, rank_order, whole in itertools.product(lengths, flags, flags):
+            choice = shipped.choose(Request(collective, nbytes, rank_order, whole))
+            assert usable(collective, choice.name, rank_order=rank_order, whole=whole) is None
+            assert choice.segments == 1 or not whole
 
 
-@pytest.mark.parametrize("collective", ["reduce", "all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("collective", sorted(REDUCING))
 def test_operators_that_do_not_commute_get_rank_order(collective: str) -> None:
     for nbytes in (8, 64 * MiB):
-        assert find(collective, choose(collective, nbytes, 4, rank_order=True)).rank_order
+        assert find(collective, choose(collective, nbytes, 4, rank_order=True).name).rank_order
 
 
-@pytest.mark.parametrize("collective", ["reduce", "all_reduce"])
+@pytest.mark.parametrize("collective", ["reduce", "all_reduce", "scan"])
 def test_operators_of_whole_values_get_one_chunk(collective: str) -> None:
     for nbytes in (8, 64 * MiB):
-        assert find(collective, choose(collective, nbytes, 4, whole=True)).chunks(4) == 1
+        assert find(collective, choose(collective, nbytes, 4, whole=True).name).chunks(4) == 1
 
 
-def test_every_rule_names_an_algorithm_of_its_collective() -> None:
-    assert TCP.keys() == TABLE.keys()
-    for collective, rules in TCP.items():
-        assert {rule.name for rule in rules} <= set(names(collective))
+def test_thousands_of_ranks_are_no_trouble() -> None:
+    assert choose("all_reduce", MiB, 4096).name in names("all_reduce")
+
+
+# --- hosts -----------------------------------------------------------------------------------
+
+
+def spread(*hosts: int) -> Selector:
+    cores = dict.fromkeys(hosts, 8.0)
+    return Selector(Agreed(TEXTBOOK, cores=cores), hosts, in_core=False)
+
+
+def considered(chooser: Selector, collective: str) -> set[str]:
+    return {candidate.choice.name for candidate in chooser.ranking(Request(collective, MiB))[0]}
+
+
+def test_hierarchical_is_for_several_hosts_with_several_ranks() -> None:
+    assert "hierarchical" in considered(spread(0, 0, 1, 1), "all_reduce")
+    assert "hierarchical" in considered(spread(0, 1, 0), "all_reduce")
+    assert "hierarchical" not in considered(spread(0, 0, 0), "all_reduce")
+    assert "hierarchical" not in considered(spread(0, 1, 2), "all_reduce")
+
+
+def test_what_crosses_less_between_hosts_is_chosen() -> None:
+    fast = WIRE._replace(step=1e-6, path=1e-11)
+    links = TEXTBOOK.links | {SHM: fast, TCP: fast}
+    agreed = Agreed(TEXTBOOK._replace(links=links), cores={0: 8.0, 1: 8.0})
+    chooser = Selector(agreed, (0, 1) * 4, in_core=False)  # round robin: a ring crosses always
+    assert chooser.choose(Request("all_gather", MiB)).name == "hierarchical"
+
+
+def test_ranks_of_emulated_hosts_are_timed_as_if_they_were_on_one() -> None:
+    agreed = Agreed(TEXTBOOK, cores={0: 1.0, 1: 1.0}, machines={0: b"here", 1: b"here"})
+    spread_out = Selector(agreed, (0, 1), in_core=False).ranking(Request("all_reduce", MiB))
+    together = Agreed(TEXTBOOK, cores={0: 2.0})
+    assert spread_out == Selector(together, (0, 0), in_core=False).ranking(
+        Request("all_reduce", MiB)
+    )
+
+
+def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
+    links = TEXTBOOK.links | {costs.CORE: WIRE._replace(step=1e-7, path=1e-11)}
+    agreed = Agreed(
+        TEXTBOOK._replace(links=links), sharing=frozenset({0, 1}), cores={0: 8.0, 1: 8.0}
+    )
+    chooser = Selector(agreed, (0,) * 8 + (1,) * 8, in_core=False)
+
+    def seconds(**flags: bool) -> float:
+        able, _ = chooser.ranking(Request("all_reduce", 8, **flags))
+        return next(c.seconds for c in able if c.choice.name == "hierarchical")
+
+    assert seconds() == pytest.approx(1e-4, rel=0.01)  # one message between leaders
+    assert seconds(native=False) > 2e-4
+
+
+# --- the compiled core -----------------------------------------------------------------------
+
+
+def test_the_core_is_taken_wherever_it_can_serve() -> None:
+    chooser = selector(4, Agreed(TEXTBOOK, cores={0: 64.0}), in_core=True)
+    for collective in TABLE:
+        for nbytes in (0, 64 * MiB):
+            assert chooser.choose(Request(collective, nbytes)) == Choice(SHARED_MEMORY)
+            assert (
+                chooser.choose(Request(collective, nbytes, native=False)).name in TABLE[collective]
+            )
+
+
+# --- what the user says ----------------------------------------------------------------------
+
+
+def ruled(text: str, in_core: bool = False) -> Selector:
+    return selector(4, Agreed(TEXTBOOK, parse_rules(text), cores={0: 64.0}), in_core)
+
+
+def test_an_algorithm_that_is_named_is_taken_for_all_lengths() -> None:
+    chooser = ruled("all_reduce:ring")
+    assert {chooser.choose(Request("all_reduce", n)).name for n in (8, MiB)} == {"ring"}
+    assert chooser.choose(Request("reduce", 8)) == choose("reduce", 8, 4)
+
+
+def test_of_several_that_are_named_the_quickest_is_taken() -> None:
+    chooser = ruled("all_reduce:ring,recursive_doubling")
+    assert chooser.choose(Request("all_reduce", 8)).name == "recursive_doubling"
+    assert chooser.choose(Request("all_reduce", 64 * MiB)).name == "ring"
+
+
+def test_what_is_excluded_is_not_taken() -> None:
+    best = choose("all_reduce", MiB, 4).name
+    assert ruled(f"all_reduce:^{best}").choose(Request("all_reduce", MiB)).name != best
+
+
+def test_a_rule_keeps_calls_out_of_the_core() -> None:
+    request = Request("all_reduce", 8)
+    assert ruled("all_reduce:ring", in_core=True).choose(request).name == "ring"
+    assert ruled("all_reduce:^shared_memory", in_core=True).choose(request).name != SHARED_MEMORY
+    assert ruled("reduce:tree", in_core=True).choose(request).name == SHARED_MEMORY
+
+
+def test_where_what_was_named_cannot_serve_the_next_best_does() -> None:
+    request = Request("all_reduce", 64 * MiB, rank_order=True)
+    assert ruled("all_reduce:ring").choose(request) == selector(4).choose(request)
+    assert ruled("all_reduce:shared_memory").choose(request) == selector(4).choose(request)
+
+
+def test_an_algorithm_that_states_no_cost_is_taken_only_where_it_is_named(monkeypatch: Any) -> None:
+    mine = find("all_reduce", "ring")._replace(name="mine", cost=None)
+    monkeypatch.setitem(TABLE["all_reduce"], "mine", mine)
+    able, refused = selector(4).ranking(Request("all_reduce", 8))
+    assert "mine" not in [candidate.choice.name for candidate in able]
+    assert dict(refused)["mine"] == "states no cost, so it is taken only where it is named"
+    assert ruled("all_reduce:mine").choose(Request("all_reduce", 8)) == Choice("mine")
+    both = ruled("all_reduce:mine,ring").ranking(Request("all_reduce", 8))[0]
+    assert [(c.choice.name, c.seconds < UNKNOWN_S) for c in both] == [
+        ("ring", True),
+        ("mine", False),
+    ]
+
+
+def test_segments_have_the_length_that_the_user_says() -> None:
+    def segments(nbytes: int, said: int, **flags: bool) -> int:
+        agreed = Agreed(TEXTBOOK, segment_nbytes=said, cores={0: 64.0})
+        return selector(4, agreed).segments("ring", Request("all_reduce", nbytes, **flags))
+
+    assert segments(4 * MiB, 256 * KiB) == 4  # a chunk is a fourth
+    assert segments(4 * MiB, 300 * KiB) == 4
+    assert segments(4 * MiB, 2 * MiB) == 1
+    assert segments(5 * MiB - 8, 256 * KiB) == 5  # none is longer
+    assert segments(4 * MiB, 0) == 1
+    assert segments(0, 256 * KiB) == 1
+    assert segments(4 * MiB, 256 * KiB, whole=True) == 1
+    assert segments(1 << 40, 1) < 1 << 16  # lanes of a call
+
+
+# --- what cannot serve -----------------------------------------------------------------------
 
 
 def test_ring_is_refused_to_operators_that_do_not_commute() -> None:
-    reason = usable("all_reduce", "ring", rank_order=True)
-    assert reason == (
+    reason = usable("all_reduce", "ring", rank_order=True) or ""
+    assert reason.startswith(
         "all_reduce ring does not combine in rank order, which an operator that is not "
-        "commutative needs; use recursive_doubling or tree or linear"
+        "commutative needs; use recursive_doubling or "
     )
 
 
@@ -81,8 +270,9 @@ def test_ring_is_refused_to_operators_of_whole_values() -> None:
     assert usable("all_reduce", "ring") is None
 
 
-def test_blocks_of_reduce_scatter_are_whole() -> None:
+def test_blocks_are_whole() -> None:
     assert usable("reduce_scatter", "ring", whole=True) is None
+    assert usable("exscan", "linear", whole=True) is None
 
 
 def test_operators_do_not_matter_where_nothing_is_reduced() -> None:
@@ -94,3 +284,83 @@ def test_unknown_names_are_refused() -> None:
         usable("all_reduce", "star")
     with pytest.raises(ValueError, match="no collective 'shuffle'"):
         choose("shuffle", 8, 2)
+
+
+# --- in a job --------------------------------------------------------------------------------
+
+SETTINGS = """
+import json, os
+OPTIONS, VARIABLES = json.load(open(sys.argv[1] + "/settings.json"))
+os.environ.update(VARIABLES[int(os.environ["PYCOLL_RANK"])])
+comm = pycoll.init()
+rank, size = comm.rank, comm.size
+"""
+
+COMPARE = """
+from pycoll import agreed
+
+comm.barrier()  # in the core, which from now on takes NumPy arrays without asking
+x = np.full(5, rank + 1.0)
+for value in (x, np.repeat(x, 10_000)):
+    total = size * (size + 1) / 2
+    assert comm.all_reduce(value)[0] == total
+    assert comm.broadcast(value if rank == 0 else None)[0] == 1.0
+    total_again = comm.all_reduce(value) if rank % 2 else comm.all_reduce(value, timeout=20.0)
+    assert total_again[0] == total
+group = comm._group
+job = agreed.current()
+mine = [str(group.choose("all_reduce", 1 << 20, None)), job.costs.origin, job.segment_nbytes]
+every = comm.gather(mine)
+if rank == 0:
+    assert all(one == mine for one in every), every
+    print(json.dumps(mine))
+ok()
+"""
+
+
+def settled(job: Any, *options: str, variables: list[dict[str, str]]) -> Any:
+    """What all ranks of a job go by, if each has variables of its own."""
+    (job.folder / "settings.json").write_text(json.dumps([options, variables]))
+    done = job(len(variables), COMPARE, *options, init=SETTINGS)
+    assert (done.status, done.content) == (0, list(range(len(variables)))), done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+
+
+@pytest.mark.parametrize("options", [["--transport", "tcp"], ["--transport", "shm"]], ids=str)
+def test_what_rank_0_has_set_holds_on_all_ranks(job: Any, options: list[str]) -> None:
+    mine, other = job.folder / "mine.json", job.folder / "other.json"
+    mine.write_text(costs.shipped()._replace(origin="rank 0").as_json())
+    other.write_text(costs.shipped()._replace(origin="rank 1").as_json())
+    variables = [
+        {
+            "PYCOLL_ALGORITHM": "all_reduce:ring;broadcast:linear",
+            "PYCOLL_SEGMENT": "8K",
+            "PYCOLL_COSTS": str(mine),
+        },
+        {
+            "PYCOLL_ALGORITHM": "all_reduce:recursive_doubling",
+            "PYCOLL_SEGMENT": "64K",
+            "PYCOLL_COSTS": str(other),
+        },
+        {},
+    ]
+    choice, origin, segment = settled(job, *options, variables=variables)
+    assert (choice, segment) == ("ring, segments=43", 8192)
+    assert origin == f"{mine}: rank 0"
+
+
+def test_what_only_other_ranks_have_set_does_not_hold(job: Any) -> None:
+    wrong = {"PYCOLL_ALGORITHM": "nonsense", "PYCOLL_SEGMENT": "x", "PYCOLL_COSTS": "/none"}
+    nothing = {"XDG_CONFIG_HOME": str(job.folder)}
+    choice, origin, segment = settled(job, variables=[nothing, nothing | wrong])
+    assert (choice, segment) == (SHARED_MEMORY, None)
+    assert origin == costs.shipped().origin
+
+
+def test_a_setting_that_makes_no_sense_is_named_when_the_job_starts(job: Any) -> None:
+    (job.folder / "settings.json").write_text(
+        json.dumps([[], [{"PYCOLL_ALGORITHM": "all_reduce:rng"}, {}]])
+    )
+    done = job(2, "", init=SETTINGS)
+    assert done.status == 1
+    assert "BootstrapError: PYCOLL_ALGORITHM: 'all_reduce:rng': all_reduce has no " in done.stderr

@@ -1,7 +1,4 @@
-"""Algorithms over the binomial tree of `trees`: few steps, whole values.
-
-Every step takes one chunk, so gather and scatter move the blocks of a branch as separate messages.
-"""
+"""Algorithms over the binomial tree of `trees`: few steps, whole values."""
 
 from __future__ import annotations
 
@@ -55,32 +52,33 @@ def all_reduce(rank: int, size: int) -> Iterator[Step]:
 
 
 def gather(rank: int, size: int, root: int) -> Iterator[Step]:
-    """Collect the blocks of each child's branch, then send this branch's to the parent.
+    """Collect the blocks of each child's branch, then send this branch's, in one message each.
 
-    Cost: steps floor(lg P); bytes (P - 1) / P S at the root, the busiest, S all blocks together;
-    P / 2 lg P messages, as each block travels alone.
+    Cost: steps floor(lg P); bytes (P - 1) / P S at the root, the busiest, S all blocks together.
     Source: MPICH, src/mpi/coll/gather/gather_intra_binomial.c.
     """
     place = position(rank, size, root)
     for child in binomial_children(place, size):
-        for block in binomial_branch(child, size):
-            yield Recv(rank_at(child, size, root), rank_at(block, size, root))
+        yield Recv(rank_at(child, size, root), _blocks(child, size, root))
     if place:
-        for block in binomial_branch(place, size):
-            yield Send(rank_at(binomial_parent(place), size, root), rank_at(block, size, root))
+        parent = rank_at(binomial_parent(place), size, root)
+        yield Send(parent, _blocks(place, size, root))
 
 
 def scatter(rank: int, size: int, root: int) -> Iterator[Step]:
-    """Receive this branch's blocks from the parent, then send each child its branch's.
+    """Receive this branch's blocks, then send each child its branch's, in one message each.
 
-    Cost: steps floor(lg P); bytes (P - 1) / P S at the root, the busiest, S all blocks together;
-    P / 2 lg P messages, as each block travels alone.
+    Cost: steps floor(lg P); bytes (P - 1) / P S at the root, the busiest, S all blocks together.
     Source: MPICH, src/mpi/coll/scatter/scatter_intra_binomial.c.
     """
     place = position(rank, size, root)
     if place:
-        for block in binomial_branch(place, size):
-            yield Recv(rank_at(binomial_parent(place), size, root), rank_at(block, size, root))
+        parent = rank_at(binomial_parent(place), size, root)
+        yield Recv(parent, _blocks(place, size, root))
     for child in reversed(binomial_children(place, size)):
-        for block in binomial_branch(child, size):
-            yield Send(rank_at(child, size, root), rank_at(block, size, root))
+        yield Send(rank_at(child, size, root), _blocks(child, size, root))
+
+
+def _blocks(place: int, size: int, root: int) -> tuple[int, ...]:
+    """Ranks of the branch at `place`: its blocks."""
+    return tuple([rank_at(block, size, root) for block in binomial_branch(place, size)])

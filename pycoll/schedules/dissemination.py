@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pycoll.schedule import Send, Step, recv_reduce
+from pycoll.schedules.powers import distances
 
 
 def barrier(rank: int, size: int) -> Iterator[Step]:
@@ -13,8 +14,6 @@ def barrier(rank: int, size: int) -> Iterator[Step]:
     Cost: steps ceil(lg P); bytes 0.
     Source: Hensgen, Finkel and Manber, Two algorithms for barrier synchronization, 1988.
     """
-    distance = 1
-    while distance < size:
+    for distance in distances(size):
         yield Send((rank + distance) % size, 0)
         yield from recv_reduce((rank - distance) % size, 0)
-        distance *= 2

@@ -49,13 +49,15 @@ def reduce(rank: int, size: int, root: int) -> Iterator[Step]:
 
 
 def all_reduce(rank: int, size: int) -> Iterator[Step]:
-    """Reduce to rank 0, then broadcast from it.
+    """Each combines one piece of all ranks, in rank order, and sends it to every other.
 
-    Cost: steps 2; bytes (P - 1) S in and as many out at rank 0.
-    Source: Open MPI, ompi/mca/coll/base/coll_base_allreduce.c (basic linear).
+    In one step, each sending its whole value to every other, ranks would differ in their bits:
+    each would have to begin with its own operand.
+    Cost: steps 2; bytes 2 (P - 1) / P S a rank, in messages of S / P.
+    Source: the definitions of reduce_scatter and all_gather.
     """
-    yield from reduce(rank, size, 0)
-    yield from broadcast(rank, size, 0)
+    yield from reduce_scatter(rank, size)
+    yield from all_gather(rank, size)
 
 
 def gather(rank: int, size: int, root: int) -> Iterator[Step]:
@@ -87,8 +89,9 @@ def scatter(rank: int, size: int, root: int) -> Iterator[Step]:
 def all_gather(rank: int, size: int) -> Iterator[Step]:
     """Each sends its block to every other.
 
+    The barrier of this name is this with blocks of no bytes.
     Cost: steps 1; bytes (P - 1) / P S a rank, S all blocks together.
-    Source: the definition. No schedule has fewer messages, as each carries one chunk.
+    Source: the definition.
     """
     for peer in _others(rank, size):
         yield Send(peer, rank)

@@ -1,0 +1,172 @@
+"""Two levels without a message inside a host: the compiled core there, messages between hosts.
+
+The algorithm `hierarchical` is a schedule, in which ranks of a host send each other messages. That
+is best for large values, whose segments overlap. For small ones a message costs more than all
+that the core does, so a blocking call takes three steps instead: the core brings everything to the
+host's leader, the leaders run a schedule, the core spreads what they have. The leader is the first
+rank of its host.
+
+Both levels have communicators of their own, which are made when they are first needed. To everybody
+else a call is one of the communicator itself: it has a number there, other calls are compared with
+it, and if it fails, that communicator breaks and takes both levels along.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pycoll import agreed, collectives, native_announced, native_calls, ops
+from pycoll.arrays import Value
+from pycoll.collectives import Reduction
+from pycoll.dtypes import Array
+from pycoll.errors import Error
+from pycoll.group import Group
+from pycoll.native import Native
+from pycoll.ops import Op
+from pycoll.subgroups import child
+from pycoll.task import Call, CallSteps
+
+MAX_NBYTES = 64 << 10
+"""Larger values go by the schedule."""
+
+
+def serve(group: Group, nbytes: int) -> bool:
+    """Whether a blocking call on values of this length goes this way."""
+    sharing = agreed.current().sharing
+    crowded = {host for host in group.hosts if group.hosts.count(host) > 1}
+    return nbytes <= MAX_NBYTES and crowded <= sharing and len(set(group.hosts)) > 1
+
+
+class Levels:
+    """The two levels of a communicator, as one of its ranks sees them.
+
+    Args:
+        group: the communicator's ranks; those of every host can use shared memory.
+
+    Attributes:
+        leads: whether this rank is its host's leader.
+        alone: whether it has its host for itself.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._call: Call | None = None
+        self._signature = b""
+        self._deadline = math.inf
+        first = {host: group.hosts.index(host) for host in sorted(set(group.hosts))}
+        mine = group.hosts[group.rank]
+        self.leads = first[mine] == group.rank
+        with group.engine.locked():
+            neighbors = [rank for rank, host in enumerate(group.hosts) if host == mine]
+            self._host = child(group, "host", neighbors)
+            self._leaders = child(group, "leaders", list(first.values())) if self.leads else None
+            group.context.on_fail = self._fail
+            group.on_close.append(self.close)
+        self.alone = self._host.size == 1
+
+    def run(self, text: str, signature: bytes, timeout: float, steps: Callable[[], Any]) -> Any:
+        """Run a call to its end: `steps` calls `inside` and `between`, the same on all ranks.
+
+        Raises:
+            Error: another thread is in a collective of this communicator.
+        """
+        group, context = self._group, self._group.context
+        if self._call is not None:
+            raise Error(
+                f"{text}: another thread is in a collective of this communicator; "
+                "collectives of one communicator come from one thread at a time"
+            )
+        group.engine.look(context)
+        with group.engine.locked():
+            self._call = Call(text, group.number, context)
+            number = context.begin(signature)
+        self._signature = signature
+        self._deadline = time.monotonic() + timeout
+        try:
+            result = steps()
+        except BaseException as exc:
+            group.engine.give_up(context, exc)
+            raise
+        finally:
+            self._call = None
+        with group.engine.locked():
+            context.end(number)
+        return result
+
+    def inside(self, steps: Callable[[Native], Any]) -> None:
+        """Call the core with the other ranks of this host, if there are any."""
+        native = self._host.native
+        if native is not None:
+            assert self._call is not None
+            native.run(self._call, self._left(), lambda: steps(native))
+
+    def between(self, steps: Callable[[Group, bytes], CallSteps]) -> None:
+        """Run a call of the leaders, on the leaders."""
+        leaders, call = self._leaders, self._call
+        if leaders is not None:
+            assert call is not None
+            signature = self._signature
+            engine = self._group.engine
+            engine.run(call, lambda: steps(leaders, signature), self._left(), collective=True)
+
+    def close(self) -> None:
+        """Forget both; under the engine's lock."""
+        self._host.close()
+        if self._leaders is not None:
+            self._leaders.close()
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _fail(self) -> None:
+        """The communicator is broken: whoever waits in one of the levels hears why."""
+        error = self._group.context.broken
+        assert error is not None
+        for level in (self._host, self._leaders):
+            if level is not None:
+                level.context.fail(error)
+
+
+def barrier(levels: Levels) -> None:
+    """Return when every rank has entered."""
+    levels.inside(Native.barrier)
+    levels.between(_leaders_barrier)
+    levels.inside(Native.barrier)
+
+
+def all_reduce(levels: Levels, x: Value, memory: Array, op: Op, size: int) -> None:
+    """Reduce into `memory` (C-contiguous, x's shape) on each of the `size` ranks.
+
+    Args:
+        levels: of the communicator.
+        x: this rank's value, of at most `MAX_NBYTES`.
+        memory: gets the result.
+        op: a commutative operator.
+        size: number of all ranks.
+    """
+    step_op = ops.resolve("sum") if op.name == "avg" else op
+    if levels.alone:
+        memory[...] = x.array
+    levels.inside(
+        lambda core: native_calls.combine(
+            core, "reduce", x, memory if levels.leads else None, step_op
+        )
+    )
+    value = Value(memory, x.dtype, x.kind)
+
+    def between(leaders: Group, signature: bytes) -> CallSteps:
+        choice = leaders.choose("all_reduce", memory.nbytes, None, native=False)
+        return collectives.all_reduce(leaders, signature, value, Reduction(step_op, choice), memory)
+
+    levels.between(between)
+    levels.inside(lambda core: native_announced.spread(core, memory))
+    if op.name == "avg":
+        ops.finish(op, x.dtype, memory, size)
+
+
+def _leaders_barrier(leaders: Group, signature: bytes) -> CallSteps:
+    choice = leaders.choose("barrier", 0, None, native=False)
+    return collectives.barrier(leaders, signature, choice)

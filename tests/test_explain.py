@@ -1,0 +1,158 @@
+"""comm.explain: what would run, why, and what else could; and its words."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import pycoll
+from pycoll.schedules import TABLE
+
+Comm = Any
+
+MiB = 1 << 20
+TCP = (4, ("--transport", "tcp"), {})
+SHM = (2, ("--transport", "shm"), {})
+HOSTS = (4, ("--emulate-hosts", "2"), {})
+RULED = (
+    3,
+    ("--transport", "tcp"),
+    {
+        "PYCOLL_ALGORITHM": "all_reduce:ring,shared_memory;broadcast:^linear,tree",
+        "PYCOLL_SEGMENT": "64K",
+    },
+)
+
+
+def on(*worlds: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "ranks", worlds, indirect=True, scope="module", ids=[str(world[0]) for world in worlds]
+    )
+
+
+@on(TCP, SHM, HOSTS, RULED)
+def test_what_is_explained_is_what_runs_and_all_ranks_say_the_same(ranks: Any) -> None:
+    def program(comm: Comm) -> list[str]:
+        said = []
+        for collective in TABLE:
+            for nbytes in (0, 8, 100_000, 64 * MiB):
+                why = comm.explain(collective, nbytes)
+                choice = comm._group.choose(collective, why.nbytes, None)
+                assert (why.algorithm, why.segments) == choice
+                said.append(str(why))
+        return said
+
+    said = ranks(program)
+    assert all(one == said[0] for one in said)
+
+
+@on(TCP)
+def test_the_quickest_is_chosen_and_the_others_follow_by_time(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        why = comm.explain("all_reduce", MiB)
+        assert (why.collective, why.nbytes, why.size) == ("all_reduce", MiB, 4)
+        assert why.why == "by the table it takes least time"
+        times = [why.seconds, *(seconds for _, _, seconds in why.runners_up)]
+        assert times == sorted(times)
+        assert 0 < times[0] < times[-1] < 1
+        assert why.refused["shared_memory"] == "needs all ranks on one host, sharing memory"
+        every = {why.algorithm, *(name for name, _, _ in why.runners_up), *why.refused}
+        assert every == set(pycoll.algorithms("all_reduce"))
+
+    ranks(program)
+
+
+@on(TCP)
+def test_an_operator_rules_out_what_cannot_serve_it(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        why = comm.explain("all_reduce", MiB, lambda a, b: a @ b)
+        assert "does not combine in rank order" in why.refused["ring"]
+        assert why.segments == 1
+        gathered = comm.explain("all_gather", MiB, lambda a, b: a @ b)
+        assert gathered.algorithm == comm.explain("all_gather", MiB).algorithm
+
+    ranks(program)
+
+
+@on(SHM)
+def test_where_memory_is_shared_the_core_is_chosen_but_not_for_requests(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        why = comm.explain("broadcast", 8)
+        assert why.algorithm == "shared_memory"
+        assert "compiled core" in why.why
+        assert why.runners_up
+        request = comm.explain("broadcast", 8, blocking=False)
+        assert request.algorithm != "shared_memory"
+        assert "blocking" in request.refused["shared_memory"]
+        assert comm.explain("reduce", 8, min).algorithm != "shared_memory"
+
+    ranks(program)
+
+
+@on(HOSTS)
+def test_between_hosts_levels_are_considered(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        why = comm.explain("all_reduce", MiB)
+        assert "hierarchical" in [why.algorithm, *(name for name, _, _ in why.runners_up)]
+        assert why.table.endswith("(TCP between hosts)")
+        with comm.split_by_host() as here:
+            alone = here.explain("all_reduce", MiB, blocking=False)
+            assert alone.refused["hierarchical"].startswith("needs several hosts")
+            assert alone.table.endswith("(messages in shared memory)")
+
+    ranks(program)
+
+
+@on(RULED)
+def test_what_the_user_said_is_the_reason(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        why = comm.explain("all_reduce", 3 * MiB)
+        assert (why.algorithm, why.segments) == ("ring", 16)
+        assert why.why == "PYCOLL_ALGORITHM says all_reduce:ring,shared_memory"
+        assert why.refused["tree"] == "PYCOLL_ALGORITHM=all_reduce:ring,shared_memory"
+        spread = comm.explain("broadcast", 8)
+        assert (
+            spread.why
+            == "PYCOLL_ALGORITHM says broadcast:^linear,tree, and of these it is the quickest"
+        )
+        ordered = comm.explain("all_reduce", 8, lambda a, b: a @ b)
+        assert ordered.algorithm != "ring"
+        assert "none of that can serve" in ordered.why
+        assert comm.explain("reduce", 8).why == "by the table it takes least time"
+
+    ranks(program)
+
+
+@on(TCP)
+def test_the_text_is_for_people(ranks: Any) -> None:
+    def program(comm: Comm) -> str:
+        return str(comm.explain("reduce", 3 * MiB // 2))
+
+    head, because, *lines = ranks(program)[0].splitlines()
+    assert head.startswith("reduce of 1.5 MiB on 4 ranks: ")
+    assert head.endswith((" ms", " us"))
+    assert because == "  because by the table it takes least time"
+    assert "  others that can serve:" in lines
+    assert "  not considered:" in lines
+    assert lines[-1].startswith("  times by ")
+
+
+@on(TCP)
+def test_wrong_arguments_are_named(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        with pytest.raises(ValueError, match="no collective 'shuffle'; there are"):
+            comm.explain("shuffle", 8)
+        with pytest.raises(ValueError, match="nbytes is -1"):
+            comm.explain("reduce", -1)
+        with pytest.raises(TypeError, match="nbytes"):
+            comm.explain("reduce", "1M")
+        with pytest.raises(ValueError, match="plus"):
+            comm.explain("reduce", 8, "plus")
+
+    ranks(program)
+
+
+def test_alone_there_is_nothing_to_send() -> None:
+    assert math.isfinite(pycoll.run(lambda comm: comm.explain("all_reduce", 8).seconds, 1)[0])

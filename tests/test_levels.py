@@ -1,0 +1,152 @@
+"""Small hierarchical calls: the compiled core inside hosts, messages between their leaders."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pycoll
+
+Array = Any
+Comm = Any
+
+WORLDS = [(4, ("--emulate-hosts", "2")), (7, ("--emulate-hosts", "3"))]
+of_worlds = pytest.mark.parametrize(
+    "ranks", WORLDS, indirect=True, scope="module", ids=["two hosts", "uneven"]
+)
+FORCED = {"algorithm": "hierarchical"}
+
+
+@of_worlds
+def test_values_are_combined(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        for op, fn, dtype in [
+            ("sum", np.add, "float64"),
+            ("avg", np.add, "float32"),
+            ("avg", np.add, ml_dtypes.bfloat16),
+            ("max", np.maximum, "int8"),
+            ("lxor", np.logical_xor, "uint16"),
+            (pycoll.Op(np.bitwise_or, elementwise=True), np.bitwise_or, "int64"),
+        ]:
+            for shape in ((), (1,), (3, 5), (2000,)):
+                rng = np.random.default_rng(7)
+                xs = [rng.integers(0, 9, shape).astype(dtype) for _ in range(comm.size)]
+                total = np.asarray(functools.reduce(fn, xs))
+                if op == "avg":
+                    total = total / comm.size
+                got = comm.all_reduce(xs[comm.rank], op, **FORCED)
+                np.testing.assert_array_equal(got, total.astype(dtype))
+                own = xs[comm.rank].copy()
+                comm.all_reduce(own, op, out=own, **FORCED)
+                np.testing.assert_array_equal(own, total.astype(dtype))
+        for _ in range(20):
+            comm.barrier(**FORCED)
+
+    ranks(program)
+
+
+@of_worlds
+def test_a_host_sends_one_message_for_all_its_ranks(ranks: Any) -> None:
+    def program(comm: Comm) -> int:
+        sent = []
+        engine = comm._group.engine
+        send = engine.send
+        engine.send = lambda *args: sent.append(1) or send(*args)
+        comm.all_reduce(np.ones(8), **FORCED)
+        del engine.send
+        return len(sent)
+
+    nodes = ranks(lambda comm: comm.node)
+    sent = ranks(program)
+    leaders = [nodes.index(node) for node in sorted(set(nodes))]
+    assert all(sent[leader] for leader in leaders)
+    assert sum(sent) == sum(sent[leader] for leader in leaders)
+
+
+@of_worlds
+def test_a_barrier_lets_nobody_out_before_the_last_is_in(ranks: Any) -> None:
+    def program(comm: Comm, late: int) -> tuple[float, float]:
+        if comm.rank == late:  # the others are about to enter
+            for _ in range(comm.size - 1):
+                comm.recv()
+        else:
+            comm.send(None, late)
+        entered = time.monotonic()
+        comm.barrier(**FORCED)
+        return entered, time.monotonic()
+
+    for late in range(4):
+        times = ranks(program, late)
+        assert min(left for _, left in times) > max(entered for entered, _ in times)
+
+
+@of_worlds
+def test_other_calls_are_told_apart(ranks: Any) -> None:
+    def program(comm: Comm, odd: int) -> str:
+        with comm.dup() as other:
+            try:
+                if comm.rank == odd:
+                    other.barrier(**FORCED)
+                else:
+                    other.all_reduce(np.ones(3), **FORCED)
+            except pycoll.MismatchError as error:
+                with pytest.raises(pycoll.Error):
+                    other.barrier()
+                return str(error)
+            return ""
+
+    for odd in range(4):
+        for text in ranks(program, odd):
+            assert "barrier(algorithm=hierarchical)" in text
+            assert "all_reduce(float64[3]" in text
+
+
+@of_worlds
+def test_a_timeout_breaks_the_communicator_everywhere(ranks: Any) -> None:
+    def program(comm: Comm, late: int) -> None:
+        with comm.dup() as other:
+            if comm.rank != late:
+                with pytest.raises((pycoll.OperationTimeout, pycoll.PeerFailed)):
+                    other.all_reduce(1.0, **FORCED, timeout=0.3)
+            comm.barrier()
+            with pytest.raises(pycoll.Error):
+                other.barrier()
+        comm.barrier(**FORCED)
+
+    for late in range(4):
+        ranks(program, late)
+
+
+@of_worlds
+def test_communicators_leave_nothing(ranks: Any) -> None:
+    def program(comm: Comm) -> int:
+        engine = comm._group.engine
+        before = len(engine.contexts)
+        for _ in range(50):
+            with comm.dup() as other:
+                assert other.all_reduce(1, **FORCED) == comm.size
+        return len(engine.contexts) - before
+
+    assert set(ranks(program)) == {0}
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_death_is_told_to_all(job: Any, victim: int) -> None:
+    done = job(
+        4,
+        f"""
+comm.all_reduce(1, algorithm="hierarchical")
+if rank == {victim}:
+    os.kill(os.getpid(), signal.SIGKILL)
+peer_failed({victim}, SIGKILL, comm.all_reduce, 1, algorithm="hierarchical")
+ok()
+""",
+        "--emulate-hosts",
+        "2",
+    )
+    assert done.content == [rank for rank in range(4) if rank != victim], done.stderr
