@@ -108,58 +108,57 @@ def compile_schedule(steps: Iterable[Step]) -> Schedule:
     sent: dict[int, int] = {}
     received: dict[int, int] = {}
     number: list[int] = []
-    predecessors: list[set[int]] = []
+    waits: list[int] = []
+    successors: list[list[int]] = [[] for _ in ordered]
+    nothing: tuple[int, ...] = ()
 
-    def read(position: int, chunks: Iterable[int], needs: set[int]) -> None:
-        for chunk in chunks:
-            if chunk in last_writer:
-                needs.add(last_writer[chunk])
-            readers.setdefault(chunk, []).append(position)
-
-    def write(position: int, chunks: Iterable[int], needs: set[int]) -> None:
-        for chunk in chunks:
-            if chunk in last_writer:
-                needs.add(last_writer[chunk])
-            needs.update(readers.pop(chunk, ()))
-            last_writer[chunk] = position
-
-    for position, (step, chunks) in enumerate(zip(ordered, named, strict=True)):
+    # This runs millions of times in a proof: isinstance, as `match` takes twice as long.
+    for position, step in enumerate(ordered):
+        chunks = named[position]
         if len(chunks) != 1 and (not chunks or len(set(chunks)) < len(chunks)):
             raise ValueError(f"step {position}: {step} names no chunk, or one twice")
         needs: set[int] = set()
         count = 0
-        match step:
-            case Send(peer):
-                count = sent.get(peer, 0)
-                sent[peer] = count + 1
-                read(position, chunks, needs)
-            case Recv(peer, _, scratch):
-                count = received.get(peer, 0)
-                received[peer] = count + 1
-                if not scratch:
-                    write(position, chunks, needs)
-            case Reduce():
-                arrival = ordered[position - 1] if position else None
-                fits = isinstance(arrival, Recv) and arrival.scratch
-                if not fits or named[position - 1] != chunks:
-                    raise ValueError(f"step {position}: {step} does not follow its own Recv")
-                needs.add(position - 1)
-                write(position, chunks, needs)
-            case Copy(source):
-                read(position, (source,), needs)
-                write(position, chunks, needs)
+        read, written = nothing, chunks
+        if isinstance(step, Send):
+            count = sent.get(step.peer, 0)
+            sent[step.peer] = count + 1
+            read, written = chunks, nothing
+        elif isinstance(step, Recv):
+            count = received.get(step.peer, 0)
+            received[step.peer] = count + 1
+            if step.scratch:
+                written = nothing
+        elif isinstance(step, Reduce):
+            arrival = ordered[position - 1] if position else None
+            fits = isinstance(arrival, Recv) and arrival.scratch
+            if not fits or named[position - 1] != chunks:
+                raise ValueError(f"step {position}: {step} does not follow its own Recv")
+            needs.add(position - 1)
+        else:
+            read = (step.source,)
+        for chunk in read:
+            if chunk in last_writer:
+                needs.add(last_writer[chunk])
+            if chunk in readers:
+                readers[chunk].append(position)
+            else:
+                readers[chunk] = [position]
+        for chunk in written:
+            if chunk in last_writer:
+                needs.add(last_writer[chunk])
+            if chunk in readers:
+                needs.update(readers.pop(chunk))
+            last_writer[chunk] = position
         needs.discard(position)
         number.append(count)
-        predecessors.append(needs)
-
-    successors: list[list[int]] = [[] for _ in ordered]
-    for position, needs in enumerate(predecessors):
-        for earlier in sorted(needs):
+        waits.append(len(needs))
+        for earlier in needs:
             successors[earlier].append(position)
     return Schedule(
         steps=ordered,
         chunks=named,
         number=tuple(number),
-        waits=tuple([len(needs) for needs in predecessors]),
+        waits=tuple(waits),
         successors=tuple([tuple(later) for later in successors]),
     )

@@ -705,6 +705,7 @@ def a_thousand_come_and_go_and_nothing_grows(comm: Comm) -> None:
 
 
 def three_hundred_are_open_at_once(comm: Comm) -> None:
+    comm.barrier()  # it may need communicators of its own
     before = Usage(comm)
     made = [
         make()
