@@ -25,13 +25,14 @@ from pycoll.prepared import Prepared
 from pycoll.task import Call, caller
 
 if TYPE_CHECKING:
-    from pycoll import arguments, p2p
+    from pycoll import arguments, explain, p2p
     from pycoll import grid as grids
     from pycoll.arguments import Reducer
+    from pycoll.explain import Explanation
     from pycoll.grid import Grid
 else:  # a program that only calls barrier() imports no NumPy
     arguments, grids = Late("pycoll.arguments"), Late("pycoll.grid")
-    p2p = Late("pycoll.p2p")
+    explain, p2p = Late("pycoll.explain"), Late("pycoll.p2p")
 
 COLLECTIVES = (
     "barrier",
@@ -123,8 +124,11 @@ class Communicator(NonBlocking):
             group.context.count()
         methods = {"send": short.send, "recv": short.recv}
         if group.native is not None:
-            methods |= group.native.methods([(name, getattr(self, name)) for name in COLLECTIVES])
-            methods["allreduce"] = methods["all_reduce"]
+            # The core asks nobody: what the user has ruled out goes by the methods of this class.
+            names = [name for name in COLLECTIVES if group.in_core(name)]
+            methods |= group.native.methods([(name, getattr(self, name)) for name in names])
+            if "all_reduce" in methods:
+                methods["allreduce"] = methods["all_reduce"]
         return methods
 
     @property
@@ -631,6 +635,26 @@ class Communicator(NonBlocking):
             lambda native: subgroups.exchange_native(native, text, row),
         )
         return subgroups.split(group, self._run(prepared, timeout))
+
+    def explain(
+        self, collective: str, nbytes: int = 0, op: Reducer = "sum", *, blocking: bool = True
+    ) -> Explanation:
+        """Say which algorithm a call would run, why, and what the others would take.
+
+        Nothing is sent, and the answer is the same on all ranks.
+
+        Args:
+            collective: for example ``"all_reduce"``.
+            nbytes: of one rank's value; of one block (what one rank has for one other, or all
+                others) in gather, scatter, all_gather, reduce_scatter and all_to_all.
+            op: the operator, where something is reduced.
+            blocking: False: of the twin with an i in front.
+
+        Raises:
+            ValueError: there is no such collective or operator, or `nbytes` is below 0.
+        """
+        self._check_open()
+        return explain.explain(self._group, collective, nbytes, op, blocking)
 
     def close(self) -> None:
         """Give this communicator up. Not collective; may be called again.

@@ -46,8 +46,8 @@ class Link(NamedTuple):
         call: processor time of a rank for a call.
         step: from sending a message to what the receiver does next.
         path: a byte on its way from rank to rank.
-        message: processor time of one end of a message.
-        byte: processor time of one end for a byte.
+        message: processor time of one end of a message that a core sees to beside the steps.
+        byte: the same of a byte.
         combine: a byte that is combined with another.
     """
 

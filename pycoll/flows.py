@@ -43,14 +43,16 @@ class Flow(NamedTuple):
         """Return the work for chunks of so many bytes.
 
         The first segment takes all steps, each of the others follows the one before as soon as the
-        busiest place has done with that.
+        busiest place has done with that. What a core has to see to beyond those comes on top.
         """
         follow = segments - 1
+        steps = self.steps + follow * self.load_messages
+        path_nbytes = (self.path + follow * self.load) * chunk / segments
         return Work(
-            steps=self.steps + follow * self.load_messages,
-            path_nbytes=(self.path + follow * self.load) * chunk / segments,
-            ends=self.ends * segments,
-            end_nbytes=self.end_chunks * chunk,
+            steps=steps,
+            path_nbytes=path_nbytes,
+            ends=max(0.0, self.ends * segments - steps),
+            end_nbytes=max(0.0, self.end_chunks * chunk - path_nbytes),
         )
 
 
