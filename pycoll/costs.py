@@ -27,8 +27,8 @@ CORE, SHM, TCP, NET = "core", "shm", "tcp", "net"
 LINKS = {
     CORE: "the compiled core, in shared memory",
     SHM: "messages in shared memory",
-    TCP: "TCP inside a host",
-    NET: "TCP between hosts",
+    TCP: "TCP on one machine",
+    NET: "TCP between machines",
 }
 """Kinds of links."""
 

@@ -124,8 +124,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
     See ranks_pool.py. Parametrized with scope="module", the tests of one size come one after the
     other, and share the job.
     """
-    Pool = neighbor("ranks_pool").Pool
-    pool = Pool(*request.param) if isinstance(request.param, tuple) else Pool(request.param)
+    job = request.param if isinstance(request.param, tuple) else (request.param,)
+    pool = neighbor("ranks_pool").Pool(*job)
     yield pool
     pool.close()
 

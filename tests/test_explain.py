@@ -96,7 +96,7 @@ def test_between_hosts_levels_are_considered(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         why = comm.explain("all_reduce", MiB)
         assert "hierarchical" in [why.algorithm, *(name for name, _, _ in why.runners_up)]
-        assert why.table.endswith("(TCP between hosts)")
+        assert why.table.endswith("(TCP on one machine)")
         with comm.split_by_host() as here:
             alone = here.explain("all_reduce", MiB, blocking=False)
             assert alone.refused["hierarchical"].startswith("needs several hosts")

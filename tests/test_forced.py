@@ -47,13 +47,8 @@ def followed_by(a: Array, b: Array) -> Array:
     return ((factor * (b >> 16)) & 0xFFFF) << 16 | ((offset * (b >> 16) + b) & 0xFFFF)
 
 
-def whole(a: Array, b: Array) -> Array:
-    """Needs all of both: no pieces of them will do."""
-    return np.roll(a, 1) + b[::-1].sum()
-
-
 ORDERED = pycoll.Op(followed_by, commutative=False, elementwise=True)
-UNCUT = pycoll.Op(lambda a, b: a + b[::-1][::-1], commutative=True, elementwise=False)
+UNCUT = pycoll.Op(lambda a, b: a + b, commutative=True, elementwise=False)
 OPERATORS: list[tuple[Any, Callable[[Array, Array], Array], str]] = [
     ("sum", np.add, "float32"),
     ("prod", np.multiply, "int8"),
@@ -63,6 +58,7 @@ OPERATORS: list[tuple[Any, Callable[[Array, Array], Array], str]] = [
     (UNCUT, np.add, "int64"),
 ]
 LENGTHS = (0, 1, 3, 17, 1000, 70_001)
+MOVING = ("int8", "float64", "S3", "bool", "complex64", "i4,f8")
 
 
 def draw(seed: int, size: int, dtype: str, shape: tuple[int, ...]) -> list[Array]:
@@ -130,7 +126,7 @@ def test_reductions(ranks: Any) -> None:
 def test_values_that_move(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
-        for n, dtype in zip(LENGTHS, ("int8", "float64", "S3", "bool", "complex64", "i4,f8")):
+        for n, dtype in zip(LENGTHS, MOVING, strict=True):
             stacked = [(x * (r + 1)).astype(dtype) for r, x in enumerate(_numbers(size, n))]
             x, root = stacked[me], n % size
             for name in algorithms("broadcast"):
@@ -196,7 +192,7 @@ def test_the_bytes_that_travel_are_those_of_the_formula(ranks: Any) -> None:
     from pycoll.schedules import find
 
     size, node = ranks.size, ranks(lambda comm: comm.node)
-    for rows in zip(*ranks(program)):
+    for rows in zip(*ranks(program), strict=True):
         collective, name = rows[0][:2]
         algorithm = find(collective, name)
         cost = algorithm.cost(size, node) if algorithm.hosts else algorithm.cost(size)
