@@ -166,11 +166,14 @@ def _indented(value: dict[str, Any], depth: int) -> str:
 # --- files -----------------------------------------------------------------------------------
 
 
+SHIPPED = Path(__file__).with_name("costs.json")
+"""pycoll's own table."""
+
+
 @cache
 def shipped() -> Table:
     """Return pycoll's own table."""
-    path = Path(__file__).with_name("costs.json")
-    return parse(path.read_text(encoding="utf-8"), "pycoll's costs.json")
+    return parse(SHIPPED.read_text(encoding="utf-8"), "pycoll's costs.json")
 
 
 def read(path: str) -> str:

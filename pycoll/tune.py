@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import datetime
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,10 @@ NET_STEP_S = 30e-6
 NET_BYTE_S = 0.9e-9
 
 FIT_ROUNDS = 2000
+"""Enough for six constants of which some go together."""
+
 MIN_SECONDS = 1e-9
+"""No call is said to take less: a factor is a quotient."""
 
 
 class Sample(NamedTuple):
@@ -261,19 +265,26 @@ def main(arguments: argparse.Namespace) -> int:
     """
     tuning = _understand(arguments)
     output = arguments.output or _default_output()
-    for name in ("PYCOLL_ALGORITHM", "PYCOLL_SEGMENT"):  # what is measured is for those without
+    # What is measured is for jobs without settings; and a table may be measured because the one in
+    # the home folder is of another version.
+    for name in ("PYCOLL_ALGORITHM", "PYCOLL_SEGMENT"):
         os.environ.pop(name, None)
+    os.environ["PYCOLL_COSTS"] = str(costs.SHIPPED)
     here = machine.describe()
     origin = (
         f"{here.cpu}, {here.cores} cores, {', '.join(map(str, tuning.ranks))} ranks, "
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, pycoll {pycoll.__version__}"
     )
-    with machine.alone(_say), _Progress() as progress:
-        if why := machine.busy(here.cores):
-            _say(f"warning: this machine is busy ({why}): do not trust the table")
-        samples = tuning.measure(None, progress.show)
-        table = make_table(costs.shipped(), samples, origin, here.cores)
-        table = add_factors(table, tuning.measure(table, progress.show))
+    try:
+        with machine.alone(_say), _Progress() as progress:
+            if why := machine.busy(here.cores):
+                _say(f"warning: this machine is busy ({why}): do not trust the table")
+            samples = tuning.measure(None, progress.show)
+            table = make_table(costs.shipped(), samples, origin, here.cores)
+            table = add_factors(table, tuning.measure(table, progress.show))
+    except (pycoll.Error, KeyboardInterrupt) as exc:
+        _say(f"nothing was written: {exc or 'interrupted'}")
+        return 1 if isinstance(exc, pycoll.Error) else 128 + signal.SIGINT
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = output.with_name(f".{output.name}.{os.getpid()}")
     scratch.write_text(table.as_json(), encoding="utf-8")

@@ -47,8 +47,23 @@ def followed_by(a: Array, b: Array) -> Array:
     return ((factor * (b >> 16)) & 0xFFFF) << 16 | ((offset * (b >> 16) + b) & 0xFFFF)
 
 
+SEEN: set[int] = set()
+
+
+def uncut(a: Array, b: Array) -> Array:
+    """Wants all of both, and remembers how long they were."""
+    SEEN.update((a.size, b.size))
+    return a + b
+
+
+def whole_seen(size: int) -> None:
+    """What `uncut` has got since was as long as a value, and no piece of it."""
+    assert {size} >= SEEN
+    SEEN.clear()
+
+
 ORDERED = pycoll.Op(followed_by, commutative=False, elementwise=True)
-UNCUT = pycoll.Op(lambda a, b: a + b, commutative=True, elementwise=False)
+UNCUT = pycoll.Op(uncut, commutative=True, elementwise=False)
 OPERATORS: list[tuple[Any, Callable[[Array, Array], Array], str]] = [
     ("sum", np.add, "float32"),
     ("prod", np.multiply, "int8"),
@@ -104,10 +119,12 @@ def test_reductions(ranks: Any) -> None:
                     else:
                         assert got is None
                     calls += 1
+                whole_seen(size * n)
                 for name in able("reduce_scatter", op):
                     got = comm.reduce_scatter(x, op, algorithm=name)
                     np.testing.assert_array_equal(got, total[me], name)
                     calls += 1
+                whole_seen(n)
                 for name in able("scan", op):
                     np.testing.assert_array_equal(comm.scan(x, op, algorithm=name), until[me])
                     calls += 1
@@ -118,6 +135,7 @@ def test_reductions(ranks: Any) -> None:
                     else:
                         assert got is None
                     calls += 1
+                whole_seen(size * n)
         return calls
 
     assert min(ranks(program)) > 100

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pycoll import costs
+from pycoll import costs, levels
 from pycoll.agreed import SHARED_MEMORY, Agreed, parse_rules
 from pycoll.costs import CUT, NET, SHM, TCP, WHOLE, Link, Table
 from pycoll.schedules import REDUCING, TABLE, find, names
-from pycoll.select import UNKNOWN_S, Choice, Request, Selector, usable
+from pycoll.select import BY_LEVELS_NBYTES, UNKNOWN_S, Choice, Request, Selector, usable
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -173,6 +173,10 @@ def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
 
     assert seconds() == pytest.approx(1e-4, rel=0.01)  # one message between leaders
     assert seconds(native=False) > 2e-4
+
+
+def test_levels_are_for_the_lengths_that_go_by_them() -> None:
+    assert levels.MAX_NBYTES == BY_LEVELS_NBYTES
 
 
 # --- the compiled core -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from typing import Any
@@ -97,7 +98,14 @@ def test_the_core_has_work_for_every_collective() -> None:
 
 def tune(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pycoll.cli", "tune", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
 
 
 def test_the_command_writes_a_table_that_jobs_go_by(tmp_path: Any) -> None:
@@ -118,6 +126,18 @@ def test_the_command_writes_a_table_that_jobs_go_by(tmp_path: Any) -> None:
     }
     assert (CORE, "all_reduce", "shared_memory", WHOLE) in table.factors
     assert [path.name for path in output.parent.iterdir()] == ["costs.json"]
+
+
+def test_a_table_of_another_version_is_no_obstacle_to_measuring_a_new_one(tmp_path: Any) -> None:
+    old = tmp_path / "pycoll" / "costs.json"
+    old.parent.mkdir()
+    old.write_text('{"version": 0}')
+    words = ["--ranks", "2", "--sizes", "8", "--rounds", "1", "--transport", "tcp"]
+    settings = {"XDG_CONFIG_HOME": str(tmp_path), "PYCOLL_COSTS": "", "PYCOLL_SEGMENT": "wrong"}
+    done = tune(*words, **settings)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote {old}\n"
+    assert costs.parse(costs.read(str(old)), "it").links[TCP].step > 0
 
 
 @pytest.mark.parametrize(
