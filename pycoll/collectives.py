@@ -50,12 +50,7 @@ def all_reduce(
     group: Group, call: bytes, x: Value, reduction: Reduction, result: Array
 ) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on every rank."""
-    number = group.context.begin(call)
-    how = "all_reduce", reduction.choice
-    combine = combiner(reduction.op, x.dtype, x.array.shape)
-    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    yield from _combine_pieces(group, call, ("all_reduce", reduction.choice), x, reduction, result)
     ops.finish(reduction.op, x.dtype, result, group.size)
 
 
@@ -63,24 +58,15 @@ def reduce(
     group: Group, call: bytes, x: Value, reduction: Reduction, root: int, result: Array | None
 ) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on the root; None elsewhere."""
-    number = group.context.begin(call)
     how = "reduce", reduction.choice, root
-    combine = combiner(reduction.op, x.dtype, x.array.shape)
-    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    yield from _combine_pieces(group, call, how, x, reduction, result)
     if result is not None:
         ops.finish(reduction.op, x.dtype, result, group.size)
 
 
 def scan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Array) -> CallSteps:
     """Combine the x of the ranks up to this one into `result` (C-contiguous, x's shape)."""
-    number = group.context.begin(call)
-    how = "scan", reduction.choice
-    combine = combiner(reduction.op, x.dtype, x.array.shape)
-    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    yield from _combine_pieces(group, call, ("scan", reduction.choice), x, reduction, result)
     ops.finish(reduction.op, x.dtype, result, group.rank + 1)
 
 
@@ -99,6 +85,17 @@ def exscan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Ar
     group.context.end(number)
     if group.rank:
         ops.finish(reduction.op, x.dtype, result, group.rank)
+
+
+def _combine_pieces(
+    group: Group, call: bytes, how: How, x: Value, reduction: Reduction, result: Array | None
+) -> CallSteps:
+    """Run a reduction in which every piece of x is combined with its like."""
+    number = group.context.begin(call)
+    combine = combiner(reduction.op, x.dtype, x.array.shape)
+    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
+    group.context.end(number)
 
 
 def bind_pieces(

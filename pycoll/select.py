@@ -295,6 +295,7 @@ class Selector:
         """Whether the core does what is inside hosts (see `levels`)."""
         return (
             algorithm.hosts
+            and len(self._ranks) > 1
             and request.native
             and self._inside == costs.SHM
             and request.collective in BY_LEVELS
@@ -302,15 +303,17 @@ class Selector:
         )
 
     def _levels_seconds(self, request: Request) -> float:
+        """Return the time of a call in two levels: the slowest host before, leaders, and after."""
         if self._leaders is None:
             self._leaders = Selector(self.agreed, list(self._ranks), in_core=False)
-        inside = [
-            self._core_seconds(collective, request.nbytes, size, self._cores[host])
-            for host, size in self._ranks.items()
-            for collective in BY_LEVELS[request.collective]
-            if size > 1
-        ]
-        return 2 * max(inside) + self._leaders.ranking(request._replace(native=False))[0][0].seconds
+        nbytes = request.nbytes
+        seconds = self._leaders.ranking(request._replace(native=False))[0][0].seconds
+        for collective in BY_LEVELS[request.collective]:
+            seconds += max(
+                self._core_seconds(collective, nbytes, size, self._cores[host]) if size > 1 else 0.0
+                for host, size in self._ranks.items()
+            )
+        return seconds
 
 
 def _seconds(candidate: Candidate) -> float:

@@ -283,7 +283,7 @@ def main(arguments: argparse.Namespace) -> int:
             table = make_table(costs.shipped(), samples, origin, here.cores)
             table = add_factors(table, tuning.measure(table, progress.show))
     except (pycoll.Error, KeyboardInterrupt) as exc:
-        _say(f"nothing was written: {exc or 'interrupted'}")
+        _say(f"nothing was written: {str(exc) or 'interrupted'}")
         return 1 if isinstance(exc, pycoll.Error) else 128 + signal.SIGINT
     output.parent.mkdir(parents=True, exist_ok=True)
     scratch = output.with_name(f".{output.name}.{os.getpid()}")

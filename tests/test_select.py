@@ -179,6 +179,13 @@ def test_levels_are_for_the_lengths_that_go_by_them() -> None:
     assert levels.MAX_NBYTES == BY_LEVELS_NBYTES
 
 
+@pytest.mark.parametrize("hosts", [(0,), (0, 0), (0, 1), (0, 1, 1)], ids=str)
+def test_hierarchical_may_be_asked_for_wherever_the_ranks_are(hosts: tuple[int, ...]) -> None:
+    chooser = Selector(Agreed(sharing=frozenset(hosts)), hosts, in_core=False)
+    for collective in ("all_reduce", "barrier", "broadcast"):
+        assert chooser.segments("hierarchical", Request(collective, 8)) == 1
+
+
 # --- the compiled core -----------------------------------------------------------------------
 
 
