@@ -2,7 +2,7 @@
 
 The announcement goes down a fixed binomial tree (lane 0) and names the kind of value, its
 description and the algorithm of what follows (lane 1). A broadcast value of at most
-`INLINE_NBYTES` is part of it, and nothing follows.
+`INLINE_NBYTES` is part of it, and nothing follows, unless the user has named an algorithm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pycoll.transports.base import Parts
 INLINE_NBYTES = 4096
 """Bytes of a broadcast value that travel with its announcement."""
 
-_HEAD = struct.Struct("<BQHHQ")
+_HEAD = struct.Struct("<B?QHHQ")
 
 
 class Announcement(NamedTuple):
@@ -37,30 +37,37 @@ class Announcement(NamedTuple):
         nbytes: length of the value, or of all blocks together.
         choice: how what follows runs.
         description: of the array, or of a block; the objects' lengths in a scatter.
-        inline: the value itself, if it is here.
+        inline: the value itself, if it is here; None: it follows.
     """
 
     is_object: bool
     nbytes: int
     choice: Choice
     description: bytes
-    inline: bytes = b""
+    inline: bytes | None = None
 
     def pack(self) -> bytes:
         """Return the bytes that `unpack` reads."""
         name, segments = self.choice.name.encode(), self.choice.segments
-        head = _HEAD.pack(self.is_object, self.nbytes, segments, len(name), len(self.description))
-        return b"".join((head, name, self.description, self.inline))
+        head = _HEAD.pack(
+            self.is_object,
+            self.inline is not None,
+            self.nbytes,
+            segments,
+            len(name),
+            len(self.description),
+        )
+        return b"".join((head, name, self.description, self.inline or b""))
 
     @classmethod
     def unpack(cls, data: memoryview) -> Announcement:
         """Read an announcement."""
-        is_object, nbytes, segments, name_length, length = _HEAD.unpack_from(data)
+        is_object, is_here, nbytes, segments, name_length, length = _HEAD.unpack_from(data)
         start = _HEAD.size
         name = bytes(data[start : start + name_length]).decode()
         start += name_length
         description = bytes(data[start : start + length])
-        inline = bytes(data[start + length :])
+        inline = bytes(data[start + length :]) if is_here else None
         return cls(bool(is_object), nbytes, Choice(name, segments), description, inline)
 
 
@@ -95,20 +102,23 @@ def broadcast(
     announcement: Announcement | None = None
     if outgoing is not None:
         chosen = group.choose("broadcast", outgoing.nbytes, algorithm, native=False)
-        inline = b"".join(outgoing.parts) if outgoing.nbytes <= INLINE_NBYTES else b""
+        # Who names an algorithm wants to see it run.
+        is_free = algorithm is None and not group.is_named("broadcast")
+        inline = None
+        if is_free and outgoing.nbytes <= INLINE_NBYTES:
+            inline = b"".join(outgoing.parts)
         announcement = Announcement(
             outgoing.is_object, outgoing.nbytes, chosen, outgoing.description, inline
         )
     announcement = yield from _announce(group, number, call, root, announcement)
     assert announcement is not None
     if outgoing is not None:
-        if announcement.nbytes > INLINE_NBYTES:
-            target: memoryview | None = None
-            yield from _spread(group, number, call, root, announcement, outgoing.parts, target)
+        if announcement.inline is None:
+            yield from _spread(group, number, call, root, announcement, outgoing.parts, None)
         group.context.end(number)
         return None
     value, target = broadcast_target(group, root, announcement, mine)
-    if announcement.nbytes > INLINE_NBYTES:
+    if announcement.inline is None:
         yield from _spread(group, number, call, root, announcement, None, target)
     else:
         target[:] = announcement.inline

@@ -77,7 +77,7 @@ class Calls:
             text,
             lambda signature: collectives.barrier(group, signature, chosen),
             Native.barrier if chosen.name == SHARED_MEMORY else None,
-            by_levels=self._by_levels(text, chosen, 0, levels.barrier),
+            by_levels=self._by_levels(text, chosen, 0, lambda both: levels.barrier(both)),
         )
 
     def broadcast(self, x: Any, root: int = 0, *, algorithm: str | None = None) -> Prepared:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from bisect import bisect_right
 from functools import cache
 from pathlib import Path
@@ -101,13 +102,20 @@ class Table(NamedTuple):
     ) -> float:
         """Return measured time by that of the formula; 1 if nothing like it was measured.
 
-        Sizes between two that were measured take a factor between theirs, and other numbers of
-        ranks that of the nearest, if one was measured where there are `crowded` ranks, more than
-        cores, or are not.
+        An algorithm that was not measured takes the median of the others of its collective. Sizes
+        between two that were measured take a factor between theirs, and other numbers of ranks
+        that of the nearest, if one was measured where there are `crowded` ranks, more than cores,
+        or are not.
         """
         rows = self.factors.get(row)
         if not rows:
-            return 1.0
+            link, collective, _, how = row
+            others = [
+                self.factor(other, size, nbytes, crowded)
+                for other in self.factors
+                if (other[0], other[1], other[3]) == (link, collective, how)
+            ]
+            return statistics.median(others) if others else 1.0
         alike = [ranks for ranks in rows if (ranks > self.cores) == crowded]
         if size not in rows or size not in alike:
             if not alike:

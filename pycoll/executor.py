@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, Context, Key, readable
 from pycoll.engine import Engine
-from pycoll.errors import MismatchError
+from pycoll.errors import Error, MismatchError
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.transports.base import Arrival, Operation, Parts, Withdrawn
 
@@ -366,7 +366,11 @@ class Run(Operation):
 
     def _value(self, chunk: int) -> Parts:
         value = self.location[chunk]
-        assert value is not None, f"chunk {chunk} has no value"
+        if value is None:
+            raise Error(
+                f"{readable(self._call)}: a step of the algorithm reads chunk {chunk} before it "
+                "has a value. pycoll.prove finds such faults."
+            )
         return value
 
     def _values(self, chunks: Sequence[int]) -> Parts:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll import agreed, arguments, costs, ops, schedules
 from pycoll.agreed import SHARED_MEMORY
+from pycoll.announced import INLINE_NBYTES
 from pycoll.native import OPS
 from pycoll.select import UNKNOWN_S, Candidate, Refused, Request
 
@@ -101,14 +102,14 @@ def explain(
         algorithm=chosen.choice.name,
         segments=chosen.choice.segments,
         seconds=chosen.seconds,
-        why=_why(request.collective, able, refused),
+        why=_why(request.collective, request.nbytes, able, refused),
         runners_up=tuple((*found.choice, found.seconds) for found in able[1:]),
         refused=dict(refused),
         table=f"{agreed.current().costs.origin} ({costs.LINKS[group.selector.link]})",
     )
 
 
-def _why(collective: str, able: list[Candidate], refused: list[Refused]) -> str:
+def _why(collective: str, nbytes: int, able: list[Candidate], refused: list[Refused]) -> str:
     rule = agreed.current().rules.get(collective)
     name = able[0].choice.name
     if rule is not None:
@@ -116,6 +117,8 @@ def _why(collective: str, able: list[Candidate], refused: list[Refused]) -> str:
         if not rule.allows(name):
             return f"{said}, but none of that can serve here; of the others it is the quickest"
         return said if len(able) == 1 else f"{said}, and of these it is the quickest"
+    if collective == "broadcast" and nbytes <= INLINE_NBYTES and name != SHARED_MEMORY:
+        return "so small a value travels with its announcement, down the binomial tree, anyway"
     if name == SHARED_MEMORY:
         return "all ranks share memory, and there the compiled core is used whenever it can serve"
     if len(able) == 1:
@@ -126,7 +129,7 @@ def _why(collective: str, able: list[Candidate], refused: list[Refused]) -> str:
 def _time(seconds: float) -> str:
     if seconds == UNKNOWN_S:
         return "unknown"
-    scale, unit = next((scale, unit) for limit, scale, unit in _UNITS if seconds < limit)
+    scale, unit = next((scale, unit) for limit, scale, unit in _UNITS if seconds < limit * 0.9995)
     return f"{seconds * scale:.3g} {unit}"
 
 

@@ -11,6 +11,7 @@ from pycoll.agreed import SHARED_MEMORY as SHARED_MEMORY
 from pycoll.context import Context
 from pycoll.engine import Engine
 from pycoll.late import Late
+from pycoll.select import Choice
 
 if TYPE_CHECKING:
     from pycoll import executor, schedules, select
@@ -18,14 +19,16 @@ if TYPE_CHECKING:
     from pycoll.executor import Binding, Pipeline, Run
     from pycoll.native import Native
     from pycoll.schedule import Schedule
-    from pycoll.select import Choice, Request, Selector
+    from pycoll.select import Request, Selector
     from pycoll.task import CallSteps
 else:
     executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
     select = Late("pycoll.select")
 
-How = tuple[str, "Choice"] | tuple[str, "Choice", int]
+How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""
+
+IN_CORE = Choice(SHARED_MEMORY)
 
 CACHED_SCHEDULES = 64
 """Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""
@@ -113,6 +116,8 @@ class Group:
         Raises:
             ValueError: `forced` does not exist, or cannot serve this operator.
         """
+        if forced is None and native and self.native is not None and self.in_core(collective):
+            return IN_CORE  # whatever the times: the core's short way asks nobody
         self._forget_stale()
         key = collective, nbytes, forced, rank_order, whole, native
         choice = self._choices.get(key)
@@ -130,7 +135,7 @@ class Group:
         collective = request.collective
         if name == SHARED_MEMORY:
             if self.native is not None:
-                return select.Choice(SHARED_MEMORY)
+                return IN_CORE
             if self.size == 1:
                 return self.selector.choose(request)
             raise ValueError(self._no_shared_memory(collective))
@@ -142,7 +147,7 @@ class Group:
         if reason is not None:
             raise ValueError(reason)
         self.schedule(collective, name)  # a user's may make no sense: say so before it is used
-        return select.Choice(name, self.selector.segments(name, request))
+        return Choice(name, self.selector.segments(name, request))
 
     @property
     def selector(self) -> Selector:
@@ -156,6 +161,11 @@ class Group:
         """Choose by other settings than the job's; on all ranks, before or between calls."""
         self._selector = select.Selector(settings, self.hosts, self.native is not None)
         self._choices.clear()
+
+    def is_named(self, collective: str) -> bool:
+        """Whether PYCOLL_ALGORITHM says what a collective must run."""
+        rule = agreed.current().rules.get(collective)
+        return rule is not None and not rule.excluded
 
     def in_core(self, collective: str) -> bool:
         """Whether calls of a collective may enter the compiled core without asking `choose`."""

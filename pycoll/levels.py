@@ -26,18 +26,16 @@ from pycoll.errors import Error
 from pycoll.group import Group
 from pycoll.native import Native
 from pycoll.ops import Op
+from pycoll.select import BY_LEVELS_NBYTES
 from pycoll.subgroups import child
 from pycoll.task import Call, CallSteps
-
-MAX_NBYTES = 64 << 10
-"""Larger values go by the schedule."""
 
 
 def serve(group: Group, nbytes: int) -> bool:
     """Whether a blocking call on values of this length goes this way."""
     sharing = agreed.current().sharing
     crowded = {host for host in group.hosts if group.hosts.count(host) > 1}
-    return nbytes <= MAX_NBYTES and crowded <= sharing and len(set(group.hosts)) > 1
+    return nbytes <= BY_LEVELS_NBYTES and crowded <= sharing and len(set(group.hosts)) > 1
 
 
 class Levels:
@@ -142,7 +140,7 @@ def all_reduce(levels: Levels, x: Value, memory: Array, op: Op, size: int) -> No
 
     Args:
         levels: of the communicator.
-        x: this rank's value, of at most `MAX_NBYTES`.
+        x: this rank's value, of at most `BY_LEVELS_NBYTES`.
         memory: gets the result.
         op: a commutative operator.
         size: number of all ranks.

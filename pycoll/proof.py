@@ -456,7 +456,15 @@ class Run:
             for e in range(program.base[rank], index)
             if not self.done[e] and index in program.successors[e]
         )
-        return f"{here}: waits for step {earlier - program.base[rank]}", earlier
+        position, blocker = earlier - program.base[rank], program.steps[earlier]
+        shared = set(program.named[index]) & set(program.named[earlier])
+        # Of a Copy it may be the chunk that it reads, which is not among those it names.
+        chunk = min(shared, default=blocker.source if isinstance(blocker, Copy) else 0)
+        if isinstance(blocker, Recv) and blocker.scratch:
+            does = "brings"
+        else:
+            does = "reads" if isinstance(blocker, Send) or not shared else "writes"
+        return f"{here}: waits for step {position}, which {does} chunk {chunk}", earlier
 
 
 def _ranks(mask: int) -> str:

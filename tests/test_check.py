@@ -385,12 +385,14 @@ def test_a_receive_that_holds_the_chunk_it_should_send_deadlocks() -> None:
         "all_reduce recursive_doubling, size 2: deadlock with window 4",
         "    rank 0, step 0, Recv(peer=1, chunk=0, scratch=True): posted, "
         "waits for step 2 of rank 1 to be posted",
-        "    rank 1, step 2, Send(peer=0, chunk=0): waits for step 1",
-        "    rank 1, step 1, Reduce(chunk=0, incoming_first=True): waits for step 0",
+        "    rank 1, step 2, Send(peer=0, chunk=0): waits for step 1, which writes chunk 0",
+        "    rank 1, step 1, Reduce(chunk=0, incoming_first=True): waits for step 0, "
+        "which brings chunk 0",
         "    rank 1, step 0, Recv(peer=0, chunk=0, scratch=True): posted, "
         "waits for step 2 of rank 0 to be posted",
-        "    rank 0, step 2, Send(peer=1, chunk=0): waits for step 1",
-        "    rank 0, step 1, Reduce(chunk=0, incoming_first=False): waits for step 0",
+        "    rank 0, step 2, Send(peer=1, chunk=0): waits for step 1, which writes chunk 0",
+        "    rank 0, step 1, Reduce(chunk=0, incoming_first=False): waits for step 0, "
+        "which brings chunk 0",
         "    rank 0, step 0, Recv(peer=1, chunk=0, scratch=True): so it waits for itself",
     ]
 

@@ -184,7 +184,7 @@ def test_the_bytes_that_travel_are_those_of_the_formula(ranks: Any) -> None:
 
         from pycoll import levels
 
-        levels.MAX_NBYTES, largest = -1, levels.MAX_NBYTES  # hierarchical by messages alone
+        largest, levels.BY_LEVELS_NBYTES = levels.BY_LEVELS_NBYTES, -1  # by messages alone
         block = np.ones((comm.size, 40), np.int64)
         calls: dict[str, Callable[[str], Any]] = {
             "reduce": lambda name: comm.reduce(block, algorithm=name),
@@ -204,7 +204,7 @@ def test_the_bytes_that_travel_are_those_of_the_formula(ranks: Any) -> None:
                 call(name)
                 del engine.send
                 counted.append((collective, name, *sent))
-        levels.MAX_NBYTES = largest
+        levels.BY_LEVELS_NBYTES = largest
         return counted
 
     from pycoll.schedules import find

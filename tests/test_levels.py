@@ -141,8 +141,12 @@ def test_a_death_is_told_to_all(job: Any, victim: int) -> None:
         4,
         f"""
 comm.all_reduce(1, algorithm="hierarchical")
-if rank == {victim}:
+if rank == {victim}:  # when all others have left the call
+    for peer in range(size):
+        if peer != rank:
+            comm.recv(peer)
     os.kill(os.getpid(), signal.SIGKILL)
+comm.send(None, {victim})
 peer_failed({victim}, SIGKILL, comm.all_reduce, 1, algorithm="hierarchical")
 ok()
 """,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pycoll import costs, levels
+from pycoll import costs
 from pycoll.agreed import SHARED_MEMORY, Agreed, parse_rules
 from pycoll.costs import CUT, NET, SHM, TCP, WHOLE, Link, Table
 from pycoll.schedules import REDUCING, TABLE, find, names
-from pycoll.select import BY_LEVELS_NBYTES, UNKNOWN_S, Choice, Request, Selector, usable
+from pycoll.select import UNKNOWN_S, Choice, Request, Selector, usable
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -69,9 +69,19 @@ def test_a_value_that_must_stay_whole_is_not_cut() -> None:
 
 def test_factors_of_the_table_turn_the_choice() -> None:
     best = choose("broadcast", 8, 8).name
-    slow = {(TCP, "broadcast", best, WHOLE): {8: (100.0,)}}
+    slow = {
+        (TCP, "broadcast", name, WHOLE): {8: (100.0 if name == best else 1.0,)}
+        for name in names("broadcast")
+    }
     agreed = Agreed(TEXTBOOK._replace(factors=slow), cores={0: 64.0})
     assert selector(8, agreed).choose(Request("broadcast", 8)).name != best
+
+
+def test_what_was_not_measured_is_taken_for_as_slow_as_others() -> None:
+    rows = {(TCP, "broadcast", name, WHOLE): {8: (3.0,)} for name in ("tree", "chain")}
+    table = TEXTBOOK._replace(factors=rows)
+    assert table.factor((TCP, "broadcast", "mine", WHOLE), 8, 64, False) == 3.0
+    assert table.factor((TCP, "broadcast", "mine", CUT), 8, 64, False) == 1.0
 
 
 def test_segments_have_factors_of_their_own() -> None:
@@ -173,10 +183,6 @@ def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
 
     assert seconds() == pytest.approx(1e-4, rel=0.01)  # one message between leaders
     assert seconds(native=False) > 2e-4
-
-
-def test_levels_are_for_the_lengths_that_go_by_them() -> None:
-    assert levels.MAX_NBYTES == BY_LEVELS_NBYTES
 
 
 @pytest.mark.parametrize("hosts", [(0,), (0, 0), (0, 1), (0, 1, 1)], ids=str)
