@@ -6,7 +6,8 @@
     ├── OperationTimeout    a deadline passed (also a TimeoutError)
     ├── MismatchError       ranks made different calls
     ├── TruncationError     a message is larger than the array it should fill
-    └── TransportError      a transport cannot be used, and why
+    ├── TransportError      a transport cannot be used, and why
+    └── ProofError          an algorithm is wrong (defined in `proof`)
 
 Wrong arguments raise the built-in TypeError and ValueError before anything is sent.
 """

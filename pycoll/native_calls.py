@@ -51,18 +51,19 @@ def _fold(
     native: Native, collective: str, x: Value, result: Array | None, op: Op, root: int
 ) -> None:
     """Reduce with an operator that the core does not have: bring the operands here, and combine."""
-    how = {"reduce": "gather", "all_reduce": "all_gather", "reduce_scatter": "all_to_all"}
+    how = {"reduce": "gather", "reduce_scatter": "all_to_all"}.get(collective, "all_gather")
     size, rows = native.size, None
     if result is not None:
         rows = np.empty((size, *result.shape), x.dtype.storage)
     salt = zlib.crc32(f"{collective} {op.signature}".encode())
-    _run(native, how[collective], x, rows, 0, root, salt)
-    if rows is not None and result is not None:
+    _run(native, how, x, rows, 0, root, salt)
+    count = {"scan": native.rank + 1, "exscan": native.rank}.get(collective, size)
+    if rows is not None and result is not None and count:
         total = rows[0, ...]
-        for rank in range(1, size):
+        for rank in range(1, count):
             ops.combine(op, x.dtype, total, rows[rank, ...], total)
         result[...] = total
-        ops.finish(op, x.dtype, result, size)
+        ops.finish(op, x.dtype, result, count)
 
 
 def all_gather_objects(native: Native, parts: Parts) -> list[Any]:

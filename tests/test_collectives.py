@@ -557,6 +557,11 @@ def test_scan_and_exscan_combine_the_ranks_up_to_this_one(ranks: Any) -> None:
                         assert before is None
                     else:
                         check(before, reduced(op, xs[:me]))
+        last = pycoll.Op(lambda a, b: b, commutative=False)
+        for name in (None, *pycoll.algorithms("scan")):  # the core does not have this operator
+            assert comm.scan(np.array([me]), last, algorithm=name).tolist() == [me]
+            before = comm.exscan(np.array([me]), last, algorithm=name)
+            assert before is None if me == 0 else before.tolist() == [me - 1]
         assert comm.scan(me + 1) == (me + 1) * (me + 2) // 2
         assert comm.scan(str(me), lambda a, b: a + b) == "".join(map(str, range(me + 1)))
         assert comm.exscan([me], lambda a, b: a + b) == (list(range(me)) or None)
