@@ -240,7 +240,7 @@ def parse_segment(text: str) -> int:
     digits = text.strip().upper()
     unit = digits[-1:] if digits[-1:] in _UNITS else ""
     digits = digits.removesuffix(unit)
-    if not digits.isdecimal():
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 16):
         raise ValueError(
             f"PYCOLL_SEGMENT is {text!r}, which is no length: write bytes, as 262144 or 256K; "
             "0 cuts nothing"

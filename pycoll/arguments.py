@@ -179,11 +179,11 @@ def no_out(out: Any) -> None:
         raise ValueError("out cannot be filled with Python objects; leave it out")
 
 
-def linear_only(collective: str, algorithm: str | None) -> str:
-    """Check the algorithm of a gather or scatter of objects."""
-    if algorithm not in (None, "linear"):
-        raise ValueError(f"{collective} of objects has one algorithm, linear, not {algorithm!r}")
-    return "linear"
+def by_messages(collective: str, algorithm: str | None) -> str | None:
+    """Check the algorithm of a collective of objects that the compiled core does not have."""
+    if algorithm == "shared_memory":
+        raise ValueError(f"{collective} of objects cannot use shared_memory; use tree or linear")
+    return algorithm
 
 
 def fillable(x: Any) -> Value | None:

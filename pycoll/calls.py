@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         objects,
         ops,
         p2p,
+        schedules,
         uneven,
     )
     from pycoll.arguments import Reducer
@@ -47,6 +48,7 @@ else:  # a program that only calls barrier() imports no NumPy
     native_calls = Late("pycoll.native_calls")
     object_collectives, objects = Late("pycoll.object_collectives"), Late("pycoll.objects")
     ops, p2p, uneven = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.uneven")
+    schedules = Late("pycoll.schedules")
 
 
 HIERARCHICAL = "hierarchical"
@@ -148,7 +150,7 @@ class Calls:
             native_calls.combine(core, "all_reduce", value, memory, resolved)
 
         def by_levels(both: Levels) -> None:
-            levels.all_reduce(both, value, memory, resolved, group.size)
+            levels.all_reduce(both, value, memory, resolved)
 
         type_text = collectives.type_text(value)
         text = f"{self._prefix}all_reduce({type_text}, {reduction_text(reduction)})"
@@ -157,7 +159,11 @@ class Calls:
             lambda signature: collectives.all_reduce(group, signature, value, reduction, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result(),
-            by_levels=self._by_levels(text, reduction.choice, memory.nbytes, by_levels),
+            by_levels=(
+                self._by_levels(text, reduction.choice, memory.nbytes, by_levels)
+                if self._serves(resolved, value)
+                else None
+            ),
         )
 
     def all_reduce_many(
@@ -178,10 +184,10 @@ class Calls:
         if value is None:
             arguments.no_out(out if is_root else None)
             parts = objects.dump(x)
-            linear = arguments.linear_only("gather", algorithm)
+            choice = Choice(arguments.by_messages("gather", algorithm) or "linear")
             return Prepared(
-                f"{self._prefix}gather(object, root={root}, algorithm={linear})",
-                lambda signature: object_collectives.gather(group, signature, parts, root),
+                f"{self._prefix}gather(object, root={root}, algorithm={choice})",
+                lambda signature: object_collectives.gather(group, signature, parts, choice, root),
             )
         chosen = self._choose("gather", value.array.nbytes, algorithm)
         shape = (group.size, *value.array.shape)
@@ -238,7 +244,7 @@ class Calls:
         """Prepare a scatter."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         announces = self._choose("scatter", 0, algorithm).name == SHARED_MEMORY
-        blocks = self._scatter_blocks(x, algorithm) if group.rank == root else None
+        blocks = self._scatter_blocks(x) if group.rank == root else None
         wanted = arguments.fillable_out(out)
         if isinstance(blocks, list):
             arguments.no_out(out)
@@ -459,6 +465,8 @@ class Calls:
         whole: bool = False,
         native: bool = True,
     ) -> Choice:
+        if not isinstance(algorithm, str | None):
+            raise TypeError(f"algorithm is a name, not a {type(algorithm).__name__}")
         self._refuse_core(collective, algorithm)
         return self._group.choose(
             collective, nbytes, algorithm, rank_order, whole, native and self._blocking
@@ -483,7 +491,7 @@ class Calls:
         if algorithm == SHARED_MEMORY and not self._blocking and self._group.size > 1:
             raise ValueError(
                 f"i{collective} cannot use {SHARED_MEMORY}, which takes all ranks at the same "
-                f"time; use another of pycoll.algorithms({collective!r})"
+                f"time; use {' or '.join(schedules.names(collective))}"
             )
 
     def _scan(self, collective: str, x: Any, op: Reducer, algorithm: str | None) -> Prepared:
@@ -530,14 +538,15 @@ class Calls:
             )
         return Prepared(
             f"{self._prefix}reduce(object, op={op.signature}, root={root})",
-            lambda signature: object_collectives.gather(group, signature, parts, root),
+            lambda signature: object_collectives.gather(
+                group, signature, parts, object_collectives.LINEAR, root
+            ),
             finish=finish,
         )
 
-    def _scatter_blocks(self, x: Any, algorithm: str | None) -> Value | list[Any]:
+    def _scatter_blocks(self, x: Any) -> Value | list[Any]:
         if x is None or arrays.wrap(x) is None:
             arguments.check_objects("scatter", x, self._group.size)
-            arguments.linear_only("scatter", algorithm)
             return [objects.dump(item) for item in x]
         return arguments.split_value("scatter", x, self._group.size)
 
@@ -555,9 +564,19 @@ class Calls:
             algorithm,
             rank_order=not op.commutative,
             whole=not op.elementwise,
-            native=native_calls.serves(op, value),
+            native=self._serves(op, value),
         )
         return value, collectives.Reduction(op, chosen)
+
+    def _serves(self, op: Op, value: Value) -> bool:
+        """Whether the core may combine: all ranks, or in two levels where order is no matter.
+
+        Between hosts the same algorithm also runs by messages, and must give the same bits.
+        """
+        order_is_no_matter = value.dtype.family in ("b", "i", "u")
+        return native_calls.serves(op, value) and (
+            self._group.native is not None or order_is_no_matter
+        )
 
 
 def reduction_text(reduction: Reduction) -> str:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pycoll.arguments import Reducer
     from pycoll.group import Group
 
+_EXACT = frozenset({"band", "bor", "bxor"})
+"""Operators of integers and bool only."""
+
 _UNITS = ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (float("inf"), 1.0, "s"))
 
 
@@ -91,7 +94,8 @@ def explain(
         request = request._replace(
             rank_order=not resolved.commutative,
             whole=not resolved.elementwise,
-            native=blocking and in_core,
+            # Between hosts the core takes what is exact in every order: for any dtype, bits.
+            native=blocking and in_core and (group.native is not None or resolved.name in _EXACT),
         )
     able, refused = group.selector.ranking(request)
     chosen = able[0]

@@ -4,7 +4,8 @@ The algorithm `hierarchical` is a schedule, in which ranks of a host send each o
 is best for large values, whose segments overlap. For small ones a message costs more than all
 that the core does, so a blocking call takes three steps instead: the core brings everything to the
 host's leader, the leaders run a schedule, the core spreads what they have. The leader is the first
-rank of its host.
+rank of its host. Values are combined in another order than by the schedule, so this is for those
+of which every order gives the same bits: integers and bools.
 
 Both levels have communicators of their own, which are made when they are first needed. To everybody
 else a call is one of the communicator itself: it has a number there, other calls are compared with
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pycoll import agreed, collectives, native_announced, native_calls, ops
+from pycoll import agreed, collectives, native_announced, native_calls
 from pycoll.arrays import Value
 from pycoll.collectives import Reduction
 from pycoll.dtypes import Array
@@ -135,34 +136,27 @@ def barrier(levels: Levels) -> None:
     levels.inside(Native.barrier)
 
 
-def all_reduce(levels: Levels, x: Value, memory: Array, op: Op, size: int) -> None:
-    """Reduce into `memory` (C-contiguous, x's shape) on each of the `size` ranks.
+def all_reduce(levels: Levels, x: Value, memory: Array, op: Op) -> None:
+    """Reduce into `memory` (C-contiguous, x's shape) on each rank.
 
     Args:
         levels: of the communicator.
         x: this rank's value, of at most `BY_LEVELS_NBYTES`.
         memory: gets the result.
-        op: a commutative operator.
-        size: number of all ranks.
+        op: an operator of the core that gives the same bits in every order.
     """
-    step_op = ops.resolve("sum") if op.name == "avg" else op
     if levels.alone:
         memory[...] = x.array
-    levels.inside(
-        lambda core: native_calls.combine(
-            core, "reduce", x, memory if levels.leads else None, step_op
-        )
-    )
+    target = memory if levels.leads else None
+    levels.inside(lambda core: native_calls.combine(core, "reduce", x, target, op))
     value = Value(memory, x.dtype, x.kind)
 
     def between(leaders: Group, signature: bytes) -> CallSteps:
         choice = leaders.choose("all_reduce", memory.nbytes, None, native=False)
-        return collectives.all_reduce(leaders, signature, value, Reduction(step_op, choice), memory)
+        return collectives.all_reduce(leaders, signature, value, Reduction(op, choice), memory)
 
     levels.between(between)
     levels.inside(lambda core: native_announced.spread(core, memory))
-    if op.name == "avg":
-        ops.finish(op, x.dtype, memory, size)
 
 
 def _leaders_barrier(leaders: Group, signature: bytes) -> CallSteps:

@@ -21,13 +21,16 @@ STRAIGHT = ("pairwise", "linear")
 _LENGTH = struct.Struct("<Q")
 
 
-def gather(group: Group, call: bytes, parts: Parts, root: int) -> CallSteps:
+def gather(group: Group, call: bytes, parts: Parts, choice: Choice, root: int) -> CallSteps:
     """Gather to the root: there the list of objects by rank; None elsewhere."""
     number = group.context.begin(call)
     is_root = group.rank == root
-    how = "gather", LINEAR, root
-    lengths = yield from _gather_lengths(group, number, call, how, nbytes_of(parts))
-    known = lengths if is_root else None
+    how = "gather", choice, root
+    # Who passes on what others have sent must know their lengths, too.
+    straight = choice == LINEAR
+    lengths_how: How = ("gather", LINEAR, root) if straight else ("all_gather", LINEAR)
+    lengths = yield from _gather_lengths(group, number, call, lengths_how, nbytes_of(parts))
+    known = lengths if is_root or not straight else None
     result = yield from _gather_bytes(group, number, call, how, parts, known)
     group.context.end(number)
     return [objects.load(buffer) for buffer in result] if is_root else None

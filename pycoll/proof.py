@@ -62,6 +62,8 @@ class Program:
         self.size = size
         self.root = root
         self.hosts = tuple(hosts) if hosts is not None else (0,) * size
+        if size < 1 or len(self.hosts) != size:
+            raise ValueError(f"{size} ranks with hosts {self.hosts}: one for each of at least one")
         self.chunks = algorithm.chunks(size)
         self.steps: list[Step] = []
         self.named: list[tuple[int, ...]] = []

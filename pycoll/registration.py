@@ -102,7 +102,8 @@ def register_algorithm(
     """
     names(collective)
     what = f"{collective} {name!r}"
-    if not str(name).isidentifier():
+    given: object = name
+    if not isinstance(given, str) or not given.isidentifier():
         raise ValueError(f"{what}: the name of an algorithm must be an identifier")
     if name == SHARED_MEMORY:
         raise ValueError(f"{what}: that is an algorithm of pycoll's own; choose another name")

@@ -504,12 +504,14 @@ def test_objects_travel_through_every_collective_that_takes_them(ranks: Any) -> 
                 mine = make(root) if me == root else None
                 for name in algorithms("broadcast"):
                     same(comm.broadcast(mine, root, algorithm=name), make(root))
-                gathered = comm.gather(make(me), root)
-                assert (gathered is None) == (me != root)
-                if me == root:
-                    assert type(gathered) is list
-                    same(gathered, everything)
-                same(comm.scatter(everything if me == root else None, root), make(me))
+                for name in (None, "linear", "tree"):
+                    gathered = comm.gather(make(me), root, algorithm=name)
+                    assert (gathered is None) == (me != root)
+                    if me == root:
+                        assert type(gathered) is list
+                        same(gathered, everything)
+                    own = comm.scatter(everything if me == root else None, root, algorithm=name)
+                    same(own, make(me))
             for name in algorithms("all_gather"):
                 same(comm.all_gather(make(me), algorithm=name), everything)
             for name in algorithms("all_to_all"):

@@ -26,9 +26,10 @@ FORCED = {"algorithm": "hierarchical"}
 def test_values_are_combined(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         for op, fn, dtype in [
-            ("sum", np.add, "float64"),
+            ("sum", np.add, "float64"),  # by messages: order matters
             ("avg", np.add, "float32"),
             ("avg", np.add, ml_dtypes.bfloat16),
+            ("prod", np.multiply, "uint8"),
             ("max", np.maximum, "int8"),
             ("lxor", np.logical_xor, "uint16"),
             (pycoll.Op(np.bitwise_or, elementwise=True), np.bitwise_or, "int64"),
@@ -57,7 +58,7 @@ def test_a_host_sends_one_message_for_all_its_ranks(ranks: Any) -> None:
         engine = comm._group.engine
         send = engine.send
         engine.send = lambda *args: sent.append(1) or send(*args)
-        comm.all_reduce(np.ones(8), **FORCED)
+        comm.all_reduce(np.ones(8, int), **FORCED)
         del engine.send
         return len(sent)
 
@@ -93,7 +94,7 @@ def test_other_calls_are_told_apart(ranks: Any) -> None:
                 if comm.rank == odd:
                     other.barrier(**FORCED)
                 else:
-                    other.all_reduce(np.ones(3), **FORCED)
+                    other.all_reduce(np.ones(3, int), **FORCED)
             except pycoll.MismatchError as error:
                 with pytest.raises(pycoll.Error):
                     other.barrier()
@@ -103,7 +104,7 @@ def test_other_calls_are_told_apart(ranks: Any) -> None:
     for odd in range(4):
         for text in ranks(program, odd):
             assert "barrier(algorithm=hierarchical)" in text
-            assert "all_reduce(float64[3]" in text
+            assert "all_reduce(int64[3]" in text
 
 
 @of_worlds
@@ -112,7 +113,7 @@ def test_a_timeout_breaks_the_communicator_everywhere(ranks: Any) -> None:
         with comm.dup() as other:
             if comm.rank != late:
                 with pytest.raises((pycoll.OperationTimeout, pycoll.PeerFailed)):
-                    other.all_reduce(1.0, **FORCED, timeout=0.3)
+                    other.all_reduce(1, **FORCED, timeout=0.3)
             comm.barrier()
             with pytest.raises(pycoll.Error):
                 other.barrier()
@@ -120,6 +121,17 @@ def test_a_timeout_breaks_the_communicator_everywhere(ranks: Any) -> None:
 
     for late in range(4):
         ranks(program, late)
+
+
+@of_worlds
+def test_a_request_gives_the_same_bits(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        for dtype in ("float16", "float32", "complex64", "int32"):
+            x = np.random.default_rng(comm.rank).normal(0, 99, 999).astype(dtype)
+            blocking = comm.all_reduce(x, **FORCED)
+            assert comm.iall_reduce(x, **FORCED).wait().tobytes() == blocking.tobytes()
+
+    ranks(program)
 
 
 @of_worlds
