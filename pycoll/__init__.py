@@ -19,6 +19,7 @@ from pycoll.errors import (
     MismatchError,
     OperationTimeout,
     PeerFailed,
+    ProofError,
     TransportError,
     TruncationError,
 )
@@ -27,7 +28,6 @@ TYPE_CHECKING = False  # typing's own takes longer to import than this file
 if TYPE_CHECKING:
     from typing import Any
 
-    from pycoll.check import ProofError
     from pycoll.communicator import Communicator
     from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll.grid import Grid
@@ -75,7 +75,6 @@ _HOMES = {
     "Communicator": "pycoll.communicator",
     "Grid": "pycoll.grid",
     "Op": "pycoll.ops",
-    "ProofError": "pycoll.check",
     "Request": "pycoll.request",
     "Status": "pycoll.context",
     "finalize": "pycoll.world",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pycoll.proof import Program, Proof, Run, Values
-from pycoll.proof import ProofError as ProofError
 from pycoll.schedule import Recv, Send, Step
 from pycoll.schedules import ROOTED, TABLE, Algorithm, find, names, steps_of
 from pycoll.schedules.relabel import relabel

@@ -121,7 +121,8 @@ def _check(chosen: Sequence[Algorithm], max_size: int) -> int:
 
 def _prove(case: tuple[str, str, int]) -> _Outcome:
     """Prove (collective, algorithm, max_size)."""
-    from pycoll.check import ProofError, prove_algorithm
+    from pycoll.check import prove_algorithm
+    from pycoll.errors import ProofError
     from pycoll.schedules import find
 
     collective, name, max_size = case

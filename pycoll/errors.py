@@ -7,7 +7,7 @@
     ├── MismatchError       ranks made different calls
     ├── TruncationError     a message is larger than the array it should fill
     ├── TransportError      a transport cannot be used, and why
-    └── ProofError          an algorithm is wrong (defined in `proof`)
+    └── ProofError          an algorithm is wrong: which rank, which step, and what (`pycoll.prove`)
 
 Wrong arguments raise the built-in TypeError and ValueError before anything is sent.
 """
@@ -55,3 +55,7 @@ class TruncationError(Error):
 
 class TransportError(Error):
     """A transport cannot be used: which one, why, and what to do about it."""
+
+
+class ProofError(Error):
+    """A schedule does not do what it should: the message says which rank, which step and what."""

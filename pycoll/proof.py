@@ -28,13 +28,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycoll.errors import Error
+from pycoll.errors import ProofError
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send, Step, compile_schedule
 from pycoll.schedules import REDUCING, ROOTED, Algorithm, Cost, cost_of, steps_of
-
-
-class ProofError(Error):
-    """A schedule does not do what it should: the message says which rank, which step and what."""
 
 
 class Proof(NamedTuple):

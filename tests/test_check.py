@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pycoll.check import ProofError, prove, prove_algorithm, prove_all
+from pycoll.check import prove, prove_algorithm, prove_all
 from pycoll.cli import main
+from pycoll.errors import ProofError
 from pycoll.schedule import Copy, Recv, Reduce, Send, Step, chunks_of, recv_reduce
 from pycoll.schedules import (
     ROOTED,

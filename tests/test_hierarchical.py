@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycoll.check import ProofError, placements, prove, prove_algorithm
+from pycoll.check import placements, prove, prove_algorithm
+from pycoll.errors import ProofError
 from pycoll.schedule import Recv, Send, Step, chunks_of
 from pycoll.schedules import ROOTED, TABLE, cost_of, find, steps_of
 
