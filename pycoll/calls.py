@@ -161,7 +161,7 @@ class Calls:
             lambda _: target.result(),
             by_levels=(
                 self._by_levels(text, reduction.choice, memory.nbytes, by_levels)
-                if self._serves(resolved, value)
+                if reduction.choice.name == HIERARCHICAL and self._serves(resolved, value)
                 else None
             ),
         )

@@ -130,7 +130,7 @@ def reduce_scatter(
         source=_sources(source),
         target=target,
         combine=combiner(reduction.op, x.dtype, x.array.shape[1:]),
-        whole=_whole_rows(array, None) if reduction.op.elementwise else None,
+        whole=_whole_rows(array) if reduction.op.elementwise else None,
     )
     how = "reduce_scatter", reduction.choice
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
@@ -161,11 +161,12 @@ def _gather_blocks(
     own = arrays.as_bytes(contiguous(x.array))
     source: list[Any] = [None] * group.size
     source[group.rank] = (own,)
+    target = arrays.as_bytes(result) if result is not None else None
     binding = Binding(
         nbytes=[len(own)] * group.size,
         source=source,
         target=list(rows(result)) if result is not None else [None] * group.size,
-        whole=Whole([len(own) * i for i in range(group.size + 1)], None, _bytes(result)),
+        whole=Whole([len(own) * i for i in range(group.size + 1)], None, target),
     )
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
@@ -218,13 +219,9 @@ def _lengths(views: Sequence[memoryview]) -> list[int | None]:
     return [len(view) for view in views]
 
 
-def _whole_rows(array: Array, result: Array | None) -> Whole:
+def _whole_rows(array: Array) -> Whole:
     step = array.nbytes // len(array)
-    return Whole([step * i for i in range(len(array) + 1)], arrays.as_bytes(array), _bytes(result))
-
-
-def _bytes(array: Array | None) -> memoryview | None:
-    return arrays.as_bytes(array) if array is not None else None
+    return Whole([step * i for i in range(len(array) + 1)], arrays.as_bytes(array), None)
 
 
 def _sources(views: Sequence[memoryview]) -> list[Any]:
