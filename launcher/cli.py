@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, TextIO
 
 from pycoll.errors import TransportError
@@ -173,7 +173,8 @@ def _options(args: argparse.Namespace) -> Options:
     # Inside a rank of another job, the environment has that job's options.
     settings = {} if "PYCOLL_JOB" in os.environ else os.environ
     transport = args.transport or settings.get("PYCOLL_TRANSPORT") or "auto"
-    _check_transport(transport, "--transport" if args.transport else "PYCOLL_TRANSPORT")
+    source = "--transport" if args.transport else "PYCOLL_TRANSPORT"
+    _check_transport(transport, source, {**os.environ, **exports})
     if args.op_timeout is None or "PYCOLL_OP_TIMEOUT" in exports:
         _check_op_timeout({**settings, **exports}.get("PYCOLL_OP_TIMEOUT"))
     return Options(
@@ -190,14 +191,14 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
-def _check_transport(name: str, source: str) -> None:
+def _check_transport(name: str, source: str, environ: Mapping[str, str]) -> None:
     """Refuse a transport that no rank could use; of "auto" the ranks think for themselves."""
     if name == "auto":
         return
     from pycoll import transports  # not sooner: nearly every job is "auto"
 
     try:
-        transports.check(name)
+        transports.check(name, environ)
     except TransportError as exc:
         raise _UsageError(f"{source} {exc}") from exc
 

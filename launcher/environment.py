@@ -47,6 +47,8 @@ SETTINGS = (
     Variable("PYCOLL_ALGORITHM", "algorithms to use or (^) not to: all_reduce:ring;reduce:^tree"),
     Variable("PYCOLL_SEGMENT", "bytes of a segment of a large message, as 256K; 0: never cut"),
     Variable("PYCOLL_COSTS", "file with costs, by which algorithms are chosen (pycoll tune)"),
+    Variable("PYCOLL_RDMA_DEVICE", "RDMA device to use, or one port of it: mlx5_0 or mlx5_0:1"),
+    Variable("PYCOLL_RDMA_GID", "index of the RDMA port's address to use (pycoll info lists them)"),
     Variable("PYTHONUNBUFFERED", "set to 1 for the ranks unless it is set"),
     Variable("OMP_NUM_THREADS", "set to 1 if there are more ranks than cores, unless it is set"),
 )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "Event"]
 
-_EVENTS = frozenset({"failed", "left", "ended", "broken"})
+_EVENTS = frozenset({"failed", "left", "ended", "broken", "told"})
 _STATES = frozenset({"waiting", "running"})
 # What all ranks do before each gets this answer.
 _WORDS = {
@@ -194,7 +194,8 @@ class Client:
             "raised" {error, text, peer_failed}, "abort" {code}, "left" {links},
             "broken" {context, error, rank, reason, message, members},
             "waiting" {context, number, call, where, members, waited_s},
-            "running" {}.
+            "running" {},
+            "tell" {rank, letter}.
 
         Raises:
             ValueError: no such kind, or its fields are wrong.

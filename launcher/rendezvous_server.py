@@ -96,7 +96,7 @@ class Server:
         bye {}                  bye {}: everything it sent before has been handled
         raised, abort, left,    see `rendezvous_wire.parse_post` for the fields. waiting and
           broken, waiting,      running are remembered, the others become a notice or an event
-          running
+          running, tell
 
         pushed to ranks         when
         failed {rank, reason,   a rank raised (but not PeerFailed), aborted, or its process ended
@@ -106,6 +106,7 @@ class Server:
         broken {context, error, a rank said so, or two ranks wait in the same (context, number)
           rank, reason,         in different calls; to the members, the first for a context only
           message}
+        told {rank, letter}     a rank has told this one something: bytes that nobody else reads
 
     Nothing but "join" and "bye" is heard from a connection that has not joined, nothing about
     communicators before the job has met, and what does not follow the schema is dropped.
@@ -401,6 +402,9 @@ class Server:
                     self._break(mismatch)
             case "running":
                 self._calls.stop(rank)
+            case "tell" if self._met:
+                letter = {"rank": rank, "letter": fields["letter"]}
+                self._push(self._ranks[fields["rank"]], wire.pack("told", letter))
 
     # Telling the ranks.
 

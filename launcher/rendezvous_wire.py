@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Compared when a rank joins. Any change of a kind or a field is a new version."""
 
 MAX_FRAME_NBYTES = 16 << 20
@@ -32,6 +32,7 @@ _SHORT_TEXT = 4 << 10
 
 _MIN_KEY_NBYTES = 16
 _MAX_CONTEXT_NBYTES = 256
+_MAX_LETTER_NBYTES = 1 << 10
 _BROKEN_ERRORS = frozenset({"MismatchError", "OperationTimeout", "PeerFailed", "KeyboardInterrupt"})
 
 
@@ -217,6 +218,16 @@ def _context(value: object, size: int) -> Context:
     return _number(value, size)
 
 
+def _peer(value: object, size: int) -> int:
+    return integer(value, 0, size - 1)
+
+
+def _letter(value: object, size: int) -> bytes:
+    if not isinstance(value, bytes) or len(value) > _MAX_LETTER_NBYTES:
+        raise MalformedError(f"a letter has at most {_MAX_LETTER_NBYTES} bytes")
+    return value
+
+
 def _broken_error(value: object, size: int) -> str:
     if not isinstance(value, str) or value not in _BROKEN_ERRORS:
         raise MalformedError(f"{value!r:.100} is not one of {', '.join(sorted(_BROKEN_ERRORS))}")
@@ -236,6 +247,7 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
         "where": _text(_SHORT_TEXT), "members": _ranks, "waited_s": _seconds,
     },
     "running": {},
+    "tell": {"rank": _peer, "letter": _letter},
 }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from pycoll import transports
+from pycoll.errors import TransportError
 from pycoll.launcher.environment import usable_cores
 
 # How long a job that is told to end may take over it.
@@ -80,8 +82,14 @@ class Side:
         return self._peer.library if self._peer else "pycoll"
 
     def missing(self) -> str | None:
-        """Say what to do when the peer is not installed; None if it is."""
-        if self._peer is None or self.python.exists():
+        """Say why it cannot be measured here and what to do; None if it can."""
+        if self._peer is None:
+            try:
+                transports.check(self._transport)
+            except TransportError as exc:
+                return str(exc)
+            return None
+        if self.python.exists():
             return None
         return (
             f"{self.name} is not in {self.python.parent.parent}: "

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -138,6 +138,7 @@ def _info() -> int:
     """Print what this installation and this machine offer."""
     # Imported here: `pycoll check` and `--help` need no transport.
     from pycoll import transports
+    from pycoll.transports.rdma_devices import find
 
     rows = [
         ("pycoll", _version("pycoll")),
@@ -150,10 +151,39 @@ def _info() -> int:
         ("compiled core", _core()),
     ]
     for name, reason in transports.reasons().items():
-        rows.append((f"transport {name}", "usable" if reason is None else f"not usable: {reason}"))
+        text = "usable" if reason is None else f"not usable: {reason}"
+        if name == "rdma" and reason is None:
+            text += f": {find(os.environ)}"
+        rows.append((f"transport {name}", text))
+    rows += _rdma_ports(os.environ)
+    width = max(16, *(len(label) for label, _ in rows))
     for label, text in rows:
-        print(f"{label:<16} {text}")
+        print(f"{label:<{width}} {text}".rstrip())
     return 0
+
+
+def _rdma_ports(environ: Mapping[str, str], root: str = "/") -> list[tuple[str, str]]:
+    """For each port of an RDMA device a row, one for each of its addresses, and one for its fault.
+
+    The address that is used says so.
+    """
+    from pycoll.transports.rdma_devices import find, ports, usable_gid
+
+    used = find(environ, root)
+    rows = []
+    for port in ports(root):
+        lid = f", LID {port.lid}" if port.lid else ""
+        text = f"{port.state:<7} {port.link_layer:<10}  {port.rate}{lid}"
+        rows.append((f"RDMA {port.device}:{port.number}", text))
+        for gid in port.gids:
+            text = f"{gid.kind:<10} {gid.address:<39} {gid.netdev}"
+            if used[:3] == (port.device, port.number, gid):
+                text += "  <- used"
+            rows.append((f"  GID {gid.index}", text))
+        usable = usable_gid(port, environ, root)
+        if isinstance(usable, str):
+            rows.append(("", f"not usable: {usable}"))
+    return rows
 
 
 def _core() -> str:

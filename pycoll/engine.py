@@ -354,6 +354,20 @@ class Engine(Driver):
         """The link to `peer` is gone; the launcher knows why, if anybody does."""
         self.membership.link_lost(peer, reason)
 
+    def tell(self, peer: int, letter: bytes) -> None:
+        """Send a letter of a transport's to that of `peer`, by way of the launcher."""
+        if self.control is not None:
+            self.control.post("tell", rank=peer, letter=letter)
+
+    def listen(self, timeout_s: float) -> None:
+        """Hand over the letters that come; whatever else the launcher says is dropped."""
+        if self.control is None:
+            return
+        self._control_poller.poll(timeout_s * 1000)
+        for event in self.control.progress():
+            if event.kind == "told":
+                self._event(event.kind, event.fields)
+
     # --- what the launcher tells -----------------------------------------------------------
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -364,6 +378,8 @@ class Engine(Driver):
                 context.fail(_broken_error(fields))
             elif ident not in self._closed_ids:  # this rank is still about to make it
                 self._broken_early[ident] = _broken_error(fields)
+        elif kind == "told":
+            self.transports[fields["rank"]].hear(fields["rank"], fields["letter"])
         elif kind == "lost":
             error = Error(
                 f"rank {self.rank}: the connection to pycoll-run is gone; the job cannot go on"

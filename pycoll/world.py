@@ -101,8 +101,9 @@ def init(
         timeout: seconds for the whole job to meet; after 10 it prints who is missing.
         op_timeout: default deadline of every operation, seconds; None: that of `pycoll-run`,
             or none.
-        transport: "auto", "shm" or "tcp"; None: that of `pycoll-run`. Automatic is shared memory
-            between ranks on one host, where it can be used, else TCP.
+        transport: "auto", "shm", "rdma" or "tcp"; None: that of `pycoll-run`. Automatic is shared
+            memory between ranks on one host and RDMA between hosts, where they can be used, else
+            TCP.
 
     Raises:
         BootstrapError: the job could not meet, or the launcher's variables make no sense.
@@ -293,7 +294,10 @@ class _Meeting:
     ) -> None:
         self.shared_memory: SharedMemory | None = None
         self.no_shared_memory = "there is one rank"
+        self._chosen = chosen
+        self._rank = place.rank
         self._shm: Transport | None = None
+        self._rdma: Transport | None = None
         self._tcp: Transport | None = None
         self._tcp_addresses: list[dict[str, Any]] = []
         own: dict[str, Any] = {"node": place.node, **agreed.said(os.environ, place.rank)}
@@ -305,11 +309,15 @@ class _Meeting:
                 self.shared_memory, self._shm = memory
                 opened.append(self._shm)
                 own["shm"] = self._shm.address()
+            self._rdma = _open_rdma(place, chosen)
+            if self._rdma is not None:
+                opened.append(self._rdma)
+                own["rdma"] = self._rdma.address()
         self._infos: Sequence[dict[str, Any]] = control.join(own, timeout)
         agreed.settle(agreed.agree(self._infos))
         self.hosts = nodes = tuple(info["node"] for info in self._infos)
         sharing = ["shm" in info for info in self._infos]
-        if place.size > 1 and not (all(sharing) and len(set(nodes)) == 1):
+        if self._needs_tcp(all(sharing)):
             from pycoll.transports.tcp import TcpTransport
 
             self._tcp = TcpTransport(place.rank)
@@ -325,10 +333,36 @@ class _Meeting:
                 self.no_shared_memory = "there is one rank on this host"
                 self.shared_memory = None
 
+    def _needs_tcp(self, all_share: bool) -> bool:
+        """Whether there are two ranks in the job that neither shared memory nor RDMA connects.
+
+        Raises:
+            TransportError: the user wants RDMA alone.
+        """
+        networks = [self._network(rank) for rank in range(len(self._infos))]
+        connected = None not in networks and len(set(networks)) == 1
+        if self._chosen == "rdma" and len(networks) > 1:
+            if not connected:
+                raise TransportError(_apart(networks))
+            return False
+        if len(set(self.hosts)) > 1 and not connected:
+            return True
+        return not all_share and len(networks) > 1
+
+    def _network(self, rank: int) -> str | None:
+        """Return in which network a rank can be reached by RDMA."""
+        network: str | None = self._infos[rank].get("rdma", {}).get("network")
+        return network
+
     def reach(self, rank: int) -> Transport:
         """Return the transport to another rank."""
         if self._shm is not None and self.shared_memory and rank in self.shared_memory.ranks:
             return self._shm
+        elsewhere = self._chosen == "rdma" or self.hosts[rank] != self.hosts[self._rank]
+        if self._rdma is not None and elsewhere:
+            own = self._network(self._rank)
+            if own == self._network(rank):
+                return self._rdma
         assert self._tcp is not None
         return self._tcp
 
@@ -339,6 +373,8 @@ class _Meeting:
                 self._shm.close(0.0)
             else:
                 self._shm.start([info.get("shm", {}) for info in self._infos], engine)
+        if self._rdma is not None:
+            self._rdma.start([info.get("rdma", {}) for info in self._infos], engine)
         if self._tcp is not None:
             self._tcp.start(self._tcp_addresses, engine)
 
@@ -349,8 +385,8 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
     Raises:
         TransportError: the user wants nothing else.
     """
-    if chosen == "tcp":
-        return "the transport is tcp"
+    if chosen in ("tcp", "rdma"):
+        return f"the transport is {chosen}"
     from pycoll.transports.shm import ShmTransport, open_host
 
     found = open_host(os.environ, place.local_rank, place.local_size)
@@ -375,6 +411,43 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
     single_copy = os.environ.get("PYCOLL_SINGLE_COPY") != "0"
     transport = ShmTransport(host, doorbell, place.rank, ranks, single_copy)
     return SharedMemory(host, ranks, single_copy, transport), transport
+
+
+def _open_rdma(place: Place, chosen: str) -> Transport | None:
+    """Open the RDMA device of this host, where it may be of use.
+
+    Raises:
+        TransportError: the user wants nothing else.
+    """
+    if chosen != "rdma" and (chosen != "auto" or place.local_size == place.size):
+        return None
+    from pycoll.transports.rdma_devices import find, ports
+
+    if chosen == "auto" and not ports():
+        return None
+    found = find(os.environ)
+    if not isinstance(found, str):
+        from pycoll.transports.rdma import open_rdma
+
+        opened = open_rdma(place.rank, place.size, found)
+        if not isinstance(opened, str):
+            return opened
+        found = opened
+    if chosen == "rdma":
+        raise TransportError(f"rdma: {found}; use --transport auto")
+    if place.local_rank == 0:
+        text = f"rdma: {found}. The hosts of this job communicate by TCP."
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
+    return None
+
+
+def _apart(networks: Sequence[str | None]) -> str:
+    """Return why RDMA does not connect all ranks."""
+    other = next(rank for rank, network in enumerate(networks) if network != networks[0])
+    return (
+        f"rdma: rank 0 is in the network {networks[0]}, but rank {other} is in {networks[other]}; "
+        "use --transport auto, or name other devices in PYCOLL_RDMA_DEVICE"
+    )
 
 
 def _describe(options: tuple[object, ...]) -> str:

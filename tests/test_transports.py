@@ -38,7 +38,11 @@ DEADLINE_S = transport_world.DEADLINE_S
 Node = transport_world.Node
 World = transport_world.World
 
-BETWEEN_PROCESSES = ["tcp", *([] if missing_core() else ["shm", "shm in segments"])]
+BETWEEN_PROCESSES = [
+    "tcp",
+    "rdma, simulated",
+    *([] if missing_core() else ["shm", "shm in segments"]),
+]
 KINDS = ["inproc", *BETWEEN_PROCESSES]
 
 
@@ -401,10 +405,13 @@ def test_the_table_names_its_transports_and_says_why_one_is_not_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYCOLL_SHM", "-:for a test")
+    monkeypatch.setenv("PYCOLL_RDMA_DEVICE", "none:such")
     assert transports.check("auto") == "tcp"
-    assert transports.reasons()["tcp"] is None
-    for name, reason in (("shm", ".*"), ("rdma", "this version")):
-        with pytest.raises(TransportError, match=rf"{name}: {reason}.*use --transport auto"):
+    reasons = transports.reasons()
+    assert list(reasons) == ["shm", "rdma", "tcp"]
+    assert reasons["tcp"] is None
+    for name, reason in (("shm", "for a test|core is missing"), ("rdma", "no (RDMA )?device")):
+        with pytest.raises(TransportError, match=rf"{name}: .*({reason}).*; use --transport auto"):
             transports.check(name)
     with pytest.raises(TransportError, match="no such transport"):
         transports.check("pigeon")

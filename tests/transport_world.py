@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pycoll.transports.base import Arrival, Transfer, Transport
 from pycoll.transports.inproc import Hub, InprocTransport
+from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
 from pycoll.transports.shm import ShmTransport
 from pycoll.transports.tcp import TcpTransport
+
+# A file of this folder, which is on no path.
+_spec = importlib.util.spec_from_file_location(
+    "simulated_device", Path(__file__).with_name("simulated_device.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+simulated_device: Any = sys.modules.setdefault(
+    "simulated_device", importlib.util.module_from_spec(_spec)
+)
+if not hasattr(simulated_device, "Fabric"):
+    _spec.loader.exec_module(simulated_device)
 
 DEADLINE_S = 30.0
 
 
 class Node:
-    """One rank: a transport and what it was told."""
+    """One rank: a transport and what it was told; letters go to `nodes`, by rank."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(
+        self, transport: Transport, nodes: list[Node] | None = None, rank: int = 0
+    ) -> None:
         self.transport = transport
+        self.nodes = [self] if nodes is None else nodes
+        self.rank = rank
         self.arrivals: list[Arrival] = []
         self.taken_back: list[Arrival] = []
         self.ended: list[int] = []
@@ -39,6 +59,12 @@ class Node:
     def lost(self, peer: int, reason: str) -> None:
         self.lost_peers[peer] = reason
 
+    def tell(self, peer: int, letter: bytes) -> None:
+        self.nodes[peer].transport.hear(self.rank, letter)
+
+    def listen(self, timeout_s: float) -> None:
+        """Letters come without."""
+
 
 class World:
     """Some ranks in one process, each with a transport of its own, driven by hand."""
@@ -47,7 +73,10 @@ class World:
         self.kind = kind
         self.descriptors: list[int] = []
         self.hosts: list[Any] = []
-        self.nodes = [Node(transport) for transport in self.make(kind, size)]
+        self.fabric: Any = None
+        self.nodes: list[Node] = []
+        for rank, transport in enumerate(self.make(kind, size)):
+            self.nodes.append(Node(transport, self.nodes, rank))
         addresses = [node.transport.address() for node in self.nodes]
         for node in self.nodes:
             node.transport.start(addresses, node)
@@ -58,6 +87,13 @@ class World:
             return [InprocTransport(hub, rank) for rank in range(size)]
         if kind == "tcp":
             return [TcpTransport(rank) for rank in range(size)]
+        if kind == "rdma, simulated":
+            self.fabric = simulated_device.Fabric(seed=size)
+            limits = receives_for(size - 1), completions_for(size - 1)
+            return [
+                RdmaTransport(rank, self.fabric.device(*limits), "simulated")
+                for rank in range(size)
+            ]
         # One memory, mapped once for each rank, as in processes of their own.
         from pycoll.transports._core import Host
 
@@ -122,3 +158,5 @@ class World:
             node.transport.close(5.0)
         for descriptor in self.descriptors:
             os.close(descriptor)
+        if self.fabric is not None:
+            self.fabric.check()

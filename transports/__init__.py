@@ -2,6 +2,7 @@
 
     inproc  ranks as threads of one process, and the link of a rank to itself
     shm     shared memory: the processes of one host
+    rdma    InfiniBand and RoCE, by pyverbs: between hosts that have such a device
     tcp     ZeroMQ over TCP: works between any two processes
 
 `reasons` says why a transport cannot be used, `check` refuses one with that reason.
@@ -10,47 +11,59 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from pycoll.errors import TransportError
 
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "rdma", "tcp")
 """Names that `--transport` takes beside "auto", best first."""
 
-_LATER = {"rdma": "this version has no RDMA transport"}
 
-
-def reasons() -> dict[str, str | None]:
+def reasons(environ: Mapping[str, str] = os.environ) -> dict[str, str | None]:
     """Return for each transport why it cannot be used here, or None if it can."""
-    from pycoll.transports.shm import missing_core
-
-    found: dict[str, str | None] = {"shm": missing_core()}
-    handed_on = os.environ.get("PYCOLL_SHM", "")
-    if found["shm"] is None and handed_on.startswith("-:"):
-        found["shm"] = handed_on[2:]
-    try:
-        import zmq  # noqa: F401
-    except ImportError as exc:
-        found["tcp"] = f"pyzmq cannot be imported ({exc}); pip install pyzmq"
-    else:
-        found["tcp"] = None
-    return {**found, **_LATER}
+    return {name: _REASONS[name](environ) for name in TRANSPORTS}
 
 
-def check(name: str) -> str:
+def check(name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the transport that `name` stands for; "auto" is the best that can be used.
+
+    `environ` is that of the ranks that will use it.
 
     Raises:
         TransportError: it is unknown or cannot be used: which, why, and what to do.
     """
-    if name in _LATER:
-        raise TransportError(f"{name}: {_LATER[name]}; use --transport auto")
-    if name != "auto" and name not in TRANSPORTS:
+    if name == "auto":
+        usable = (name for name in TRANSPORTS if _REASONS[name](environ) is None)
+        name = next(usable, TRANSPORTS[-1])
+    if name not in TRANSPORTS:
         known = ", ".join(("auto", *TRANSPORTS))
         raise TransportError(f"{name}: no such transport; use one of {known}")
-    found = reasons()
-    if name == "auto":
-        name = next((usable for usable in TRANSPORTS if found[usable] is None), TRANSPORTS[-1])
-    reason = found[name]
+    reason = _REASONS[name](environ)
     if reason is not None:
         raise TransportError(f"{name}: {reason}; use --transport auto")
     return name
+
+
+def _no_shm(environ: Mapping[str, str]) -> str | None:
+    from pycoll.transports.shm import missing_core
+
+    handed_on = environ.get("PYCOLL_SHM", "")
+    return missing_core() or (handed_on[2:] if handed_on.startswith("-:") else None)
+
+
+def _no_rdma(environ: Mapping[str, str]) -> str | None:
+    from pycoll.transports.rdma_devices import find
+
+    found = find(environ)
+    return found if isinstance(found, str) else None
+
+
+def _no_tcp(environ: Mapping[str, str]) -> str | None:
+    try:
+        import zmq  # noqa: F401
+    except ImportError as exc:
+        return f"pyzmq cannot be imported ({exc}); pip install pyzmq"
+    return None
+
+
+_REASONS = {"shm": _no_shm, "rdma": _no_rdma, "tcp": _no_tcp}

@@ -165,6 +165,12 @@ class Handler(Protocol):
     def lost(self, peer: int, reason: str) -> None:
         """The link to `peer` is gone."""
 
+    def tell(self, peer: int, letter: bytes) -> None:
+        """Have `letter` (short) given to `Transport.hear` of the peer's transport."""
+
+    def listen(self, timeout_s: float) -> None:
+        """Give letters that come within `timeout_s` to `hear`: for a transport that closes."""
+
 
 class Transport(ABC):
     """One way of moving bytes; see the module's text for the rules.
@@ -189,6 +195,10 @@ class Transport(ABC):
     def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         """Send for one who will not give it up: larger messages may be buffered, too."""
         return self.send(peer, header, parts)
+
+    def hear(self, peer: int, letter: bytes) -> None:
+        """Take a letter of the peer's transport, which came another way; it is read later."""
+        raise NotImplementedError
 
     @abstractmethod
     def progress(self) -> bool:

@@ -1,0 +1,338 @@
+"""RDMA: one rank's device writes into another rank's memory, by verbs (pyverbs).
+
+verbs           pyverbs: devices, queue pairs, regions of memory
+registrations   memory that is registered with the device, kept for the next time
+rdma_queues     what all links share: memory for frames, completions
+rdma_frames     an ordered stream of messages to a peer, of sends
+rdma_lane       writes into a peer's memory
+rdma_link       what travels between two ranks, and when memory is whose
+this file       the transport contract, out of these
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import struct
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from ipaddress import IPv6Address
+from typing import Any, ClassVar
+
+from pycoll.errors import PeerFailed, TransportError
+from pycoll.transports.base import Handler, Parts, Transfer, Transport
+from pycoll.transports.rdma_devices import INFINIBAND, Choice
+from pycoll.transports.rdma_frames import RECEIVES, SPARE_RECEIVES
+from pycoll.transports.rdma_lane import MOST_WRITES
+from pycoll.transports.rdma_link import Link
+from pycoll.transports.rdma_queues import Endpoint
+from pycoll.transports.registrations import locked_limit
+from pycoll.transports.verbs import MAX_SENDS, SUCCESS, Device, VerbsError, explain, probe
+
+COMPLETIONS = RECEIVES + SPARE_RECEIVES + MAX_SENDS + MOST_WRITES
+"""Of one link that may wait to be polled."""
+
+
+class RdmaTransport(Transport):
+    """The rdma transport of one rank; see the module's text.
+
+    Args:
+        rank: this rank's number in the job.
+        device: opened with `receives_for` and `completions_for` the other ranks; it is closed with
+            this.
+        network: name of the network that its port is in.
+    """
+
+    name: ClassVar[str] = "rdma"
+
+    def __init__(self, rank: int, device: Device, network: str) -> None:
+        self.endpoint = Endpoint(device)
+        self._network = network
+        self._rank = rank
+        self._device = device
+        self._addresses: Sequence[dict[str, Any]] = ()
+        self._handler: Handler | None = None
+        self._links: dict[int, Link] = {}
+        self._most_links = most_links(device)
+        self._forgotten: dict[int, str] = {}
+        self._letters: deque[tuple[int, bytes]] = deque()
+        self._finished: deque[tuple[Transfer, BaseException | None]] = deque()
+        self._failed: deque[Link] = deque()
+        self._has_warned = False
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether what comes now comes too late."""
+        return self._closed
+
+    @property
+    def handler(self) -> Handler:
+        """Who is told what comes."""
+        assert self._handler is not None
+        return self._handler
+
+    def address(self) -> dict[str, Any]:
+        device = self._device
+        return {"network": self._network, "gid": device.gid, "lid": device.lid, "mtu": device.mtu}
+
+    def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
+        self._addresses = addresses
+        self._handler = handler
+
+    def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        reason = self._forgotten.get(peer)
+        if reason is not None:
+            transfer = Transfer()
+            transfer.finish(PeerFailed(peer, reason))
+            return transfer
+        link = self._links.get(peer) or self._open_link(peer)
+        transfer = link.send(header, parts)
+        if link.frames.failure:
+            self.fail(link, link.frames.failure)
+        return transfer
+
+    def _open_link(self, peer: int) -> Link:
+        if len(self._links) >= self._most_links:
+            raise TransportError(
+                f"rdma: the device has queues for {self._most_links} peers of a rank, and rank "
+                f"{self._rank} needs more; use --transport tcp"
+            )
+        try:
+            link = Link(self, peer, self._addresses[peer])
+        except VerbsError as exc:
+            raise TransportError(
+                f"rdma: no link to rank {peer}: {exc}; use --transport tcp"
+            ) from exc
+        self._links[peer] = link
+        self.handler.tell(peer, link.hello())
+        return link
+
+    def hear(self, peer: int, letter: bytes) -> None:
+        self._letters.append((peer, letter))
+
+    def why_forgotten(self, peer: int) -> str | None:
+        """Return why a peer was forgotten, None if it was not."""
+        return self._forgotten.get(peer)
+
+    # --- progress --------------------------------------------------------------------------
+
+    def progress(self) -> bool:
+        worked = self._read_letters()
+        endpoint = self.endpoint
+        if not endpoint.arrived:
+            endpoint.poll()
+        links: dict[Link, None] = {}
+        # A handler may let this transport progress, too: then first with what came before.
+        while endpoint.arrived:
+            link = self._take(endpoint.arrived.popleft())
+            if link is not None:
+                links[link] = None
+            worked = True
+        if worked:
+            for link in links if endpoint.free else self._links.values():
+                if not link.failure:
+                    link.pump()
+        while self._finished:
+            transfer, error = self._finished.popleft()
+            transfer.finish(error)
+            worked = True
+        while self._failed:
+            link = self._failed.popleft()
+            self.handler.lost(link.peer, link.failure)
+            worked = True
+        return worked
+
+    def _take(self, completion: Any) -> Link | None:
+        """Take in a completion; returns the link that it belongs to."""
+        endpoint = self.endpoint
+        if endpoint.is_receive(completion):
+            link: Link | None = None
+            if completion.status == SUCCESS:
+                link = endpoint.owners.get(completion.qp_num)
+                if link is not None:
+                    try:
+                        link.received(completion, endpoint.frame(completion))
+                    except (ValueError, struct.error) as exc:
+                        self.fail(link, f"what it sent makes no sense ({exc})")
+            endpoint.receive_again(completion)
+            return link
+        queue = endpoint.queue_of(completion)
+        if queue is None:
+            return None  # of a queue pair that is gone
+        link = queue.owner
+        if completion.status == SUCCESS:
+            queue.complete(completion)
+        elif link.is_lane(queue):
+            link.lane_failed(completion.status)
+        else:
+            self.fail(link, explain(completion.status))
+        return link
+
+    def _read_letters(self) -> bool:
+        worked = False
+        while self._letters:
+            peer, letter = self._letters.popleft()
+            worked = True
+            if peer in self._forgotten or (self._closed and peer not in self._links):
+                continue
+            link = self._links.get(peer) or self._open_link(peer)
+            if link.failure:
+                continue
+            try:
+                answer = link.hear(letter)
+            except VerbsError as exc:
+                self.fail(link, str(exc))
+                continue
+            if answer is not None:
+                self.handler.tell(peer, answer)
+            link.pump()
+        return worked
+
+    def finish_soon(self, transfer: Transfer, error: BaseException | None) -> None:
+        """Finish a transfer at the end of `progress`, where its callback may do anything."""
+        self._finished.append((transfer, error))
+
+    def fail(self, link: Link, reason: str) -> None:
+        """Give up a link; its peer is lost."""
+        if not link.failure:
+            link.close(reason)
+            self._failed.append(link)
+
+    def warn(self, error: VerbsError) -> None:
+        """Say once that data is copied because memory cannot be registered."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"rdma: rank {self._rank} {error}{memory_hint()}. What it sends and receives is "
+                "copied through small buffers, which is slower.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    # --- waiting ---------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._device.fileno()
+
+    def sleep(self) -> bool:
+        self._device.arm()
+        return self.is_idle()
+
+    def is_idle(self) -> bool:
+        if self._letters or self._finished or self._failed:
+            return False
+        return not self.endpoint.arrived and not self.endpoint.poll()
+
+    def awake(self) -> None:
+        self._device.disarm()
+
+    # --- links -----------------------------------------------------------------------------
+
+    def forget(self, peer: int, reason: str) -> None:
+        if peer in self._forgotten:
+            return
+        self._forgotten[peer] = reason
+        link = self._links.get(peer)
+        if link is not None:
+            link.close(reason)
+            link.forget(reason)
+
+    def links(self) -> list[int]:
+        return sorted(self._links)
+
+    def close(self, timeout_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return  # after a fork: all is the parent's
+        deadline = time.monotonic() + timeout_s
+        for link in self._links.values():
+            if not link.failure:
+                link.say_goodbye()
+        self._deliver(deadline)
+        for link in self._links.values():
+            link.close("its transport is closed")
+        self.endpoint.close()
+        self._device.close()
+
+    def _deliver(self, deadline: float) -> None:
+        """Wait until all frames are where they shall go, or until the deadline."""
+        poller = select.poll()
+        poller.register(self.fileno(), select.POLLIN)
+        while True:
+            worked = self.progress()
+            waiting = [
+                link
+                for link in self._links.values()
+                if not (link.failure or link.has_ended or link.frames.is_empty)
+            ]
+            remaining_s = deadline - time.monotonic()
+            if not waiting or remaining_s <= 0:
+                return
+            if any(not link.frames.is_open for link in waiting):
+                self.handler.listen(min(remaining_s, 0.01))
+            elif not worked:
+                if self.sleep():
+                    poller.poll(min(remaining_s, 0.1) * 1000)
+                self.awake()
+
+
+def open_rdma(rank: int, size: int, choice: Choice) -> RdmaTransport | str:
+    """Open the transport of one rank of `size`; returns why it cannot be used if it cannot.
+
+    To find out, a message is sent over two queue pairs: a device that opens need not be able to.
+    """
+    name, port, gid = choice.device, choice.port, choice.gid.index
+    device: Device | None = None
+    try:
+        device = Device(name, port, gid, receives_for(size - 1), completions_for(size - 1))
+        reason = probe(device)
+        if reason is None:
+            return RdmaTransport(rank, device, _network(choice))
+        reason = f"{choice}: {reason}"
+    except VerbsError as exc:
+        reason = f"{name}: {exc}{memory_hint() if exc.code == errno.ENOMEM else ''}"
+    if device is not None:
+        device.close()
+    return reason
+
+
+def _network(choice: Choice) -> str:
+    """Return what two ports have in common that may reach each other."""
+    if choice.link_layer != INFINIBAND:
+        return choice.link_layer
+    prefix = ":".join(IPv6Address(choice.gid.address).exploded.split(":")[:4])
+    return f"{choice.link_layer} subnet {prefix}"
+
+
+def receives_for(peers: int) -> int:
+    """Return how many receives a device must have for links to so many peers."""
+    return peers * (RECEIVES + SPARE_RECEIVES)
+
+
+def completions_for(peers: int) -> int:
+    """Return how many completions may have to wait there."""
+    return peers * COMPLETIONS
+
+
+def most_links(device: Device) -> int:
+    """Return to how many peers a device can have links."""
+    return min(device.receives // (RECEIVES + SPARE_RECEIVES), device.completions // COMPLETIONS)
+
+
+def memory_hint() -> str:
+    """Return what to do about the limit of locked memory, "" if there is none."""
+    limit = locked_limit()
+    if limit is None:
+        return ""
+    return (
+        f"; this process may lock {limit // 1024} KiB: raise `ulimit -l` "
+        "(memlock in /etc/security/limits.conf, LimitMEMLOCK= of a service, --ulimit memlock=-1 "
+        "of a container)"
+    )

@@ -1,0 +1,549 @@
+"""The link of two ranks by RDMA: how a message becomes frames and writes.
+
+Two ranks make their link when they first talk: each sends the other a letter with the number of its
+queue pair, by way of the launcher, and a second one when it is connected. What is sent meanwhile
+waits. Small messages are copied into frames. Of larger ones READY goes ahead; when the receiver has
+accepted, it registers its memory and says GO, and the sender writes from its registered memory to
+the receiver's; the last write carries the message's id and so tells the receiver. What cannot be
+registered goes in pieces through frames.
+
+Nothing is written to memory that the user has got back: who gives up a message that may be under
+way destroys the queue pair of the lane first. Then both ends make a new lane, the receivers that
+still wait say GO again, and what was under way starts again. LANE tells how many writes that use up
+a receive have come, so that credits of those that were lost are not.
+
+    EAGER   header, payload
+    READY   number = payload bytes; the header of a message that waits to be accepted
+    GO      id was accepted; number = epoch of the lane, 0: in pieces; body = address, remote key
+    PIECE   number = offset; body = a part of id's payload
+    DROP    id was dropped by the receiver
+    CANCEL  id was taken back by the sender
+    CREDIT  number = buffered bytes consumed
+    LANE    id = epoch of a new lane, number = last writes received so far; body = its queue pair
+    USE     id = epoch: that lane's other end is connected, and all that still waits has said GO
+    BYE     nothing more will come
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pycoll.errors import PeerFailed
+from pycoll.transports.base import (
+    CREDIT,
+    EAGER_LIMIT,
+    MESSAGE_COST,
+    Arrival,
+    Parts,
+    Transfer,
+    Withdrawn,
+    nbytes_of,
+)
+from pycoll.transports.rdma_frames import PIECE, Frames, Message
+from pycoll.transports.rdma_lane import MOST_PARTS, Lane, Write
+from pycoll.transports.registrations import Lease
+from pycoll.transports.verbs import RECEIVED_WRITE, Peer, VerbsError, explain
+
+if TYPE_CHECKING:
+    from pycoll.transports.rdma import RdmaTransport
+
+MOST_FAILURES = 3
+"""Lanes that may fail one after the other, without a payload arriving, until the link is lost."""
+
+_EAGER, _READY, _GO, _PIECE, _DROP, _CANCEL, _CREDIT, _LANE, _USE, _BYE = range(10)
+_TARGET = struct.Struct("<QI")
+_PAIR = struct.Struct("<II")
+_LETTER = struct.Struct("<BII")
+_HELLO, _CONNECTED = range(2)
+
+
+class _Send(Transfer):
+    """A message that waits to be accepted, or is under way."""
+
+    __slots__ = ("id", "is_written", "link", "offset", "parts", "write")
+
+    def __init__(self, link: Link, number: int, parts: Parts) -> None:
+        super().__init__()
+        self.link = link
+        self.id = number
+        self.parts = parts
+        self.write: Write | None = None
+        self.is_written = False  # over a lane, this one or one that is gone
+        self.offset = 0
+
+    @property
+    def committed(self) -> bool:
+        return self.write is not None and self.write.is_posted
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.link.take_back(self)
+
+
+class _Receive(Transfer):
+    """An accepted message that is not here yet.
+
+    Attributes:
+        epoch: of the lane over which the sender was told to write, or 0.
+        is_complete: all is here, and only `done` is still to be said.
+    """
+
+    __slots__ = ("epoch", "filled", "id", "into", "is_complete", "lease", "link", "nbytes")
+
+    def __init__(self, link: Link, number: int, nbytes: int, into: memoryview) -> None:
+        super().__init__()
+        self.link = link
+        self.id = number
+        self.nbytes = nbytes
+        self.into = into
+        self.filled = 0
+        self.lease: Lease | None = None
+        self.epoch = 0
+        self.is_complete = False
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.link.give_up(self)
+
+    def redirect(self, into: memoryview) -> None:
+        self.link.redirect(self, into)
+
+    def release(self) -> None:
+        """End the use of its memory."""
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+
+
+class _RdmaArrival(Arrival):
+    __slots__ = ("id", "link")
+
+    def __init__(
+        self, link: Link, header: bytes, nbytes: int, payload: memoryview | None, number: int
+    ) -> None:
+        super().__init__(link.peer, header, nbytes, payload)
+        self.link = link
+        self.id = number
+
+    def accept(self, into: memoryview) -> Transfer:
+        if self.payload is None:
+            return self.link.accept(self, into)
+        transfer = Transfer()
+        into[: self.nbytes] = self.payload
+        self.release()
+        transfer.finish()
+        return transfer
+
+    def release(self) -> None:
+        if self.payload is None:
+            self.link.drop(self)
+        else:
+            self.payload = None
+            self.link.consumed(self.nbytes + MESSAGE_COST)
+
+
+class Link:
+    """One rank's end of the link to another: what is on its way between them.
+
+    Args:
+        transport: this rank's.
+        peer: the other rank.
+        address: of its transport.
+
+    Attributes:
+        peer: the other rank.
+        frames: to and from it.
+        failure: why the link is lost, or "".
+        has_ended: whether the peer has said that nothing more will come.
+    """
+
+    def __init__(self, transport: RdmaTransport, peer: int, address: Mapping[str, Any]) -> None:
+        self.peer = peer
+        self.failure = ""
+        self.has_ended = False
+        self._transport = transport
+        self._endpoint = transport.endpoint
+        self._address = address
+        self.frames = Frames(self._endpoint, self)
+        self._lane: Lane | None = None
+        self._epoch = 0
+        self._lane_failures = 0
+        self._last_writes = self._last_writes_lost = self._last_writes_received = 0
+        self._next_id = 0
+        self._sends: dict[int, _Send] = {}
+        self._receives: dict[int, _Receive] = {}
+        self._waiting: dict[int, _RdmaArrival] = {}
+        self._in_pieces: deque[_Send] = deque()
+        self._owed = self._unrepaid = 0
+
+    def hello(self) -> bytes:
+        """Return the letter with the number of this end's queue pair."""
+        pair = self.frames.queue.pair
+        return _LETTER.pack(_HELLO, pair.number, pair.psn)
+
+    def hear(self, letter: bytes) -> bytes | None:
+        """Take in a letter of the peer's; returns the answer, if it needs one.
+
+        Raises:
+            VerbsError: there is no way to the peer.
+        """
+        kind, number, psn = _LETTER.unpack(letter)
+        if kind == _HELLO:
+            self.frames.connect(self._remote(number, psn))
+            return _LETTER.pack(_CONNECTED, 0, 0)
+        self.frames.is_open = True
+        return None
+
+    def _remote(self, number: int, psn: int) -> Peer:
+        address = self._address
+        return Peer(address["gid"], address["lid"], address["mtu"], number, psn)
+
+    # --- sending ---------------------------------------------------------------------------
+
+    def send(self, header: bytes, parts: Parts) -> Transfer:
+        """Start sending a message."""
+        nbytes = nbytes_of(parts)
+        cost = nbytes + MESSAGE_COST
+        if nbytes <= EAGER_LIMIT and self._owed + cost <= CREDIT and not self.failure:
+            self._owed += cost
+            self.frames.put(_EAGER, header=header, parts=parts)
+            transfer = Transfer()
+            transfer.done = True
+            return transfer
+        self._next_id = (self._next_id + 1) & 0xFFFFFFFF
+        send = self._sends[self._next_id] = _Send(self, self._next_id, parts)
+        if self.failure:
+            return send  # it waits until it is known what became of the peer
+        self.frames.put(_READY, send.id, nbytes, header)
+        if nbytes > EAGER_LIMIT and self._lane is None:
+            self._open_lane(self._epoch + 1)  # the receiver will need it
+        return send
+
+    def take_back(self, send: _Send) -> None:
+        """Give up a send; nothing is read from its memory any more."""
+        if self._sends.pop(send.id, None) is None or self.failure:
+            return
+        if send.write is not None:
+            assert self._lane is not None
+            if send.write.under_way:
+                self._renew_lane()
+            else:
+                self._lane.discard(send.write)
+                send.write.close()
+        elif send in self._in_pieces:
+            self._in_pieces.remove(send)
+        self.frames.put(_CANCEL, send.id)
+
+    def _go(self, message: Message) -> None:
+        """The receiver has accepted: write, or send in pieces."""
+        send = self._sends.get(message.id)
+        if send is None:
+            return
+        lane, epoch = self._lane, message.number
+        if epoch and (lane is None or epoch != lane.epoch):
+            return  # it will hear that this lane is gone, and say so again
+        if lane is not None and epoch and len(send.parts) <= MOST_PARTS:
+            into, remote_key = _TARGET.unpack(message.body)
+            try:
+                send.write = Write(self._endpoint, send.id, list(send.parts), into, remote_key)
+            except VerbsError as exc:
+                self._transport.warn(exc)
+            else:
+                send.is_written = True
+                lane.add(send.write)
+                return
+        send.is_written = False
+        self._in_pieces.append(send)
+
+    def _written(self, number: int) -> None:
+        """The peer has all of a payload."""
+        self._lane_failures = 0
+        send = self._sends.pop(number, None)
+        if send is not None:
+            assert send.write is not None
+            send.write.close()
+            send.finish()
+
+    def _send_pieces(self) -> None:
+        while self._in_pieces and self.frames.has_room:
+            send = self._in_pieces[0]
+            view, begin = memoryview(b""), 0
+            for part in send.parts:
+                if send.offset < begin + len(part):
+                    view = part[send.offset - begin :][:PIECE]
+                    break
+                begin += len(part)
+            self.frames.put(_PIECE, send.id, send.offset, parts=(view,))
+            send.offset += len(view)
+            if send.offset >= nbytes_of(send.parts):
+                self._in_pieces.popleft()
+                del self._sends[send.id]
+                send.finish()
+
+    # --- receiving -------------------------------------------------------------------------
+
+    def accept(self, arrival: _RdmaArrival, into: memoryview) -> Transfer:
+        """Let the sender of `arrival` go on, into `into`."""
+        receive = _Receive(self, arrival.id, arrival.nbytes, into)
+        reason = self._transport.why_forgotten(self.peer)
+        if reason is not None:
+            receive.finish(PeerFailed(self.peer, reason))
+        elif self._waiting.pop(arrival.id, None) is None:
+            receive.finish(Withdrawn())
+        else:
+            self._receives[arrival.id] = receive
+            if not self.failure:
+                self._say_go(receive)
+        return receive
+
+    def drop(self, arrival: _RdmaArrival) -> None:
+        """Tell the sender that nobody wants its message."""
+        if self._waiting.pop(arrival.id, None) is not None and not self.failure:
+            self.frames.put(_DROP, arrival.id)
+
+    def consumed(self, cost: int) -> None:
+        """Count buffered bytes of the peer as used, and tell it before its credit runs out."""
+        self._unrepaid += cost
+        if self._unrepaid >= CREDIT // 4 and not self.failure:
+            self.frames.put(_CREDIT, number=self._unrepaid)
+            self._unrepaid = 0
+
+    def give_up(self, receive: _Receive) -> None:
+        """Give up a receive; nothing is written to its memory any more."""
+        if self._receives.pop(receive.id, None) is None:
+            return
+        if not self.failure:
+            if receive.epoch:
+                self._renew_lane()
+            self.frames.put(_DROP, receive.id)
+        receive.release()
+
+    def redirect(self, receive: _Receive, into: memoryview) -> None:
+        """Let a receive go on into `into`; nothing is written to its old memory any more."""
+        old, receive.into = receive.into, into
+        is_written = bool(receive.epoch) and not receive.is_complete and not self.failure
+        if is_written:
+            self._close_lane()
+        receive.release()
+        filled = receive.nbytes if receive.is_complete else receive.filled
+        into[:filled] = old[:filled]
+        if is_written:
+            self._open_lane(self._epoch + 1)
+
+    def _say_go(self, receive: _Receive) -> None:
+        """Tell the sender to write, or to send in pieces."""
+        receive.epoch = 0
+        if receive.nbytes > EAGER_LIMIT:
+            if self._lane is None:
+                self._open_lane(self._epoch + 1)  # and that says it
+                return
+            try:
+                if receive.lease is None:
+                    view = receive.into[: receive.nbytes]
+                    receive.lease = self._endpoint.registrations.lease(view, into=True)
+            except VerbsError as exc:
+                self._transport.warn(exc)
+            else:
+                receive.epoch = self._epoch
+                target = _TARGET.pack(receive.lease.address, receive.lease.remote_key)
+                self.frames.put(_GO, receive.id, receive.epoch, parts=(target,))
+                return
+        self.frames.put(_GO, receive.id)
+
+    def _store(self, message: Message) -> None:
+        receive = self._receives.get(message.id)
+        if receive is None:
+            return  # given up here; the sender will hear it
+        end = message.number + len(message.body)
+        receive.into[message.number : end] = message.body
+        receive.filled = end
+        if end >= receive.nbytes:
+            self._complete(receive)
+
+    def _complete(self, receive: _Receive) -> None:
+        del self._receives[receive.id]
+        receive.is_complete = True
+        receive.release()
+        self._transport.finish_soon(receive, None)
+
+    # --- what comes ------------------------------------------------------------------------
+
+    def received(self, completion: Any, frame: memoryview) -> None:
+        """Take in a receive that was used up, by a frame or by the last write of a payload."""
+        if completion.opcode == RECEIVED_WRITE:
+            self.frames.used()
+            self._last_writes_received += 1
+            receive = self._receives.get(completion.imm_data)
+            if receive is not None:
+                self._complete(receive)
+            return
+        for message in self.frames.take(frame):
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        handler, kind, number = self._transport.handler, message.kind, message.id
+        if self._transport.is_closing and kind in (_EAGER, _READY):
+            return  # it comes too late
+        if kind == _EAGER:
+            arrival = _RdmaArrival(self, bytes(message.header), len(message.body), message.body, 0)
+            handler.arrived(arrival)
+            if arrival.payload is not None:  # it stays, and the frame does not
+                arrival.payload = memoryview(bytes(arrival.payload))
+        elif kind == _READY:
+            arrival = _RdmaArrival(self, bytes(message.header), message.number, None, number)
+            self._waiting[number] = arrival
+            handler.arrived(arrival)
+        elif kind == _GO:
+            self._go(message)
+        elif kind == _PIECE:
+            self._store(message)
+        elif kind == _DROP:
+            self._dropped(number)
+        elif kind == _CANCEL:
+            self._cancelled(number)
+        elif kind == _CREDIT:
+            self._owed -= message.number
+        elif kind == _LANE:
+            self._meet_lane(number, message.number, *_PAIR.unpack(message.body))
+        elif kind == _USE:
+            self._use_lane(number)
+        elif kind == _BYE:
+            self.has_ended = True
+            handler.finished(self.peer)
+        else:
+            raise ValueError(f"a message of kind {kind}")
+
+    def _dropped(self, number: int) -> None:
+        send = self._sends.pop(number, None)
+        if send is not None:
+            if send in self._in_pieces:
+                self._in_pieces.remove(send)
+            send.finish()
+
+    def _cancelled(self, number: int) -> None:
+        arrival = self._waiting.pop(number, None)
+        if arrival is not None:
+            self._transport.handler.withdrawn(arrival)
+        receive = self._receives.pop(number, None)
+        if receive is not None:
+            receive.release()
+            self._transport.finish_soon(receive, Withdrawn())
+
+    # --- the lane --------------------------------------------------------------------------
+
+    def _open_lane(self, epoch: int) -> None:
+        """Make a lane, and have the peer do so; say what we wait for on it."""
+        self._epoch = epoch
+        try:
+            self._lane = lane = Lane(self._endpoint, self, epoch, self._written)
+        except VerbsError as exc:
+            self._transport.fail(self, str(exc))
+            return
+        pair = lane.queue.pair
+        body = _PAIR.pack(pair.number, pair.psn)
+        self.frames.put(_LANE, epoch, self._last_writes_received, parts=(body,))
+        for receive in list(self._receives.values()):
+            if receive.nbytes > EAGER_LIMIT:
+                self._say_go(receive)
+
+    def _renew_lane(self) -> None:
+        self._close_lane()
+        self._open_lane(self._epoch + 1)
+
+    def _close_lane(self) -> None:
+        """Destroy the lane: when this returns nothing is read or written through it any more."""
+        lane, self._lane = self._lane, None
+        if lane is None:
+            return
+        lane.queue.drain()
+        for completion in self._endpoint.take_out(lane.queue.pair.number):
+            self.received(completion, memoryview(b""))
+            self._endpoint.receive_again(completion)
+        self._last_writes += lane.last_writes
+        lane.queue.close()
+        for send in self._sends.values():
+            if send.write is not None:
+                send.write.close()
+                send.write = None
+
+    def _meet_lane(self, epoch: int, received: int, number: int, psn: int) -> None:
+        """The peer has made its end of a lane."""
+        if epoch < self._epoch:
+            return  # ours is newer, and it will hear of it
+        if epoch > self._epoch:
+            self._close_lane()
+            self._open_lane(epoch)
+        lane = self._lane
+        if lane is None:
+            return
+        lost = self._last_writes - received - self._last_writes_lost
+        self._last_writes_lost += lost
+        self.frames.credits += lost
+        try:
+            lane.queue.pair.connect(self._remote(number, psn))
+        except VerbsError as exc:
+            self._transport.fail(self, str(exc))
+            return
+        lane.is_connected = True
+        self.frames.put(_USE, epoch)
+
+    def _use_lane(self, epoch: int) -> None:
+        """The peer has connected its end, and has said for what it still waits."""
+        if self._lane is None or epoch != self._epoch:
+            return
+        self._lane.is_ready = True
+        for send in [send for send in self._sends.values() if send.is_written and not send.write]:
+            del self._sends[send.id]  # it had all of it before the last lane ended
+            send.finish()
+
+    def lane_failed(self, status: int) -> None:
+        """A write has failed: try again on a new lane, unless that fails time and again."""
+        self._lane_failures += 1
+        if self._lane_failures > MOST_FAILURES:
+            self._transport.fail(self, explain(status))
+        else:
+            self._renew_lane()
+
+    def is_lane(self, queue: object) -> bool:
+        """Whether a queue is that of the lane."""
+        return self._lane is not None and self._lane.queue is queue
+
+    # --- going on and ending ---------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Send what there is room for."""
+        self.frames.pump()
+        self._send_pieces()
+        if self._lane is not None:
+            try:
+                self._lane.pump(self.frames)
+            except VerbsError as exc:
+                self._transport.fail(self, str(exc))
+        if self.frames.failure:
+            self._transport.fail(self, self.frames.failure)
+
+    def say_goodbye(self) -> None:
+        """Send BYE, the last message."""
+        self.frames.is_last = True
+        self.frames.put(_BYE)
+
+    def close(self, reason: str) -> None:
+        """Destroy the queue pairs: nothing moves on this link any more."""
+        if not self.failure:
+            self.failure = reason
+            self._close_lane()
+            self.frames.close()
+
+    def forget(self, reason: str) -> None:
+        """Fail all that is under way, after `close`."""
+        transfers: list[_Send | _Receive] = [*self._sends.values(), *self._receives.values()]
+        self._sends.clear()
+        self._receives.clear()
+        self._in_pieces.clear()
+        for transfer in transfers:  # the end of one may cancel others
+            if isinstance(transfer, _Receive):
+                transfer.release()
+            transfer.finish(PeerFailed(self.peer, reason))

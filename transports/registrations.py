@@ -1,0 +1,207 @@
+"""Memory that the RDMA device may reach: registered once, found again while it lives.
+
+To register memory pins its pages, which takes as long as copying a part of it, so what is used
+again is kept. That is only safe while nobody gives the pages back: freed and mapped anew, the same
+addresses are other pages, and the device would go on with the old ones. So what is kept is memory
+that NumPy has allocated for one array: a weak reference to that array takes its registration back
+before the memory is freed. Any other memory (of bytes, bytearray, a mapped file, another library)
+is registered for one message only.
+
+An array is registered as a whole, so that all pieces of it that travel need one registration.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from pycoll.transports.verbs import Region, VerbsError
+
+MOST_ENTRIES = 1024
+"""Arrays whose registrations are kept."""
+
+WHOLE = 64 << 20
+"""Bytes up to which an array is registered whole, however little of it travels."""
+
+WHOLE_SHARE = 64
+"""A larger one is if no more than so many times the piece."""
+
+
+class Lease:
+    """The use of a registration by one message.
+
+    Attributes:
+        address: of the message's first byte.
+        local_key: of the region it is in.
+        remote_key: likewise.
+    """
+
+    __slots__ = ("_entry", "_region", "_view", "address", "local_key", "remote_key")
+
+    def __init__(
+        self, address: int, region: Region, view: memoryview, entry: _Entry | None
+    ) -> None:
+        self.address = address
+        self.local_key = region.local_key
+        self.remote_key = region.remote_key
+        self._region: Region | None = region
+        self._view: memoryview | None = view  # keeps the memory
+        self._entry = entry
+
+    def close(self) -> None:
+        """End the use; the device may not be at work on it any more. May be called again."""
+        region, self._region = self._region, None
+        if region is None:
+            return
+        if self._entry is not None:
+            self._entry.uses -= 1
+        else:
+            region.close()
+        self._view = None
+
+
+class _Entry:
+    """The registration of one array."""
+
+    __slots__ = ("address", "nbytes", "owner", "region", "uses")
+
+    def __init__(self, owner: Any, address: int, nbytes: int, region: Region) -> None:
+        self.owner = owner  # a weak reference
+        self.address = address
+        self.nbytes = nbytes
+        self.region = region
+        self.uses = 0
+
+
+class Registrations:
+    """What one device has registered.
+
+    Args:
+        register: makes a region of (address, bytes, whether peers may write).
+        most_nbytes: bytes that are kept registered without being used.
+
+    """
+
+    def __init__(
+        self, register: Callable[[int, int, bool], Region], most_nbytes: int | None = None
+    ) -> None:
+        self._register = register
+        self._most = default_limit() if most_nbytes is None else most_nbytes
+        # By id, the latest used last. Any thread may free an array, at any moment: each change is
+        # one operation, and nothing is counted beside it.
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept registered."""
+        return sum(entry.nbytes for entry in list(self._entries.values()))
+
+    def lease(self, view: memoryview, into: bool) -> Lease:
+        """Return the registration of some memory, which is kept until the lease is closed.
+
+        Args:
+            view: bytes, at least one.
+            into: whether a peer shall write to it.
+
+        Raises:
+            VerbsError: the device does not take it.
+        """
+        import numpy as np  # late: a barrier does not need it
+
+        address = np.frombuffer(view, np.uint8).ctypes.data
+        owner = _owner(view.obj)
+        if owner is None or not self._is_worth_it(owner.nbytes, len(view)):
+            return Lease(address, self._make(address, len(view), into), view, None)
+        entry = self._find(owner, address, len(view))
+        entry.uses += 1
+        return Lease(address, entry.region, view, entry)
+
+    def close(self) -> None:
+        """Take back all that is kept."""
+        for number in list(self._entries):
+            self._take_back(number)
+
+    def _is_worth_it(self, whole: int, piece: int) -> bool:
+        return whole <= self._most // 2 and whole <= max(WHOLE, WHOLE_SHARE * piece)
+
+    def _find(self, owner: Any, address: int, nbytes: int) -> _Entry:
+        number = id(owner)
+        entry = self._entries.get(number)
+        if entry is not None:
+            end = entry.address + entry.nbytes
+            if entry.owner() is owner and entry.address <= address <= end - nbytes:
+                self._entries.move_to_end(number)
+                return entry
+            self._take_back(number)  # it was resized
+        self._make_room(owner.nbytes)
+        begin, whole = owner.ctypes.data, owner.nbytes
+        # Never for reading only, which may leave the device with the page of zeros that all
+        # untouched memory shares, when the array gets pages of its own.
+        region = self._make(begin, whole, True)
+        reference = weakref.ref(owner, lambda _: self._take_back(number))
+        entry = self._entries[number] = _Entry(reference, begin, whole, region)
+        return entry
+
+    def _make(self, address: int, nbytes: int, into: bool) -> Region:
+        try:
+            return self._register(address, nbytes, into)
+        except VerbsError as exc:
+            if exc.code != errno.ENOMEM or not self._make_room(self._most):
+                raise
+            return self._register(address, nbytes, into)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Take back what was used longest ago, for `nbytes` more; returns whether there was any."""
+        left, worked = self.nbytes, False
+        for number, entry in list(self._entries.items()):
+            if left + nbytes <= self._most and len(self._entries) < MOST_ENTRIES:
+                break
+            if not entry.uses:
+                self._take_back(number)
+                left -= entry.nbytes
+                worked = True
+        return worked
+
+    def _take_back(self, number: int) -> None:
+        entry = self._entries.pop(number, None)
+        if entry is not None:
+            entry.region.close()
+
+
+def default_limit() -> int:
+    """Return how many bytes may be kept registered.
+
+    A quarter of the memory; no more than half of what the process may lock (ulimit -l).
+    """
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    locked = locked_limit()
+    return most if locked is None else min(most, locked // 2)
+
+
+def locked_limit() -> int | None:
+    """Return the bytes that this process may lock; None: any number."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
+        return None
+    return soft
+
+
+def _owner(exporter: object) -> Any | None:
+    """Return the NumPy array that has allocated the memory of `exporter`, if there is one."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    while isinstance(exporter, numpy.ndarray):
+        if exporter.base is None:
+            return exporter if exporter.flags.owndata else None
+        exporter = exporter.base
+    return None
