@@ -480,12 +480,14 @@ def assert_fault(fabric: Any, text: str) -> None:
         fabric.check()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_message_that_meets_no_receive_is_a_fault_and_waits(seed: int) -> None:
     fabric, a, b = ends(seed)
     b.receive(0)
     a.send(0, b"x")
     a.send(1, b"x")
+    fabric.run()
+    assert len(a.device.waiting) == 1
     assert a.statuses() == [(0, SUCCESS)]
     b.receive(1)
     assert a.statuses() == [(1, SUCCESS)]

@@ -251,7 +251,7 @@ def test_close_delivers_what_was_buffered_and_then_says_goodbye(world: World) ->
     number = 1000
     for i in range(number):
         world.send(0, 1, b"%d" % i, b"x" * 100)
-    world.nodes[0].transport.close(5.0)
+    world.leave(0)
     world.nodes[0].transport.close(5.0)  # a second time does nothing
     world.run(lambda: world.nodes[1].ended == [0], ranks=[1])
     assert [a.header for a in world.nodes[1].arrivals] == [b"%d" % i for i in range(number)]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,15 @@ class World:
         self.send(sender, rank, b"last")
         self.run(lambda: len(node.arrivals) > before and node.arrivals[-1].header == b"last")
         node.arrivals.pop()
+
+    def leave(self, rank: int) -> None:
+        """Close the transport of a rank, while the others go on as processes do."""
+        leaving = threading.Thread(target=self.nodes[rank].transport.close, args=(5.0,))
+        leaving.start()
+        others = [node for node in self.nodes if node is not self.nodes[rank]]
+        while leaving.is_alive():
+            if not any([node.transport.progress() for node in others]):
+                leaving.join(0.001)
 
     def receive(self, arrival: Arrival) -> bytes:
         into = bytearray(arrival.nbytes)
