@@ -60,6 +60,8 @@ class Agreed(NamedTuple):
         cores: by number of a host those its ranks may use together.
         machines: by number of a host what is the same for hosts that are one machine: containers,
             or emulated hosts.
+        networks: by number of a host the RDMA network that all its ranks are in; a host that is
+            not there has none.
     """
 
     table: Table | None = None
@@ -68,6 +70,7 @@ class Agreed(NamedTuple):
     sharing: frozenset[int] = frozenset()
     cores: Mapping[int, float] = {}
     machines: Mapping[int, bytes] = {}
+    networks: Mapping[int, str] = {}
 
     @property
     def costs(self) -> Table:
@@ -171,7 +174,14 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
         sharing=frozenset(host for host, here in hosts.items() if all("shm" in i for i in here)),
         cores={host: _cores(here, machines) for host, here in hosts.items()},
         machines={host: here[0].get("machine", b"") for host, here in hosts.items()},
+        networks={host: found for host, here in hosts.items() if (found := _network(here))},
     )
+
+
+def _network(here: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the RDMA network that all ranks of a host are in, if there is one."""
+    first, *others = {info.get("rdma", {}).get("network") for info in here}
+    return None if others else first
 
 
 def _cores(

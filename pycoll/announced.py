@@ -16,9 +16,10 @@ from pycoll import arrays, objects, schedules
 from pycoll.arrays import Value
 from pycoll.collectives import piece_ends, rows, type_text
 from pycoll.errors import MismatchError
-from pycoll.executor import Binding, Whole, new_bytes
+from pycoll.executor import Binding, Whole
 from pycoll.group import Group
 from pycoll.p2p import Outgoing, contiguous
+from pycoll.scratch import new_bytes
 from pycoll.select import Choice
 from pycoll.task import CallSteps
 from pycoll.transports.base import Parts

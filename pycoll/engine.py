@@ -16,6 +16,7 @@ from pycoll.driver import Driver
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 from pycoll.launcher.rendezvous import Client as Control
 from pycoll.membership import Membership
+from pycoll.scratch import Scratch
 from pycoll.task import Call, CallSteps, Started, Task, caller
 from pycoll.transports.base import Arrival, Operation, Parts, Transport
 
@@ -50,6 +51,7 @@ class Engine(Driver):
 
     Attributes:
         hosts: by world rank the number of its host.
+        scratch: memory for what is on its way.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Engine(Driver):
         self.shared_memory = memory
         self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
         self.hosts: tuple[int, ...] = (0,) * len(transports)
+        self.scratch = Scratch()
         self.contexts: dict[int, Context] = {}
         self.membership = Membership(rank, self, has_launcher=control is not None)
         self._unclaimed: dict[int, dict[Arrival, None]] = {}

@@ -22,6 +22,7 @@ from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, Context, Key, readable
 from pycoll.engine import Engine
 from pycoll.errors import Error, MismatchError
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
+from pycoll.scratch import new_bytes
 from pycoll.transports.base import Arrival, Operation, Parts, Withdrawn
 
 WINDOW = 4
@@ -126,7 +127,6 @@ class Run(Operation):
         "_ready",
         "_scattered",
         "_schedule",
-        "_scratch",
         "_transfers",
         "_unopened",
         "_waits",
@@ -161,7 +161,6 @@ class Run(Operation):
         self._own: dict[int, memoryview] = {}
         self._own_whole: memoryview | None = None
         self._scattered: dict[int, memoryview] = {}  # what must go from scratch to several chunks
-        self._scratch: list[memoryview] = []
         self._keys: set[Key] = set()
         self._transfers: dict[int, Operation] = {}
 
@@ -287,7 +286,7 @@ class Run(Operation):
                 if position in self._scattered:
                     scratch = self._scattered.pop(position)
                     self._fill_chunks(self._schedule.chunks[position], scratch)
-                    self._scratch.append(scratch)
+                    self._engine.scratch.give_back(scratch)
                 self._complete(position)
             elif not isinstance(operation.error, Withdrawn):
                 self.abort(operation.error)
@@ -311,7 +310,7 @@ class Run(Operation):
                 self._fill_chunks(chunks, arrival.payload)
                 arrival.release()
                 return None
-            self._scattered[position] = scratch = self._take_scratch(arrival.nbytes)
+            self._scattered[position] = scratch = self._engine.scratch.take(arrival.nbytes)
             return scratch[: arrival.nbytes]
 
         return place
@@ -338,7 +337,7 @@ class Run(Operation):
                 self._arrivals[position] = arrival
                 self._incoming[position] = arrival.payload
                 return None
-            scratch = self._take_scratch(arrival.nbytes)
+            scratch = self._engine.scratch.take(arrival.nbytes)
             self._incoming[position] = scratch
             return scratch[: arrival.nbytes]
 
@@ -357,7 +356,7 @@ class Run(Operation):
         if arrival is not None:
             arrival.release()
         else:
-            self._scratch.append(incoming)
+            self._engine.scratch.give_back(incoming)
         self._open -= 1
         self._complete(position)
         self._open_receives()
@@ -454,12 +453,6 @@ class Run(Operation):
         assert nbytes is not None, f"nobody said how long chunk {chunk} is"
         return nbytes
 
-    def _take_scratch(self, nbytes: int) -> memoryview:
-        for index, scratch in enumerate(self._scratch):
-            if len(scratch) >= nbytes:
-                return self._scratch.pop(index)
-        return new_bytes(nbytes)
-
     def _check_length(self, arrival: Arrival, chunks: Sequence[int]) -> None:
         lengths = [self._binding.nbytes[chunk] for chunk in chunks]
         known = [length for length in lengths if length is not None]
@@ -521,15 +514,6 @@ class Pipeline(Operation):
 
 def _are_neighbors(chunks: Sequence[int]) -> bool:
     return all(after == before + 1 for before, after in pairwise(chunks))
-
-
-def new_bytes(nbytes: int) -> memoryview:
-    """Return uninitialized writable memory."""
-    if nbytes < 4096:
-        return memoryview(bytearray(nbytes))
-    import numpy as np  # late: a barrier does not need it
-
-    return np.empty(nbytes, np.uint8).data
 
 
 def fill_from(parts: Parts, into: memoryview) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pycoll import objects, schedules
-from pycoll.executor import Binding, fill_from, new_bytes
+from pycoll.executor import Binding, fill_from
 from pycoll.group import Group, How
+from pycoll.scratch import new_bytes
 from pycoll.select import Choice
 from pycoll.task import CallSteps
 from pycoll.transports.base import Parts, nbytes_of

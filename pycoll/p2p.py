@@ -19,8 +19,8 @@ from pycoll.context import (
 )
 from pycoll.dtypes import Array
 from pycoll.errors import MismatchError, OperationTimeout, TruncationError
-from pycoll.executor import new_bytes
 from pycoll.group import Group
+from pycoll.scratch import new_bytes
 from pycoll.task import CallSteps
 from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn, nbytes_of
 

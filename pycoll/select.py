@@ -118,9 +118,14 @@ class Selector:
         self._cores = {host: agreed.cores.get(host, n) for host, n in self._ranks.items()}
         self._is_crowded = any(n > self._cores[host] for host, n in self._ranks.items())
         shares = all(host in agreed.sharing for host, n in self._ranks.items() if n > 1)
-        self._inside = costs.SHM if shares else costs.TCP
         machines = {agreed.machines.get(host, str(host)) for host in self._ranks}
+        networks = {agreed.networks.get(host) for host in self._ranks}
+        self._inside = costs.SHM if shares else costs.TCP
         self._between = costs.TCP if len(machines) == 1 else costs.NET
+        if None not in networks and len(networks) == 1:
+            self._between = costs.RDMA
+            if not agreed.sharing:  # then it is RDMA that the user has asked for
+                self._inside = costs.RDMA
         self.link = self._inside if len(self._ranks) == 1 else self._between
         # Every message takes the same kind of link, and all ranks share the same cores.
         is_spread = len(self._ranks) == self._size and len(machines) == 1

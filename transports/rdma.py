@@ -134,7 +134,9 @@ class RdmaTransport(Transport):
                 links[link] = None
             worked = True
         if worked:
-            for link in links if endpoint.free else self._links.values():
+            waiting = self._links.values() if endpoint.is_short and endpoint.free else links
+            endpoint.is_short = False
+            for link in list(waiting):
                 if not link.failure:
                     link.pump()
         while self._finished:
@@ -154,12 +156,14 @@ class RdmaTransport(Transport):
             link: Link | None = None
             if completion.status == SUCCESS:
                 link = endpoint.owners.get(completion.qp_num)
+            try:
                 if link is not None:
-                    try:
-                        link.received(completion, endpoint.frame(completion))
-                    except (ValueError, struct.error) as exc:
-                        self.fail(link, f"what it sent makes no sense ({exc})")
-            endpoint.receive_again(completion)
+                    link.received(completion, endpoint.frame(completion))
+            except (ValueError, struct.error) as exc:
+                assert link is not None
+                self.fail(link, f"what it sent makes no sense ({exc})")
+            finally:
+                endpoint.receive_again(completion)
             return link
         queue = endpoint.queue_of(completion)
         if queue is None:
@@ -180,7 +184,11 @@ class RdmaTransport(Transport):
             worked = True
             if peer in self._forgotten or (self._closed and peer not in self._links):
                 continue
-            link = self._links.get(peer) or self._open_link(peer)
+            try:
+                link = self._links.get(peer) or self._open_link(peer)
+            except TransportError as exc:
+                self.handler.lost(peer, str(exc))
+                continue
             if link.failure:
                 continue
             try:

@@ -99,16 +99,16 @@ class Frames:
     @property
     def has_room(self) -> bool:
         """Whether the next message of one frame would be sent at once."""
-        return not self._backlog and self._can_post
+        return not self._backlog and self._may_post()
 
-    @property
-    def _can_post(self) -> bool:
-        return (
-            self.is_open
-            and self.credits > 0
-            and bool(self._endpoint.free)
-            and len(self.queue) < MAX_SENDS - SPARE_RECEIVES
-        )
+    def _may_post(self) -> bool:
+        busy = len(self.queue) >= MAX_SENDS - SPARE_RECEIVES
+        if busy or not self.is_open or self.credits <= 0:
+            return False
+        if not self._endpoint.free:
+            self._endpoint.is_short = True
+            return False
+        return True
 
     def put(
         self,
@@ -132,7 +132,7 @@ class Frames:
 
     def pump(self) -> None:
         """Send what waits, as far as there is room, and give receives back if it is time."""
-        while self._backlog and self._can_post:
+        while self._backlog and self._may_post():
             with memoryview(self._backlog)[: SLOT - _RETURNED.size] as content:
                 nbytes = len(content)
                 self._post((content,), nbytes)

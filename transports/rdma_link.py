@@ -316,8 +316,8 @@ class Link:
         if self._receives.pop(receive.id, None) is None:
             return
         if not self.failure:
-            if receive.epoch:
-                self._renew_lane()
+            if receive.epoch and self._lane is not None and self._lane.is_connected:
+                self._renew_lane()  # else the peer cannot have begun, and hears this first
             self.frames.put(_DROP, receive.id)
         receive.release()
 

@@ -5,13 +5,14 @@ A `Queue` is a queue pair that knows what it has under way. Receives are shared 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from pycoll.transports.registrations import Registrations
-from pycoll.transports.verbs import SUCCESS, Device, QueuePair
+from pycoll.transports.verbs import SUCCESS, Device, QueuePair, VerbsError
 
 SLOT = 16 * 1024
 """Bytes of a frame: of the memory behind a receive."""
@@ -67,6 +68,7 @@ class Endpoint:
         device: the same.
         registrations: of payloads.
         sending: memory for frames to be sent; `free` of it.
+        is_short: whether some frame waits for such memory.
         arrived: completions that were polled and not looked at yet, in order.
         owners: by number of its queue pair: who gets what arrives there.
     """
@@ -76,6 +78,7 @@ class Endpoint:
         self.registrations = Registrations(device.register)
         self.sending = Slots(device, SEND_SLOTS)
         self.free = list(range(SEND_SLOTS))
+        self.is_short = False
         self.arrived: deque[Any] = deque()
         self.owners: dict[int, Any] = {}
         self._receives: list[tuple[Any, memoryview]] = []  # work requests, and where they land
@@ -189,7 +192,8 @@ class Queue:
 
         What has arrived until then is in `Endpoint.arrived`; nothing more will.
         """
-        self.pair.fail()
+        with contextlib.suppress(VerbsError):  # the device is gone
+            self.pair.fail()
         deadline = time.monotonic() + DRAIN_S
         while True:
             while self._endpoint.poll():
