@@ -11,8 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from pycoll.transports.base import Parts, nbytes_of
 from pycoll.transports.rdma_frames import Frames
-from pycoll.transports.rdma_queues import SLOT, Endpoint, Queue
+from pycoll.transports.rdma_queues import SEND_SLOTS, SLOT, Endpoint, Queue
 from pycoll.transports.verbs import VerbsError
 
 SEGMENT = 1024 * 1024
@@ -21,8 +22,17 @@ SEGMENT = 1024 * 1024
 MOST_WRITES = 16
 """Writes that a lane may have under way."""
 
-MOST_PARTS = 16
-"""Parts of a payload that is written; one of more parts is copied into frames."""
+WORTH = 64 * 1024
+"""Bytes that the parts of a payload must have on average, if it has many: each has to be registered
+and written by itself, and smaller ones are better copied into frames."""
+
+MANY = 16
+"""Parts."""
+
+
+def is_worth_writing(parts: Parts) -> bool:
+    """Whether a payload shall be written, not copied into frames."""
+    return len(parts) <= MANY or nbytes_of(parts) >= len(parts) * WORTH
 
 
 class Source(Protocol):
@@ -78,7 +88,7 @@ class Write:
         self,
         endpoint: Endpoint,
         number_id: int,
-        parts: list[memoryview],
+        parts: Parts,
         into: int,
         remote_key: int,
     ) -> None:
@@ -132,7 +142,7 @@ class Write:
 
 
 def _source(endpoint: Endpoint, part: memoryview) -> Source:
-    if len(part) <= SLOT and len(endpoint.free) > len(endpoint.owners):
+    if len(part) <= SLOT and len(endpoint.free) > SEND_SLOTS // 2:
         return _Copied(endpoint, part)
     return endpoint.registrations.lease(part, into=False)
 

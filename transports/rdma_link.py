@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pycoll.errors import PeerFailed
@@ -41,9 +41,10 @@ from pycoll.transports.base import (
     Transfer,
     Withdrawn,
     nbytes_of,
+    pieces_of,
 )
 from pycoll.transports.rdma_frames import PIECE, Frames, Message
-from pycoll.transports.rdma_lane import MOST_PARTS, Lane, Write
+from pycoll.transports.rdma_lane import Lane, Write, is_worth_writing
 from pycoll.transports.registrations import Lease
 from pycoll.transports.verbs import RECEIVED_WRITE, Peer, VerbsError, explain
 
@@ -63,7 +64,7 @@ _HELLO, _CONNECTED = range(2)
 class _Send(Transfer):
     """A message that waits to be accepted, or is under way."""
 
-    __slots__ = ("id", "is_written", "link", "offset", "parts", "write")
+    __slots__ = ("id", "is_written", "link", "parts", "pieces", "write")
 
     def __init__(self, link: Link, number: int, parts: Parts) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class _Send(Transfer):
         self.parts = parts
         self.write: Write | None = None
         self.is_written = False  # over a lane, this one or one that is gone
-        self.offset = 0
+        self.pieces: Iterator[tuple[int, memoryview]] | None = None
 
     @property
     def committed(self) -> bool:
@@ -233,22 +234,22 @@ class Link:
             else:
                 self._lane.discard(send.write)
                 send.write.close()
-        elif send in self._in_pieces:
+        elif send.pieces is not None:
             self._in_pieces.remove(send)
         self.frames.put(_CANCEL, send.id)
 
     def _go(self, message: Message) -> None:
         """The receiver has accepted: write, or send in pieces."""
         send = self._sends.get(message.id)
-        if send is None:
+        if send is None or send.pieces is not None:
             return
         lane, epoch = self._lane, message.number
         if epoch and (lane is None or epoch != lane.epoch):
             return  # it will hear that this lane is gone, and say so again
-        if lane is not None and epoch and len(send.parts) <= MOST_PARTS:
+        if lane is not None and epoch and is_worth_writing(send.parts):
             into, remote_key = _TARGET.unpack(message.body)
             try:
-                send.write = Write(self._endpoint, send.id, list(send.parts), into, remote_key)
+                send.write = Write(self._endpoint, send.id, send.parts, into, remote_key)
             except VerbsError as exc:
                 self._transport.warn(exc)
             else:
@@ -256,6 +257,7 @@ class Link:
                 lane.add(send.write)
                 return
         send.is_written = False
+        send.pieces = pieces_of(send.parts, PIECE)
         self._in_pieces.append(send)
 
     def _written(self, number: int) -> None:
@@ -270,18 +272,15 @@ class Link:
     def _send_pieces(self) -> None:
         while self._in_pieces and self.frames.has_room:
             send = self._in_pieces[0]
-            view, begin = memoryview(b""), 0
-            for part in send.parts:
-                if send.offset < begin + len(part):
-                    view = part[send.offset - begin :][:PIECE]
-                    break
-                begin += len(part)
-            self.frames.put(_PIECE, send.id, send.offset, parts=(view,))
-            send.offset += len(view)
-            if send.offset >= nbytes_of(send.parts):
+            assert send.pieces is not None
+            piece = next(send.pieces, None)
+            if piece is None:
                 self._in_pieces.popleft()
                 del self._sends[send.id]
                 send.finish()
+            else:
+                offset, view = piece
+                self.frames.put(_PIECE, send.id, offset, parts=(view,))
 
     # --- receiving -------------------------------------------------------------------------
 
@@ -390,8 +389,10 @@ class Link:
         if kind == _EAGER:
             arrival = _RdmaArrival(self, bytes(message.header), len(message.body), message.body, 0)
             handler.arrived(arrival)
-            if arrival.payload is not None:  # it stays, and the frame does not
-                arrival.payload = memoryview(bytes(arrival.payload))
+            payload = arrival.payload
+            if payload is not None and not isinstance(payload.obj, bytearray):
+                # It stays, and the frame does not.
+                arrival.payload = memoryview(bytes(payload))
         elif kind == _READY:
             arrival = _RdmaArrival(self, bytes(message.header), message.number, None, number)
             self._waiting[number] = arrival
@@ -419,7 +420,7 @@ class Link:
     def _dropped(self, number: int) -> None:
         send = self._sends.pop(number, None)
         if send is not None:
-            if send in self._in_pieces:
+            if send.pieces is not None:
                 self._in_pieces.remove(send)
             send.finish()
 

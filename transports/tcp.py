@@ -56,6 +56,7 @@ from pycoll.transports.base import (
     Transport,
     Withdrawn,
     nbytes_of,
+    pieces_of,
 )
 from pycoll.zap import Authenticator, guard
 
@@ -90,18 +91,6 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_A
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 
-def _segments(parts: Parts) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset, view) of the pieces in which a payload travels: at least one."""
-    offset = 0
-    for part in parts:
-        for start in range(0, len(part), SEGMENT):
-            piece = part[start : start + SEGMENT]
-            yield offset, piece
-            offset += len(piece)
-    if offset == 0:
-        yield 0, memoryview(b"")
-
-
 def _done() -> Transfer:
     """A transfer whose message is buffered."""
     transfer = Transfer()
@@ -119,7 +108,7 @@ class _Send(Transfer):
         self.transport = transport
         self.peer = peer
         self.id = number
-        self.pending = deque(_segments(parts))
+        self.pending = deque(pieces_of(parts, SEGMENT))
         self.sent = 0
         self.taken = 0
 
