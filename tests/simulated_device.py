@@ -15,12 +15,14 @@ import contextlib
 import ctypes
 import errno
 import functools
+import inspect
 import os
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pycoll.transports import verbs
 from pycoll.transports.verbs import FLUSHED, SUCCESS, Peer, VerbsError
@@ -30,6 +32,8 @@ TOO_LONG, LOCAL_PROTECTION, REMOTE_INVALID, REMOTE_ACCESS, REMOTE_OPERATION = 1,
 PACKET = 4096  # bytes that are written in one piece
 POISON = 0xDB  # what a receive that is posted again finds in its memory: it is the device's now
 MOVING, WAITING = -1, -2  # instead of a status: there is more to do; there is no receive
+
+_Class = TypeVar("_Class", bound=type)
 
 
 class Completion(NamedTuple):
@@ -80,6 +84,24 @@ class Receive:
         self.is_posted = False
 
 
+def _locked(cls: _Class) -> _Class:
+    """Have the public methods of a class take the fabric's lock: ranks may be in threads."""
+
+    def locked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **options: Any) -> Any:
+            with self.fabric.lock:
+                return method(self, *args, **options)
+
+        return run
+
+    for name, member in list(vars(cls).items()):
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(cls, name, locked(member))
+    return cls
+
+
+@_locked
 class Fabric:
     """What connects the devices of one test.
 
@@ -94,6 +116,7 @@ class Fabric:
     def __init__(
         self, seed: int = 0, *, pace: int = 8, retries: int = 20, forgets: bool = False
     ) -> None:
+        self.fabric, self.lock = self, threading.RLock()
         self.random = random.Random(seed)
         self.pace, self.retries, self.forgets = pace, retries, forgets
         self.faults: list[str] = []  # what was done wrong, in words
@@ -160,12 +183,13 @@ class Fabric:
         return number
 
 
+@_locked
 class SimulatedRegion:
     """Memory that the device may reach, as `verbs.Region`."""
 
     def __init__(self, device: SimulatedDevice, address: int, nbytes: int, writable: bool) -> None:
-        self.device = device
-        self.local_key, self.remote_key = (device.fabric.number(32) for _ in range(2))
+        self.device, self.fabric = device, device.fabric
+        self.local_key, self.remote_key = (self.fabric.number(32) for _ in range(2))
         self.address, self.nbytes, self.writable = address, nbytes, writable
 
     def close(self) -> None:
@@ -188,6 +212,7 @@ def _holds(region: SimulatedRegion | None, address: int, nbytes: int, writing: b
     return region.address <= address and ends and (region.writable or not writing)
 
 
+@_locked
 class SimulatedPair:
     """One end of a reliable connection, as `verbs.QueuePair`."""
 
@@ -363,6 +388,7 @@ class SimulatedPair:
         return theirs
 
 
+@_locked
 class SimulatedDevice:
     """One port of one device, as `verbs.Device`; `Fabric.device` makes them."""
 
@@ -413,9 +439,6 @@ class SimulatedDevice:
         self.fabric.counts["register"] += 1
         self.regions[region.local_key] = self.targets[region.remote_key] = region
         return region
-
-    def can_register_dmabuf(self) -> bool:
-        return False
 
     def receive(self, work: int, address: int, nbytes: int, key: int) -> Receive:
         request = Receive(work, address, nbytes, key)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import select
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -469,6 +470,32 @@ def test_a_sleeper_learns_that_its_peer_has_gone() -> None:
     a.device.arm()
     assert a.is_ready()
     assert [completion.status for completion in a.device.poll(8)] == [RETRIES_EXCEEDED]
+
+
+def test_ranks_may_be_in_threads() -> None:
+    fabric, a, b = ends()
+    for number in range(100):
+        b.receive(number)
+    statuses: list[int] = []
+
+    def send() -> None:
+        for number in range(100):
+            a.send(number, b"x")
+            a.device.arm()
+            while not (came := a.device.poll(8)):
+                assert select.select([a.device.fileno()], [], [], 10)[0]
+            a.device.disarm()
+            statuses.extend(completion.status for completion in came)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    received = []
+    while sender.is_alive():
+        received += b.device.poll(8)
+    received += b.completions()
+    assert statuses == [SUCCESS] * 100
+    assert [completion.wr_id for completion in received] == list(range(100))
+    fabric.check()
 
 
 # --- faults ------------------------------------------------------------------------------------

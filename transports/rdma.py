@@ -134,9 +134,10 @@ class RdmaTransport(Transport):
                 links[link] = None
             worked = True
         if worked:
-            waiting = self._links.values() if endpoint.is_short and endpoint.free else links
-            endpoint.is_short = False
-            for link in list(waiting):
+            if endpoint.is_short and endpoint.free:
+                endpoint.is_short = False
+                links = dict.fromkeys(self._links.values())
+            for link in links:
                 if not link.failure:
                     link.pump()
         while self._finished:
@@ -172,6 +173,7 @@ class RdmaTransport(Transport):
         if completion.status == SUCCESS:
             queue.complete(completion)
         elif link.is_lane(queue):
+            queue.fail(completion)
             link.lane_failed(completion.status)
         else:
             self.fail(link, explain(completion.status))

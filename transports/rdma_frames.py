@@ -137,7 +137,10 @@ class Frames:
                 nbytes = len(content)
                 self._post((content,), nbytes)
             del self._backlog[:nbytes]
-        if self.is_open and self._unreturned >= RECEIVES // 2 and self._endpoint.free:
+        if self.is_open and self._unreturned >= RECEIVES // 2:
+            if not self._endpoint.free:
+                self._endpoint.is_short = True
+                return
             self.credits += 1  # one of the spare ones is used
             self._post((), 0)
 

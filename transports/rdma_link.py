@@ -77,7 +77,8 @@ class _Send(Transfer):
 
     @property
     def committed(self) -> bool:
-        return self.write is not None and self.write.is_posted
+        # Without a write, but written: a lane is gone, and the peer will say what it has.
+        return self.is_written and (self.write is None or self.write.is_posted)
 
     def cancel(self) -> None:
         super().cancel()
@@ -233,7 +234,7 @@ class Link:
                 self._renew_lane()
             else:
                 self._lane.discard(send.write)
-                send.write.close()
+            send.write.close()
         elif send.pieces is not None:
             self._in_pieces.remove(send)
         self.frames.put(_CANCEL, send.id)
@@ -497,8 +498,9 @@ class Link:
             return
         self._lane.is_ready = True
         for send in [send for send in self._sends.values() if send.is_written and not send.write]:
-            del self._sends[send.id]  # it had all of it before the last lane ended
-            send.finish()
+            # It had all of it before the last lane ended. The end of one may cancel others.
+            if self._sends.pop(send.id, None) is not None:
+                send.finish()
 
     def lane_failed(self, status: int) -> None:
         """A write has failed: try again on a new lane, unless that fails time and again."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pycoll.transports.registrations import Registrations
@@ -181,16 +181,25 @@ class Queue:
 
     def complete(self, completion: Any) -> None:
         """Take in that a work request has ended well, and so have all before it."""
+        for done in self._ended(completion):
+            done()
+
+    def fail(self, completion: Any) -> None:
+        """Take in that a work request has failed: what was to be called for it is not."""
+        for _ in self._ended(completion):
+            pass
+
+    def _ended(self, completion: Any) -> Iterator[Done]:
         sequence = completion.wr_id & _SEQUENCES
         while self._under_way and self._under_way[0][0] <= sequence:
             done = self._under_way.popleft()[1]
             if done is not None:
-                done()
+                yield done
 
     def drain(self) -> None:
         """Put it into error, and wait until the device has done with what was under way.
 
-        What has arrived until then is in `Endpoint.arrived`; nothing more will.
+        Of a queue whose sends all have completions. What has arrived until then is in `Endpoint.arrived`; nothing more will.
         """
         with contextlib.suppress(VerbsError):  # the device is gone
             self.pair.fail()
@@ -198,8 +207,8 @@ class Queue:
         while True:
             while self._endpoint.poll():
                 pass
-            ended = {c.wr_id & _SEQUENCES for c in self._endpoint.arrived if self._is_own(c)}
-            if all(number in ended for number, _ in self._under_way):
+            ended = [c.wr_id & _SEQUENCES for c in self._endpoint.arrived if self._is_own(c)]
+            if not self._under_way or self._under_way[-1][0] in ended:
                 return
             if time.monotonic() > deadline:
                 return

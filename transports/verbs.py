@@ -35,11 +35,11 @@ INLINE = 256
 MAX_SENDS = 64
 """Work requests that one queue pair may have under way."""
 
-TIMEOUT = 16
-"""Until a packet is repeated: 4.096 us * 2 ** TIMEOUT, 0.27 s."""
+TIMEOUT = 15
+"""Until a packet is repeated: 4.096 us * 2 ** TIMEOUT, 0.13 s."""
 
 RETRIES = 6
-"""Repetitions before the peer counts as lost: after 2 s. 7 would be for ever in soft-RoCE."""
+"""Repetitions before the peer counts as lost: after 1 s. 7 would be for ever in soft-RoCE."""
 
 PROBE_S = 5.0
 
