@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from pycoll.context import Context
@@ -362,14 +362,16 @@ class Engine(Driver):
         if self.control is not None:
             self.control.post("tell", rank=peer, letter=letter)
 
-    def listen(self, timeout_s: float) -> None:
-        """Hand over the letters that come; whatever else the launcher says is dropped."""
-        if self.control is None:
-            return
-        self._control_poller.poll(timeout_s * 1000)
-        for event in self.control.progress():
-            if event.kind == "told":
-                self._event(event.kind, event.fields)
+    def listen(self, timeout_s: float) -> Collection[int]:
+        """Hand over the letters that come; returns the ranks that have ended or left."""
+        if self.control is not None:
+            self._control_poller.poll(timeout_s * 1000)
+            for event in self.control.progress():
+                if event.kind == "told":
+                    self._event(event.kind, event.fields)
+                elif event.kind in ("failed", "left", "ended"):
+                    self.membership.note(event.fields["rank"])
+        return self.membership.departed()
 
     # --- what the launcher tells -----------------------------------------------------------
 

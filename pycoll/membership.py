@@ -67,6 +67,14 @@ class Membership:
         self._awaits_farewell: set[int] = set()
         self._refused: dict[int, list[Operation]] = {}
 
+    def note(self, rank: int) -> None:
+        """Know that a rank has ended, however, when nothing follows from it any more."""
+        self._left.setdefault(rank, [])
+
+    def departed(self) -> set[int]:
+        """Return the ranks that have failed, ended or left, as far as that is known."""
+        return {*self.failed, *self.gone, *self._left, *self._ended}
+
     def refuse(self, peer: int) -> Operation | None:
         """Return an operation that fails, if nothing can be sent to `peer`; else None."""
         if peer not in self.gone and peer not in self._left:

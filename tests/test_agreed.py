@@ -117,6 +117,18 @@ def test_a_host_shares_memory_if_all_its_ranks_do() -> None:
     assert agree([sharing, sharing, rank_on(1)]).sharing == {0}
 
 
+def in_network(node: int, name: str) -> dict[str, Any]:
+    return rank_on(node) | {"rdma": {"network": name, "lid": node}}
+
+
+def test_a_host_is_in_an_rdma_network_if_all_its_ranks_are_in_that() -> None:
+    both = [in_network(0, "Ethernet"), in_network(0, "Ethernet"), in_network(1, "Ethernet")]
+    assert agree(both).networks == {0: "Ethernet", 1: "Ethernet"}
+    assert agree([*both, rank_on(1)]).networks == {0: "Ethernet"}
+    assert agree([*both, in_network(1, "InfiniBand subnet 1")]).networks == {0: "Ethernet"}
+    assert agree([rank_on(0), rank_on(1)]).networks == {}
+
+
 def test_a_rank_that_knows_other_algorithms_than_rank_0_says_so() -> None:
     with pytest.raises(BootstrapError, match=r"rank 0's settings .* no algorithm 'mine'"):
         agree([rank_on(0) | {"algorithm": "reduce:mine"}, rank_on(0)])

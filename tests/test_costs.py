@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pycoll import costs, flows
-from pycoll.costs import CUT, NET, TCP, WHOLE, Link, Table, Work
+from pycoll.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table, Work
 from pycoll.schedules import TABLE, Cost, cost_of, find
 
 NOTHING = Link(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -80,6 +80,26 @@ def test_a_table_that_was_written_can_be_read() -> None:
         factors={ROW: {2: (0.5, 1.25), 8: (3.0,)}, (NET, "barrier", "tree", CUT): {4: (2.0,)}},
     )
     assert costs.parse(written.as_json(), "it") == written
+
+
+def test_a_table_that_says_nothing_of_rdma_gets_an_estimate() -> None:
+    shm = Link(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10)
+    data = json.loads(table(links=table().links | {SHM: shm}).as_json())
+    del data["links"][RDMA]
+    found = costs.parse(json.dumps(data), "it").links[RDMA]
+    assert found == costs.estimated_rdma(shm)
+    assert found.step > shm.step
+    assert (found.message, found.byte) == (shm.message, 0.0)
+
+
+def test_a_table_that_says_something_of_rdma_is_believed() -> None:
+    mine = table().links | {RDMA: Link(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10)}
+    assert costs.parse(table(links=mine).as_json(), "it").links == mine
+
+
+def test_the_shipped_estimate_of_rdma_follows_from_the_shipped_constants() -> None:
+    links = costs.shipped().links
+    assert links[RDMA] == pytest.approx(costs.estimated_rdma(links[SHM]), rel=5e-3)
 
 
 def test_the_shipped_table_is_small_and_names_what_exists() -> None:

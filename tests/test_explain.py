@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import pycoll
+from pycoll import agreed
 from pycoll.schedules import REDUCING, TABLE
 
 Comm = Any
@@ -103,6 +104,19 @@ def test_between_hosts_levels_are_considered(ranks: Any) -> None:
             alone = here.explain("all_reduce", MiB, blocking=False)
             assert alone.refused["hierarchical"].startswith("needs several hosts")
             assert alone.table.endswith("(messages in shared memory)")
+
+    ranks(program)
+
+
+@on(HOSTS)
+def test_rdma_is_named_where_it_connects_the_hosts(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        networks = {0: "Ethernet", 1: "Ethernet"}
+        with comm.dup() as other:
+            other._group.go_by(agreed.current()._replace(networks=networks))
+            why = other.explain("all_reduce", MiB)
+        assert why.table.endswith("(RDMA, an estimate)")
+        assert why.seconds < comm.explain("all_reduce", MiB).seconds
 
     ranks(program)
 

@@ -10,7 +10,7 @@ import pytest
 
 from pycoll import costs
 from pycoll.agreed import SHARED_MEMORY, Agreed, parse_rules
-from pycoll.costs import CUT, NET, SHM, TCP, WHOLE, Link, Table
+from pycoll.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table
 from pycoll.schedules import REDUCING, TABLE, find, names
 from pycoll.select import UNKNOWN_S, Choice, Request, Selector, usable
 
@@ -105,6 +105,41 @@ def test_the_link_is_that_between_the_ranks() -> None:
     assert Selector(Agreed(sharing=sharing), (0, 1), in_core=False).link == NET
     here = Agreed(sharing=sharing, machines={0: b"here", 1: b"here"})
     assert Selector(here, (0, 1), in_core=False).link == TCP
+
+
+ETHERNET = {host: "Ethernet" for host in range(2)}
+
+
+@pytest.mark.parametrize("machines", [{}, {0: b"here", 1: b"here"}], ids=["two", "one"])
+def test_between_hosts_of_one_network_it_is_rdma_on_any_machines(
+    machines: dict[int, bytes],
+) -> None:
+    agreed = Agreed(sharing=frozenset({0, 1}), machines=machines, networks=ETHERNET)
+    assert Selector(agreed, (0, 0, 1, 1), in_core=False).link == RDMA
+    assert Selector(agreed, (0, 0), in_core=False).link == SHM
+
+
+def test_hosts_that_rdma_does_not_connect_talk_tcp() -> None:
+    agreed = Agreed(networks=ETHERNET | {2: "InfiniBand"})
+    assert Selector(agreed, (0, 1, 2), in_core=False).link == NET
+    assert Selector(agreed, (0, 1, 3), in_core=False).link == NET
+    assert Selector(agreed, (3, 4), in_core=False).link == NET
+    assert Selector(agreed, (0, 1), in_core=False).link == RDMA
+
+
+def test_where_no_host_shares_memory_rdma_connects_its_ranks_too() -> None:
+    assert Selector(Agreed(networks=ETHERNET), (0, 0), in_core=False).link == RDMA
+    agreed = Agreed(sharing=frozenset({1}), networks=ETHERNET)
+    assert Selector(agreed, (0, 0), in_core=False).link == TCP
+
+
+def test_what_travels_by_rdma_is_timed_so() -> None:
+    fast = WIRE._replace(step=1e-6, path=1e-11)
+    table = TEXTBOOK._replace(links=TEXTBOOK.links | {RDMA: fast})
+    agreed = Agreed(table, cores={0: 8.0, 1: 8.0}, networks=ETHERNET)
+    able, _ = Selector(agreed, (0, 1), in_core=False).ranking(Request("broadcast", MiB))
+    seconds = {candidate.choice.name: candidate.seconds for candidate in able}
+    assert seconds["tree"] == pytest.approx(1e-6 + MiB * 1e-11)
 
 
 @pytest.mark.parametrize("collective", TABLE)

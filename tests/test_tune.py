@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pycoll import costs, flows
-from pycoll.costs import CORE, CUT, NET, SHM, TCP, WHOLE, Link
+from pycoll.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, Link
 from pycoll.schedules import TABLE
 from pycoll.tune import Sample, Tuning, add_factors, fit, make_table
 
@@ -58,9 +58,16 @@ def test_what_was_not_measured_stays_and_hosts_go_by_tcp() -> None:
     table = make_table(base, times(TCP, TRUE), "a test", 4)
     assert table.links[SHM] == base.links[SHM]
     assert table.links[CORE] == base.links[CORE]
+    assert table.links[RDMA] == base.links[RDMA]
     assert table.links[NET].step > table.links[TCP].step
     assert table.links[NET].path > table.links[TCP].path
     assert costs.parse(table.as_json(), "it").factors.keys() == table.factors.keys()
+
+
+def test_the_estimate_of_rdma_goes_by_shared_memory() -> None:
+    table = make_table(costs.shipped(), times(SHM, TRUE), "a test", 4)
+    assert table.links[RDMA] == costs.estimated_rdma(table.links[SHM])
+    assert table.links[NET] == costs.shipped().links[NET]
 
 
 def test_factors_of_other_machines_are_dropped() -> None:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pycoll.transports import rdma_devices
 from pycoll.transports.base import Arrival, Transfer, Transport
 from pycoll.transports.inproc import Hub, InprocTransport
-from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
+from pycoll.transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
 from pycoll.transports.shm import ShmTransport
 from pycoll.transports.tcp import TcpTransport
 
@@ -63,8 +64,8 @@ class Node:
     def tell(self, peer: int, letter: bytes) -> None:
         self.nodes[peer].transport.hear(self.rank, letter)
 
-    def listen(self, timeout_s: float) -> None:
-        """Letters come without."""
+    def listen(self, timeout_s: float) -> list[int]:
+        return []  # letters come without
 
 
 class World:
@@ -95,6 +96,8 @@ class World:
                 RdmaTransport(rank, self.fabric.device(*limits), "simulated")
                 for rank in range(size)
             ]
+        if kind == "rdma":
+            return [_on_device(rank, size) for rank in range(size)]
         # One memory, mapped once for each rank, as in processes of their own.
         from pycoll.transports._core import Host
 
@@ -170,3 +173,12 @@ class World:
             os.close(descriptor)
         if self.fabric is not None:
             self.fabric.check()
+
+
+def _on_device(rank: int, size: int) -> RdmaTransport:
+    """The transport of a rank on a real device, which it opens for itself."""
+    choice = rdma_devices.find(os.environ)
+    assert not isinstance(choice, str), choice
+    opened = open_rdma(rank, size, choice)
+    assert not isinstance(opened, str), opened
+    return opened

@@ -32,7 +32,7 @@ Close       `close(timeout_s)` delivers what was buffered, for at most that long
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 EAGER_LIMIT = 65 * 1024
@@ -180,8 +180,11 @@ class Handler(Protocol):
     def tell(self, peer: int, letter: bytes) -> None:
         """Have `letter` (short) given to `Transport.hear` of the peer's transport."""
 
-    def listen(self, timeout_s: float) -> None:
-        """Give letters that come within `timeout_s` to `hear`: for a transport that closes."""
+    def listen(self, timeout_s: float) -> Collection[int]:
+        """Give letters that come within `timeout_s` to `hear`: for a transport that closes.
+
+        Returns the ranks of which it is known that they have ended or left.
+        """
 
 
 class Transport(ABC):

@@ -286,7 +286,9 @@ class RdmaTransport(Transport):
             if not waiting or remaining_s <= 0:
                 return
             if any(not link.frames.is_open for link in waiting):
-                self.handler.listen(min(remaining_s, 0.01))
+                for peer in self.handler.listen(min(remaining_s, 0.01)):
+                    if peer in self._links and not self._links[peer].frames.is_open:
+                        self._links[peer].close("it has ended")
             elif not worked:
                 if self.sleep():
                     poller.poll(min(remaining_s, 0.1) * 1000)

@@ -546,6 +546,7 @@ class Link:
         self._sends.clear()
         self._receives.clear()
         self._in_pieces.clear()
+        self._waiting.clear()
         for transfer in transfers:  # the end of one may cancel others
             if isinstance(transfer, _Receive):
                 transfer.release()

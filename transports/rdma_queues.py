@@ -199,7 +199,8 @@ class Queue:
     def drain(self) -> None:
         """Put it into error, and wait until the device has done with what was under way.
 
-        Of a queue whose sends all have completions. What has arrived until then is in `Endpoint.arrived`; nothing more will.
+        Of a queue whose sends all have completions. What has arrived until then is in
+        `Endpoint.arrived`; nothing more will.
         """
         with contextlib.suppress(VerbsError):  # the device is gone
             self.pair.fail()

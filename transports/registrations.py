@@ -12,6 +12,7 @@ An array is registered as a whole, so that all pieces of it that travel need one
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -25,6 +26,8 @@ from pycoll.transports.verbs import Region, VerbsError
 
 MOST_ENTRIES = 1024
 """Arrays whose registrations are kept."""
+
+_CAP_IPC_LOCK = 14
 
 WHOLE = 64 << 20
 """Bytes up to which an array is registered whole, however little of it travels."""
@@ -190,9 +193,16 @@ def default_limit() -> int:
 def locked_limit() -> int | None:
     """Return the bytes that this process may lock; None: any number."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
-        return None
-    return soft
+    return None if soft == resource.RLIM_INFINITY or _may_lock_more() else soft
+
+
+def _may_lock_more() -> bool:
+    """Whether the limit is not for this process: root's, unless in a container, for example."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
 
 
 def _owner(exporter: object) -> Any | None:

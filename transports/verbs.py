@@ -109,6 +109,9 @@ class _Verbs:
                 setattr(self, module, importlib.import_module(f"pyverbs.{module}"))
             for module in ("qp", "srq", "wr"):
                 setattr(self, module, importlib.import_module(f"pyverbs.{module}"))
+            # Before Linux 5.12 registered pages must not be in forks, which would get the device's.
+            with contextlib.suppress(ImportError, self.pyverbs_error.PyverbsError):
+                importlib.import_module("pyverbs.fork").fork_init()
         finally:
             root.handlers[:] = handlers
             root.setLevel(level)

@@ -27,8 +27,7 @@ class Skipped(pytest.Module):
 
     def collect(self) -> Never:
         pytest.skip(
-            f"{nothing_to_test_with()}: run `tests/rdma/run`, which tests with soft-RoCE in a virtual "
-            "machine",
+            f"{nothing_to_test_with()}: run `tests/rdma/run`, which tests in a virtual machine",
             allow_module_level=True,
         )
 

@@ -58,9 +58,11 @@ share out access=any,cache=none
 mount -t tmpfs -o mode=755,size=75% layer /layer
 mkdir /layer/files /layer/work
 mount -t overlay -o lowerdir=/host,upperdir=/layer/files,workdir=/layer/work root /root
-mount -t proc proc /root/proc
-mount -t sysfs sys /root/sys
-mount -t devtmpfs dev /root/dev
+for at in "" /root; do
+    mount -t proc proc "$at/proc"
+    mount -t sysfs sys "$at/sys"
+    mount -t devtmpfs dev "$at/dev"
+done
 mkdir -p /root/dev/shm /root/dev/pts /root{PYVERBS_ALONE}
 mount -t tmpfs -o mode=1777 shm /root/dev/shm
 mount -t devpts devpts /root/dev/pts
@@ -72,20 +74,23 @@ ln -s {PYVERBS} /root{PYVERBS_ALONE}/
 # it rxe0 reaches itself. The MTU is for RDMA's largest, 4096 bytes, and the headers.
 hostname "machine$number"
 ip link set lo up
-[ -e /root/sys/class/net/eth0 ] || ip link set dummy0 name eth0
+[ -e /sys/class/net/eth0 ] || ip link set dummy0 name eth0
 ip link set eth0 mtu 4200 up
 ip address add "192.0.2.$((number + 1))/24" dev eth0
 chroot /root rdma link add rxe0 type rxe netdev eth0
 # The GID of an IPv4 address follows the address a moment later.
-until grep -qs "^0000:0000:0000:0000:0000:ffff:" /root/sys/class/infiniband/rxe0/ports/1/gids/[0-9]
+until grep -qs "^0000:0000:0000:0000:0000:ffff:" /sys/class/infiniband/rxe0/ports/1/gids/[0-9]
 do usleep 20000; done
 
-# The command writes into pipes, as it does elsewhere, and is over with all that it has started.
+# The command writes into pipes, as they lose nothing when opened again. They end with the last
+# process that it has left, so these are ended. In a session of its own it cannot kill the readers.
 mkfifo -m 666 /stdout /stderr
 for stream in stdout stderr; do cat /$stream >>/out/$stream & done
 status=0
 setsid chroot /root /bin/sh -c "$(cat /out/command)" >/stdout 2>/stderr || status=$?
-killall5 -9 || true
+for process in /proc/[0-9]*; do
+    [ ! "$process/root" -ef /root ] || kill -9 "${{process##*/}}" || true
+done
 wait
 echo "$status" >/out/status
 poweroff -f
@@ -102,8 +107,12 @@ def cache_folder() -> Path:
 
 
 def newest(folders: Iterable[Path]) -> Path | None:
-    """The folder whose name has the highest version, as kernels are numbered; None if no folder."""
-    return max(folders, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)], default=None)
+    """The folder that is named by the highest version of a kernel; None if there is no folder."""
+
+    def version(folder: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", folder.name)]
+
+    return max(folders, key=version, default=None)
 
 
 def modules_in_order(names: Iterable[str], read: Callable[[str], bytes]) -> dict[str, bytes]:
@@ -149,7 +158,9 @@ def keep_kernel(package: Path) -> None:
     for name, content in modules_in_order(MODULES, lambda name: files[name].read_bytes()).items():
         (folder / f"{name}.ko").write_bytes(content)
     # The last: a folder without it is not taken for a kernel.
-    (folder / "vmlinux").write_bytes(unpacked(image.read_bytes()))
+    part = folder / "part"
+    part.write_bytes(unpacked(image.read_bytes()))
+    part.rename(folder / "vmlinux")
 
 
 def cpio(entries: Iterable[tuple[str, int, bytes]]) -> bytes:
@@ -197,7 +208,7 @@ class Parts:
         except FileNotFoundError as error:
             raise Unavailable(f"no {error.filename}: {install}") from error
 
-        folders = ["bin", "modules", "host", "out", "layer", "root"]
+        folders = ["bin", "modules", "proc", "sys", "dev", "host", "out", "layer", "root"]
         program = stat.S_IFREG | 0o755
         self.initramfs = cpio(
             [
@@ -219,7 +230,8 @@ def script(command: Sequence[str]) -> str:
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     variables["PYTHONPATH"] = ":".join(filter(None, [variables.get("PYTHONPATH"), PYVERBS_ALONE]))
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "\n".join([*exports, f"cd {shlex.quote(os.getcwd())}", f"exec {shlex.join(command)} </dev/null"])
+    here = shlex.quote(os.getcwd())
+    return "\n".join([*exports, f"cd {here}", f"exec {shlex.join(command)} </dev/null"])
 
 
 class Machine:
@@ -250,20 +262,28 @@ class Machine:
             self.tails.append((path.open("rb"), stream.buffer))
 
         # The kernel gives up the rest of its command line to init's environment.
-        boot = f"console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable number={number}"
+        boot = "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable"
         arguments = [
             *("-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
             *("-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max"),
             *("-smp", "2", "-m", "3G"),
             *("-serial", f"file:{folder}/console"),
-            *("-kernel", str(parts.kernel), "-initrd", str(initramfs), "-append", boot),
+            *(
+                "-kernel",
+                str(parts.kernel),
+                "-initrd",
+                str(initramfs),
+                "-append",
+                f"{boot} number={number}",
+            ),
         ]
         for tag, path, more in (("host", "/", ",readonly=on"), ("out", self.out, "")):
             share = f"local,path={path},mount_tag={tag},security_model=none,multidevs=remap{more}"
             arguments += ["-virtfs", share]
         if link is not None:
-            device = f"virtio-net-pci,netdev=link,mac=52:54:00:00:00:0{number},host_mtu=4200,romfile="
-            arguments += ["-netdev", f"socket,id=link,fd={link.fileno()}", "-device", device]
+            network = f"netdev=link,mac=52:54:00:00:00:0{number},host_mtu=4200,romfile="
+            arguments += ["-netdev", f"socket,id=link,fd={link.fileno()}"]
+            arguments += ["-device", f"virtio-net-pci,{network}"]
         else:
             arguments += ["-nic", "none"]
         # The machine ends with this process, even if it is killed.

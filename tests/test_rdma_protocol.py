@@ -1,0 +1,432 @@
+"""The protocol of the rdma transport, on devices that do what hardware may do.
+
+Random programs of a few ranks in one process: their memory is watched while they send, accept,
+redirect and give up, and their devices fail them. Longer: PYCOLL_RDMA_SEEDS=10000.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import random
+import struct
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pycoll.errors import PeerFailed, TransportError
+from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Arrival, Transfer, Withdrawn
+from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
+from pycoll.transports.rdma_frames import PIECE, RECEIVES
+from pycoll.transports.rdma_lane import SEGMENT
+from pycoll.transports.rdma_link import MOST_FAILURES, Link
+from pycoll.transports.rdma_queues import SEND_SLOTS, SLOT
+
+# A file of this folder, which is on no path.
+_spec = importlib.util.spec_from_file_location(
+    "transport_world", Path(__file__).with_name("transport_world.py")
+)
+assert _spec is not None
+assert _spec.loader is not None
+transport_world: Any = sys.modules.setdefault(
+    "transport_world", importlib.util.module_from_spec(_spec)
+)
+if not hasattr(transport_world, "World"):
+    _spec.loader.exec_module(transport_world)
+
+SEEDS = int(os.environ.get("PYCOLL_RDMA_SEEDS", "60"))
+STEPS = 150  # of a random program
+ROUNDS = 20_000  # in which all ranks progress; what then is not done never will be
+LARGE = 3 * SEGMENT
+NUMBER = struct.Struct("<I")
+GUARD = 64  # bytes after the memory of a receive, which are nobody's
+BEFORE, AFTER = 0xA5, 0x5A  # what memory holds before it is the transport's, and after
+
+SIZES = [0, 1, 100, 300, PIECE - 8, PIECE, PIECE + 1, SLOT, EAGER_LIMIT - 1, EAGER_LIMIT]
+LARGE_SIZES = [EAGER_LIMIT + 1, 100_000, SEGMENT - 1, SEGMENT, SEGMENT + 1, LARGE + 5]
+
+
+class World(transport_world.World):  # type: ignore[misc,name-defined]
+    """Some ranks with simulated devices, which can be chosen."""
+
+    def __init__(
+        self, size: int, seed: int = 0, device: dict[str, int] | None = None, **fabric: Any
+    ) -> None:
+        self._made = transport_world.simulated_device.Fabric(seed, **fabric)
+        self._device = device or {}
+        super().__init__("rdma, simulated", size)
+        self.at_start = [self.device(rank).live_regions for rank in range(size)]
+
+    def make(self, kind: str, size: int) -> list[Any]:
+        self.fabric = self._made
+        limits = {
+            "receives": receives_for(size - 1),
+            "completions": completions_for(size - 1),
+            **self._device,
+        }
+        devices = [self.fabric.device(**limits) for _ in range(size)]
+        return [RdmaTransport(rank, device, kind) for rank, device in enumerate(devices)]
+
+    def transport(self, rank: int) -> RdmaTransport:
+        transport = self.nodes[rank].transport
+        assert isinstance(transport, RdmaTransport)
+        return transport
+
+    def device(self, rank: int) -> Any:
+        return self.transport(rank).endpoint.device
+
+    def link(self, rank: int, peer: int) -> Link:
+        return self.transport(rank)._links[peer]
+
+    def settle(self) -> None:
+        """Let everything happen that can."""
+        for _ in range(ROUNDS):
+            self.fabric.run()
+            if not any([node.transport.progress() for node in self.nodes]):
+                if not self.fabric.busy and all(node.transport.is_idle() for node in self.nodes):
+                    return
+        raise AssertionError("it does not come to rest")
+
+    def started(self, nbytes: int = LARGE, data: bytes | None = None) -> Started:
+        """Rank 0 sends to rank 1, which has accepted; the lane is ready, and nothing is written."""
+        data = data or b"\x01" * nbytes
+        sending = self.send(0, 1, b"", data)
+        (arrival,) = self.arrivals(1, 1)
+        into = bytearray(nbytes)
+        receiving = arrival.accept(memoryview(into))
+        return Started(sending, receiving, into, data)
+
+    def under_way(self, nbytes: int = LARGE) -> Started:
+        """The same, and something is written already."""
+        started = self.started(nbytes)
+        self.run(lambda: started.into[0] == 1)
+        assert not started.receiving.done
+        return started
+
+
+class Started:
+    """A message of which the receive has begun."""
+
+    def __init__(
+        self, sending: Transfer, receiving: Transfer, into: bytearray, data: bytes
+    ) -> None:
+        self.sending, self.receiving, self.into, self.data = sending, receiving, into, data
+
+    @property
+    def done(self) -> bool:
+        return self.sending.done and self.receiving.done
+
+    def check(self) -> None:
+        assert self.done
+        assert self.sending.error is None
+        assert self.receiving.error is None
+        assert self.into == self.data
+
+
+def check_at_rest(world: World) -> None:
+    """Check that nothing is left of what was under way, at no rank."""
+    world.fabric.check()
+    for rank, node in enumerate(world.nodes):
+        transport = world.transport(rank)
+        endpoint = transport.endpoint
+        assert sorted(endpoint.free) == list(range(SEND_SLOTS))
+        entries = list(endpoint.registrations._entries.values())
+        assert not any(entry.uses for entry in entries)
+        links = transport._links
+        assert world.device(rank).live_regions == world.at_start[rank] + len(links) + len(entries)
+        assert not node.lost_peers
+        lanes = sum(link._lane is not None for link in links.values())
+        assert len(world.device(rank).pairs) == len(endpoint.owners) == len(links) + lanes
+        for peer, link in links.items():
+            other = world.link(peer, rank)
+            assert not (link._sends or link._receives or link._waiting or link._in_pieces)
+            assert not link.frames._backlog
+            assert not link.frames._begun
+            assert link.frames.credits + other.frames._unreturned == RECEIVES
+            assert (link._lane is None) == (other._lane is None)
+            posted = link._last_writes
+            if link._lane is not None:
+                assert link._epoch == other._epoch
+                assert link._lane.is_ready
+                assert not link._lane._writes
+                assert not len(link._lane.queue)
+                posted += link._lane.last_writes
+            assert posted - link._last_writes_lost == other._last_writes_received
+            assert link._owed == other._unrepaid
+    receives = [len(device.posted) for device in world.fabric.devices]
+    assert receives == [18 * len(node.transport.links()) for node in world.nodes]
+
+
+# --- random programs -------------------------------------------------------------------------
+
+
+class Message:
+    """One message of a random program: what both its ends know of it."""
+
+    def __init__(self, number: int, source: int, dest: int, parts: list[Any]) -> None:
+        self.number, self.source, self.dest = number, source, dest
+        self.parts = parts
+        self.data = b"".join(bytes(part) for part in parts)
+        self.sending: Transfer | None = None
+        self.arrival: Arrival | None = None
+        self.receiving: Transfer | None = None
+        self.into = np.zeros(0, np.uint8)
+        self.is_cancelled = self.was_committed = False  # by its sender
+        self.is_given_up = self.is_released = self.is_withdrawn = False  # at the receiver
+
+    @property
+    def is_open(self) -> bool:
+        """Whether both ends still want it."""
+        return not (self.is_cancelled or self.is_given_up or self.is_released)
+
+
+class Program:
+    """A random program; the seed alone decides what it does."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = chance = random.Random(seed)
+        self.bytes = np.random.default_rng(seed)
+        self.size = chance.choice([2, 2, 3, 4])
+        device = {"max_message": chance.choice([1 << 30, 1 << 16, 4096 * 5 + 1])}
+        if chance.random() < 0.2:
+            device["inline"] = 0
+        pace, forgets = chance.choice([1, 4, 8, 30]), chance.random() < 0.5
+        self.world = World(self.size, seed, device, pace=pace, forgets=forgets)
+        self.messages: list[Message] = []
+        self.expected = {(s, d): list[int]() for s in range(self.size) for d in range(self.size)}
+        self.paused: set[int] = set()
+        self.returned: list[tuple[np.ndarray, bytes]] = []  # memory that is ours again
+        self.refuses = chance.choice([0.0, 0.0, 0.3])  # registrations
+        self.kept = [np.zeros(LARGE + 100, np.uint8) for _ in range(2)]  # used again and again
+        self.depth = 0
+        for rank, node in enumerate(self.world.nodes):
+            node.arrived = partial(self.arrived, rank)
+            node.withdrawn = self.withdrawn
+        self.world.fabric.refuse_registration(
+            lambda _, __, nbytes: nbytes % SLOT != 0 and chance.random() < self.refuses
+        )
+
+    def run(self) -> None:
+        for _ in range(STEPS):
+            self.step()
+            for rank in range(self.size):
+                if rank not in self.paused and self.random.random() < 0.6:
+                    self.world.nodes[rank].transport.progress()
+        self.finish()
+        self.check()
+        self.world.close()
+
+    def step(self) -> None:
+        """Do one thing, as a user might at any moment; also within a callback."""
+        chance = self.random
+        what = chance.choices(
+            [self.send, self.accept, self.cancel, self.give_up, self.redirect, self.release,
+             self.pause], [8, 8, 1.5, 1.5, 1.5, 0.5, 1.5])[0]  # fmt: skip
+        what()
+
+    # --- what it does ----------------------------------------------------------------------
+
+    def some(self, condition: Callable[[Message], object]) -> Message | None:
+        found = [message for message in self.messages if condition(message)]
+        return self.random.choice(found) if found else None
+
+    def send(self) -> None:
+        source, dest = self.random.sample(range(self.size), 2)
+        message = Message(len(self.messages), source, dest, self.payload())
+        self.messages.append(message)
+        self.expected[source, dest].append(message.number)
+        views = [memoryview(part).cast("B") for part in message.parts]
+        transport = self.world.nodes[source].transport
+        message.sending = transport.send(dest, NUMBER.pack(message.number), views)
+        message.sending.then(lambda _: self.sent(message))
+
+    def payload(self) -> list[Any]:
+        chance = self.random
+        nbytes = chance.choice(SIZES if chance.random() < 0.6 else LARGE_SIZES)
+        count = chance.choice([1, 1, 1, 2, 3, 20])
+        cuts = sorted(chance.randint(0, nbytes) for _ in range(count - 1))
+        return [
+            self.part(end - begin)
+            for begin, end in zip([0, *cuts], [*cuts, nbytes], strict=True)
+        ]
+
+    def part(self, nbytes: int) -> Any:
+        data, kind = self.bytes.bytes(nbytes), self.random.randrange(5)
+        if kind == 0:
+            return data
+        if kind == 1:
+            return bytearray(data)
+        whole = np.empty(nbytes + 20, np.uint8)
+        begin = 0 if kind == 2 else 13
+        array = whole[begin : begin + nbytes]
+        array[:] = np.frombuffer(data, np.uint8)
+        array.flags.writeable = kind != 4
+        return array
+
+    def accept(self) -> None:
+        message = self.some(
+            lambda m: m.arrival and not m.receiving and not m.is_released and not m.is_withdrawn
+        )
+        if message is not None:
+            self.accept_one(message)
+
+    def accept_one(self, message: Message) -> None:
+        assert message.arrival is not None
+        message.into = self.memory(len(message.data))
+        into = message.into[: len(message.into) - GUARD]
+        message.receiving = message.arrival.accept(into.data)
+        message.receiving.then(lambda _: self.received(message))
+
+    def memory(self, nbytes: int) -> np.ndarray:
+        return np.full(nbytes + self.random.choice([0, 0, 1000]) + GUARD, BEFORE, np.uint8)
+
+    def release(self) -> None:
+        message = self.some(lambda m: m.arrival and not m.receiving and not m.is_released)
+        if message is not None:
+            assert message.arrival is not None
+            message.is_released = True
+            message.arrival.release()
+
+    def cancel(self) -> None:
+        message = self.some(lambda m: m.sending and not m.sending.done and not m.is_cancelled)
+        if message is not None:
+            assert message.sending is not None
+            message.was_committed = message.sending.committed
+            message.is_cancelled = True
+            message.sending.cancel()
+            self.overwrite(message)
+
+    def give_up(self) -> None:
+        message = self.some(lambda m: m.receiving and not m.receiving.done and not m.is_given_up)
+        if message is not None:
+            assert message.receiving is not None
+            message.is_given_up = True
+            message.receiving.cancel()
+            self.take_back(message.into)
+
+    def redirect(self) -> None:
+        message = self.some(lambda m: m.receiving and not m.receiving.done and not m.is_given_up)
+        if message is not None:
+            assert message.receiving is not None
+            old, message.into = message.into, self.memory(len(message.data))
+            message.receiving.redirect(message.into[: len(message.into) - GUARD].data)
+            self.take_back(old)
+
+    def pause(self) -> None:
+        rank = self.random.randrange(self.size)
+        self.paused.symmetric_difference_update({rank})
+
+    # --- what happens to it ----------------------------------------------------------------
+
+    def arrived(self, rank: int, arrival: Arrival) -> None:
+        (number,) = NUMBER.unpack(arrival.header)
+        message = self.messages[number]
+        assert message.dest == rank
+        assert arrival.peer == message.source
+        assert arrival.nbytes == len(message.data)
+        assert self.expected[message.source, rank].pop(0) == number
+        message.arrival = arrival
+        if arrival.payload is not None:
+            assert arrival.payload == message.data
+        if self.random.random() < 0.3:
+            self.accept_one(message)
+        self.within()
+
+    def withdrawn(self, arrival: Arrival) -> None:
+        message = next(m for m in self.messages if m.arrival is arrival)
+        assert message.is_cancelled
+        assert not message.receiving
+        message.is_withdrawn = True
+        if self.random.random() < 0.5:
+            into = self.memory(len(message.data))
+            receiving = arrival.accept(into.data)
+            assert isinstance(receiving.error, Withdrawn)
+            self.take_back(into)
+
+    def sent(self, message: Message) -> None:
+        assert not message.is_cancelled
+        sending = message.sending
+        assert sending is None or sending.error is None  # None: it was done at once
+        self.overwrite(message)
+        self.within()
+
+    def received(self, message: Message) -> None:
+        assert not message.is_given_up
+        if message.receiving is not None and message.receiving.error is not None:
+            assert isinstance(message.receiving.error, Withdrawn)
+            assert message.is_cancelled
+        else:
+            # Who asks, is told no, and cancels can send it again.
+            assert not message.is_cancelled or message.was_committed
+            nbytes = len(message.data)
+            assert message.into[:nbytes].tobytes() == message.data
+            assert set(message.into[nbytes:].tolist()) == {BEFORE}
+        self.take_back(message.into)
+        self.within()
+
+    def within(self) -> None:
+        """Do something in a callback, at times."""
+        if self.depth < 2 and self.random.random() < 0.2:
+            self.depth += 1
+            self.step()
+            self.depth -= 1
+
+    def overwrite(self, message: Message) -> None:
+        """Use the memory of a message that is sent, or was given up, for something else."""
+        for part in message.parts:
+            if isinstance(part, bytearray) or (
+                isinstance(part, np.ndarray) and part.flags.writeable
+            ):
+                np.frombuffer(part, np.uint8)[:] = AFTER
+        message.parts = []
+
+    def take_back(self, memory: np.ndarray) -> None:
+        """Memory of a receive is ours again: nobody else writes to it."""
+        memory[::3] = AFTER
+        self.returned.append((memory, memory.tobytes()))
+
+    # --- its end ---------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Let all that is still wanted happen."""
+        self.depth = 9
+        self.paused.clear()
+        self.world.settle()
+        for message in self.messages:
+            if message.arrival and not (
+                message.receiving or message.is_released or message.is_withdrawn
+            ):
+                self.accept_one(message)
+        self.world.settle()
+
+    def check(self) -> None:
+        assert not any(self.expected.values())
+        for message in self.messages:
+            assert message.sending is not None
+            if message.is_open:
+                assert message.sending.done
+                assert message.receiving is not None
+                assert message.receiving.done
+            elif not message.is_cancelled:
+                assert message.sending.done
+        for memory, content in self.returned:
+            assert memory.tobytes() == content
+        self.returned.clear()
+        self.kept.clear()
+        check_at_rest(self.world)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_random_program_moves_what_it_shall_and_touches_nothing_else(seed: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "rdma: rank .* cannot register", RuntimeWarning)
+        Program(seed).run()
