@@ -714,7 +714,7 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(["raised", "abort", "left", "broken", "waiting", "running"]), st.data())
+@given(st.sampled_from(sorted(wire._POSTS)), st.data())
 def test_any_fields_of_a_post_parse_or_are_malformed(kind: str, data: st.DataObject) -> None:
     names = list(wire._POSTS[kind])
     fields = {name: data.draw(VALUES) for name in names}
@@ -867,6 +867,39 @@ def test_a_rank_that_ended_is_told_once(job: Job, clean: bool) -> None:
     ended = Event("ended", {"rank": 0, "reason": "exit status X"})
     failed = Event("failed", {"rank": 0, "reason": "exit status X", "detail": ""})
     assert settled(clients[1]) == [ended if clean else failed]
+
+
+def test_a_letter_reaches_one_rank_in_the_order_of_sending(job: Job) -> None:
+    _, clients = job.meet(3)
+    letters = [bytes([number]) * number for number in range(5)]
+    for letter in letters:
+        clients[0].post("tell", rank=2, letter=letter)
+    told = [Event("told", {"rank": 0, "letter": letter}) for letter in letters]
+    assert events(clients[2], len(letters)) == told
+    assert settled(clients[1]) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank": 3, "letter": b""},
+        {"rank": -1, "letter": b""},
+        {"rank": 0, "letter": b"x" * 1025},
+        {"rank": 0, "letter": "text"},
+    ],
+    ids=["no such rank", "a negative rank", "too long", "no bytes"],
+)
+def test_a_letter_that_makes_no_sense_is_refused(job: Job, fields: dict[str, Any]) -> None:
+    _, clients = job.meet(3)
+    with pytest.raises(ValueError, match="'tell'"):
+        clients[1].post("tell", **fields)
+
+
+def test_a_letter_to_a_rank_that_has_ended_is_dropped(job: Job) -> None:
+    launcher, clients = job.meet(2)
+    launcher.rank_ended(1, "exit status 0", True)
+    clients[0].post("tell", rank=1, letter=b"too late")
+    assert [event.kind for event in settled(clients[0])] == ["ended"]
 
 
 def test_a_rank_that_raised_and_then_ended_has_failed_once(job: Job) -> None:
