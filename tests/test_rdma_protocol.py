@@ -12,9 +12,10 @@ import os
 import random
 import struct
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -87,13 +88,14 @@ class World(transport_world.World):  # type: ignore[misc,name-defined]
     def link(self, rank: int, peer: int) -> Link:
         return self.transport(rank)._links[peer]
 
-    def settle(self) -> None:
-        """Let everything happen that can."""
+    def settle(self, ranks: Iterable[int] | None = None) -> None:
+        """Let everything happen that can, at the given ranks (all of them)."""
+        nodes = self.nodes if ranks is None else [self.nodes[rank] for rank in ranks]
         for _ in range(ROUNDS):
             self.fabric.run()
-            if not any([node.transport.progress() for node in self.nodes]):
-                if not self.fabric.busy and all(node.transport.is_idle() for node in self.nodes):
-                    return
+            worked = any([node.transport.progress() for node in nodes])
+            if not worked and not self.fabric.busy and all(n.transport.is_idle() for n in nodes):
+                return
         raise AssertionError("it does not come to rest")
 
     def started(self, nbytes: int = LARGE, data: bytes | None = None) -> Started:
@@ -190,12 +192,19 @@ class Message:
 
 
 class Program:
-    """A random program; the seed alone decides what it does."""
+    """A random program; the seed alone decides what it does.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of everything.
+        dies: whether the process of the last rank ends at some moment.
+    """
+
+    def __init__(self, seed: int, dies: bool = False) -> None:
         self.random = chance = random.Random(seed)
         self.bytes = np.random.default_rng(seed)
-        self.size = chance.choice([2, 2, 3, 4])
+        self.size = chance.choice([3, 4] if dies else [2, 2, 3, 4])
+        self.death = chance.randrange(STEPS) if dies else STEPS + 1
+        self.dead: int | None = None
         device = {"max_message": chance.choice([1 << 30, 1 << 16, 4096 * 5 + 1])}
         if chance.random() < 0.2:
             device["inline"] = 0
@@ -206,24 +215,38 @@ class Program:
         self.paused: set[int] = set()
         self.returned: list[tuple[np.ndarray, bytes]] = []  # memory that is ours again
         self.refuses = chance.choice([0.0, 0.0, 0.3])  # registrations
-        self.kept = [np.zeros(LARGE + 100, np.uint8) for _ in range(2)]  # used again and again
         self.depth = 0
+        self.losses: list[tuple[int, int]] = []
         for rank, node in enumerate(self.world.nodes):
             node.arrived = partial(self.arrived, rank)
             node.withdrawn = self.withdrawn
+            node.lost = partial(self.lost, rank)
         self.world.fabric.refuse_registration(
             lambda _, __, nbytes: nbytes % SLOT != 0 and chance.random() < self.refuses
         )
 
     def run(self) -> None:
-        for _ in range(STEPS):
+        for number in range(STEPS):
             self.step()
-            for rank in range(self.size):
+            if number == self.death:
+                self.die()
+            for rank in self.alive:
                 if rank not in self.paused and self.random.random() < 0.6:
                     self.world.nodes[rank].transport.progress()
         self.finish()
         self.check()
-        self.world.close()
+        self.close()
+
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.dead]
+
+    def is_alive(self, message: Message) -> bool:
+        return self.dead not in (message.source, message.dest)
+
+    def die(self) -> None:
+        self.dead = self.size - 1
+        self.world.fabric.kill(self.world.device(self.dead))
 
     def step(self) -> None:
         """Do one thing, as a user might at any moment; also within a callback."""
@@ -235,12 +258,16 @@ class Program:
 
     # --- what it does ----------------------------------------------------------------------
 
-    def some(self, condition: Callable[[Message], object]) -> Message | None:
-        found = [message for message in self.messages if condition(message)]
+    def some(self, side: str, condition: Callable[[Message], object]) -> Message | None:
+        found = [m for m in self.messages if getattr(m, side) != self.dead and condition(m)]
         return self.random.choice(found) if found else None
 
     def send(self) -> None:
-        source, dest = self.random.sample(range(self.size), 2)
+        source = self.random.choice(self.alive)
+        dest = self.random.choice([rank for rank in range(self.size) if rank != source])
+        self.send_to(source, dest)
+
+    def send_to(self, source: int, dest: int) -> None:
         message = Message(len(self.messages), source, dest, self.payload())
         self.messages.append(message)
         self.expected[source, dest].append(message.number)
@@ -255,8 +282,7 @@ class Program:
         count = chance.choice([1, 1, 1, 2, 3, 20])
         cuts = sorted(chance.randint(0, nbytes) for _ in range(count - 1))
         return [
-            self.part(end - begin)
-            for begin, end in zip([0, *cuts], [*cuts, nbytes], strict=True)
+            self.part(end - begin) for begin, end in zip([0, *cuts], [*cuts, nbytes], strict=True)
         ]
 
     def part(self, nbytes: int) -> Any:
@@ -274,7 +300,8 @@ class Program:
 
     def accept(self) -> None:
         message = self.some(
-            lambda m: m.arrival and not m.receiving and not m.is_released and not m.is_withdrawn
+            "dest",
+            lambda m: m.arrival and not m.receiving and not m.is_released and not m.is_withdrawn,
         )
         if message is not None:
             self.accept_one(message)
@@ -290,14 +317,16 @@ class Program:
         return np.full(nbytes + self.random.choice([0, 0, 1000]) + GUARD, BEFORE, np.uint8)
 
     def release(self) -> None:
-        message = self.some(lambda m: m.arrival and not m.receiving and not m.is_released)
+        message = self.some("dest", lambda m: m.arrival and not m.receiving and not m.is_released)
         if message is not None:
             assert message.arrival is not None
             message.is_released = True
             message.arrival.release()
 
     def cancel(self) -> None:
-        message = self.some(lambda m: m.sending and not m.sending.done and not m.is_cancelled)
+        message = self.some(
+            "source", lambda m: m.sending and not m.sending.done and not m.is_cancelled
+        )
         if message is not None:
             assert message.sending is not None
             message.was_committed = message.sending.committed
@@ -306,7 +335,9 @@ class Program:
             self.overwrite(message)
 
     def give_up(self) -> None:
-        message = self.some(lambda m: m.receiving and not m.receiving.done and not m.is_given_up)
+        message = self.some(
+            "dest", lambda m: m.receiving and not m.receiving.done and not m.is_given_up
+        )
         if message is not None:
             assert message.receiving is not None
             message.is_given_up = True
@@ -314,7 +345,9 @@ class Program:
             self.take_back(message.into)
 
     def redirect(self) -> None:
-        message = self.some(lambda m: m.receiving and not m.receiving.done and not m.is_given_up)
+        message = self.some(
+            "dest", lambda m: m.receiving and not m.receiving.done and not m.is_given_up
+        )
         if message is not None:
             assert message.receiving is not None
             old, message.into = message.into, self.memory(len(message.data))
@@ -354,16 +387,20 @@ class Program:
 
     def sent(self, message: Message) -> None:
         assert not message.is_cancelled
-        sending = message.sending
-        assert sending is None or sending.error is None  # None: it was done at once
+        assert message.sending is not None
+        if message.sending.error is not None:
+            self.check_failed(message, message.sending.error)
         self.overwrite(message)
         self.within()
 
     def received(self, message: Message) -> None:
         assert not message.is_given_up
-        if message.receiving is not None and message.receiving.error is not None:
-            assert isinstance(message.receiving.error, Withdrawn)
+        assert message.receiving is not None
+        error = message.receiving.error
+        if isinstance(error, Withdrawn):
             assert message.is_cancelled
+        elif error is not None:
+            self.check_failed(message, error)
         else:
             # Who asks, is told no, and cancels can send it again.
             assert not message.is_cancelled or message.was_committed
@@ -372,6 +409,16 @@ class Program:
             assert set(message.into[nbytes:].tolist()) == {BEFORE}
         self.take_back(message.into)
         self.within()
+
+    def check_failed(self, message: Message, error: BaseException) -> None:
+        assert isinstance(error, PeerFailed)
+        assert error.rank == self.dead
+        assert not self.is_alive(message)
+
+    def lost(self, rank: int, peer: int, reason: str) -> None:
+        assert peer == self.dead
+        assert reason
+        self.losses.append((rank, peer))
 
     def within(self) -> None:
         """Do something in a callback, at times."""
@@ -400,18 +447,45 @@ class Program:
         """Let all that is still wanted happen."""
         self.depth = 9
         self.paused.clear()
-        self.world.settle()
+        self.settle()
+        if self.dead is not None:
+            for rank in self.alive:
+                self.send_to(rank, self.dead)
+            self.settle()
+            # Who has never heard of it does not lose it.
+            linked = [
+                rank for rank in self.alive
+                if self.world.link(rank, self.dead).failure
+            ]  # fmt: skip
+            assert sorted(self.losses) == [(rank, self.dead) for rank in linked]
+            for rank in self.alive:
+                self.world.nodes[rank].transport.forget(self.dead, "it was killed")
         for message in self.messages:
             if message.arrival and not (
                 message.receiving or message.is_released or message.is_withdrawn
             ):
                 self.accept_one(message)
-        self.world.settle()
+        self.settle()
+
+    def settle(self) -> None:
+        self.world.settle(self.alive)
+
+    def close(self) -> None:
+        for rank in self.alive:
+            self.world.nodes[rank].lost = lambda *_: None  # who closes later finds others gone
+            started = time.monotonic()
+            self.world.nodes[rank].transport.close(5.0)
+            assert self.dead is None or time.monotonic() - started < 2
+        self.world.fabric.check()
 
     def check(self) -> None:
-        assert not any(self.expected.values())
         for message in self.messages:
             assert message.sending is not None
+            if not self.is_alive(message):
+                at_survivor = message.receiving if message.source == self.dead else message.sending
+                assert at_survivor is None or at_survivor.done or not message.is_open
+                continue
+            assert message.number not in self.expected[message.source, message.dest]
             if message.is_open:
                 assert message.sending.done
                 assert message.receiving is not None
@@ -421,12 +495,18 @@ class Program:
         for memory, content in self.returned:
             assert memory.tobytes() == content
         self.returned.clear()
-        self.kept.clear()
-        check_at_rest(self.world)
+        if self.dead is None:
+            check_at_rest(self.world)
+        self.world.fabric.check()
 
 
+@pytest.mark.filterwarnings("ignore:rdma. rank .* cannot register:RuntimeWarning")
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_random_program_moves_what_it_shall_and_touches_nothing_else(seed: int) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "rdma: rank .* cannot register", RuntimeWarning)
-        Program(seed).run()
+    Program(seed).run()
+
+
+@pytest.mark.filterwarnings("ignore:rdma. rank .* cannot register:RuntimeWarning")
+@pytest.mark.parametrize("seed", range(SEEDS // 2))
+def test_a_random_program_survives_the_death_of_a_rank(seed: int) -> None:
+    Program(seed, dies=True).run()

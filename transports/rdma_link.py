@@ -423,6 +423,10 @@ class Link:
         if send is not None:
             if send.pieces is not None:
                 self._in_pieces.remove(send)
+            elif send.write is not None:  # nothing of it is under way: no lane was ready since
+                assert self._lane is not None
+                self._lane.discard(send.write)
+                send.write.close()
             send.finish()
 
     def _cancelled(self, number: int) -> None:

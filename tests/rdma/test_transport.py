@@ -68,9 +68,7 @@ class Counted:
     def __init__(self, transport: RdmaTransport) -> None:
         self.counts: dict[str, int] = {}
         self._transport = transport
-        self._queues = [
-            queue.pair for queue in transport.endpoint._queues.values()
-        ]
+        self._queues = [queue.pair for queue in transport.endpoint._queues.values()]
 
     def __enter__(self) -> dict[str, int]:
         for pair in self._queues:

@@ -54,7 +54,7 @@ for module in /modules/*; do insmod "$module"; done
 
 share() {{ mount -t 9p -o "trans=virtio,version=9p2000.L,msize=512000,$2" "$1" "/$1"; }}
 share host ro,cache=loose
-share out access=any,cache=none
+share out cache=none
 mount -t tmpfs -o mode=755,size=75% layer /layer
 mkdir /layer/files /layer/work
 mount -t overlay -o lowerdir=/host,upperdir=/layer/files,workdir=/layer/work root /root
