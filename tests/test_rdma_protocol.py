@@ -14,9 +14,7 @@ import struct
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,8 @@ from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
 from pycoll.transports.rdma_frames import PIECE, RECEIVES
 from pycoll.transports.rdma_lane import SEGMENT
 from pycoll.transports.rdma_link import MOST_FAILURES, Link
-from pycoll.transports.rdma_queues import SEND_SLOTS, SLOT
+from pycoll.transports.rdma_queues import DRAIN_S, SEND_SLOTS, SLOT
+from pycoll.transports.verbs import explain
 
 # A file of this folder, which is on no path.
 _spec = importlib.util.spec_from_file_location(
@@ -98,6 +97,14 @@ class World(transport_world.World):  # type: ignore[misc,name-defined]
                 return
         raise AssertionError("it does not come to rest")
 
+    def connect(self) -> None:
+        """Make the link of ranks 0 and 1."""
+        self.send(0, 1, b"first")
+        (arrival,) = self.arrivals(1, 1)
+        arrival.release()
+        self.nodes[1].arrivals.clear()
+        self.settle()
+
     def started(self, nbytes: int = LARGE, data: bytes | None = None) -> Started:
         """Rank 0 sends to rank 1, which has accepted; the lane is ready, and nothing is written."""
         data = data or b"\x01" * nbytes
@@ -150,7 +157,7 @@ def check_at_rest(world: World) -> None:
         assert len(world.device(rank).pairs) == len(endpoint.owners) == len(links) + lanes
         for peer, link in links.items():
             other = world.link(peer, rank)
-            assert not (link._sends or link._receives or link._waiting or link._in_pieces)
+            assert not any((link._sends, link._receives, link._waiting, link._in_pieces))
             assert not link.frames._backlog
             assert not link.frames._begun
             assert link.frames.credits + other.frames._unreturned == RECEIVES
@@ -510,3 +517,374 @@ def test_a_random_program_moves_what_it_shall_and_touches_nothing_else(seed: int
 @pytest.mark.parametrize("seed", range(SEEDS // 2))
 def test_a_random_program_survives_the_death_of_a_rank(seed: int) -> None:
     Program(seed, dies=True).run()
+
+
+# --- giving up, at the worst moments ----------------------------------------------------------
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Two ranks whose large messages need many writes."""
+    made = World(2, device={"max_message": 1 << 14})
+    yield made
+    made.close()
+
+
+def test_a_receive_given_up_before_there_is_a_lane_is_never_written(world: World) -> None:
+    source, into = np.full(LARGE, 1, np.uint8), np.zeros(LARGE, np.uint8)
+    world.nodes[1].arrived = lambda arrival: arrival.accept(into.data).cancel()
+    sending = world.send(0, 1, b"", source.data)
+    world.run(lambda: sending.done)
+    source[:] = 2
+    world.settle()
+    assert not into.any()
+    check_at_rest(world)
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_giving_up_half_way_gives_everything_back(world: World, side: str) -> None:
+    started = world.under_way()
+    transfer = started.sending if side == "sender" else started.receiving
+    transfer.cancel()
+    before = bytes(started.into)
+    world.settle()
+    assert started.into == before
+    check_at_rest(world)
+
+
+def test_what_both_ends_give_up_at_once_leaves_nothing(world: World) -> None:
+    started, back = world.under_way(), world.send(1, 0, b"", bytes(LARGE))
+    (arrival,) = world.arrivals(0, 1)
+    receiving = arrival.accept(memoryview(bytearray(LARGE)))
+    for transfer in (started.sending, started.receiving, back, receiving):
+        transfer.cancel()
+    world.settle()
+    check_at_rest(world)
+    world.send(0, 1, b"", bytes(LARGE))
+    assert world.receive(world.arrivals(1, 2)[-1]) == bytes(LARGE)
+
+
+def test_many_renewals_before_the_peer_hears_of_one_are_one_to_it(world: World) -> None:
+    started = world.under_way()
+    for _ in range(5):
+        elsewhere = bytearray(LARGE)
+        started.receiving.redirect(memoryview(elsewhere))
+    started.into = elsewhere
+    world.run(lambda: started.done)
+    started.check()
+    world.settle()
+    check_at_rest(world)
+
+
+def test_a_message_that_is_written_goes_on_when_another_is_given_up(world: World) -> None:
+    sent = [world.send(0, 1, b"", bytes([i]) * LARGE) for i in range(3)]
+    arrivals = world.arrivals(1, 3)
+    into = [bytearray(LARGE) for _ in range(3)]
+    received = [arrivals[i].accept(memoryview(into[i])) for i in range(3)]
+    world.run(lambda: into[1][0] == 1)
+    received[1].cancel()
+    world.run(lambda: all(transfer.done for transfer in sent))
+    assert received[2].done
+    assert into[0] == bytes(LARGE)
+    assert into[2] == b"\x02" * LARGE
+    world.settle()
+    check_at_rest(world)
+
+
+def all_here(world: World, number: int, nbytes: int = 100_000) -> list[Started]:
+    """Messages that rank 1 has whole, of which rank 0 knows nothing yet; the last is half here."""
+    sizes = [nbytes] * number + [LARGE]
+    sent = [world.send(0, 1, b"", b"\x01" * size) for size in sizes]
+    into = [bytearray(size) for size in sizes]
+    received = [
+        arrival.accept(memoryview(memory))
+        for arrival, memory in zip(world.arrivals(1, number + 1), into, strict=True)
+    ]
+    # Rank 0 hears the words of rank 1 that let it begin, and no more.
+    world.run(lambda: len(world.link(0, 1)._sends) == number + 1 and _is_posting(world.link(0, 1)))
+    world.run(lambda: all(transfer.done for transfer in received[:-1]), ranks=[1])
+    assert not any(transfer.done for transfer in sent)
+    assert not received[-1].done
+    return [
+        Started(*each, bytes(len(each[2])))
+        for each in zip(sent, received, into, strict=True)
+    ]  # fmt: skip
+
+
+def _is_posting(link: Link) -> bool:
+    """Whether a write is under way: the first of all, then."""
+    return link._lane is not None and len(link._lane.queue) > 0
+
+
+def test_who_asks_before_giving_up_is_told_of_what_has_arrived_over_a_lane_that_is_gone() -> None:
+    world = World(2)
+    *whole, last = all_here(world, 2)
+    last.receiving.cancel()
+    link = world.link(0, 1)
+    epoch = link._epoch
+    world.run(lambda: link._epoch > epoch, ranks=[0])
+    for started in whole:
+        assert started.sending.done or started.sending.committed
+    world.run(lambda: all(started.sending.done for started in whole))
+    world.close()
+
+
+def test_the_end_of_one_that_had_arrived_may_give_up_another() -> None:
+    world = World(2)
+    first, second, last = all_here(world, 2)
+    first.sending.then(lambda _: second.sending.cancel())
+    second.sending.then(lambda _: first.sending.cancel())
+    last.receiving.cancel()
+    world.run(lambda: first.sending.done or second.sending.done)
+    world.settle()
+    check_at_rest(world)
+    world.close()
+
+
+@pytest.mark.filterwarnings("ignore:rdma. rank .* cannot register:RuntimeWarning")
+@pytest.mark.parametrize("number", range(5, 20))
+def test_who_asks_before_giving_up_is_told_that_all_pieces_are_sent(number: int) -> None:
+    world = World(2)
+    world.fabric.refuse_registration(lambda _, __, nbytes: nbytes % SLOT != 0)
+    nbytes = number * PIECE
+    sending = world.send(0, 1, b"", bytes(nbytes))
+    (arrival,) = world.arrivals(1, 1)
+    receiving = arrival.accept(memoryview(bytearray(nbytes)))
+    while not receiving.done:
+        for rank in (0, 1):  # what rank 1 has to say to that comes later
+            world.fabric.run()
+            world.nodes[rank].transport.progress()
+            if receiving.done:
+                assert sending.done or sending.committed
+    world.close()
+
+
+def test_a_send_in_pieces_is_not_begun_twice_when_the_lane_is_renewed(world: World) -> None:
+    parts = [bytes([i % 256]) * 1000 for i in range(1000)]
+    sending = world.send(0, 1, b"", *parts)
+    (arrival,) = world.arrivals(1, 1)
+    into = bytearray(arrival.nbytes)
+    receiving = arrival.accept(memoryview(into))
+    world.run(lambda: into[1000] == 1)
+    assert not receiving.done
+    elsewhere = bytearray(arrival.nbytes)
+    receiving.redirect(memoryview(elsewhere))
+    world.link(0, 1)._renew_lane()
+    world.run(lambda: receiving.done and sending.done)
+    assert elsewhere == b"".join(parts)
+    world.settle()
+    check_at_rest(world)
+
+
+# --- failures of the device ------------------------------------------------------------------
+
+
+def is_writing(world: World, nth: int) -> bool:
+    """Whether rank 0 is at work on its lane number `nth`, and on nothing else."""
+    link = world.link(0, 1)
+    lane, frames = link._lane, link.frames.queue.pair
+    return (
+        lane is not None
+        and link._epoch == nth
+        and len(lane.queue) > 0
+        and not (frames.queue or frames.arrived)
+    )
+
+
+@pytest.mark.parametrize("status", [1, 2, 4, 5, 8, 9, 10, 11, 12, 13, 21])
+def test_a_write_that_fails_is_tried_again_at_once(world: World, status: int) -> None:
+    started = world.started()
+    began = time.monotonic()
+    for epoch in range(1, MOST_FAILURES + 1):
+        world.run(lambda epoch=epoch: is_writing(world, epoch))
+        world.fabric.fail_next(world.device(0), status)
+    world.run(lambda: started.done)
+    started.check()
+    assert world.link(0, 1)._epoch == MOST_FAILURES + 1
+    assert time.monotonic() - began < DRAIN_S
+    world.settle()
+    check_at_rest(world)
+
+
+@pytest.mark.parametrize("status", [1, 4, 10, 21])
+def test_a_lane_that_fails_time_and_again_is_the_end_of_the_link(world: World, status: int) -> None:
+    started = world.started()
+    for epoch in range(1, MOST_FAILURES + 2):
+        world.run(lambda epoch=epoch: is_writing(world, epoch))
+        world.fabric.fail_next(world.device(0), status)
+    world.run(lambda: bool(world.nodes[0].lost_peers))
+    assert world.nodes[0].lost_peers == {1: explain(status)}
+    assert not started.sending.done
+    world.nodes[0].transport.forget(1, "it is lost")
+    assert isinstance(started.sending.error, PeerFailed)
+
+
+def test_a_slow_sender_is_not_lost_when_receives_are_given_up_again_and_again() -> None:
+    world = World(2, device={"max_message": 1 << 14})
+    for number in range(2 * MOST_FAILURES):
+        sending = world.send(0, 1, b"", b"\x01" * LARGE)
+        into = bytearray(LARGE)
+        receiving = world.arrivals(1, number + 1)[-1].accept(memoryview(into))
+        world.run(lambda into=into: into[0] == 1)
+        # Rank 0 computes meanwhile: what it writes meets nothing, and LANE waits for a credit.
+        for _ in range(RECEIVES):
+            world.send(1, 0, b"", b"")
+        receiving.cancel()
+        world.fabric.run()
+        world.run(lambda sending=sending: sending.done or bool(world.nodes[0].lost_peers))
+        assert world.nodes[0].lost_peers == {}
+    world.close()
+
+
+@pytest.mark.parametrize("status", [1, 5, 9, 11, 12, 13, 21])
+def test_a_frame_that_fails_is_the_end_of_the_link(world: World, status: int) -> None:
+    world.connect()
+    world.fabric.fail_next(world.device(0), status)
+    for _ in range(9):  # not every small one is looked after
+        world.send(0, 1, b"second", b"")
+    world.run(lambda: bool(world.nodes[0].lost_peers))
+    assert world.nodes[0].lost_peers == {1: explain(status)}
+    waiting = world.send(0, 1, b"third", b"")
+    assert not waiting.done
+    world.nodes[0].transport.forget(1, "it is lost")
+    assert isinstance(waiting.error, PeerFailed)
+
+
+@pytest.mark.parametrize("refused", [[0], [1], [0, 1]])
+def test_what_cannot_be_registered_is_copied_and_that_is_said_once(
+    world: World, refused: list[int]
+) -> None:
+    world.connect()
+    devices = [world.device(rank) for rank in refused]
+    world.fabric.refuse_registration(lambda device, *_: device in devices)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for number in range(2):
+            sending = world.send(0, 1, b"", bytes([number]) * LARGE)
+            assert world.receive(world.arrivals(1, 1 + number)[-1]) == bytes([number]) * LARGE
+            world.run(lambda sending=sending: sending.done)
+    told = [str(warning.message) for warning in warned]
+    assert len(told) == 1
+    assert f"rdma: rank {refused[-1]} cannot register {LARGE} bytes: " in told[0]
+    assert os.strerror(errno.ENOMEM) in told[0]
+    assert world.fabric.counts["write"] == 0
+    world.settle()
+    check_at_rest(world)
+
+
+def test_memory_that_can_be_registered_again_is_written_again(world: World) -> None:
+    refused = [True, False]
+    world.fabric.refuse_registration(lambda _, __, nbytes: nbytes == LARGE and refused[0])
+    for number in range(2):
+        world.send(0, 1, b"", bytes(LARGE))
+        (arrival,) = world.arrivals(1, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            assert world.receive(arrival) == bytes(LARGE)
+        assert world.fabric.counts["bytes_written"] == number * LARGE
+        world.nodes[1].arrivals.clear()
+        refused.pop(0)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [{"receives": receives_for(2) - 1}, {"completions": completions_for(2) - 1}],
+    ids=["receives", "completions"],
+)
+def test_a_device_that_is_too_small_says_what_to_do(device: dict[str, int]) -> None:
+    world = World(3, device=device)
+    world.send(0, 1, b"")
+    with pytest.raises(TransportError, match="rank 0 needs more; use --transport tcp"):
+        world.send(0, 2, b"")
+    world.send(2, 1, b"")  # of which rank 1 hears when it has a link already
+    world.run(lambda: 2 in world.nodes[1].lost_peers)
+    assert "--transport tcp" in world.nodes[1].lost_peers[2]
+    assert world.arrivals(1, 1)[0].peer == 0
+    world.nodes[1].transport.forget(2, "no link")
+    world.nodes[2].transport.forget(1, "no link")
+    world.close()
+
+
+def test_every_frame_gets_memory_in_time_however_many_peers_there_are() -> None:
+    for seed in range(6):
+        world = World(8, seed, pace=1)
+        for peer in range(1, 8):
+            world.send(0, peer, b"first")
+        world.run(lambda world=world: all(node.arrivals for node in world.nodes[1:]))
+        for peer in range(1, 8):
+            for _ in range(40):
+                world.send(0, peer, b"", bytes(PIECE))
+                world.send(peer, 0, b"", bytes(PIECE))
+        assert not world.transport(0).endpoint.free
+        world.run(
+            lambda world=world: (
+                len(world.nodes[0].arrivals) == 7 * 40
+                and all(len(node.arrivals) == 41 for node in world.nodes[1:])
+            )
+        )
+        world.settle()
+        for node in world.nodes:
+            for arrival in node.arrivals:
+                arrival.release()
+        world.settle()
+        check_at_rest(world)
+        world.close()
+
+
+# --- beginning and ending --------------------------------------------------------------------
+
+
+def test_both_may_begin_at_once(world: World) -> None:
+    world.send(0, 1, b"there", bytes(LARGE))
+    world.send(1, 0, b"back", bytes(LARGE))
+    assert world.receive(world.arrivals(1, 1)[0]) == bytes(LARGE)
+    assert world.receive(world.arrivals(0, 1)[0]) == bytes(LARGE)
+    assert [len(device.pairs) for device in world.fabric.devices] == [2, 2]
+    world.settle()
+    check_at_rest(world)
+
+
+def test_numbers_of_messages_begin_anew_after_the_last(world: World) -> None:
+    world.connect()
+    world.link(0, 1)._next_id = 0xFFFFFFFF - 2
+    for number in range(5):
+        sending = world.send(0, 1, b"", bytes([number]) * LARGE)
+        assert world.receive(world.arrivals(1, number + 1)[-1]) == bytes([number]) * LARGE
+        world.run(lambda sending=sending: sending.done)
+    world.settle()
+    check_at_rest(world)
+
+
+def test_close_does_not_wait_longer_than_it_may_for_one_that_is_silent(world: World) -> None:
+    world.connect()
+    for _ in range(2 * RECEIVES):
+        world.send(0, 1, b"", b"")
+    began = time.monotonic()
+    world.nodes[0].transport.close(0.2)
+    assert 0.2 <= time.monotonic() - began < 1.0
+    world.run(lambda: bool(world.nodes[1].arrivals), ranks=[1])
+    for _ in range(9):
+        world.send(1, 0, b"")
+    world.run(lambda: bool(world.nodes[1].lost_peers), ranks=[1])
+    assert world.nodes[1].ended == []
+
+
+def test_who_closes_in_the_middle_of_a_transfer_leaves_no_memory_in_use(world: World) -> None:
+    started = world.under_way()
+    world.leave(1)
+    before = bytes(started.into)
+    world.run(lambda: world.nodes[0].ended == [1], ranks=[0])
+    world.nodes[0].transport.forget(1, "it has left")
+    assert started.into == before
+    assert isinstance(started.sending.error, PeerFailed)
+
+
+def test_buffered_bytes_are_owed_until_they_are_consumed(world: World) -> None:
+    number = CREDIT // (EAGER_LIMIT + MESSAGE_COST)
+    sent = [world.send(0, 1, b"", bytes(EAGER_LIMIT)) for _ in range(number + 1)]
+    assert [transfer.done for transfer in sent] == [True] * number + [False]
+    for arrival in world.arrivals(1, number + 1):
+        arrival.release()
+    world.settle()
+    assert sent[-1].done
+    check_at_rest(world)

@@ -32,7 +32,7 @@ Close       `close(timeout_s)` delivers what was buffered, for at most that long
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Protocol
 
 EAGER_LIMIT = 65 * 1024
@@ -51,18 +51,6 @@ Parts = Sequence[memoryview]
 def nbytes_of(parts: Parts) -> int:
     """Return the length of a payload in bytes."""
     return sum(len(part) for part in parts)
-
-
-def pieces_of(parts: Parts, most: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset, view) of pieces that make up a payload, each of at most `most` bytes."""
-    offset = 0
-    for part in parts:
-        for start in range(0, len(part), most):
-            piece = part[start : start + most]
-            yield offset, piece
-            offset += len(piece)
-    if offset == 0:
-        yield 0, memoryview(b"")
 
 
 class Operation:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pycoll.errors import PeerFailed
@@ -41,12 +41,11 @@ from pycoll.transports.base import (
     Transfer,
     Withdrawn,
     nbytes_of,
-    pieces_of,
 )
 from pycoll.transports.rdma_frames import PIECE, Frames, Message
 from pycoll.transports.rdma_lane import Lane, Write, is_worth_writing
 from pycoll.transports.registrations import Lease
-from pycoll.transports.verbs import RECEIVED_WRITE, Peer, VerbsError, explain
+from pycoll.transports.verbs import RECEIVED_WRITE, RETRIES_EXCEEDED, Peer, VerbsError, explain
 
 if TYPE_CHECKING:
     from pycoll.transports.rdma import RdmaTransport
@@ -61,6 +60,36 @@ _LETTER = struct.Struct("<BII")
 _HELLO, _CONNECTED = range(2)
 
 
+class _Pieces:
+    """A payload on its way through frames.
+
+    Attributes:
+        left: bytes that are not sent.
+    """
+
+    __slots__ = ("_offset", "_parts", "left")
+
+    def __init__(self, parts: Parts) -> None:
+        self.left = nbytes_of(parts)
+        self._parts = deque(parts)
+        self._offset = 0
+
+    def next(self) -> tuple[int, list[memoryview]]:
+        """Take as much as fits into a frame; returns where it begins, and the views of it."""
+        offset, room = self._offset, PIECE
+        views = []
+        while self._parts and room:
+            part = self._parts.popleft()
+            view, rest = part[:room], part[room:]
+            views.append(view)
+            room -= len(view)
+            if rest:
+                self._parts.appendleft(rest)
+        self._offset += PIECE - room
+        self.left -= PIECE - room
+        return offset, views
+
+
 class _Send(Transfer):
     """A message that waits to be accepted, or is under way."""
 
@@ -73,7 +102,7 @@ class _Send(Transfer):
         self.parts = parts
         self.write: Write | None = None
         self.is_written = False  # over a lane, this one or one that is gone
-        self.pieces: Iterator[tuple[int, memoryview]] | None = None
+        self.pieces: _Pieces | None = None
 
     @property
     def committed(self) -> bool:
@@ -258,7 +287,7 @@ class Link:
                 lane.add(send.write)
                 return
         send.is_written = False
-        send.pieces = pieces_of(send.parts, PIECE)
+        send.pieces = _Pieces(send.parts)
         self._in_pieces.append(send)
 
     def _written(self, number: int) -> None:
@@ -274,14 +303,12 @@ class Link:
         while self._in_pieces and self.frames.has_room:
             send = self._in_pieces[0]
             assert send.pieces is not None
-            piece = next(send.pieces, None)
-            if piece is None:
+            offset, views = send.pieces.next()
+            self.frames.put(_PIECE, send.id, offset, parts=views)
+            if not send.pieces.left:
                 self._in_pieces.popleft()
                 del self._sends[send.id]
                 send.finish()
-            else:
-                offset, view = piece
-                self.frames.put(_PIECE, send.id, offset, parts=(view,))
 
     # --- receiving -------------------------------------------------------------------------
 
@@ -507,8 +534,13 @@ class Link:
                 send.finish()
 
     def lane_failed(self, status: int) -> None:
-        """A write has failed: try again on a new lane, unless that fails time and again."""
-        self._lane_failures += 1
+        """A write has failed: try again on a new lane, unless that fails time and again.
+
+        No answer does not count: the peer may have destroyed its end, and we were too busy to hear
+        of it. One that is gone does not answer on the other queue pair either.
+        """
+        if status != RETRIES_EXCEEDED:
+            self._lane_failures += 1
         if self._lane_failures > MOST_FAILURES:
             self._transport.fail(self, explain(status))
         else:

@@ -56,7 +56,6 @@ from pycoll.transports.base import (
     Transport,
     Withdrawn,
     nbytes_of,
-    pieces_of,
 )
 from pycoll.zap import Authenticator, guard
 
@@ -91,6 +90,18 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_A
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 
+def _segments(parts: Parts) -> Iterator[tuple[int, memoryview]]:
+    """Yield (offset, view) of the pieces in which a payload travels: at least one."""
+    offset = 0
+    for part in parts:
+        for start in range(0, len(part), SEGMENT):
+            piece = part[start : start + SEGMENT]
+            yield offset, piece
+            offset += len(piece)
+    if offset == 0:
+        yield 0, memoryview(b"")
+
+
 def _done() -> Transfer:
     """A transfer whose message is buffered."""
     transfer = Transfer()
@@ -108,7 +119,7 @@ class _Send(Transfer):
         self.transport = transport
         self.peer = peer
         self.id = number
-        self.pending = deque(pieces_of(parts, SEGMENT))
+        self.pending = deque(_segments(parts))
         self.sent = 0
         self.taken = 0
 
