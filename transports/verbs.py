@@ -110,8 +110,11 @@ class _Verbs:
             for module in ("qp", "srq", "wr"):
                 setattr(self, module, importlib.import_module(f"pyverbs.{module}"))
             # Before Linux 5.12 registered pages must not be in forks, which would get the device's.
+            # Where it is not needed it is not harmless: children then lack parts of their heap.
             with contextlib.suppress(ImportError, self.pyverbs_error.PyverbsError):
-                importlib.import_module("pyverbs.fork").fork_init()
+                fork = importlib.import_module("pyverbs.fork")
+                if fork.is_fork_initialized() == 0:  # IBV_FORK_DISABLED
+                    fork.fork_init()
         finally:
             root.handlers[:] = handlers
             root.setLevel(level)
