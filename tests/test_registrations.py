@@ -8,8 +8,10 @@ import gc
 import mmap
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -313,7 +315,9 @@ def test_close_takes_all_back(memory: Memory) -> None:
     assert len(entries) == 0
 
 
-def test_threads_may_drop_arrays_while_others_lease() -> None:
+def test_threads_may_drop_arrays_while_others_lease(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-5)
     memory = Memory()
     entries = kept(memory, most=4 * MIB)
     shelf: list[np.ndarray | None] = [None] * 32

@@ -62,6 +62,7 @@ class RdmaTransport(Transport):
         self._finished: deque[tuple[Transfer, BaseException | None]] = deque()
         self._failed: deque[Link] = deque()
         self._has_warned = False
+        self._is_broken = False
         self._pid = os.getpid()
         self._closed = False
 
@@ -91,10 +92,7 @@ class RdmaTransport(Transport):
             transfer.finish(PeerFailed(peer, reason))
             return transfer
         link = self._links.get(peer) or self._open_link(peer)
-        transfer = link.send(header, parts)
-        if link.frames.failure:
-            self.fail(link, link.frames.failure)
-        return transfer
+        return link.send(header, parts)
 
     def _open_link(self, peer: int) -> Link:
         if len(self._links) >= self._most_links:
@@ -144,11 +142,22 @@ class RdmaTransport(Transport):
             transfer, error = self._finished.popleft()
             transfer.finish(error)
             worked = True
+        self._give_up()
         while self._failed:
             link = self._failed.popleft()
             self.handler.lost(link.peer, link.failure)
             worked = True
         return worked
+
+    def _give_up(self) -> None:
+        """Give up the links that do not work any more."""
+        endpoint = self.endpoint
+        while endpoint.failing:
+            self.fail(*endpoint.failing.popleft())
+        if endpoint.failure and not self._is_broken:
+            self._is_broken = True
+            for link in self._links.values():
+                self.fail(link, endpoint.failure)
 
     def _take(self, completion: Any) -> Link | None:
         """Take in a completion; returns the link that it belongs to."""
@@ -230,13 +239,16 @@ class RdmaTransport(Transport):
         return self._device.fileno()
 
     def sleep(self) -> bool:
-        self._device.arm()
+        self.endpoint.arm()
         return self.is_idle()
 
     def is_idle(self) -> bool:
-        if self._letters or self._finished or self._failed:
+        endpoint = self.endpoint
+        if self._letters or self._finished or self._failed or endpoint.failing:
             return False
-        return not self.endpoint.arrived and not self.endpoint.poll()
+        if endpoint.arrived or endpoint.poll():
+            return False
+        return self._is_broken or not endpoint.failure
 
     def awake(self) -> None:
         self._device.disarm()

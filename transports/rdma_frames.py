@@ -69,6 +69,7 @@ class Frames:
     """
 
     def __init__(self, endpoint: Endpoint, owner: Any) -> None:
+        endpoint.post_receives(RECEIVES + SPARE_RECEIVES)
         self._endpoint = endpoint
         self.queue = Queue(endpoint, owner)
         self.is_open = False
@@ -79,7 +80,6 @@ class Frames:
         self._unsignaled = 0
         self._backlog = bytearray()  # of the stream: what waits for room
         self._begun = bytearray()  # of a message that is arriving in several frames
-        endpoint.post_receives(RECEIVES + SPARE_RECEIVES)
 
     def connect(self, peer: Peer) -> None:
         """Connect with the peer's end.
@@ -169,6 +169,7 @@ class Frames:
             pair.send(self.queue.begin(done), address, nbytes, key, inline, signaled)
         except VerbsError as exc:
             self.failure = str(exc)
+            self._endpoint.failing.append((self.queue.owner, self.failure))
 
     # --- receiving -------------------------------------------------------------------------
 

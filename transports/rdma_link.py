@@ -561,8 +561,6 @@ class Link:
                 self._lane.pump(self.frames)
             except VerbsError as exc:
                 self._transport.fail(self, str(exc))
-        if self.frames.failure:
-            self._transport.fail(self, self.frames.failure)
 
     def say_goodbye(self) -> None:
         """Send BYE, the last message."""

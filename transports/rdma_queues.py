@@ -69,6 +69,8 @@ class Endpoint:
         registrations: of payloads.
         sending: memory for frames to be sent; `free` of it.
         is_short: whether some frame waits for such memory.
+        failing: those to whom nothing can be sent any more, and have not been told: who, and why.
+        failure: why the device is of no use any more, or "".
         arrived: completions that were polled and not looked at yet, in order.
         owners: by number of its queue pair: who gets what arrives there.
     """
@@ -79,6 +81,8 @@ class Endpoint:
         self.sending = Slots(device, SEND_SLOTS)
         self.free = list(range(SEND_SLOTS))
         self.is_short = False
+        self.failing: deque[tuple[Any, str]] = deque()
+        self.failure = ""
         self.arrived: deque[Any] = deque()
         self.owners: dict[int, Any] = {}
         self._receives: list[tuple[Any, memoryview]] = []  # work requests, and where they land
@@ -114,7 +118,10 @@ class Endpoint:
 
     def receive_again(self, completion: Any) -> None:
         """Post a receive that was used up again."""
-        self.device.receive_again(self._receives[completion.wr_id][0])
+        try:
+            self.device.receive_again(self._receives[completion.wr_id][0])
+        except VerbsError as exc:
+            self.failure = str(exc)
 
     def is_receive(self, completion: Any) -> bool:
         """Whether a completion is that of a receive, and not of something sent."""
@@ -144,9 +151,22 @@ class Endpoint:
 
     def poll(self) -> bool:
         """Add to `arrived` what has come since; whether there was anything."""
-        completions = self.device.poll(BURST)
+        if self.failure:
+            return False
+        try:
+            completions = self.device.poll(BURST)
+        except VerbsError as exc:
+            self.failure = str(exc)
+            return False
         self.arrived.extend(completions)
         return bool(completions)
+
+    def arm(self) -> None:
+        """Have the next completion end a sleep."""
+        try:
+            self.device.arm()
+        except VerbsError as exc:
+            self.failure = str(exc)
 
 
 class Queue:
@@ -211,7 +231,7 @@ class Queue:
             ended = [c.wr_id & _SEQUENCES for c in self._endpoint.arrived if self._is_own(c)]
             if not self._under_way or self._under_way[-1][0] in ended:
                 return
-            if time.monotonic() > deadline:
+            if self._endpoint.failure or time.monotonic() > deadline:
                 return
 
     def _is_own(self, completion: Any) -> bool:

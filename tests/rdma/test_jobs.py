@@ -70,17 +70,10 @@ def run(*command: str, within: float = 120.0, **variables: str) -> subprocess.Co
 # --- starting ----------------------------------------------------------------------------------
 
 
-def test_a_job_of_one_rank_needs_no_device(job: Any) -> None:
-    done = job(
-        1,
-        """
-assert comm.all_reduce(3) == 3
-assert [transport.name for transport in comm._group.engine.transports] == ["inproc"]
-ok()
-""",
-        *RDMA,
-    )
-    assert (done.status, done.stderr, done.content) == (0, "", [0])
+def test_a_job_may_have_one_rank() -> None:
+    program = "import pycoll; print(pycoll.init().all_reduce(3))"
+    done = run(*RUN, "-n", "1", *RDMA, "--", sys.executable, "-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
 def ring(comm: Any, nbytes: int) -> tuple[str, bytes]:
@@ -95,10 +88,10 @@ def test_functions_are_run_with_it() -> None:
     assert results == [("rdma", b"\1" * nbytes), ("rdma", b"\0" * nbytes)]
 
 
-def test_it_is_measured_beside_tcp(tmp_path: Path) -> None:
+def test_it_can_be_measured(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    sizes = ["--sizes", "8,64K", "--transport", "rdma,tcp", "--rounds", "1"]
-    done = run(*RUN[:2], "pycoll.cli", "bench", "send", "-n", "2", *sizes, "--json", str(file))
+    options = ["-n", "2", *RDMA, "--sizes", "8,64K", "--rounds", "1", "--json", str(file)]
+    done = run(*RUN[:2], "pycoll.cli", "bench", "send", *options)
     assert done.returncode == 0, done.stderr
     said = json.loads(file.read_text())
     assert "rdma" in json.dumps(said)
@@ -153,14 +146,14 @@ assert limit == 8 << 20, limit
 with pycoll.init() as comm, warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     other = 1 - comm.rank
-    for mebibytes in 1, 3, 20, 2, 20:
+    for mebibytes in 1, 12, 2, 12:
         x = np.arange(mebibytes << 17) + comm.rank
         got = comm.sendrecv(x, other, other)
         assert got.size == x.size and (got - other == x - comm.rank).all(), mebibytes
-        assert bool(caught) == (mebibytes == 20 or len(caught) > 0)
+        assert bool(caught) == (mebibytes == 12 or len(caught) > 0)
     assert len(caught) == 1, [str(warning.message) for warning in caught]
     said = str(caught[0].message)
-    assert re.search(rf"rank {comm.rank} cannot register 20971520 bytes", said), said
+    assert re.search(rf"rank {comm.rank} cannot register 12582912 bytes", said), said
     assert "may lock 8192 KiB: raise `ulimit -l`" in said, said
 print("right")
 """
@@ -205,7 +198,7 @@ def test_a_rank_killed_in_the_middle_of_large_writes_fails_both_directions(job: 
         4,
         RESOURCES
         + """
-nbytes = 64 << 20
+nbytes = 32 << 20
 pids = comm.all_gather(os.getpid())
 x = np.full(nbytes, rank + 1, np.uint8)
 if rank == 3:
@@ -294,27 +287,37 @@ ok()
 """,
         *RDMA,
     )
-    assert done.status == 0 and not done.stderr, done.stderr
+    assert done.status == 0, done.stderr
+    assert not done.stderr, done.stderr
     assert done.content == [0, 1]
 
 
 # --- ending ------------------------------------------------------------------------------------
 
 
-def test_finalize_gives_everything_back_to_the_device(job: Any) -> None:
+def test_who_leaves_delivers_what_it_has_sent_and_gives_everything_back(job: Any) -> None:
     done = job(
-        3,
+        2,
         RESOURCES
         + """
-comm.all_reduce(np.ones(300_000))
-assert own("qp") > 2 and own("mr") > 2
-comm.send(np.ones(5000), (rank + 1) % size)  # is delivered, though received later
-received = comm.recv((rank - 1) % size) if rank == 0 else None
+large = np.ones(300_000)
+comm.sendrecv(large, 1 - rank, 1 - rank)
+assert own("qp") >= 2 and own("mr") > 0
+peer = comm.sendrecv(os.getpid(), 1 - rank, 1 - rank)
+if rank == 0:
+    await_end(peer)
+    assert [comm.recv(1) for _ in range(100)] == [*range(100)]
+    assert comm.recv(1).size == 5000
+else:
+    for number in range(100):
+        comm.send(number, 0)
+    comm.send(large[:5000], 0)
 pycoll.finalize()
 assert own("qp") == own("mr") == own("cq") == own("pd") == 0
 ok()
 """,
         *RDMA,
     )
-    assert done.status == 0 and not done.stderr, done.stderr
-    assert done.content == [0, 1, 2]
+    assert done.status == 0, done.stderr
+    assert not done.stderr, done.stderr
+    assert done.content == [0, 1]

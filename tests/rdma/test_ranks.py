@@ -88,7 +88,7 @@ def check(got: Any, want: Any, *where: object) -> None:
 
 
 @everywhere
-@pytest.mark.parametrize("nbytes", [0, 256, 100_000, 3_000_000])
+@pytest.mark.parametrize("nbytes", [0, 256, 100_000, 1_500_000])
 def test_every_algorithm_of_every_collective(ranks: Any, nbytes: int) -> None:
     def program(comm: Comm) -> int:
         count = 0
@@ -203,7 +203,7 @@ def test_rdma_that_was_asked_for_connects_all(ranks: Any) -> None:
 # --- messages ----------------------------------------------------------------------------------
 
 
-@everywhere
+@jobs(TWO, MIXED)
 def test_messages_of_all_lengths_go_round(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -237,7 +237,7 @@ def test_lengths_are_kept_apart_one_behind_the_other(ranks: Any) -> None:
     ranks(program)
 
 
-@jobs(TWO, FOUR)
+@jobs(FOUR)
 def test_many_small_messages_keep_their_order(ranks: Any) -> None:
     def program(comm: Comm, count: int) -> None:
         if comm.rank == 0:
@@ -421,7 +421,7 @@ def test_arrays_that_are_gone_leave_no_registration_behind(ranks: Any) -> None:
         exchange(30)
         before = len(registrations), regions_of_this_process(), resident_nbytes()
         assert before[1] > 0
-        exchange(1500)
+        exchange(600)
         after = len(registrations), regions_of_this_process(), resident_nbytes()
         assert after[:2] == before[:2]
         assert after[2] < before[2] + (8 << 20)

@@ -5,19 +5,20 @@ Several ranks in one process, each of which opens the device for itself.
 
 from __future__ import annotations
 
-import gc
+import collections
+import contextlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pycoll.transports.rdma import RdmaTransport
+from pycoll.transports.base import EAGER_LIMIT
 
 # A file of the folder above, which is on no path.
 _spec = importlib.util.spec_from_file_location(
@@ -58,33 +59,70 @@ def test_the_contract_is_run_here() -> None:
     assert "test_after_cancel_of_a_receive_nothing_more_is_written" in globals()
 
 
-def registered(world: World) -> list[int]:
-    return [len(node.transport.endpoint.registrations) for node in world.nodes]
+def test_a_close_leaves_no_descriptor_behind() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        world = World("rdma", 3)
+        world.send(0, 1, b"", b"x")
+        world.send(1, 0, b"", bytes(EAGER_LIMIT + 1))
+        world.arrivals(1, 1)
+        world.receive(world.arrivals(0, 1)[0])
+        world.close()
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
-class Counted:
-    """Work requests of one rank, by opcode: counted where they are handed to pyverbs."""
+def exchanged(world: World, x: Any, out: Any) -> None:
+    """Send `x` from rank 0 to rank 1, into `out`."""
+    number = len(world.nodes[1].arrivals) + 1
+    sending = world.send(0, 1, b"h", x.data)
+    receiving = world.arrivals(1, number)[-1].accept(memoryview(out))
+    world.run(lambda: sending.done and receiving.done)
+    np.testing.assert_array_equal(x, out)
 
-    def __init__(self, transport: RdmaTransport) -> None:
-        self.counts: dict[str, int] = {}
-        self._transport = transport
-        self._queues = [queue.pair for queue in transport.endpoint._queues.values()]
 
-    def __enter__(self) -> dict[str, int]:
-        for pair in self._queues:
-            self._count(pair, "send")
-            self._count(pair, "write")
-        return self.counts
+@contextlib.contextmanager
+def work_requests(world: World) -> Iterator[list[collections.Counter[str]]]:
+    """Count what each rank hands to its queue pairs, and the bytes of its frames."""
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        for node in world.nodes:
+            count: collections.Counter[str] = collections.Counter()
+            counts.append(count)
+            for queue in node.transport.endpoint._queues.values():
+                patch.setattr(queue.pair, "send", _counted(queue.pair.send, "send", count))
+                patch.setattr(queue.pair, "write", _counted(queue.pair.write, "write", count))
+        yield counts
 
-    def _count(self, pair: Any, verb: str) -> None:
-        real = getattr(pair, verb)
 
-        def counted(*args: Any, **kwargs: Any) -> None:
-            self.counts[verb] = self.counts.get(verb, 0) + 1
-            real(*args, **kwargs)
+def _counted(real: Callable[..., None], verb: str, count: collections.Counter[str]) -> Any:
+    def call(work: int, address: int, nbytes: int, key: int, *rest: Any) -> None:
+        count[verb] += 1
+        count[f"bytes of {verb}"] += nbytes
+        if verb == "send":
+            count["inline"] += rest[0]
+        real(work, address, nbytes, key, *rest)
 
-        setattr(pair, verb, counted)
+    return call
 
-    def __exit__(self, *exc_info: object) -> None:
-        for pair in self._queues:
-            del pair.send, pair.write
+
+def test_a_large_array_is_written_from_where_it_is_to_where_it_shall_be(pair: World) -> None:
+    x = np.arange(3 * 2**20, dtype=np.uint8)
+    out = np.zeros_like(x)
+    exchanged(pair, x, out)  # makes the lane
+    regions = [len(node.transport.endpoint.device._held) for node in pair.nodes]
+    with work_requests(pair) as (sender, receiver):
+        exchanged(pair, x, out)
+    assert (sender["send"], sender["write"]) == (1, 3)  # READY; a write a mebibyte
+    assert sender["bytes of write"] == x.nbytes
+    assert (receiver["send"], receiver["write"]) == (1, 0)  # GO
+    assert sender["bytes of send"] + receiver["bytes of send"] < 200
+    assert [len(node.transport.endpoint.device._held) for node in pair.nodes] == regions
+    assert [len(node.transport.endpoint.registrations) for node in pair.nodes] == [1, 1]
+
+
+def test_a_small_message_is_one_inline_send(pair: World) -> None:
+    exchanged(pair, np.ones(100, np.uint8), np.zeros(100, np.uint8))  # makes the link
+    with work_requests(pair) as (sender, receiver):
+        exchanged(pair, np.ones(100, np.uint8), np.zeros(100, np.uint8))
+    assert (sender["send"], sender["inline"], sender["write"]) == (1, 1, 0)
+    assert not receiver
