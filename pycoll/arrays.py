@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from pycoll import dtypes
+from pycoll import dlpack, dtypes
 from pycoll.dtypes import Array, DType
 
 _OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple, np.generic)
@@ -45,9 +45,6 @@ _KIND: Final = re.compile(
     rf"|(?P<number>{_NUMBER})|(?P<pair>pair:(?:{_NUMBER}),(?:{_NUMBER}))",
     re.ASCII,
 )
-
-# DLPack's device types whose memory the host can read: CPU, CUDA pinned, ROCm pinned.
-_HOST_DEVICES: Final = (1, 3, 11)
 
 # Steps that np.shares_memory may take to decide exactly; slices of one array need a handful.
 _OVERLAP_WORK: Final = 10_000
@@ -172,7 +169,7 @@ def unwrap(value: Value) -> Any:
         case "dlpack":
             module = dtypes.import_library(detail)
             if hasattr(module, "from_dlpack"):
-                return module.from_dlpack(array)
+                return module.from_dlpack(dlpack.Lent(array, dtype) if dtype.foreign else array)
         case "pair" if array.ndim == 0 and array.dtype.names is not None:
             kinds = detail.split(",")
             fields = zip(array.dtype.names, kinds, strict=True)
@@ -338,17 +335,18 @@ def _wrap_torch(torch: Any, x: Any) -> Value:
             f"a tensor of dtype {x.dtype} cannot be sent. "
             "Convert it, for example with x.float(), or send its bits with x.view(torch.uint8)."
         )
-    plain = x.detach()
-    if plain.is_conj() or plain.is_neg():
-        # Its memory holds other values than the tensor shows: only a copy has the right ones.
-        x = plain = plain.resolve_conj().resolve_neg()
     try:
+        plain = x.detach()
+        if plain.is_conj() or plain.is_neg():
+            # Its memory holds other values than the tensor shows: only a copy has the right ones.
+            x = plain = plain.resolve_conj().resolve_neg()
+        # Not by DLPack: that takes ten times as long, for nothing that these two lines have not.
         if dtype.foreign:  # unknown to NumPy, and uint16 to older PyTorch
             bits = torch.int16 if dtype.itemsize == 2 else torch.uint8
             array = plain.view(bits).numpy().view(dtype.storage)
         else:
             array = plain.numpy()
-    except (RuntimeError, TypeError) as exc:
+    except (RuntimeError, TypeError, ValueError) as exc:
         raise TypeError(
             f"a tensor of type {_type_name(x)} has no memory of its own here: {exc}. "
             "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
@@ -403,14 +401,22 @@ def _wrap_dlpack(x: Any) -> Value | None:
         return None
     try:
         device = int(x.__dlpack_device__()[0])
-        array = np.from_dlpack(x) if device in _HOST_DEVICES else None
-        dtype = None if array is None else dtypes.of_numpy(array.dtype)
+        capsule = dlpack.export(x) if device in dlpack.HOST_DEVICES else None
     except Exception:
         # The library says itself that this one is no array: an Arrow column of strings.
         return None
-    if array is None or dtype is None:
-        raise TypeError(f"a {module} array on DLPack device {device} cannot be sent. {_MOVE}")
-    return Value(array, dtype, f"dlpack:{module}", x)
+    if capsule is not None:
+        try:
+            tensor = dlpack.take(capsule)
+        except BufferError as exc:
+            raise TypeError(
+                f"a {module} array cannot be sent: {exc}. "
+                "Convert it first, for example to a NumPy array."
+            ) from exc
+        if tensor.array is not None:
+            return Value(tensor.array, tensor.dtype, f"dlpack:{module}", x)
+        device = tensor.device[0]
+    raise TypeError(f"a {module} array on DLPack device {device} cannot be sent. {_MOVE}")
 
 
 def _to_memoryview(array: Array, detail: str) -> memoryview:
@@ -481,7 +487,8 @@ def _importable(kind: str, dtype: DType) -> bool:
         library = dtypes.import_library("jax.numpy" if base == "jax" else base)
         return bool(dtype.code or dtype.foreign) and hasattr(library, dtype.name)
     if base == "dlpack":
-        return dtype.code > 0 and hasattr(dtypes.import_library(detail), "from_dlpack")
+        known = dtype.code > 0 or dtype.foreign
+        return known and hasattr(dtypes.import_library(detail), "from_dlpack")
     return base != "cupy"
 
 

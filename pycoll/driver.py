@@ -3,8 +3,8 @@
 One lock owns everything. A thread that waits drives: it lets the transports progress until its
 operation is done, and sleeps in poll() between, without the lock. A second thread that must wait
 sleeps until the driver finds its operation done or hands the driving over. While requests are
-pending and nobody waits, a thread in the background drives; it gives way to whoever comes. Nothing
-runs when nobody waits and nothing is pending.
+pending, or a transport is behind with what it has buffered, and nobody waits, a thread in the
+background drives; it gives way to whoever comes. Else nothing runs when nobody waits.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Driver(ABC):
         self._backing = False
         self._alarm: Alarm | None = None
         self._distinct = list(dict.fromkeys(transports))
+        self._may_lag = [t for t in self._distinct if type(t).is_behind is not Transport.is_behind]
         self._control_poller = select.poll()
         if control is not None:
             self._control_poller.register(control.fileno(), select.POLLIN)
@@ -124,7 +125,7 @@ class Driver(ABC):
 
     def _leave(self) -> None:
         self._wake_sleepers()
-        if self._requests or self._front.asleep:
+        if self._front.asleep or self._is_pending():
             self._wake_driver()
         self._let_go()
 
@@ -279,6 +280,10 @@ class Driver(ABC):
             self._front.ring()  # it naps, and what it waits for we do not know
         return worked
 
+    def _is_pending(self) -> bool:
+        """Whether there is something to drive for, though nobody may wait for it."""
+        return bool(self._requests) or any([transport.is_behind for transport in self._may_lag])
+
     def _is_idle(self) -> bool:
         return all(transport.is_idle() for transport in self._distinct)
 
@@ -299,7 +304,7 @@ class Driver(ABC):
     def _wake_driver(self) -> None:
         """See that somebody drives who knows what there is to do."""
         if not self._driving and not self._backing:
-            if self._requests and not self._sleepers and self.closed is None:
+            if self._is_pending() and not self._sleepers and self.closed is None:
                 self._call_background()
             return
         seat = self._front if self._driving else self._back
@@ -318,7 +323,7 @@ class Driver(ABC):
         self._alarm.set()
 
     def _work(self) -> None:
-        """Drive while requests are pending and nobody waits; the whole life of a thread."""
+        """Drive while something is pending and nobody waits; the whole life of a thread."""
         assert self._alarm is not None
         while self.closed is None:
             self._alarm.wait()
@@ -326,7 +331,7 @@ class Driver(ABC):
             self._alarm.is_set = False
             self._backing = True
             try:
-                while self._requests and not self._driving and self.closed is None:
+                while self._is_pending() and not self._driving and self.closed is None:
                     if self._wanted:
                         self._make_room()
                     elif self._progress():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import sys
+import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -227,6 +230,7 @@ def test_a_strided_part_of_a_result_can_be_unwrapped() -> None:
 
 # PyTorch
 
+FLOAT8 = [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 TORCH_DTYPES = [dtype.name for dtype in dtypes.TABLE] + ["float8_e5m2"]
 
 
@@ -277,9 +281,30 @@ def test_tensors_without_plain_memory_are_refused_with_advice(torch: Any) -> Non
         (torch.zeros(3, device="meta"), "CPU"),
         (torch.zeros(3, dtype=torch.complex32), "torch.uint8"),
         (torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8), "x.float"),
+        (torch._efficientzerotensor((3,)), "plain tensor"),
+        (torch.nn.parameter.UninitializedParameter(), "plain tensor"),
     ]:
         with pytest.raises(TypeError, match=advice):
             arrays.wrap(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_of_any_dtype_is_sent_or_refused_with_advice(torch: Any) -> None:
+    every = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+    refused = set()
+    for dtype in every:
+        x = torch.empty(3, dtype=dtype)
+        if dtypes.of_name(str(dtype).removeprefix("torch.")) is None:
+            with pytest.raises(TypeError, match="send its bits"):
+                arrays.wrap(x)
+            refused.add(dtype)
+        else:
+            value = wrapped(x)
+            assert f"torch.{value.dtype}" == str(dtype)
+            assert value.array.ctypes.data == x.data_ptr()
+    assert {str(dtype) for dtype in every - refused} == {
+        f"torch.{name}" for name in [*(dtype.name for dtype in dtypes.TABLE), *FLOAT8]
+    }
 
 
 def test_a_read_only_or_reversed_result_becomes_a_tensor_by_a_copy(torch: Any) -> None:
@@ -667,3 +692,158 @@ def test_as_bytes_of_a_read_only_array_is_read_only() -> None:
     x = np.ones(3)
     x.flags.writeable = False
     assert arrays.as_bytes(x).readonly
+
+
+# Every kind of array, to another rank and back
+
+
+def a_library(x: Any) -> Any:
+    """Return an array of a library that can be imported here, and is made now if it cannot."""
+    if "a_library" not in sys.modules:
+        made = type("Array", (Exported,), {"__module__": "a_library"})
+        sys.modules["a_library"] = types.ModuleType("a_library")
+        vars(sys.modules["a_library"]).update(Array=made, from_dlpack=made)
+    return vars(sys.modules["a_library"])["from_dlpack"](x)
+
+
+def every_array() -> dict[str, Any]:
+    """One array of each kind, dtype, memory order and flag that this process can make."""
+    grid = np.arange(24).reshape(4, 6) % 2
+    found: dict[str, Any] = {}
+    for dtype in dtypes.TABLE:
+        if not dtype.foreign:
+            x = grid.astype(dtype.storage)
+            found[f"numpy {dtype}"] = x
+            found[f"numpy {dtype}, backwards"] = x[::-1, ::2]
+            found[f"numpy {dtype}, transposed"] = x.T
+            found[f"numpy {dtype}, broadcast"] = np.broadcast_to(x[0], (3, 6))  # and read-only
+            found[f"numpy {dtype}, 0-d"] = x[1, 1, ...]
+            found[f"numpy {dtype}, empty"] = x[:, :0]
+            if dtype.family != "c" and dtype is not dtypes.FLOAT16:
+                found[f"memoryview {dtype}"] = x.data
+    unaligned = np.zeros(25, np.uint8)[1:].view(np.float64)
+    unaligned[...] = [1, 2, 3]
+    found["numpy, not aligned"] = unaligned
+    found["array.array"] = array.array("i", [1, 2, 3])
+    found["memoryview, strided and read-only"] = memoryview(bytes(range(9)))[::-2]
+    found["another library"] = a_library(grid.astype(np.float32)[:, ::-2])
+    ml_dtypes = dtypes.import_library("ml_dtypes")
+    if ml_dtypes is not None:
+        found["numpy bfloat16"] = grid.astype(ml_dtypes.bfloat16)[:, ::-1]
+    torch = dtypes.import_library("torch")
+    if torch is not None:
+        for dtype in dtypes.TABLE:
+            x = torch.from_numpy(grid).to(getattr(torch, dtype.name))
+            found[f"torch {dtype}"] = x
+            found[f"torch {dtype}, transposed"] = x.t()[1::2]
+            found[f"torch {dtype}, expanded"] = x[:1].expand(3, 6)
+            found[f"torch {dtype}, 0-d"] = x[1, 1]
+            found[f"torch {dtype}, empty"] = x[:, :0]
+            if dtype.family in "fc":
+                found[f"torch {dtype}, leaf"] = x.clone().requires_grad_()
+            if dtype.family == "c":
+                found[f"torch {dtype}, conjugate"] = (x * 1j).conj()
+                found[f"torch {dtype}, negative"] = (x * 1j).conj().imag
+        found["torch, in shared memory"] = torch.ones(3).share_memory_()
+        found["another library, bfloat16"] = a_library(torch.ones(3).bfloat16())
+    jax = dtypes.import_library("jax")
+    if jax is not None:
+        for name in ("bool", "int8", "uint16", "int32", "float16", "bfloat16", "complex64"):
+            found[f"jax {name}"] = jax.numpy.asarray(grid, name)
+            found[f"jax {name}, 0-d"] = jax.numpy.ones((), name)
+            found[f"jax {name}, empty"] = jax.numpy.ones((0, 3), name)
+    return found
+
+
+def elements(x: Any) -> tuple[str, tuple[int, ...], bytes]:
+    value = wrapped(x)
+    return value.dtype.name, value.array.shape, value.array.tobytes()
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
+def test_every_kind_of_array_comes_back_as_its_own_kind(ranks: Any) -> None:
+    def program(comm: Any) -> list[str]:
+        mine = every_array()
+        other = 1 - comm.rank
+        for name, x in mine.items():
+            results = [
+                comm.sendrecv(x, dest=other, source=other),
+                comm.broadcast(x if comm.rank == 0 else None),
+            ]
+            if "complex" not in name:
+                results.append(comm.all_reduce(x, op="max"))
+            for result in results:
+                assert type(result) is type(x), name
+                assert elements(result) == elements(x), name
+            if "complex" in name:
+                twice = comm.all_reduce(x)
+                assert type(twice) is type(x), name
+                assert np.array_equal(wrapped(twice).array, 2 * wrapped(x).array), name
+        return list(mine)
+
+    names, theirs = ranks(program)
+    assert names == theirs
+    assert len(names) > 80
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
+def test_what_moves_but_does_not_reduce(ranks: Any) -> None:
+    def program(comm: Any) -> None:
+        for dtype in (">f4", "M8[s]", "S3", "U2", [("a", "i1"), ("b", ">f8")], "V5"):
+            x = np.zeros((2, 3), dtype)[:, ::-1]
+            x[0] = np.frombuffer(b"\1" * x.itemsize, dtype)
+            result = comm.sendrecv(x, dest=1 - comm.rank, source=1 - comm.rank)
+            assert (result.dtype, result.tobytes()) == (x.dtype, x.tobytes())
+            result = comm.broadcast(x if comm.rank else None, root=1)
+            assert (result.dtype, result.tobytes()) == (x.dtype, x.tobytes())
+            with pytest.raises(TypeError):
+                comm.all_reduce(x)
+
+    ranks(program)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
+def test_an_array_that_is_being_sent_lives_until_it_is_sent(ranks: Any) -> None:
+    def program(comm: Any) -> None:
+        if comm.rank == 1:
+            comm.barrier()
+            received = comm.recv(source=0)
+            assert (received.shape, received.sum()) == ((1_000_000,), 3_000_000)
+            return
+        memory = np.full(1_000_000, 3.0)
+        alive = weakref.ref(memory)
+        request = comm.isend(Exported(memory), dest=1)
+        del memory
+        gc.collect()
+        assert alive() is not None
+        assert not request.test()  # larger than what is buffered
+        comm.barrier()
+        request.wait()
+        del request
+        gc.collect()
+        assert alive() is None
+
+    ranks(program)
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+def test_a_result_keeps_its_elements_whatever_comes_after_it(ranks: Any, library: str) -> None:
+    pytest.importorskip(library)
+
+    def program(comm: Any) -> None:
+        module = dtypes.import_library(library)
+        kept = []
+        again = comm.persistent.all_reduce(module.full((20_000,), 1.0))
+        for number in range(6):
+            x = module.full((20_000,), float(number))
+            kept.append((2 * number, comm.all_reduce(x)))
+            kept.append((number, comm.sendrecv(x, dest=1 - comm.rank, source=1 - comm.rank)))
+            kept.append((number, comm.broadcast(x if comm.rank == 0 else None)))
+            kept.append((2 * number, comm.all_reduce_many([x, x])[1]))
+            again.start()
+            kept.append((2, again.wait()))
+        for number, result in kept:
+            assert (np.asarray(result) == number).all()
+
+    ranks(program)

@@ -25,7 +25,7 @@ import pytest
 from pycoll.errors import PeerFailed, TransportError
 from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Arrival, Transfer, Withdrawn
 from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
-from pycoll.transports.rdma_frames import PIECE, RECEIVES
+from pycoll.transports.rdma_frames import PACKED_RECEIVES, PIECE, RECEIVES
 from pycoll.transports.rdma_lane import SEGMENT
 from pycoll.transports.rdma_link import MOST_FAILURES, Link
 from pycoll.transports.rdma_queues import DRAIN_S, SEND_SLOTS, SLOT
@@ -889,7 +889,7 @@ def test_numbers_of_messages_begin_anew_after_the_last(world: World) -> None:
 def test_close_does_not_wait_longer_than_it_may_for_one_that_is_silent(world: World) -> None:
     world.connect()
     for _ in range(2 * RECEIVES):
-        world.send(0, 1, b"", b"")
+        world.send(0, 1, b"", bytes(10_000))
     began = time.monotonic()
     world.nodes[0].transport.close(0.2)
     assert 0.2 <= time.monotonic() - began < 1.0
@@ -919,3 +919,22 @@ def test_buffered_bytes_are_owed_until_they_are_consumed(world: World) -> None:
     world.settle()
     assert sent[-1].done
     check_at_rest(world)
+
+
+def test_what_is_sent_to_one_that_computes_is_packed_into_the_last_frames(world: World) -> None:
+    world.send(0, 1, b"", b"a link")
+    world.arrivals(1, 1)
+    world.quiet(0, 1)
+    number = 500
+    for i in range(number):
+        world.send(0, 1, b"%d" % i, bytes([i % 256]) * 50)
+    fabric = world.fabric
+    sent = fabric.counts["send"]
+    world.nodes[0].transport.close(5.0)  # rank 1 does nothing meanwhile: its device takes them
+    assert fabric.counts["send"] - sent <= PACKED_RECEIVES + 1
+    world.run(lambda: world.nodes[1].ended == [0], ranks=[1])
+    arrivals = world.nodes[1].arrivals[1:]
+    assert [arrival.header for arrival in arrivals] == [b"%d" % i for i in range(number)]
+    assert [bytes(arrival.payload or b"")[:1] for arrival in arrivals] == [
+        bytes([i % 256]) for i in range(number)
+    ]

@@ -207,6 +207,14 @@ class Transport(ABC):
     def progress(self) -> bool:
         """Do what can be done without blocking; True if something was done."""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something that was buffered waits here for the peer.
+
+        Then somebody should call `progress` even if no operation is under way.
+        """
+        return False
+
     @abstractmethod
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress` may have something to do.

@@ -235,6 +235,10 @@ class RdmaTransport(Transport):
 
     # --- waiting ---------------------------------------------------------------------------
 
+    @property
+    def is_behind(self) -> bool:
+        return bool(self.endpoint.behind)
+
     def fileno(self) -> int:
         return self._device.fileno()
 

@@ -29,6 +29,11 @@ SPARE_RECEIVES = 2
 """Receives for frames that only give back. One is sent when half of RECEIVES are to be given back,
 so two are under way at most."""
 
+PACKED_RECEIVES = 4
+"""The last of RECEIVES, which only full frames may use, and the last that there are: of what small
+messages are packed into them, much more reaches a peer that computes. One that takes frames in
+gives receives back before they come to these."""
+
 SIGNAL_EVERY = 8
 """Inline sends after which one has a completion: that of all of them."""
 
@@ -99,11 +104,12 @@ class Frames:
     @property
     def has_room(self) -> bool:
         """Whether the next message of one frame would be sent at once."""
-        return not self._backlog and self._may_post()
+        return not self._backlog and self._may_post(is_full=False)
 
-    def _may_post(self) -> bool:
+    def _may_post(self, is_full: bool) -> bool:
         busy = len(self.queue) >= MAX_SENDS - SPARE_RECEIVES
-        if busy or not self.is_open or self.credits <= 0:
+        kept = 0 if is_full or self.is_last else PACKED_RECEIVES
+        if busy or not self.is_open or self.credits <= kept:
             return False
         if not self._endpoint.free:
             self._endpoint.is_short = True
@@ -128,15 +134,19 @@ class Frames:
             return
         for part in (head, header, *parts):
             self._backlog += part
+        self._endpoint.behind.add(self)
         self.pump()
 
     def pump(self) -> None:
         """Send what waits, as far as there is room, and give receives back if it is time."""
-        while self._backlog and self._may_post():
-            with memoryview(self._backlog)[: SLOT - _RETURNED.size] as content:
+        most = SLOT - _RETURNED.size
+        while self._backlog and self._may_post(is_full=len(self._backlog) >= most):
+            with memoryview(self._backlog)[:most] as content:
                 nbytes = len(content)
                 self._post((content,), nbytes)
             del self._backlog[:nbytes]
+        if not self._backlog:
+            self._endpoint.behind.discard(self)
         if self.is_open and self._unreturned >= RECEIVES // 2:
             if not self._endpoint.free:
                 self._endpoint.is_short = True
@@ -214,6 +224,7 @@ class Frames:
         self.is_open = False
         self.failure = self.failure or "it is closed"
         self._backlog.clear()
+        self._endpoint.behind.discard(self)
         for give_back in self.queue.close():
             give_back()
 

@@ -68,6 +68,7 @@ class Endpoint:
         device: the same.
         registrations: of payloads.
         sending: memory for frames to be sent; `free` of it.
+        behind: those with frames that wait, for whatever.
         is_short: whether some frame waits for such memory.
         failing: those to whom nothing can be sent any more, and have not been told: who, and why.
         failure: why the device is of no use any more, or "".
@@ -80,6 +81,7 @@ class Endpoint:
         self.registrations = Registrations(device.register)
         self.sending = Slots(device, SEND_SLOTS)
         self.free = list(range(SEND_SLOTS))
+        self.behind: set[Any] = set()
         self.is_short = False
         self.failing: deque[tuple[Any, str]] = deque()
         self.failure = ""

@@ -193,12 +193,13 @@ ok()
 
 
 def test_a_rank_killed_in_the_middle_of_large_writes_fails_both_directions(job: Any) -> None:
-    # Rank 3 writes to 0, and 1 to it, when 0 sees the first bytes; 2 has sent it something before.
+    # Rank 3 writes to 0, and 1 to it, when 0 sees the first bytes.
     done = job(
         4,
         RESOURCES
         + """
 nbytes = 32 << 20
+survivors = comm.split(0 if rank < 3 else None)
 pids = comm.all_gather(os.getpid())
 x = np.full(nbytes, rank + 1, np.uint8)
 if rank == 3:
@@ -223,14 +224,12 @@ elif rank == 1:
     peer_failed(3, SIGKILL, lambda: [comm.send(x, 3) for _ in range(8)], within=FAILURE_S)
 else:
     peer_failed(3, SIGKILL, comm.barrier, within=FAILURE_S)
-ok()
 # The others still reach each other.
-others = (rank + 1) % 3, (rank - 1) % 3
-got = comm.sendrecv(x[:200_000], *others, sendtag=1, recvtag=1)
-assert (got == others[1] + 1).all()
+right, left = (rank + 1) % 3, (rank - 1) % 3
+assert (survivors.sendrecv(x[:200_000], right, left) == left + 1).all()
 if rank == 0:
     assert (out == before).all()
-print("again", rank)
+ok()
 """,
         *RDMA,
     )
@@ -306,10 +305,10 @@ assert own("qp") >= 2 and own("mr") > 0
 peer = comm.sendrecv(os.getpid(), 1 - rank, 1 - rank)
 if rank == 0:
     await_end(peer)
-    assert [comm.recv(1) for _ in range(100)] == [*range(100)]
+    assert [comm.recv(1) for _ in range(4)] == [*range(4)]
     assert comm.recv(1).size == 5000
 else:
-    for number in range(100):
+    for number in range(4):
         comm.send(number, 0)
     comm.send(large[:5000], 0)
 pycoll.finalize()
