@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transport_world import World
 
 from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST
 from pycoll.transports.rdma_frames import PIECE, RECEIVES
 from pycoll.transports.rdma_lane import SEGMENT
 from pycoll.transports.rdma_queues import SLOT
 from pycoll.transports.verbs import INLINE
-
-# A file of this folder, which is on no path.
-_spec = importlib.util.spec_from_file_location(
-    "transport_world", Path(__file__).with_name("transport_world.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-transport_world: Any = sys.modules.setdefault(
-    "transport_world", importlib.util.module_from_spec(_spec)
-)
-if not hasattr(transport_world, "World"):
-    _spec.loader.exec_module(transport_world)
-World = transport_world.World
 
 HEADER = b"h" * 30  # about what the engine's take
 MOST_INLINE = INLINE - (SLOT - PIECE) - len(HEADER)

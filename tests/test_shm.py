@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import select
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from transport_world import Node, World
 
 from pycoll import arrays
 from pycoll.context import KIND_P2P, P2P
@@ -25,24 +25,10 @@ from pycoll.errors import PeerFailed
 from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Withdrawn
 from pycoll.transports.shm import ShmTransport, missing_core, open_host
 
-# A file of this folder, which is on no path.
-_spec = importlib.util.spec_from_file_location(
-    "transport_world", Path(__file__).with_name("transport_world.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-transport_world: Any = sys.modules.setdefault(
-    "transport_world", importlib.util.module_from_spec(_spec)
-)
-if not hasattr(transport_world, "World"):
-    _spec.loader.exec_module(transport_world)
-Node = transport_world.Node
-World = transport_world.World
-
 if missing_core() is not None:
     pytest.skip("the compiled core is not built", allow_module_level=True)
 
-from pycoll.transports._core import Host, PointToPoint  # noqa: E402  it may be missing
+from pycoll.transports._core import Host, PointToPoint
 
 LARGE = 5 * 2**20 + 12345
 IDENT = 7

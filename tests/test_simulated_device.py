@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import select
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import simulated_device
 
 from pycoll.transports.verbs import (
     FLUSHED,
@@ -24,18 +22,6 @@ from pycoll.transports.verbs import (
     VerbsError,
     probe,
 )
-
-# A file of this folder, which is on no path.
-_spec = importlib.util.spec_from_file_location(
-    "simulated_device", Path(__file__).with_name("simulated_device.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-simulated_device: Any = sys.modules.setdefault(
-    "simulated_device", importlib.util.module_from_spec(_spec)
-)
-if not hasattr(simulated_device, "Fabric"):
-    _spec.loader.exec_module(simulated_device)
 
 SLOT = 256
 LARGE = 1 << 20

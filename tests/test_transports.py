@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import select
@@ -11,32 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from transport_world import DEADLINE_S, Node, World
 
 from pycoll import transports
 from pycoll.errors import PeerFailed, TransportError
 from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer, Withdrawn
 from pycoll.transports.shm import missing_core
 from pycoll.transports.tcp import AHEAD, SEGMENT, WINDOW, TcpTransport
-
-# A file of this folder, which is on no path.
-_spec = importlib.util.spec_from_file_location(
-    "transport_world", Path(__file__).with_name("transport_world.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-transport_world: Any = sys.modules.setdefault(
-    "transport_world", importlib.util.module_from_spec(_spec)
-)
-if not hasattr(transport_world, "World"):
-    _spec.loader.exec_module(transport_world)
-DEADLINE_S = transport_world.DEADLINE_S
-Node = transport_world.Node
-World = transport_world.World
 
 BETWEEN_PROCESSES = [
     "tcp",

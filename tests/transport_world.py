@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from simulated_device import Fabric
 
 from pycoll.transports import rdma_devices
 from pycoll.transports.base import Arrival, Transfer, Transport
@@ -18,18 +17,6 @@ from pycoll.transports.inproc import Hub, InprocTransport
 from pycoll.transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
 from pycoll.transports.shm import ShmTransport
 from pycoll.transports.tcp import TcpTransport
-
-# A file of this folder, which is on no path.
-_spec = importlib.util.spec_from_file_location(
-    "simulated_device", Path(__file__).with_name("simulated_device.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-simulated_device: Any = sys.modules.setdefault(
-    "simulated_device", importlib.util.module_from_spec(_spec)
-)
-if not hasattr(simulated_device, "Fabric"):
-    _spec.loader.exec_module(simulated_device)
 
 DEADLINE_S = 30.0
 
@@ -90,7 +77,7 @@ class World:
         if kind == "tcp":
             return [TcpTransport(rank) for rank in range(size)]
         if kind == "rdma, simulated":
-            self.fabric = simulated_device.Fabric(seed=size)
+            self.fabric = Fabric(seed=size)
             limits = receives_for(size - 1), completions_for(size - 1)
             return [
                 RdmaTransport(rank, self.fabric.device(*limits), "simulated")

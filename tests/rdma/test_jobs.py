@@ -305,10 +305,10 @@ assert own("qp") >= 2 and own("mr") > 0
 peer = comm.sendrecv(os.getpid(), 1 - rank, 1 - rank)
 if rank == 0:
     await_end(peer)
-    assert [comm.recv(1) for _ in range(4)] == [*range(4)]
+    assert [comm.recv(1) for _ in range(100)] == [*range(100)]
     assert comm.recv(1).size == 5000
 else:
-    for number in range(4):
+    for number in range(100):
         comm.send(number, 0)
     comm.send(large[:5000], 0)
 pycoll.finalize()
