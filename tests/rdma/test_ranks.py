@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -343,43 +343,72 @@ def test_what_was_sent_arrives_while_its_sender_calls_nothing(ranks: Any) -> Non
 # --- giving up ---------------------------------------------------------------------------------
 
 
+LONG = 40 * SEGMENT
+"""Bytes of a message of which a sender that is stopped at the first has not posted all."""
+
+
+def give_up_half_way(out: Array, sender: int, call: Callable[..., Any], *args: Any) -> Array:
+    """Stop the sender when the first bytes are in `out`; `call`, which fills it, must time out.
+
+    Returns places of `out`, one of each write and more, which must not change any more.
+    """
+
+    def stop() -> None:
+        while not out[0]:
+            pass
+        os.kill(sender, signal.SIGSTOP)
+
+    watching = threading.Thread(target=stop)
+    watching.start()
+    with pytest.raises(pycoll.OperationTimeout):
+        call(*args, timeout=3.0)
+    before = out[:: SEGMENT // 4].copy()
+    watching.join()
+    assert before[0]
+    assert not before[-1]
+    os.kill(sender, signal.SIGCONT)
+    return before
+
+
 @jobs(TWO)
 def test_a_receive_that_gives_up_half_way_leaves_its_memory_alone(ranks: Any) -> None:
-    """The sender is stopped when the first bytes have come; the message is there for the next."""
+    """And the message is there for the next."""
 
     def program(comm: Comm) -> None:
-        nbytes = 40 * SEGMENT  # more than a sender has under way
         if comm.rank == 0:
             comm.send(os.getpid(), 1)
-            x = np.full(nbytes, 7, np.uint8)
+            x = np.full(LONG, 7, np.uint8)
             for _ in range(2):
                 comm.send(x, 1, tag=1)
                 assert comm.recv(1) == "go on"
             return
         sender = comm.recv(0)
         for _ in range(2):
-            out = np.zeros(nbytes, np.uint8)
-
-            def stop(out: Array) -> None:
-                while not out[0]:
-                    pass
-                os.kill(sender, signal.SIGSTOP)
-
-            watching = threading.Thread(target=stop, args=(out,))
-            watching.start()
-            with pytest.raises(pycoll.OperationTimeout):
-                comm.recv(0, tag=1, out=out, timeout=3.0)
-            sample = out[:: SEGMENT // 4]  # of every write: looked at before the device goes on
-            before = sample.copy()
-            watching.join()
-            assert before[0]
-            assert not before[-1]
-            os.kill(sender, signal.SIGCONT)
+            out = np.zeros(LONG, np.uint8)
+            before = give_up_half_way(out, sender, comm.recv, 0, 1, out)
             again = comm.recv(0, tag=1)
-            assert again.nbytes == nbytes
+            assert again.nbytes == LONG
             assert (again == 7).all()
-            assert (sample == before).all()
+            check(out[:: SEGMENT // 4], before)
             comm.send("go on", 0)
+
+    ranks(program)
+
+
+@jobs(TWO)
+def test_a_collective_that_gives_up_half_way_leaves_its_memory_alone(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        broken, out = comm.dup(), np.zeros(LONG, np.uint8)
+        before = np.empty(0)
+        if comm.rank == 0:
+            comm.send(os.getpid(), 1)
+            with pytest.raises(pycoll.Error):
+                broken.broadcast(np.full(LONG, 7, np.uint8), 0)
+        else:
+            before = give_up_half_way(out, comm.recv(0), broken.broadcast, out, 0)
+        large = pattern(comm.rank, 3 * SEGMENT)
+        check(comm.sendrecv(large, 1 - comm.rank), pattern(1 - comm.rank, 3 * SEGMENT))
+        check(out[:: SEGMENT // 4][: before.size], before)
 
     ranks(program)
 
