@@ -17,7 +17,14 @@ from transport_world import DEADLINE_S, Node, World
 
 from pycoll import transports
 from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer, Withdrawn
+from pycoll.transports.base import (
+    CREDIT,
+    EAGER_LIMIT,
+    MESSAGE_COST,
+    Arrival,
+    Transfer,
+    Withdrawn,
+)
 from pycoll.transports.shm import missing_core
 from pycoll.transports.tcp import AHEAD, SEGMENT, WINDOW, TcpTransport
 
@@ -80,6 +87,25 @@ def test_a_small_message_is_done_when_send_returns_and_its_memory_is_free(world:
     (arrival,) = world.arrivals(1, 1)
     assert arrival.payload is not None
     assert bytes(arrival.payload) == b"before"
+
+
+def test_a_payload_that_came_with_its_header_stays_until_it_is_released(world: World) -> None:
+    seen: list[memoryview] = []
+    node = world.nodes[1]
+
+    def arrived(arrival: Arrival) -> None:  # as one that uses it later
+        assert arrival.payload is not None
+        seen.append(arrival.payload)
+        node.arrivals.append(arrival)
+
+    node.arrived = arrived
+    number = 60
+    for i in range(number):
+        world.send(0, 1, b"", bytes([i]) * 5000)
+        world.run(lambda i=i: len(seen) > i)  # type: ignore[misc]
+    assert [bytes(view) for view in seen] == [bytes([i]) * 5000 for i in range(number)]
+    for arrival in node.arrivals:
+        arrival.release()
 
 
 def test_a_large_message_is_done_only_after_it_was_accepted(world: World) -> None:

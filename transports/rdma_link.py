@@ -415,12 +415,12 @@ class Link:
         if self._transport.is_closing and kind in (_EAGER, _READY):
             return  # it comes too late
         if kind == _EAGER:
-            arrival = _RdmaArrival(self, bytes(message.header), len(message.body), message.body, 0)
-            handler.arrived(arrival)
-            payload = arrival.payload
-            if payload is not None and not isinstance(payload.obj, bytearray):
-                # It stays, and the frame does not.
-                arrival.payload = memoryview(bytes(payload))
+            # The frame goes back at once, and the payload may be wanted for long: so out of it.
+            body = message.body
+            payload = body if isinstance(body.obj, bytearray) else memoryview(bytes(body))
+            handler.arrived(
+                _RdmaArrival(self, bytes(message.header), len(payload), payload, number)
+            )
         elif kind == _READY:
             arrival = _RdmaArrival(self, bytes(message.header), message.number, None, number)
             self._waiting[number] = arrival
