@@ -149,6 +149,15 @@ class Arrival(ABC):
     def release(self) -> None:
         """Say that the payload was used in place, or drop a message nobody wants."""
 
+    def copy(self, into: memoryview) -> Transfer:
+        """Accept a payload that is here."""
+        assert self.payload is not None
+        into[: self.nbytes] = self.payload
+        self.release()
+        transfer = Transfer()
+        transfer.finish()
+        return transfer
+
 
 class Handler(Protocol):
     """What a transport tells its owner, always under the owner's lock."""

@@ -93,12 +93,6 @@ class _Send(Transfer):
             self.receiver.post(self.withdrawn)
 
 
-class _Receive(Transfer):
-    """A receive here is one copy, done when `accept` returns: nothing is left to redirect."""
-
-    __slots__ = ()
-
-
 class _InprocArrival(Arrival):
     __slots__ = ("_message", "_on_used")
 
@@ -116,14 +110,10 @@ class _InprocArrival(Arrival):
         self._on_used = on_used
 
     def accept(self, into: memoryview) -> Transfer:
-        transfer = _Receive()
-        if self._message is not None:
-            transfer.finish(None if self._message.take(into) else Withdrawn())
-        else:
-            assert self.payload is not None
-            into[: self.nbytes] = self.payload
-            self.release()
-            transfer.finish()
+        if self._message is None:
+            return self.copy(into)
+        transfer = Transfer()  # one copy, done when this returns: nothing is left to redirect
+        transfer.finish(None if self._message.take(into) else Withdrawn())
         return transfer
 
     def release(self) -> None:

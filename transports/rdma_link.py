@@ -160,13 +160,9 @@ class _RdmaArrival(Arrival):
         self.id = number
 
     def accept(self, into: memoryview) -> Transfer:
-        if self.payload is None:
-            return self.link.accept(self, into)
-        transfer = Transfer()
-        into[: self.nbytes] = self.payload
-        self.release()
-        transfer.finish()
-        return transfer
+        if self.payload is not None:
+            return self.copy(into)
+        return self.link.accept(self, into)
 
     def release(self) -> None:
         if self.payload is None:

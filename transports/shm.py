@@ -165,12 +165,7 @@ class _Buffered(Arrival):
         self._block = block
 
     def accept(self, into: memoryview) -> Transfer:
-        assert self.payload is not None
-        into[: self.nbytes] = self.payload
-        self.release()
-        transfer = Transfer()
-        transfer.finish()
-        return transfer
+        return self.copy(into)
 
     def release(self) -> None:
         if self.payload is not None:

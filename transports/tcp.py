@@ -180,13 +180,9 @@ class _TcpArrival(Arrival):
         self.ahead = ahead
 
     def accept(self, into: memoryview) -> Transfer:
-        if self.payload is None:
-            return self.transport.accept(self, into)
-        transfer = Transfer()
-        into[: self.nbytes] = self.payload
-        self.release()
-        transfer.finish()
-        return transfer
+        if self.payload is not None:
+            return self.copy(into)
+        return self.transport.accept(self, into)
 
     def release(self) -> None:
         if self.payload is None:
