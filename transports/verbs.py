@@ -299,6 +299,7 @@ class Device:
         self._recv_wr, self._sge = verbs.wr.RecvWR, verbs.wr.SGE
         self._poller = select.poll()
         self._poller.register(self._descriptor, select.POLLIN)
+        self._is_open = True
         _open_devices.add(self)
 
     def _open_channel(self) -> tuple[Any, int]:
@@ -458,9 +459,11 @@ class Device:
     def poll(self, most: int) -> list[Any]:
         """Return completions: at most so many, in the order in which they came.
 
-        Each has `wr_id` (the number of the work request), `status`, and if that is SUCCESS of a
+        None after `close`. Each has `wr_id` (the number of the work request), `status`, and if that is SUCCESS of a
         receive: `opcode`, `byte_len`, `qp_num` of the queue pair, `imm_data`.
         """
+        if not self._is_open:
+            return []
         try:
             completions: list[Any] = self._cq.poll(most)[1]
         except Exception as exc:
@@ -474,10 +477,16 @@ class Device:
     def arm(self) -> None:
         """Have the next completion make the descriptor readable."""
         with _telling("the completion queue has failed"):
-            self._cq.req_notify()
+            if self._is_open:
+                self._cq.req_notify()
 
     def disarm(self) -> None:
-        """Make the descriptor unreadable again."""
+        """Make the descriptor unreadable again; after `close` there is none, and this does nothing.
+
+        A thread that slept on it may come to it when another one has closed the device.
+        """
+        if not self._is_open:
+            return
         events = 0
         while self._poller.poll(0):
             with contextlib.suppress(self.verbs.pyverbs_error.PyverbsError):
@@ -488,8 +497,9 @@ class Device:
 
     def close(self) -> None:
         """Give everything back. May be called again; not in a fork."""
-        if os.getpid() != self._pid or self not in _open_devices:
+        if os.getpid() != self._pid or not self._is_open:
             return
+        self._is_open = False
         _open_devices.discard(self)
         held = [self._srq, self._cq, self._channel, self._pd, self._context]
         for thing in (*(self._held - set(held)), *held):
