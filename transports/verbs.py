@@ -459,8 +459,9 @@ class Device:
     def poll(self, most: int) -> list[Any]:
         """Return completions: at most so many, in the order in which they came.
 
-        None after `close`. Each has `wr_id` (the number of the work request), `status`, and if that is SUCCESS of a
-        receive: `opcode`, `byte_len`, `qp_num` of the queue pair, `imm_data`.
+        Each has `wr_id` (the number of the work request), `status`, and if that is SUCCESS of a
+        receive: `opcode`, `byte_len`, `qp_num` of the queue pair, `imm_data`. After `close` there
+        are none.
         """
         if not self._is_open:
             return []
