@@ -225,7 +225,8 @@ static PyObject *comm_attach(pc_comm *comm, PyObject *allowed) {
 
 static void detach(pc_comm *comm) {
     comm->usable = false;
-    if (comm->entry >= 0 && !comm->busy) {
+    /* The objects of a fork's child are ended by its interpreter, but the entry is its parent's. */
+    if (comm->entry >= 0 && !comm->busy && getpid() == comm->owner) {
         pc_host_detach(comm->host, comm->entry, comm->size, comm->region, comm->region_nbytes);
         comm->entry = -1;
         comm->region = NULL;
@@ -481,6 +482,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     comm->rank = rank;
     comm->size = (int)size;
     comm->entry = -1;
+    comm->owner = getpid();
     comm->sleep = Py_NewRef(sleep);
     comm->mismatch = Py_NewRef(mismatch);
     comm->give_up = Py_NewRef(give_up);

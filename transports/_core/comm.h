@@ -57,6 +57,7 @@ typedef struct pc_comm {
     bool direct;     /* every rank may read every other's memory */
     bool far;        /* their cores share no cache, or behave so */
     bool measured;   /* whether that is known */
+    pid_t owner;     /* the process that made it, and not a fork of that */
     bool usable;     /* attached, not broken, no default deadline: the short way may be taken */
     bool busy;       /* a call is under way */
     uint64_t number; /* of the last call */
