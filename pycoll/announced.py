@@ -18,7 +18,7 @@ from pycoll.collectives import piece_ends, rows, type_text
 from pycoll.errors import MismatchError
 from pycoll.executor import Binding, Whole
 from pycoll.group import Group
-from pycoll.p2p import Outgoing, contiguous
+from pycoll.p2p import Outgoing, contiguous, pulled
 from pycoll.scratch import new_bytes
 from pycoll.select import Choice
 from pycoll.task import CallSteps
@@ -107,6 +107,7 @@ def broadcast(
         is_free = algorithm is None and not group.is_named("broadcast")
         inline = None
         if is_free and outgoing.nbytes <= INLINE_NBYTES:
+            yield from pulled(group, outgoing.value)
             inline = b"".join(outgoing.parts)
         announcement = Announcement(
             outgoing.is_object, outgoing.nbytes, chosen, outgoing.description, inline
@@ -136,7 +137,7 @@ def broadcast_result(value: Value | None, target: memoryview, mine: Value | None
             return arrays.unwrap(value)
         mine.array[...] = value.array
     assert mine is not None
-    return mine.original
+    return arrays.unwrap(mine)
 
 
 def broadcast_target(
@@ -215,7 +216,8 @@ def scatter(
         target = new_bytes(lengths[group.rank])
     else:
         dtype, kind, shape = arrays.from_description(announcement.description)
-        value = arrays.fresh(dtype, kind, shape)
+        gpu = blocks.gpu if isinstance(blocks, Value) else None
+        value = arrays.fresh(dtype, kind, shape, gpu)
         target = arrays.as_bytes(value.array)
         lengths = [len(target)] * group.size
     targets: list[memoryview | None] = [None] * group.size

@@ -29,21 +29,22 @@ class Target:
     Attributes:
         array: the result, as the caller will see it.
         memory: the same, C-contiguous: what a call writes to.
+        value: both, as a Value.
     """
 
     def __init__(self, out: Any, x: Value, shape: tuple[int, ...]) -> None:
         self._out = out
-        self._value = (
-            arrays.fresh(x.dtype, x.kind, shape)
+        self.value = (
+            arrays.fresh(x.dtype, x.kind, shape, x.gpu)
             if out is None
             else arrays.check_out(out, x.dtype, shape)
         )
-        self.array = self._value.array
+        self.array = self.value.array
         self.memory = self.array if self.array.flags.c_contiguous else self.array.copy(order="C")
 
-    def check_overlap(self, x: Array, in_place: tuple[Array, Array] | None = None) -> None:
-        """Refuse an `out` that overlaps x, unless the two arrays `in_place` are the same memory."""
-        if self._out is None or not arrays.overlap(self.array, x):
+    def check_overlap(self, x: Value, in_place: tuple[Array, Array] | None = None) -> None:
+        """Refuse an `out` that overlaps x, unless two places `in_place` are the same memory."""
+        if self._out is None or not arrays.overlap(self.value.place, x.place):
             return
         if in_place is None or not _same_memory(*in_place):
             raise ValueError(
@@ -53,11 +54,9 @@ class Target:
 
     def result(self) -> Any:
         """Return what the caller gets."""
-        if self._out is None:
-            return arrays.unwrap(self._value)
         if self.memory is not self.array:
             self.array[...] = self.memory
-        return self._out
+        return arrays.unwrap(self.value)
 
 
 def check_root(root: int, size: int) -> int:
@@ -92,7 +91,7 @@ def check_status(status: object) -> None:
 def check_apart(x: Any, out: Value | None) -> None:
     """Refuse an `out` that overlaps what is sent at the same time."""
     value = arrays.wrap(x) if out is not None else None
-    if value is not None and out is not None and arrays.overlap(value.array, out.array):
+    if value is not None and out is not None and arrays.overlap(value.place, out.place):
         raise ValueError("out overlaps x, which is being sent. Pass an array of its own.")
 
 
@@ -190,8 +189,8 @@ def fillable(x: Any) -> Value | None:
     """Return the array that a broadcast fills off root."""
     if x is None:
         return None
-    value = arrays.wrap(x)
-    if value is None or value.kind == "jax" or not value.array.flags.writeable:
+    value = arrays.wrap(x, writing=True)
+    if value is None or value.kind in ("jax", "cuda:jax") or not value.place.flags.writeable:
         return None
     return arrays.check_out(x, value.dtype, value.array.shape)
 
@@ -200,7 +199,7 @@ def fillable_out(out: Any) -> Value | None:
     """Check as much of `out` as can be before its message has come."""
     if out is None:
         return None
-    value = arrays.wrap(out)
+    value = arrays.wrap(out, writing=True)
     if value is None:
         raise TypeError(f"out is a writable array, not a {type(out).__name__}")
     return arrays.check_out(out, value.dtype, value.array.shape)

@@ -9,8 +9,10 @@ user's object comes from them, or when a result of their kind is to be made.
     unwrap(value)      the kind of object the user passed in
 
 A kind names what `unwrap` makes: numpy, torch, jax, cupy, memoryview, array, dlpack:MODULE, and
-for reductions int, float, complex, bool, numpy_scalar and pair. Where the dtype alone does not
-tell (C's long and long long are both int64) the character that does follows: ``array:q``,
+for reductions int, float, complex, bool, numpy_scalar and pair; ``cuda:torch`` is torch on a GPU:
+such an array has an image in host memory (`staging`), and nobody else sees more of it. Where the
+dtype alone does not tell (C's long and long long are both int64) the character that does follows:
+``array:q``,
 ``memoryview:c``, ``numpy_scalar:Q``. A pair names the kinds of its two numbers: ``pair:float,int``.
 """
 
@@ -24,12 +26,20 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from pycoll import dlpack, dtypes
 from pycoll.dtypes import Array, DType
+from pycoll.errors import TransportError
+from pycoll.late import Late
+
+if TYPE_CHECKING:
+    from pycoll import cuda, staging
+    from pycoll.staging import Stage
+else:  # for arrays on a GPU alone
+    cuda, staging = Late("pycoll.cuda"), Late("pycoll.staging")
 
 _OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple, np.generic)
 _NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], DType]]] = {
@@ -41,7 +51,8 @@ _NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], DType]]] = {
 
 _NUMBER: Final = r"int|float|complex|bool|numpy_scalar(?::[qQ])?"
 _KIND: Final = re.compile(
-    r"numpy|torch|jax|cupy|memoryview(?::[qQnNc])?|array(?::[qQ])?|dlpack:[A-Za-z_]\w{0,63}"
+    r"numpy|(?:cuda:)?(?:torch|jax|cupy|dlpack:[A-Za-z_]\w{0,63})"
+    r"|memoryview(?::[qQnNc])?|array(?::[qQ])?"
     rf"|(?P<number>{_NUMBER})|(?P<pair>pair:(?:{_NUMBER}),(?:{_NUMBER}))",
     re.ASCII,
 )
@@ -49,6 +60,8 @@ _KIND: Final = re.compile(
 # Steps that np.shares_memory may take to decide exactly; slices of one array need a handful.
 _OVERLAP_WORK: Final = 10_000
 
+_ON_GPU = "cuda:"
+_NOT_LENT = "a {} array cannot be sent: {}. Convert it first, for example to a NumPy array."
 _MOVE = "Move it to the CPU first (PyTorch: x.cpu(), CuPy: x.get(), JAX: jax.device_get(x))."
 
 
@@ -62,24 +75,38 @@ class Value:
         kind: what `unwrap` makes of it (see the module).
         original: the user's object if `unwrap` shall return that very object, else None. It
             also keeps the memory alive.
+        stage: of an array on a GPU, whose image `array` is.
+        gpu: number of the GPU on which it is, or where a result of it shall be.
     """
 
     array: Array
     dtype: DType
     kind: str
     original: object = None
+    stage: Stage | None = None
+    gpu: int | None = None
+
+    @property
+    def place(self) -> Array:
+        """The addresses of the elements where the user has them; only to be compared."""
+        return self.array if self.stage is None else self.stage.place
 
 
-def wrap(x: object) -> Value | None:
+def wrap(x: object, writing: bool = False) -> Value | None:
     """Return the array `x` as a Value over the same memory; None if it travels as an object.
+
+    Args:
+        x: what the user has passed.
+        writing: it shall be written to.
 
     Objects are str, bytes, bytearray, numbers, NumPy scalars, None, containers, arrays of Python
     objects, and everything else that is not an array. Host memory is never copied, with two
     exceptions: lazily conjugated or negated PyTorch tensors, and JAX arrays that are spread over
-    several devices.
+    several devices. Of an array on a GPU, the Value's array is the image, empty as yet.
 
     Raises:
-        TypeError: an array that can be neither (on a GPU, sparse, masked); says what to do.
+        TypeError: an array that can be neither (on a GPU that cannot be reached, sparse, masked);
+            says what to do.
     """
     if isinstance(x, np.ndarray):
         return _wrap_numpy(x)
@@ -91,7 +118,7 @@ def wrap(x: object) -> Value | None:
         return _wrap_array(x)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
-        return _wrap_torch(torch, x)
+        return _wrap_torch(torch, x, writing)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, getattr(jax, "Array", ())):
         return _wrap_jax(x)
@@ -129,14 +156,20 @@ def wrap_operand(x: object) -> Value:
     )
 
 
-def fresh(dtype: DType, kind: str, shape: tuple[int, ...]) -> Value:
+def fresh(dtype: DType, kind: str, shape: tuple[int, ...], gpu: int | None = None) -> Value:
     """Return an uninitialized C-contiguous Value that `unwrap` turns into the given kind.
 
-    The kind becomes ``"numpy"`` if its library cannot be imported here or lacks the dtype.
+    The kind becomes ``"numpy"`` if its library cannot be imported here or lacks the dtype, and that
+    of the host if no GPU can be used here. On which GPU: `gpu`, None: the current one.
 
     Raises:
         TypeError: the result would be a NumPy array of bfloat16, and ml_dtypes is missing.
     """
+    if kind.startswith(_ON_GPU):
+        value = _fresh_on_gpu(dtype, kind.removeprefix(_ON_GPU), shape, gpu)
+        if value is not None:
+            return value
+        kind = kind.removeprefix(_ON_GPU)
     if not _importable(kind, dtype):
         kind = "numpy"
     if kind == "numpy":
@@ -147,12 +180,19 @@ def fresh(dtype: DType, kind: str, shape: tuple[int, ...]) -> Value:
 def unwrap(value: Value) -> Any:
     """Return the user's kind of object over `value.array`, without a copy where the kind can.
 
-    An array.array is a copy, a JAX array may be one. What has no such form (an array.array
-    that is not one-dimensional) comes as a NumPy array.
+    What is on a GPU is complete there. An array.array is a copy, a JAX array may be one. What has
+    no such form (an array.array that is not one-dimensional) comes as a NumPy array.
     """
+    array, dtype = value.array, value.dtype
+    if value.kind == "cuda:jax" and value.original is None:
+        return _to_jax(array, dtype, value.gpu or 0)
+    if value.kind.startswith(_ON_GPU) and value.stage is None:  # a view into what has come
+        value = fresh(dtype, value.kind, array.shape, value.gpu)
+        value.array[...] = array
+    if value.stage is not None:
+        value.stage.flush()
     if value.original is not None:
         return value.original
-    array, dtype = value.array, value.dtype
     base, _, detail = value.kind.partition(":")
     match base:
         case "torch":
@@ -220,13 +260,13 @@ def check_out(out: object, dtype: DType, shape: tuple[int, ...]) -> Value:
         TypeError: it is not an array.
         ValueError: it is read-only, of another dtype or shape, or overlaps itself.
     """
-    value = wrap(out)
+    value = wrap(out, writing=True)
     if value is None:
         raise TypeError(
             f"out is not an array but a value of type {_type_name(out)}. "
             "Pass a writable array, for example numpy.empty(shape, dtype)."
         )
-    if value.kind == "jax":
+    if value.kind in ("jax", "cuda:jax"):
         raise ValueError(
             "out is a JAX array, and those never change. Leave out away and use the result."
         )
@@ -244,11 +284,11 @@ def check_out(out: object, dtype: DType, shape: tuple[int, ...]) -> Value:
             f"out has shape {value.array.shape}, but the result has shape {shape}. "
             "Pass an array of exactly that shape."
         )
-    if not value.array.flags.writeable:
+    if not value.place.flags.writeable:
         raise ValueError("out is read-only. Pass a writable array, for example a copy of it.")
-    if _overlaps_itself(value.array):
+    if _overlaps_itself(value.place):
         raise ValueError(
-            f"out overlaps itself: with strides {value.array.strides} several elements share "
+            f"out overlaps itself: with strides {value.place.strides} several elements share "
             "their memory. Pass an array that is not broadcast or expanded, for example a copy."
         )
     return value
@@ -321,8 +361,9 @@ def _wrap_array(x: stdlib_array.array[Any]) -> Value | None:
     return Value(array, dtypes.of_numpy(array.dtype), f"array{detail}", x)
 
 
-def _wrap_torch(torch: Any, x: Any) -> Value:
-    if x.device.type != "cpu":
+def _wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
+    on_gpu = x.device.type == "cuda" and torch.version.hip is None
+    if x.device.type != "cpu" and not on_gpu:
         raise TypeError(f"a tensor on the device {x.device} cannot be sent. {_MOVE}")
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(
@@ -340,6 +381,8 @@ def _wrap_torch(torch: Any, x: Any) -> Value:
         if plain.is_conj() or plain.is_neg():
             # Its memory holds other values than the tensor shows: only a copy has the right ones.
             x = plain = plain.resolve_conj().resolve_neg()
+        if on_gpu:
+            return _stage_torch(torch, x, plain, dtype, writing)
         # Not by DLPack: that takes ten times as long, for nothing that these two lines have not.
         if dtype.foreign:  # unknown to NumPy, and uint16 to older PyTorch
             bits = torch.int16 if dtype.itemsize == 2 else torch.uint8
@@ -352,6 +395,18 @@ def _wrap_torch(torch: Any, x: Any) -> Value:
             "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
         ) from exc
     return Value(array, dtype, "torch", x)
+
+
+def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) -> Value:
+    if not writing:
+        plain = plain.contiguous()  # what the GPU does at once, copies do row by row
+    number: int = plain.device.index
+    device = _gpu(number, "torch")
+    ready = device.mark(torch.cuda.current_stream(number).cuda_stream)
+    shape, itemsize = tuple(plain.shape), dtype.itemsize
+    strides = tuple([stride * itemsize for stride in plain.stride()])
+    place = (plain.data_ptr(), dtype.storage, shape, strides)
+    return _staged(staging.Stage(device, *place, ready, plain), dtype, "torch", x)
 
 
 def _to_torch(array: Array, dtype: DType) -> Any:
@@ -375,15 +430,20 @@ def _wrap_jax(x: Any) -> Value:
             f"this JAX array cannot be read: {exc}. "
             "Pass a concrete array, outside of jit, or a random key as jax.random.key_data(x)."
         ) from exc
+    if platforms == {"gpu"} and len(x.devices()) == 1:
+        value = _wrap_dlpack(x)
+        if value is not None and value.stage is not None:
+            return value
     if platforms != {"cpu"}:
         raise TypeError(f"a JAX array on {', '.join(sorted(platforms))} cannot be sent. {_MOVE}")
     return Value(array.view(dtype.storage) if dtype.foreign else array, dtype, "jax", x)
 
 
-def _to_jax(array: Array, dtype: DType) -> Any:
+def _to_jax(array: Array, dtype: DType, gpu: int | None = None) -> Any:
     jax = dtypes.import_library("jax")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
+        devices = jax.local_devices(backend="cpu" if gpu is None else "gpu")
+        stack.enter_context(jax.default_device(devices[gpu or 0]))
         if dtype.name in ("int64", "uint64", "float64", "complex128"):
             # Else JAX would make 32 bits of them.
             enable = getattr(jax, "enable_x64", None)
@@ -397,26 +457,113 @@ def _wrap_dlpack(x: Any) -> Value | None:
     module = type(x).__module__.partition(".")[0]
     if not hasattr(type(x), "__dlpack__"):
         if hasattr(type(x), "__cuda_array_interface__"):
-            raise TypeError(f"a GPU array of {module} cannot be sent. {_MOVE}")
+            return _wrap_interface(x, module)
         return None
     try:
-        device = int(x.__dlpack_device__()[0])
+        device, number = map(int, x.__dlpack_device__())
         capsule = dlpack.export(x) if device in dlpack.HOST_DEVICES else None
     except Exception:
         # The library says itself that this one is no array: an Arrow column of strings.
         return None
+    if device in dlpack.CUDA_DEVICES:
+        return _stage_dlpack(x, module, number)
     if capsule is not None:
         try:
             tensor = dlpack.take(capsule)
         except BufferError as exc:
-            raise TypeError(
-                f"a {module} array cannot be sent: {exc}. "
-                "Convert it first, for example to a NumPy array."
-            ) from exc
+            raise TypeError(_NOT_LENT.format(module, exc)) from exc
         if tensor.array is not None:
             return Value(tensor.array, tensor.dtype, f"dlpack:{module}", x)
         device = tensor.device[0]
     raise TypeError(f"a {module} array on DLPack device {device} cannot be sent. {_MOVE}")
+
+
+# --- arrays on a GPU -------------------------------------------------------------------------
+
+
+def _gpu(number: int, module: str) -> cuda.Device:
+    try:
+        return cuda.device(number)
+    except TransportError as exc:
+        raise TypeError(f"a {module} array on a GPU cannot be sent: {exc}. {_MOVE}") from exc
+
+
+def _staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
+    return Value(stage.image, dtype, _ON_GPU + library, x, stage, stage.device.number)
+
+
+def _stage_dlpack(x: Any, module: str, number: int) -> Value:
+    """Stage an array whose library has a stream of ours wait for what it has under way."""
+    device = _gpu(number, module)
+    stream = staging.side(device).meeting()
+    try:
+        tensor = dlpack.take(dlpack.export(x, stream))
+    except BufferError as exc:
+        raise TypeError(_NOT_LENT.format(module, exc)) from exc
+    place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
+    ready = device.mark(stream)
+    stage = staging.Stage(device, *place, ready, tensor.owner, not tensor.read_only)
+    library = module if module in ("jax", "cupy") else f"dlpack:{module}"
+    if module == "jaxlib":
+        library = "jax"
+    return _staged(stage, tensor.dtype, library, x)
+
+
+def _wrap_interface(x: Any, module: str) -> Value:
+    """Stage an array that has the CUDA array interface alone."""
+    interface = x.__cuda_array_interface__
+    try:
+        pointer, read_only = interface["data"]
+        shape, storage = tuple(interface["shape"]), np.dtype(interface["typestr"])
+        dtype = dtypes.of_numpy(storage)
+        strides = interface.get("strides")
+        stream = interface.get("stream")
+        if interface.get("mask") is not None:
+            raise ValueError("it has a mask")
+    except (KeyError, TypeError, ValueError) as exc:
+        raise TypeError(_NOT_LENT.format(module, exc)) from exc
+    if strides is None:
+        strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
+    device = _gpu(cuda.owner(pointer) if pointer else 0, module)
+    ready = device.mark(stream) if stream is not None else None
+    place = (pointer, dtype.storage, shape, tuple(strides))
+    stage = staging.Stage(device, *place, ready, x, not read_only)
+    return _staged(stage, dtype, f"dlpack:{module}", x)
+
+
+def _fresh_on_gpu(
+    dtype: DType, library: str, shape: tuple[int, ...], gpu: int | None
+) -> Value | None:
+    """Return memory for an array of a library on a GPU; None: it cannot be there."""
+    base, _, module = library.partition(":")
+    if not cuda.is_usable():
+        return None
+    if base == "dlpack":
+        found = dtypes.import_library(module)
+        number = cuda.current() if gpu is None else gpu
+        memory = staging.Memory(cuda.device(number), dtype.itemsize * math.prod(shape))
+        array = dlpack.DeviceArray(memory.pointer, dtype, shape, number, memory)
+        strides = tuple([math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(len(shape))])
+        place = (memory.pointer, dtype.storage, shape, strides)
+        stage = staging.Stage(cuda.device(number), *place, None, memory)
+        x = found.from_dlpack(array) if hasattr(found, "from_dlpack") else array
+        return _staged(stage, dtype, library, x)
+    found = dtypes.import_library(base)
+    if base == "cupy":
+        if found is None:
+            return None
+        with found.cuda.Device(cuda.current() if gpu is None else gpu):
+            return wrap(found.empty(shape, dtypes.to_numpy(dtype)), writing=True)
+    if not _importable(base, dtype):
+        return None
+    if base == "jax":  # its arrays never change: made of the host's memory, when that is filled
+        if "gpu" not in {device.platform for device in found.local_devices()}:
+            return None
+        return Value(np.empty(shape, dtype.storage), dtype, _ON_GPU + base, gpu=gpu)
+    if not found.cuda.is_available():
+        return None
+    name = f"cuda:{found.cuda.current_device() if gpu is None else gpu}"
+    return wrap(found.empty(shape, dtype=getattr(found, dtype.name), device=name), writing=True)
 
 
 def _to_memoryview(array: Array, detail: str) -> memoryview:

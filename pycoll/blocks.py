@@ -92,7 +92,7 @@ def unpack(data: memoryview) -> Value:
 
 def copied(x: Value) -> Value:
     """Return a block of this rank's own as its caller gets it: never the memory passed in."""
-    own = arrays.fresh(x.dtype, x.kind, x.array.shape)
+    own = arrays.fresh(x.dtype, x.kind, x.array.shape, x.gpu)
     own.array[...] = x.array
     return own
 

@@ -98,6 +98,7 @@ class Calls:
             lambda signature: announced.broadcast(group, signature, outgoing, mine, forced, root),
             native if announces else None,
             lambda result: x if outgoing is not None else result,
+            reads=_arrays(outgoing.value) if outgoing is not None else (),
         )
 
     def reduce(
@@ -119,7 +120,7 @@ class Calls:
         value, reduction = self._reduction("reduce", x, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape) if is_root else None
         if target is not None:
-            target.check_overlap(value.array, (target.array, value.array))
+            target.check_overlap(value, (target.value.place, value.place))
         memory = target.memory if target is not None else None
 
         def native(core: Native) -> None:
@@ -131,6 +132,7 @@ class Calls:
             lambda signature: collectives.reduce(group, signature, value, reduction, root, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
+            reads=(value,),
         )
 
     def all_reduce(
@@ -143,7 +145,7 @@ class Calls:
             return self._fold(x, resolved, None, algorithm)
         value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
-        target.check_overlap(value.array, (target.array, value.array))
+        target.check_overlap(value, (target.value.place, value.place))
         memory = target.memory
 
         def native(core: Native) -> None:
@@ -164,6 +166,7 @@ class Calls:
                 if reduction.choice.name == HIERARCHICAL and self._serves(resolved, value)
                 else None
             ),
+            reads=(value,),
         )
 
     def all_reduce_many(
@@ -193,7 +196,7 @@ class Calls:
         shape = (group.size, *value.array.shape)
         target = arguments.Target(out, value, shape) if is_root else None
         if target is not None:
-            target.check_overlap(value.array)
+            target.check_overlap(value)
         memory = target.memory if target is not None else None
 
         def native(core: Native) -> None:
@@ -205,6 +208,7 @@ class Calls:
             lambda signature: collectives.gather(group, signature, value, chosen, root, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
+            reads=(value,),
         )
 
     def all_gather(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared:
@@ -225,7 +229,8 @@ class Calls:
         chosen = self._choose("all_gather", value.array.nbytes, algorithm)
         shape = (group.size, *value.array.shape)
         target = arguments.Target(out, value, shape)
-        target.check_overlap(value.array, (target.array[group.rank, ...], value.array))
+        row = target.value.place[group.rank, ...]
+        target.check_overlap(value, (row, value.place))
         memory = target.memory
 
         def native(core: Native) -> None:
@@ -236,6 +241,7 @@ class Calls:
             lambda signature: collectives.all_gather(group, signature, value, chosen, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
+            reads=(value,),
         )
 
     def scatter(
@@ -249,7 +255,7 @@ class Calls:
         if isinstance(blocks, list):
             arguments.no_out(out)
         elif blocks is not None and out is not None:
-            arguments.Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks.array)
+            arguments.Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks)
         forced = None if algorithm == SHARED_MEMORY else algorithm
 
         def finish(received: Any) -> Any:
@@ -261,13 +267,14 @@ class Calls:
                 return arrays.unwrap(value)
             checked = arrays.check_out(out, value.dtype, value.array.shape)
             checked.array[...] = value.array
-            return out
+            return arrays.unwrap(checked)
 
         return Prepared(
             f"{self._prefix}scatter(root={root}{_forced(algorithm)})",
             lambda signature: announced.scatter(group, signature, blocks, forced, root),
             (lambda core: native_announced.scatter(core, blocks, root)) if announces else None,
             finish,
+            reads=() if blocks is None or isinstance(blocks, list) else (blocks,),
         )
 
     def reduce_scatter(
@@ -276,10 +283,10 @@ class Calls:
         """Prepare a reduce_scatter."""
         group, resolved = self._group, ops.resolve(op)
         value = arguments.split_value("reduce_scatter", x, group.size)
-        _, reduction = self._reduction("reduce_scatter", x, resolved, algorithm)
-        row = value.array[group.rank, ...]
+        reduction = self._choose_reduction("reduce_scatter", value, resolved, algorithm)
+        row = value.place[group.rank, ...]
         target = arguments.Target(out, value, value.array.shape[1:])
-        target.check_overlap(value.array, (target.array, row))
+        target.check_overlap(value, (target.value.place, row))
         memory = target.memory
 
         def native(core: Native) -> None:
@@ -293,6 +300,7 @@ class Calls:
             ),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result(),
+            reads=(value,),
         )
 
     def all_to_all(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared:
@@ -314,10 +322,13 @@ class Calls:
         value = arguments.split_value("all_to_all", x, group.size)
         chosen = self._choose("all_to_all", value.array.nbytes // group.size, algorithm)
         target = arguments.Target(out, value, value.array.shape)
-        target.check_overlap(value.array, (target.array, value.array))
-        if out is not None and arrays.overlap(target.array, value.array):
+        target.check_overlap(value, (target.value.place, value.place))
+        if out is not None and arrays.overlap(target.value.place, value.place):
             # In place: rows come in before those that were there have left.
-            value = arrays.Value(value.array.copy(), value.dtype, value.kind)
+            if value.stage is not None and target.value.stage is not None:
+                target.value.stage.follow(value.stage)
+            else:
+                value = arrays.Value(value.array.copy(), value.dtype, value.kind)
         memory = target.memory
 
         def native(core: Native) -> None:
@@ -328,6 +339,7 @@ class Calls:
             lambda signature: collectives.all_to_all(group, signature, value, chosen, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
+            reads=(value,),
         )
 
     def scan(self, x: Any, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared:
@@ -519,6 +531,7 @@ class Calls:
             lambda signature: run(group, signature, value, reduction, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result() if count else None,
+            reads=(value,),
         )
 
     def _fold(self, x: Any, op: Op, root: int | None, algorithm: str | None) -> Prepared:
@@ -554,6 +567,11 @@ class Calls:
         self, collective: str, x: Any, op: Op, algorithm: str | None
     ) -> tuple[Value, Reduction]:
         value = arrays.wrap_operand(x)
+        return value, self._choose_reduction(collective, value, op, algorithm)
+
+    def _choose_reduction(
+        self, collective: str, value: Value, op: Op, algorithm: str | None
+    ) -> Reduction:
         ops.check(op, value.dtype)
         nbytes = value.array.nbytes
         if collective == "reduce_scatter":
@@ -566,7 +584,7 @@ class Calls:
             whole=not op.elementwise,
             native=self._serves(op, value),
         )
-        return value, collectives.Reduction(op, chosen)
+        return collectives.Reduction(op, chosen)
 
     def _serves(self, op: Op, value: Value) -> bool:
         """Whether the core may combine: all ranks, or in two levels where order is no matter.
@@ -582,6 +600,10 @@ class Calls:
 def reduction_text(reduction: Reduction) -> str:
     """Return operator and algorithm as a call's text shows them."""
     return f"op={reduction.op.signature}, algorithm={reduction.choice}"
+
+
+def _arrays(value: Value | None) -> tuple[Value, ...]:
+    return (value,) if value is not None else ()
 
 
 def _folded(values: Sequence[Any], op: Op) -> Any:

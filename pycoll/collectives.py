@@ -6,7 +6,7 @@ communicator's: everything here is the same on all ranks, or found out by the fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -50,8 +50,8 @@ def all_reduce(
     group: Group, call: bytes, x: Value, reduction: Reduction, result: Array
 ) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on every rank."""
-    yield from _combine_pieces(group, call, ("all_reduce", reduction.choice), x, reduction, result)
-    ops.finish(reduction.op, x.dtype, result, group.size)
+    how = "all_reduce", reduction.choice
+    yield from _combine_pieces(group, call, how, x, reduction, group.size, result)
 
 
 def reduce(
@@ -59,15 +59,13 @@ def reduce(
 ) -> CallSteps:
     """Reduce into `result` (C-contiguous, x's shape) on the root; None elsewhere."""
     how = "reduce", reduction.choice, root
-    yield from _combine_pieces(group, call, how, x, reduction, result)
-    if result is not None:
-        ops.finish(reduction.op, x.dtype, result, group.size)
+    yield from _combine_pieces(group, call, how, x, reduction, group.size, result)
 
 
 def scan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Array) -> CallSteps:
     """Combine the x of the ranks up to this one into `result` (C-contiguous, x's shape)."""
-    yield from _combine_pieces(group, call, ("scan", reduction.choice), x, reduction, result)
-    ops.finish(reduction.op, x.dtype, result, group.rank + 1)
+    how = "scan", reduction.choice
+    yield from _combine_pieces(group, call, how, x, reduction, group.rank + 1, result)
 
 
 def exscan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Array) -> CallSteps:
@@ -79,21 +77,27 @@ def exscan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Ar
         source=[(own,), None],
         target=[None, target],
         combine=combiner(reduction.op, x.dtype, x.array.shape),
+        finish=finisher(reduction.op, x.dtype, group.rank) if group.rank else None,
     )
     how = "exscan", reduction.choice
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
-    if group.rank:
-        ops.finish(reduction.op, x.dtype, result, group.rank)
 
 
 def _combine_pieces(
-    group: Group, call: bytes, how: How, x: Value, reduction: Reduction, result: Array | None
+    group: Group,
+    call: bytes,
+    how: How,
+    x: Value,
+    reduction: Reduction,
+    count: int,
+    result: Array | None,
 ) -> CallSteps:
-    """Run a reduction in which every piece of x is combined with its like."""
+    """Run a reduction in which every piece of x is combined with its like, of `count` ranks."""
     number = group.context.begin(call)
     combine = combiner(reduction.op, x.dtype, x.array.shape)
     binding = bind_pieces(group, how, combine, contiguous(x.array), result)
+    binding = binding._replace(finish=finisher(reduction.op, x.dtype, count))
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
 
@@ -131,11 +135,11 @@ def reduce_scatter(
         target=target,
         combine=combiner(reduction.op, x.dtype, x.array.shape[1:]),
         whole=_whole_rows(array) if reduction.op.elementwise else None,
+        finish=finisher(reduction.op, x.dtype, group.size),
     )
     how = "reduce_scatter", reduction.choice
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
-    ops.finish(reduction.op, x.dtype, result, group.size)
 
 
 def gather(
@@ -200,6 +204,13 @@ def combiner(op: Op, dtype: DType, shape: tuple[int, ...]) -> Combine:
         ops.combine(op, dtype, *operands)
 
     return combine
+
+
+def finisher(op: Op, dtype: DType, count: int) -> Callable[[memoryview], None] | None:
+    """Return what is left to do with the combined values of `count` ranks; None: nothing."""
+    if not ops.has_finish(op, count):
+        return None
+    return lambda view: ops.finish(op, dtype, np.frombuffer(view, dtype.storage), count)
 
 
 def piece_ends(size: int, itemsize: int, count: int) -> list[int]:

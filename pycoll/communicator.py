@@ -699,8 +699,10 @@ class Communicator(NonBlocking):
         native, core = prepared.native, group.native
         if native is not None and core is not None:
             call = Call(text, group.number, group.context)
+            self._fetch(prepared, call, seconds)
             result = core.run(call, seconds, lambda: native(core))
         elif prepared.by_levels is not None:
+            self._fetch(prepared, Call(text, group.number, group.context), seconds)
             result = prepared.by_levels(f"{text}\0{caller()}".encode(), seconds)
         if result is BY_MESSAGES:
             collective = prepared.collective
@@ -708,6 +710,19 @@ class Communicator(NonBlocking):
             signature = f"{text}\0{caller()}".encode() if collective else b""
             result = group.engine.run(call, lambda: prepared.steps(signature), seconds, collective)
         return prepared.finish(result) if prepared.finish is not None else result
+
+    def _fetch(self, prepared: Prepared, call: Call, timeout: float) -> None:
+        """Have what a call reads in host memory; the call has begun, whatever comes."""
+        engine = self._group.engine
+        copies = [value.stage.pull(engine) for value in prepared.reads if value.stage is not None]
+        try:
+            for copy in copies:
+                engine.wait(copy, call, timeout)
+                if copy.error is not None:
+                    raise copy.error
+        except BaseException as exc:
+            engine.give_up(call.context, exc)
+            raise
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:

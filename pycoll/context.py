@@ -167,6 +167,7 @@ class Context:
         members: world ranks of its ranks, in order.
         broken: why no call on it can work any more, or None.
         next_number: of the next collective call.
+        turns: by rank here, the last send that waits for its value, or for one before it.
         matches: receives and probes that wait, each in the queue of its pattern.
     """
 
@@ -191,6 +192,8 @@ class Context:
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
         self.short: ShortWay | None = None
+        self.turns: dict[int, Operation] = {}
+        self._short_was_usable = False
 
     def is_broken(self) -> bool:
         """Whether no call can work any more."""
@@ -264,6 +267,25 @@ class Context:
         if others and all(rank in self.gone for rank in others):
             return self.gone[others[0]]
         return None
+
+    def take_turn(self, dest: int) -> Operation:
+        """Come after all sends to `dest` that wait; those that start now come after this one."""
+        if not self.turns and self.short is not None:
+            self._short_was_usable = self.short.usable
+            self.short.usable = False  # it knows of no turns
+        turn = self.turns[dest] = Operation()
+        return turn
+
+    def end_turn(self, dest: int, turn: Operation, before: Operation | None) -> None:
+        """Let the next one send; if this one has given up, not before those before it have."""
+        if before is not None and not before.done:
+            before.then(lambda _: self.end_turn(dest, turn, None))
+            return
+        if self.turns.get(dest) is turn:
+            del self.turns[dest]
+        if not self.turns and self.short is not None and self.broken is None:
+            self.short.usable = self._short_was_usable
+        turn.finish()
 
     # --- collectives -----------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ from pycoll.dtypes import Array, DType
 HOST_DEVICES: Final = (1, 3, 11)
 """Device types whose memory the host can read: CPU, pinned by CUDA, pinned by ROCm."""
 
+CUDA_DEVICES: Final = (2, 13)
+"""Device types whose memory CUDA can copy: a GPU's own, and managed."""
+
 _VERSION: Final = (1, 1)
 _READ_ONLY, _IS_COPIED = 1, 2  # of `flags`
 
@@ -99,6 +102,16 @@ def _of_capsules(name: str, result: Any) -> Any:
 _is_valid = _of_capsules("PyCapsule_IsValid", ctypes.c_int)
 _address = _of_capsules("PyCapsule_GetPointer", c_void_p)
 _rename = _of_capsules("PyCapsule_SetName", ctypes.c_int)
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+# For a capsule that is dying: an object cannot be made of it any more.
+_address_of_dying = ctypes.PYFUNCTYPE(c_void_p, c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+_dying_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
 for _layout in _LAYOUTS:  # a capsule keeps only the address of its name, and may outlive us
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_layout.used))
 
@@ -114,6 +127,7 @@ class Tensor(NamedTuple):
         device: DLPack's device type and number.
         pointer: address of the first element on that device.
         shape, strides: elements along each axis, and bytes from one to the next.
+        read_only: its library does not want it written, or cannot say, or this is a copy.
         owner: what gives the memory back when it dies; `array` keeps it.
     """
 
@@ -123,6 +137,7 @@ class Tensor(NamedTuple):
     pointer: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    read_only: bool
     owner: object
 
 
@@ -149,18 +164,24 @@ class _Owner:
     __del__ = release
 
 
-def export(x: Any) -> object:
+def export(x: Any, stream: int | None = None) -> object:
     """Return the capsule in which its library lends the memory of the array `x`.
+
+    Args:
+        x: an array with ``__dlpack__``.
+        stream: for one on a GPU: the stream that its library shall have wait for what it has under
+            way on the array.
 
     Raises:
         Exception: the library's own, if it will not lend this array without a copy.
     """
+    ordered = {} if stream is None else {"stream": stream}
     for options in ({"max_version": _VERSION, "copy": False}, {"max_version": _VERSION}):
         try:
-            return x.__dlpack__(**options)
+            return x.__dlpack__(**ordered, **options)
         except TypeError:
             pass  # it was made before this option
-    return x.__dlpack__()
+    return x.__dlpack__(**ordered)
 
 
 def take(capsule: object) -> Tensor:
@@ -212,7 +233,8 @@ def _read(tensor: _Tensor, flags: int, owner: _Owner) -> Tensor:
             raise BufferError(f"it has the shape {shape}, the strides {strides}: {exc}") from exc
         if flags & (_READ_ONLY | _IS_COPIED):
             array.flags.writeable = False
-    return Tensor(array, dtype, device, pointer, shape, strides, owner)
+    read_only = bool(flags & (_READ_ONLY | _IS_COPIED))
+    return Tensor(array, dtype, device, pointer, shape, strides, read_only, owner)
 
 
 def _view(
@@ -247,3 +269,85 @@ class Lent:
         layout, address = _find(capsule)
         layout.from_address(address).tensor.code = self._code
         return capsule
+
+
+class DeviceArray:
+    """An array on a GPU that any library can read: by DLPack, or by the CUDA array interface.
+
+    Attributes:
+        pointer: address of its first element; it is C-contiguous.
+        dtype: the element type.
+        shape: elements along each axis.
+        device: number of the GPU.
+    """
+
+    def __init__(
+        self, pointer: int, dtype: DType, shape: tuple[int, ...], device: int, owner: object
+    ) -> None:
+        self.pointer = pointer
+        self.dtype = dtype
+        self.shape = shape
+        self.device = device
+        self._owner = owner
+
+    def __repr__(self) -> str:
+        return f"<pycoll DeviceArray {self.dtype}{list(self.shape)} on GPU {self.device}>"
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        if self.dtype.foreign:
+            raise AttributeError(f"the CUDA array interface has no {self.dtype}; use DLPack")
+        return {
+            "version": 3,
+            "data": (self.pointer if math.prod(self.shape) else 0, False),
+            "shape": self.shape,
+            "strides": None,
+            "typestr": self.dtype.storage.str,
+            "stream": None,  # nothing is under way any more
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA_DEVICES[0], self.device
+
+    def __dlpack__(
+        self, *, stream: Any = None, max_version: tuple[int, int] | None = None, **options: Any
+    ) -> object:
+        layout: _Layout = _Versioned if (max_version or (0, 0)) >= (1, 0) else _Unversioned
+        managed = layout()
+        managed.deleter = _forget
+        if isinstance(managed, _Versioned):
+            managed.major, managed.minor = _VERSION
+        ndim = len(self.shape)
+        shape = (c_int64 * ndim)(*self.shape)
+        strides = (c_int64 * ndim)(*[math.prod(self.shape[i + 1 :]) for i in range(ndim)])
+        tensor = managed.tensor
+        tensor.data = self.pointer
+        tensor.device_type, tensor.device_id = self.__dlpack_device__()
+        tensor.ndim = ndim
+        tensor.code, tensor.bits, tensor.lanes = _CODES[self.dtype.name], self.dtype.itemsize * 8, 1
+        tensor.shape = ctypes.cast(shape, ctypes.POINTER(c_int64))
+        tensor.strides = ctypes.cast(strides, ctypes.POINTER(c_int64))
+        address = ctypes.addressof(managed)
+        _given[address] = (managed, shape, strides, self._owner)
+        return _new_capsule(address, layout.name, ctypes.cast(_drop, c_void_p))
+
+
+_given: Final[dict[int, object]] = {}
+"""What other libraries have of ours, by the address of its struct."""
+
+
+def _forget_given(address: int) -> None:
+    _given.pop(address, None)
+
+
+_forget = _Deleter(_forget_given)
+
+
+def _drop_given(capsule: int) -> None:
+    """Forget what nobody has taken out of a capsule."""
+    for layout in _LAYOUTS:
+        if _dying_is_valid(capsule, layout.name):
+            _forget_given(_address_of_dying(capsule, layout.name))
+
+
+_drop = _Deleter(_drop_given)

@@ -59,6 +59,7 @@ class Binding(NamedTuple):
         target: where the value must be at the end, or None if it is not needed then.
         combine: the reduction, None if nothing is reduced.
         whole: the chunks as pieces of one value, if they are.
+        finish: what is left to do in a target when its value is there, or None.
     """
 
     nbytes: list[int | None]
@@ -66,6 +67,7 @@ class Binding(NamedTuple):
     target: list[memoryview | None]
     combine: Combine | None = None
     whole: Whole | None = None
+    finish: Callable[[memoryview], None] | None = None
 
     def cut(self, index: int, count: int, granule: int) -> Binding:
         """Return segment `index` of `count` of every chunk; `granule` bytes stay together.
@@ -86,7 +88,7 @@ class Binding(NamedTuple):
             nbytes.append(piece.stop - piece.start)
             source.append((parts[0][piece],) if parts is not None else None)
             target.append(view[piece] if view is not None else None)
-        return Binding(nbytes, source, target, self.combine)
+        return Binding(nbytes, source, target, self.combine, finish=self.finish)
 
     def joined(self) -> Binding:
         """Return the same with every source in one part."""
@@ -198,8 +200,7 @@ class Run(Operation):
             self.abort(exc)
         finally:
             self._draining = False
-        if self._left == 0 and not self.done:
-            self._conclude()
+        if self._left == 0 and not self.done and self._conclude():
             self.finish()
 
     def _post(self, position: int) -> None:
@@ -229,11 +230,21 @@ class Run(Operation):
                 self._ready.append(later)
         self._drain()
 
-    def _conclude(self) -> None:
-        """Copy to their targets the values that no step has put there."""
-        for location, target in zip(self.location, self._binding.target, strict=True):
-            if target is not None and location is not None and location[0] is not target:
-                fill_from(location, target)
+    def _conclude(self) -> bool:
+        """Do what is left when all steps are done; whether that was all."""
+        for chunk in range(len(self.location)):
+            self._settle(chunk)
+        return True
+
+    def _settle(self, chunk: int) -> None:
+        """Have the target of a chunk hold its value, which no step has put there, perhaps."""
+        location, target = self.location[chunk], self._binding.target[chunk]
+        if target is None:
+            return
+        if location is not None and location[0] is not target:
+            fill_from(location, target)
+        if self._binding.finish is not None and len(target):
+            self._binding.finish(target)
 
     # --- steps -----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from pycoll.late import Late
 from pycoll.select import Choice
 
 if TYPE_CHECKING:
-    from pycoll import executor, schedules, select
+    from pycoll import executor, schedules, select, staged_run
     from pycoll.agreed import Agreed
     from pycoll.executor import Binding, Pipeline, Run
     from pycoll.native import Native
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from pycoll.task import CallSteps
 else:
     executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
-    select = Late("pycoll.select")
+    select, staged_run = Late("pycoll.select"), Late("pycoll.staged_run")
 
 How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""
@@ -224,15 +225,18 @@ class Group:
         """
         collective, choice, *root = how
         schedule = self.schedule(collective, choice.name, *root)
+        make: type[Run] = executor.Run
+        if "pycoll.staging" in sys.modules and staged_run.is_staged(binding):
+            make = staged_run.StagedRun
         if choice.segments == 1:
-            return executor.Run(self.engine, self.context, address, call, schedule, binding)
+            return make(self.engine, self.context, address, call, schedule, binding)
         number, lane = address
         joined = binding.joined()
 
         def segment(index: int) -> Run:
             piece = joined.cut(index, choice.segments, granule)
             here = number, lane + index
-            return executor.Run(self.engine, self.context, here, call, schedule, piece)
+            return make(self.engine, self.context, here, call, schedule, piece)
 
         return executor.Pipeline(segment, choice.segments)
 

@@ -15,14 +15,14 @@ import numpy as np
 
 from pycoll import arrays, ops
 from pycoll.arrays import Value
-from pycoll.collectives import bind_pieces, combiner
-from pycoll.dtypes import DType
+from pycoll.collectives import bind_pieces, combiner, finisher
+from pycoll.dtypes import Array, DType
 from pycoll.executor import Combine
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import KINDS, OPS, Native
 from pycoll.native_calls import combine, serves
 from pycoll.ops import Op
-from pycoll.p2p import contiguous
+from pycoll.p2p import contiguous, pulled
 from pycoll.prepared import Prepared
 from pycoll.select import Choice
 from pycoll.task import CallSteps
@@ -66,24 +66,45 @@ class Bucket:
         dtype: of all.
         source: their elements, C-contiguous.
         target: memory for the results; may be `source`.
-        results: the arrays reduced, when the call is done: views into `target`.
+        results: the arrays reduced, when the call is done: views into `target`, or on a GPU.
+        late: members that are on a GPU: `load` copies them to `source`, `unload` from `target`.
     """
 
     def __init__(self, members: Sequence[Value]) -> None:
         first = members[0]
         self.dtype: DType = first.dtype
+        self.late: list[Value] = []
+        self._places: list[tuple[Array, Value]] = []
         if len(members) == 1:
-            result = arrays.fresh(first.dtype, first.kind, first.array.shape)
+            result = arrays.fresh(first.dtype, first.kind, first.array.shape, first.gpu)
             self.source, self.target = contiguous(first.array), result.array
             self.results = [result]
             return
         flat = [member.array.reshape(-1) for member in members]
         self.source = self.target = np.concatenate(flat)
         self._ends = list(accumulate(map(len, flat), initial=0))
-        self.results = [
-            Value(self.target[a:b].reshape(member.array.shape), member.dtype, member.kind)
-            for (a, b), member in zip(pairwise(self._ends), members, strict=True)
-        ]
+        self.results = []
+        for (a, b), member in zip(pairwise(self._ends), members, strict=True):
+            place = self.target[a:b].reshape(member.array.shape)
+            if member.stage is None:
+                self.results.append(Value(place, member.dtype, member.kind))
+                continue
+            result = arrays.fresh(member.dtype, member.kind, member.array.shape, member.gpu)
+            self.results.append(result)
+            self.late.append(member)
+            self._places.append((place, result))
+
+    def load(self) -> None:
+        """Take the members that were on a GPU, and are in host memory now."""
+        for member, (place, _) in zip(self.late, self._places, strict=True):
+            place[...] = member.array
+
+    def unload(self) -> None:
+        """Have what belongs on a GPU go there; `unwrap` waits for it."""
+        for place, result in self._places:
+            result.array[...] = place
+            if result.stage is not None:
+                result.stage.push(None)
 
     def combiner(self, op: Op) -> Combine:
         """Return the reduction of byte views; array by array if `op` is not elementwise."""
@@ -161,6 +182,7 @@ def prepare_all_reduce_many(
         ),
         (lambda core: _through_core(core, salt, buckets, resolved)) if in_core else None,
         lambda _: [arrays.unwrap(result) for result in results],
+        reads=values,
     )
 
 
@@ -201,31 +223,41 @@ def _over_messages(
         # In one segment: the buckets overlap each other already.
         how = "all_reduce", Choice(choose(bucket.source.nbytes).name)
         binding = bind_pieces(group, how, bucket.combiner(op), bucket.source, bucket.target)
+        binding = binding._replace(finish=finisher(op, bucket.dtype, group.size))
         runs.append(group.operation((number, lane), call, how, binding))
+    for bucket in buckets:
+        for member in bucket.late:
+            assert member.stage is not None
+            member.stage.pull(group.engine)  # all at once
     try:
-        for run in runs:
+        for run, bucket in zip(runs, buckets, strict=True):
+            yield from pulled(group, *bucket.late)
+            bucket.load()
             run.start()
-        for run in runs:
+        for run, bucket in zip(runs, buckets, strict=True):
             yield run
+            bucket.unload()
     except BaseException:
         for run in runs:
             run.cancel()
         raise
     group.context.end(number)
-    for bucket in buckets:
-        ops.finish(op, bucket.dtype, bucket.target, group.size)
 
 
 def _through_core(native: Native, salt: int, buckets: Sequence[Bucket], op: Op) -> None:
     core = native.core
+    for bucket in buckets:
+        bucket.load()
     if not buckets or not serves(op, buckets[0].results[0]):
         core.run(None, BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, "numpy")
             combine(native, "all_reduce", value, bucket.target, op)
+            bucket.unload()
         return
     code = OPS.index(op.name)
     for bucket in buckets:
         source, target = arrays.as_bytes(bucket.source), arrays.as_bytes(bucket.target)
         nbytes, dtype = len(source), bucket.dtype.code
         core.run(None, ALL_REDUCE, dtype, code, 0, (nbytes,), salt, source, target, nbytes)
+        bucket.unload()

@@ -74,7 +74,7 @@ def scatter(native: Native, blocks: Any, root: int) -> Any:
         if len(description) > MAX_DESCRIPTION:
             core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
             return BY_MESSAGES
-        result = arrays.fresh(block.dtype, block.kind, block.array.shape)
+        result = arrays.fresh(block.dtype, block.kind, block.array.shape, blocks.gpu)
         source, target = arrays.as_bytes(contiguous(blocks.array)), arrays.as_bytes(result.array)
         value = _value_hash(core, description)
         core.announce(None, SCATTER, root, value, _ARRAY, description, source, target, len(target))

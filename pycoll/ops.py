@@ -257,6 +257,11 @@ def _is_plain(array: Array) -> bool:
     return flags.c_contiguous and flags.aligned
 
 
+def has_finish(op: Op, size: int) -> bool:
+    """Whether `finish` does anything."""
+    return op.name == "avg" or (size == 1 and op.name in ("land", "lor", "lxor"))
+
+
 def finish(op: Op, dtype: DType, array: Array, size: int) -> None:
     """Do in place what is left when the values of all `size` ranks have been combined.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycoll import arrays, objects
 from pycoll.arrays import Value
@@ -24,6 +24,9 @@ from pycoll.scratch import new_bytes
 from pycoll.task import CallSteps
 from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn, nbytes_of
 
+if TYPE_CHECKING:
+    from pycoll.staging import Stage
+
 # Programs send the same shapes over and over.
 _understood = functools.lru_cache(256)(arrays.from_description)
 
@@ -31,10 +34,10 @@ _understood = functools.lru_cache(256)(arrays.from_description)
 class Outgoing:
     """A value ready to be sent: its description and its bytes, which stay the caller's."""
 
-    __slots__ = ("description", "is_object", "nbytes", "parts", "text")
+    __slots__ = ("description", "is_object", "nbytes", "parts", "text", "value")
 
     def __init__(self, x: object) -> None:
-        value = arrays.wrap(x)
+        self.value = value = arrays.wrap(x)
         self.is_object = value is None
         self.parts: Parts
         if value is None:
@@ -50,6 +53,8 @@ class Outgoing:
 
     def detach(self) -> None:
         """Take a copy of the value, so that what it came from may be overwritten."""
+        if self.value is not None and self.value.stage is not None:
+            return  # that is what its image is
         self.parts = tuple(memoryview(bytearray(part)) for part in self.parts)
 
 
@@ -60,7 +65,7 @@ def contiguous(array: Array) -> Array:
 
 def send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
     """Send to rank `dest`; done when the value may be changed."""
-    transfer = start_send(group, outgoing, dest, tag)
+    transfer = yield from _start_in_turn(group, outgoing, dest, tag)
     if not transfer.done or transfer.error is not None:
         yield from finish_send(transfer)
 
@@ -72,6 +77,38 @@ def finish_send(transfer: Operation) -> CallSteps:
     except BaseException:
         transfer.cancel()
         raise
+    return None
+
+
+def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
+    """Start to send when the value is here: messages to one rank leave in the order of the calls.
+
+    Returns the transfer.
+    """
+    context, value = group.context, outgoing.value
+    pull = value.stage.pull(group.engine) if value is not None and value.stage is not None else None
+    before = context.turns.get(dest)
+    if before is not None or (pull is not None and not pull.done):
+        turn = context.take_turn(dest)
+        try:
+            for wanted in (pull, before):
+                if wanted is not None and not wanted.done:
+                    yield wanted
+        finally:
+            context.end_turn(dest, turn, before)
+    if pull is not None and pull.error is not None:
+        raise pull.error
+    return start_send(group, outgoing, dest, tag)
+
+
+def pulled(group: Group, *values: Value | None) -> CallSteps:
+    """Wait until the values that are on a GPU are in host memory."""
+    stages = [value.stage for value in values if value is not None]
+    for copy in [stage.pull(group.engine) for stage in stages if stage is not None]:
+        if not copy.done:
+            yield copy
+        if copy.error is not None:
+            raise copy.error
     return None
 
 
@@ -130,7 +167,9 @@ def send_receive(
     receiving: CallSteps | None,
 ) -> CallSteps:
     """Send to `dest` (rank, tag) while receiving; returns the value received."""
-    transfer = start_send(group, outgoing, *dest) if outgoing is not None else None
+    transfer = None
+    if outgoing is not None:
+        transfer = yield from _start_in_turn(group, outgoing, *dest)
     try:
         result = (yield from receiving) if receiving is not None else None
         if transfer is not None:
@@ -169,7 +208,23 @@ def _take(group: Group, message: Message, out: Value | None) -> CallSteps:
     except BaseException:
         transfer.cancel()
         raise
+    if isinstance(array, Value) and array.stage is not None:
+        yield from _pushed(group, array.stage, message.arrival.nbytes)
     return finish(array)
+
+
+def _pushed(group: Group, stage: Stage, nbytes: int) -> CallSteps:
+    """Wait until the front of an image is on its GPU."""
+    copy = stage.push(group.engine, 0, nbytes)
+    try:
+        if not copy.done:
+            yield copy
+    except BaseException:
+        copy.wait()  # nothing of the caller's is written after the call
+        raise
+    if copy.error is not None:
+        raise copy.error
+    return None
 
 
 def _park(context: Context, message: Message, transfer: Transfer) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll.native import Native
 from pycoll.task import CallSteps
+
+if TYPE_CHECKING:
+    from pycoll.arrays import Value
 
 
 class Prepared(NamedTuple):
@@ -20,6 +23,7 @@ class Prepared(NamedTuple):
         finish: what the caller gets, of what the call has returned; None: that itself.
         collective: False: point to point, not numbered.
         receives: a receive, which can be cancelled.
+        reads: values that must be in host memory before the call runs in the core, or in levels.
     """
 
     text: str
@@ -29,3 +33,4 @@ class Prepared(NamedTuple):
     by_levels: Callable[[bytes, float], Any] | None = None
     collective: bool = True
     receives: bool = False
+    reads: Sequence[Value] = ()

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from pycoll import arguments, arrays, blocks, native_uneven, ops
 from pycoll.announced import INLINE_NBYTES
 from pycoll.arrays import Value
-from pycoll.collectives import Reduction, combiner, type_text
+from pycoll.collectives import Reduction, combiner, finisher, type_text
 from pycoll.dtypes import Array
 from pycoll.executor import Binding
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native_calls import serves
-from pycoll.p2p import contiguous
+from pycoll.p2p import contiguous, pulled
 from pycoll.prepared import Prepared
 from pycoll.select import Choice
 from pycoll.task import CallSteps
@@ -64,6 +64,7 @@ def prepare_gatherv(group: Group, x: Any, root: int, blocking: bool) -> Prepared
         lambda call: _gatherv(group, call, block, root),
         _through_core(group, blocking, native_uneven.gatherv, text, block, root),
         _unwrapped if group.rank == root else None,
+        reads=(block,),
     )
 
 
@@ -76,6 +77,7 @@ def prepare_all_gatherv(group: Group, x: Any, blocking: bool) -> Prepared:
         lambda call: _all_gatherv(group, call, block),
         _through_core(group, blocking, native_uneven.all_gatherv, text, block),
         _unwrapped,
+        reads=(block,),
     )
 
 
@@ -100,6 +102,7 @@ def prepare_scatterv(group: Group, xs: Any, root: int, blocking: bool) -> Prepar
         lambda call: _scatterv(group, call, own, root),
         _through_core(group, blocking, native_uneven.scatterv, text, own, root),
         arrays.unwrap,
+        reads=own or (),
     )
 
 
@@ -122,6 +125,7 @@ def prepare_all_to_allv(group: Group, xs: Any, blocking: bool) -> Prepared:
         lambda call: _all_to_allv(group, call, own),
         _through_core(group, blocking, native_uneven.all_to_allv, text, own),
         _unwrapped,
+        reads=own,
     )
 
 
@@ -158,7 +162,7 @@ def prepare_reduce_scatterv(
         whole=not resolved.elementwise,
         native=blocking and serves(resolved, value),
     )
-    result = arrays.fresh(value.dtype, value.kind, (checked[group.rank], *rest))
+    result = arrays.fresh(value.dtype, value.kind, (checked[group.rank], *rest), value.gpu)
     reduction = Reduction(resolved, chosen)
     text = (
         f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, counts={_shown(checked)}, "
@@ -182,6 +186,7 @@ def prepare_reduce_scatterv(
             result.array,
         ),
         finish,
+        reads=(value,),
     )
 
 
@@ -262,6 +267,7 @@ LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
 
 def _gatherv(group: Group, call: bytes, x: Value, root: int) -> CallSteps:
     number = group.context.begin(call)
+    yield from pulled(group, x)
     size = group.size
     source: list[Any] = [None] * size
     source[group.rank] = blocks.pack(x)
@@ -279,6 +285,7 @@ def _gatherv(group: Group, call: bytes, x: Value, root: int) -> CallSteps:
 def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
     """Gather the heads and what is small (lane 0), then, knowing all lengths, the rest (lane 1)."""
     number = group.context.begin(call)
+    yield from pulled(group, x)
     size, me = group.size, group.rank
     packed = blocks.pack(x)
     source: list[Any] = [None] * size
@@ -307,6 +314,7 @@ def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
 
 def _scatterv(group: Group, call: bytes, xs: list[Value] | None, root: int) -> CallSteps:
     number = group.context.begin(call)
+    yield from pulled(group, *(xs or ()))
     size = group.size
     nothing: list[Any] = [None] * size
     source = list(nothing) if xs is None else [blocks.pack(x) for x in xs]
@@ -320,6 +328,7 @@ def _scatterv(group: Group, call: bytes, xs: list[Value] | None, root: int) -> C
 
 def _all_to_allv(group: Group, call: bytes, xs: list[Value]) -> CallSteps:
     number = group.context.begin(call)
+    yield from pulled(group, *xs)
     size, me = group.size, group.rank
     sent = [blocks.pack(x) for x in xs]
     sent[me] = ()
@@ -353,8 +362,8 @@ def _reduce_scatterv(
         source=[(view,) for view in source],
         target=target,
         combine=combiner(reduction.op, x.dtype, (-1, *x.array.shape[1:])),
+        finish=finisher(reduction.op, x.dtype, group.size),
     )
     how = "reduce_scatter", reduction.choice
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
-    ops.finish(reduction.op, x.dtype, result, group.size)

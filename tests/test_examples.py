@@ -21,6 +21,12 @@ needs_example_packages = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("sklearn", "tqdm")),
     reason="needs scikit-learn and tqdm: pip install '.[examples]'",
 )
+needs_torch = pytest.mark.skipif(
+    not importlib.util.find_spec("torch"), reason="needs PyTorch: pip install torch"
+)
+needs_jax = pytest.mark.skipif(
+    not importlib.util.find_spec("jax"), reason="needs JAX: pip install jax"
+)
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -116,6 +122,40 @@ def test_digits_are_learned_equally_by_any_number_of_ranks(size: int, tmp_path: 
 def test_digits_are_learned_without_the_launcher(tmp_path: Path) -> None:
     output = run(sys.executable, str(EXAMPLES / "train_digits.py"), cwd=tmp_path)
     assert "the weights have the same bits on all 1 ranks: True" in output
+
+
+@needs_example_packages
+@needs_torch
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_digits_are_learned_equally_by_modules_of_pytorch(size: int, tmp_path: Path) -> None:
+    output = run_example("train_digits_torch.py", size, tmp_path)
+    assert f"parameters and accuracy have the same bits on all {size} ranks: True" in output
+
+
+@needs_torch
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_tensors_travel_and_come_back_as_tensors(size: int, tmp_path: Path) -> None:
+    lines = run_example("torch_tensors.py", size, tmp_path).splitlines()
+    mean = (size + 1) / 2  # of the ranks, counted from 1
+    assert lines[:-1] == [
+        "weights: [0.5, -1.5, 2.5], torch.bfloat16",
+        f"the column of rank {size - 1}: [{10 * size - 9}, {10 * size - 6}]",
+        f"the last row of the table: {[size * weight for weight in (0.5, -1.5, 2.5)]}",
+        f"the mean gradient: {[mean * weight for weight in (0.5, -1.5, 2.5)]}",
+        f"the mean parameter: {[mean] * 3}, requires a gradient: False",
+    ]
+    assert re.fullmatch(r"tensors on (cpu|cuda), the result on \1", lines[-1])
+
+
+@needs_jax
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_jax_arrays_fit_a_line_together(size: int, tmp_path: Path) -> None:
+    lines = run_example("jax_arrays.py", size, tmp_path).splitlines()
+    assert lines[:2] == [
+        "slope 3.000, height -1.000",
+        f"the same bits on all {size} ranks: True",
+    ]
+    assert lines[2].startswith("with out=x: out is a JAX array, and those never change.")
 
 
 def readme_program(name: str, place: Path) -> str:

@@ -88,6 +88,33 @@ ok()
     assert done.content == [0, 1]
 
 
+def test_a_forked_child_that_ends_gives_up_nothing_of_its_parents(job: Any) -> None:
+    # An interpreter that ends destroys its objects. A communicator's shared memory is emptied when
+    # as many have let go of it as there are ranks: the call that a rank waits in would be lost.
+    done = job(
+        2,
+        """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+other = comm.dup()
+other.barrier()  # all have its shared memory now
+if rank == 0:
+    await_table((1, "all_reduce"))
+    for _ in range(size):
+        pid = os.fork()
+        if pid == 0:
+            sys.exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert other.all_reduce(2) == 2 * size
+ok()
+""",
+        "--transport",
+        "shm",
+    )
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [0, 1]
+
+
 def test_a_process_that_a_rank_starts_is_refused_under_its_parents_number(job: Any) -> None:
     done = job(
         2,

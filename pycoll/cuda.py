@@ -1,0 +1,350 @@
+"""CUDA, as far as pycoll needs it: page-locked memory, copies, streams, events, memory of others.
+
+The only module that knows cuda-bindings. It makes no context of its own: it uses each GPU's primary
+one, as PyTorch, CuPy and JAX do, and leaves the thread's current context as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from pycoll.errors import TransportError
+
+_PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every GPU
+_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: apart from the legacy default stream
+_QUIET: Final = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
+_LAZY_PEERS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_MAX_PITCH: Final = (1 << 31) - 1
+_HANDLE_NBYTES: Final = 64
+
+INSTALL: Final = "Install it with: pip install 'pycoll[cuda]'"
+
+
+class Rows(NamedTuple):
+    """Rows of equal length on a GPU, that lie one behind the other in host memory.
+
+    Attributes:
+        device: where the first row begins on the GPU, in bytes from the array's first element.
+        host: the same in the host's memory, from its beginning.
+        width: bytes of a row.
+        height: how many there are.
+        pitch: bytes from one row to the next on the GPU.
+    """
+
+    device: int
+    host: int
+    width: int
+    height: int
+    pitch: int
+
+
+class Lent(NamedTuple):
+    """What another process needs to read memory of this one's GPU.
+
+    Attributes:
+        handle: of the allocation.
+        offset: of the memory in it, in bytes.
+    """
+
+    handle: bytes
+    offset: int
+
+
+@functools.cache
+def _driver() -> Any:
+    """Return cuda-bindings' driver module, initialized.
+
+    Raises:
+        TransportError: it is not installed, or finds no GPU; says so.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as exc:
+        raise TransportError(f"the package cuda-bindings is missing. {INSTALL}") from exc
+    try:
+        (result,) = driver.cuInit(0)
+    except RuntimeError as exc:  # the library of the driver, or a function in it
+        raise TransportError(f"the NVIDIA driver cannot be used: {exc}") from exc
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise TransportError(f"the NVIDIA driver cannot be used: {_text(driver, result)}")
+    return driver
+
+
+def _text(driver: Any, result: Any) -> str:
+    _, text = driver.cuGetErrorString(result)
+    name = getattr(result, "name", str(result))
+    return f"{text.decode()} ({name})" if text else name
+
+
+def _call(name: str, *args: Any) -> Any:
+    """Call a function of the driver; returns what it gives: nothing, a value, or several.
+
+    Raises:
+        TransportError: it failed.
+    """
+    driver = _driver()
+    result, *values = getattr(driver, name)(*args)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise TransportError(f"CUDA: {name} failed: {_text(driver, result)}")
+    return values[0] if len(values) == 1 else values
+
+
+def count() -> int:
+    """Return how many GPUs this process can use.
+
+    Raises:
+        TransportError: CUDA cannot be used; says why.
+    """
+    return int(_call("cuDeviceGetCount"))
+
+
+def current() -> int:
+    """Return the number of the GPU on which this thread works, 0 if it has not chosen one."""
+    driver = _driver()
+    result, device = driver.cuCtxGetDevice()
+    return int(device) if result == driver.CUresult.CUDA_SUCCESS else 0
+
+
+def owner(pointer: int) -> int:
+    """Return the number of the GPU on which memory is."""
+    attribute = _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    with device(current()):
+        return int(_call("cuPointerGetAttribute", attribute, pointer))
+
+
+@functools.cache
+def is_usable() -> bool:
+    """Whether this process can use a GPU."""
+    try:
+        return count() > 0
+    except TransportError:
+        return False
+
+
+@functools.cache
+def device(number: int) -> Device:
+    """Return a GPU, by its number in this process.
+
+    Raises:
+        TransportError: it cannot be used; says why.
+    """
+    return Device(number)
+
+
+class Device:
+    """A GPU. As a context manager, it is the one on which this thread works.
+
+    Attributes:
+        number: the GPU's, in this process.
+        name: what its maker calls it.
+        uuid: the same in all processes.
+    """
+
+    def __init__(self, number: int) -> None:
+        handle = _call("cuDeviceGet", number)
+        self.number = number
+        self.name = _call("cuDeviceGetName", 128, handle).split(b"\0")[0].decode()
+        self.uuid = bytes(_call("cuDeviceGetUuid", handle).bytes)
+        self._context = _call("cuDevicePrimaryCtxRetain", handle)
+        self._pid = os.getpid()
+        self._idle: list[Any] = []  # events
+
+    def __enter__(self) -> Device:
+        if self._pid != os.getpid():
+            raise TransportError("a forked child cannot use the GPU of its parent's process")
+        _call("cuCtxPushCurrent", self._context)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _call("cuCtxPopCurrent")
+
+    # --- streams ---------------------------------------------------------------------------
+
+    def stream(self) -> int:
+        """Make a stream that waits for no other; it lives as long as the process."""
+        with self:
+            return int(_call("cuStreamCreate", _NON_BLOCKING))
+
+    def mark(self, stream: int) -> Mark:
+        """Remember what a stream has been given to do so far."""
+        driver = _driver()
+        with self:
+            event = self._idle.pop() if self._idle else _call("cuEventCreate", _QUIET)
+            _call("cuEventRecord", event, driver.CUstream(stream))
+        return Mark(self, event)
+
+    def follow(self, stream: int, mark: Mark) -> None:
+        """Have what a stream is given from now on wait for `mark`, which may be another GPU's."""
+        driver = _driver()
+        with self:
+            _call("cuStreamWaitEvent", driver.CUstream(stream), mark.event, 0)
+
+    # --- memory ----------------------------------------------------------------------------
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory, so that copies go by themselves."""
+        with self:
+            _call("cuMemHostRegister", address, nbytes, _PORTABLE)
+
+    def unpin(self, address: int) -> None:
+        """Take that back."""
+        with self:
+            _call("cuMemHostUnregister", address)
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of new memory on the GPU.
+
+        Raises:
+            TransportError: there is not so much.
+        """
+        with self:
+            return int(_call("cuMemAlloc", max(1, nbytes)))
+
+    def free(self, pointer: int) -> None:
+        """Give back what `allocate` has returned; waits until nothing uses it."""
+        with self:
+            _call("cuMemFree", pointer)
+
+    def copy(
+        self, stream: int, rows: Sequence[Rows], pointer: int, address: int, to_host: bool
+    ) -> None:
+        """Have rows copied between the GPU and the host, in the order of a stream.
+
+        Args:
+            stream: of this GPU.
+            rows: what to copy.
+            pointer: of the array's first element, on the GPU.
+            address: of the host's memory.
+            to_host: the direction.
+        """
+        driver = _driver()
+        handle = driver.CUstream(stream)
+        with self:
+            for piece in rows:
+                if piece.height == 1:
+                    there, here = pointer + piece.device, address + piece.host
+                    if to_host:
+                        _call("cuMemcpyDtoHAsync", here, there, piece.width, handle)
+                    else:
+                        _call("cuMemcpyHtoDAsync", there, here, piece.width, handle)
+                    continue
+                for part in _bearable(piece):
+                    _call("cuMemcpy2DAsync", _parameters(part, pointer, address, to_host), handle)
+
+    def copy_within(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        """Have bytes copied from one place of a GPU to another, in the order of a stream."""
+        driver = _driver()
+        with self:
+            _call("cuMemcpyDtoDAsync", to, source, nbytes, driver.CUstream(stream))
+
+    # --- memory of other processes -----------------------------------------------------------
+
+    def lend(self, pointer: int) -> Lent | None:
+        """Return what another process needs to read the memory at `pointer`.
+
+        None: its allocator does not allow it (memory pools, expandable segments).
+        """
+        try:
+            with self:
+                handle = _call("cuIpcGetMemHandle", pointer)
+                base, _ = _call("cuMemGetAddressRange", pointer)
+        except TransportError:
+            return None
+        return Lent(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES), pointer - int(base))
+
+    def borrow(self, handle: bytes) -> int:
+        """Return where the allocation of another process is in this one's addresses.
+
+        Raises:
+            TransportError: it cannot be reached from here.
+        """
+        driver = _driver()
+        opened = driver.CUipcMemHandle()
+        ctypes.memmove(opened.getPtr(), handle, _HANDLE_NBYTES)
+        with self:
+            return int(_call("cuIpcOpenMemHandle", opened, _LAZY_PEERS))
+
+    def give_back(self, base: int) -> None:
+        """Let go of what `borrow` has returned."""
+        with self:
+            _call("cuIpcCloseMemHandle", base)
+
+
+class Mark:
+    """What a stream had been given to do when this was made.
+
+    Attributes:
+        event: CUDA's name for it.
+    """
+
+    __slots__ = ("_device", "event")
+
+    def __init__(self, device: Device, event: Any) -> None:
+        self._device = device
+        self.event = event
+
+    def is_done(self) -> bool:
+        """Whether it has been done.
+
+        Raises:
+            TransportError: it, or something else on this GPU, has failed.
+        """
+        driver = _driver()
+        with self._device:
+            (result,) = driver.cuEventQuery(self.event)
+        if result == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if result != driver.CUresult.CUDA_SUCCESS:
+            raise TransportError(
+                f"CUDA: work on {self._device.name} failed: {_text(driver, result)}"
+            )
+        return True
+
+    def wait(self) -> None:
+        """Sleep until it has been done; other threads go on.
+
+        Raises:
+            TransportError: it, or something else on this GPU, has failed.
+        """
+        with self._device:
+            _call("cuEventSynchronize", self.event)
+
+    def __del__(self) -> None:
+        self._device._idle.append(self.event)
+
+
+def _bearable(rows: Rows) -> list[Rows]:
+    """Return rows as CUDA copies them at once: apart from each other, not too far."""
+    if rows.width <= rows.pitch <= _MAX_PITCH:
+        return [rows]
+    return [
+        Rows(rows.device + i * rows.pitch, rows.host + i * rows.width, rows.width, 1, rows.width)
+        for i in range(rows.height)
+    ]
+
+
+def _parameters(rows: Rows, pointer: int, address: int, to_host: bool) -> Any:
+    driver = _driver()
+    kinds = driver.CUmemorytype
+    copy = driver.CUDA_MEMCPY2D()
+    there, here = pointer + rows.device, address + rows.host
+    if to_host:
+        copy.srcMemoryType, copy.dstMemoryType = (
+            kinds.CU_MEMORYTYPE_DEVICE,
+            kinds.CU_MEMORYTYPE_HOST,
+        )
+        copy.srcDevice, copy.srcPitch = there, rows.pitch
+        copy.dstHost, copy.dstPitch = here, rows.width
+    else:
+        copy.srcMemoryType, copy.dstMemoryType = (
+            kinds.CU_MEMORYTYPE_HOST,
+            kinds.CU_MEMORYTYPE_DEVICE,
+        )
+        copy.srcHost, copy.srcPitch = here, rows.width
+        copy.dstDevice, copy.dstPitch = there, rows.pitch
+    copy.WidthInBytes, copy.Height = rows.width, rows.height
+    return copy

@@ -1,0 +1,533 @@
+"""Arrays on a GPU, staged: each has an image in page-locked host memory, which is what travels.
+
+    Stage.pull    GPU -> image    on a side stream, after what the array's library has under way
+    Stage.push    image -> GPU    on another one
+    stage_of      the stage to whose image some bytes belong
+
+A `Copy` is an operation like a message: a schedule waits for it and goes on with other chunks
+meanwhile (`staged_run`). What is called done is done: a result may be read on any stream.
+
+Images come from a pool. Their memory returns to it when nobody sees it any more and no copy that
+was begun is still under way, whatever became of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from pycoll.cuda import Device, Mark, Rows
+from pycoll.dtypes import Array
+from pycoll.errors import Error, TransportError
+from pycoll.transports.base import Operation
+
+KEPT_NBYTES: Final = 512 << 20
+"""Page-locked bytes that are kept for later calls; to lock them again costs more than to copy."""
+
+LANES: Final = 2
+"""Side streams in each direction: an array that is still being computed holds up one of them."""
+
+SPIN_S: Final = 30e-6
+"""A copy is looked at for so long before somebody sleeps: small ones are done by then."""
+
+_PAGE: Final = mmap.PAGESIZE
+_COARSE: Final = 1 << 20  # lengths of blocks: powers of two up to this, then multiples of it
+
+
+class Engine(Protocol):
+    """Under whose lock a copy becomes done."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the lock, and see that who waits looks again."""
+
+
+# --- page-locked memory ----------------------------------------------------------------------
+
+
+class _Block:
+    """Host memory, page-locked if that can be."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = mmap.mmap(-1, nbytes)
+        self._memory.madvise(mmap.MADV_DONTFORK)  # a child's pages would take the GPU's place
+        self.address: int = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
+        self._device: Device | None = device
+        try:
+            device.pin(self.address, nbytes)
+        except TransportError:  # a limit: copies then go through the driver's own memory
+            self._device = None
+
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.unpin(self.address)
+        self._memory.close()
+
+
+class _Loan:
+    """A block in use by one image; NumPy makes it the image's base.
+
+    Attributes:
+        stage: whose image it is.
+        copies: those that use it.
+    """
+
+    __array_interface__: dict[str, object]
+
+    def __init__(self, pool: Pool, block: _Block) -> None:
+        self._pool = pool
+        self._block = block
+        self.stage: weakref.ref[Stage] | None = None
+        self.copies: list[Copy] = []
+
+    def image(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """Return the block's front as an array."""
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (self._block.address, False),
+            "shape": shape,
+            "typestr": dtype.str,
+        }
+        return np.asarray(self)
+
+    def __del__(self) -> None:
+        self._pool.returned.append((self._block, self.copies))
+
+
+class Pool:
+    """Blocks that images use one after the other.
+
+    Attributes:
+        returned: blocks whose image is gone, with the copies that may still use them.
+    """
+
+    def __init__(self) -> None:
+        self.returned: deque[tuple[_Block, list[Copy]]] = deque()  # filled by whatever thread
+        self._lock = threading.Lock()
+        self._free: list[_Block] = []  # what came back last is last
+
+    def take(self, device: Device, nbytes: int) -> _Loan:
+        """Return memory of at least so many bytes."""
+        wanted = _rounded(nbytes)
+        with self._lock:
+            self._collect()
+            for index in reversed(range(len(self._free))):
+                if wanted <= self._free[index].nbytes <= 2 * wanted:
+                    return _Loan(self, self._free.pop(index))
+        return _Loan(self, _Block(device, wanted))
+
+    def _collect(self) -> None:
+        for _ in range(len(self.returned)):
+            block, copies = self.returned.popleft()
+            left = [copy for copy in copies if not copy.is_over()]
+            if left:
+                self.returned.append((block, left))
+            else:
+                self._free.append(block)
+        kept = sum(block.nbytes for block in self._free)
+        while kept > KEPT_NBYTES:
+            block = self._free.pop(0)
+            kept -= block.nbytes
+            block.close()
+
+
+def _rounded(nbytes: int) -> int:
+    if nbytes <= _COARSE:
+        return max(_PAGE, 1 << (nbytes - 1).bit_length())
+    return -(-nbytes // _COARSE) * _COARSE
+
+
+# --- copies ----------------------------------------------------------------------------------
+
+
+class Copy(Operation):
+    """A copy between a GPU and an image.
+
+    Args:
+        engine: under whose lock it becomes done; None: only `wait` will ask.
+        lane: where it is under way; None: there is nothing to copy.
+        mark: in the lane's stream, behind it.
+        array: what must not be freed before its end.
+    """
+
+    __slots__ = ("_array", "_callbacks", "_lane", "engine", "mark")
+
+    def __init__(
+        self, engine: Engine | None, lane: Lane | None, mark: Mark | None, array: object
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.mark = mark
+        self._lane = lane
+        self._array = array
+        self._callbacks: list[Callable[[Operation], None]] = []
+        if mark is None:
+            self.finish()
+
+    def then(self, callback: Callable[[Operation], None]) -> None:
+        """Call `callback(self)` when done; unlike other operations, several may ask."""
+        if not self.done:
+            self.look(SPIN_S)
+        if self.done:
+            callback(self)
+            return
+        self._callbacks.append(callback)
+        assert self._lane is not None
+        self._lane.watch(self)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.done:
+            return
+        super().finish(error)
+        self._array = None
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def cancel(self) -> None:
+        """Nobody wants to know its end any more; the GPU goes on."""
+        self._callbacks = []
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Find out whether it is done, for so long at most."""
+        until = time.monotonic() + seconds
+        try:
+            while not self.done:
+                if self.mark is None or self.mark.is_done():
+                    self.finish()
+                elif time.monotonic() >= until:
+                    return
+        except TransportError as exc:
+            self.finish(exc)
+
+    def is_over(self) -> bool:
+        """Whether the GPU has ended it, in whatever way."""
+        try:
+            return self.done or self.mark is None or self.mark.is_done()
+        except TransportError:
+            return True
+
+    def wait(self) -> None:
+        """Sleep until it is done.
+
+        Raises:
+            TransportError: it has failed.
+        """
+        self.look(SPIN_S)
+        if not self.done and self.mark is not None:
+            self.mark.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Lane:
+    """A side stream, and a thread that sleeps until what was put into it is done."""
+
+    def __init__(self, device: Device) -> None:
+        self.stream = device.stream()
+        self.last: Copy | None = None
+        self._watched: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, copy: Copy) -> None:
+        """Have `copy` finish when it is done, under its engine's lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="pycoll-gpu", daemon=True)
+            self._thread.start()
+        self._watched.put(copy)
+
+    def _work(self) -> None:
+        while True:
+            copy = self._watched.get()
+            error: BaseException | None = None
+            try:
+                if copy.mark is not None:
+                    copy.mark.wait()
+            except TransportError as exc:
+                error = exc
+            assert copy.engine is not None
+            try:
+                with copy.engine.locked():
+                    copy.finish(error)
+            except Error:  # the rank has left the job
+                continue
+
+
+class Lanes:
+    """The side streams of a GPU in one direction."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lanes: list[Lane] = []
+        self._turn = itertools.count()
+
+    def pick(self) -> Lane:
+        """Return one that has nothing to do, else each in its turn."""
+        for lane in self._lanes:
+            if lane.last is None or lane.last.is_over():
+                return lane
+        if len(self._lanes) < LANES:
+            self._lanes.append(Lane(self._device))
+            return self._lanes[-1]
+        return self._lanes[next(self._turn) % LANES]
+
+
+class Side:
+    """What staging keeps for one GPU.
+
+    Attributes:
+        device: the GPU.
+        pulls, pushes: its side streams.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.pulls, self.pushes = Lanes(device), Lanes(device)
+        self._meetings = Lanes(device)
+
+    def meeting(self) -> int:
+        """Return a stream which a library may have wait for what it has under way."""
+        return self._meetings.pick().stream
+
+
+_pool = Pool()
+_sides: dict[int, Side] = {}
+_making = threading.Lock()
+
+
+def side(device: Device) -> Side:
+    """Return what staging keeps for a GPU."""
+    with _making:
+        if device.number not in _sides:
+            _sides[device.number] = Side(device)
+        return _sides[device.number]
+
+
+# --- stages ----------------------------------------------------------------------------------
+
+
+class Stage:
+    """An array on a GPU, and its image.
+
+    Args:
+        device: the GPU.
+        pointer: address of the first element there.
+        dtype: of the image.
+        shape, strides: of the array; strides in bytes.
+        ready: what must be done before the array may be read or written.
+        array: keeps the memory.
+        writeable: whether it may be written.
+
+    Attributes:
+        image: C-contiguous host memory for the elements; they are in it when `pull` is done.
+        place: an array with the addresses of the elements on the GPU. Never look into it: it
+            tells what overlaps what.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pointer: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        ready: Mark | None,
+        array: object,
+        writeable: bool = True,
+    ) -> None:
+        self.device = device
+        self.place = _phantom(pointer, dtype, shape, strides, writeable)
+        self._pointer = pointer
+        self._ready = ready
+        self._array = array
+        self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
+        self._pulled: list[tuple[int, int, Copy]] = []
+        self._pushed: list[tuple[int, int, Copy]] = []
+        self._before: list[Stage] = []
+        self._loan: _Loan | None = None
+        if self.place.nbytes:
+            self._loan = _pool.take(device, self.place.nbytes)
+            self._loan.stage = weakref.ref(self)
+            self.image = self._loan.image(dtype, shape)
+        else:
+            self.image = np.empty(shape, dtype)
+        self._address: int = self.image.__array_interface__["data"][0]
+
+    def follow(self, other: Stage) -> None:
+        """Push nothing before `other`, of the same memory, is pulled."""
+        self._before.append(other)
+
+    def pull(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
+        """Have bytes `begin` to `end` of the elements, in C order, copied to the image, once."""
+        end = self.image.nbytes if end is None else end
+        for first, last, copy in self._pulled:
+            if first <= begin and end <= last:
+                return copy
+        copy = self._copy(engine, begin, end, to_host=True)
+        self._pulled.append((begin, end, copy))
+        return copy
+
+    def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
+        """Have bytes `begin` to `end` of the image copied to the GPU; they must not change."""
+        end = self.image.nbytes if end is None else end
+        copy = self._copy(engine, begin, end, to_host=False)
+        self._pushed.append((begin, end, copy))
+        return copy
+
+    def flush(self, end: int | None = None) -> None:
+        """Push what has not been, up to byte `end`, and wait until all is on the GPU.
+
+        Raises:
+            TransportError: a copy has failed.
+        """
+        begin = 0
+        end = self.image.nbytes if end is None else end
+        for first, last, _ in sorted(self._pushed, key=lambda pushed: pushed[:2]):
+            if begin < first:
+                self.push(None, begin, min(first, end))
+            begin = max(begin, last)
+        if begin < end:
+            self.push(None, begin, end)
+        for _, _, copy in self._pushed:
+            copy.wait()
+
+    def offset(self, view: memoryview) -> int:
+        """Return where bytes of the image begin in it."""
+        address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        return address - self._address
+
+    def _copy(self, engine: Engine | None, begin: int, end: int, to_host: bool) -> Copy:
+        if begin >= end:
+            return Copy(engine, None, None, None)
+        assert self._loan is not None
+        own = side(self.device)
+        lane = (own.pulls if to_host else own.pushes).pick()
+        if self._ready is not None:
+            self.device.follow(lane.stream, self._ready)
+        if not to_host:
+            for other in self._before:
+                other.device.follow(lane.stream, _behind(other.pull(engine)))
+        rows = list(self._rows(begin, end))
+        self.device.copy(lane.stream, rows, self._pointer, self._address, to_host)
+        lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
+        self._loan.copies.append(lane.last)
+        return lane.last
+
+    def _rows(self, begin: int, end: int) -> Iterator[Rows]:
+        """Give bytes `begin` to `end` of the elements as what lies evenly on the GPU."""
+        width = self._width
+        if not self._dims:
+            yield Rows(begin, begin, end - begin, 1, end - begin)
+            return
+        *outer, (count, pitch) = self._dims
+        first, last = begin // width, -(-end // width)  # rows that have some of it
+        for number, index in enumerate(itertools.product(*[range(n) for n, _ in outer])):
+            start = max(first, number * count)
+            stop = min(last, (number + 1) * count)
+            if start >= stop:
+                continue
+            base = sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
+            base -= number * count * pitch
+            while start < stop:  # the first and the last row may be incomplete
+                front = max(begin - start * width, 0)
+                whole = (end // width - start) if not front else 0
+                many = min(stop - start, whole)
+                if many > 0:
+                    yield Rows(base + start * pitch, start * width, width, many, pitch)
+                    start += many
+                    continue
+                back = min(end - start * width, width)
+                place = base + start * pitch + front
+                yield Rows(place, start * width + front, back - front, 1, back - front)
+                start += 1
+
+
+class Memory:
+    """Memory on a GPU for a result, until nobody uses it any more.
+
+    Attributes:
+        pointer: its address there.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.pointer = device.allocate(nbytes)
+        self._device = device
+        self._pid = os.getpid()
+
+    # The default lives as long as this function; names of the module may have gone before.
+    def __del__(self, getpid: Any = os.getpid) -> None:
+        if self._pid == getpid():
+            with contextlib.suppress(TransportError):
+                self._device.free(self.pointer)
+
+
+def stage_of(view: memoryview) -> Stage | None:
+    """Return the stage to whose image some bytes belong, if they belong to one."""
+    owner: object = view.obj
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if not isinstance(owner, _Loan) or owner.stage is None:
+        return None
+    return owner.stage()
+
+
+def _behind(copy: Copy) -> Mark:
+    assert copy.mark is not None
+    return copy.mark
+
+
+class _There:
+    """Nothing but addresses."""
+
+    __array_interface__: dict[str, object]
+
+
+def _phantom(
+    pointer: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writeable: bool,
+) -> Array:
+    if 0 in shape:
+        return np.empty(shape, dtype)
+
+    there = _There()
+    there.__array_interface__ = {
+        "version": 3,
+        "data": (pointer, not writeable),
+        "shape": shape,
+        "strides": strides,
+        "typestr": dtype.str,
+    }
+    return np.asarray(there)
+
+
+def _collapsed(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Return the bytes that lie together, and how often, how far apart: (count, stride) by axis."""
+    width = itemsize
+    dims: list[tuple[int, int]] = []
+    for count, stride in reversed(
+        [axis for axis in zip(shape, strides, strict=True) if axis[0] != 1]
+    ):
+        if not dims and stride == width:
+            width *= count
+        elif dims and dims[0][0] * dims[0][1] == stride:
+            dims[0] = (dims[0][0] * count, dims[0][1])
+        else:
+            dims.insert(0, (count, stride))
+    return width, dims
