@@ -717,6 +717,7 @@ class Communicator(NonBlocking):
         copies = [value.stage.pull(engine) for value in prepared.reads if value.stage is not None]
         try:
             for copy in copies:
+                copy.watch()
                 engine.wait(copy, call, timeout)
                 if copy.error is not None:
                     raise copy.error

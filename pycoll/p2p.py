@@ -88,17 +88,16 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
     context, value = group.context, outgoing.value
     pull = value.stage.pull(group.engine) if value is not None and value.stage is not None else None
     before = context.turns.get(dest)
-    if before is not None or (pull is not None and not pull.done):
-        turn = context.take_turn(dest)
-        try:
-            for wanted in (pull, before):
-                if wanted is not None and not wanted.done:
-                    yield wanted
-        finally:
-            context.end_turn(dest, turn, before)
-    if pull is not None and pull.error is not None:
-        raise pull.error
-    return start_send(group, outgoing, dest, tag)
+    if before is None and (pull is None or (pull.done and pull.error is None)):
+        return start_send(group, outgoing, dest, tag)
+    turn = context.take_turn(dest)
+    try:
+        yield from pulled(group, value)
+        if before is not None and not before.done:
+            yield before
+        return start_send(group, outgoing, dest, tag)
+    finally:
+        context.end_turn(dest, turn, before)
 
 
 def pulled(group: Group, *values: Value | None) -> CallSteps:

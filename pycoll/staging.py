@@ -178,14 +178,19 @@ class Copy(Operation):
 
     def then(self, callback: Callable[[Operation], None]) -> None:
         """Call `callback(self)` when done; unlike other operations, several may ask."""
-        if not self.done:
-            self.look(SPIN_S)
+        self.watch()
         if self.done:
             callback(self)
-            return
-        self._callbacks.append(callback)
-        assert self._lane is not None
-        self._lane.watch(self)
+        else:
+            self._callbacks.append(callback)
+
+    def watch(self) -> None:
+        """See that it becomes done by itself: soon, or when a thread has seen its end."""
+        if not self.done:
+            self.look(SPIN_S)
+        if not self.done:
+            assert self._lane is not None
+            self._lane.watch(self)
 
     def finish(self, error: BaseException | None = None) -> None:
         if self.done:
@@ -355,7 +360,7 @@ class Stage:
         self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
         self._pulled: list[tuple[int, int, Copy]] = []
         self._pushed: list[tuple[int, int, Copy]] = []
-        self._before: list[Stage] = []
+        self._before: list[Copy] = []
         self._loan: _Loan | None = None
         if self.place.nbytes:
             self._loan = _pool.take(device, self.place.nbytes)
@@ -366,15 +371,17 @@ class Stage:
         self._address: int = self.image.__array_interface__["data"][0]
 
     def follow(self, other: Stage) -> None:
-        """Push nothing before `other`, of the same memory, is pulled."""
-        self._before.append(other)
+        """Push nothing before all of `other`, of the same memory, is pulled."""
+        self._before.append(other.pull(None))
 
     def pull(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
         """Have bytes `begin` to `end` of the elements, in C order, copied to the image, once."""
         end = self.image.nbytes if end is None else end
         for first, last, copy in self._pulled:
             if first <= begin and end <= last:
+                copy.engine = copy.engine or engine
                 return copy
+            assert end <= first or last <= begin, "what is there must not be written again"
         copy = self._copy(engine, begin, end, to_host=True)
         self._pulled.append((begin, end, copy))
         return copy
@@ -417,8 +424,9 @@ class Stage:
         if self._ready is not None:
             self.device.follow(lane.stream, self._ready)
         if not to_host:
-            for other in self._before:
-                other.device.follow(lane.stream, _behind(other.pull(engine)))
+            for copy in self._before:
+                if copy.mark is not None:
+                    self.device.follow(lane.stream, copy.mark)
         rows = list(self._rows(begin, end))
         self.device.copy(lane.stream, rows, self._pointer, self._address, to_host)
         lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
@@ -481,11 +489,6 @@ def stage_of(view: memoryview) -> Stage | None:
     if not isinstance(owner, _Loan) or owner.stage is None:
         return None
     return owner.stage()
-
-
-def _behind(copy: Copy) -> Mark:
-    assert copy.mark is not None
-    return copy.mark
 
 
 class _There:

@@ -5,13 +5,13 @@
     subprocess.run(..., env=os.environ | environment(path, devices=2))
 
 It is stricter and nastier than a GPU, never more lenient. Device memory cannot be touched by the
-host, and holds 0xA5 until it is written. A stream is a queue, and nothing in it runs before somebody
-asks or waits: then operations of all streams run in an order that the seed chooses. What a copy will
-write holds 0xDB until the copy has run. A copy to or from memory that is not there (any more) is an
-illegal address, which the context never recovers from; page-locked memory given back too early
-is one, too. The default streams (0, 1, and 2, one for each thread) wait for no other.
-
-Waiting for what is held lasts at most a minute: CUDA_ERROR_LAUNCH_TIMEOUT.
+host, and holds 0xA5 until it is written. A stream is a queue, and nothing in it runs before
+somebody asks or waits: then operations of all streams run, in an order that the seed chooses. What
+a copy will write holds 0xDB until the copy has run. A copy to or from memory that is not there (any
+more) is an illegal address, from which its context never recovers; so is one with page-locked
+memory that was given back too early. Registered ranges may not share a page. The default streams
+(0 and 1 are one; 2, one for each thread) wait for no other. Waiting for what is held lasts a minute
+at most: CUDA_ERROR_LAUNCH_TIMEOUT.
 
 The functions below speak to the driver of this process, loaded or found by LD_LIBRARY_PATH.
 """
@@ -62,13 +62,20 @@ def build(folder: Path) -> Path:
     return path
 
 
-def load(path: Path) -> None:
-    """Make it the driver of this process; the variables of environment() hold here, too.
+def load(path: Path, *, devices: int = 2, seed: int = 1) -> None:
+    """Make it the driver of this process. Once: a later call leaves the first one's as it is.
 
     Raises:
         RuntimeError: the process has another driver already.
     """
-    ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    try:
+        ctypes.CDLL(NAME, os.RTLD_NOLOAD)
+    except OSError:
+        os.environ["FAKE_CUDA_DEVICES"], os.environ["FAKE_CUDA_SEED"] = str(devices), str(seed)
+        try:
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+        finally:
+            del os.environ["FAKE_CUDA_DEVICES"], os.environ["FAKE_CUDA_SEED"]
     if not hasattr(ctypes.CDLL(NAME), "fake_seed"):
         raise RuntimeError("this process has loaded another CUDA driver")
 
@@ -156,9 +163,10 @@ def stats() -> dict[str, int]:
     """What there is and what has happened in this process, by name.
 
     There is: allocations, allocated_bytes, registered, host_allocations, ipc_opened, streams,
-    events, busy_streams (with something enqueued). Has happened: enqueued, run (copies and sets),
-    h2d_bytes, d2h_bytes, d2d_bytes, set_bytes, pageable_copies (from or to host memory that is not
-    page-locked, without waiting for them), illegal_accesses, calls_without_context.
+    events, busy_streams (with something enqueued), waiting (threads, for what is held). Has
+    happened: enqueued, run (copies and sets), h2d_bytes, d2h_bytes, d2d_bytes, set_bytes,
+    pageable_copies (enqueued from or to host memory that is not page-locked), illegal_accesses,
+    calls_without_context.
     """
     text = ctypes.create_string_buffer(2048)
     if _driver().fake_stats(text, len(text)):

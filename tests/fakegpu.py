@@ -125,7 +125,8 @@ class Borrowed(Memory):
         self._deleter = deleter
 
     def give_back(self) -> None:
-        self._deleter(self._address)
+        if self._deleter:
+            self._deleter(self._address)
 
 
 class _Layout:
@@ -443,7 +444,7 @@ def from_dlpack(x: Any) -> Array:
     _rename(capsule, layout.used)
     tensor = managed.tensor
     pointer = (tensor.data or 0) + tensor.byte_offset
-    deleter = ctypes.PYFUNCTYPE(None, c_void_p)(managed.deleter) if managed.deleter else id
+    deleter = ctypes.PYFUNCTYPE(None, c_void_p)(managed.deleter) if managed.deleter else None
     memory = Borrowed(device, pointer, address, deleter)
     dtype = _numpy_dtype(tensor.code, tensor.bits)
     shape = tuple(tensor.shape[: tensor.ndim])

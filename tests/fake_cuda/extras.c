@@ -150,11 +150,12 @@ API bool fake_fail(const char *text)
     return right;
 }
 
-/* Drop what is enqueued, and what was wrong with the contexts, and the failures to come. */
+/* Forget what is enqueued or held, what was wrong with contexts, failures to come, and counts. */
 API void fake_reset(void)
 {
     lock();
     set_failures("");
+    unhold_all();
     for (int i = 0; i < device_count; i++) {
         drop_queues(&contexts[i]);
         contexts[i].error = OK;
@@ -168,7 +169,7 @@ API int fake_stats(char *text, size_t size)
 {
     lock();
     uint64_t live = 0, bytes = 0, opened = 0, registered = 0, pinned = 0, made = 0, recorded = 0,
-             waiting = 0;
+             busy = 0;
     for (struct allocation *a = allocations; a; a = a->next) {
         opened += a->imported;
         live += !a->imported;
@@ -180,7 +181,7 @@ API int fake_stats(char *text, size_t size)
     }
     for (struct stream *stream = streams; stream; stream = stream->next) {
         made += stream->handle && !stream->destroyed;
-        waiting += stream->head != NULL;
+        busy += stream->head != NULL;
     }
     for (struct event *event = events; event; event = event->next)
         recorded++;
@@ -195,7 +196,8 @@ API int fake_stats(char *text, size_t size)
         {"ipc_opened", opened},
         {"streams", made},
         {"events", recorded},
-        {"busy_streams", waiting},
+        {"busy_streams", busy},
+        {"waiting", (uint64_t)waiting},
         {"enqueued", counts.enqueued},
         {"run", counts.run},
         {"h2d_bytes", counts.h2d},

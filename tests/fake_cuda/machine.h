@@ -1,5 +1,6 @@
-/* The machine below the fake driver: contexts, memory, streams. machine.c has it, libcuda.c the
- * driver's functions over it. All of it is guarded by one mutex, taken by enter(). */
+/* The machine below the fake driver: calls.c, memory.c, streams.c. The driver's functions over it
+ * are in api_*.c, what tests may ask for beyond them in extras.c. One mutex guards it: enter()
+ * locks. */
 #ifndef FAKE_CUDA_MACHINE_H
 #define FAKE_CUDA_MACHINE_H
 
@@ -32,6 +33,8 @@ enum {
     NOT_SUPPORTED = 801,
 };
 
+enum { HOST_MEMORY_TYPE = 1, DEVICE_MEMORY_TYPE = 2, UNIFIED_MEMORY_TYPE = 4 };
+
 #define DEVICES 16
 #define DEVICE_MEMORY ((size_t)16 << 30)
 #define FRESH 0xA5  /* what memory that nobody has written holds */
@@ -43,8 +46,9 @@ struct mark {
     struct timespec when;
 };
 
-/* Where a copy reads or writes. What it names is looked up when the copy is enqueued, and must
- * still be that when it runs: `owner` is the id of an allocation or a registration, 0 of neither. */
+/* Where a copy reads or writes. What is there is looked up when the copy is enqueued, and must
+ * still be there when it runs: `owner` is the id of an allocation or a registration, 0 of neither.
+ */
 struct side {
     uintptr_t address;
     size_t pitch, slice; /* bytes from a row to the next, and from a plane to the next */
@@ -129,12 +133,13 @@ struct counts {
 
 extern struct context contexts[DEVICES];
 extern int device_count, physical[DEVICES];
-extern bool initialized;
+extern bool initialized, tracing;
 extern struct allocation *allocations;
 extern struct registration *registrations;
 extern struct stream *streams;
 extern struct event *events;
 extern struct counts counts;
+extern int waiting; /* threads that wait for what is held */
 
 /* A call of the driver: enter() at its beginning, leave() at its end, also if enter() refused. */
 enum needs { NOTHING, DRIVER, CONTEXT };
@@ -148,6 +153,8 @@ CUresult enter(struct call *call, const char *name, enum needs needs, const char
 CUresult leave(struct call *call, CUresult result);
 void lock(void);
 void unlock(void);
+void notify(void);                                  /* who waits for a change */
+bool wait_for_change(const struct timespec *until); /* false: it did not come in time */
 bool set_failures(const char *text);
 void set_seed(uint64_t seed);
 unsigned random_below(unsigned n);
@@ -159,7 +166,8 @@ struct context *pop_context(void);
 struct context *context_of(const void *handle); /* NULL if it is none */
 void destroy_context(struct context *context);
 
-uint64_t new_handle(void);
+uint64_t new_id(void);
+uint64_t new_handle(void); /* not an address, and never used again */
 
 /* Memory. */
 struct allocation *allocate(struct context *context, size_t size);
@@ -188,6 +196,7 @@ bool run_one(void);
 CUresult wait_for(struct mark *mark, struct context *context);
 uint64_t hold(struct stream *stream);
 bool unhold(uint64_t id);
+void unhold_all(void);
 void drop_queues(struct context *context);
 
 CUresult find_function(const char *name, void **function, int version, int *status);
