@@ -148,8 +148,13 @@ class Calls:
         target.check_overlap(value, (target.value.place, value.place))
         memory = target.memory
 
+        in_pieces = memory is target.array and self._in_pieces(resolved, value, target.value)
+
         def native(core: Native) -> None:
-            native_calls.combine(core, "all_reduce", value, memory, resolved)
+            if in_pieces:
+                native_calls.all_reduce(core, value, target.value, resolved)
+            else:
+                native_calls.combine(core, "all_reduce", value, memory, resolved)
 
         def by_levels(both: Levels) -> None:
             levels.all_reduce(both, value, memory, resolved)
@@ -166,7 +171,7 @@ class Calls:
                 if reduction.choice.name == HIERARCHICAL and self._serves(resolved, value)
                 else None
             ),
-            reads=(value,),
+            reads=() if in_pieces else (value,),
         )
 
     def all_reduce_many(
@@ -585,6 +590,13 @@ class Calls:
             native=self._serves(op, value),
         )
         return collectives.Reduction(op, chosen)
+
+    def _in_pieces(self, op: Op, x: Value, result: Value) -> bool:
+        """Whether the core's all_reduce copies to and from a GPU while it reduces."""
+        native = self._group.native
+        if native is None or (x.stage is None and result.stage is None):
+            return False
+        return x.array.nbytes > native.core.piece_nbytes and native_calls.serves(op, x)
 
     def _serves(self, op: Op, value: Value) -> bool:
         """Whether the core may combine: all ranks, or in two levels where order is no matter.

@@ -8,15 +8,19 @@ import importlib.metadata
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pycoll import bench, tune
 
 if TYPE_CHECKING:
     from pycoll.schedules import Algorithm
+
+GPU_DEADLINE_S: Final = 10.0
+"""To wake many GPUs that nobody uses takes a driver seconds."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,7 +159,7 @@ def _info() -> int:
         if name == "rdma" and reason is None:
             text += f": {find(os.environ)}"
         rows.append((f"transport {name}", text))
-    rows += _rdma_ports(os.environ)
+    rows += [*_rdma_ports(os.environ), *_gpus()]
     width = max(16, *(len(label) for label, _ in rows))
     for label, text in rows:
         print(f"{label:<{width}} {text}".rstrip())
@@ -183,6 +187,35 @@ def _rdma_ports(environ: Mapping[str, str], root: str = "/") -> list[tuple[str, 
         usable = usable_gid(port, environ, root)
         if isinstance(usable, str):
             rows.append(("", f"not usable: {usable}"))
+    return rows
+
+
+def _gpus() -> list[tuple[str, str]]:
+    """A row for each GPU, or one that says why there is none.
+
+    A driver that a GPU does not answer waits for it for ever, and a broken package may raise
+    whatever it likes: neither keeps the other rows from being shown.
+    """
+    from pycoll import cuda
+
+    rows: list[tuple[str, str]] = []
+
+    def ask() -> None:
+        try:
+            for gpu in cuda.describe():
+                size = f"{gpu.nbytes / 2**30:.1f} GiB"
+                state = "usable" if gpu.fault is None else f"not usable: {gpu.fault}"
+                rows.append((f"GPU {gpu.number}", f"{state}: {gpu.name}, {size}"))
+            if not rows:
+                rows.append(("GPUs", "none: the NVIDIA driver shows this process none"))
+        except Exception as exc:
+            rows[:] = [("GPUs", f"not usable: {exc}")]
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(GPU_DEADLINE_S)
+    if asking.is_alive():
+        return [("GPUs", f"not usable: the driver has not answered for {GPU_DEADLINE_S:g} s")]
     return rows
 
 

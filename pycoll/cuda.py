@@ -135,6 +135,44 @@ def device(number: int) -> Device:
     return Device(number)
 
 
+class Gpu(NamedTuple):
+    """What a GPU is, for people.
+
+    Attributes:
+        number: in this process, as CUDA_VISIBLE_DEVICES has it.
+        name: what its maker calls it.
+        nbytes: of its memory.
+        fault: why no rank, or not every rank, can use it; None: nothing is known against it.
+    """
+
+    number: int
+    name: str
+    nbytes: int
+    fault: str | None
+
+
+def describe() -> list[Gpu]:
+    """Return what GPUs there are; none of them has to do anything for it.
+
+    Raises:
+        TransportError: CUDA cannot be used; says why.
+    """
+    driver = _driver()
+    asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+    modes = driver.CUcomputemode
+    faults = {
+        int(modes.CU_COMPUTEMODE_PROHIBITED): "its compute mode prohibits programs",
+        int(modes.CU_COMPUTEMODE_EXCLUSIVE_PROCESS): "its compute mode admits one process only",
+    }
+    found = []
+    for number in range(count()):
+        gpu = _call("cuDeviceGet", number)
+        name = _call("cuDeviceGetName", 128, gpu).split(b"\0")[0].decode()
+        mode = int(_call("cuDeviceGetAttribute", asked, gpu))
+        found.append(Gpu(number, name, int(_call("cuDeviceTotalMem", gpu)), faults.get(mode)))
+    return found
+
+
 class Device:
     """A GPU. As a context manager, it is the one on which this thread works.
 

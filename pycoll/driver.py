@@ -276,9 +276,19 @@ class Driver(ABC):
                 worked = True
                 self._timers.remove(timer)
                 timer[1]()
-        if worked and self._front.asleep and self._front.operation is None:
-            self._front.ring()  # it naps, and what it waits for we do not know
+        if worked:
+            self._wake_napper()
         return worked
+
+    def _wake_napper(self) -> None:
+        if self._front.asleep and self._front.operation is None:
+            self._front.ring()  # it naps, and what it waits for we do not know
+
+    def finish(self, operation: Operation, error: BaseException | None) -> None:
+        """End an operation that something else than a transport has done; from any thread."""
+        with self.locked():
+            operation.finish(error)
+            self._wake_napper()
 
     def _is_pending(self) -> bool:
         """Whether there is something to drive for, though nobody may wait for it."""

@@ -23,6 +23,7 @@ from pycoll.task import Call, caller
 
 if TYPE_CHECKING:
     from pycoll import arrays, dtypes
+    from pycoll.staging import Copy
 else:
     arrays, dtypes = Late("pycoll.arrays"), Late("pycoll.dtypes")
 
@@ -100,6 +101,11 @@ class Native:
         return self._context.members.index(self._engine.rank)
 
     @property
+    def engine(self) -> Engine:
+        """Where copies and waits end up."""
+        return self._engine
+
+    @property
     def size(self) -> int:
         """Number of its ranks."""
         return len(self._context.members)
@@ -152,6 +158,27 @@ class Native:
         if self._context.broken is not None:
             raise_error(self._context.broken)
         return time.monotonic() + SLEEP_S
+
+    def wait(self, copy: Copy) -> None:
+        """Wait, in a call, until a copy is done.
+
+        Raises:
+            Error: it has failed, or the call may take no longer.
+        """
+        copy.watch()
+        while not copy.done:
+            self._engine.nap(lambda: self._await_copy(copy))
+        if copy.error is not None:
+            raise copy.error
+
+    def _await_copy(self, copy: Copy) -> float:
+        self._host.see_failure()
+        now = time.monotonic()
+        if self._context.broken is not None:
+            raise_error(self._context.broken)
+        if now >= self._deadline and not copy.done and self._call is not None:
+            raise self._engine.timeout(self._call)
+        return 0.0 if copy.done else min(now + SLEEP_S, self._deadline)
 
     def barrier(self) -> None:
         """Return when every rank has entered."""

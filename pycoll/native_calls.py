@@ -21,6 +21,9 @@ from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.transports.base import Parts, nbytes_of
 
+AHEAD = 4
+"""Pieces of an all_reduce that are on their way from the GPU at a time."""
+
 
 def serves(op: Op, value: Value) -> bool:
     """Whether the core has this operator for this dtype."""
@@ -30,6 +33,41 @@ def serves(op: Op, value: Value) -> bool:
 def type_salt(dtype: DType) -> int:
     """Return what tells dtypes apart that have no code of their own; 0 for the others."""
     return zlib.crc32(dtypes.encode(dtype)) if dtype.code == 0 else 0
+
+
+def all_reduce(native: Native, x: Value, result: Value, op: Op) -> None:
+    """Reduce `x` into `result`; if they are on a GPU, piece by piece: see `Gate`."""
+    if not serves(op, x):
+        combine(native, "all_reduce", x, result.array, op)
+        return
+    _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, gate=Gate(native, x, result))
+
+
+class Gate:
+    """What an all_reduce of arrays on a GPU does between its pieces; called by the core.
+
+    While a piece is reduced, those after it come from the GPU, and those before it go there.
+    """
+
+    def __init__(self, native: Native, x: Value, result: Value) -> None:
+        self._native = native
+        self._pushed = 0
+        self._source, self._target = x.stage, result.stage
+        self._nbytes, self._piece = x.array.nbytes, native.core.piece_nbytes
+
+    def __call__(self, offset: int) -> None:
+        engine = self._native.engine
+        if self._target is not None and offset > self._pushed:
+            self._target.push(engine, self._pushed, offset)
+            self._pushed = offset
+        if self._source is None:
+            return
+        ahead = range(offset, min(self._nbytes, offset + AHEAD * self._piece), self._piece)
+        copies = [
+            self._source.pull(engine, begin, min(self._nbytes, begin + self._piece))
+            for begin in ahead
+        ]
+        self._native.wait(copies[0])
 
 
 def combine(
@@ -104,6 +142,7 @@ def _run(
     op: int,
     root: int,
     salt: int = 0,
+    gate: Gate | None = None,
 ) -> None:
     array = contiguous(x.array)
     split = collective in ("reduce_scatter", "all_to_all") and len(array)
@@ -118,4 +157,5 @@ def _run(
         arrays.as_bytes(array),
         arrays.as_bytes(result) if result is not None else None,
         array.nbytes // len(array) if split else array.nbytes,
+        gate,
     )

@@ -23,7 +23,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -49,8 +48,8 @@ _COARSE: Final = 1 << 20  # lengths of blocks: powers of two up to this, then mu
 class Engine(Protocol):
     """Under whose lock a copy becomes done."""
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock, and see that who waits looks again."""
+    def finish(self, operation: Operation, error: BaseException | None) -> None:
+        """End it, and wake who waits for it."""
 
 
 # --- page-locked memory ----------------------------------------------------------------------
@@ -264,8 +263,7 @@ class Lane:
                 error = exc
             assert copy.engine is not None
             try:
-                with copy.engine.locked():
-                    copy.finish(error)
+                copy.engine.finish(copy, error)
             except Error:  # the rank has left the job
                 continue
 

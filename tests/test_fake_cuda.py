@@ -303,15 +303,15 @@ def test_page_locked_memory_stays_until_the_copy_has_run(stream: Any) -> None:
 def test_registrations(stream: Any) -> None:
     page = os.sysconf("SC_PAGESIZE")
     room = np.zeros(4 * page, np.uint8)
-    base = -(-room.ctypes.data // page) * page
+    base = -(-room.ctypes.data // page) * page + 64
     target = device_memory()
     check(driver.cuMemHostRegister(base, 100, 0))
     taken, unknown = (
         (R.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,),
         (R.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,),
     )
-    assert driver.cuMemHostRegister(base + 200, 8, 0) == taken
-    assert driver.cuMemHostRegister(base - 8, 16, 0) == taken
+    assert driver.cuMemHostRegister(base + 200, 8, 0) == taken  # of its page
+    assert driver.cuMemHostRegister(base - 8, 8, 0) == taken
     check(driver.cuMemHostRegister(base + page, 100, 0))
     assert driver.cuMemHostUnregister(base + 8) == unknown
     assert driver.cuMemHostRegister(8, 100, 0) == (INVALID,)  # no memory of this process

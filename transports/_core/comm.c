@@ -273,9 +273,9 @@ static int check_attached(pc_comm *comm) {
     return -1;
 }
 
-/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes) */
+/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, gate=None); see all_reduce_in_pieces */
 static PyObject *comm_run(pc_comm *comm, PyObject *args) {
-    PyObject *text, *shape, *x, *out;
+    PyObject *text, *shape, *x, *out, *gate = Py_None;
     int kind, dtype, op, root;
     unsigned long long salt;
     Py_ssize_t nbytes;
@@ -283,7 +283,8 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     pc_collective call;
     intptr_t dims[MAX_DIMS];
     int ndim;
-    if (!PyArg_ParseTuple(args, "OiiiiOKOOn", &text, &kind, &dtype, &op, &root, &shape, &salt, &x, &out, &nbytes) ||
+    if (!PyArg_ParseTuple(args, "OiiiiOKOOn|O", &text, &kind, &dtype, &op, &root, &shape, &salt, &x, &out, &nbytes,
+                          &gate) ||
         check_attached(comm) < 0 || (ndim = get_shape(shape, dims)) < 0)
         return NULL;
     if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
@@ -300,6 +301,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.x = x_view.buf;
         call.out = out_view.buf;
         call.nbytes = (size_t)nbytes;
+        call.gate = gate != Py_None ? gate : NULL;
         pc_sign(&call, salt, ndim, dims);
         result = pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
     }
@@ -567,6 +569,10 @@ static PyObject *comm_get_internal(pc_comm *comm, void *unused) {
     (void)unused;
     return PyLong_FromUnsignedLongLong(comm->internal);
 }
+static PyObject *comm_get_piece_nbytes(pc_comm *comm, void *unused) {
+    (void)comm, (void)unused;
+    return PyLong_FromSize_t(PC_PIECE_NBYTES);
+}
 static PyObject *comm_get_far(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->far);
@@ -591,6 +597,7 @@ static PyObject *comm_get_direct(pc_comm *comm, void *unused) {
 static PyGetSetDef comm_getset[] = {
     {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
     {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.", NULL},
+    {"piece_nbytes", (getter)comm_get_piece_nbytes, NULL, "Bytes of which a large all_reduce has pieces.", NULL},
     {"far", (getter)comm_get_far, NULL, "Whether the ranks' cores share no cache.", NULL},
     {"busy", (getter)comm_get_busy, NULL, "Whether a call is under way.", NULL},
     {"ready", (getter)comm_get_ready, NULL, "Whether a call may begin without a look at the engine.", NULL},

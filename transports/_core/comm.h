@@ -85,7 +85,10 @@ typedef struct pc_collective {
     const intptr_t *dims;
     /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
     PyObject *text, *x_object, *op_object;
+    PyObject *gate; /* called with the offset of each piece before it is reduced, or NULL; borrowed */
 } pc_collective;
+
+#define PC_PIECE_NBYTES ((size_t)8 << 20) /* longer values are reduced in pieces of so many bytes */
 
 size_t pc_chunk_nbytes(int size);
 size_t pc_region_nbytes(int size);

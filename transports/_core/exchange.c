@@ -260,6 +260,34 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
 
 /* --- which way ---------------------------------------------------------------------------------------- */
 
+/* A large all_reduce is so many calls, one after the other, on every rank: between them `gate` may wait until
+   the next piece of `x` is here, and do something with the pieces of `out` that are done. */
+static int all_reduce_in_pieces(pc_collective *call) {
+    pc_comm *comm = call->comm;
+    struct pc_slot *slot;
+    const unsigned char *x = call->x;
+    unsigned char *out = call->out;
+    size_t nbytes = call->nbytes;
+    bool direct = pc_is_direct(call);
+    for (size_t offset = 0; offset < nbytes; offset += PC_PIECE_NBYTES) {
+        if (call->gate != NULL) {
+            pc_hold(&call->call);
+            PyObject *passed = PyObject_CallFunction(call->gate, "n", (Py_ssize_t)offset);
+            if (passed == NULL)
+                return -1;
+            Py_DECREF(passed);
+        }
+        call->x = x + offset;
+        call->out = out + offset;
+        call->nbytes = nbytes - offset < PC_PIECE_NBYTES ? nbytes - offset : PC_PIECE_NBYTES;
+        comm->internal += offset > 0;
+        if (pc_enter_begin(call, &slot) < 0 ||
+            (direct ? pc_direct(call, slot) : pc_all_reduce_stream(call, slot)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 int pc_run(pc_collective *call) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
@@ -268,6 +296,8 @@ int pc_run(pc_collective *call) {
     bool depends = call->kind == PC_ALL_REDUCE || call->kind == PC_REDUCE || call->kind == PC_GATHER;
     if (PC_UNLIKELY(!small && !comm->measured && depends) && pc_measure(call) < 0)
         return -1;
+    if (PC_UNLIKELY(call->kind == PC_ALL_REDUCE && call->nbytes > PC_PIECE_NBYTES))
+        return all_reduce_in_pieces(call);
     if (pc_enter_begin(call, &slot) < 0)
         return -1;
     if (small)
