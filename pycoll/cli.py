@@ -204,10 +204,9 @@ def _gpus() -> list[tuple[str, str]]:
         try:
             for gpu in cuda.describe():
                 size = f"{gpu.nbytes / 2**30:.1f} GiB"
-                state = "usable" if gpu.fault is None else f"not usable: {gpu.fault}"
-                rows.append((f"GPU {gpu.number}", f"{state}: {gpu.name}, {size}"))
+                rows.append((f"GPU {gpu.number}", f"{gpu.name}, {size}, {gpu.state}"))
             if not rows:
-                rows.append(("GPUs", "none: the NVIDIA driver shows this process none"))
+                rows.append(("GPUs", "none: the NVIDIA driver has none for this process"))
         except Exception as exc:
             rows[:] = [("GPUs", f"not usable: {exc}")]
 

@@ -29,12 +29,18 @@ PROC_NULL = -2
 MAX_TAG = 2**31 - 1
 
 P2P = struct.Struct("<BQqB")
-"""Header of a point-to-point message: kind, context, tag, is-object; then the description."""
+"""Header of a point-to-point message: kind, context, tag, form; then the description."""
 
 COLLECTIVE = struct.Struct("<BQIHI")
 """Header of a collective's message: kind, context, number, lane, index; then the call."""
 
-KIND_P2P, KIND_COLLECTIVE = 1, 2
+LENDING = struct.Struct("<BQB")
+"""Header of what ranks ask each other about memory on a GPU: kind, context, what; then data."""
+
+KIND_P2P, KIND_COLLECTIVE, KIND_LENDING = 1, 2, 3
+
+ARRAY, OBJECT, LENT = range(3)
+"""Forms of a point-to-point message; of one that is lent, the value stays where it is."""
 
 HISTORY = 16
 """Finished calls that are remembered, to name them when a message comes for one of them."""
@@ -111,7 +117,7 @@ class Message(NamedTuple):
     arrival: Arrival
     source: int
     tag: int
-    is_object: bool
+    form: int
     description: bytes
     order: int
 
@@ -167,6 +173,8 @@ class Context:
         members: world ranks of its ranks, in order.
         broken: why no call on it can work any more, or None.
         next_number: of the next collective call.
+        borrowed: messages whose value is being copied from where it lies, and whether it is still
+            there: their senders may take them back.
         turns: by rank here, the last send that waits for its value, or for one before it.
         matches: receives and probes that wait, each in the queue of its pattern.
     """
@@ -193,6 +201,8 @@ class Context:
         self.on_fail: Callable[[], object] = lambda: None
         self.short: ShortWay | None = None
         self.turns: dict[int, Operation] = {}
+        self.borrowed: dict[Arrival, bool] = {}
+        self.on_lending: Callable[[Arrival], None] = lambda arrival: arrival.release()
         self._short_was_usable = False
 
     def is_broken(self) -> bool:
@@ -331,10 +341,13 @@ class Context:
             return
         header = arrival.header
         if header[0] == KIND_P2P:
-            _, _, tag, is_object = P2P.unpack_from(header)
+            _, _, tag, form = P2P.unpack_from(header)
             description = bytes(header[P2P.size :])
             order = next(self._order)
-            self._offer(Message(arrival, arrival.peer, tag, bool(is_object), description, order))
+            self._offer(Message(arrival, arrival.peer, tag, form, description, order))
+            return
+        if header[0] == KIND_LENDING:
+            self.on_lending(arrival)
             return
         key = _key(arrival)
         number = key[0]
@@ -354,6 +367,9 @@ class Context:
 
     def withdrawn(self, arrival: Arrival) -> bool:
         """Forget a message that its sender took back; False if it is not one of these."""
+        if arrival in self.borrowed:
+            self.borrowed[arrival] = False
+            return True
         if arrival.header[0] == KIND_P2P:
             message = self._message_of.get(arrival)
             if message is None:

@@ -142,13 +142,13 @@ class Gpu(NamedTuple):
         number: in this process, as CUDA_VISIBLE_DEVICES has it.
         name: what its maker calls it.
         nbytes: of its memory.
-        fault: why no rank, or not every rank, can use it; None: nothing is known against it.
+        state: whether it can be used, in words.
     """
 
     number: int
     name: str
     nbytes: int
-    fault: str | None
+    state: str
 
 
 def describe() -> list[Gpu]:
@@ -160,16 +160,17 @@ def describe() -> list[Gpu]:
     driver = _driver()
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
     modes = driver.CUcomputemode
-    faults = {
-        int(modes.CU_COMPUTEMODE_PROHIBITED): "its compute mode prohibits programs",
-        int(modes.CU_COMPUTEMODE_EXCLUSIVE_PROCESS): "its compute mode admits one process only",
+    states = {
+        int(modes.CU_COMPUTEMODE_PROHIBITED): "not usable: its compute mode is PROHIBITED",
+        int(modes.CU_COMPUTEMODE_EXCLUSIVE_PROCESS): "usable by one process at a time",
     }
     found = []
     for number in range(count()):
         gpu = _call("cuDeviceGet", number)
         name = _call("cuDeviceGetName", 128, gpu).split(b"\0")[0].decode()
         mode = int(_call("cuDeviceGetAttribute", asked, gpu))
-        found.append(Gpu(number, name, int(_call("cuDeviceTotalMem", gpu)), faults.get(mode)))
+        nbytes = int(_call("cuDeviceTotalMem", gpu))
+        found.append(Gpu(number, name, nbytes, states.get(mode, "usable")))
     return found
 
 

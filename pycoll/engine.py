@@ -51,6 +51,7 @@ class Engine(Driver):
 
     Attributes:
         hosts: by world rank the number of its host.
+        borrowers: whether a world rank can reach memory of a GPU, by its identity (`lending`).
         scratch: memory for what is on its way.
     """
 
@@ -69,6 +70,7 @@ class Engine(Driver):
         self.op_timeout = op_timeout
         self.shared_memory = memory
         self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
+        self.borrowers: dict[tuple[int, bytes], bool] = {}
         self.hosts: tuple[int, ...] = (0,) * len(transports)
         self.scratch = Scratch()
         self.contexts: dict[int, Context] = {}
@@ -248,6 +250,11 @@ class Engine(Driver):
         transport = self.transports[peer]
         start = transport.send if self._gives_up else transport.push
         return self.membership.refuse(peer) or start(peer, header, parts)
+
+    def hold(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
+        """Start sending what nobody copies before it is received: longer than what is buffered."""
+        refusal = self.membership.refuse(peer)
+        return refusal or self.transports[peer].send(peer, header, parts)
 
     # --- waiting ---------------------------------------------------------------------------
 

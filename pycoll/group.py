@@ -15,7 +15,7 @@ from pycoll.late import Late
 from pycoll.select import Choice
 
 if TYPE_CHECKING:
-    from pycoll import executor, schedules, select, staged_run
+    from pycoll import executor, lending, schedules, select, staged_run
     from pycoll.agreed import Agreed
     from pycoll.executor import Binding, Pipeline, Run
     from pycoll.native import Native
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 else:
     executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
     select, staged_run = Late("pycoll.select"), Late("pycoll.staged_run")
+    lending = Late("pycoll.lending")
 
 How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""
@@ -58,6 +59,7 @@ class Group:
         self.size = len(self.members)
         self.hosts = tuple([engine.hosts[world] for world in self.members])
         self.context: Context = engine.open_context(ident, self.members)
+        self.context.on_lending = lambda arrival: lending.heard(engine, self.context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
         self.on_close: list[Callable[[], object]] = []

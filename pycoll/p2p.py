@@ -9,7 +9,10 @@ from pycoll import arrays, objects
 from pycoll.arrays import Value
 from pycoll.context import (
     ANY,
+    ARRAY,
     KIND_P2P,
+    LENT,
+    OBJECT,
     P2P,
     Context,
     Match,
@@ -18,14 +21,19 @@ from pycoll.context import (
     Status,
 )
 from pycoll.dtypes import Array
-from pycoll.errors import MismatchError, OperationTimeout, TruncationError
+from pycoll.errors import MismatchError, OperationTimeout, TransportError, TruncationError
 from pycoll.group import Group
+from pycoll.late import Late
 from pycoll.scratch import new_bytes
 from pycoll.task import CallSteps
 from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll.staging import Stage
+    from pycoll import lending, staging
+    from pycoll.lending import Offer
+    from pycoll.staging import Copy, Stage
+else:  # for arrays on a GPU alone
+    lending, staging = Late("pycoll.lending"), Late("pycoll.staging")
 
 # Programs send the same shapes over and over.
 _understood = functools.lru_cache(256)(arrays.from_description)
@@ -34,9 +42,10 @@ _understood = functools.lru_cache(256)(arrays.from_description)
 class Outgoing:
     """A value ready to be sent: its description and its bytes, which stay the caller's."""
 
-    __slots__ = ("description", "is_object", "nbytes", "parts", "text", "value")
+    __slots__ = ("description", "is_detached", "is_object", "nbytes", "parts", "text", "value")
 
     def __init__(self, x: object) -> None:
+        self.is_detached = False
         self.value = value = arrays.wrap(x)
         self.is_object = value is None
         self.parts: Parts
@@ -53,6 +62,7 @@ class Outgoing:
 
     def detach(self) -> None:
         """Take a copy of the value, so that what it came from may be overwritten."""
+        self.is_detached = True
         if self.value is not None and self.value.stage is not None:
             return  # that is what its image is
         self.parts = tuple(memoryview(bytearray(part)) for part in self.parts)
@@ -85,19 +95,38 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
 
     Returns the transfer.
     """
-    context, value = group.context, outgoing.value
-    pull = value.stage.pull(group.engine) if value is not None and value.stage is not None else None
+    context, engine = group.context, group.engine
+    stage = outgoing.value.stage if outgoing.value is not None else None
+    lent = copy = None
+    if stage is not None:
+        if not outgoing.is_detached:
+            lent = lending.offer(engine, context, stage, group.members[dest])
+        copy = stage.ready(engine) if lent is not None else stage.pull(engine)
+        copy.look()
     before = context.turns.get(dest)
-    if before is None and (pull is None or (pull.done and pull.error is None)):
-        return start_send(group, outgoing, dest, tag)
+    if before is None and (copy is None or copy.done):
+        return _start(group, outgoing, lent, copy, dest, tag)
     turn = context.take_turn(dest)
     try:
-        yield from pulled(group, value)
-        if before is not None and not before.done:
-            yield before
-        return start_send(group, outgoing, dest, tag)
+        for wanted in (copy, before):
+            if wanted is not None and not wanted.done:
+                yield wanted
+        return _start(group, outgoing, lent, copy, dest, tag)
     finally:
         context.end_turn(dest, turn, before)
+
+
+def _start(
+    group: Group, outgoing: Outgoing, lent: Offer | None, copy: Copy | None, dest: int, tag: int
+) -> Operation:
+    """Send a value that is in host memory, or lend it."""
+    if copy is not None and copy.error is not None:
+        raise copy.error
+    if lent is None:
+        return start_send(group, outgoing, dest, tag)
+    context = group.context
+    header = P2P.pack(KIND_P2P, context.ident, tag, LENT) + lent.pack() + outgoing.description
+    return group.engine.hold(context, group.members[dest], header, outgoing.parts)
 
 
 def pulled(group: Group, *values: Value | None) -> CallSteps:
@@ -113,7 +142,8 @@ def pulled(group: Group, *values: Value | None) -> CallSteps:
 
 def start_send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Operation:
     """Hand a message to the transport."""
-    header = P2P.pack(KIND_P2P, group.context.ident, tag, outgoing.is_object)
+    form = OBJECT if outgoing.is_object else ARRAY
+    header = P2P.pack(KIND_P2P, group.context.ident, tag, form)
     return group.engine.send(
         group.context, group.members[dest], header + outgoing.description, outgoing.parts
     )
@@ -195,9 +225,14 @@ def _take(group: Group, message: Message, out: Value | None) -> CallSteps:
     """Have a matched message written to where the caller wants it."""
     try:
         target, array, finish = _prepare(group, message, out)
+        if message.form == LENT:
+            borrowing = _Borrowing(group, message)
     except BaseException:
         group.context.put_back(message)
         raise
+    if message.form == LENT:
+        yield from borrowing.copy(target, array)
+        return finish(array)
     transfer = message.arrival.accept(target)
     try:
         yield transfer
@@ -219,11 +254,61 @@ def _pushed(group: Group, stage: Stage, nbytes: int) -> CallSteps:
         if not copy.done:
             yield copy
     except BaseException:
-        copy.wait()  # nothing of the caller's is written after the call
+        copy.settle()  # nothing of the caller's is written after the call
         raise
     if copy.error is not None:
         raise copy.error
     return None
+
+
+class _Borrowing:
+    """A message whose value lies on a GPU, in its sender's memory.
+
+    Raises:
+        TransportError: it cannot be reached from here.
+    """
+
+    def __init__(self, group: Group, message: Message) -> None:
+        self._group = group
+        self._message = message
+        offer, _ = lending.split(message.description)
+        device = lending.find(offer.uuid)
+        if device is None:
+            raise TransportError("the GPU on which the sender's array is has gone from this rank")
+        self._device = device
+        self._base = device.borrow(offer.handle)
+        self._source = self._base + offer.offset
+
+    def copy(self, target: memoryview, array: Any) -> CallSteps:
+        """Copy the value to where it belongs; then its sender may go on."""
+        engine, context, arrival = self._group.engine, self._group.context, self._message.arrival
+        stage = array.stage if isinstance(array, Value) else None
+        on_gpu = stage is not None and stage.is_contiguous and stage.device is self._device
+        context.borrowed[arrival] = True
+        try:
+            if stage is not None and on_gpu:
+                copy = stage.fill(engine, self._source, arrival.nbytes)
+            else:
+                copy = staging.fetch(engine, self._device, self._source, target)
+            try:
+                if not copy.done:
+                    yield copy
+                if copy.error is not None:
+                    raise copy.error
+            except BaseException:
+                copy.settle()
+                if context.borrowed[arrival]:
+                    context.put_back(self._message)
+                raise
+            if not context.borrowed[arrival]:
+                raise Withdrawn
+        finally:
+            del context.borrowed[arrival]
+            self._device.give_back(self._base)
+        arrival.release()
+        if stage is not None and not on_gpu:
+            yield from _pushed(self._group, stage, arrival.nbytes)
+        return None
 
 
 def _park(context: Context, message: Message, transfer: Transfer) -> None:
@@ -242,7 +327,7 @@ def _park(context: Context, message: Message, transfer: Transfer) -> None:
 def _prepare(group: Group, message: Message, out: Value | None) -> tuple[memoryview, Any, Any]:
     """Return (bytes to fill, what was allocated, how to make the result of that)."""
     nbytes = message.arrival.nbytes
-    if message.is_object:
+    if message.form == OBJECT:
         if out is not None:
             raise MismatchError(
                 f"rank {group.rank_of(message.source)} sent a Python object "
@@ -250,7 +335,10 @@ def _prepare(group: Group, message: Message, out: Value | None) -> tuple[memoryv
             )
         buffer = new_bytes(nbytes)
         return buffer, buffer, objects.load
-    dtype, kind, shape = _understood(message.description)
+    description = message.description
+    if message.form == LENT:
+        _, description = lending.split(description)
+    dtype, kind, shape = _understood(description)
     if out is None:
         value = arrays.fresh(dtype, kind, shape)
         return arrays.as_bytes(value.array), value, arrays.unwrap

@@ -7,7 +7,6 @@ as there are chunks, or segments of them.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +53,8 @@ class StagedRun(Run):
 
     def cancel(self) -> None:
         super().cancel()
-        with contextlib.suppress(TransportError):
-            for copy in self._pushes:  # nothing of the caller's is written after the call
-                copy.wait()
+        for copy in self._pushes:  # nothing of the caller's is written after the call
+            copy.settle()
 
     def _used(self, position: int) -> Sequence[int]:
         step, chunks = self._schedule.steps[position], self._schedule.chunks[position]

@@ -223,6 +223,11 @@ class Copy(Operation):
         except TransportError:
             return True
 
+    def settle(self) -> None:
+        """Sleep until it has ended, in whatever way."""
+        with contextlib.suppress(TransportError):
+            self.wait()
+
     def wait(self) -> None:
         """Sleep until it is done.
 
@@ -334,6 +339,7 @@ class Stage:
         writeable: whether it may be written.
 
     Attributes:
+        pointer: address of the first element on the GPU.
         image: C-contiguous host memory for the elements; they are in it when `pull` is done.
         place: an array with the addresses of the elements on the GPU. Never look into it: it
             tells what overlaps what.
@@ -352,7 +358,7 @@ class Stage:
     ) -> None:
         self.device = device
         self.place = _phantom(pointer, dtype, shape, strides, writeable)
-        self._pointer = pointer
+        self.pointer = pointer
         self._ready = ready
         self._array = array
         self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
@@ -367,6 +373,29 @@ class Stage:
         else:
             self.image = np.empty(shape, dtype)
         self._address: int = self.image.__array_interface__["data"][0]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one behind the other on the GPU."""
+        return not self._dims
+
+    def ready(self, engine: Engine) -> Copy:
+        """Return an operation that is done when the array may be read, by whomever."""
+        if self._ready is None:
+            return Copy(engine, None, None, None)
+        return Copy(engine, side(self.device).pulls.pick(), self._ready, self._array)
+
+    def fill(self, engine: Engine, source: int, nbytes: int) -> Copy:
+        """Have the front of the array, not of its image, filled from elsewhere on its GPU."""
+        lane = side(self.device).pushes.pick()
+        if self._ready is not None:
+            self.device.follow(lane.stream, self._ready)
+        self.device.copy_within(lane.stream, self.pointer, source, nbytes)
+        lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
+        self._pushed.append((0, nbytes, lane.last))
+        if self._loan is not None:
+            self._loan.copies.append(lane.last)  # keeps the array until then
+        return lane.last
 
     def follow(self, other: Stage) -> None:
         """Push nothing before all of `other`, of the same memory, is pulled."""
@@ -426,7 +455,7 @@ class Stage:
                 if copy.mark is not None:
                     self.device.follow(lane.stream, copy.mark)
         rows = list(self._rows(begin, end))
-        self.device.copy(lane.stream, rows, self._pointer, self._address, to_host)
+        self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
         lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
         self._loan.copies.append(lane.last)
         return lane.last
@@ -477,6 +506,21 @@ class Memory:
         if self._pid == getpid():
             with contextlib.suppress(TransportError):
                 self._device.free(self.pointer)
+
+
+def fetch(engine: Engine, device: Device, source: int, into: memoryview) -> Copy:
+    """Have host memory filled from a GPU."""
+    lane = side(device).pulls.pick()
+    address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
+    row = Rows(0, 0, len(into), 1, len(into))
+    device.copy(lane.stream, [row], source, address, to_host=True)
+    lane.last = Copy(engine, lane, device.mark(lane.stream), into)
+    return lane.last
+
+
+def is_in_use() -> bool:
+    """Whether this process has staged anything yet."""
+    return bool(_sides)
 
 
 def stage_of(view: memoryview) -> Stage | None:

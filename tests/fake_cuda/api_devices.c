@@ -141,6 +141,14 @@ API CUresult cuDeviceGetUuid(unsigned char *uuid, CUdevice device)
     return cuDeviceGetUuid_v2(uuid, device);
 }
 
+API CUresult cuDeviceTotalMem_v2(size_t *nbytes, CUdevice device)
+{
+    BEGIN(DRIVER, "%d", device);
+    REQUIRE(device >= 0 && device < device_count, INVALID_DEVICE);
+    *nbytes = DEVICE_MEMORY;
+    END(OK);
+}
+
 API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 {
     BEGIN(DRIVER, "%d, %d", attribute, device);

@@ -20,6 +20,7 @@
     X(cuDeviceGetName, 2000, cuDeviceGetName)                                                      \
     X(cuDeviceGetUuid, 9020, cuDeviceGetUuid)                                                      \
     X(cuDeviceGetUuid, 11040, cuDeviceGetUuid_v2)                                                  \
+    X(cuDeviceTotalMem, 3020, cuDeviceTotalMem_v2)                                                 \
     X(cuDeviceGetAttribute, 2000, cuDeviceGetAttribute)                                            \
     X(cuDeviceCanAccessPeer, 4000, cuDeviceCanAccessPeer)                                          \
     X(cuDevicePrimaryCtxRetain, 7000, cuDevicePrimaryCtxRetain)                                    \
