@@ -49,8 +49,9 @@ SETTINGS = (
     Variable("PYCOLL_COSTS", "file with costs, by which algorithms are chosen (pycoll tune)"),
     Variable("PYCOLL_RDMA_DEVICE", "RDMA device to use, or one port of it: mlx5_0 or mlx5_0:1"),
     Variable("PYCOLL_RDMA_GID", "index of the RDMA port's address to use (pycoll info lists them)"),
+    Variable("PYCOLL_CUDA_IPC", "0: ranks that share a GPU do not read each other's memory there"),
     Variable("PYTHONUNBUFFERED", "set to 1 for the ranks unless it is set"),
-    Variable("OMP_NUM_THREADS", "set to 1 if there are more ranks than cores, unless it is set"),
+    Variable("OMP_NUM_THREADS", "set to a rank's share of the cores, unless it is set"),
 )
 LAUNCHER = (
     Variable("PYCOLL_TRANSPORT", "default of --transport"),
@@ -98,8 +99,8 @@ def shared_environment(
     for name in (*IDENTITY, *TORCH):
         environment.pop(name.name, None)
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    if size > usable_cores():
-        environment.setdefault("OMP_NUM_THREADS", "1")
+    if size > 1:  # else the threads of each rank's libraries would want all cores
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // size)))
     environment["MASTER_ADDR"] = "127.0.0.1"
     environment["MASTER_PORT"] = str(_free_port())
     if op_timeout_s is not None:

@@ -489,7 +489,7 @@ def _gpu(number: int, module: str) -> cuda.Device:
 
 
 def _staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
-    return Value(stage.image, dtype, _ON_GPU + library, x, stage, stage.device.number)
+    return Value(stage.make_image(), dtype, _ON_GPU + library, x, stage, stage.device.number)
 
 
 def _stage_dlpack(x: Any, module: str, number: int) -> Value:

@@ -57,7 +57,7 @@ def split(description: bytes) -> tuple[Offer, bytes]:
 def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | None:
     """Return what the world rank `peer` needs to reach a value; None: it must be staged."""
     if (
-        stage.image.nbytes < MIN_NBYTES
+        stage.nbytes < MIN_NBYTES
         or not stage.is_contiguous
         or peer == engine.rank
         or engine.hosts[peer] != engine.hosts[engine.rank]

@@ -83,12 +83,12 @@ class _Loan:
         copies: those that use it.
     """
 
+    stage: Stage
     __array_interface__: dict[str, object]
 
     def __init__(self, pool: Pool, block: _Block) -> None:
         self._pool = pool
         self._block = block
-        self.stage: weakref.ref[Stage] | None = None
         self.copies: list[Copy] = []
 
     def image(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
@@ -329,18 +329,12 @@ def side(device: Device) -> Side:
 class Stage:
     """An array on a GPU, and its image.
 
-    Args:
-        device: the GPU.
-        pointer: address of the first element there.
-        dtype: of the image.
-        shape, strides: of the array; strides in bytes.
-        ready: what must be done before the array may be read or written.
-        array: keeps the memory.
-        writeable: whether it may be written.
+    It lives as long as the image does: for whoever sees that, as bytes only, it can be found.
 
     Attributes:
-        pointer: address of the first element on the GPU.
-        image: C-contiguous host memory for the elements; they are in it when `pull` is done.
+        device: the GPU.
+        pointer: address of the first element there.
+        nbytes: of all elements.
         place: an array with the addresses of the elements on the GPU. Never look into it: it
             tells what overlaps what.
     """
@@ -356,23 +350,40 @@ class Stage:
         array: object,
         writeable: bool = True,
     ) -> None:
+        """Stage an array.
+
+        Args:
+            device: the GPU.
+            pointer: address of the first element there.
+            dtype: of the image.
+            shape, strides: of the array; strides in bytes.
+            ready: what must be done before the array may be read or written.
+            array: keeps the memory.
+            writeable: whether it may be written.
+        """
         self.device = device
         self.place = _phantom(pointer, dtype, shape, strides, writeable)
         self.pointer = pointer
+        self.nbytes = self.place.nbytes
         self._ready = ready
         self._array = array
         self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
         self._pulled: list[tuple[int, int, Copy]] = []
         self._pushed: list[tuple[int, int, Copy]] = []
         self._before: list[Copy] = []
-        self._loan: _Loan | None = None
-        if self.place.nbytes:
-            self._loan = _pool.take(device, self.place.nbytes)
-            self._loan.stage = weakref.ref(self)
-            self.image = self._loan.image(dtype, shape)
-        else:
-            self.image = np.empty(shape, dtype)
-        self._address: int = self.image.__array_interface__["data"][0]
+        self._loan: weakref.ref[_Loan] | None = None
+        self._address = 0
+
+    def make_image(self) -> Array:
+        """Return host memory for the elements, C-contiguous; they are in it when `pull` is done."""
+        if not self.nbytes:
+            return np.empty(self.place.shape, self.place.dtype)
+        loan = _pool.take(self.device, self.nbytes)
+        loan.stage = self
+        self._loan = weakref.ref(loan)
+        image = loan.image(self.place.dtype, self.place.shape)
+        self._address = image.__array_interface__["data"][0]
+        return image
 
     @property
     def is_contiguous(self) -> bool:
@@ -393,8 +404,7 @@ class Stage:
         self.device.copy_within(lane.stream, self.pointer, source, nbytes)
         lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
         self._pushed.append((0, nbytes, lane.last))
-        if self._loan is not None:
-            self._loan.copies.append(lane.last)  # keeps the array until then
+        self._keep(lane.last)
         return lane.last
 
     def follow(self, other: Stage) -> None:
@@ -403,7 +413,7 @@ class Stage:
 
     def pull(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
         """Have bytes `begin` to `end` of the elements, in C order, copied to the image, once."""
-        end = self.image.nbytes if end is None else end
+        end = self.nbytes if end is None else end
         for first, last, copy in self._pulled:
             if first <= begin and end <= last:
                 copy.engine = copy.engine or engine
@@ -415,7 +425,7 @@ class Stage:
 
     def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
         """Have bytes `begin` to `end` of the image copied to the GPU; they must not change."""
-        end = self.image.nbytes if end is None else end
+        end = self.nbytes if end is None else end
         copy = self._copy(engine, begin, end, to_host=False)
         self._pushed.append((begin, end, copy))
         return copy
@@ -427,7 +437,7 @@ class Stage:
             TransportError: a copy has failed.
         """
         begin = 0
-        end = self.image.nbytes if end is None else end
+        end = self.nbytes if end is None else end
         for first, last, _ in sorted(self._pushed, key=lambda pushed: pushed[:2]):
             if begin < first:
                 self.push(None, begin, min(first, end))
@@ -445,7 +455,6 @@ class Stage:
     def _copy(self, engine: Engine | None, begin: int, end: int, to_host: bool) -> Copy:
         if begin >= end:
             return Copy(engine, None, None, None)
-        assert self._loan is not None
         own = side(self.device)
         lane = (own.pulls if to_host else own.pushes).pick()
         if self._ready is not None:
@@ -457,8 +466,14 @@ class Stage:
         rows = list(self._rows(begin, end))
         self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
         lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
-        self._loan.copies.append(lane.last)
+        self._keep(lane.last)
         return lane.last
+
+    def _keep(self, copy: Copy) -> None:
+        """Let nobody have the image's memory, or the array's, before `copy` has ended."""
+        loan = self._loan() if self._loan is not None else None
+        assert loan is not None, "nobody has the image"
+        loan.copies.append(copy)
 
     def _rows(self, begin: int, end: int) -> Iterator[Rows]:
         """Give bytes `begin` to `end` of the elements as what lies evenly on the GPU."""
@@ -528,9 +543,7 @@ def stage_of(view: memoryview) -> Stage | None:
     owner: object = view.obj
     while isinstance(owner, np.ndarray):
         owner = owner.base
-    if not isinstance(owner, _Loan) or owner.stage is None:
-        return None
-    return owner.stage()
+    return owner.stage if isinstance(owner, _Loan) else None
 
 
 class _There:

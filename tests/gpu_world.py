@@ -33,10 +33,10 @@ def no_gpu() -> str | None:
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 
 
-def jobs(*transports: tuple[str, ...], **variables: str) -> pytest.MarkDecorator:
-    """Run the tests on such jobs: pycoll-run's options, and variables of the ranks."""
-    worlds = [(RANKS, options, VARIABLES | variables) for options in transports or ((),)]
-    names = [options[-1] if options else "auto" for (options,) in zip(transports or ((),))]
+def jobs(*options: tuple[str, ...], **variables: str) -> pytest.MarkDecorator:
+    """Run a test on such jobs: each with options of pycoll-run, all with variables of the ranks."""
+    worlds = [(RANKS, option, VARIABLES | variables) for option in options]
+    names = [option[-1] if option else "auto" for option in options]
     return pytest.mark.parametrize("ranks", worlds, indirect=True, scope="module", ids=names)
 
 
@@ -53,7 +53,7 @@ class Library(NamedTuple):
 
 
 def draw(size: int, count: int) -> list[Array]:
-    """The arrays of all ranks: `size` rows of small whole numbers, which every dtype adds exactly."""
+    """The arrays of all ranks: rows of small whole numbers, which every dtype adds exactly."""
     rng = np.random.default_rng(count)
     return [rng.integers(0, 9, (size, count)).astype("float64") for _ in range(size)]
 

@@ -504,12 +504,13 @@ def test_variables_of_an_outer_job_are_replaced(environments: Environments) -> N
     assert "PYCOLL_OP_TIMEOUT" not in rank
 
 
-def test_threads_are_limited_only_if_there_are_more_ranks_than_cores(
+def test_ranks_share_the_cores_between_the_threads_of_their_libraries(
     environments: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert "OMP_NUM_THREADS" not in environments(1)[0]
     assert environments(usable_cores() + 1)[0]["OMP_NUM_THREADS"] == "1"
+    assert environments(2)[0]["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
 
 
 def test_emulated_hosts_hold_blocks_of_ranks(environments: Environments) -> None:

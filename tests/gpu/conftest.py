@@ -1,4 +1,4 @@
-"""The tests of this folder need a GPU; those of pycoll.cuda take a made-up one where there is none."""
+"""The tests of this folder need a GPU; where there is none, test_cuda.py takes a made-up one."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ from typing import Never
 import pytest
 from gpu_world import no_gpu
 
-NEEDS = {"test_torch": "torch", "test_cupy": "cupy", "test_jax": "jax", "test_examples": "torch"}
+NEEDS = {
+    "test_cuda": "cuda",
+    "test_cupy": "cupy",
+    "test_examples": "torch",
+    "test_jax": "jax",
+    "test_torch": "torch",
+}
+
+
+def missing(name: str) -> str | None:
+    """What a test module would miss on this machine."""
+    if not importlib.util.find_spec(NEEDS[name]):
+        return f"needs {NEEDS[name].replace('cuda', 'cuda-bindings')}"
+    return None if name == "test_cuda" or no_gpu() is None else f"needs a GPU: {no_gpu()}"
 
 
 class Skipped(pytest.Module):
     """A module that is not even imported, for its library may be missing."""
 
     def collect(self) -> Never:
-        library = NEEDS[self.path.stem]
-        missing = not importlib.util.find_spec(library)
-        pytest.skip(
-            f"needs {library}" if missing else f"needs a GPU: {no_gpu()}", allow_module_level=True
-        )
+        pytest.skip(str(missing(self.path.stem)), allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Skipped | None:
-    library = NEEDS.get(module_path.stem)
-    if library is None or (importlib.util.find_spec(library) and no_gpu() is None):
+    if missing(module_path.stem) is None:
         return None
     return Skipped.from_parent(parent, path=module_path)

@@ -11,7 +11,7 @@ from gpu_world import Library, every_method, jobs
 
 Comm = Any
 
-auto = jobs()
+auto = jobs(())
 
 
 def library(comm: Comm, dtype: str) -> Library:

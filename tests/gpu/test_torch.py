@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_world import TCP, Library, draw, every_method, jobs, resident_nbytes
+from gpu_world import TCP, Library, every_method, jobs, resident_nbytes
 
 import pycoll
 
@@ -16,7 +16,7 @@ Comm = Any
 Tensor = torch.Tensor
 
 everywhere = jobs((), TCP)
-auto = jobs()
+auto = jobs(())
 
 CYCLES = 1_000_000_000
 """A kernel of about half a second: calls are made and return long before its end."""
@@ -314,8 +314,8 @@ def test_large_tensors(ranks: Any) -> None:
 
 
 # What these allocate cannot be lent to another process as other memory can.
-expandable = jobs(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-pooled = jobs(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+expandable = jobs((), PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+pooled = jobs((), PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
 
 
 def check_messages(comm: Comm) -> None:
