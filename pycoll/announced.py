@@ -97,6 +97,7 @@ def broadcast(
     mine: Value | None,
     algorithm: str | None,
     root: int,
+    gpu: int | None = None,
 ) -> CallSteps:
     """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
     number = group.context.begin(call)
@@ -119,7 +120,7 @@ def broadcast(
             yield from _spread(group, number, call, root, announcement, outgoing.parts, None)
         group.context.end(number)
         return None
-    value, target = broadcast_target(group, root, announcement, mine)
+    value, target = broadcast_target(group, root, announcement, mine, gpu)
     if announcement.inline is None:
         yield from _spread(group, number, call, root, announcement, None, target)
     else:
@@ -141,9 +142,13 @@ def broadcast_result(value: Value | None, target: memoryview, mine: Value | None
 
 
 def broadcast_target(
-    group: Group, root: int, announcement: Announcement, mine: Value | None
+    group: Group,
+    root: int,
+    announcement: Announcement,
+    mine: Value | None,
+    gpu: int | None,
 ) -> tuple[Value | None, memoryview]:
-    """Return the array to receive into (None: an object) and its bytes."""
+    """Return the array to receive into (None: an object) and its bytes; `gpu`: where, on one."""
     if announcement.is_object:
         if mine is not None:
             raise MismatchError(
@@ -159,7 +164,7 @@ def broadcast_target(
         )
     if mine is not None and mine.array.flags.c_contiguous:
         return mine, arrays.as_bytes(mine.array)
-    value = arrays.fresh(dtype, mine.kind if mine is not None else kind, shape)
+    value = arrays.fresh(dtype, mine.kind if mine is not None else kind, shape, gpu)
     return value, arrays.as_bytes(value.array)
 
 
@@ -201,6 +206,7 @@ def scatter(
     blocks: Value | Sequence[Parts] | None,
     algorithm: str | None,
     root: int,
+    gpu: int | None = None,
 ) -> CallSteps:
     """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
 
@@ -216,7 +222,7 @@ def scatter(
         target = new_bytes(lengths[group.rank])
     else:
         dtype, kind, shape = arrays.from_description(announcement.description)
-        gpu = blocks.gpu if isinstance(blocks, Value) else None
+        gpu = blocks.gpu if isinstance(blocks, Value) else gpu
         value = arrays.fresh(dtype, kind, shape, gpu)
         target = arrays.as_bytes(value.array)
         lengths = [len(target)] * group.size

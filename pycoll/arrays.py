@@ -61,6 +61,7 @@ _KIND: Final = re.compile(
 _OVERLAP_WORK: Final = 10_000
 
 _ON_GPU = "cuda:"
+_LEGACY_STREAM = 1
 _NOT_LENT = "a {} array cannot be sent: {}. Convert it first, for example to a NumPy array."
 _MOVE = "Move it to the CPU first (PyTorch: x.cpu(), CuPy: x.get(), JAX: jax.device_get(x))."
 
@@ -122,7 +123,7 @@ def wrap(x: object, writing: bool = False) -> Value | None:
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, getattr(jax, "Array", ())):
         return _wrap_jax(x)
-    return _wrap_dlpack(x)
+    return _wrap_dlpack(x, writing)
 
 
 def wrap_operand(x: object) -> Value:
@@ -175,6 +176,19 @@ def fresh(dtype: DType, kind: str, shape: tuple[int, ...], gpu: int | None = Non
     if kind == "numpy":
         dtypes.to_numpy(dtype)  # raises now, not after the data came
     return Value(np.empty(shape, dtype.storage), dtype, kind)
+
+
+def here() -> int | None:
+    """Return the number of the GPU on which this thread works; None: on none, as far as is seen.
+
+    Programs that use no GPU are not made to look for one.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_device())
+    if any(name in sys.modules for name in ("pycoll.staging", "cupy", "cuda.bindings.driver")):
+        return cuda.current() if cuda.is_usable() else None
+    return None
 
 
 def unwrap(value: Value) -> Any:
@@ -406,7 +420,8 @@ def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) ->
     shape, itemsize = tuple(plain.shape), dtype.itemsize
     strides = tuple([stride * itemsize for stride in plain.stride()])
     place = (plain.data_ptr(), dtype.storage, shape, strides)
-    return _staged(staging.Stage(device, *place, ready, plain), dtype, "torch", x)
+    stage = staging.Stage(device, *place, ready, plain, is_target=writing)
+    return _staged(stage, dtype, "torch", x)
 
 
 def _to_torch(array: Array, dtype: DType) -> Any:
@@ -431,7 +446,7 @@ def _wrap_jax(x: Any) -> Value:
             "Pass a concrete array, outside of jit, or a random key as jax.random.key_data(x)."
         ) from exc
     if platforms == {"gpu"} and len(x.devices()) == 1:
-        value = _wrap_dlpack(x)
+        value = _wrap_dlpack(x, writing=False)
         if value is not None and value.stage is not None:
             return value
     if platforms != {"cpu"}:
@@ -453,11 +468,11 @@ def _to_jax(array: Array, dtype: DType, gpu: int | None = None) -> Any:
         return jax.numpy.asarray(_to_numpy(array, dtype))
 
 
-def _wrap_dlpack(x: Any) -> Value | None:
+def _wrap_dlpack(x: Any, writing: bool) -> Value | None:
     module = type(x).__module__.partition(".")[0]
     if not hasattr(type(x), "__dlpack__"):
         if hasattr(type(x), "__cuda_array_interface__"):
-            return _wrap_interface(x, module)
+            return _wrap_interface(x, module, writing)
         return None
     try:
         device, number = map(int, x.__dlpack_device__())
@@ -466,7 +481,7 @@ def _wrap_dlpack(x: Any) -> Value | None:
         # The library says itself that this one is no array: an Arrow column of strings.
         return None
     if device in dlpack.CUDA_DEVICES:
-        return _stage_dlpack(x, module, number)
+        return _stage_dlpack(x, module, number, writing)
     if capsule is not None:
         try:
             tensor = dlpack.take(capsule)
@@ -492,7 +507,7 @@ def _staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
     return Value(stage.make_image(), dtype, _ON_GPU + library, x, stage, stage.device.number)
 
 
-def _stage_dlpack(x: Any, module: str, number: int) -> Value:
+def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     """Stage an array whose library has a stream of ours wait for what it has under way."""
     device = _gpu(number, module)
     stream = staging.side(device).meeting()
@@ -502,14 +517,17 @@ def _stage_dlpack(x: Any, module: str, number: int) -> Value:
         raise TypeError(_NOT_LENT.format(module, exc)) from exc
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
     ready = device.mark(stream)
-    stage = staging.Stage(device, *place, ready, tensor.owner, not tensor.read_only)
+    read_only = tensor.read_only
+    if read_only and hasattr(type(x), "__cuda_array_interface__"):
+        _, read_only = x.__cuda_array_interface__["data"]  # old capsules cannot say
+    stage = staging.Stage(device, *place, ready, tensor.owner, not read_only, writing)
     library = module if module in ("jax", "cupy") else f"dlpack:{module}"
     if module == "jaxlib":
         library = "jax"
     return _staged(stage, tensor.dtype, library, x)
 
 
-def _wrap_interface(x: Any, module: str) -> Value:
+def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
     """Stage an array that has the CUDA array interface alone."""
     interface = x.__cuda_array_interface__
     try:
@@ -525,9 +543,9 @@ def _wrap_interface(x: Any, module: str) -> Value:
     if strides is None:
         strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
     device = _gpu(cuda.owner(pointer) if pointer else 0, module)
-    ready = device.mark(stream) if stream is not None else None
+    ready = device.mark(_LEGACY_STREAM if stream is None else stream)  # None: Numba's, for one
     place = (pointer, dtype.storage, shape, tuple(strides))
-    stage = staging.Stage(device, *place, ready, x, not read_only)
+    stage = staging.Stage(device, *place, ready, x, not read_only, writing)
     return _staged(stage, dtype, f"dlpack:{module}", x)
 
 
@@ -545,7 +563,7 @@ def _fresh_on_gpu(
         array = dlpack.DeviceArray(memory.pointer, dtype, shape, number, memory)
         strides = tuple([math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(len(shape))])
         place = (memory.pointer, dtype.storage, shape, strides)
-        stage = staging.Stage(cuda.device(number), *place, None, memory)
+        stage = staging.Stage(cuda.device(number), *place, None, memory, is_target=True)
         x = found.from_dlpack(array) if hasattr(found, "from_dlpack") else array
         return _staged(stage, dtype, library, x)
     found = dtypes.import_library(base)

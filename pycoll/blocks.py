@@ -53,8 +53,8 @@ class Head(NamedTuple):
         return Value(array, self.dtype, self.kind)
 
     def fresh(self) -> Value:
-        """Return memory for the array."""
-        return arrays.fresh(self.dtype, self.kind, self.shape)
+        """Return host memory for the array, whatever its kind."""
+        return Value(np.empty(self.shape, self.dtype.storage), self.dtype, self.kind)
 
 
 def head(x: Value) -> bytes:

@@ -89,13 +89,16 @@ class Calls:
         outgoing = p2p.Outgoing(x) if group.rank == root else None
         mine = None if outgoing is not None else arguments.fillable(x)
         forced = None if algorithm == SHARED_MEMORY else algorithm
+        gpu = arrays.here()
 
         def native(core: Native) -> Any:
-            return native_announced.broadcast(core, group, outgoing, mine, root)
+            return native_announced.broadcast(core, group, outgoing, mine, root, gpu)
 
         return Prepared(
             f"{self._prefix}broadcast(root={root}{_forced(algorithm)})",
-            lambda signature: announced.broadcast(group, signature, outgoing, mine, forced, root),
+            lambda signature: announced.broadcast(
+                group, signature, outgoing, mine, forced, root, gpu
+            ),
             native if announces else None,
             lambda result: x if outgoing is not None else result,
             reads=_arrays(outgoing.value) if outgoing is not None else (),
@@ -262,6 +265,7 @@ class Calls:
         elif blocks is not None and out is not None:
             arguments.Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks)
         forced = None if algorithm == SHARED_MEMORY else algorithm
+        gpu = arrays.here()
 
         def finish(received: Any) -> Any:
             value, buffer = received
@@ -276,8 +280,8 @@ class Calls:
 
         return Prepared(
             f"{self._prefix}scatter(root={root}{_forced(algorithm)})",
-            lambda signature: announced.scatter(group, signature, blocks, forced, root),
-            (lambda core: native_announced.scatter(core, blocks, root)) if announces else None,
+            lambda signature: announced.scatter(group, signature, blocks, forced, root, gpu),
+            (lambda core: native_announced.scatter(core, blocks, root, gpu)) if announces else None,
             finish,
             reads=() if blocks is None or isinstance(blocks, list) else (blocks,),
         )
@@ -406,10 +410,11 @@ class Calls:
         tag = arguments.check_tag(tag, wildcard=True)
         arguments.check_status(status)
         target = arguments.fillable_out(out)
+        gpu = arrays.here() if target is None else None
 
         def steps(_: bytes) -> CallSteps:
             if source != PROC_NULL:
-                return p2p.receive(group, source, tag, target, status)
+                return p2p.receive(group, source, tag, target, status, gpu)
             _fill_null(status)
             return _nothing(out)
 
@@ -438,13 +443,14 @@ class Calls:
         outgoing = None if dest == PROC_NULL else p2p.Outgoing(x)
         if out is x and outgoing is not None:
             outgoing.detach()
+        gpu = arrays.here() if target is None else None
 
         def steps(_: bytes) -> CallSteps:
             if source == PROC_NULL:
                 _fill_null(status)
                 receiving = _nothing(out)
             else:
-                receiving = p2p.receive(group, source, recvtag, target, status)
+                receiving = p2p.receive(group, source, recvtag, target, status, gpu)
             return p2p.send_receive(group, outgoing, (dest, sendtag), receiving)
 
         places = f"dest={_name(dest)}, source={_name(source)}, tag={_name(sendtag)}"

@@ -25,7 +25,7 @@ INSTALL: Final = "Install it with: pip install 'pycoll[cuda]'"
 
 
 class Rows(NamedTuple):
-    """Rows of equal length on a GPU, that lie one behind the other in host memory.
+    """Rows of equal length on a GPU and in host memory.
 
     Attributes:
         device: where the first row begins on the GPU, in bytes from the array's first element.
@@ -33,6 +33,7 @@ class Rows(NamedTuple):
         width: bytes of a row.
         height: how many there are.
         pitch: bytes from one row to the next on the GPU.
+        step: the same in the host's memory.
     """
 
     device: int
@@ -40,6 +41,7 @@ class Rows(NamedTuple):
     width: int
     height: int
     pitch: int
+    step: int
 
 
 class Lent(NamedTuple):
@@ -358,10 +360,11 @@ class Mark:
 
 def _bearable(rows: Rows) -> list[Rows]:
     """Return rows as CUDA copies them at once: apart from each other, not too far."""
-    if rows.width <= rows.pitch <= _MAX_PITCH:
+    width, pitch, step = rows.width, rows.pitch, rows.step
+    if width <= pitch <= _MAX_PITCH and step <= _MAX_PITCH:
         return [rows]
     return [
-        Rows(rows.device + i * rows.pitch, rows.host + i * rows.width, rows.width, 1, rows.width)
+        Rows(rows.device + i * pitch, rows.host + i * step, width, 1, width, width)
         for i in range(rows.height)
     ]
 
@@ -377,13 +380,13 @@ def _parameters(rows: Rows, pointer: int, address: int, to_host: bool) -> Any:
             kinds.CU_MEMORYTYPE_HOST,
         )
         copy.srcDevice, copy.srcPitch = there, rows.pitch
-        copy.dstHost, copy.dstPitch = here, rows.width
+        copy.dstHost, copy.dstPitch = here, rows.step
     else:
         copy.srcMemoryType, copy.dstMemoryType = (
             kinds.CU_MEMORYTYPE_HOST,
             kinds.CU_MEMORYTYPE_DEVICE,
         )
-        copy.srcHost, copy.srcPitch = here, rows.width
+        copy.srcHost, copy.srcPitch = here, rows.step
         copy.dstDevice, copy.dstPitch = there, rows.pitch
     copy.WidthInBytes, copy.Height = rows.width, rows.height
     return copy

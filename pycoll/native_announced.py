@@ -27,7 +27,12 @@ _ARRAY, _OBJECT, _BY_MESSAGES = range(3)
 
 
 def broadcast(
-    native: Native, group: Group, outgoing: Outgoing | None, mine: Value | None, root: int
+    native: Native,
+    group: Group,
+    outgoing: Outgoing | None,
+    mine: Value | None,
+    root: int,
+    gpu: int | None,
 ) -> Any:
     """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
     core = native.core
@@ -44,7 +49,7 @@ def broadcast(
     if form == _BY_MESSAGES:
         return BY_MESSAGES
     announcement = Announcement(form == _OBJECT, nbytes, Choice(SHARED_MEMORY), description)
-    result, target = announced.broadcast_target(group, root, announcement, mine)
+    result, target = announced.broadcast_target(group, root, announcement, mine, gpu)
     core.receive(None, BROADCAST, root, target)
     return announced.broadcast_result(result, target, mine)
 
@@ -59,7 +64,7 @@ def spread(native: Native, memory: Array) -> None:
         core.receive(None, BROADCAST, 0, view)
 
 
-def scatter(native: Native, blocks: Any, root: int) -> Any:
+def scatter(native: Native, blocks: Any, root: int, gpu: int | None) -> Any:
     """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
 
     Returns (Value, None).
@@ -83,7 +88,7 @@ def scatter(native: Native, blocks: Any, root: int) -> Any:
     if form == _BY_MESSAGES:
         return BY_MESSAGES
     dtype, kind, shape = arrays.from_description(description)
-    result = arrays.fresh(dtype, kind, shape)
+    result = arrays.fresh(dtype, kind, shape, gpu)
     core.receive(None, SCATTER, root, arrays.as_bytes(result.array))
     return result, None
 

@@ -150,9 +150,14 @@ def start_send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Operati
 
 
 def receive(
-    group: Group, source: int, tag: int, out: Value | None, status: Status | None
+    group: Group,
+    source: int,
+    tag: int,
+    out: Value | None,
+    status: Status | None,
+    gpu: int | None = None,
 ) -> CallSteps:
-    """Receive a message into `out` or new memory; returns the value."""
+    """Receive a message into `out` or new memory, on that GPU if on one; returns the value."""
     world = source if source == ANY else group.members[source]
     place: int | None = None
     while True:
@@ -160,7 +165,7 @@ def receive(
         place = match.number
         message = yield from _matched(match)
         try:
-            result = yield from _take(group, message, out)
+            result = yield from _take(group, message, out, gpu)
         except Withdrawn:
             continue  # its sender gave up: wait for another
         _fill_status(group, status, message)
@@ -221,10 +226,10 @@ def _matched(match: Match) -> CallSteps:
     return match.message
 
 
-def _take(group: Group, message: Message, out: Value | None) -> CallSteps:
+def _take(group: Group, message: Message, out: Value | None, gpu: int | None) -> CallSteps:
     """Have a matched message written to where the caller wants it."""
     try:
-        target, array, finish = _prepare(group, message, out)
+        target, array, finish = _prepare(group, message, out, gpu)
         if message.form == LENT:
             borrowing = _Borrowing(group, message)
     except BaseException:
@@ -324,7 +329,9 @@ def _park(context: Context, message: Message, transfer: Transfer) -> None:
     context.put_back(message._replace(arrival=parked))
 
 
-def _prepare(group: Group, message: Message, out: Value | None) -> tuple[memoryview, Any, Any]:
+def _prepare(
+    group: Group, message: Message, out: Value | None, gpu: int | None
+) -> tuple[memoryview, Any, Any]:
     """Return (bytes to fill, what was allocated, how to make the result of that)."""
     nbytes = message.arrival.nbytes
     if message.form == OBJECT:
@@ -340,7 +347,7 @@ def _prepare(group: Group, message: Message, out: Value | None) -> tuple[memoryv
         _, description = lending.split(description)
     dtype, kind, shape = _understood(description)
     if out is None:
-        value = arrays.fresh(dtype, kind, shape)
+        value = arrays.fresh(dtype, kind, shape, gpu)
         return arrays.as_bytes(value.array), value, arrays.unwrap
     if out.dtype != dtype:
         raise MismatchError(

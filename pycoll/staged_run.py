@@ -64,7 +64,7 @@ class StagedRun(Run):
         copies = []
         for part in self._binding.source[chunk] or ():
             stage = stage_of(part)
-            if stage is not None and len(part):
+            if stage is not None and len(part) and not stage.is_target:
                 begin = stage.offset(part)
                 copies.append(stage.pull(self._engine, begin, begin + len(part)))
         return copies
@@ -101,7 +101,7 @@ class StagedRun(Run):
         super()._settle(chunk)
         target = self._binding.target[chunk]
         stage = stage_of(target) if target is not None and len(target) else None
-        if stage is not None and target is not None:
+        if stage is not None and target is not None and stage.is_contiguous:
             begin = stage.offset(target)
             try:
                 self._pushes.append(stage.push(self._engine, begin, begin + len(target)))

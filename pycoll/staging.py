@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
 import queue
@@ -36,7 +37,9 @@ KEPT_NBYTES: Final = 512 << 20
 """Page-locked bytes that are kept for later calls; to lock them again costs more than to copy."""
 
 LANES: Final = 2
-"""Side streams in each direction: an array that is still being computed holds up one of them."""
+"""Side streams in each direction: more are made for arrays that are still being computed."""
+
+MAX_LANES: Final = 32
 
 SPIN_S: Final = 30e-6
 """A copy is looked at for so long before somebody sleeps: small ones are done by then."""
@@ -71,7 +74,8 @@ class _Block:
 
     def close(self) -> None:
         if self._device is not None:
-            self._device.unpin(self.address)
+            with contextlib.suppress(TransportError):  # after an error nothing works any more
+                self._device.unpin(self.address)
         self._memory.close()
 
 
@@ -242,11 +246,18 @@ class Copy(Operation):
 
 
 class Lane:
-    """A side stream, and a thread that sleeps until what was put into it is done."""
+    """A side stream, and a thread that sleeps until what was put into it is done.
+
+    Attributes:
+        stream: CUDA's name for it.
+        last: the last copy in it.
+        ready: what that copy waits for.
+    """
 
     def __init__(self, device: Device) -> None:
         self.stream = device.stream()
         self.last: Copy | None = None
+        self.ready: Mark | None = None
         self._watched: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -282,14 +293,18 @@ class Lanes:
         self._turn = itertools.count()
 
     def pick(self) -> Lane:
-        """Return one that has nothing to do, else each in its turn."""
+        """Return one that has nothing to do, else one that copies and does not wait."""
+        busy = []
         for lane in self._lanes:
             if lane.last is None or lane.last.is_over():
                 return lane
-        if len(self._lanes) < LANES:
+            if lane.ready is None or lane.ready.is_done():
+                busy.append(lane)
+        if len(busy) < LANES and len(self._lanes) < MAX_LANES:
             self._lanes.append(Lane(self._device))
             return self._lanes[-1]
-        return self._lanes[next(self._turn) % LANES]
+        usable = busy or self._lanes
+        return usable[next(self._turn) % len(usable)]
 
 
 class Side:
@@ -335,6 +350,7 @@ class Stage:
         device: the GPU.
         pointer: address of the first element there.
         nbytes: of all elements.
+        is_target: it is to be written: its image gets its values from elsewhere.
         place: an array with the addresses of the elements on the GPU. Never look into it: it
             tells what overlaps what.
     """
@@ -349,6 +365,7 @@ class Stage:
         ready: Mark | None,
         array: object,
         writeable: bool = True,
+        is_target: bool = False,
     ) -> None:
         """Stage an array.
 
@@ -360,11 +377,13 @@ class Stage:
             ready: what must be done before the array may be read or written.
             array: keeps the memory.
             writeable: whether it may be written.
+            is_target: it is to be written, so that what it holds is not wanted.
         """
         self.device = device
         self.place = _phantom(pointer, dtype, shape, strides, writeable)
         self.pointer = pointer
         self.nbytes = self.place.nbytes
+        self.is_target = is_target
         self._ready = ready
         self._array = array
         self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
@@ -394,7 +413,9 @@ class Stage:
         """Return an operation that is done when the array may be read, by whomever."""
         if self._ready is None:
             return Copy(engine, None, None, None)
-        return Copy(engine, side(self.device).pulls.pick(), self._ready, self._array)
+        lane = side(self.device).pulls.pick()
+        lane.last, lane.ready = Copy(engine, lane, self._ready, self._array), self._ready
+        return lane.last
 
     def fill(self, engine: Engine, source: int, nbytes: int) -> Copy:
         """Have the front of the array, not of its image, filled from elsewhere on its GPU."""
@@ -412,8 +433,13 @@ class Stage:
         self._before.append(other.pull(None))
 
     def pull(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
-        """Have bytes `begin` to `end` of the elements, in C order, copied to the image, once."""
+        """Have bytes `begin` to `end` of the elements, in C order, copied to the image, once.
+
+        Of what does not lie one behind the other all is copied at once.
+        """
         end = self.nbytes if end is None else end
+        if not self.is_contiguous and begin < end:
+            begin, end = 0, self.nbytes
         for first, last, copy in self._pulled:
             if first <= begin and end <= last:
                 copy.engine = copy.engine or engine
@@ -466,6 +492,7 @@ class Stage:
         rows = list(self._rows(begin, end))
         self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
         lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
+        lane.ready = self._ready
         self._keep(lane.last)
         return lane.last
 
@@ -479,7 +506,10 @@ class Stage:
         """Give bytes `begin` to `end` of the elements as what lies evenly on the GPU."""
         width = self._width
         if not self._dims:
-            yield Rows(begin, begin, end - begin, 1, end - begin)
+            yield Rows(begin, begin, end - begin, 1, end - begin, end - begin)
+            return
+        if (begin, end) == (0, self.nbytes):
+            yield from _sheets(width, self._dims)
             return
         *outer, (count, pitch) = self._dims
         first, last = begin // width, -(-end // width)  # rows that have some of it
@@ -495,12 +525,13 @@ class Stage:
                 whole = (end // width - start) if not front else 0
                 many = min(stop - start, whole)
                 if many > 0:
-                    yield Rows(base + start * pitch, start * width, width, many, pitch)
+                    yield Rows(base + start * pitch, start * width, width, many, pitch, width)
                     start += many
                     continue
                 back = min(end - start * width, width)
                 place = base + start * pitch + front
-                yield Rows(place, start * width + front, back - front, 1, back - front)
+                size = back - front
+                yield Rows(place, start * width + front, size, 1, size, size)
                 start += 1
 
 
@@ -527,7 +558,7 @@ def fetch(engine: Engine, device: Device, source: int, into: memoryview) -> Copy
     """Have host memory filled from a GPU."""
     lane = side(device).pulls.pick()
     address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
-    row = Rows(0, 0, len(into), 1, len(into))
+    row = Rows(0, 0, len(into), 1, len(into), len(into))
     device.copy(lane.stream, [row], source, address, to_host=True)
     lane.last = Copy(engine, lane, device.mark(lane.stream), into)
     return lane.last
@@ -571,6 +602,18 @@ def _phantom(
         "typestr": dtype.str,
     }
     return np.asarray(there)
+
+
+def _sheets(width: int, dims: Sequence[tuple[int, int]]) -> Iterator[Rows]:
+    """Give all elements as few sheets of rows: along the longest axis."""
+    steps = [width * math.prod(n for n, _ in dims[axis + 1 :]) for axis in range(len(dims))]
+    longest = max(range(len(dims)), key=lambda axis: (dims[axis][1] >= width, dims[axis][0]))
+    (count, pitch), step = dims[longest], steps[longest]
+    others = [axis for axis in range(len(dims)) if axis != longest]
+    for index in itertools.product(*[range(dims[axis][0]) for axis in others]):
+        device = sum(i * dims[axis][1] for i, axis in zip(index, others, strict=True))
+        host = sum(i * steps[axis] for i, axis in zip(index, others, strict=True))
+        yield Rows(device, host, width, count, pitch, step)
 
 
 def _collapsed(

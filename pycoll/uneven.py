@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll import arguments, arrays, blocks, native_uneven, ops
@@ -63,7 +63,7 @@ def prepare_gatherv(group: Group, x: Any, root: int, blocking: bool) -> Prepared
         text,
         lambda call: _gatherv(group, call, block, root),
         _through_core(group, blocking, native_uneven.gatherv, text, block, root),
-        _unwrapped if group.rank == root else None,
+        _unwrapped_here() if group.rank == root else None,
         reads=(block,),
     )
 
@@ -76,7 +76,7 @@ def prepare_all_gatherv(group: Group, x: Any, blocking: bool) -> Prepared:
         text,
         lambda call: _all_gatherv(group, call, block),
         _through_core(group, blocking, native_uneven.all_gatherv, text, block),
-        _unwrapped,
+        _unwrapped_here(),
         reads=(block,),
     )
 
@@ -96,12 +96,13 @@ def prepare_scatterv(group: Group, xs: Any, root: int, blocking: bool) -> Prepar
     """
     root = arguments.check_root(root, group.size)
     own = _blocks("scatterv", xs, group.size) if group.rank == root else None
+    unwrapped = _unwrapped_here()
     text = f"{_prefix(blocking)}scatterv(root={root})"
     return Prepared(
         text,
         lambda call: _scatterv(group, call, own, root),
         _through_core(group, blocking, native_uneven.scatterv, text, own, root),
-        arrays.unwrap,
+        lambda value: unwrapped([value])[0],
         reads=own or (),
     )
 
@@ -124,7 +125,7 @@ def prepare_all_to_allv(group: Group, xs: Any, blocking: bool) -> Prepared:
         text,
         lambda call: _all_to_allv(group, call, own),
         _through_core(group, blocking, native_uneven.all_to_allv, text, own),
-        _unwrapped,
+        _unwrapped_here(),
         reads=own,
     )
 
@@ -202,8 +203,15 @@ def _through_core(group: Group, usable: bool, steps: Any, text: str, *args: Any)
     return lambda native: steps(native, salt, *args)
 
 
-def _unwrapped(values: Sequence[Value]) -> list[Any]:
-    return [arrays.unwrap(value) for value in values]
+def _unwrapped_here() -> Callable[[Sequence[Value]], list[Any]]:
+    """Return what gives the caller's kinds of arrays: on this thread's GPU, if on one."""
+    gpu = arrays.here()
+
+    def unwrap(value: Value) -> Any:
+        value.gpu = gpu if value.gpu is None else value.gpu
+        return arrays.unwrap(value)
+
+    return lambda values: [unwrap(value) for value in values]
 
 
 def _block(what: str, x: Any) -> Value:

@@ -11,6 +11,9 @@
 #include <sys/uio.h>
 #include <time.h>
 
+/* So that random values go in several pieces. */
+#define PC_PIECE_NBYTES ((size_t)20 << 10)
+
 /* A copy with, now and then, a pause in the middle. */
 void *hook_memcpy(void *to, const void *from, size_t nbytes);
 /* Yields, or does not: an impatient rank comes to its sleep at once. */

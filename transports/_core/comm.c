@@ -273,6 +273,13 @@ static int check_attached(pc_comm *comm) {
     return -1;
 }
 
+static int pass_gate(pc_collective *call, size_t offset) {
+    pc_hold(&call->call);
+    PyObject *passed = PyObject_CallFunction(call->gate, "n", (Py_ssize_t)offset);
+    Py_XDECREF(passed);
+    return passed == NULL ? -1 : 0;
+}
+
 /* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, gate=None); see all_reduce_in_pieces */
 static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     PyObject *text, *shape, *x, *out, *gate = Py_None;
@@ -302,6 +309,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.out = out_view.buf;
         call.nbytes = (size_t)nbytes;
         call.gate = gate != Py_None ? gate : NULL;
+        call.pass = pass_gate;
         pc_sign(&call, salt, ndim, dims);
         result = pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
     }

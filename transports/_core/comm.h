@@ -86,9 +86,12 @@ typedef struct pc_collective {
     /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
     PyObject *text, *x_object, *op_object;
     PyObject *gate; /* called with the offset of each piece before it is reduced, or NULL; borrowed */
+    int (*pass)(struct pc_collective *call, size_t offset); /* calls it: 0, or -1 with an exception */
 } pc_collective;
 
+#ifndef PC_PIECE_NBYTES
 #define PC_PIECE_NBYTES ((size_t)8 << 20) /* longer values are reduced in pieces of so many bytes */
+#endif
 
 size_t pc_chunk_nbytes(int size);
 size_t pc_region_nbytes(int size);

@@ -270,13 +270,8 @@ static int all_reduce_in_pieces(pc_collective *call) {
     size_t nbytes = call->nbytes;
     bool direct = pc_is_direct(call);
     for (size_t offset = 0; offset < nbytes; offset += PC_PIECE_NBYTES) {
-        if (call->gate != NULL) {
-            pc_hold(&call->call);
-            PyObject *passed = PyObject_CallFunction(call->gate, "n", (Py_ssize_t)offset);
-            if (passed == NULL)
-                return -1;
-            Py_DECREF(passed);
-        }
+        if (call->gate != NULL && call->pass(call, offset) < 0)
+            return -1;
         call->x = x + offset;
         call->out = out + offset;
         call->nbytes = nbytes - offset < PC_PIECE_NBYTES ? nbytes - offset : PC_PIECE_NBYTES;
