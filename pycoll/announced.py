@@ -130,15 +130,15 @@ def broadcast(
 
 
 def broadcast_result(value: Value | None, target: memoryview, mine: Value | None) -> Any:
-    """Return what the caller gets when all bytes of `broadcast_target` have come."""
+    """Return the value, or the object, when all bytes of `broadcast_target` have come."""
     if value is None:
         return objects.load(target)
     if value is not mine:
         if mine is None:
-            return arrays.unwrap(value)
+            return value
         mine.array[...] = value.array
     assert mine is not None
-    return arrays.unwrap(mine)
+    return mine
 
 
 def broadcast_target(

@@ -24,7 +24,7 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -86,6 +86,11 @@ class Value:
     original: object = None
     stage: Stage | None = None
     gpu: int | None = None
+
+    def follow(self, x: Value) -> None:
+        """Write to it, on a GPU, only what comes after all of `x`, of the same memory, was read."""
+        if self.stage is not None and x.stage is not None:
+            self.stage.follow(x.stage)
 
     @property
     def place(self) -> Array:
@@ -171,6 +176,8 @@ def fresh(dtype: DType, kind: str, shape: tuple[int, ...], gpu: int | None = Non
         if value is not None:
             return value
         kind = kind.removeprefix(_ON_GPU)
+        if kind.startswith("dlpack"):  # such a library may have no arrays in host memory
+            kind = "numpy"
     if not _importable(kind, dtype):
         kind = "numpy"
     if kind == "numpy":
@@ -191,10 +198,16 @@ def here() -> int | None:
     return None
 
 
+def unwrapped(x: Any) -> Any:
+    """Return the user's kind of object for a Value, and an object as it is."""
+    return unwrap(x) if isinstance(x, Value) else x
+
+
 def unwrap(value: Value) -> Any:
     """Return the user's kind of object over `value.array`, without a copy where the kind can.
 
-    What is on a GPU is complete there. An array.array is a copy, a JAX array may be one. What has
+    What is on a GPU is complete when the copies are done that `staging.conclude` tells of. An
+    array.array is a copy, a JAX array may be one. What has
     no such form (an array.array that is not one-dimensional) comes as a NumPy array.
     """
     array, dtype = value.array, value.dtype
@@ -396,7 +409,8 @@ def _wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
             # Its memory holds other values than the tensor shows: only a copy has the right ones.
             x = plain = plain.resolve_conj().resolve_neg()
         if on_gpu:
-            return _stage_torch(torch, x, plain, dtype, writing)
+            with _staging_for("torch"):
+                return _stage_torch(torch, x, plain, dtype, writing)
         # Not by DLPack: that takes ten times as long, for nothing that these two lines have not.
         if dtype.foreign:  # unknown to NumPy, and uint16 to older PyTorch
             bits = torch.int16 if dtype.itemsize == 2 else torch.uint8
@@ -415,7 +429,7 @@ def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) ->
     if not writing:
         plain = plain.contiguous()  # what the GPU does at once, copies do row by row
     number: int = plain.device.index
-    device = _gpu(number, "torch")
+    device = cuda.device(number)
     ready = device.mark(torch.cuda.current_stream(number).cuda_stream)
     shape, itemsize = tuple(plain.shape), dtype.itemsize
     strides = tuple([stride * itemsize for stride in plain.stride()])
@@ -472,7 +486,8 @@ def _wrap_dlpack(x: Any, writing: bool) -> Value | None:
     module = type(x).__module__.partition(".")[0]
     if not hasattr(type(x), "__dlpack__"):
         if hasattr(type(x), "__cuda_array_interface__"):
-            return _wrap_interface(x, module, writing)
+            with _staging_for(module):
+                return _wrap_interface(x, module, writing)
         return None
     try:
         device, number = map(int, x.__dlpack_device__())
@@ -481,7 +496,8 @@ def _wrap_dlpack(x: Any, writing: bool) -> Value | None:
         # The library says itself that this one is no array: an Arrow column of strings.
         return None
     if device in dlpack.CUDA_DEVICES:
-        return _stage_dlpack(x, module, number, writing)
+        with _staging_for(module):
+            return _stage_dlpack(x, module, number, writing)
     if capsule is not None:
         try:
             tensor = dlpack.take(capsule)
@@ -496,9 +512,10 @@ def _wrap_dlpack(x: Any, writing: bool) -> Value | None:
 # --- arrays on a GPU -------------------------------------------------------------------------
 
 
-def _gpu(number: int, module: str) -> cuda.Device:
+@contextlib.contextmanager
+def _staging_for(module: str) -> Iterator[None]:
     try:
-        return cuda.device(number)
+        yield
     except TransportError as exc:
         raise TypeError(f"a {module} array on a GPU cannot be sent: {exc}. {_MOVE}") from exc
 
@@ -509,14 +526,14 @@ def _staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
 
 def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     """Stage an array whose library has a stream of ours wait for what it has under way."""
-    device = _gpu(number, module)
-    stream = staging.side(device).meeting()
+    device = cuda.device(number)
+    lane = staging.side(device).meetings.pick()
     try:
-        tensor = dlpack.take(dlpack.export(x, stream))
+        tensor = dlpack.take(dlpack.export(x, lane.stream))
     except BufferError as exc:
         raise TypeError(_NOT_LENT.format(module, exc)) from exc
+    ready = lane.last = lane.ready = device.mark(lane.stream)
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
-    ready = device.mark(stream)
     read_only = tensor.read_only
     if read_only and hasattr(type(x), "__cuda_array_interface__"):
         _, read_only = x.__cuda_array_interface__["data"]  # old capsules cannot say
@@ -542,7 +559,7 @@ def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
         raise TypeError(_NOT_LENT.format(module, exc)) from exc
     if strides is None:
         strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
-    device = _gpu(cuda.owner(pointer) if pointer else 0, module)
+    device = cuda.device(cuda.owner(pointer) if pointer else 0)
     ready = device.mark(_LEGACY_STREAM if stream is None else stream)  # None: Numba's, for one
     place = (pointer, dtype.storage, shape, tuple(strides))
     stage = staging.Stage(device, *place, ready, x, not read_only, writing)

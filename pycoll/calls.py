@@ -100,7 +100,7 @@ class Calls:
                 group, signature, outgoing, mine, forced, root, gpu
             ),
             native if announces else None,
-            lambda result: x if outgoing is not None else result,
+            lambda got: x if outgoing is not None else arrays.unwrapped(got),
             reads=_arrays(outgoing.value) if outgoing is not None else (),
         )
 
@@ -334,8 +334,8 @@ class Calls:
         target.check_overlap(value, (target.value.place, value.place))
         if out is not None and arrays.overlap(target.value.place, value.place):
             # In place: rows come in before those that were there have left.
-            if value.stage is not None and target.value.stage is not None:
-                target.value.stage.follow(value.stage)
+            if value.stage is not None:
+                target.value.follow(value)
             else:
                 value = arrays.Value(value.array.copy(), value.dtype, value.kind)
         memory = target.memory
@@ -443,6 +443,8 @@ class Calls:
         outgoing = None if dest == PROC_NULL else p2p.Outgoing(x)
         if out is x and outgoing is not None:
             outgoing.detach()
+            if target is not None and outgoing.value is not None:
+                target.follow(outgoing.value)
         gpu = arrays.here() if target is None else None
 
         def steps(_: bytes) -> CallSteps:

@@ -23,6 +23,7 @@ from pycoll.native import BY_MESSAGES
 from pycoll.nonblocking import NonBlocking, Persistent
 from pycoll.prepared import Prepared
 from pycoll.task import Call, caller
+from pycoll.transports.base import Operation
 
 if TYPE_CHECKING:
     from pycoll import arguments, explain, p2p
@@ -709,20 +710,34 @@ class Communicator(NonBlocking):
             call = Call(text, group.number if collective else -1, group.context)
             signature = f"{text}\0{caller()}".encode() if collective else b""
             result = group.engine.run(call, lambda: prepared.steps(signature), seconds, collective)
-        return prepared.finish(result) if prepared.finish is not None else result
+        value, late = prepared.conclude(group.engine, result)
+        if late:
+            self._await(late, Call(text, -1, group.context), seconds, prepared.collective)
+        return value
 
     def _fetch(self, prepared: Prepared, call: Call, timeout: float) -> None:
         """Have what a call reads in host memory; the call has begun, whatever comes."""
         engine = self._group.engine
-        copies = [value.stage.pull(engine) for value in prepared.reads if value.stage is not None]
+        stages = [value.stage for value in prepared.reads if value.stage is not None]
+        self._await([stage.pull(engine) for stage in stages], call, timeout, collective=True)
+
+    def _await(
+        self, copies: Sequence[Operation], call: Call, timeout: float, collective: bool
+    ) -> None:
+        """Wait for copies, as a part of a call."""
+        engine = self._group.engine
         try:
             for copy in copies:
-                copy.watch()
+                engine.watch(copy)
+            for copy in copies:
                 engine.wait(copy, call, timeout)
                 if copy.error is not None:
                     raise copy.error
         except BaseException as exc:
-            engine.give_up(call.context, exc)
+            for copy in copies:
+                copy.cancel()
+            if collective:
+                engine.give_up(call.context, exc)
             raise
 
     def _seconds(self, timeout: float | None) -> float:

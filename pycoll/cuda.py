@@ -6,6 +6,7 @@ one, as PyTorch, CuPy and JAX do, and leaves the thread's current context as it 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -223,6 +224,12 @@ class Device:
         driver = _driver()
         with self:
             _call("cuStreamWaitEvent", driver.CUstream(stream), mark.event, 0)
+
+    def drain(self, stream: int) -> None:
+        """Sleep until a stream has ended what it was given, in whatever way."""
+        driver = _driver()
+        with contextlib.suppress(TransportError), self:
+            _call("cuStreamSynchronize", driver.CUstream(stream))
 
     # --- memory ----------------------------------------------------------------------------
 

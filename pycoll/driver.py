@@ -284,6 +284,11 @@ class Driver(ABC):
         if self._front.asleep and self._front.operation is None:
             self._front.ring()  # it naps, and what it waits for we do not know
 
+    def watch(self, operation: Operation) -> None:
+        """See that who waits for an operation hears of its end, though nobody asks to be told."""
+        with self.locked():
+            operation.then(lambda _: None)
+
     def finish(self, operation: Operation, error: BaseException | None) -> None:
         """End an operation that something else than a transport has done; from any thread."""
         with self.locked():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll.context import Context
@@ -186,7 +186,7 @@ class Engine(Driver):
         self,
         call: Call,
         steps: Callable[[], CallSteps],
-        conclude: Callable[[Any], Any] | None,
+        conclude: Callable[[Any], tuple[Any, Sequence[Operation]]],
         collective: bool,
     ) -> Started:
         """Start a call that goes on while its caller computes.
@@ -194,7 +194,8 @@ class Engine(Driver):
         Args:
             call: what it is.
             steps: makes it.
-            conclude: what the caller gets, of what the call has returned.
+            conclude: gives, of what the call has returned, what the caller gets, and what must
+                be done before.
             collective: if it fails, its communicator breaks.
         """
         context = call.context

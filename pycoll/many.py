@@ -17,6 +17,7 @@ from pycoll import arrays, ops
 from pycoll.arrays import Value
 from pycoll.collectives import bind_pieces, combiner, finisher
 from pycoll.dtypes import Array, DType
+from pycoll.engine import Engine
 from pycoll.executor import Combine
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import KINDS, OPS, Native
@@ -99,12 +100,12 @@ class Bucket:
         for member, (place, _) in zip(self.late, self._places, strict=True):
             place[...] = member.array
 
-    def unload(self) -> None:
+    def unload(self, engine: Engine) -> None:
         """Have what belongs on a GPU go there; `unwrap` waits for it."""
         for place, result in self._places:
             result.array[...] = place
             if result.stage is not None:
-                result.stage.push(None)
+                result.stage.push(engine)
 
     def combiner(self, op: Op) -> Combine:
         """Return the reduction of byte views; array by array if `op` is not elementwise."""
@@ -236,7 +237,7 @@ def _over_messages(
             run.start()
         for run, bucket in zip(runs, buckets, strict=True):
             yield run
-            bucket.unload()
+            bucket.unload(group.engine)
     except BaseException:
         for run in runs:
             run.cancel()
@@ -253,11 +254,11 @@ def _through_core(native: Native, salt: int, buckets: Sequence[Bucket], op: Op) 
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, "numpy")
             combine(native, "all_reduce", value, bucket.target, op)
-            bucket.unload()
+            bucket.unload(native.engine)
         return
     code = OPS.index(op.name)
     for bucket in buckets:
         source, target = arrays.as_bytes(bucket.source), arrays.as_bytes(bucket.target)
         nbytes, dtype = len(source), bucket.dtype.code
         core.run(None, ALL_REDUCE, dtype, code, 0, (nbytes,), salt, source, target, nbytes)
-        bucket.unload()
+        bucket.unload(native.engine)

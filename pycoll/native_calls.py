@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from pycoll.native import KINDS, OPS, Native
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.transports.base import Parts, nbytes_of
+
+if TYPE_CHECKING:
+    from pycoll.staging import Copy, Push
 
 AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""
@@ -40,7 +43,12 @@ def all_reduce(native: Native, x: Value, result: Value, op: Op) -> None:
     if not serves(op, x):
         combine(native, "all_reduce", x, result.array, op)
         return
-    _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, gate=Gate(native, x, result))
+    gate = Gate(native, x, result)
+    try:
+        _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, gate=gate)
+    except BaseException:
+        gate.settle()
+        raise
 
 
 class Gate:
@@ -52,13 +60,14 @@ class Gate:
     def __init__(self, native: Native, x: Value, result: Value) -> None:
         self._native = native
         self._pushed = 0
+        self._pushes: list[Copy | Push] = []
         self._source, self._target = x.stage, result.stage
         self._nbytes, self._piece = x.array.nbytes, native.core.piece_nbytes
 
     def __call__(self, offset: int) -> None:
         engine = self._native.engine
         if self._target is not None and offset > self._pushed:
-            self._target.push(engine, self._pushed, offset)
+            self._pushes.append(self._target.push(engine, self._pushed, offset))
             self._pushed = offset
         if self._source is None:
             return
@@ -68,6 +77,11 @@ class Gate:
             for begin in ahead
         ]
         self._native.wait(copies[0])
+
+    def settle(self) -> None:
+        """Let nothing be written any more."""
+        for push in self._pushes:
+            push.settle()
 
 
 def combine(

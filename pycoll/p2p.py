@@ -25,8 +25,8 @@ from pycoll.errors import MismatchError, OperationTimeout, TransportError, Trunc
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.scratch import new_bytes
-from pycoll.task import CallSteps
-from pycoll.transports.base import Operation, Parts, Transfer, Withdrawn, nbytes_of
+from pycoll.task import CallSteps, Task
+from pycoll.transports.base import Arrival, Operation, Parts, Transfer, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
     from pycoll import lending, staging
@@ -201,6 +201,8 @@ def send_receive(
     receiving: CallSteps | None,
 ) -> CallSteps:
     """Send to `dest` (rank, tag) while receiving; returns the value received."""
+    if outgoing is not None and receiving is not None and _waits(group, outgoing, dest[0]):
+        return (yield from _send_later_receive(group, outgoing, dest, receiving))
     transfer = None
     if outgoing is not None:
         transfer = yield from _start_in_turn(group, outgoing, *dest)
@@ -213,6 +215,35 @@ def send_receive(
             transfer.cancel()
         raise
     return result
+
+
+def _waits(group: Group, outgoing: Outgoing, dest: int) -> bool:
+    """Whether a send may have to wait before it starts."""
+    staged = outgoing.value is not None and outgoing.value.stage is not None
+    return staged or dest in group.context.turns
+
+
+def _send_later_receive(
+    group: Group, outgoing: Outgoing, dest: tuple[int, int], receiving: CallSteps
+) -> CallSteps:
+    """The same, where the receive shall not wait for the send to start."""
+    received = Task(receiving)
+    received.start()
+    transfer: Operation | None = None
+    try:
+        transfer = yield from _start_in_turn(group, outgoing, *dest)
+        assert transfer is not None
+        for wanted in (received, transfer):
+            if not wanted.done:
+                yield wanted
+            if wanted.error is not None:
+                raise wanted.error
+    except BaseException as exc:
+        received.abort(exc)
+        if transfer is not None:
+            transfer.cancel()
+        raise
+    return received.result
 
 
 def _matched(match: Match) -> CallSteps:
@@ -248,12 +279,32 @@ def _take(group: Group, message: Message, out: Value | None, gpu: int | None) ->
         transfer.cancel()
         raise
     if isinstance(array, Value) and array.stage is not None:
-        yield from _pushed(group, array.stage, message.arrival.nbytes)
+        try:
+            yield from pushed(group, array.stage, message.arrival.nbytes)
+        except (OperationTimeout, KeyboardInterrupt):
+            group.context.put_back(message._replace(arrival=_Kept(message.arrival, target)))
+            raise
     return finish(array)
 
 
-def _pushed(group: Group, stage: Stage, nbytes: int) -> CallSteps:
-    """Wait until the front of an image is on its GPU."""
+class _Kept(Arrival):
+    """A message that has come, but not to where its receiver wanted it."""
+
+    __slots__ = ()
+
+    def __init__(self, arrival: Arrival, payload: memoryview) -> None:
+        mine = memoryview(bytearray(payload[: arrival.nbytes]))
+        super().__init__(arrival.peer, arrival.header, arrival.nbytes, mine)
+
+    def accept(self, into: memoryview) -> Transfer:
+        return self.copy(into)
+
+    def release(self) -> None:
+        pass
+
+
+def pushed(group: Group, stage: Stage, nbytes: int | None = None) -> CallSteps:
+    """Wait until the front of an image, or all of it, is on its GPU."""
     copy = stage.push(group.engine, 0, nbytes)
     try:
         if not copy.done:
@@ -290,29 +341,33 @@ class _Borrowing:
         stage = array.stage if isinstance(array, Value) else None
         on_gpu = stage is not None and stage.is_contiguous and stage.device is self._device
         context.borrowed[arrival] = True
+        copy: Copy | None = None
         try:
             if stage is not None and on_gpu:
+                ready = stage.ready(engine)
+                if not ready.done:
+                    yield ready
                 copy = stage.fill(engine, self._source, arrival.nbytes)
             else:
                 copy = staging.fetch(engine, self._device, self._source, target)
-            try:
-                if not copy.done:
-                    yield copy
-                if copy.error is not None:
-                    raise copy.error
-            except BaseException:
-                copy.settle()
-                if context.borrowed[arrival]:
-                    context.put_back(self._message)
-                raise
+            if not copy.done:
+                yield copy
+            if copy.error is not None:
+                raise copy.error
             if not context.borrowed[arrival]:
                 raise Withdrawn
+        except BaseException:
+            if copy is not None:
+                copy.settle()
+            if context.borrowed[arrival]:
+                context.put_back(self._message)
+            raise
         finally:
             del context.borrowed[arrival]
             self._device.give_back(self._base)
         arrival.release()
         if stage is not None and not on_gpu:
-            yield from _pushed(self._group, stage, arrival.nbytes)
+            yield from pushed(self._group, stage, arrival.nbytes)
         return None
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pycoll.engine import Engine
+from pycoll.late import Late
 from pycoll.native import Native
 from pycoll.task import CallSteps
+from pycoll.transports.base import Operation
 
 if TYPE_CHECKING:
+    from pycoll import staging
     from pycoll.arrays import Value
+else:  # for arrays on a GPU alone
+    staging = Late("pycoll.staging")
 
 
 class Prepared(NamedTuple):
@@ -34,3 +41,12 @@ class Prepared(NamedTuple):
     collective: bool = True
     receives: bool = False
     reads: Sequence[Value] = ()
+
+    def conclude(self, engine: Engine, result: Any) -> tuple[Any, Sequence[Operation]]:
+        """Return what the caller gets, and what must be done before."""
+        finish = self.finish
+        if finish is None:
+            return result, ()
+        if "pycoll.staging" not in sys.modules:
+            return finish(result), ()
+        return staging.conclude(engine, lambda: finish(result))

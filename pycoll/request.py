@@ -32,8 +32,12 @@ def begin(group: Group, prepared: Prepared) -> Started:
     text, context = prepared.text, group.context
     call = Call(text, group.number if prepared.collective else -1, context)
     signature = f"{text}\0{caller()}".encode() if prepared.collective else b""
-    return group.engine.begin(
-        call, lambda: prepared.steps(signature), prepared.finish, prepared.collective
+    engine = group.engine
+    return engine.begin(
+        call,
+        lambda: prepared.steps(signature),
+        lambda result: prepared.conclude(engine, result),
+        prepared.collective,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from pycoll.errors import TransportError
 from pycoll.executor import Binding, Run
 from pycoll.schedule import Copy as CopyStep
-from pycoll.staging import Copy, stage_of
+from pycoll.staging import Copy, Push, stage_of
 from pycoll.transports.base import Operation
 
 
@@ -31,7 +31,7 @@ class StagedRun(Run):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._pushes: list[Copy] = []
+        self._pushes: list[Copy | Push] = []
         self._settled: set[int] = set()
         self._uses: dict[int, list[int]] = {}  # by chunk: the steps that are left
 

@@ -14,6 +14,7 @@ was begun is still under way, whatever became of the call.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import mmap
@@ -222,10 +223,10 @@ class Copy(Operation):
 
     def is_over(self) -> bool:
         """Whether the GPU has ended it, in whatever way."""
-        try:
-            return self.done or self.mark is None or self.mark.is_done()
-        except TransportError:
-            return True
+        if not self.done and self.mark is not None and not _is_over(self.mark):
+            return False
+        self._array = None
+        return True
 
     def settle(self) -> None:
         """Sleep until it has ended, in whatever way."""
@@ -241,8 +242,69 @@ class Copy(Operation):
         self.look(SPIN_S)
         if not self.done and self.mark is not None:
             self.mark.wait()
+            self._array = None  # to call it done is for who holds the engine's lock
         if self.error is not None:
             raise self.error
+
+
+class Push(Operation):
+    """A copy to the GPU that is not begun before others have ended, nor after it was given up.
+
+    So a call that has failed writes nothing later.
+
+    Args:
+        others: what must have ended.
+        begin: begins it.
+        goes_on: by itself; else only `wait` does anything.
+    """
+
+    __slots__ = ("_begin", "_copy", "_others")
+
+    def __init__(self, others: Sequence[Copy], begin: Callable[[], Copy], goes_on: bool) -> None:
+        super().__init__()
+        self._others = deque(others)
+        self._begin: Callable[[], Copy] | None = begin
+        self._copy: Copy | None = None
+        if goes_on:
+            self._go_on(None)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._begin = None
+
+    def settle(self) -> None:
+        """Give it up if it has not begun; else sleep until it has ended."""
+        self._begin = None
+        if self._copy is not None:
+            self._copy.settle()
+
+    def wait(self) -> None:
+        """Sleep until it is done.
+
+        Raises:
+            TransportError: it has failed.
+        """
+        while self._others:
+            self._others.popleft().wait()
+        if self._copy is None and self._begin is not None:
+            self._copy = self._begin()
+        if self._copy is not None:
+            self._copy.wait()
+
+    def _go_on(self, ended: Operation | None) -> None:
+        if self.done or self._begin is None:
+            return
+        if ended is not None and ended.error is not None:
+            self.finish(ended.error)
+        elif self._others:
+            self._others.popleft().then(self._go_on)
+        elif self._copy is None:
+            try:
+                self._copy = self._begin()
+            except TransportError as exc:
+                self.finish(exc)
+            else:
+                self._copy.then(lambda copy: self.finish(copy.error))
 
 
 class Lane:
@@ -250,13 +312,13 @@ class Lane:
 
     Attributes:
         stream: CUDA's name for it.
-        last: the last copy in it.
-        ready: what that copy waits for.
+        last: behind all that was put into it.
+        ready: what the last of that waits for, which others do.
     """
 
     def __init__(self, device: Device) -> None:
         self.stream = device.stream()
-        self.last: Copy | None = None
+        self.last: Mark | None = None
         self.ready: Mark | None = None
         self._watched: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -277,11 +339,9 @@ class Lane:
                     copy.mark.wait()
             except TransportError as exc:
                 error = exc
-            assert copy.engine is not None
-            try:
-                copy.engine.finish(copy, error)
-            except Error:  # the rank has left the job
-                continue
+            if copy.engine is not None:
+                with contextlib.suppress(Error):  # the rank has left the job
+                    copy.engine.finish(copy, error)
 
 
 class Lanes:
@@ -296,9 +356,9 @@ class Lanes:
         """Return one that has nothing to do, else one that copies and does not wait."""
         busy = []
         for lane in self._lanes:
-            if lane.last is None or lane.last.is_over():
+            if lane.last is None or _is_over(lane.last):
                 return lane
-            if lane.ready is None or lane.ready.is_done():
+            if lane.ready is None or _is_over(lane.ready):
                 busy.append(lane)
         if len(busy) < LANES and len(self._lanes) < MAX_LANES:
             self._lanes.append(Lane(self._device))
@@ -313,16 +373,33 @@ class Side:
     Attributes:
         device: the GPU.
         pulls, pushes: its side streams.
+        meetings: streams which a library may have wait for what it has under way.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.pulls, self.pushes = Lanes(device), Lanes(device)
-        self._meetings = Lanes(device)
+        self.meetings = Lanes(device)
 
-    def meeting(self) -> int:
-        """Return a stream which a library may have wait for what it has under way."""
-        return self._meetings.pick().stream
+
+class _Concluding(threading.local):
+    """What a call leaves to be waited for when its result is made, in this thread."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.copies: list[Copy | Push] | None = None
+
+
+_concluding = _Concluding()
+
+
+def conclude(engine: Engine, finish: Callable[[], Any]) -> tuple[Any, Sequence[Operation]]:
+    """Return what `finish` does, and the copies that must be done before it may be seen."""
+    _concluding.engine, _concluding.copies = engine, []
+    try:
+        return finish(), _concluding.copies
+    finally:
+        _concluding.engine = _concluding.copies = None
 
 
 _pool = Pool()
@@ -336,6 +413,14 @@ def side(device: Device) -> Side:
         if device.number not in _sides:
             _sides[device.number] = Side(device)
         return _sides[device.number]
+
+
+def _is_over(mark: Mark) -> bool:
+    """Whether the GPU has ended what was before a mark, in whatever way."""
+    try:
+        return mark.is_done()
+    except TransportError:
+        return True
 
 
 # --- stages ----------------------------------------------------------------------------------
@@ -388,7 +473,8 @@ class Stage:
         self._array = array
         self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
         self._pulled: list[tuple[int, int, Copy]] = []
-        self._pushed: list[tuple[int, int, Copy]] = []
+        self._pushed: list[tuple[int, int, Copy | Push]] = []
+        self._lane: Lane | None = None
         self._before: list[Copy] = []
         self._loan: weakref.ref[_Loan] | None = None
         self._address = 0
@@ -409,24 +495,24 @@ class Stage:
         """Whether the elements lie one behind the other on the GPU."""
         return not self._dims
 
-    def ready(self, engine: Engine) -> Copy:
+    def ready(self, engine: Engine | None) -> Copy:
         """Return an operation that is done when the array may be read, by whomever."""
         if self._ready is None:
             return Copy(engine, None, None, None)
         lane = side(self.device).pulls.pick()
-        lane.last, lane.ready = Copy(engine, lane, self._ready, self._array), self._ready
-        return lane.last
+        lane.last = lane.ready = self._ready
+        return Copy(engine, lane, self._ready, self._array)
 
     def fill(self, engine: Engine, source: int, nbytes: int) -> Copy:
-        """Have the front of the array, not of its image, filled from elsewhere on its GPU."""
+        """Have the front of the array, which is ready, filled from elsewhere on its GPU.
+
+        Its image is passed over, and is not to be pushed any more.
+        """
         lane = side(self.device).pushes.pick()
-        if self._ready is not None:
-            self.device.follow(lane.stream, self._ready)
         self.device.copy_within(lane.stream, self.pointer, source, nbytes)
-        lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
-        self._pushed.append((0, nbytes, lane.last))
-        self._keep(lane.last)
-        return lane.last
+        copy = self._put(engine, lane)
+        self._pushed.append((0, self.nbytes, copy))
+        return copy
 
     def follow(self, other: Stage) -> None:
         """Push nothing before all of `other`, of the same memory, is pulled."""
@@ -449,28 +535,35 @@ class Stage:
         self._pulled.append((begin, end, copy))
         return copy
 
-    def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
+    def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy | Push:
         """Have bytes `begin` to `end` of the image copied to the GPU; they must not change."""
         end = self.nbytes if end is None else end
-        copy = self._copy(engine, begin, end, to_host=False)
+        others = [copy for copy in (self.ready(engine), *self._before) if not copy.is_over()]
+        copy: Copy | Push
+        if others:
+            for other in others:
+                other.engine = other.engine or engine
+            later = functools.partial(self._copy, engine, begin, end, to_host=False)
+            copy = Push(others, later, goes_on=engine is not None)
+        else:
+            copy = self._copy(engine, begin, end, to_host=False)
         self._pushed.append((begin, end, copy))
         return copy
 
-    def flush(self, end: int | None = None) -> None:
-        """Push what has not been, up to byte `end`, and wait until all is on the GPU.
-
-        Raises:
-            TransportError: a copy has failed.
-        """
+    def flush(self) -> None:
+        """Push what has not been; who concludes a call waits for it, else it is done here."""
         begin = 0
-        end = self.nbytes if end is None else end
         for first, last, _ in sorted(self._pushed, key=lambda pushed: pushed[:2]):
             if begin < first:
-                self.push(None, begin, min(first, end))
+                self.push(_concluding.engine, begin, first)
             begin = max(begin, last)
-        if begin < end:
-            self.push(None, begin, end)
-        for _, _, copy in self._pushed:
+        if begin < self.nbytes:
+            self.push(_concluding.engine, begin)
+        late = [copy for _, _, copy in self._pushed if not copy.done]
+        if _concluding.copies is not None:
+            _concluding.copies += late
+            return
+        for copy in late:
             copy.wait()
 
     def offset(self, view: memoryview) -> int:
@@ -481,26 +574,36 @@ class Stage:
     def _copy(self, engine: Engine | None, begin: int, end: int, to_host: bool) -> Copy:
         if begin >= end:
             return Copy(engine, None, None, None)
-        own = side(self.device)
-        lane = (own.pulls if to_host else own.pushes).pick()
-        if self._ready is not None:
-            self.device.follow(lane.stream, self._ready)
-        if not to_host:
-            for copy in self._before:
-                if copy.mark is not None:
-                    self.device.follow(lane.stream, copy.mark)
+        lane = self._pick(to_host)
         rows = list(self._rows(begin, end))
-        self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
-        lane.last = Copy(engine, lane, self.device.mark(lane.stream), self._array)
-        lane.ready = self._ready
-        self._keep(lane.last)
-        return lane.last
+        try:
+            self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
+            return self._put(engine, lane)
+        except TransportError:
+            self.device.drain(lane.stream)  # of some of it, perhaps, nobody else would know
+            raise
 
-    def _keep(self, copy: Copy) -> None:
-        """Let nobody have the image's memory, or the array's, before `copy` has ended."""
+    def _pick(self, to_host: bool) -> Lane:
+        """Return the lane for a copy; all that wait for the array to be ready share one."""
+        own = side(self.device)
+        if not to_host:
+            return own.pushes.pick()
+        if self._ready is None or _is_over(self._ready):
+            return own.pulls.pick()
+        if self._lane is None:
+            self._lane = own.pulls.pick()
+            self.device.follow(self._lane.stream, self._ready)
+            self._lane.ready = self._ready
+        return self._lane
+
+    def _put(self, engine: Engine | None, lane: Lane) -> Copy:
+        """Return the copy just put into a lane; nobody has the memory before it has ended."""
+        lane.last = self.device.mark(lane.stream)
+        copy = Copy(engine, lane, lane.last, self._array)
         loan = self._loan() if self._loan is not None else None
         assert loan is not None, "nobody has the image"
         loan.copies.append(copy)
+        return copy
 
     def _rows(self, begin: int, end: int) -> Iterator[Rows]:
         """Give bytes `begin` to `end` of the elements as what lies evenly on the GPU."""
@@ -560,8 +663,8 @@ def fetch(engine: Engine, device: Device, source: int, into: memoryview) -> Copy
     address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
     row = Rows(0, 0, len(into), 1, len(into), len(into))
     device.copy(lane.stream, [row], source, address, to_host=True)
-    lane.last = Copy(engine, lane, device.mark(lane.stream), into)
-    return lane.last
+    lane.last = device.mark(lane.stream)
+    return Copy(engine, lane, lane.last, into)
 
 
 def is_in_use() -> bool:

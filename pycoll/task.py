@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -103,7 +103,8 @@ class Started(Task):
 
     Args:
         steps: the call.
-        conclude: what the caller gets, of what the call has returned; None: that itself.
+        conclude: gives, of what the call has returned, what its caller gets, and what must be done
+            before.
         call: what it is.
         ended: told when it is done.
 
@@ -112,12 +113,12 @@ class Started(Task):
         unfit: why the caller cannot have the result, though the call has not failed.
     """
 
-    __slots__ = ("_conclude", "_ended", "call", "unfit", "watchers")
+    __slots__ = ("_conclude", "_ended", "_late", "call", "unfit", "watchers")
 
     def __init__(
         self,
         steps: CallSteps,
-        conclude: Callable[[Any], Any] | None,
+        conclude: Callable[[Any], tuple[Any, Sequence[Operation]]],
         call: Call,
         ended: Callable[[Started], None],
     ) -> None:
@@ -125,8 +126,9 @@ class Started(Task):
         self.call = call
         self.unfit: Exception | None = None
         self.watchers: dict[Callable[[Started], None], None] = {}
-        self._conclude = conclude
+        self._conclude: Callable[[Any], tuple[Any, Sequence[Operation]]] | None = conclude
         self._ended = ended
+        self._late: Sequence[Operation] = ()
 
     @property
     def waits_for(self) -> Operation | None:
@@ -137,10 +139,20 @@ class Started(Task):
         if self.done:
             return
         if error is None and self._conclude is not None:
+            conclude, self._conclude = self._conclude, None
             try:
-                self.result = self._conclude(self.result)
+                self.result, self._late = conclude(self.result)
             except Exception as exc:
                 self.unfit = exc
+        for operation in self._late:
+            if error is not None:
+                operation.cancel()
+            elif not operation.done:
+                self._current = operation
+                operation.then(lambda operation: self.finish(operation.error))
+                return
+            else:
+                error = operation.error
         super().finish(error)
         self._ended(self)
         watchers, self.watchers = self.watchers, {}

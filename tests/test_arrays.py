@@ -5,10 +5,13 @@ from __future__ import annotations
 import array
 import ctypes
 import gc
+import os
+import subprocess
 import sys
 import types
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -430,13 +433,45 @@ def test_a_result_is_made_by_the_from_dlpack_of_the_library(
     assert same_memory(value, result.x)
 
 
-def test_an_array_on_a_gpu_is_refused_with_advice() -> None:
-    class Cuda:
-        __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
+ON_A_GPU = """
+import sys
+import pytest
+from pycoll import arrays
 
-    for x in (Exported(np.ones(3), device=2), Cuda()):
-        with pytest.raises(TypeError, match="Move it to the CPU"):
-            arrays.wrap(x)
+class Exported:
+    def __dlpack_device__(self):
+        return 2, 0
+    def __dlpack__(self, **options):
+        raise AssertionError("it cannot be read anyway")
+
+class Cuda:
+    __cuda_array_interface__ = dict(
+        version=3, shape=(3,), typestr="<f4", data=(4096, False), strides=None
+    )
+
+if sys.argv[1] == "cuda-bindings":
+    sys.modules["cuda.bindings"] = None
+for x in (Exported(), Cuda()):
+    with pytest.raises(TypeError, match=f"{sys.argv[1]}(.|\\n)* Move it to the CPU"):
+        arrays.wrap(x)
+"""
+
+
+@pytest.mark.parametrize("missing", ["cuda-bindings", "NVIDIA driver"])
+def test_an_array_on_a_gpu_that_cannot_be_used_is_refused_with_advice(
+    missing: str, tmp_path: Path
+) -> None:
+    if missing == "NVIDIA driver":
+        pytest.importorskip("cuda.bindings.driver")
+    (tmp_path / "libcuda.so.1").write_bytes(b"no library")  # what the machine has is not found
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU, missing],
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_its_library_will_not_export_travels_as_an_object() -> None:

@@ -1,0 +1,479 @@
+"""Images of GPU arrays in page-locked memory: which bytes go where, when, in whose memory."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+    pytest.skip("cuda-bindings is not installed", allow_module_level=True)
+
+import fakegpu
+
+from pycoll import cuda, staging
+from pycoll.errors import TransportError
+from pycoll.staging import Stage
+
+NBYTES = 8192
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        path = fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+    except RuntimeError as exc:
+        if "needs gcc" not in str(exc):
+            raise
+        pytest.skip(str(exc))
+    fake_cuda.load(path)
+    return path
+
+
+@pytest.fixture
+def device(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda.Device]:
+    """GPU 0, when nothing is in the pool."""
+    fake_cuda.reset()
+    gc.collect()
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "KEPT_NBYTES", 0)
+        staging._pool._collect()
+    yield cuda.device(0)
+    fake_cuda.fail("")
+    fake_cuda.run_all()
+    assert fake_cuda.stats()["illegal_accesses"] == 0
+
+
+class Engine:
+    """Counts how often its lock was held."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.entered = threading.Event()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        with self.lock:
+            yield
+        self.entered.set()
+
+
+class Imaged:
+    """A stage with its image."""
+
+    def __init__(self, *args: Any) -> None:
+        self.stage = Stage(*args)
+        self.image = self.stage.make_image()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stage, name)
+
+
+def stage_of_array(device: cuda.Device, x: fakegpu.Array) -> Imaged:
+    """A stage of an array, after what its library has under way on it."""
+    ready = device.mark(x.stream)
+    return Imaged(device, x.pointer, x.dtype, x.shape, x.strides, ready, x, not x.readonly)
+
+
+@contextlib.contextmanager
+def held_stream(device: cuda.Device) -> Iterator[tuple[int, Any]]:
+    """A stream of fakegpu that a kernel holds up, and the function that ends the kernel."""
+    stream = fakegpu.new_stream()
+    with device:
+        number = fake_cuda.hold(stream)
+    released: list[bool] = []
+
+    def release() -> None:
+        if not released:
+            released.append(True)
+            fake_cuda.release(number)
+
+    before = fakegpu.use_stream(stream)
+    try:
+        yield stream, release
+    finally:
+        fakegpu.use_stream(before)
+        release()
+
+
+# --- which bytes -------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Any, ...], tuple[int, ...], str]:
+    """Shape of an array, index of a view into it, order of its axes, dtype."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    index = tuple(
+        slice(
+            draw(st.sampled_from([None, 0, 1])) if step > 0 else None,
+            None,
+            step,
+        )
+        for step in [draw(st.sampled_from([1, 1, 2, 3, -1, -2])) for _ in shape]
+    )
+    axes = tuple(draw(st.permutations(range(len(shape)))))
+    return shape, index, axes, draw(st.sampled_from(["u1", "<u2", "<f4", "<c16"]))
+
+
+def cut(draw: Any, nbytes: int) -> list[int]:
+    """Ascending places that divide so many bytes."""
+    inner = draw(st.lists(st.integers(0, nbytes), max_size=4))
+    return [0, *sorted(inner), nbytes]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(layout=layouts(), data=st.data())
+def test_any_range_of_any_view_is_copied_in_both_directions(
+    device: cuda.Device, layout: Any, data: st.DataObject
+) -> None:
+    shape, index, axes, dtype = layout
+    values = np.random.default_rng(1).integers(0, 255, (*shape, np.dtype(dtype).itemsize), np.uint8)
+    host = values.view(dtype)[..., 0] if shape else values.view(dtype).reshape(())
+    whole = fakegpu.array(host)
+    view, wanted = whole[index].transpose(*axes), host[index].transpose(*axes)
+    stage = stage_of_array(device, view)
+    assert stage.image.shape == wanted.shape
+    ends = cut(data.draw, wanted.nbytes)
+    pulls = [(a, b, stage.pull(None, a, b)) for a, b in itertools.pairwise(ends)]
+    for begin, end, copy in data.draw(st.permutations(pulls)):
+        copy.wait()
+        flat = np.ascontiguousarray(stage.image).reshape(-1).view(np.uint8)
+        assert flat[begin:end].tobytes() == wanted.tobytes()[begin:end]
+    # The other way: a range of new bytes, and nothing beside it.
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, wanted.nbytes)] * 2)))
+    new = np.frombuffer(wanted.tobytes(), np.uint8).copy()
+    new[begin:end] ^= 0xFF
+    image = stage.image.reshape(-1).view(np.uint8)
+    image[:] = 0x11
+    image[begin:end] = new[begin:end]
+    stage.push(Engine(), begin, end).wait()
+    expected = host.copy()
+    expected[index].transpose(*axes)[...] = new.view(dtype).reshape(wanted.shape)
+    assert whole.get().tobytes() == expected.tobytes()
+
+
+def test_what_was_not_pushed_is_flushed(device: cuda.Device) -> None:
+    for ranges in ([], [(0, 10)], [(10, 20), (90, 100)], [(50, 60), (20, 30)], [(0, 100)]):
+        x = fakegpu.array(np.zeros(100, np.uint8))
+        x.get()
+        stage = stage_of_array(device, x)
+        stage.image[:] = np.arange(100)
+        for begin, end in ranges:
+            stage.push(None, begin, end)
+        before = fake_cuda.stats()["h2d_bytes"]
+        stage.flush()
+        written = fake_cuda.peek(x.pointer, 100)
+        assert written == bytes(range(100))
+        assert fake_cuda.stats()["h2d_bytes"] - before <= 100  # nothing twice
+
+
+def test_nothing_is_copied_of_an_array_without_elements(device: cuda.Device) -> None:
+    x = fakegpu.array(np.zeros((3, 0), np.float32))
+    before = fake_cuda.stats()["enqueued"]
+    stage = stage_of_array(device, x)
+    assert stage.pull(None).done
+    assert stage.push(None).done
+    stage.flush()
+    assert (stage.image.shape, stage.image.dtype) == ((3, 0), np.float32)
+    assert fake_cuda.stats()["enqueued"] == before
+
+
+def test_bytes_are_pulled_once(device: cuda.Device) -> None:
+    x = fakegpu.array(np.arange(NBYTES, dtype=np.uint8))
+    stage = stage_of_array(device, x)
+    first = stage.pull(None, 0, 100)
+    assert stage.pull(None, 0, 100) is first
+    assert stage.pull(None, 20, 50) is first
+    stage.pull(None, 100)
+
+
+def test_a_stage_is_found_by_bytes_of_its_image(device: cuda.Device) -> None:
+    x = fakegpu.array(np.arange(100, dtype=np.int32))
+    stage = stage_of_array(device, x)
+    view = stage.image[10:20].view(np.uint8).data
+    assert staging.stage_of(view) is stage.stage
+    assert stage.offset(view) == 40
+    assert staging.stage_of(memoryview(bytearray(4))) is None
+    assert staging.stage_of(np.arange(4).view(np.uint8).data) is None
+    assert staging.stage_of(stage.image.copy().view(np.uint8).data) is None
+
+
+def test_the_place_of_an_array_tells_what_overlaps_what(device: cuda.Device) -> None:
+    x = fakegpu.array(np.zeros((4, 4), np.float32))
+    whole, left, right = [stage_of_array(device, y) for y in (x, x[:, :2], x[:, 2:])]
+    assert np.shares_memory(whole.place, left.place)
+    assert not np.shares_memory(left.place, right.place)
+    x.readonly = True
+    assert not stage_of_array(device, x).place.flags.writeable
+
+
+# --- when --------------------------------------------------------------------------------------
+
+
+def test_a_copy_waits_for_what_its_library_has_under_way(device: cuda.Device) -> None:
+    with held_stream(device) as (_, release):
+        x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
+        stage = stage_of_array(device, x)
+        pull = stage.pull(None)
+        for _ in range(20):
+            pull.look()
+        assert not pull.done
+        release()
+        pull.wait()
+        assert (stage.image == 5).all()
+
+
+def test_a_push_waits_for_what_reads_the_array(device: cuda.Device) -> None:
+    x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
+    with held_stream(device) as (_, release):
+        copy = fakegpu.empty((NBYTES,), np.uint8)
+        copy.copy_from(x)  # held
+        x.memory.stream = copy.stream
+        stage = stage_of_array(device, x)
+        stage.image[:] = 6
+        push = stage.push(Engine())
+        fake_cuda.run_all()
+        assert not push.done
+        release()
+        push.wait()
+    assert (copy.get() == 5).all()
+    assert (x.get() == 6).all()
+
+
+def test_a_push_follows_the_pull_of_another_image_of_the_memory(device: cuda.Device) -> None:
+    for seed in range(10):
+        fake_cuda.seed(seed)
+        x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
+        source, target = stage_of_array(device, x), stage_of_array(device, x)
+        target.follow(source.stage)
+        target.image[:] = 6
+        push = target.push(Engine())
+        push.wait()
+        assert (source.image == 5).all()
+        assert fake_cuda.peek(x.pointer, NBYTES) == bytes([6]) * NBYTES
+
+
+def test_whoever_asks_is_called_once_under_the_lock(device: cuda.Device) -> None:
+    engine, called = Engine(), []
+    with held_stream(device) as (_, release):
+        x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+        stage = stage_of_array(device, x)
+        pull = stage.pull(engine)
+        for name in "ab":
+            pull.then(lambda copy, name=name: called.append((name, copy.done)))  # type: ignore[misc]
+        assert called == []
+        release()
+        assert engine.entered.wait(5)
+    assert called == [("a", True), ("b", True)]
+    pull.then(lambda copy: called.append(("late", copy.done)))
+    assert called[2:] == [("late", True)]
+
+
+def test_a_copy_that_was_given_up_calls_nobody(device: cuda.Device) -> None:
+    engine, called = Engine(), []
+    with held_stream(device) as (_, release):
+        x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+        stage = stage_of_array(device, x)
+        pull = stage.pull(engine)
+        pull.then(lambda copy: called.append(copy))
+        pull.cancel()
+        release()
+        assert engine.entered.wait(5)
+    assert called == []
+
+
+def test_an_error_of_the_gpu_is_that_of_the_copy(device: cuda.Device) -> None:
+    engine, seen = Engine(), []
+    x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+    stage = stage_of_array(device, x)
+    pull = stage.pull(engine)
+    fake_cuda.fail("cuEventQuery:*:719")
+    pull.then(lambda copy: seen.append(copy.error))
+    assert isinstance(seen[0], TransportError)
+    assert "LAUNCH_FAILED" in str(seen[0])
+    with pytest.raises(TransportError):
+        pull.wait()
+    fake_cuda.fail("")
+    fake_cuda.run_all()
+
+
+@pytest.mark.parametrize("way", ["wait", "watch", "is_over"])
+def test_a_copy_keeps_its_array_until_its_end_and_no_longer(device: cuda.Device, way: str) -> None:
+    engine = Engine()
+    with held_stream(device) as (_, release):
+        x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+        kept = weakref.ref(x)
+        stage = stage_of_array(device, x)
+        pull = stage.pull(engine)
+        del x, stage
+        gc.collect()
+        assert kept() is not None
+        if way == "wait":
+            threading.Timer(0.05, release).start()
+            pull.wait()
+        elif way == "watch":
+            pull.watch()
+            release()
+            assert engine.entered.wait(5)
+        else:
+            release()
+            while not pull.is_over():
+                pass
+        gc.collect()
+        assert kept() is None
+
+
+def test_slow_arrays_hold_up_no_others(device: cuda.Device) -> None:
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for _ in range(4):
+            _, release = stack.enter_context(held_stream(device))
+            x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+            stage = stage_of_array(device, x)
+            slow.append((stage, stage.pull(None, 0, 100), stage.pull(None, 100), release))
+        fakegpu.use_stream(fakegpu.new_stream())
+        other = stage_of_array(device, fakegpu.array(np.ones(NBYTES, np.uint8)))
+        quick = other.pull(None)
+        fake_cuda.run_all()
+        assert quick.is_over()
+        assert not any(copy.is_over() for _, *copies, _ in slow for copy in copies)
+        for *_, release in slow:
+            release()
+        fake_cuda.run_all()
+
+
+# --- whose memory ------------------------------------------------------------------------------
+
+
+def address(stage: Imaged) -> int:
+    result: int = stage.image.__array_interface__["data"][0]
+    return result
+
+
+def test_memory_is_used_again(device: cuda.Device) -> None:
+    x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+    places = set()
+    for _ in range(10):
+        stage = stage_of_array(device, x)
+        stage.pull(None).wait()
+        places.add(address(stage))
+        del stage
+        gc.collect()
+    assert len(places) == 1
+
+
+def test_memory_is_not_used_again_while_a_copy_is_under_way(device: cuda.Device) -> None:
+    with held_stream(device) as (_, release):
+        x = fakegpu.array(np.full(NBYTES, 1, np.uint8))
+        stage = stage_of_array(device, x)
+        place = address(stage)
+        stage.pull(None)
+        del stage, x  # the call was given up
+        gc.collect()
+        fakegpu.use_stream(fakegpu.LEGACY)
+        y = fakegpu.array(np.full(NBYTES, 2, np.uint8))
+        other = stage_of_array(device, y)
+        assert address(other) != place
+        release()
+        fake_cuda.run_all()
+        gc.collect()
+        third = stage_of_array(device, y)
+        assert address(third) == place
+
+
+def test_memory_is_not_used_again_while_somebody_sees_it(device: cuda.Device) -> None:
+    x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+    stage = stage_of_array(device, x)
+    view, place = stage.image[5:10], address(stage)
+    stage.pull(None).wait()
+    del stage
+    gc.collect()
+    assert address(stage_of_array(device, x)) != place
+    assert (view == 0).all()
+
+
+def test_a_block_serves_what_is_not_much_smaller(device: cuda.Device) -> None:
+    def place(nbytes: int) -> int:
+        stage = stage_of_array(device, fakegpu.array(np.zeros(nbytes, np.uint8)))
+        stage.pull(None).wait()
+        return address(stage)
+
+    large = place(1 << 20)
+    gc.collect()
+    assert place(1 << 19) == large
+    gc.collect()
+    assert place(1 << 12) != large
+
+
+def test_no_more_is_kept_than_the_limit(
+    device: cuda.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fake_cuda.stats()["registered"]
+    monkeypatch.setattr(staging, "KEPT_NBYTES", 3 * NBYTES)
+    x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+    stages = [stage_of_array(device, x) for _ in range(10)]
+    assert fake_cuda.stats()["registered"] == before + 10
+    del stages
+    gc.collect()
+    stage = stage_of_array(device, x)
+    assert fake_cuda.stats()["registered"] <= before + 3
+    del stage
+
+
+@pytest.mark.parametrize("direction", ["pull", "push"])
+def test_memory_that_cannot_be_page_locked_serves_all_the_same(
+    device: cuda.Device, direction: str
+) -> None:
+    fake_cuda.fail("cuMemHostRegister:*:2")
+    x = fakegpu.array(np.arange(256, dtype=np.uint8))
+    before = fake_cuda.stats()["pageable_copies"]
+    stage = stage_of_array(device, x)
+    if direction == "pull":
+        stage.pull(None).wait()
+        assert (stage.image == np.arange(256)).all()
+    else:
+        x.get()
+        stage.image[:] = 9
+        stage.flush()
+        assert fake_cuda.peek(x.pointer, 256) == bytes([9]) * 256
+    assert fake_cuda.stats()["pageable_copies"] == before + 1
+
+
+@pytest.mark.parametrize("name", ["cuEventCreate", "cuEventRecord"])
+def test_memory_is_safe_after_a_copy_that_could_not_be_begun_whole(
+    device: cuda.Device, name: str
+) -> None:
+    x = fakegpu.array(np.zeros((4, 100), np.uint8))[::-1]  # a copy for each row
+    stage = stage_of_array(device, x)
+    device._idle.clear()  # so that an event must be made
+    fake_cuda.fail(f"{name}:1:2")
+    with pytest.raises(TransportError):
+        stage.pull(None)
+    fake_cuda.fail("")
+    del stage, x
+    gc.collect()
+    staging._pool.take(device, 400)
+    fake_cuda.run_all()
+    assert fake_cuda.stats()["illegal_accesses"] == 0
+
+
+def test_memory_for_a_result_dies_with_it(device: cuda.Device) -> None:
+    before = fake_cuda.stats()["allocations"]
+    memory = staging.Memory(device, 100)
+    assert fake_cuda.stats()["allocations"] == before + 1
+    del memory
+    assert fake_cuda.stats()["allocations"] == before
+    assert math.isfinite(staging.Memory(device, 0).pointer)  # also without bytes it has an address
