@@ -10,6 +10,7 @@ Ranks are world ranks here. Everything runs under the engine's lock.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import struct
 from collections.abc import Callable
@@ -401,7 +402,7 @@ class Context:
         """Break: everything pending ends with `error`, and so will every later call."""
         if self.broken is not None:
             return
-        self.broken = error
+        self.broken = copy.copy(error)  # the traceback of what is raised keeps the call's arrays
         self.close_short_way()
         for operation in list(self.pending):
             operation.abort(error)

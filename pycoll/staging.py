@@ -274,7 +274,7 @@ class Push(Operation):
 
     def settle(self) -> None:
         """Give it up if it has not begun; else sleep until it has ended."""
-        self._begin = None
+        self.cancel()
         if self._copy is not None:
             self._copy.settle()
 
@@ -286,10 +286,14 @@ class Push(Operation):
         """
         while self._others:
             self._others.popleft().wait()
-        if self._copy is None and self._begin is not None:
-            self._copy = self._begin()
+        if self._begin is not None:
+            self._copy = self._started(self._begin)
         if self._copy is not None:
             self._copy.wait()
+
+    def _started(self, begin: Callable[[], Copy]) -> Copy:
+        self._begin = None  # it holds the stage, which holds this
+        return begin()
 
     def _go_on(self, ended: Operation | None) -> None:
         if self.done or self._begin is None:
@@ -298,9 +302,9 @@ class Push(Operation):
             self.finish(ended.error)
         elif self._others:
             self._others.popleft().then(self._go_on)
-        elif self._copy is None:
+        else:
             try:
-                self._copy = self._begin()
+                self._copy = self._started(self._begin)
             except TransportError as exc:
                 self.finish(exc)
             else:
