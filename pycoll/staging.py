@@ -305,7 +305,7 @@ class Push(Operation):
         else:
             try:
                 self._copy = self._started(self._begin)
-            except TransportError as exc:
+            except Exception as exc:
                 self.finish(exc)
             else:
                 self._copy.then(lambda copy: self.finish(copy.error))
@@ -547,7 +547,8 @@ class Stage:
         if others:
             for other in others:
                 other.engine = other.engine or engine
-            later = functools.partial(self._copy, engine, begin, end, to_host=False)
+            # It keeps the image, which nobody else may any more.
+            later = functools.partial(self._copy, engine, begin, end, False, self._kept())
             copy = Push(others, later, goes_on=engine is not None)
         else:
             copy = self._copy(engine, begin, end, to_host=False)
@@ -575,14 +576,24 @@ class Stage:
         address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         return address - self._address
 
-    def _copy(self, engine: Engine | None, begin: int, end: int, to_host: bool) -> Copy:
+    def _kept(self) -> _Loan | None:
+        return self._loan() if self._loan is not None else None
+
+    def _copy(
+        self,
+        engine: Engine | None,
+        begin: int,
+        end: int,
+        to_host: bool,
+        loan: _Loan | None = None,
+    ) -> Copy:
         if begin >= end:
             return Copy(engine, None, None, None)
         lane = self._pick(to_host)
         rows = list(self._rows(begin, end))
         try:
             self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
-            return self._put(engine, lane)
+            return self._put(engine, lane, loan)
         except TransportError:
             self.device.drain(lane.stream)  # of some of it, perhaps, nobody else would know
             raise
@@ -600,11 +611,11 @@ class Stage:
             self._lane.ready = self._ready
         return self._lane
 
-    def _put(self, engine: Engine | None, lane: Lane) -> Copy:
+    def _put(self, engine: Engine | None, lane: Lane, loan: _Loan | None = None) -> Copy:
         """Return the copy just put into a lane; nobody has the memory before it has ended."""
         lane.last = self.device.mark(lane.stream)
         copy = Copy(engine, lane, lane.last, self._array)
-        loan = self._loan() if self._loan is not None else None
+        loan = loan or self._kept()
         assert loan is not None, "nobody has the image"
         loan.copies.append(copy)
         return copy
