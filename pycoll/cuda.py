@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from pycoll.errors import TransportError
+from pycoll.errors import Error, TransportError
 
 _PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every GPU
 _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: apart from the legacy default stream
@@ -197,7 +197,7 @@ class Device:
 
     def __enter__(self) -> Device:
         if self._pid != os.getpid():
-            raise TransportError("a forked child cannot use the GPU of its parent's process")
+            raise Error("a forked child can neither communicate nor use its parent's GPU")
         _call("cuCtxPushCurrent", self._context)
         return self
 

@@ -229,7 +229,7 @@ def _over_messages(
     for bucket in buckets:
         for member in bucket.late:
             assert member.stage is not None
-            member.stage.pull(group.engine)  # all at once
+            member.stage.pull(group.engine).watch()  # all at once
     try:
         for run, bucket in zip(runs, buckets, strict=True):
             yield from pulled(group, *bucket.late)

@@ -132,7 +132,10 @@ def _start(
 def pulled(group: Group, *values: Value | None) -> CallSteps:
     """Wait until the values that are on a GPU are in host memory."""
     stages = [value.stage for value in values if value is not None]
-    for copy in [stage.pull(group.engine) for stage in stages if stage is not None]:
+    copies = [stage.pull(group.engine) for stage in stages if stage is not None]
+    for copy in copies:
+        copy.watch()  # whatever becomes of the call, its array is let go in the end
+    for copy in copies:
         if not copy.done:
             yield copy
         if copy.error is not None:
