@@ -96,10 +96,10 @@ def environment(library: Path, **options: Any) -> dict[str, str]:
 @pytest.fixture(scope="module", params=JOBS)
 def ranks(request: pytest.FixtureRequest, library: Path) -> Iterator[Any]:
     """Runs a program on all ranks of a job; see conftest."""
-    from conftest import neighbor
+    from ranks_pool import Pool
 
     size, options = JOBS[request.param]
-    pool = neighbor("ranks_pool").Pool(size, options, environment(library))
+    pool = Pool(size, options, environment(library))
     yield pool
     pool.close()
 
@@ -305,7 +305,7 @@ def both_ways(
 # --- values ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("way", WAYS)
 def test_every_method_gives_what_it_gives_for_numpy_whatever_the_strides(
     ranks: Ranks, way: str, seed: int
@@ -321,7 +321,7 @@ def test_every_method_gives_what_it_gives_for_numpy_whatever_the_strides(
     ranks(program, way, seed)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_large_values_too(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -488,7 +488,7 @@ def test_out_is_filled_and_nothing_beside_it(ranks: Ranks, way: str) -> None:
     ranks(program, way, 12)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_in_place(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -560,7 +560,7 @@ def test_what_out_may_not_be(ranks: Ranks) -> None:
     ranks(program, 13)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_broadcast_fills_what_is_passed_off_root(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -612,7 +612,7 @@ def test_ranks_may_differ_in_where_their_arrays_are(ranks: Ranks, way: str) -> N
     ranks(program, way, 14)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_one_call_may_have_arrays_of_two_gpus_and_of_the_host(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -670,7 +670,7 @@ def test_what_comes_is_on_the_gpu_on_which_the_receiver_works(ranks: Ranks) -> N
 # --- streams -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_its_library_has_under_way_on_an_array_comes_first(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -837,7 +837,7 @@ def test_a_request_whose_out_is_in_use_holds_nobody_up(ranks: Ranks, method: str
 # --- point to point ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_messages_to_one_rank_arrive_in_the_order_of_the_calls(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -913,7 +913,7 @@ def test_the_receive_of_a_sendrecv_does_not_wait_for_its_send(ranks: Ranks, coun
     ranks(program, count, 22)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_array_may_die_while_it_is_sent(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -1000,7 +1000,7 @@ def test_a_receive_may_be_given_up(ranks: Ranks) -> None:
 # --- many at a time ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_requests_are_done_in_any_order(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -1132,11 +1132,12 @@ def test_ten_thousand_calls_leave_nothing_behind(ranks: Ranks) -> None:
 ALONE_S = 0.5
 """A rank whose neighbor has failed before anything was sent waits so long for it."""
 
+# Not what takes something back: what such a call fails to do stays undone.
 FALLIBLE = ["cuCtxPushCurrent", "cuStreamCreate", "cuEventCreate", "cuEventRecord"]
 FALLIBLE += ["cuStreamWaitEvent", "cuMemHostRegister", "cuMemAlloc", "cuMemcpyDtoHAsync"]
 FALLIBLE += ["cuMemcpyHtoDAsync", "cuMemcpy2DAsync", "cuEventQuery", "cuEventSynchronize"]
 FALLIBLE += ["cuIpcGetMemHandle", "cuMemGetAddressRange", "cuIpcOpenMemHandle"]
-FALLIBLE += ["cuMemcpyDtoDAsync", "cuMemFree", "cuCtxPopCurrent", "cuPointerGetAttribute"]
+FALLIBLE += ["cuMemcpyDtoDAsync", "cuPointerGetAttribute"]
 
 
 @pytest.mark.parametrize("name", FALLIBLE)

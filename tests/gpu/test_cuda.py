@@ -18,7 +18,7 @@ from gpu_world import RANKS, no_gpu
 from ranks_pool import Pool
 
 from pycoll import cuda
-from pycoll.errors import TransportError
+from pycoll.errors import Error, TransportError
 
 Array = Any
 Comm = Any
@@ -58,7 +58,7 @@ def pattern(nbytes: int) -> Array:
 
 
 def whole(nbytes: int) -> list[cuda.Rows]:
-    return [cuda.Rows(0, 0, nbytes, 1, nbytes)]
+    return [cuda.Rows(0, 0, nbytes, 1, nbytes, nbytes)]
 
 
 def upload(device: cuda.Device, data: Array) -> int:
@@ -108,7 +108,7 @@ def test_rows_are_gathered_and_spread(ranks: Any, pitch: int) -> None:
         device = here(comm)
         data = pattern(first + pitch * (height - 1) + width)
         pointer = upload(device, data)
-        rows = [cuda.Rows(first, 8, width, height, pitch)]
+        rows = [cuda.Rows(first, 8, width, height, pitch, width)]
         host, stream = np.zeros(8 + width * height, np.uint8), device.stream()
         device.copy(stream, rows, pointer, address(host), True)
         device.mark(stream).wait()
@@ -220,7 +220,7 @@ def test_a_forked_child_is_refused(ranks: Any) -> None:
         if not child:
             try:
                 device.stream()
-            except TransportError as exc:
+            except Error as exc:
                 os._exit(7 if "forked child" in str(exc) else 8)
             os._exit(9)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
