@@ -72,9 +72,10 @@ class Communicator(NonBlocking):
     """A group of ranks that communicate with each other and with nobody else.
 
     Arrays are NumPy arrays, memoryviews, array.array, PyTorch tensors, JAX arrays and everything
-    else with DLPack in host memory; results come as the kind that was passed in. Everything else
-    travels as a pickled object. In every collective all ranks make the same call; where one
-    splits or stacks, the leading axis is the rank axis.
+    else with DLPack or the CUDA array interface, on an NVIDIA GPU too; results come as the kind
+    that was passed in, where it is. Everything else travels as a pickled object. In every
+    collective all ranks make the same call; where one splits or stacks, the leading axis is the
+    rank axis.
 
     Every blocking method takes `timeout`, seconds; None: the default of `pycoll.init`, math.inf:
     none. An array passed in may be changed as soon as the method returns.

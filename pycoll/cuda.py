@@ -215,7 +215,10 @@ class Device:
         """Remember what a stream has been given to do so far."""
         driver = _driver()
         with self:
-            event = self._idle.pop() if self._idle else _call("cuEventCreate", _QUIET)
+            try:
+                event = self._idle.pop()
+            except IndexError:
+                event = _call("cuEventCreate", _QUIET)
             _call("cuEventRecord", event, driver.CUstream(stream))
         return Mark(self, event)
 

@@ -96,10 +96,10 @@ def heard(engine: Engine, context: Context, arrival: Arrival) -> None:
 def _try(asked: Offer) -> int:
     if not staging.is_in_use():
         return _NOT_YET  # it may never use a GPU, and shall not begin with this
-    device = find(asked.uuid)
-    if device is None:
-        return _CANNOT
     try:
+        device = find(asked.uuid)
+        if device is None:
+            return _CANNOT
         device.give_back(device.borrow(asked.handle))
     except TransportError:
         return _CANNOT

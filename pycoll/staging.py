@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -60,18 +61,25 @@ class Engine(Protocol):
 
 
 class _Block:
-    """Host memory, page-locked if that can be."""
+    """Host memory; nothing but addresses until it is used."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._memory = mmap.mmap(-1, nbytes)
         self._memory.madvise(mmap.MADV_DONTFORK)  # a child's pages would take the GPU's place
         self.address: int = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
-        self._device: Device | None = device
-        try:
-            device.pin(self.address, nbytes)
-        except TransportError:  # a limit: copies then go through the driver's own memory
-            self._device = None
+        self._device: Device | None = None
+        self._is_tried = False
+
+    def pin(self, device: Device) -> None:
+        """Page-lock it, if that can be."""
+        if self._is_tried:
+            return
+        self._is_tried = True
+        # At a limit copies go through the driver's own memory.
+        with contextlib.suppress(TransportError):
+            device.pin(self.address, self.nbytes)
+            self._device = device
 
     def close(self) -> None:
         if self._device is not None:
@@ -85,6 +93,7 @@ class _Loan:
 
     Attributes:
         stage: whose image it is.
+        block: the block.
         copies: those that use it.
     """
 
@@ -93,21 +102,21 @@ class _Loan:
 
     def __init__(self, pool: Pool, block: _Block) -> None:
         self._pool = pool
-        self._block = block
+        self.block = block
         self.copies: list[Copy] = []
 
     def image(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """Return the block's front as an array."""
         self.__array_interface__ = {
             "version": 3,
-            "data": (self._block.address, False),
+            "data": (self.block.address, False),
             "shape": shape,
             "typestr": dtype.str,
         }
         return np.asarray(self)
 
     def __del__(self) -> None:
-        self._pool.returned.append((self._block, self.copies))
+        self._pool.returned.append((self.block, self.copies))
 
 
 class Pool:
@@ -122,7 +131,7 @@ class Pool:
         self._lock = threading.Lock()
         self._free: list[_Block] = []  # what came back last is last
 
-    def take(self, device: Device, nbytes: int) -> _Loan:
+    def take(self, nbytes: int) -> _Loan:
         """Return memory of at least so many bytes."""
         wanted = _rounded(nbytes)
         with self._lock:
@@ -130,7 +139,7 @@ class Pool:
             for index in reversed(range(len(self._free))):
                 if wanted <= self._free[index].nbytes <= 2 * wanted:
                     return _Loan(self, self._free.pop(index))
-        return _Loan(self, _Block(device, wanted))
+        return _Loan(self, _Block(wanted))
 
     def _collect(self) -> None:
         for _ in range(len(self.returned)):
@@ -258,13 +267,15 @@ class Push(Operation):
         goes_on: by itself; else only `wait` does anything.
     """
 
-    __slots__ = ("_begin", "_copy", "_others")
+    __slots__ = ("_begin", "_copy", "_left", "_lock", "_others")
 
     def __init__(self, others: Sequence[Copy], begin: Callable[[], Copy], goes_on: bool) -> None:
         super().__init__()
-        self._others = deque(others)
+        self._others = others
+        self._left = deque(others)
         self._begin: Callable[[], Copy] | None = begin
         self._copy: Copy | None = None
+        self._lock = threading.Lock()
         if goes_on:
             self._go_on(None)
 
@@ -284,30 +295,33 @@ class Push(Operation):
         Raises:
             TransportError: it has failed.
         """
-        while self._others:
-            self._others.popleft().wait()
-        if self._begin is not None:
-            self._copy = self._started(self._begin)
+        for other in self._others:
+            other.wait()
+        self._start()
         if self._copy is not None:
             self._copy.wait()
+        if self.error is not None:
+            raise self.error
 
-    def _started(self, begin: Callable[[], Copy]) -> Copy:
-        self._begin = None  # it holds the stage, which holds this
-        return begin()
+    def _start(self) -> None:
+        with self._lock:  # who waits may come to it first
+            begin, self._begin = self._begin, None  # it holds the stage, which holds this
+            if begin is not None:
+                self._copy = begin()
 
     def _go_on(self, ended: Operation | None) -> None:
-        if self.done or self._begin is None:
+        if self.done or (self._begin is None and self._copy is None):  # given up
             return
         if ended is not None and ended.error is not None:
             self.finish(ended.error)
-        elif self._others:
-            self._others.popleft().then(self._go_on)
+        elif self._left:
+            self._left.popleft().then(self._go_on)
         else:
             try:
-                self._copy = self._started(self._begin)
+                self._start()
             except Exception as exc:
                 self.finish(exc)
-            else:
+            if self._copy is not None:
                 self._copy.then(lambda copy: self.finish(copy.error))
 
 
@@ -487,7 +501,7 @@ class Stage:
         """Return host memory for the elements, C-contiguous; they are in it when `pull` is done."""
         if not self.nbytes:
             return np.empty(self.place.shape, self.place.dtype)
-        loan = _pool.take(self.device, self.nbytes)
+        loan = _pool.take(self.nbytes)
         loan.stage = self
         self._loan = weakref.ref(loan)
         image = loan.image(self.place.dtype, self.place.shape)
@@ -501,7 +515,7 @@ class Stage:
 
     def ready(self, engine: Engine | None) -> Copy:
         """Return an operation that is done when the array may be read, by whomever."""
-        if self._ready is None:
+        if self._ready is None or _is_over(self._ready):
             return Copy(engine, None, None, None)
         lane = side(self.device).pulls.pick()
         lane.last = lane.ready = self._ready
@@ -564,7 +578,7 @@ class Stage:
             begin = max(begin, last)
         if begin < self.nbytes:
             self.push(_concluding.engine, begin)
-        late = [copy for _, _, copy in self._pushed if not copy.done]
+        late = [copy for _, _, copy in self._pushed if not copy.done or copy.error is not None]
         if _concluding.copies is not None:
             _concluding.copies += late
             return
@@ -589,6 +603,9 @@ class Stage:
     ) -> Copy:
         if begin >= end:
             return Copy(engine, None, None, None)
+        loan = loan or self._kept()
+        assert loan is not None, "nobody has the image"
+        loan.block.pin(self.device)
         lane = self._pick(to_host)
         rows = list(self._rows(begin, end))
         try:
@@ -665,9 +682,9 @@ class Memory:
         self._device = device
         self._pid = os.getpid()
 
-    # The default lives as long as this function; names of the module may have gone before.
-    def __del__(self, getpid: Any = os.getpid) -> None:
-        if self._pid == getpid():
+    # The defaults live as long as this function; names of the module may have gone before.
+    def __del__(self, getpid: Any = os.getpid, is_finalizing: Any = sys.is_finalizing) -> None:
+        if self._pid == getpid() and not is_finalizing():
             with contextlib.suppress(TransportError):
                 self._device.free(self.pointer)
 

@@ -9,6 +9,7 @@ import itertools
 import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -429,8 +430,10 @@ def test_no_more_is_kept_than_the_limit(
     monkeypatch.setattr(staging, "KEPT_NBYTES", 3 * NBYTES)
     x = fakegpu.array(np.zeros(NBYTES, np.uint8))
     stages = [stage_of_array(device, x) for _ in range(10)]
+    for stage in stages:
+        stage.pull(None).wait()
     assert fake_cuda.stats()["registered"] == before + 10
-    del stages
+    del stages, stage
     gc.collect()
     stage = stage_of_array(device, x)
     assert fake_cuda.stats()["registered"] <= before + 3
@@ -458,18 +461,18 @@ def test_memory_that_cannot_be_page_locked_serves_all_the_same(
 
 @pytest.mark.parametrize("name", ["cuEventCreate", "cuEventRecord"])
 def test_memory_is_safe_after_a_copy_that_could_not_be_begun_whole(
-    device: cuda.Device, name: str
+    device: cuda.Device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = fakegpu.array(np.zeros((4, 100), np.uint8))[::-1]  # a copy for each row
     stage = stage_of_array(device, x)
-    device._idle.clear()  # so that an event must be made
+    monkeypatch.setattr(device, "_idle", deque(maxlen=0))  # so that an event must be made
     fake_cuda.fail(f"{name}:1:2")
     with pytest.raises(TransportError):
         stage.pull(None)
     fake_cuda.fail("")
     del stage, x
     gc.collect()
-    staging._pool.take(device, 400)
+    staging._pool.take(400)
     fake_cuda.run_all()
     assert fake_cuda.stats()["illegal_accesses"] == 0
 
