@@ -71,7 +71,10 @@ def _driver() -> Any:
     try:
         (result,) = driver.cuInit(0)
     except RuntimeError as exc:  # the library of the driver, or a function in it
-        raise TransportError(f"the NVIDIA driver cannot be used: {exc}") from exc
+        why = str(exc).rstrip(".")
+        if type(exc).__name__ == "DynamicLibNotFoundError":
+            why = "libcuda.so.1 was not found"
+        raise TransportError(f"the NVIDIA driver cannot be used: {why}") from exc
     if result != driver.CUresult.CUDA_SUCCESS:
         raise TransportError(f"the NVIDIA driver cannot be used: {_text(driver, result)}")
     return driver
