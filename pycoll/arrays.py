@@ -36,10 +36,11 @@ from pycoll.errors import TransportError
 from pycoll.late import Late
 
 if TYPE_CHECKING:
-    from pycoll import cuda, staging
+    from pycoll import copies, cuda, staging
     from pycoll.staging import Stage
 else:  # for arrays on a GPU alone
-    cuda, staging = Late("pycoll.cuda"), Late("pycoll.staging")
+    copies, cuda = Late("pycoll.copies"), Late("pycoll.cuda")
+    staging = Late("pycoll.staging")
 
 _OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple, np.generic)
 _NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], DType]]] = {
@@ -206,7 +207,7 @@ def unwrapped(x: Any) -> Any:
 def unwrap(value: Value) -> Any:
     """Return the user's kind of object over `value.array`, without a copy where the kind can.
 
-    What is on a GPU is complete when the copies are done that `staging.conclude` tells of. An
+    What is on a GPU is complete when the copies are done that `copies.conclude` tells of. An
     array.array is a copy, a JAX array may be one. What has
     no such form (an array.array that is not one-dimensional) comes as a NumPy array.
     """
@@ -527,7 +528,7 @@ def _staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
 def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     """Stage an array whose library has a stream of ours wait for what it has under way."""
     device = cuda.device(number)
-    lane = staging.side(device).meetings.pick()
+    lane = copies.side(device).meetings.pick()
     try:
         tensor = dlpack.take(dlpack.export(x, lane.stream))
     except BufferError as exc:

@@ -13,7 +13,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pycoll import cuda, staging
+from pycoll import copies, cuda
 from pycoll.context import KIND_LENDING, LENDING, Context
 from pycoll.engine import Engine
 from pycoll.errors import TransportError
@@ -94,7 +94,7 @@ def heard(engine: Engine, context: Context, arrival: Arrival) -> None:
 
 
 def _try(asked: Offer) -> int:
-    if not staging.is_in_use():
+    if not copies.is_in_use():
         return _NOT_YET  # it may never use a GPU, and shall not begin with this
     try:
         device = find(asked.uuid)

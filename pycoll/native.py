@@ -23,7 +23,7 @@ from pycoll.task import Call, caller
 
 if TYPE_CHECKING:
     from pycoll import arrays, dtypes
-    from pycoll.staging import Copy
+    from pycoll.copies import Copy
 else:
     arrays, dtypes = Late("pycoll.arrays"), Late("pycoll.dtypes")
 

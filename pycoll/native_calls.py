@@ -22,7 +22,7 @@ from pycoll.p2p import contiguous
 from pycoll.transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll.staging import Copy, Push
+    from pycoll.copies import Copy, Push
 
 AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""

@@ -30,8 +30,9 @@ from pycoll.transports.base import Arrival, Operation, Parts, Transfer, Withdraw
 
 if TYPE_CHECKING:
     from pycoll import lending, staging
+    from pycoll.copies import Copy
     from pycoll.lending import Offer
-    from pycoll.staging import Copy, Stage
+    from pycoll.staging import Stage
 else:  # for arrays on a GPU alone
     lending, staging = Late("pycoll.lending"), Late("pycoll.staging")
 

@@ -13,10 +13,10 @@ from pycoll.task import CallSteps
 from pycoll.transports.base import Operation
 
 if TYPE_CHECKING:
-    from pycoll import staging
+    from pycoll import copies
     from pycoll.arrays import Value
 else:  # for arrays on a GPU alone
-    staging = Late("pycoll.staging")
+    copies = Late("pycoll.copies")
 
 
 class Prepared(NamedTuple):
@@ -47,6 +47,6 @@ class Prepared(NamedTuple):
         finish = self.finish
         if finish is None:
             return result, ()
-        if "pycoll.staging" not in sys.modules:
+        if "pycoll.copies" not in sys.modules:
             return finish(result), ()
-        return staging.conclude(engine, lambda: finish(result))
+        return copies.conclude(engine, lambda: finish(result))

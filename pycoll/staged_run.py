@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pycoll.copies import Copy, Push
 from pycoll.errors import TransportError
 from pycoll.executor import Binding, Run
 from pycoll.schedule import Copy as CopyStep
-from pycoll.staging import Copy, Push, stage_of
+from pycoll.staging import stage_of
 from pycoll.transports.base import Operation
 
 

@@ -25,7 +25,7 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 
-from pycoll import cuda, staging
+from pycoll import cuda, pinned, staging
 from pycoll.errors import TransportError
 from pycoll.staging import Stage
 
@@ -50,8 +50,8 @@ def device(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda.Devi
     fake_cuda.reset()
     gc.collect()
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "KEPT_NBYTES", 0)
-        staging._pool._collect()
+        patch.setattr(pinned, "KEPT_NBYTES", 0)
+        pinned.pool._collect()
     yield cuda.device(0)
     fake_cuda.fail("")
     fake_cuda.run_all()
@@ -427,7 +427,7 @@ def test_no_more_is_kept_than_the_limit(
     device: cuda.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fake_cuda.stats()["registered"]
-    monkeypatch.setattr(staging, "KEPT_NBYTES", 3 * NBYTES)
+    monkeypatch.setattr(pinned, "KEPT_NBYTES", 3 * NBYTES)
     x = fakegpu.array(np.zeros(NBYTES, np.uint8))
     stages = [stage_of_array(device, x) for _ in range(10)]
     for stage in stages:
@@ -472,7 +472,7 @@ def test_memory_is_safe_after_a_copy_that_could_not_be_begun_whole(
     fake_cuda.fail("")
     del stage, x
     gc.collect()
-    staging._pool.take(400)
+    pinned.pool.take(400)
     fake_cuda.run_all()
     assert fake_cuda.stats()["illegal_accesses"] == 0
 
