@@ -458,7 +458,8 @@ def test_an_array_that_is_used_again_is_registered_once(ranks: Any) -> None:
         for _ in range(300):
             comm.all_reduce(x, out=out)
         assert (out == comm.size).all()
-        assert set(device._held) == held
+        # Nothing new; what was held for arrays of before may have gone with them.
+        assert set(device._held) <= held
 
     ranks(program)
 
