@@ -12,8 +12,8 @@ A kind names what `unwrap` makes: numpy, torch, jax, cupy, memoryview, array, dl
 for reductions int, float, complex, bool, numpy_scalar and pair; ``cuda:torch`` is torch on a GPU:
 such an array has an image in host memory (`staging`), and nobody else sees more of it. Where the
 dtype alone does not tell (C's long and long long are both int64) the character that does follows:
-``array:q``,
-``memoryview:c``, ``numpy_scalar:Q``. A pair names the kinds of its two numbers: ``pair:float,int``.
+``array:q``, ``memoryview:c``, ``numpy_scalar:Q``. A pair names the kinds of its two numbers:
+``pair:float,int``.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ def here() -> int | None:
 
     Programs that use no GPU are not made to look for one.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return int(torch.cuda.current_device())
+    gpus = getattr(sys.modules.get("torch"), "cuda", None)  # None: it is being imported
+    if gpus is not None and gpus.is_initialized():
+        return int(gpus.current_device())
     if any(name in sys.modules for name in ("pycoll.staging", "cupy", "cuda.bindings.driver")):
         return cuda.current() if cuda.is_usable() else None
     return None
@@ -208,8 +208,8 @@ def unwrap(value: Value) -> Any:
     """Return the user's kind of object over `value.array`, without a copy where the kind can.
 
     What is on a GPU is complete when the copies are done that `copies.conclude` tells of. An
-    array.array is a copy, a JAX array may be one. What has
-    no such form (an array.array that is not one-dimensional) comes as a NumPy array.
+    array.array is a copy, a JAX array may be one. What has no such form (an array.array that is
+    not one-dimensional) comes as a NumPy array.
     """
     array, dtype = value.array, value.dtype
     if value.kind == "cuda:jax" and value.original is None:

@@ -452,14 +452,24 @@ def resident_nbytes() -> int:
 @jobs(TWO)
 def test_an_array_that_is_used_again_is_registered_once(ranks: Any) -> None:
     def program(comm: Comm) -> None:
-        device, x, out = device_of(comm).endpoint.device, np.ones(40_000), np.empty(40_000)
+        registrations = device_of(comm).endpoint.registrations
+        x, out = np.ones(40_000), np.empty(40_000)
         comm.all_reduce(x, out=out)
-        held = set(device._held)
-        for _ in range(300):
-            comm.all_reduce(x, out=out)
+        region, register, made = registrations._entries[id(x)].region, registrations._register, []
+
+        def counted(*args: Any) -> Any:
+            made.append(args)
+            return register(*args)
+
+        registrations._register = counted
+        try:
+            for _ in range(300):
+                comm.all_reduce(x, out=out)
+        finally:
+            registrations._register = register
         assert (out == comm.size).all()
-        # Nothing new; what was held for arrays of before may have gone with them.
-        assert set(device._held) <= held
+        assert not made
+        assert registrations._entries[id(x)].region is region
 
     ranks(program)
 
