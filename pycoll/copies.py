@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy as another
 from typing import Any, Final, Protocol
 
 from pycoll.cuda import Device, Mark
@@ -35,7 +36,26 @@ class Engine(Protocol):
         """End it, and wake who waits for it."""
 
 
-class Copy(Operation):
+class _Failing(Operation):
+    """An operation that gives its error to each who asks as another one, with no traceback.
+
+    What is raised keeps the frames of its call, those the arrays, and their images these
+    operations: a circle in which the garbage collector cannot see, for NumPy's arrays are in it.
+    """
+
+    __slots__ = ("_error",)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, or None."""
+        return another(self._error)
+
+    @error.setter
+    def error(self, error: BaseException | None) -> None:
+        self._error = another(error)
+
+
+class Copy(_Failing):
     """A copy between a GPU and an image.
 
     Args:
@@ -120,13 +140,15 @@ class Copy(Operation):
         """
         self.look(SPIN_S)
         if not self.done and self.mark is not None:
-            self.mark.wait()
-            self._array = None  # to call it done is for who holds the engine's lock
+            try:
+                self.mark.wait()
+            finally:
+                self._array = None  # to call it done is for who holds the engine's lock
         if self.error is not None:
             raise self.error
 
 
-class Push(Operation):
+class Push(_Failing):
     """A copy to the GPU that is not begun before others have ended, nor after it was given up.
 
     So a call that has failed writes nothing later.
@@ -220,16 +242,20 @@ class Lane:
 
     def _work(self) -> None:
         while True:
-            copy = self._watched.get()
-            error: BaseException | None = None
-            try:
-                if copy.mark is not None:
-                    copy.mark.wait()
-            except TransportError as exc:
-                error = exc
-            if copy.engine is not None:
-                with contextlib.suppress(Error):  # the rank has left the job
-                    copy.engine.finish(copy, error)
+            self._see(self._watched.get())
+
+    @staticmethod
+    def _see(copy: Copy) -> None:
+        """Sleep until a copy is done; while the thread waits for another it holds none."""
+        error: BaseException | None = None
+        try:
+            if copy.mark is not None:
+                copy.mark.wait()
+        except TransportError as exc:
+            error = exc
+        if copy.engine is not None:
+            with contextlib.suppress(Error):  # the rank has left the job
+                copy.engine.finish(copy, error)
 
 
 class Lanes:

@@ -315,6 +315,28 @@ def test_an_error_of_the_gpu_is_that_of_the_copy(device: cuda.Device) -> None:
     fake_cuda.run_all()
 
 
+def test_what_was_raised_of_a_copy_keeps_no_array(device: cuda.Device) -> None:
+    def call() -> None:
+        x = fakegpu.array(np.ones(NBYTES, np.uint8))
+        arrays.append(weakref.ref(x))
+        imaged = stage_of_array(device, x)
+        image = imaged.image  # keeps the stage, and that the copy; a frame keeps all of them
+        copy = imaged.pull(Engine())
+        fake_cuda.run_all()
+        fake_cuda.fail("cuEventQuery:*:719")
+        copy.look()
+        fake_cuda.fail("")
+        assert copy.error is not None
+        assert image is not None
+        raise copy.error
+
+    arrays: list[Any] = []
+    with pytest.raises(TransportError, match="LAUNCH_FAILED"):
+        call()
+    gc.collect()
+    assert arrays[0]() is None
+
+
 @pytest.mark.parametrize("way", ["wait", "watch", "is_over"])
 def test_a_copy_keeps_its_array_until_its_end_and_no_longer(device: cuda.Device, way: str) -> None:
     engine = Engine()
