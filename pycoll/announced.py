@@ -10,19 +10,26 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll import arrays, objects, schedules
 from pycoll.arrays import Value
 from pycoll.collectives import piece_ends, rows, type_text
+from pycoll.dtypes import DType
 from pycoll.errors import MismatchError
 from pycoll.executor import Binding, Whole
 from pycoll.group import Group
+from pycoll.late import Late
 from pycoll.p2p import Outgoing, contiguous, pulled
 from pycoll.scratch import new_bytes
 from pycoll.select import Choice
 from pycoll.task import CallSteps
 from pycoll.transports.base import Parts
+
+if TYPE_CHECKING:
+    from pycoll import lending
+else:  # for arrays on a GPU alone
+    lending = Late("pycoll.lending")
 
 INLINE_NBYTES = 4096
 """Bytes of a broadcast value that travel with its announcement."""
@@ -85,6 +92,13 @@ def _announce(
     if announcement is not None:
         return announcement
     return Announcement.unpack(run.location[0][0])
+
+
+def lends(group: Group, collective: str, value: Value | None) -> bool:
+    """Whether the root rather lends its value to all, by messages: they share its GPU."""
+    if value is None or value.stage is None or group.is_named(collective):
+        return False
+    return lending.is_for(group.engine, group.context, value.stage, range(group.size))
 
 
 # --- broadcast -----------------------------------------------------------------------------
@@ -207,10 +221,11 @@ def scatter(
     algorithm: str | None,
     root: int,
     gpu: int | None = None,
+    out: Value | None = None,
 ) -> CallSteps:
     """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
 
-    Returns (Value, None) or (None, bytes of an object).
+    Returns (Value, None) or (None, bytes of an object); the Value is `out` if that can have it.
     """
     number = group.context.begin(call)
     announcement, views = _scatter_blocks(group, blocks, algorithm)
@@ -223,7 +238,7 @@ def scatter(
     else:
         dtype, kind, shape = arrays.from_description(announcement.description)
         gpu = blocks.gpu if isinstance(blocks, Value) else gpu
-        value = arrays.fresh(dtype, kind, shape, gpu)
+        value = scatter_target(out, dtype, kind, shape, gpu)
         target = arrays.as_bytes(value.array)
         lengths = [len(target)] * group.size
     targets: list[memoryview | None] = [None] * group.size
@@ -237,6 +252,16 @@ def scatter(
     yield from group.run((number, 1), call, how, binding)
     group.context.end(number)
     return value, target
+
+
+def scatter_target(
+    out: Value | None, dtype: DType, kind: str, shape: tuple[int, ...], gpu: int | None
+) -> Value:
+    """Return the array for a rank's block: `out`, if it is one for it."""
+    fits = out is not None and (out.dtype, out.array.shape) == (dtype, shape)
+    if out is not None and fits and out.array.flags.c_contiguous:
+        return out
+    return arrays.fresh(dtype, kind, shape, gpu)
 
 
 def _scatter_blocks(

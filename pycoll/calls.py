@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         arguments,
         arrays,
         collectives,
+        lending,
         levels,
         many,
         native_announced,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
         schedules,
         uneven,
     )
-    from pycoll.arguments import Reducer
+    from pycoll.arguments import Reducer, Target
     from pycoll.arrays import Value
     from pycoll.collectives import Reduction
     from pycoll.levels import Levels
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 else:  # a program that only calls barrier() imports no NumPy
     announced, arguments = Late("pycoll.announced"), Late("pycoll.arguments")
     arrays, collectives = Late("pycoll.arrays"), Late("pycoll.collectives")
-    levels, many = Late("pycoll.levels"), Late("pycoll.many")
+    lending, levels = Late("pycoll.lending"), Late("pycoll.levels")
+    many = Late("pycoll.many")
     native_announced = Late("pycoll.native_announced")
     native_calls = Late("pycoll.native_calls")
     object_collectives, objects = Late("pycoll.object_collectives"), Late("pycoll.objects")
@@ -90,18 +92,20 @@ class Calls:
         mine = None if outgoing is not None else arguments.fillable(x)
         forced = None if algorithm == SHARED_MEMORY else algorithm
         gpu = arrays.here()
+        value = outgoing.value if outgoing is not None else None
+        lends = algorithm is None and announced.lends(group, "broadcast", value)
 
         def native(core: Native) -> Any:
-            return native_announced.broadcast(core, group, outgoing, mine, root, gpu)
+            return native_announced.broadcast(core, group, outgoing, mine, root, gpu, lends)
 
         return Prepared(
             f"{self._prefix}broadcast(root={root}{_forced(algorithm)})",
             lambda signature: announced.broadcast(
-                group, signature, outgoing, mine, forced, root, gpu
+                group, signature, outgoing, mine, "linear" if lends else forced, root, gpu
             ),
             native if announces else None,
             lambda got: x if outgoing is not None else arrays.unwrapped(got),
-            reads=_arrays(outgoing.value) if outgoing is not None else (),
+            reads=() if lends else _arrays(value),
         )
 
     def reduce(
@@ -207,16 +211,19 @@ class Calls:
             target.check_overlap(value)
         memory = target.memory if target is not None else None
 
-        def native(core: Native) -> None:
-            native_calls.move(core, "gather", value, memory, root)
+        lends = self._lends(value, target, chosen, algorithm, (root,))
+        way = self._by_messages(chosen)
+
+        def native(core: Native) -> Any:
+            return native_calls.move(core, "gather", value, memory, root, lends)
 
         type_text = collectives.type_text(value)
         return Prepared(
             f"{self._prefix}gather({type_text}, root={root}, algorithm={chosen})",
-            lambda signature: collectives.gather(group, signature, value, chosen, root, memory),
+            lambda signature: collectives.gather(group, signature, value, way, root, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
-            reads=(value,),
+            reads=() if lends else (value,),
         )
 
     def all_gather(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared:
@@ -241,15 +248,18 @@ class Calls:
         target.check_overlap(value, (row, value.place))
         memory = target.memory
 
-        def native(core: Native) -> None:
-            native_calls.move(core, "all_gather", value, memory)
+        lends = self._lends(value, target, chosen, algorithm)
+        way = self._by_messages(chosen)
+
+        def native(core: Native) -> Any:
+            return native_calls.move(core, "all_gather", value, memory, lends=lends)
 
         return Prepared(
             f"{self._prefix}all_gather({collectives.type_text(value)}, algorithm={chosen})",
-            lambda signature: collectives.all_gather(group, signature, value, chosen, memory),
+            lambda signature: collectives.all_gather(group, signature, value, way, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
-            reads=(value,),
+            reads=() if lends else (value,),
         )
 
     def scatter(
@@ -266,24 +276,31 @@ class Calls:
             arguments.Target(out, blocks, blocks.array.shape[1:]).check_overlap(blocks)
         forced = None if algorithm == SHARED_MEMORY else algorithm
         gpu = arrays.here()
+        whole = blocks if isinstance(blocks, arrays.Value) else None
+        lends = algorithm is None and announced.lends(group, "scatter", whole)
 
         def finish(received: Any) -> Any:
             value, buffer = received
             if value is None:
                 arguments.no_out(out)
                 return objects.load(buffer)
-            if wanted is None:
+            if wanted is None or value is wanted:
                 return arrays.unwrap(value)
             checked = arrays.check_out(out, value.dtype, value.array.shape)
             checked.array[...] = value.array
             return arrays.unwrap(checked)
 
+        def native(core: Native) -> Any:
+            return native_announced.scatter(core, blocks, root, gpu, wanted, lends)
+
         return Prepared(
             f"{self._prefix}scatter(root={root}{_forced(algorithm)})",
-            lambda signature: announced.scatter(group, signature, blocks, forced, root, gpu),
-            (lambda core: native_announced.scatter(core, blocks, root, gpu)) if announces else None,
+            lambda signature: announced.scatter(
+                group, signature, blocks, "linear" if lends else forced, root, gpu, wanted
+            ),
+            native if announces else None,
             finish,
-            reads=() if blocks is None or isinstance(blocks, list) else (blocks,),
+            reads=() if lends else _arrays(whole),
         )
 
     def reduce_scatter(
@@ -340,15 +357,18 @@ class Calls:
                 value = arrays.Value(value.array.copy(), value.dtype, value.kind)
         memory = target.memory
 
-        def native(core: Native) -> None:
-            native_calls.move(core, "all_to_all", value, memory)
+        lends = self._lends(value, target, chosen, algorithm)
+        way = self._by_messages(chosen)
+
+        def native(core: Native) -> Any:
+            return native_calls.move(core, "all_to_all", value, memory, lends=lends)
 
         return Prepared(
             f"{self._prefix}all_to_all({collectives.type_text(value)}, algorithm={chosen})",
-            lambda signature: collectives.all_to_all(group, signature, value, chosen, memory),
+            lambda signature: collectives.all_to_all(group, signature, value, way, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
-            reads=(value,),
+            reads=() if lends else (value,),
         )
 
     def scan(self, x: Any, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared:
@@ -496,6 +516,29 @@ class Calls:
         return self._group.choose(
             collective, nbytes, algorithm, rank_order, whole, native and self._blocking
         )
+
+    def _lends(
+        self,
+        x: Value,
+        target: Target | None,
+        choice: Choice,
+        algorithm: str | None,
+        peers: Sequence[int] | None = None,
+    ) -> bool:
+        """Whether this rank would lend x to `peers`, all if None, instead of using the core."""
+        group, result = self._group, target.value.stage if target is not None else x.stage
+        if x.stage is None or result is None or choice.name != SHARED_MEMORY or algorithm:
+            return False
+        if result.is_read_first or result.device is not x.stage.device:
+            return False
+        if not (x.stage.is_contiguous and result.is_contiguous):
+            return False
+        ranks = range(group.size) if peers is None else peers
+        return lending.is_for(group.engine, group.context, x.stage, ranks)
+
+    def _by_messages(self, choice: Choice) -> Choice:
+        """Return how a call runs if the ranks leave the core, to lend."""
+        return Choice("linear") if choice.name == SHARED_MEMORY else choice
 
     def _by_levels(
         self, text: str, choice: Choice, nbytes: int, steps: Callable[[Levels], Any]

@@ -38,7 +38,11 @@ COLLECTIVE = struct.Struct("<BQIHI")
 LENDING = struct.Struct("<BQB")
 """Header of what ranks ask each other about memory on a GPU: kind, context, what; then data."""
 
-KIND_P2P, KIND_COLLECTIVE, KIND_LENDING = 1, 2, 3
+OFFER = struct.Struct("<16s64sQ")
+"""Where a value that is lent lies, after the header of its message: see `lending.Offer`."""
+
+KIND_P2P, KIND_COLLECTIVE, KIND_LENDING, KIND_LENT = range(1, 5)
+"""Of messages; the last: a collective's whose value stays where it is."""
 
 ARRAY, OBJECT, LENT = range(3)
 """Forms of a point-to-point message; of one that is lent, the value stays where it is."""
@@ -85,6 +89,13 @@ def readable(call: bytes) -> str:
 def _key(arrival: Arrival) -> Key:
     _, _, number, lane, index = COLLECTIVE.unpack_from(arrival.header)
     return number, lane, arrival.peer, index
+
+
+def _call_of(arrival: Arrival) -> bytes:
+    """Return the call to which a collective's message belongs, as it came on the wire."""
+    header = arrival.header
+    skipped = COLLECTIVE.size + (OFFER.size if header[0] == KIND_LENT else 0)
+    return bytes(header[skipped:])
 
 
 class Status:
@@ -450,13 +461,13 @@ class Context:
     # A call is its signature, a zero byte, and where it was made, which may differ.
 
     def _compare(self, number: int, call: bytes, arrival: Arrival) -> None:
-        theirs = bytes(arrival.header[COLLECTIVE.size :])
+        theirs = _call_of(arrival)
         if theirs.partition(b"\0")[0] != call.partition(b"\0")[0]:
             self.mismatch(number, readable(call), arrival.peer, readable(theirs))
 
     def _stale(self, number: int, arrival: Arrival) -> None:
         mine = readable(self._history.get(number, b"another collective"))
-        theirs = readable(bytes(arrival.header[COLLECTIVE.size :]))
+        theirs = readable(_call_of(arrival))
         arrival.release()
         self.mismatch(number, mine, arrival.peer, theirs)
 

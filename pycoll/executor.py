@@ -16,14 +16,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, Context, Key, readable
+from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, KIND_LENT, Context, Key, readable
 from pycoll.engine import Engine
 from pycoll.errors import Error, MismatchError
+from pycoll.late import Late
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.scratch import new_bytes
 from pycoll.transports.base import Arrival, Operation, Parts, Withdrawn
+
+if TYPE_CHECKING:
+    from pycoll import lending
+else:  # for arrays on a GPU alone
+    lending = Late("pycoll.lending")
 
 WINDOW = 4
 """Receives to be reduced that are open at a time (the proof covers 1, 2 and this)."""
@@ -249,19 +255,17 @@ class Run(Operation):
     # --- steps -----------------------------------------------------------------------------
 
     def _send(self, position: int, peer: int, chunks: Sequence[int]) -> None:
-        header = COLLECTIVE.pack(
-            KIND_COLLECTIVE,
-            self._context.ident,
-            self._number,
-            self._lane,
-            self._schedule.number[position],
-        )
+        header = self._header(position, KIND_COLLECTIVE)
         world = self._context.members[peer]
         parts = self._value(chunks[0]) if len(chunks) == 1 else self._values(chunks)
         self._follow(
             position,
             self._engine.send(self._context, world, header + self._call, parts),
         )
+
+    def _header(self, position: int, kind: int) -> bytes:
+        number = self._schedule.number[position]
+        return COLLECTIVE.pack(kind, self._context.ident, self._number, self._lane, number)
 
     def _receive(
         self, position: int, peer: int, place: Callable[[Arrival], memoryview | None]
@@ -278,17 +282,28 @@ class Run(Operation):
                 return
             try:
                 into = place(arrival)
+                transfer = self._accept(position, arrival, into) if into is not None else None
             except Exception as exc:
                 arrival.release()
                 self.abort(exc)
                 return
-            if into is None:
+            if transfer is None:
                 self._complete(position)
             else:
-                self._follow(position, arrival.accept(into))
+                self._follow(position, transfer)
 
         self._keys.add(key)
         self._context.collect(key, wanted)
+
+    def _accept(self, position: int, arrival: Arrival, into: memoryview) -> Operation:
+        """Have the value of a message written to `into`."""
+        if arrival.header[0] != KIND_LENT:
+            return arrival.accept(into)
+        borrowing = lending.Borrowing(
+            self._engine, self._context, arrival, lending.offered(arrival), into
+        )
+        borrowing.start()
+        return borrowing
 
     def _follow(self, position: int, transfer: Operation) -> None:
         def done(operation: Operation) -> None:

@@ -15,7 +15,7 @@ from pycoll.late import Late
 from pycoll.select import Choice
 
 if TYPE_CHECKING:
-    from pycoll import executor, lending, schedules, select, staged_run
+    from pycoll import executor, lending, lent_run, schedules, select, staged_run
     from pycoll.agreed import Agreed
     from pycoll.executor import Binding, Pipeline, Run
     from pycoll.native import Native
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:
     executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
     select, staged_run = Late("pycoll.select"), Late("pycoll.staged_run")
-    lending = Late("pycoll.lending")
+    lending, lent_run = Late("pycoll.lending"), Late("pycoll.lent_run")
 
 How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""
@@ -229,7 +229,8 @@ class Group:
         schedule = self.schedule(collective, choice.name, *root)
         make: type[Run] = executor.Run
         if "pycoll.staging" in sys.modules and staged_run.is_staged(binding):
-            make = staged_run.StagedRun
+            fits = lent_run.fits(self.engine, self.context, schedule, binding)
+            make = lent_run.LentRun if fits and choice.segments == 1 else staged_run.StagedRun
         if choice.segments == 1:
             return make(self.engine, self.context, address, call, schedule, binding)
         number, lane = address

@@ -10,14 +10,14 @@ is asked once for each rank and GPU, with a real allocation, while the message i
 from __future__ import annotations
 
 import os
-import struct
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pycoll import copies, cuda
-from pycoll.context import KIND_LENDING, LENDING, Context
+from pycoll import copies, cuda, staging
+from pycoll.context import COLLECTIVE, KIND_LENDING, LENDING, OFFER, Context
 from pycoll.engine import Engine
 from pycoll.errors import TransportError
-from pycoll.transports.base import Arrival
+from pycoll.transports.base import Arrival, Operation, Withdrawn
 
 if TYPE_CHECKING:
     from pycoll.staging import Stage
@@ -27,7 +27,6 @@ MIN_NBYTES: Final = 1 << 20
 
 VARIABLE: Final = "PYCOLL_CUDA_IPC"
 
-_OFFER = struct.Struct("<16s64sQ")
 _ASK, _CAN, _CANNOT, _NOT_YET = range(4)
 
 
@@ -46,12 +45,17 @@ class Offer(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the bytes that `split` reads."""
-        return _OFFER.pack(*self)
+        return OFFER.pack(*self)
+
+
+def offered(arrival: Arrival) -> Offer:
+    """Return what a collective's message says of its value, which is lent."""
+    return Offer(*OFFER.unpack_from(arrival.header, COLLECTIVE.size))
 
 
 def split(description: bytes) -> tuple[Offer, bytes]:
     """Return the offer at the front of a message's description, and the rest."""
-    return Offer(*_OFFER.unpack_from(description)), description[_OFFER.size :]
+    return Offer(*OFFER.unpack_from(description)), description[OFFER.size :]
 
 
 def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | None:
@@ -77,6 +81,124 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     engine.borrowers[peer, device.uuid] = False  # until it has answered
     _say(engine, context, peer, _ASK, found.pack())
     return None
+
+
+def is_for(engine: Engine, context: Context, stage: Stage, ranks: Iterable[int]) -> bool:
+    """Whether a value can be lent to these ranks of the communicator; asks who has not told yet."""
+    others = {context.members[rank] for rank in ranks} - {engine.rank}
+    return all([offer(engine, context, stage, peer) is not None for peer in others])
+
+
+class Borrowing(Operation):
+    """The value of a message, on its way from where its sender has it on a GPU.
+
+    When it is done the sender may go on. Withdrawn: the sender has not waited.
+
+    Args:
+        engine, context: of the receiver.
+        arrival: the message.
+        offer: what it says of the value.
+        into: host memory of its length.
+        stage: of an array on a GPU that shall have it instead, without `into`; None: there is none.
+        begin: where in that array, in bytes.
+
+    Attributes:
+        is_on_gpu: the value goes to that array.
+        is_there: at the end, whether the sender still waits.
+
+    Raises:
+        TransportError: it cannot be reached from here.
+    """
+
+    __slots__ = (
+        "_arrival",
+        "_base",
+        "_begin",
+        "_context",
+        "_copy",
+        "_device",
+        "_engine",
+        "_into",
+        "_is_open",
+        "_source",
+        "_stage",
+        "is_on_gpu",
+        "is_there",
+    )
+
+    def __init__(
+        self,
+        engine: Engine,
+        context: Context,
+        arrival: Arrival,
+        offer: Offer,
+        into: memoryview,
+        stage: Stage | None = None,
+        begin: int = 0,
+    ) -> None:
+        super().__init__()
+        device = find(offer.uuid)
+        if device is None:
+            raise TransportError("the GPU on which the sender's array is has gone from this rank")
+        self._engine, self._context, self._arrival = engine, context, arrival
+        self._device = device
+        self._into, self._stage, self._begin = into, stage, begin
+        self.is_on_gpu = stage is not None and stage.is_contiguous and stage.device is device
+        self.is_there = True
+        self._copy: copies.Copy | None = None
+        self._base = device.borrow(offer.handle)
+        self._is_open = True
+        self._source = self._base + offer.offset
+
+    def start(self) -> None:
+        """Begin to copy when the memory may be written."""
+        self._context.borrowed[self._arrival] = True
+        if self.is_on_gpu and self._stage is not None:
+            self._stage.ready(self._engine).then(self._go_on)
+        else:
+            self._go_on(None)
+
+    def cancel(self) -> None:
+        """Give it up: nothing is written any more when this returns."""
+        super().cancel()
+        if self._copy is not None:
+            self._copy.settle()
+        self._let_go()
+
+    def _go_on(self, ready: Operation | None) -> None:
+        if not self._is_open:
+            return
+        if ready is not None and ready.error is not None:
+            self._end(ready.error)
+            return
+        nbytes = self._arrival.nbytes
+        try:
+            if self.is_on_gpu and self._stage is not None:
+                begin, end = self._begin, self._begin + nbytes
+                self._copy = self._stage.fill(self._engine, self._source, begin, end)
+            else:
+                into = self._into[:nbytes]
+                self._copy = staging.fetch(self._engine, self._device, self._source, into)
+        except TransportError as exc:
+            self._end(exc)
+            return
+        self._copy.then(lambda copy: self._end(copy.error))
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self._is_open:
+            return
+        self._let_go()
+        if error is None and not self.is_there:
+            error = Withdrawn()
+        if error is None:
+            self._arrival.release()
+        self.finish(error)
+
+    def _let_go(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.is_there = self._context.borrowed.pop(self._arrival)
+            self._device.give_back(self._base)
 
 
 def heard(engine: Engine, context: Context, arrival: Arrival) -> None:

@@ -1,7 +1,8 @@
 """Broadcast and scatter through shared memory: the root announces what comes, in its slot.
 
-What the root cannot describe there (lists of objects to scatter, very long dtypes) it announces as
-such, and then every rank takes the way over messages.
+What the root cannot describe there (lists of objects to scatter, very long dtypes), and what it
+lends to ranks that share its GPU, it announces as such, and then every rank takes the way over
+messages.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def broadcast(
     mine: Value | None,
     root: int,
     gpu: int | None,
+    lends: bool,
 ) -> Any:
     """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
     core = native.core
     if outgoing is not None:
         description, parts, nbytes = outgoing.description, outgoing.parts, outgoing.nbytes
         form = _OBJECT if outgoing.is_object else _ARRAY
-        if len(description) > MAX_DESCRIPTION:
+        if lends or len(description) > MAX_DESCRIPTION:
             form, description, parts, nbytes = _BY_MESSAGES, b"", (), 0
         whole = parts[0] if len(parts) == 1 else b"".join(parts)
         value = _value_hash(core, description) if form == _ARRAY else 0
@@ -64,10 +66,12 @@ def spread(native: Native, memory: Array) -> None:
         core.receive(None, BROADCAST, 0, view)
 
 
-def scatter(native: Native, blocks: Any, root: int, gpu: int | None) -> Any:
+def scatter(
+    native: Native, blocks: Any, root: int, gpu: int | None, out: Value | None, lends: bool
+) -> Any:
     """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
 
-    Returns (Value, None).
+    Returns (Value, None); the Value is `out` if that can have it.
     """
     core = native.core
     if blocks is not None:
@@ -76,10 +80,11 @@ def scatter(native: Native, blocks: Any, root: int, gpu: int | None) -> Any:
             return BY_MESSAGES
         block = Value(blocks.array[0], blocks.dtype, blocks.kind)
         description = arrays.describe(block)
-        if len(description) > MAX_DESCRIPTION:
+        if lends or len(description) > MAX_DESCRIPTION:
             core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
             return BY_MESSAGES
-        result = arrays.fresh(block.dtype, block.kind, block.array.shape, blocks.gpu)
+        shape, gpu = block.array.shape, blocks.gpu
+        result = announced.scatter_target(out, block.dtype, block.kind, shape, gpu)
         source, target = arrays.as_bytes(contiguous(blocks.array)), arrays.as_bytes(result.array)
         value = _value_hash(core, description)
         core.announce(None, SCATTER, root, value, _ARRAY, description, source, target, len(target))
@@ -88,7 +93,7 @@ def scatter(native: Native, blocks: Any, root: int, gpu: int | None) -> Any:
     if form == _BY_MESSAGES:
         return BY_MESSAGES
     dtype, kind, shape = arrays.from_description(description)
-    result = arrays.fresh(dtype, kind, shape, gpu)
+    result = announced.scatter_target(out, dtype, kind, shape, gpu)
     core.receive(None, SCATTER, root, arrays.as_bytes(result.array))
     return result, None
 

@@ -7,7 +7,7 @@ are brought together and combined here, in rank order.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from pycoll import arrays, dtypes, objects, ops
 from pycoll.arrays import Value
 from pycoll.dtypes import Array, DType
 from pycoll.executor import fill_from
-from pycoll.native import KINDS, OPS, Native
+from pycoll.native import BY_MESSAGES, KINDS, OPS, Native
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.transports.base import Parts, nbytes_of
@@ -94,9 +94,26 @@ def combine(
         _fold(native, collective, x, result, op, root)
 
 
-def move(native: Native, collective: str, x: Value, result: Array | None, root: int = 0) -> None:
-    """Run a collective that only moves data."""
-    _run(native, collective, x, result, 0, root)
+def move(
+    native: Native,
+    collective: str,
+    x: Value,
+    result: Array | None,
+    root: int = 0,
+    lends: bool = False,
+) -> Any:
+    """Run a collective that only moves data.
+
+    With `lends`, x on a GPU is not in host memory yet, and this rank would rather lend it, by
+    messages; returns BY_MESSAGES if all ranks would.
+    """
+    gate = (lambda _: native.wait(_pull(native, x))) if lends else None
+    return BY_MESSAGES if _run(native, collective, x, result, 0, root, gate=gate) else None
+
+
+def _pull(native: Native, x: Value) -> Copy:
+    assert x.stage is not None
+    return x.stage.pull(native.engine)
 
 
 def _fold(
@@ -156,11 +173,11 @@ def _run(
     op: int,
     root: int,
     salt: int = 0,
-    gate: Gate | None = None,
-) -> None:
+    gate: Callable[[int], None] | None = None,
+) -> bool:
     array = contiguous(x.array)
     split = collective in ("reduce_scatter", "all_to_all") and len(array)
-    native.core.run(
+    by_messages: bool = native.core.run(
         None,
         KINDS.index(collective),
         x.dtype.code,
@@ -173,3 +190,4 @@ def _run(
         array.nbytes // len(array) if split else array.nbytes,
         gate,
     )
+    return by_messages

@@ -21,7 +21,7 @@ from pycoll.context import (
     Status,
 )
 from pycoll.dtypes import Array
-from pycoll.errors import MismatchError, OperationTimeout, TransportError, TruncationError
+from pycoll.errors import MismatchError, OperationTimeout, TruncationError
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.scratch import new_bytes
@@ -29,12 +29,12 @@ from pycoll.task import CallSteps, Task
 from pycoll.transports.base import Arrival, Operation, Parts, Transfer, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll import lending, staging
+    from pycoll import lending
     from pycoll.copies import Copy
-    from pycoll.lending import Offer
+    from pycoll.lending import Borrowing, Offer
     from pycoll.staging import Stage
 else:  # for arrays on a GPU alone
-    lending, staging = Late("pycoll.lending"), Late("pycoll.staging")
+    lending = Late("pycoll.lending")
 
 # Programs send the same shapes over and over.
 _understood = functools.lru_cache(256)(arrays.from_description)
@@ -265,13 +265,15 @@ def _take(group: Group, message: Message, out: Value | None, gpu: int | None) ->
     """Have a matched message written to where the caller wants it."""
     try:
         target, array, finish = _prepare(group, message, out, gpu)
-        if message.form == LENT:
-            borrowing = _Borrowing(group, message)
+        stage = array.stage if isinstance(array, Value) else None
+        borrowing = _borrowing(group, message, target, stage) if message.form == LENT else None
     except BaseException:
         group.context.put_back(message)
         raise
-    if message.form == LENT:
-        yield from borrowing.copy(target, array)
+    if borrowing is not None:
+        yield from _borrowed(group, message, borrowing)
+        if stage is not None and not borrowing.is_on_gpu:
+            yield from pushed(group, stage, message.arrival.nbytes)
         return finish(array)
     transfer = message.arrival.accept(target)
     try:
@@ -282,9 +284,9 @@ def _take(group: Group, message: Message, out: Value | None, gpu: int | None) ->
     except BaseException:
         transfer.cancel()
         raise
-    if isinstance(array, Value) and array.stage is not None:
+    if stage is not None:
         try:
-            yield from pushed(group, array.stage, message.arrival.nbytes)
+            yield from pushed(group, stage, message.arrival.nbytes)
         except (OperationTimeout, KeyboardInterrupt):
             group.context.put_back(message._replace(arrival=_Kept(message.arrival, target)))
             raise
@@ -321,58 +323,27 @@ def pushed(group: Group, stage: Stage, nbytes: int | None = None) -> CallSteps:
     return None
 
 
-class _Borrowing:
-    """A message whose value lies on a GPU, in its sender's memory.
+def _borrowing(
+    group: Group, message: Message, target: memoryview, stage: Stage | None
+) -> Borrowing:
+    found, _ = lending.split(message.description)
+    return lending.Borrowing(group.engine, group.context, message.arrival, found, target, stage)
 
-    Raises:
-        TransportError: it cannot be reached from here.
-    """
 
-    def __init__(self, group: Group, message: Message) -> None:
-        self._group = group
-        self._message = message
-        offer, _ = lending.split(message.description)
-        device = lending.find(offer.uuid)
-        if device is None:
-            raise TransportError("the GPU on which the sender's array is has gone from this rank")
-        self._device = device
-        self._base = device.borrow(offer.handle)
-        self._source = self._base + offer.offset
-
-    def copy(self, target: memoryview, array: Any) -> CallSteps:
-        """Copy the value to where it belongs; then its sender may go on."""
-        engine, context, arrival = self._group.engine, self._group.context, self._message.arrival
-        stage = array.stage if isinstance(array, Value) else None
-        on_gpu = stage is not None and stage.is_contiguous and stage.device is self._device
-        context.borrowed[arrival] = True
-        copy: Copy | None = None
-        try:
-            if stage is not None and on_gpu:
-                ready = stage.ready(engine)
-                if not ready.done:
-                    yield ready
-                copy = stage.fill(engine, self._source, arrival.nbytes)
-            else:
-                copy = staging.fetch(engine, self._device, self._source, target)
-            if not copy.done:
-                yield copy
-            if copy.error is not None:
-                raise copy.error
-            if not context.borrowed[arrival]:
-                raise Withdrawn
-        except BaseException:
-            if copy is not None:
-                copy.settle()
-            if context.borrowed[arrival]:
-                context.put_back(self._message)
-            raise
-        finally:
-            del context.borrowed[arrival]
-            self._device.give_back(self._base)
-        arrival.release()
-        if stage is not None and not on_gpu:
-            yield from pushed(self._group, stage, arrival.nbytes)
-        return None
+def _borrowed(group: Group, message: Message, borrowing: Borrowing) -> CallSteps:
+    """Copy a value from where its sender has it; given up, it stays there for another receive."""
+    try:
+        borrowing.start()
+        if not borrowing.done:
+            yield borrowing
+        if borrowing.error is not None:
+            raise borrowing.error
+    except BaseException:
+        borrowing.cancel()
+        if borrowing.is_there:
+            group.context.put_back(message)
+        raise
+    return None
 
 
 def _park(context: Context, message: Message, transfer: Transfer) -> None:

@@ -95,6 +95,11 @@ class Stage:
         return image
 
     @property
+    def is_read_first(self) -> bool:
+        """Whether it must not be written before others of the same memory were read."""
+        return bool(self._before)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie one behind the other on the GPU."""
         return not self._dims
@@ -107,15 +112,21 @@ class Stage:
         lane.last = lane.ready = self._ready
         return Copy(engine, lane, self._ready, self._array)
 
-    def fill(self, engine: Engine, source: int, nbytes: int) -> Copy:
-        """Have the front of the array, which is ready, filled from elsewhere on its GPU.
+    def fill(self, engine: Engine, source: int, begin: int, end: int) -> Copy:
+        """Have bytes `begin` to `end` of the array, which is ready, copied from its GPU's `source`.
 
-        Its image is passed over, and is not to be pushed any more.
+        The image is passed over, and these bytes of it are not to be pushed any more.
         """
         lane = side(self.device).pushes.pick()
-        self.device.copy_within(lane.stream, self.pointer, source, nbytes)
+        self.device.copy_within(lane.stream, self.pointer + begin, source, end - begin)
         copy = self._put(engine, lane)
-        self._pushed.append((0, self.nbytes, copy))
+        self._pushed.append((begin, end, copy))
+        return copy
+
+    def keep(self, begin: int, end: int) -> Copy:
+        """Leave bytes of the array as they are: what they shall be."""
+        copy = Copy(None, None, None, None)
+        self._pushed.append((begin, end, copy))
         return copy
 
     def follow(self, other: Stage) -> None:

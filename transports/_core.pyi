@@ -64,7 +64,7 @@ class Comm:
         nbytes: int,
         gate: Callable[[int], object] | None = None,
         /,
-    ) -> None: ...
+    ) -> bool: ...
     def announce(
         self,
         text: None,

@@ -280,7 +280,8 @@ static int pass_gate(pc_collective *call, size_t offset) {
     return passed == NULL ? -1 : 0;
 }
 
-/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, gate=None); see all_reduce_in_pieces */
+/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, gate=None) -> whether all ranks rather do it by
+   messages, as those with a gate would (lends), unless that is for the pieces of an all_reduce */
 static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     PyObject *text, *shape, *x, *out, *gate = Py_None;
     int kind, dtype, op, root;
@@ -311,7 +312,10 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.gate = gate != Py_None ? gate : NULL;
         call.pass = pass_gate;
         pc_sign(&call, salt, ndim, dims);
-        result = pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
+        int status = pc_run(&call);
+        bool by_messages = status == PC_BY_MESSAGES;
+        pc_hold(&call.call);
+        result = pc_call_end(&call, by_messages ? 0 : status, PyBool_FromLong(by_messages));
     }
     PyBuffer_Release(&x_view);
     PyBuffer_Release(&out_view);

@@ -85,12 +85,16 @@ typedef struct pc_collective {
     const intptr_t *dims;
     /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
     PyObject *text, *x_object, *op_object;
-    PyObject *gate; /* called with the offset of each piece before it is reduced, or NULL; borrowed */
+    PyObject *gate; /* see all_reduce_in_pieces and lends in exchange.c; or NULL; borrowed */
     int (*pass)(struct pc_collective *call, size_t offset); /* calls it: 0, or -1 with an exception */
 } pc_collective;
 
 #ifndef PC_PIECE_NBYTES
 #define PC_PIECE_NBYTES ((size_t)8 << 20) /* longer values are reduced in pieces of so many bytes */
+#endif
+
+#ifndef PC_LENT_NBYTES
+#define PC_LENT_NBYTES ((size_t)1 << 20) /* from so many bytes on, ranks may rather lend their arrays to each other */
 #endif
 
 size_t pc_chunk_nbytes(int size);
@@ -135,11 +139,13 @@ static inline size_t pc_value_offset(uint32_t description_nbytes) {
 
 static inline bool pc_is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
 
+#define PC_BY_MESSAGES 1
+
 /* exchange.c: entering a call, small collectives, and streaming. All return 0, or -1 with an exception. */
 int pc_enter_begin(pc_collective *call, struct pc_slot **slot);
 void pc_enter_end(pc_collective *call, struct pc_slot *slot);
 int pc_await_entry(pc_collective *call, int rank, struct pc_slot **slot);
-int pc_run(pc_collective *call); /* any kind but those that are announced */
+int pc_run(pc_collective *call); /* any kind but those that are announced; PC_BY_MESSAGES: all ranks rather do so */
 int pc_announce(pc_collective *call, const struct pc_header *header, const void *description); /* the root's whole call */
 int pc_hear(pc_collective *call, struct pc_slot **slot); /* elsewhere: wait for the header, */
 int pc_receive(pc_collective *call, struct pc_slot *slot); /* then fill `out` */

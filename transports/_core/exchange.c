@@ -283,9 +283,35 @@ static int all_reduce_in_pieces(pc_collective *call) {
     return 0;
 }
 
+/* A rank with a gate would rather lend its array, which is on a GPU, and be lent those of the others, which goes
+   by messages. All ranks decide alike: PC_BY_MESSAGES, if all have one; 0: the gates have brought all that is
+   needed here. */
+static int lends(pc_collective *call) {
+    pc_comm *comm = call->comm;
+    char mine = call->gate != NULL, all[comm->size];
+    pc_collective vote = *call;
+    vote.kind = PC_ALL_GATHER;
+    vote.x = &mine;
+    vote.out = all;
+    vote.nbytes = 1;
+    comm->internal++;
+    if (pc_run(&vote) < 0)
+        return -1;
+    call->call = vote.call;
+    if (memchr(all, 0, (size_t)comm->size) == NULL)
+        return PC_BY_MESSAGES;
+    return mine ? call->pass(call, 0) : 0;
+}
+
 int pc_run(pc_collective *call) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
+    bool moves = call->kind == PC_GATHER || call->kind == PC_ALL_GATHER || call->kind == PC_ALL_TO_ALL;
+    if (PC_UNLIKELY(moves && call->nbytes >= PC_LENT_NBYTES)) {
+        int status = lends(call);
+        if (status != 0)
+            return status;
+    }
     size_t given = call->nbytes * (is_split(call->kind) ? (size_t)comm->size : 1);
     bool small = given <= sizeof slot->data;
     bool depends = call->kind == PC_ALL_REDUCE || call->kind == PC_REDUCE || call->kind == PC_GATHER;
