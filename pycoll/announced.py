@@ -94,11 +94,12 @@ def _announce(
     return Announcement.unpack(run.location[0][0])
 
 
-def lends(group: Group, collective: str, value: Value | None) -> bool:
-    """Whether the root rather lends its value to all, by messages: they share its GPU."""
+def lends(group: Group, collective: str, value: Value | None, nbytes: int) -> bool:
+    """Whether the root rather lends its value, so many bytes to each, by messages."""
     if value is None or value.stage is None or group.is_named(collective):
         return False
-    return lending.is_for(group.engine, group.context, value.stage, range(group.size))
+    ranks = range(group.size)
+    return lending.is_for(group.engine, group.context, value.stage, nbytes, ranks)
 
 
 # --- broadcast -----------------------------------------------------------------------------

@@ -93,7 +93,8 @@ class Calls:
         forced = None if algorithm == SHARED_MEMORY else algorithm
         gpu = arrays.here()
         value = outgoing.value if outgoing is not None else None
-        lends = algorithm is None and announced.lends(group, "broadcast", value)
+        nbytes = outgoing.nbytes if outgoing is not None else 0
+        lends = algorithm is None and announced.lends(group, "broadcast", value, nbytes)
 
         def native(core: Native) -> Any:
             return native_announced.broadcast(core, group, outgoing, mine, root, gpu, lends)
@@ -211,7 +212,9 @@ class Calls:
             target.check_overlap(value)
         memory = target.memory if target is not None else None
 
-        lends = self._lends(value, target, chosen, algorithm, (root,))
+        lends = algorithm is None and self._lends(
+            value, value.array.nbytes, target, chosen, (root,)
+        )
         way = self._by_messages(chosen)
 
         def native(core: Native) -> Any:
@@ -248,7 +251,7 @@ class Calls:
         target.check_overlap(value, (row, value.place))
         memory = target.memory
 
-        lends = self._lends(value, target, chosen, algorithm)
+        lends = algorithm is None and self._lends(value, value.array.nbytes, target, chosen)
         way = self._by_messages(chosen)
 
         def native(core: Native) -> Any:
@@ -277,7 +280,8 @@ class Calls:
         forced = None if algorithm == SHARED_MEMORY else algorithm
         gpu = arrays.here()
         whole = blocks if isinstance(blocks, arrays.Value) else None
-        lends = algorithm is None and announced.lends(group, "scatter", whole)
+        nbytes = whole.array.nbytes // group.size if whole is not None else 0
+        lends = algorithm is None and announced.lends(group, "scatter", whole, nbytes)
 
         def finish(received: Any) -> Any:
             value, buffer = received
@@ -357,7 +361,8 @@ class Calls:
                 value = arrays.Value(value.array.copy(), value.dtype, value.kind)
         memory = target.memory
 
-        lends = self._lends(value, target, chosen, algorithm)
+        nbytes = value.array.nbytes // group.size
+        lends = algorithm is None and self._lends(value, nbytes, target, chosen)
         way = self._by_messages(chosen)
 
         def native(core: Native) -> Any:
@@ -520,21 +525,29 @@ class Calls:
     def _lends(
         self,
         x: Value,
+        nbytes: int,
         target: Target | None,
         choice: Choice,
-        algorithm: str | None,
-        peers: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> bool:
-        """Whether this rank would lend x to `peers`, all if None, instead of using the core."""
+        """Whether this rank would lend x, in messages of `nbytes`, instead of using the core.
+
+        Args:
+            x: what is sent.
+            nbytes: of a message.
+            target: where the result goes, None: nowhere.
+            choice: how the call would run.
+            ranks: to which x goes, None: to all.
+        """
         group, result = self._group, target.value.stage if target is not None else x.stage
-        if x.stage is None or result is None or choice.name != SHARED_MEMORY or algorithm:
+        if x.stage is None or result is None or choice.name != SHARED_MEMORY:
             return False
         if result.is_read_first or result.device is not x.stage.device:
             return False
         if not (x.stage.is_contiguous and result.is_contiguous):
             return False
-        ranks = range(group.size) if peers is None else peers
-        return lending.is_for(group.engine, group.context, x.stage, ranks)
+        ranks = range(group.size) if ranks is None else ranks
+        return lending.is_for(group.engine, group.context, x.stage, nbytes, ranks)
 
     def _by_messages(self, choice: Choice) -> Choice:
         """Return how a call runs if the ranks leave the core, to lend."""

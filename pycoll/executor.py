@@ -407,7 +407,7 @@ class Run(Operation):
 
     def _whole_of(self, chunks: Sequence[int]) -> memoryview | None:
         whole = self._binding.whole
-        if whole is None or not _are_neighbors(chunks):
+        if whole is None or not are_neighbors(chunks):
             return None
         piece = slice(whole.ends[chunks[0]], whole.ends[chunks[-1] + 1])
         binding, location = self._binding, self.location
@@ -451,7 +451,7 @@ class Run(Operation):
     def _destination_of_all(self, chunks: Sequence[int]) -> memoryview | None:
         """Return one piece of memory for several chunks; None: they have none in common."""
         whole = self._binding.whole
-        if whole is None or not _are_neighbors(chunks):
+        if whole is None or not are_neighbors(chunks):
             return None
         has_target = {self._binding.target[chunk] is not None for chunk in chunks}
         if len(has_target) == 2:
@@ -538,7 +538,8 @@ class Pipeline(Operation):
             self.start()
 
 
-def _are_neighbors(chunks: Sequence[int]) -> bool:
+def are_neighbors(chunks: Sequence[int]) -> bool:
+    """Whether chunks follow each other."""
     return all(after == before + 1 for before, after in pairwise(chunks))
 
 

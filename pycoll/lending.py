@@ -83,8 +83,19 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     return None
 
 
-def is_for(engine: Engine, context: Context, stage: Stage, ranks: Iterable[int]) -> bool:
-    """Whether a value can be lent to these ranks of the communicator; asks who has not told yet."""
+def is_for(
+    engine: Engine, context: Context, stage: Stage, nbytes: int, ranks: Iterable[int]
+) -> bool:
+    """Whether a value can be lent to these ranks of the communicator; asks who has not told yet.
+
+    Args:
+        engine, context: of this rank.
+        stage: of the value.
+        nbytes: of one message.
+        ranks: to which messages go; this one may be among them.
+    """
+    if nbytes < MIN_NBYTES or os.environ.get(VARIABLE) == "0":
+        return False
     others = {context.members[rank] for rank in ranks} - {engine.rank}
     return all([offer(engine, context, stage, peer) is not None for peer in others])
 

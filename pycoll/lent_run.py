@@ -15,7 +15,7 @@ from pycoll.context import KIND_LENT, Context
 from pycoll.copies import Copy, Push
 from pycoll.engine import Engine
 from pycoll.errors import TransportError
-from pycoll.executor import Binding, Run
+from pycoll.executor import Binding, Run, are_neighbors
 from pycoll.lending import MIN_NBYTES, Borrowing, Offer
 from pycoll.schedule import Copy as CopyStep
 from pycoll.schedule import Reduce, Schedule, Send
@@ -30,14 +30,15 @@ def fits(engine: Engine, context: Context, schedule: Schedule, binding: Binding)
     """Whether a run can leave all its chunks on the GPU, and lend all that it sends."""
     if binding.combine is not None or any([isinstance(step, Reduce) for step in schedule.steps]):
         return False
-    if any([len(chunks) > 1 for chunks in schedule.chunks]) or None in binding.nbytes:
+    if None in binding.nbytes:
         return False
     lent = set()
     for step, chunks in zip(schedule.steps, schedule.chunks, strict=True):
-        chunk = chunks[0]
         if isinstance(step, Send):
-            lent.add((chunk, context.members[step.peer]))
-        elif binding.target[chunk] is None:
+            lent.add((tuple(chunks), context.members[step.peer]))
+        if len(chunks) > 1 and not _is_piece_of_target(binding, chunks):
+            return False
+        if not isinstance(step, Send) and binding.target[chunks[0]] is None:
             return False  # it passes through this rank's host memory
     stages = _stages(binding)
     if None in stages or max([nbytes or 0 for nbytes in binding.nbytes]) < MIN_NBYTES:
@@ -47,14 +48,24 @@ def fits(engine: Engine, context: Context, schedule: Schedule, binding: Binding)
         [not stage.is_contiguous or stage.is_read_first for stage in used]
     ):
         return False
-    for chunk, peer in lent:
-        if (binding.nbytes[chunk] or 0) < MIN_NBYTES:
+    for chunks, peer in lent:
+        if sum([binding.nbytes[chunk] or 0 for chunk in chunks]) < MIN_NBYTES:
             return False
-        for view in _views(binding, chunk):
+        for view in _views(binding, chunks[0]):
             stage = stage_of(view)
             if stage is None or lending.offer(engine, context, stage, peer) is None:
                 return False
     return True
+
+
+def _is_piece_of_target(binding: Binding, chunks: Sequence[int]) -> bool:
+    """Whether several chunks of a message lie one behind the other when all are in their places."""
+    return (
+        binding.whole is not None
+        and binding.whole.target is not None
+        and are_neighbors(chunks)
+        and all([binding.target[chunk] is not None for chunk in chunks])
+    )
 
 
 def _views(binding: Binding, chunk: int) -> list[memoryview]:
@@ -73,24 +84,28 @@ def _stages(binding: Binding) -> set[Stage | None]:
 class LentRun(Run):
     """A run whose chunks stay on a GPU."""
 
-    __slots__ = ("_copies", "_from_host", "_unready")
+    __slots__ = ("_copies", "_from_host", "_is_in_place", "_unready")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._copies: list[Copy | Push] = []
+        self._is_in_place = False
         self._from_host: dict[int, Place] = {}  # by position: what has come to an image
         self._unready = 0
 
     def start(self) -> None:
-        ready = [stage.ready(self._engine) for stage in _stages(self._binding) if stage is not None]
-        self._unready = len(ready)
-        for copy in ready:
-            copy.then(self._was_ready)
+        self._await([stage.ready(self._engine) for stage in _stages(self._binding) if stage])
 
     def cancel(self) -> None:
         super().cancel()
         for copy in self._copies:  # nothing of the caller's is written after the call
             copy.settle()
+
+    def _await(self, copies: Sequence[Copy | Push]) -> None:
+        """Go on with the start when these are done."""
+        self._unready = len(copies)
+        for copy in copies:
+            copy.then(self._was_ready)
 
     def _was_ready(self, copy: Operation) -> None:
         if self._left < 0 or self.done:
@@ -99,7 +114,22 @@ class LentRun(Run):
             self.abort(copy.error)
             return
         self._unready -= 1
-        if not self._unready:
+        if self._unready:
+            return
+        if self._is_in_place or not any([len(chunks) > 1 for chunks in self._schedule.chunks]):
+            super().start()
+            return
+        self._is_in_place = True  # messages of several chunks take them from there
+        try:
+            for chunk in range(len(self.location)):
+                self._settle(chunk)
+        except TransportError as exc:
+            self.abort(exc)
+            return
+        copies = list(self._copies)
+        if copies:
+            self._await(copies)
+        else:
             super().start()
 
     def _place(self, view: memoryview) -> Place:
@@ -120,7 +150,8 @@ class LentRun(Run):
 
     def _send(self, position: int, peer: int, chunks: Sequence[int]) -> None:
         world = self._context.members[peer]
-        parts = self._value(chunks[0])
+        parts = self._value(chunks[0]) if len(chunks) == 1 else self._values(chunks)
+        assert len(parts) == 1, "chunks of one message are not in one place"
         stage, begin = self._place(parts[0])
         found = lending.offer(self._engine, self._context, stage, world)
         if found is None:
@@ -147,7 +178,7 @@ class LentRun(Run):
             super()._complete(position)
             return
         stage, begin = place
-        nbytes = self._length(self._schedule.chunks[position][0])
+        nbytes = sum([self._length(chunk) for chunk in self._schedule.chunks[position]])
         try:
             copy = stage.push(self._engine, begin, begin + nbytes)
         except TransportError as exc:

@@ -283,17 +283,20 @@ static int all_reduce_in_pieces(pc_collective *call) {
     return 0;
 }
 
-/* A rank with a gate would rather lend its array, which is on a GPU, and be lent those of the others, which goes
-   by messages. All ranks decide alike: PC_BY_MESSAGES, if all have one; 0: the gates have brought all that is
-   needed here. */
+/* In a collective that moves a rank with a gate would rather lend its array, which is on a GPU, and be lent those
+   of the others, which goes by messages. All ranks decide alike: PC_BY_MESSAGES, if all have one and the value is
+   large; 0: the gate has brought this rank's to where the core finds it. */
 static int lends(pc_collective *call) {
     pc_comm *comm = call->comm;
     char mine = call->gate != NULL, all[comm->size];
+    if (call->nbytes < PC_LENT_NBYTES)
+        return mine ? call->pass(call, 0) : 0;
     pc_collective vote = *call;
     vote.kind = PC_ALL_GATHER;
     vote.x = &mine;
     vote.out = all;
     vote.nbytes = 1;
+    vote.gate = NULL;
     comm->internal++;
     if (pc_run(&vote) < 0)
         return -1;
@@ -307,7 +310,7 @@ int pc_run(pc_collective *call) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
     bool moves = call->kind == PC_GATHER || call->kind == PC_ALL_GATHER || call->kind == PC_ALL_TO_ALL;
-    if (PC_UNLIKELY(moves && call->nbytes >= PC_LENT_NBYTES)) {
+    if (PC_UNLIKELY(moves && (call->nbytes >= PC_LENT_NBYTES || call->gate != NULL))) {
         int status = lends(call);
         if (status != 0)
             return status;
