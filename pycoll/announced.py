@@ -98,8 +98,7 @@ def lends(group: Group, collective: str, value: Value | None, nbytes: int) -> bo
     """Whether the root rather lends its value, so many bytes to each, by messages."""
     if value is None or value.stage is None or group.is_named(collective):
         return False
-    ranks = range(group.size)
-    return lending.is_for(group.engine, group.context, value.stage, nbytes, ranks)
+    return lending.is_for(group, value.stage, nbytes, value.stage)
 
 
 # --- broadcast -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
-from pycoll.group import SHARED_MEMORY, Group
+from pycoll.group import IN_CORE, SHARED_MEMORY, Group
 from pycoll.late import Late
 from pycoll.native import Native
 from pycoll.prepared import Prepared
@@ -52,6 +52,9 @@ else:  # a program that only calls barrier() imports no NumPy
     ops, p2p, uneven = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.uneven")
     schedules = Late("pycoll.schedules")
 
+
+BY_LENDING = Choice("linear")
+"""How ranks that leave the core to lend to each other move: each value is copied once."""
 
 HIERARCHICAL = "hierarchical"
 """The algorithm that may run in two levels."""
@@ -102,7 +105,7 @@ class Calls:
         return Prepared(
             f"{self._prefix}broadcast(root={root}{_forced(algorithm)})",
             lambda signature: announced.broadcast(
-                group, signature, outgoing, mine, "linear" if lends else forced, root, gpu
+                group, signature, outgoing, mine, BY_LENDING.name if lends else forced, root, gpu
             ),
             native if announces else None,
             lambda got: x if outgoing is not None else arrays.unwrapped(got),
@@ -212,10 +215,8 @@ class Calls:
             target.check_overlap(value)
         memory = target.memory if target is not None else None
 
-        lends = algorithm is None and self._lends(
-            value, value.array.nbytes, target, chosen, (root,)
-        )
-        way = self._by_messages(chosen)
+        lends = self._lends(algorithm, chosen, value, value.array.nbytes, target)
+        way = BY_LENDING if chosen == IN_CORE else chosen
 
         def native(core: Native) -> Any:
             return native_calls.move(core, "gather", value, memory, root, lends)
@@ -251,8 +252,8 @@ class Calls:
         target.check_overlap(value, (row, value.place))
         memory = target.memory
 
-        lends = algorithm is None and self._lends(value, value.array.nbytes, target, chosen)
-        way = self._by_messages(chosen)
+        lends = self._lends(algorithm, chosen, value, value.array.nbytes, target)
+        way = BY_LENDING if chosen == IN_CORE else chosen
 
         def native(core: Native) -> Any:
             return native_calls.move(core, "all_gather", value, memory, lends=lends)
@@ -300,7 +301,7 @@ class Calls:
         return Prepared(
             f"{self._prefix}scatter(root={root}{_forced(algorithm)})",
             lambda signature: announced.scatter(
-                group, signature, blocks, "linear" if lends else forced, root, gpu, wanted
+                group, signature, blocks, BY_LENDING.name if lends else forced, root, gpu, wanted
             ),
             native if announces else None,
             finish,
@@ -361,9 +362,8 @@ class Calls:
                 value = arrays.Value(value.array.copy(), value.dtype, value.kind)
         memory = target.memory
 
-        nbytes = value.array.nbytes // group.size
-        lends = algorithm is None and self._lends(value, nbytes, target, chosen)
-        way = self._by_messages(chosen)
+        lends = self._lends(algorithm, chosen, value, value.array.nbytes // group.size, target)
+        way = BY_LENDING if chosen == IN_CORE else chosen
 
         def native(core: Native) -> Any:
             return native_calls.move(core, "all_to_all", value, memory, lends=lends)
@@ -523,35 +523,16 @@ class Calls:
         )
 
     def _lends(
-        self,
-        x: Value,
-        nbytes: int,
-        target: Target | None,
-        choice: Choice,
-        ranks: Sequence[int] | None = None,
+        self, forced: str | None, choice: Choice, x: Value, nbytes: int, target: Target | None
     ) -> bool:
-        """Whether this rank would lend x, in messages of `nbytes`, instead of using the core.
+        """Whether this rank would lend x, in messages of so many bytes, instead of using the core.
 
-        Args:
-            x: what is sent.
-            nbytes: of a message.
-            target: where the result goes, None: nowhere.
-            choice: how the call would run.
-            ranks: to which x goes, None: to all.
+        Without `target` it has no part of the result.
         """
-        group, result = self._group, target.value.stage if target is not None else x.stage
-        if x.stage is None or result is None or choice.name != SHARED_MEMORY:
+        if x.stage is None or choice != IN_CORE or forced:
             return False
-        if result.is_read_first or result.device is not x.stage.device:
-            return False
-        if not (x.stage.is_contiguous and result.is_contiguous):
-            return False
-        ranks = range(group.size) if ranks is None else ranks
-        return lending.is_for(group.engine, group.context, x.stage, nbytes, ranks)
-
-    def _by_messages(self, choice: Choice) -> Choice:
-        """Return how a call runs if the ranks leave the core, to lend."""
-        return Choice("linear") if choice.name == SHARED_MEMORY else choice
+        result = target.value.stage if target is not None else x.stage
+        return lending.is_for(self._group, x.stage, nbytes, result)
 
     def _by_levels(
         self, text: str, choice: Choice, nbytes: int, steps: Callable[[Levels], Any]

@@ -10,7 +10,6 @@ is asked once for each rank and GPU, with a real allocation, while the message i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pycoll import copies, cuda, staging
@@ -20,6 +19,7 @@ from pycoll.errors import TransportError
 from pycoll.transports.base import Arrival, Operation, Withdrawn
 
 if TYPE_CHECKING:
+    from pycoll.group import Group
     from pycoll.staging import Stage
 
 MIN_NBYTES: Final = 1 << 20
@@ -83,21 +83,24 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     return None
 
 
-def is_for(
-    engine: Engine, context: Context, stage: Stage, nbytes: int, ranks: Iterable[int]
-) -> bool:
-    """Whether a value can be lent to these ranks of the communicator; asks who has not told yet.
+def is_for(group: Group, x: Stage, nbytes: int, result: Stage | None) -> bool:
+    """Whether a value can be lent to a communicator's other ranks; asks those it does not know of.
 
     Args:
-        engine, context: of this rank.
-        stage: of the value.
+        group: the communicator.
+        x: the value.
         nbytes: of one message.
-        ranks: to which messages go; this one may be among them.
+        result: where this rank's part of the result goes; None: to the host.
     """
     if nbytes < MIN_NBYTES or os.environ.get(VARIABLE) == "0":
         return False
-    others = {context.members[rank] for rank in ranks} - {engine.rank}
-    return all([offer(engine, context, stage, peer) is not None for peer in others])
+    if result is None or result.is_read_first or result.device is not x.device:
+        return False
+    if not (x.is_contiguous and result.is_contiguous):
+        return False
+    engine, context = group.engine, group.context
+    others = [peer for peer in group.members if peer != engine.rank]
+    return all([offer(engine, context, x, peer) is not None for peer in others])
 
 
 class Borrowing(Operation):
