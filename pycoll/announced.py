@@ -98,7 +98,7 @@ def lends(group: Group, collective: str, value: Value | None, nbytes: int) -> bo
     """Whether the root rather lends its value, so many bytes to each, by messages."""
     if value is None or value.stage is None or group.is_named(collective):
         return False
-    return lending.is_for(group, value.stage, nbytes, value.stage)
+    return lending.is_for_all(group.engine, group.context, value.stage, nbytes, value.stage)
 
 
 # --- broadcast -----------------------------------------------------------------------------

@@ -532,7 +532,8 @@ class Calls:
         if x.stage is None or choice != IN_CORE or forced:
             return False
         result = target.value.stage if target is not None else x.stage
-        return lending.is_for(self._group, x.stage, nbytes, result)
+        group = self._group
+        return lending.is_for_all(group.engine, group.context, x.stage, nbytes, result)
 
     def _by_levels(
         self, text: str, choice: Choice, nbytes: int, steps: Callable[[Levels], Any]

@@ -19,7 +19,6 @@ from pycoll.errors import TransportError
 from pycoll.transports.base import Arrival, Operation, Withdrawn
 
 if TYPE_CHECKING:
-    from pycoll.group import Group
     from pycoll.staging import Stage
 
 MIN_NBYTES: Final = 1 << 20
@@ -83,11 +82,13 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     return None
 
 
-def is_for(group: Group, x: Stage, nbytes: int, result: Stage | None) -> bool:
+def is_for_all(
+    engine: Engine, context: Context, x: Stage, nbytes: int, result: Stage | None
+) -> bool:
     """Whether a value can be lent to a communicator's other ranks; asks those it does not know of.
 
     Args:
-        group: the communicator.
+        engine, context: of the communicator.
         x: the value.
         nbytes: of one message.
         result: where this rank's part of the result goes; None: to the host.
@@ -98,8 +99,7 @@ def is_for(group: Group, x: Stage, nbytes: int, result: Stage | None) -> bool:
         return False
     if not (x.is_contiguous and result.is_contiguous):
         return False
-    engine, context = group.engine, group.context
-    others = [peer for peer in group.members if peer != engine.rank]
+    others = [peer for peer in context.members if peer != engine.rank]
     return all([offer(engine, context, x, peer) is not None for peer in others])
 
 
