@@ -44,8 +44,11 @@ OFFER = struct.Struct("<16s64sQ")
 KIND_P2P, KIND_COLLECTIVE, KIND_LENDING, KIND_LENT = range(1, 5)
 """Of messages; the last: a collective's whose value stays where it is."""
 
-ARRAY, OBJECT, LENT = range(3)
-"""Forms of a point-to-point message; of one that is lent, the value stays where it is."""
+ARRAY, OBJECT, LENT, SEGMENTS = range(4)
+"""Forms of a point-to-point message.
+
+Of one that is lent, the value stays where it is; the last brings the first segment of one.
+"""
 
 HISTORY = 16
 """Finished calls that are remembered, to name them when a message comes for one of them."""
@@ -187,6 +190,7 @@ class Context:
         next_number: of the next collective call.
         borrowed: messages whose value is being copied from where it lies, and whether it is still
             there: their senders may take them back.
+        next_value: number of the next value that is sent in segments.
         turns: by rank here, the last send that waits for its value, or for one before it.
         matches: receives and probes that wait, each in the queue of its pattern.
     """
@@ -197,7 +201,7 @@ class Context:
         self.me = me
         self.broken: BaseException | None = None
         self._closed = False
-        self.next_number = 0
+        self.next_number = self.next_value = 0
         self.calls: dict[int, bytes] = {}
         self.pending: set[Operation] = set()
         self.matches: Queues[Match] = Queues()
@@ -333,6 +337,8 @@ class Context:
         """Have `wanted` called with the message of that address, now or when it comes."""
         early = self._early.get(key[0])
         arrival = early.pop(key, None) if early else None
+        if early is not None and not early:
+            del self._early[key[0]]
         if arrival is not None:
             wanted(arrival, None)
         elif key[2] in self.gone:
@@ -393,6 +399,8 @@ class Context:
         if early.get(key) is not arrival:
             return False
         del early[key]
+        if not early:
+            del self._early[key[0]]
         return True
 
     def peer_gone(self, rank: int, error: PeerFailed) -> None:

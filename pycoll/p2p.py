@@ -14,6 +14,7 @@ from pycoll.context import (
     LENT,
     OBJECT,
     P2P,
+    SEGMENTS,
     Context,
     Match,
     Message,
@@ -29,12 +30,13 @@ from pycoll.task import CallSteps, Task
 from pycoll.transports.base import Arrival, Operation, Parts, Transfer, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll import lending
+    from pycoll import lending, segments
     from pycoll.copies import Copy
     from pycoll.lending import Borrowing, Offer
+    from pycoll.segments import Sending
     from pycoll.staging import Stage
 else:  # for arrays on a GPU alone
-    lending = Late("pycoll.lending")
+    lending, segments = Late("pycoll.lending"), Late("pycoll.segments")
 
 # Programs send the same shapes over and over.
 _understood = functools.lru_cache(256)(arrays.from_description)
@@ -98,35 +100,55 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
     """
     context, engine = group.context, group.engine
     stage = outgoing.value.stage if outgoing.value is not None else None
-    lent = copy = None
+    lent = copy = sending = None
     if stage is not None:
         if not outgoing.is_detached:
             lent = lending.offer(engine, context, stage, group.members[dest])
-        copy = stage.ready(engine) if lent is not None else stage.pull(engine)
+        if lent is None and segments.fits(stage):
+            sending = segments.Sending(
+                engine,
+                context,
+                group.members[dest],
+                tag,
+                stage,
+                outgoing.parts[0],
+                outgoing.description,
+            )
+            copy = sending.first
+        else:
+            copy = stage.ready(engine) if lent is not None else stage.pull(engine)
         copy.look()
     before = context.turns.get(dest)
     if before is None and (copy is None or copy.done):
-        return _start(group, outgoing, lent, copy, dest, tag)
+        return _start(group, outgoing, lent or sending, copy, dest, tag)
     turn = context.take_turn(dest)
     try:
         for wanted in (copy, before):
             if wanted is not None and not wanted.done:
                 yield wanted
-        return _start(group, outgoing, lent, copy, dest, tag)
+        return _start(group, outgoing, lent or sending, copy, dest, tag)
     finally:
         context.end_turn(dest, turn, before)
 
 
 def _start(
-    group: Group, outgoing: Outgoing, lent: Offer | None, copy: Copy | None, dest: int, tag: int
+    group: Group,
+    outgoing: Outgoing,
+    way: Offer | Sending | None,
+    copy: Copy | None,
+    dest: int,
+    tag: int,
 ) -> Operation:
-    """Send a value that is in host memory, or lend it."""
+    """Send a value that is in host memory, or the front of it, or lend it."""
     if copy is not None and copy.error is not None:
         raise copy.error
-    if lent is None:
+    if way is None:
         return start_send(group, outgoing, dest, tag)
+    if isinstance(way, Operation):
+        way.start()
+        return way
     context = group.context
-    header = P2P.pack(KIND_P2P, context.ident, tag, LENT) + lent.pack() + outgoing.description
+    header = P2P.pack(KIND_P2P, context.ident, tag, LENT) + way.pack() + outgoing.description
     return group.engine.hold(context, group.members[dest], header, outgoing.parts)
 
 
@@ -275,7 +297,14 @@ def _take(group: Group, message: Message, out: Value | None, gpu: int | None) ->
         if stage is not None and not borrowing.is_on_gpu:
             yield from pushed(group, stage, message.arrival.nbytes)
         return finish(array)
-    transfer = message.arrival.accept(target)
+    goes_on = message.form == SEGMENTS and stage is not None and stage.is_contiguous
+    transfer: Transfer
+    if message.form == SEGMENTS:
+        through = stage if goes_on else None
+        transfer = segments.Receiving(group.engine, group.context, message, target, through)
+        message = transfer.message
+    else:
+        transfer = message.arrival.accept(target)
     try:
         yield transfer
     except (OperationTimeout, KeyboardInterrupt):
@@ -284,7 +313,7 @@ def _take(group: Group, message: Message, out: Value | None, gpu: int | None) ->
     except BaseException:
         transfer.cancel()
         raise
-    if stage is not None:
+    if stage is not None and not goes_on:
         try:
             yield from pushed(group, stage, message.arrival.nbytes)
         except (OperationTimeout, KeyboardInterrupt):
@@ -363,7 +392,7 @@ def _prepare(
     group: Group, message: Message, out: Value | None, gpu: int | None
 ) -> tuple[memoryview, Any, Any]:
     """Return (bytes to fill, what was allocated, how to make the result of that)."""
-    nbytes = message.arrival.nbytes
+    nbytes = _length(message)
     if message.form == OBJECT:
         if out is not None:
             raise MismatchError(
@@ -375,6 +404,8 @@ def _prepare(
     description = message.description
     if message.form == LENT:
         _, description = lending.split(description)
+    elif message.form == SEGMENTS:
+        description = segments.described(description)
     dtype, kind, shape = _understood(description)
     if out is None:
         value = arrays.fresh(dtype, kind, shape, gpu)
@@ -413,4 +444,10 @@ def _fill_status(group: Group, status: Status | None, message: Message) -> None:
     if status is not None:
         status.source = group.rank_of(message.source)
         status.tag = message.tag
-        status.nbytes = message.arrival.nbytes
+        status.nbytes = _length(message)
+
+
+def _length(message: Message) -> int:
+    if message.form == SEGMENTS:
+        return segments.nbytes_of(message.description)
+    return message.arrival.nbytes
