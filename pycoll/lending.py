@@ -4,11 +4,13 @@ The host sees none of it. Instead of its value such a message brings what CUDA n
 (an IPC handle); the transport holds the sender until the receiver has let go of the message, and
 carries no payload. What cannot be lent is staged: memory of pools and of expandable segments, short
 messages, and those to ranks of which it is not known that they can reach this rank's memory. That
-is asked once for each rank and GPU, with a real allocation, while the message itself is staged.
+is asked once for each rank and GPU, with a small allocation that stays, while the message itself is
+staged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -77,9 +79,29 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     found = Offer(device.uuid, lent.handle, lent.offset)
     if answer:
         return found
-    engine.borrowers[peer, device.uuid] = False  # until it has answered
-    _say(engine, context, peer, _ASK, found.pack())
+    trial = _trial(device)
+    if trial is not None:
+        engine.borrowers[peer, device.uuid] = False  # until it has answered
+        _say(engine, context, peer, _ASK, trial.pack())
     return None
+
+
+def _trial(device: cuda.Device) -> Offer | None:
+    """Return what others try to open: it stays, whatever becomes of arrays."""
+    if device.number not in _trials:
+        with contextlib.suppress(TransportError):  # no memory is left
+            lent = device.lend(device.allocate(1))
+            if lent is not None:
+                _trials[device.number] = Offer(device.uuid, lent.handle, lent.offset)
+    return _trials.get(device.number)
+
+
+_trials: dict[int, Offer] = {}
+
+
+def trials() -> int:
+    """Return how many allocations on GPUs are kept to be tried."""
+    return len(_trials)
 
 
 def is_for_all(
@@ -100,7 +122,8 @@ def is_for_all(
     if not (x.is_contiguous and result.is_contiguous):
         return False
     others = [peer for peer in context.members if peer != engine.rank]
-    return all([offer(engine, context, x, peer) is not None for peer in others])
+    with engine.locked():
+        return all([offer(engine, context, x, peer) is not None for peer in others])
 
 
 class Borrowing(Operation):

@@ -119,16 +119,21 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
             copy = stage.ready(engine) if lent is not None else stage.pull(engine)
         copy.look()
     before = context.turns.get(dest)
-    if before is None and (copy is None or copy.done):
-        return _start(group, outgoing, lent or sending, copy, dest, tag)
-    turn = context.take_turn(dest)
     try:
-        for wanted in (copy, before):
-            if wanted is not None and not wanted.done:
-                yield wanted
-        return _start(group, outgoing, lent or sending, copy, dest, tag)
-    finally:
-        context.end_turn(dest, turn, before)
+        if before is None and (copy is None or copy.done):
+            return _start(group, outgoing, lent or sending, copy, dest, tag)
+        turn = context.take_turn(dest)
+        try:
+            for wanted in (copy, before):
+                if wanted is not None and not wanted.done:
+                    yield wanted
+            return _start(group, outgoing, lent or sending, copy, dest, tag)
+        finally:
+            context.end_turn(dest, turn, before)
+    except BaseException:
+        if sending is not None:
+            sending.cancel()
+        raise
 
 
 def _start(

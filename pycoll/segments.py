@@ -10,6 +10,7 @@ How to send a value so is decided by its sender, who says it in the message.
 from __future__ import annotations
 
 import struct
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -50,7 +51,12 @@ def described(description: bytes) -> bytes:
 
 
 def _spans(nbytes: int, step: int) -> list[slice]:
-    return [slice(begin, min(begin + step, nbytes)) for begin in range(0, nbytes, step)]
+    """Return where segments begin and end; none is short, or it would be buffered."""
+    count = nbytes // step
+    return [
+        slice(index * step, (index + 1) * step if index + 1 < count else nbytes)
+        for index in range(count)
+    ]
 
 
 class Sending(Operation):
@@ -95,7 +101,13 @@ class Sending(Operation):
         self._engine, self._context, self._peer = engine, context, peer
         self._image = image
         self._spans = _spans(len(image), SEGMENT_NBYTES)
-        self._copies = [stage.pull(engine, span.start, span.stop) for span in self._spans]
+        self._copies: deque[Copy] = deque()
+        try:
+            for span in self._spans:
+                self._copies.append(stage.pull(engine, span.start, span.stop))
+        except TransportError:
+            self._let_go()
+            raise
         self.first = self._copies[0]
         value = context.next_value
         context.next_value = (value + 1) % _FIRST_NUMBER
@@ -106,41 +118,48 @@ class Sending(Operation):
             for index in range(1, len(self._spans))
         ]
         self._left = len(self._spans)
-        self._transfers: dict[int, Operation] = {}
+        self._transfers: list[Operation] = []
 
     def start(self) -> None:
         """Send the first segment, which is here, and the others as they come."""
-        for index, copy in enumerate(self._copies):
-            copy.then(partial(self._pulled, index))
+        while self._copies and self._left > 0:
+            copy = self._copies[0]
+            copy.watch()
+            if not copy.done:
+                copy.then(lambda _: self.start())
+                return
+            self._copies.popleft()
+            if copy.error is not None:
+                self.abort(copy.error)
+                return
+            transfer = self._send(len(self._transfers))
+            self._transfers.append(transfer)
+            transfer.then(self._sent)
 
     @property
     def committed(self) -> bool:
         return len(self._transfers) == len(self._spans) and all(
-            [transfer.done or transfer.committed for transfer in self._transfers.values()]
+            [transfer.done or transfer.committed for transfer in self._transfers]
         )
 
     def cancel(self) -> None:
         super().cancel()
         self._left = -1
-        for transfer in self._transfers.values():
+        for transfer in self._transfers:
             if not transfer.done:
                 transfer.cancel()
-        missing = set(range(len(self._spans))) - set(self._transfers)
-        if self._transfers and missing:  # the receiver hears of it by a segment taken back
-            self._send(missing.pop()).cancel()
+        if 0 < len(self._transfers) < len(self._spans):
+            self._send(len(self._transfers)).cancel()  # so the receiver hears of it
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """See that the array is not kept longer than copies of it are under way."""
+        while self._copies:
+            self._copies.popleft().watch()
 
     def _send(self, index: int) -> Operation:
         view = self._image[self._spans[index]]
         return self._engine.hold(self._context, self._peer, self._headers[index], (view,))
-
-    def _pulled(self, index: int, copy: Operation) -> None:
-        if self._left < 0 or self.done:
-            return
-        if copy.error is not None:
-            self.abort(copy.error)
-            return
-        transfer = self._transfers[index] = self._send(index)
-        transfer.then(self._sent)
 
     def _sent(self, transfer: Operation) -> None:
         if self._left < 0 or self.done:
