@@ -330,6 +330,39 @@ def check_messages(comm: Comm) -> None:
             comm.sendrecv(x, 1 - comm.rank, 1 - comm.rank) - x, x * 0 + 1 - 2 * comm.rank
         )
         assert torch.equal(comm.all_reduce(x), 2 * numbers(comm, count) + 1)
+        both = torch.stack([numbers(comm, count, rank) for rank in range(2)])
+        for _ in range(3):  # the second time what only moves is lent, where that can be
+            assert torch.equal(comm.all_gather(x), both)
+            assert torch.equal(comm.iall_gather(x).wait(), both)
+            assert torch.equal(comm.broadcast(x, root=1), both[1])
+            other = comm.all_to_all(both + comm.rank)[1 - comm.rank]
+            assert torch.equal(other, both[comm.rank] + 1 - comm.rank)
+            assert torch.equal(comm.scatter(both if comm.rank == 0 else None, root=0), x)
+            gathered = comm.gather(x, root=1)
+            assert gathered is None if comm.rank == 0 else torch.equal(gathered, both)
+
+
+@auto
+def test_what_only_moves_does_not_touch_the_host(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        from pycoll import cuda
+
+        check_messages(comm)
+        x = numbers(comm, 3_000_000, comm.rank).to("cuda:0")
+        torch.cuda.set_device(0)  # on all ranks, for what is received
+        for _ in range(3):
+            comm.all_gather(x)
+        copied: list[Any] = []
+        copy, cuda.Device.copy = cuda.Device.copy, lambda *args: copied.append(args)
+        try:
+            got = comm.all_gather(x)
+            comm.sendrecv(x, 1 - comm.rank, 1 - comm.rank)
+        finally:
+            cuda.Device.copy = copy
+        assert not copied
+        assert torch.equal(got[1 - comm.rank] - x, x * 0 + 1 - 2 * comm.rank)
+
+    ranks(program)
 
 
 @expandable
