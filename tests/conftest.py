@@ -136,6 +136,19 @@ def job(tmp_path: Path) -> Any:
     return neighbor("script_jobs").Jobs(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The made-up CUDA driver, compiled; see fake_cuda.py."""
+    fake_cuda = neighbor("fake_cuda")
+    try:
+        path: Path = fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+    except RuntimeError as exc:
+        if "needs gcc" not in str(exc):
+            raise
+        pytest.skip(str(exc))
+    return path
+
+
 @pytest.fixture(autouse=True, scope="session")
 def away_from_the_checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests start in an empty folder.

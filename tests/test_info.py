@@ -19,14 +19,6 @@ needs_bindings = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-    except RuntimeError as exc:
-        pytest.skip(str(exc))
-
-
 def info(environment: dict[str, str], before: str = "pass") -> list[str]:
     """The lines about GPUs, printed by a process of its own: it loads a driver only once."""
     program = f"import sys; {before}; from pycoll.cli import main; sys.exit(main(['info']))"
@@ -42,23 +34,23 @@ def info(environment: dict[str, str], before: str = "pass") -> list[str]:
 
 
 @needs_bindings
-def test_info_shows_the_gpus(driver: Path) -> None:
-    assert info(fake_cuda.environment(driver, devices=2)) == [
+def test_info_shows_the_gpus(fake_driver: Path) -> None:
+    assert info(fake_cuda.environment(fake_driver, devices=2)) == [
         "GPU 0            Fake GPU 0, 16.0 GiB, usable",
         "GPU 1            Fake GPU 1, 16.0 GiB, usable",
     ]
 
 
 @needs_bindings
-def test_info_says_why_no_gpu_can_be_used(driver: Path) -> None:
-    (line,) = info(fake_cuda.environment(driver, fail="cuInit:*:803"))
+def test_info_says_why_no_gpu_can_be_used(fake_driver: Path) -> None:
+    (line,) = info(fake_cuda.environment(fake_driver, fail="cuInit:*:803"))
     assert line.startswith("GPUs             not usable: the NVIDIA driver cannot be used: ")
     assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH" in line
 
 
 @needs_bindings
-def test_info_says_what_a_gpu_answers_that_is_ill(driver: Path) -> None:
-    (line,) = info(fake_cuda.environment(driver, devices=2, fail="cuDeviceGetName:2:999"))
+def test_info_says_what_a_gpu_answers_that_is_ill(fake_driver: Path) -> None:
+    (line,) = info(fake_cuda.environment(fake_driver, devices=2, fail="cuDeviceGetName:2:999"))
     assert line.startswith("GPUs             not usable: CUDA: cuDeviceGetName failed: ")
 
 

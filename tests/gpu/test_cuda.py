@@ -26,13 +26,10 @@ MANY = 32 << 20  # bytes: copies of so many take milliseconds
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
     environment: dict[str, str] = {}
     if no_gpu() is not None:
-        try:
-            driver = fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-        except RuntimeError as exc:
-            pytest.skip(str(exc))
+        driver = request.getfixturevalue("fake_driver")
         environment = fake_cuda.environment(driver, devices=2)
     pool = Pool(RANKS, (), environment)
     yield pool
