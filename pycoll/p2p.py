@@ -29,11 +29,12 @@ from pycoll.task import CallSteps, Task
 from pycoll.transports.base import Arrival, Operation, Parts, Transfer, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll import lending, staging
+    from pycoll import gpudirect, lending, staging
     from pycoll.copies import Copy
     from pycoll.lending import Offer
     from pycoll.staging import Stage
 else:  # for arrays on a GPU alone
+    gpudirect = Late("pycoll.gpudirect")
     lending, staging = Late("pycoll.lending"), Late("pycoll.staging")
 
 # Programs send the same shapes over and over.
@@ -98,12 +99,29 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
     """
     context, engine = group.context, group.engine
     stage = outgoing.value.stage if outgoing.value is not None else None
-    lent = copy = None
+    lent = reach = copy = None
     if stage is not None:
+        peer = group.members[dest]
         if not outgoing.is_detached:
-            lent = lending.offer(engine, context, stage, group.members[dest])
-        copy = stage.ready(engine) if lent is not None else stage.pull(engine)
+            lent = lending.offer(engine, context, stage, peer)
+            if lent is None:
+                reach = gpudirect.for_send(engine, stage, outgoing.parts[0], peer)
+        staged = lent is None and reach is None
+        copy = stage.pull(engine) if staged else stage.ready(engine)
         copy.look()
+    try:
+        transfer = yield from _in_turn(group, outgoing, lent, copy, dest, tag)
+    except BaseException:
+        if reach is not None:
+            reach.close()
+        raise
+    return transfer if reach is None else gpudirect.Sending(transfer, reach)
+
+
+def _in_turn(
+    group: Group, outgoing: Outgoing, lent: Offer | None, copy: Copy | None, dest: int, tag: int
+) -> CallSteps:
+    context = group.context
     before = context.turns.get(dest)
     if before is None and (copy is None or copy.done):
         return _start(group, outgoing, lent, copy, dest, tag)
@@ -120,7 +138,7 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
 def _start(
     group: Group, outgoing: Outgoing, lent: Offer | None, copy: Copy | None, dest: int, tag: int
 ) -> Operation:
-    """Send a value that is in host memory, or lend it."""
+    """Send a value that is where the transport takes it from, or lend it."""
     if copy is not None and copy.error is not None:
         raise copy.error
     if lent is None:
@@ -273,22 +291,59 @@ def _take(group: Group, message: Message, out: Value | None, gpu: int | None) ->
     if message.form == LENT:
         yield from borrowing.copy(target, array)
         return finish(array)
-    transfer = message.arrival.accept(target)
-    try:
-        yield transfer
-    except (OperationTimeout, KeyboardInterrupt):
-        _park(group.context, message, transfer)
-        raise
-    except BaseException:
-        transfer.cancel()
-        raise
-    if isinstance(array, Value) and array.stage is not None:
+    is_there = yield from _accepted(group, message, target, array)
+    if not is_there and isinstance(array, Value) and array.stage is not None:
         try:
             yield from pushed(group, array.stage, message.arrival.nbytes)
         except (OperationTimeout, KeyboardInterrupt):
             group.context.put_back(message._replace(arrival=_Kept(message.arrival, target)))
             raise
     return finish(array)
+
+
+def _accepted(group: Group, message: Message, target: memoryview, array: Any) -> CallSteps:
+    """Have a message come into `target`, or to the GPU; returns whether it is on the GPU."""
+    stage = array.stage if isinstance(array, Value) else None
+    reach = gpudirect.for_receive(message.arrival, stage, target) if stage is not None else None
+    try:
+        if stage is not None and reach is not None:
+            yield from _writable(group, message, stage)
+        transfer = message.arrival.accept(target)
+        try:
+            yield transfer
+        except (OperationTimeout, KeyboardInterrupt):
+            _park(group.context, message, transfer)
+            raise
+        except BaseException:
+            transfer.cancel()
+            raise
+    finally:
+        if stage is not None and reach is not None:
+            reach.close()
+            stage.device.flush()  # nor shall what was given up be seen later
+    if stage is None or reach is None or reach.is_in_image:
+        return False
+    stage.pass_over()
+    return True
+
+
+def _writable(group: Group, message: Message, stage: Stage) -> CallSteps:
+    """Wait until an array may be written; if that fails, the message is as it was before."""
+    context, arrival = group.context, message.arrival
+    context.borrowed[arrival] = True
+    try:
+        for copy in stage.hindrances(group.engine):
+            if not copy.done:
+                yield copy
+            if copy.error is not None:
+                raise copy.error
+    except BaseException:
+        if context.borrowed[arrival]:
+            context.put_back(message)
+        raise
+    finally:
+        del context.borrowed[arrival]
+    return None
 
 
 class _Kept(Arrival):
