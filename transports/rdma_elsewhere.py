@@ -17,7 +17,7 @@ from pycoll.transports.rdma_queues import Endpoint, Queue
 from pycoll.transports.registrations import Direct
 from pycoll.transports.verbs import PROBE_S, SUCCESS, Region, VerbsError, explain
 
-SAMPLE = 64 * 1024
+SAMPLE = 16 * 1024
 """Bytes that are written from one place of a GPU's memory to another, for a trial."""
 
 
