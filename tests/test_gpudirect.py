@@ -325,12 +325,16 @@ def test_nothing_is_written_before_it_has_been_read(job: Job) -> None:
     with held_stream() as release:
         copy = fakegpu.empty((LONG,), np.uint8)
         copy.copy_from(out)  # held up
-        posted = threading.Event()
+        begun, posted = threading.Event(), threading.Event()
 
         def program(comm: Any) -> None:
             if comm.rank == 0:
-                comm.send(sent, 1)
+                request = comm.isend(sent, 1)
+                begun.set()
+                request.wait()
                 return
+            assert begun.wait(DEADLINE_S)  # or both might share a stream, and wait together
+            comm.probe(0)
             request = comm.irecv(0, out=out)
             posted.set()
             request.wait()
@@ -349,6 +353,30 @@ def test_nothing_is_written_before_it_has_been_read(job: Job) -> None:
     np.testing.assert_array_equal(copy.get(), old)
     np.testing.assert_array_equal(out.get(), new)
     assert cost["register_dmabuf"] == 2
+
+
+def test_in_place_nothing_is_written_before_it_has_been_read(job: Job) -> None:
+    """The other's message is there long before this rank's array, which is sent in place."""
+    theirs, mine = data(LONG, 1), data(LONG, 2)
+    y, cost = on_gpu(theirs), Cost(job)
+    with held_stream() as release:
+        x = fakegpu.array(mine)  # its upload is held up
+
+        def program(comm: Any) -> Any:
+            if comm.rank == 0:
+                request = comm.isend(y, 1)
+                got = comm.irecv(1)
+                request.wait()
+                return got.wait()
+            comm.probe(0)
+            request = comm.isendrecv(x, 0, out=x)
+            release()
+            return request.wait()
+
+        got, _ = job.run(program)
+    np.testing.assert_array_equal(got.get(), mine)
+    np.testing.assert_array_equal(x.get(), theirs)
+    assert cost["d2h_bytes"] == LONG
 
 
 def test_messages_keep_their_order_behind_an_array_that_is_still_computed(job: Job) -> None:
@@ -407,6 +435,7 @@ def test_a_receive_that_is_given_up_before_the_array_may_be_written(job: Job) ->
         def program(comm: Any) -> Any:
             if comm.rank == 0:
                 return comm.send(x, 1)
+            comm.probe(0)  # or both might share a stream, and wait together
             with pytest.raises(pycoll.OperationTimeout):
                 comm.recv(0, out=out, timeout=0.3)
             assert gpu_regions(job)[1] == 0
@@ -416,6 +445,24 @@ def test_a_receive_that_is_given_up_before_the_array_may_be_written(job: Job) ->
 
         job.run(program)
     np.testing.assert_array_equal(out.get(), values)
+
+
+def test_a_send_that_is_given_up_before_its_array_is_computed(job: Job) -> None:
+    values = data(LONG)
+    with held_stream() as release:
+        x = fakegpu.array(data(LONG, 1))  # its upload is held up
+
+        def program(comm: Any) -> Any:
+            if comm.rank == 1:
+                return comm.recv(0)
+            with pytest.raises(pycoll.OperationTimeout):
+                comm.send(x, 1, timeout=0.1)
+            assert gpu_regions(job)[0] == 0
+            release()
+            return comm.send(on_gpu(values), 1)
+
+        got = job.run(program)[1]
+    np.testing.assert_array_equal(got.get(), values)
 
 
 def test_a_message_that_is_withdrawn_while_its_receiver_waits_for_the_array(job: Job) -> None:
@@ -432,6 +479,7 @@ def test_a_message_that_is_withdrawn_while_its_receiver_waits_for_the_array(job:
                     comm.send(x, 1, timeout=0.3)
                 comm.send("withdrawn", 1, tag=1)
                 return comm.send(y, 1)
+            comm.probe(0)
             request = comm.irecv(0, tag=0, out=out)
             comm.recv(0, tag=1)
             release()
