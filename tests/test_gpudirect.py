@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import random
 import threading
 import warnings
 import weakref
@@ -26,7 +27,7 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 import fakegpu
 
 import pycoll
-from pycoll import agreed, cuda, engine, gpudirect
+from pycoll import agreed, copies, cuda, engine, gpudirect
 from pycoll.cuda import Direct
 from pycoll.transports.rdma_lane import SEGMENT
 
@@ -356,24 +357,32 @@ def test_nothing_is_written_before_it_has_been_read(job: Job) -> None:
 
 
 def test_in_place_nothing_is_written_before_it_has_been_read(job: Job) -> None:
-    """The other's message is there long before this rank's array, which is sent in place."""
+    """The other's message is there long before this rank's array has been pulled."""
     theirs, mine = data(LONG, 1), data(LONG, 2)
-    y, cost = on_gpu(theirs), Cost(job)
-    with held_stream() as release:
-        x = fakegpu.array(mine)  # its upload is held up
+    x, y, cost = on_gpu(mine), on_gpu(theirs), Cost(job)
+    lanes = copies.side(cuda.device(0)).pulls
+    lanes.pick()
+    with fakegpu.context(0):
+        held = [fake_cuda.hold(lane.stream) for lane in lanes._lanes]
+    written: list[int] = []
 
-        def program(comm: Any) -> Any:
-            if comm.rank == 0:
-                request = comm.isend(y, 1)
-                got = comm.irecv(1)
-                request.wait()
-                return got.wait()
+    def program(comm: Any) -> Any:
+        requests = []
+        if comm.rank == 0:
+            requests = [comm.isend(y, 1), comm.irecv(1, tag=0)]
+        else:
             comm.probe(0)
-            request = comm.isendrecv(x, 0, out=x)
-            release()
-            return request.wait()
+            requests = [comm.isendrecv(x, 0, out=x, recvtag=0)]
+        if comm.rank == 1:
+            with pytest.raises(pycoll.OperationTimeout):
+                comm.recv(0, tag=7, timeout=0.3)  # time for what must not happen
+            written.append(cost["bytes_written"])
+            for number in held:
+                fake_cuda.release(number)
+        return pycoll.wait_all(requests)[-1]
 
-        got, _ = job.run(program)
+    got, _ = job.run(program)
+    assert written == [0]
     np.testing.assert_array_equal(got.get(), mine)
     np.testing.assert_array_equal(x.get(), theirs)
     assert cost["d2h_bytes"] == LONG
@@ -752,3 +761,64 @@ def test_an_image_that_cannot_be_filled_fails_the_send_alone(job: Job) -> None:
 
     job.run(program)
     np.testing.assert_array_equal(out, data(LONG, 1))
+
+
+# --- all of it ---------------------------------------------------------------------------------
+
+SIZES = [100, 70_000, gpudirect.MIN_NBYTES - 1, gpudirect.MIN_NBYTES + 7, LONG]
+
+
+class Exchange:
+    """Messages of two ranks to each other, at random, the same for both."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.messages = [self.message(number) for number in range(16)]
+
+    def message(self, number: int) -> tuple[int, int, int, str, str]:
+        chance = self.random
+        source, nbytes = chance.randrange(2), chance.choice(SIZES)
+        return number, source, nbytes, chance.choice(list(PLACES)), chance.choice(list(PLACES))
+
+    def run(self, comm: Any) -> None:
+        """Send and receive what is this rank's, in any order; some receives are given up."""
+        chance = random.Random(self.random.random() + comm.rank)
+        other, sending, receiving, late = 1 - comm.rank, [], [], []
+        for number, source, nbytes, place, target in chance.sample(self.messages, 16):
+            values = data(nbytes, number)
+            if source == comm.rank:
+                # Of a library's arrays some are still on their way to the GPU.
+                put = (
+                    fakegpu.array if place == "gpu" and chance.random() < 0.5 else PLACES[place][0]
+                )
+                sending.append(comm.isend(put(values), other, tag=number))
+                continue
+            out = PLACES[target][1](nbytes) if chance.random() < 0.7 else None
+            if chance.random() < 0.3:
+                late.append((number, values, target, out))
+            else:
+                receiving.append((comm.irecv(other, tag=number, out=out), values))
+        for number, values, target, out in late:
+            while True:
+                try:
+                    got = comm.recv(other, tag=number, out=out, timeout=chance.choice([0, 0.01, 5]))
+                    break
+                except pycoll.OperationTimeout:
+                    if out is not None:
+                        out = PLACES[target][1](len(values))
+            self.check(got, values)
+        for request, values in receiving:
+            self.check(request.wait(), values)
+        pycoll.wait_all(sending)
+
+    @staticmethod
+    def check(got: Any, values: np.ndarray) -> None:
+        np.testing.assert_array_equal(got if isinstance(got, np.ndarray) else got.get(), values)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_messages_between_whole_ranks(fresh_job: Job, seed: int) -> None:
+    fake_cuda.seed(seed)
+    exchange = Exchange(seed)
+    fresh_job.run(exchange.run)
+    assert gpu_regions(fresh_job) == [0, 0]
