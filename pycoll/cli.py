@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from pycoll import bench, tune
 
 if TYPE_CHECKING:
+    from pycoll.cuda import Gpu
     from pycoll.schedules import Algorithm
 
 GPU_DEADLINE_S: Final = 10.0
@@ -202,11 +203,14 @@ def _gpus() -> list[tuple[str, str]]:
 
     def ask() -> None:
         try:
-            for gpu in cuda.describe():
+            gpus = cuda.describe()
+            for gpu in gpus:
                 size = f"{gpu.nbytes / 2**30:.1f} GiB"
                 rows.append((f"GPU {gpu.number}", f"{gpu.name}, {size}, {gpu.state}"))
             if not rows:
                 rows.append(("GPUs", "none: the NVIDIA driver has none for this process"))
+            else:
+                rows.append(("GPUDirect RDMA", _gpudirect(gpus, os.environ)))
         except Exception as exc:
             rows[:] = [("GPUs", f"not usable: {exc}")]
 
@@ -216,6 +220,35 @@ def _gpus() -> list[tuple[str, str]]:
     if asking.is_alive():
         return [("GPUs", f"not usable: the driver has not answered for {GPU_DEADLINE_S:g} s")]
     return rows
+
+
+def _gpudirect(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
+    """Whether the RDMA device may reach memory of GPUs by itself, or why not."""
+    from pycoll import gpudirect
+    from pycoll.transports.rdma_devices import find
+    from pycoll.transports.verbs import Device, VerbsError
+
+    if environ.get(gpudirect.VARIABLE) == "0":
+        return f"not used: {gpudirect.VARIABLE}=0"
+    choice = find(environ)
+    if isinstance(choice, str):
+        return "not used: no RDMA device can be used"
+    able = [
+        f"GPU {gpu.number}" + ("" if gpu.direct.writes else " (only to send: no flush of writes)")
+        for gpu in gpus
+        if gpu.direct.reads
+    ]
+    if not able:
+        return "not used: the NVIDIA driver exports no memory as dma-bufs here"
+    try:
+        device = Device(choice.device, choice.port, choice.gid.index, 1, 1)
+        knows = device.can_register_dmabuf()
+        device.close()
+    except VerbsError as exc:
+        return f"not used: {exc}"
+    if not knows:
+        return f"not used: pyverbs, the kernel or {choice.device} does not know dma-bufs"
+    return f"{choice.device} with {', '.join(able)}, if a trial succeeds when it is first needed"
 
 
 def _core() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,9 @@ _QUIET: Final = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
 _LAZY_PEERS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _MAX_PITCH: Final = (1 << 31) - 1
 _HANDLE_NBYTES: Final = 64
+_PAGE: Final = mmap.PAGESIZE
+_BY_HOST: Final = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+_TO_ALL: Final = 200  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES
 
 INSTALL: Final = "Install it with: pip install 'pycoll[cuda]'"
 
@@ -55,6 +59,20 @@ class Lent(NamedTuple):
 
     handle: bytes
     offset: int
+
+
+class Direct(NamedTuple):
+    """What a network device may do with a GPU's memory by itself.
+
+    Attributes:
+        reads: read it.
+        writes: write it, and be seen.
+        is_flushed: whether what it has written must be flushed to be seen.
+    """
+
+    reads: bool
+    writes: bool
+    is_flushed: bool
 
 
 @functools.cache
@@ -149,12 +167,14 @@ class Gpu(NamedTuple):
         name: what its maker calls it.
         nbytes: of its memory.
         state: whether it can be used, in words.
+        direct: what network devices may do with its memory.
     """
 
     number: int
     name: str
     nbytes: int
     state: str
+    direct: Direct
 
 
 def describe() -> list[Gpu]:
@@ -176,8 +196,27 @@ def describe() -> list[Gpu]:
         name = _call("cuDeviceGetName", 128, gpu).split(b"\0")[0].decode()
         mode = int(_call("cuDeviceGetAttribute", asked, gpu))
         nbytes = int(_call("cuDeviceTotalMem", gpu))
-        found.append(Gpu(number, name, nbytes, states.get(mode, "usable")))
+        found.append(Gpu(number, name, nbytes, states.get(mode, "usable"), _direct(gpu)))
     return found
+
+
+def _direct(gpu: Any) -> Direct:
+    """Ask what network devices may do with a GPU's memory."""
+    attributes = _driver().CUdevice_attribute
+
+    def ask(name: str) -> int:
+        attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+        if attribute is None:  # an older cuda-bindings
+            return 0
+        try:
+            return int(_call("cuDeviceGetAttribute", attribute, gpu))
+        except TransportError:  # an older driver
+            return 0
+
+    reads = bool(ask("DMA_BUF_SUPPORTED"))
+    is_flushed = ask("GPU_DIRECT_RDMA_WRITES_ORDERING") < _TO_ALL
+    flushes = bool(ask("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _BY_HOST)
+    return Direct(reads, reads and (flushes or not is_flushed), is_flushed)
 
 
 class Device:
@@ -187,10 +226,12 @@ class Device:
         number: the GPU's, in this process.
         name: what its maker calls it.
         uuid: the same in all processes.
+        direct: what network devices may do with its memory.
     """
 
     def __init__(self, number: int) -> None:
         handle = _call("cuDeviceGet", number)
+        self.direct = _direct(handle)
         self.number = number
         self.name = _call("cuDeviceGetName", 128, handle).split(b"\0")[0].decode()
         self.uuid = bytes(_call("cuDeviceGetUuid", handle).bytes)
@@ -294,6 +335,37 @@ class Device:
         driver = _driver()
         with self:
             _call("cuMemcpyDtoDAsync", to, source, nbytes, driver.CUstream(stream))
+
+    # --- memory that network devices reach -------------------------------------------------
+
+    def export(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
+        """Return a dma-buf of memory, which the caller closes, and where the memory begins in it.
+
+        It consists of whole pages. None: the driver does not give one (CUDA's pools, for one).
+        """
+        kind = _driver().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        offset = pointer % _PAGE
+        length = -(-(offset + nbytes) // _PAGE) * _PAGE
+        try:
+            with self:
+                found = _call("cuMemGetHandleForAddressRange", pointer - offset, length, kind, 0)
+        except TransportError:
+            return None
+        return int(found), offset
+
+    def flush(self) -> None:
+        """Have everything on this machine's GPUs see what network devices have written here."""
+        if not self.direct.is_flushed:
+            return
+        driver = _driver()
+        target = driver.CUflushGPUDirectRDMAWritesTarget
+        scope = driver.CUflushGPUDirectRDMAWritesScope
+        with self:
+            _call(
+                "cuFlushGPUDirectRDMAWrites",
+                target.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+                scope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES,
+            )
 
     # --- memory of other processes -----------------------------------------------------------
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pycoll import copies, cuda, staging
@@ -155,6 +156,7 @@ class Borrowing(Operation):
         "_copy",
         "_device",
         "_engine",
+        "_hindrances",
         "_into",
         "_is_open",
         "_source",
@@ -182,6 +184,7 @@ class Borrowing(Operation):
         self._into, self._stage, self._begin = into, stage, begin
         self.is_on_gpu = stage is not None and stage.is_contiguous and stage.device is device
         self.is_there = True
+        self._hindrances: deque[copies.Copy] = deque()
         self._copy: copies.Copy | None = None
         self._base = device.borrow(offer.handle)
         self._is_open = True
@@ -191,9 +194,8 @@ class Borrowing(Operation):
         """Begin to copy when the memory may be written."""
         self._context.borrowed[self._arrival] = True
         if self.is_on_gpu and self._stage is not None:
-            self._stage.ready(self._engine).then(self._go_on)
-        else:
-            self._go_on(None)
+            self._hindrances.extend(self._stage.hindrances(self._engine))
+        self._go_on(None)
 
     def cancel(self) -> None:
         """Give it up: nothing is written any more when this returns."""
@@ -202,11 +204,14 @@ class Borrowing(Operation):
             self._copy.settle()
         self._let_go()
 
-    def _go_on(self, ready: Operation | None) -> None:
+    def _go_on(self, ended: Operation | None) -> None:
         if not self._is_open:
             return
-        if ready is not None and ready.error is not None:
-            self._end(ready.error)
+        if ended is not None and ended.error is not None:
+            self._end(ended.error)
+            return
+        if self._hindrances:
+            self._hindrances.popleft().then(self._go_on)
             return
         nbytes = self._arrival.nbytes
         try:

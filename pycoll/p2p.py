@@ -15,28 +15,24 @@ from pycoll.context import (
     OBJECT,
     P2P,
     SEGMENTS,
-    Context,
     Match,
     Message,
-    ParkedArrival,
     Status,
 )
 from pycoll.dtypes import Array
-from pycoll.errors import MismatchError, OperationTimeout, TruncationError
+from pycoll.errors import MismatchError, TruncationError
 from pycoll.group import Group
 from pycoll.late import Late
+from pycoll.messages import Letter, accepted
 from pycoll.scratch import new_bytes
 from pycoll.task import CallSteps, Task
-from pycoll.transports.base import Arrival, Operation, Parts, Transfer, Withdrawn, nbytes_of
+from pycoll.transports.base import Operation, Parts, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll import lending, segments
-    from pycoll.copies import Copy
-    from pycoll.lending import Borrowing, Offer
-    from pycoll.segments import Sending
-    from pycoll.staging import Stage
+    from pycoll import ways
+    from pycoll.ways import Way
 else:  # for arrays on a GPU alone
-    lending, segments = Late("pycoll.lending"), Late("pycoll.segments")
+    ways = Late("pycoll.ways")
 
 # Programs send the same shapes over and over.
 _understood = functools.lru_cache(256)(arrays.from_description)
@@ -98,63 +94,51 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
 
     Returns the transfer.
     """
-    context, engine = group.context, group.engine
+    context = group.context
     stage = outgoing.value.stage if outgoing.value is not None else None
-    lent = copy = sending = None
+    way: Way | None = None
     if stage is not None:
-        if not outgoing.is_detached:
-            lent = lending.offer(engine, context, stage, group.members[dest])
-        if lent is None and segments.fits(stage):
-            sending = segments.Sending(
-                engine,
-                context,
-                group.members[dest],
-                tag,
-                stage,
-                outgoing.parts[0],
-                outgoing.description,
-            )
-            copy = sending.first
-        else:
-            copy = stage.ready(engine) if lent is not None else stage.pull(engine)
-        copy.look()
-    before = context.turns.get(dest)
+        letter = Letter(
+            group.engine,
+            context,
+            group.members[dest],
+            tag,
+            outgoing.parts[0],
+            outgoing.description,
+        )
+        way = ways.choose(letter, stage, outgoing.is_detached)
     try:
-        if before is None and (copy is None or copy.done):
-            return _start(group, outgoing, lent or sending, copy, dest, tag)
-        turn = context.take_turn(dest)
-        try:
-            for wanted in (copy, before):
-                if wanted is not None and not wanted.done:
-                    yield wanted
-            return _start(group, outgoing, lent or sending, copy, dest, tag)
-        finally:
-            context.end_turn(dest, turn, before)
+        return (yield from _in_turn(group, outgoing, way, dest, tag))
     except BaseException:
-        if sending is not None:
-            sending.cancel()
+        if way is not None:
+            way.cancel()
         raise
 
 
-def _start(
-    group: Group,
-    outgoing: Outgoing,
-    way: Offer | Sending | None,
-    copy: Copy | None,
-    dest: int,
-    tag: int,
-) -> Operation:
-    """Send a value that is in host memory, or the front of it, or lend it."""
-    if copy is not None and copy.error is not None:
-        raise copy.error
+def _in_turn(group: Group, outgoing: Outgoing, way: Way | None, dest: int, tag: int) -> CallSteps:
+    context = group.context
+    copy = way.copy if way is not None else None
+    if copy is not None:
+        copy.look()
+    before = context.turns.get(dest)
+    if before is None and (copy is None or copy.done):
+        return _start(group, outgoing, way, dest, tag)
+    turn = context.take_turn(dest)
+    try:
+        for wanted in (copy, before):
+            if wanted is not None and not wanted.done:
+                yield wanted
+        return _start(group, outgoing, way, dest, tag)
+    finally:
+        context.end_turn(dest, turn, before)
+
+
+def _start(group: Group, outgoing: Outgoing, way: Way | None, dest: int, tag: int) -> Operation:
     if way is None:
         return start_send(group, outgoing, dest, tag)
-    if isinstance(way, Operation):
-        way.start()
-        return way
-    context = group.context
-    header = P2P.pack(KIND_P2P, context.ident, tag, LENT) + way.pack() + outgoing.description
-    return group.engine.hold(context, group.members[dest], header, outgoing.parts)
+    if way.copy.error is not None:
+        raise way.copy.error
+    return way.start()
 
 
 def pulled(group: Group, *values: Value | None) -> CallSteps:
@@ -290,107 +274,18 @@ def _matched(match: Match) -> CallSteps:
 
 def _take(group: Group, message: Message, out: Value | None, gpu: int | None) -> CallSteps:
     """Have a matched message written to where the caller wants it."""
+    engine, context = group.engine, group.context
     try:
         target, array, finish = _prepare(group, message, out, gpu)
         stage = array.stage if isinstance(array, Value) else None
-        borrowing = _borrowing(group, message, target, stage) if message.form == LENT else None
     except BaseException:
-        group.context.put_back(message)
+        context.put_back(message)
         raise
-    if borrowing is not None:
-        yield from _borrowed(group, message, borrowing)
-        if stage is not None and not borrowing.is_on_gpu:
-            yield from pushed(group, stage, message.arrival.nbytes)
-        return finish(array)
-    goes_on = message.form == SEGMENTS and stage is not None and stage.is_contiguous
-    transfer: Transfer
-    if message.form == SEGMENTS:
-        through = stage if goes_on else None
-        transfer = segments.Receiving(group.engine, group.context, message, target, through)
-        message = transfer.message
+    if stage is not None or message.form in (LENT, SEGMENTS):
+        yield from ways.take(engine, context, message, target, stage)
     else:
-        transfer = message.arrival.accept(target)
-    try:
-        yield transfer
-    except (OperationTimeout, KeyboardInterrupt):
-        _park(group.context, message, transfer)
-        raise
-    except BaseException:
-        transfer.cancel()
-        raise
-    if stage is not None and not goes_on:
-        try:
-            yield from pushed(group, stage, message.arrival.nbytes)
-        except (OperationTimeout, KeyboardInterrupt):
-            group.context.put_back(message._replace(arrival=_Kept(message.arrival, target)))
-            raise
+        yield from accepted(context, message, message.arrival.accept(target))
     return finish(array)
-
-
-class _Kept(Arrival):
-    """A message that has come, but not to where its receiver wanted it."""
-
-    __slots__ = ()
-
-    def __init__(self, arrival: Arrival, payload: memoryview) -> None:
-        mine = memoryview(bytearray(payload[: arrival.nbytes]))
-        super().__init__(arrival.peer, arrival.header, arrival.nbytes, mine)
-
-    def accept(self, into: memoryview) -> Transfer:
-        return self.copy(into)
-
-    def release(self) -> None:
-        pass
-
-
-def pushed(group: Group, stage: Stage, nbytes: int | None = None) -> CallSteps:
-    """Wait until the front of an image, or all of it, is on its GPU."""
-    copy = stage.push(group.engine, 0, nbytes)
-    try:
-        if not copy.done:
-            yield copy
-    except BaseException:
-        copy.settle()  # nothing of the caller's is written after the call
-        raise
-    if copy.error is not None:
-        raise copy.error
-    return None
-
-
-def _borrowing(
-    group: Group, message: Message, target: memoryview, stage: Stage | None
-) -> Borrowing:
-    found, _ = lending.split(message.description)
-    return lending.Borrowing(group.engine, group.context, message.arrival, found, target, stage)
-
-
-def _borrowed(group: Group, message: Message, borrowing: Borrowing) -> CallSteps:
-    """Copy a value from where its sender has it; given up, it stays there for another receive."""
-    try:
-        borrowing.start()
-        if not borrowing.done:
-            yield borrowing
-        if borrowing.error is not None:
-            raise borrowing.error
-    except BaseException:
-        borrowing.cancel()
-        if borrowing.is_there:
-            group.context.put_back(message)
-        raise
-    return None
-
-
-def _park(context: Context, message: Message, transfer: Transfer) -> None:
-    """Put back a message whose receive was given up half-way: it goes on into memory of ours."""
-    spare = new_bytes(message.arrival.nbytes)
-    parked = ParkedArrival(message.arrival, transfer, spare)
-
-    def done(operation: Operation) -> None:
-        if operation.error is not None:  # its sender has given up, too
-            context.withdrawn(parked)
-
-    transfer.then(done)
-    context.put_back(message._replace(arrival=parked))
 
 
 def _prepare(
@@ -406,11 +301,8 @@ def _prepare(
             )
         buffer = new_bytes(nbytes)
         return buffer, buffer, objects.load
-    description = message.description
-    if message.form == LENT:
-        _, description = lending.split(description)
-    elif message.form == SEGMENTS:
-        description = segments.described(description)
+    is_plain = message.form == ARRAY
+    description = message.description if is_plain else ways.described(message)
     dtype, kind, shape = _understood(description)
     if out is None:
         value = arrays.fresh(dtype, kind, shape, gpu)
@@ -453,6 +345,4 @@ def _fill_status(group: Group, status: Status | None, message: Message) -> None:
 
 
 def _length(message: Message) -> int:
-    if message.form == SEGMENTS:
-        return segments.nbytes_of(message.description)
-    return message.arrival.nbytes
+    return ways.length(message) if message.form == SEGMENTS else message.arrival.nbytes

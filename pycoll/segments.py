@@ -14,7 +14,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from pycoll.context import ARRAY, COLLECTIVE, KIND_COLLECTIVE, KIND_P2P, P2P, SEGMENTS, Context, Key
+from pycoll.context import ARRAY, COLLECTIVE, KIND_COLLECTIVE, SEGMENTS, Context, Key
 from pycoll.copies import Copy, Push
 from pycoll.engine import Engine
 from pycoll.errors import TransportError
@@ -22,6 +22,7 @@ from pycoll.transports.base import Arrival, Operation, Transfer
 
 if TYPE_CHECKING:
     from pycoll.context import Message
+    from pycoll.messages import Letter
     from pycoll.staging import Stage
 
 SEGMENT_NBYTES: Final = 4 << 20
@@ -63,44 +64,20 @@ class Sending(Operation):
     """A value on its way.
 
     Args:
-        engine, context: of the sender.
-        peer: world rank of the receiver.
-        tag: of the message.
+        letter: the message.
         stage: of the value.
-        image: its bytes.
-        description: of the array.
 
     Attributes:
-        first: when that is done, the message may start.
+        copy: when that is done, the message may start.
     """
 
-    __slots__ = (
-        "_context",
-        "_copies",
-        "_engine",
-        "_headers",
-        "_image",
-        "_left",
-        "_peer",
-        "_spans",
-        "_transfers",
-        "first",
-    )
+    __slots__ = ("_copies", "_headers", "_left", "_letter", "_spans", "_transfers", "copy")
 
-    def __init__(
-        self,
-        engine: Engine,
-        context: Context,
-        peer: int,
-        tag: int,
-        stage: Stage,
-        image: memoryview,
-        description: bytes,
-    ) -> None:
+    def __init__(self, letter: Letter, stage: Stage) -> None:
         super().__init__()
-        self._engine, self._context, self._peer = engine, context, peer
-        self._image = image
-        self._spans = _spans(len(image), SEGMENT_NBYTES)
+        self._letter = letter
+        engine, context, nbytes = letter.engine, letter.context, len(letter.image)
+        self._spans = _spans(nbytes, SEGMENT_NBYTES)
         self._copies: deque[Copy] = deque()
         try:
             for span in self._spans:
@@ -108,11 +85,10 @@ class Sending(Operation):
         except TransportError:
             self._let_go()
             raise
-        self.first = self._copies[0]
+        self.copy = self._copies[0]
         value = context.next_value
         context.next_value = (value + 1) % _FIRST_NUMBER
-        head = _HEAD.pack(value, len(image), SEGMENT_NBYTES)
-        self._headers = [P2P.pack(KIND_P2P, context.ident, tag, SEGMENTS) + head + description]
+        self._headers = [letter.header(SEGMENTS, _HEAD.pack(value, nbytes, SEGMENT_NBYTES))]
         self._headers += [
             COLLECTIVE.pack(KIND_COLLECTIVE, context.ident, _FIRST_NUMBER + value, 0, index)
             for index in range(1, len(self._spans))
@@ -120,13 +96,17 @@ class Sending(Operation):
         self._left = len(self._spans)
         self._transfers: list[Operation] = []
 
-    def start(self) -> None:
+    def start(self) -> Operation:
         """Send the first segment, which is here, and the others as they come."""
+        self._go_on()
+        return self
+
+    def _go_on(self) -> None:
         while self._copies and self._left > 0:
             copy = self._copies[0]
             copy.watch()
             if not copy.done:
-                copy.then(lambda _: self.start())
+                copy.then(lambda _: self._go_on())
                 return
             self._copies.popleft()
             if copy.error is not None:
@@ -158,8 +138,9 @@ class Sending(Operation):
             self._copies.popleft().watch()
 
     def _send(self, index: int) -> Operation:
-        view = self._image[self._spans[index]]
-        return self._engine.hold(self._context, self._peer, self._headers[index], (view,))
+        letter = self._letter
+        view = letter.image[self._spans[index]]
+        return letter.engine.hold(letter.context, letter.peer, self._headers[index], (view,))
 
     def _sent(self, transfer: Operation) -> None:
         if self._left < 0 or self.done:

@@ -112,6 +112,13 @@ class Stage:
         lane.last = lane.ready = self._ready
         return Copy(engine, lane, self._ready, self._array)
 
+    def hindrances(self, engine: Engine | None) -> list[Copy]:
+        """Return what must have ended before the array may be written, by whomever."""
+        found = [copy for copy in (self.ready(engine), *self._before) if not copy.is_over()]
+        for copy in found:
+            copy.engine = copy.engine or engine
+        return found
+
     def fill(self, engine: Engine, source: int, begin: int, end: int) -> Copy:
         """Have bytes `begin` to `end` of the array, which is ready, copied from its GPU's `source`.
 
@@ -153,11 +160,9 @@ class Stage:
     def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy | Push:
         """Have bytes `begin` to `end` of the image copied to the GPU; they must not change."""
         end = self.nbytes if end is None else end
-        others = [copy for copy in (self.ready(engine), *self._before) if not copy.is_over()]
+        others = self.hindrances(engine)
         copy: Copy | Push
         if others:
-            for other in others:
-                other.engine = other.engine or engine
             # It keeps the image, which nobody else may any more.
             later = functools.partial(self._copy, engine, begin, end, False, self._kept())
             copy = Push(others, later, goes_on=engine is not None)
@@ -282,7 +287,7 @@ class Memory:
                 self._device.free(self.pointer)
 
 
-def fetch(engine: Engine, device: Device, source: int, into: memoryview) -> Copy:
+def fetch(engine: Engine | None, device: Device, source: int, into: memoryview) -> Copy:
     """Have host memory filled from a GPU."""
     lane = side(device).pulls.pick()
     address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]

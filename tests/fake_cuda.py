@@ -11,7 +11,7 @@ a copy will write holds 0xDB until the copy has run. A copy to or from memory th
 more) is an illegal address, from which its context never recovers; so is one with page-locked
 memory that was given back too early. Registered ranges may not share a page. The default streams
 (0 and 1 are one; 2, one for each thread) wait for no other. Waiting for what is held lasts a minute
-at most: CUDA_ERROR_LAUNCH_TIMEOUT.
+at most: CUDA_ERROR_LAUNCH_TIMEOUT. What network devices write is seen after a flush.
 
 The functions below speak to the driver of this process, loaded or found by LD_LIBRARY_PATH.
 """
@@ -22,10 +22,11 @@ import ctypes
 import functools
 import os
 import shutil
+import struct
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import SupportsInt
+from typing import Any, SupportsInt
 
 SOURCES = Path(__file__).resolve().parent / "fake_cuda"
 NAME = "libcuda.so.1"
@@ -115,6 +116,15 @@ def _driver() -> ctypes.CDLL:
     library.fake_fail.argtypes = [ctypes.c_char_p]
     library.fake_fail.restype = ctypes.c_bool
     library.fake_stats.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+    library.fake_attribute.argtypes = [ctypes.c_int, ctypes.c_int]
+    library.fake_attribute.restype = ctypes.c_bool
+    library.fake_dma.argtypes = [
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_char_p,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+    ]
     for function in (library.fake_peek, library.fake_poke):
         function.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
     return library
@@ -154,6 +164,40 @@ def fail(text: str) -> None:
         raise ValueError(f"not name:number:error,...: {text!r}")
 
 
+def attribute(number: int, value: int) -> None:
+    """Choose what all devices answer when asked for an attribute."""
+    if not _driver().fake_attribute(number, value):
+        raise ValueError(f"no attribute {number}")
+
+
+class DmaBuf:
+    """Device memory as a network device has it that has registered a dma-buf.
+
+    Args:
+        descriptor: of the dma-buf; it may be closed then.
+
+    Attributes:
+        nbytes: of the memory.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._id, self._base, self.nbytes = struct.unpack("QQQ", os.pread(descriptor, 24, 0))
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """What is there now, whatever is enqueued."""
+        into = ctypes.create_string_buffer(nbytes)
+        self._access(offset, into, None, nbytes)
+        return into.raw
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Write it now; it is seen when it is flushed."""
+        self._access(offset, None, data, len(data))
+
+    def _access(self, offset: int, into: Any, data: bytes | None, nbytes: int) -> None:
+        if _driver().fake_dma(self._id, self._base + offset, into, data, nbytes):
+            raise ValueError("the memory of this dma-buf is not there any more")
+
+
 def reset() -> None:
     """Forget what is enqueued, errors that stick to contexts, fail(), and counts."""
     _driver().fake_reset()
@@ -166,7 +210,7 @@ def stats() -> dict[str, int]:
     events, busy_streams (with something enqueued), waiting (threads, for what is held). Has
     happened: enqueued, run (copies and sets), h2d_bytes, d2h_bytes, d2d_bytes, set_bytes,
     pageable_copies (enqueued from or to host memory that is not page-locked), illegal_accesses,
-    calls_without_context.
+    calls_without_context, flushes (of what network devices have written).
     """
     text = ctypes.create_string_buffer(2048)
     if _driver().fake_stats(text, len(text)):

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import fake_cuda
+
 from pycoll.transports import verbs
 from pycoll.transports.verbs import FLUSHED, SUCCESS, Peer, VerbsError
 
@@ -120,9 +122,10 @@ class Fabric:
         self.random = random.Random(seed)
         self.pace, self.retries, self.forgets = pace, retries, forgets
         self.faults: list[str] = []  # what was done wrong, in words
-        # "send" (of these "inline"), "write", "register", "bytes_sent", "bytes_written"
+        # "send" (of these "inline"), "write", "register", "register_dmabuf", "bytes_sent",
+        # "bytes_written"
         self.counts: Counter[str] = Counter()
-        self.registrations = 0  # regions that were made
+        self.registrations = 0  # regions that were made, of host memory or a GPU's
         self.devices: list[SimulatedDevice] = []
         self.pairs: dict[tuple[str, int], SimulatedPair] = {}  # that are not closed
         self.busy: dict[SimulatedPair, None] = {}  # a set that keeps its order
@@ -192,6 +195,14 @@ class SimulatedRegion:
         self.local_key, self.remote_key = (self.fabric.number(32) for _ in range(2))
         self.address, self.nbytes, self.writable = address, nbytes, writable
 
+    def read(self, address: int, nbytes: int) -> bytes:
+        """What is in its memory now."""
+        return ctypes.string_at(address, nbytes)
+
+    def write(self, address: int, data: bytes) -> None:
+        """Write to its memory."""
+        ctypes.memmove(address, data, len(data))
+
     def close(self) -> None:
         device, key = self.device, self.local_key
         if device.regions.pop(key, None) is None:
@@ -202,6 +213,29 @@ class SimulatedRegion:
                 device.fault("a region was closed under a work request")
         if device.pairs and any(receive.key == key for receive in device.posted):
             device.fault("a region was closed under a receive")
+
+
+class DmaBufRegion(SimulatedRegion):
+    """Memory of a (fake) GPU; in work requests it begins at its offset in the dma-buf."""
+
+    def __init__(
+        self, device: SimulatedDevice, memory: fake_cuda.DmaBuf, offset: int, nbytes: int
+    ) -> None:
+        super().__init__(device, offset, nbytes, True)
+        self._memory = memory
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        try:
+            return self._memory.read(address, nbytes)
+        except ValueError as exc:
+            self.device.fault(str(exc))
+            return bytes(nbytes)
+
+    def write(self, address: int, data: bytes) -> None:
+        try:
+            self._memory.write(address, data)
+        except ValueError as exc:
+            self.device.fault(str(exc))
 
 
 def _holds(region: SimulatedRegion | None, address: int, nbytes: int, writing: bool) -> bool:
@@ -349,17 +383,24 @@ class SimulatedPair:
             if not _holds(target, work.into, work.nbytes, writing=True):
                 other.break_off(FLUSHED)
                 return REMOTE_ACCESS
+            for side, status in ((region, LOCAL_PROTECTION), (target, REMOTE_ACCESS)):
+                if isinstance(side, DmaBufRegion) and not side.device.reaches_gpus:
+                    return status
             if work.written < work.nbytes:
-                self._write_piece(work, work.into)
+                assert region is not None
+                assert target is not None
+                self._write_piece(work, region, target, work.into)
                 return MOVING
             if work.immediate is None:
                 return SUCCESS
         return other._take(work)
 
-    def _write_piece(self, work: _Work, into: int) -> None:
+    def _write_piece(
+        self, work: _Work, source: SimulatedRegion, target: SimulatedRegion, into: int
+    ) -> None:
         chance, done, left = self.fabric.random, work.written, work.nbytes - work.written
         piece = left if left <= PACKET or chance.random() < 0.5 else chance.randrange(1, left)
-        ctypes.memmove(into + done, work.address + done, piece)
+        target.write(into + done, source.read(work.address + done, piece))
         work.written += piece
 
     def _take(self, work: _Work) -> int:
@@ -405,6 +446,8 @@ class SimulatedDevice:
         self.waiting: deque[tuple[Completion, Callable[[], None]]] = deque()  # to be polled
         self.failures: deque[int] = deque()
         self.armed = self.sleeps = self.is_dead = False
+        self.knows_dmabufs = self.reaches_gpus = True
+        self.refuses_dmabufs = False
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     @property
@@ -439,6 +482,26 @@ class SimulatedDevice:
         self.fabric.counts["register"] += 1
         self.regions[region.local_key] = self.targets[region.remote_key] = region
         return region
+
+    def register_dmabuf(self, descriptor: int, offset: int, nbytes: int) -> SimulatedRegion:
+        what = f"cannot register {nbytes} bytes of a dma-buf"
+        if not self.knows_dmabufs:
+            raise self.refusal(what, "it knows none", errno.EOPNOTSUPP)
+        memory = fake_cuda.DmaBuf(descriptor)
+        region = DmaBufRegion(self, memory, offset, nbytes)
+        if self._is_gone(what):
+            return region
+        if nbytes <= 0 or offset + nbytes > memory.nbytes:
+            raise self.refusal(what, f"it has {memory.nbytes}", errno.EINVAL)
+        if self.refuses_dmabufs:
+            raise VerbsError(what, _Errno(errno.ENOMEM))
+        self.fabric.registrations += 1
+        self.fabric.counts["register_dmabuf"] += 1
+        self.regions[region.local_key] = self.targets[region.remote_key] = region
+        return region
+
+    def can_register_dmabuf(self) -> bool:
+        return self.knows_dmabufs
 
     def receive(self, work: int, address: int, nbytes: int, key: int) -> Receive:
         request = Receive(work, address, nbytes, key)
@@ -481,6 +544,8 @@ class SimulatedDevice:
 
     def disarm(self) -> None:
         self.sleeps = False
+        if self._descriptor < 0:
+            return  # a thread that slept on it comes to it when another one has closed the device
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._descriptor)
 

@@ -56,8 +56,9 @@ def test_ranks_of_one_host_lend_and_hosts_do_not(ranks: Ranks, way: str) -> None
             every_method_lends(host, way)
         for method in LENDING:
             x, wanted, kwargs = case(comm, method, 1)
-            algorithms = {None, "hierarchical"} & {None, *pycoll.algorithms(method)}
-            for algorithm in algorithms:
+            for algorithm in (None, "hierarchical"):
+                if algorithm is not None and algorithm not in pycoll.algorithms(method):
+                    continue
                 got = call(comm, way, method, on_gpu(x), **kwargs, algorithm=algorithm)
                 equal(got, wanted, (method, algorithm))
 
@@ -75,9 +76,11 @@ def test_nothing_is_lent_where_the_user_says_so(ranks: Ranks, way: str) -> None:
                 there = on_gpu(x)
                 got, (down, up, on) = copied(comm, call, comm, way, method, there, **kwargs)
                 equal(got, wanted, method)
-                assert on == 0, method
+                assert on <= (2 if way == "persistent" else 1) * NBYTES, (
+                    method
+                )  # a rank's own block
                 assert (down > 0) == (there is not None), method
-                assert (up > 0) == (got is not None and got is not there), method
+                assert (up >= NBYTES) == (got is not None and got is not there), method
 
     ranks(program, way, 3)
 
@@ -209,11 +212,12 @@ ok()
 def test_a_rank_that_comes_to_its_gpu_late_is_lent_to_from_then_on(gpu_job: Any) -> None:
     text = """
 import gpu_lending as t
+from gpu_jobs import now
 for _ in range(5):
     for method in t.LENDING:
         x, wanted, kwargs = t.case(comm, method, 0)
         got = getattr(comm, method)(x if rank else t.on_gpu(x), **kwargs)
-        assert wanted is None or (t.now(got) == wanted).all()
+        assert wanted is None or (now(got) == wanted).all()
 t.every_method_lends(comm, "request")
 ok()
 """

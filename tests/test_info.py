@@ -13,6 +13,8 @@ import fake_cuda
 import pytest
 
 from pycoll import cli, cuda
+from pycoll.cuda import Direct
+from pycoll.transports import rdma_devices, verbs
 
 needs_bindings = pytest.mark.skipif(
     not importlib.util.find_spec("cuda"), reason="needs cuda-bindings: pip install '.[cuda]'"
@@ -35,10 +37,56 @@ def info(environment: dict[str, str], before: str = "pass") -> list[str]:
 
 @needs_bindings
 def test_info_shows_the_gpus(fake_driver: Path) -> None:
-    assert info(fake_cuda.environment(fake_driver, devices=2)) == [
+    environment = fake_cuda.environment(fake_driver, devices=2) | {"PYCOLL_GPUDIRECT": "0"}
+    assert info(environment) == [
         "GPU 0            Fake GPU 0, 16.0 GiB, usable",
         "GPU 1            Fake GPU 1, 16.0 GiB, usable",
+        "GPUDirect RDMA   not used: PYCOLL_GPUDIRECT=0",
     ]
+
+
+FULL, SENDS, NONE = Direct(True, True, False), Direct(True, False, True), Direct(False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("directs", "device", "expected"),
+    [
+        ([FULL], "no device", "not used: no RDMA device can be used"),
+        ([NONE], "knows", "not used: the NVIDIA driver exports no memory as dma-bufs here"),
+        ([FULL], "old", "not used: pyverbs, the kernel or mlx5_0 does not know dma-bufs"),
+        ([FULL], "broken", "not used: mlx5_0 cannot be opened: no"),
+        (
+            [FULL, SENDS, NONE],
+            "knows",
+            "mlx5_0 with GPU 0, GPU 1 (only to send: no flush of writes), "
+            "if a trial succeeds when it is first needed",
+        ),
+    ],
+)
+def test_info_says_whether_rdma_reaches_the_gpus(
+    directs: list[Direct], device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Device:
+        def __init__(self, name: str, *_: int) -> None:
+            if device == "broken":
+                raise verbs.VerbsError(f"{name} cannot be opened", OSError("no"))
+
+        def can_register_dmabuf(self) -> bool:
+            return device == "knows"
+
+        def close(self) -> None:
+            closed.append(self)
+
+    closed: list[Device] = []
+    gid = rdma_devices.Gid(0, "::ffff:192.0.2.1", "RoCE v2", "eth0")
+    choice = rdma_devices.Choice("mlx5_0", 1, gid, rdma_devices.ETHERNET, 0)
+    monkeypatch.setattr(
+        rdma_devices, "find", lambda _: "no device" if device == "no device" else choice
+    )
+    monkeypatch.setattr(verbs, "Device", Device)
+    gpus = [cuda.Gpu(n, "some GPU", 1 << 30, "usable", direct) for n, direct in enumerate(directs)]
+    assert cli._gpudirect(gpus, {}) == expected
+    assert len(closed) == (device in ("knows", "old") and directs != [NONE])
 
 
 @needs_bindings

@@ -15,6 +15,7 @@ Eager       A message of at most `EAGER_LIMIT` bytes is buffered: its transfer i
 Ownership   The payload views given to `send` must stay unchanged until the transfer is done; the
             view given to `Arrival.accept` belongs to the transport until that transfer is done.
             After `Transfer.cancel` returns, nothing of the caller's memory is written any more.
+            The same holds for memory that is `reach`ed, from then until `Reach.close`.
 Threads     The owner calls everything under one lock of its own. Nothing here starts a callback
             from another thread: handlers and completions run inside `progress`, `send` or `accept`.
 Waiting     `progress` does what can be done without blocking. When it returns False the owner may
@@ -32,7 +33,7 @@ Close       `close(timeout_s)` delivers what was buffered, for at most that long
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
 EAGER_LIMIT = 65 * 1024
@@ -51,6 +52,56 @@ Parts = Sequence[memoryview]
 def nbytes_of(parts: Parts) -> int:
     """Return the length of a payload in bytes."""
     return sum(len(part) for part in parts)
+
+
+class Elsewhere(Protocol):
+    """Memory of another device, a GPU's; some host memory is its image, and names it here."""
+
+    @property
+    def device(self) -> Hashable:
+        """The same for all that is on one device."""
+
+    def export(self) -> tuple[int, int] | None:
+        """Return a dma-buf, to be closed by the caller, and where the memory begins in it.
+
+        None: that cannot be.
+        """
+
+    def read(self, into: memoryview) -> None:
+        """Copy its front to host memory; returns when that is done.
+
+        Raises:
+            TransportError: the device has failed.
+        """
+
+    def write(self, data: bytes) -> None:
+        """Write its front; returns when that is done, and raises as `read` does."""
+
+    def another(self, nbytes: int) -> Elsewhere:
+        """Return new memory on the same device, which goes with this object.
+
+        Raises:
+            TransportError: there is not so much.
+        """
+
+
+class Reach(ABC):
+    """That a transport moves an image's bytes from, or to, where they really are, until `close`.
+
+    Where it cannot after all, it uses the image.
+
+    Attributes:
+        is_in_image: of a receive: some of it has come into the image.
+    """
+
+    __slots__ = ("is_in_image",)
+
+    def __init__(self) -> None:
+        self.is_in_image = False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give it up; no transfer uses it any more. May be called again."""
 
 
 class Operation:
@@ -149,6 +200,13 @@ class Arrival(ABC):
     def release(self) -> None:
         """Say that the payload was used in place, or drop a message nobody wants."""
 
+    def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        """Have the payload written there, and not to its image `into`, which will be accepted.
+
+        None: it must go to the image.
+        """
+        return None
+
     def copy(self, into: memoryview) -> Transfer:
         """Accept a payload that is here."""
         assert self.payload is not None
@@ -207,6 +265,13 @@ class Transport(ABC):
     def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         """Send for one who will not give it up: larger messages may be buffered, too."""
         return self.send(peer, header, parts)
+
+    def reach(self, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        """Have a payload, which will be sent, taken from there and not from its image `part`.
+
+        None: it must be in the image.
+        """
+        return None
 
     def hear(self, peer: int, letter: bytes) -> None:
         """Take a letter of the peer's transport, which came another way; it is read later."""

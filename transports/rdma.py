@@ -5,6 +5,7 @@ registrations   memory that is registered with the device, kept for the next tim
 rdma_queues     what all links share: memory for frames, completions
 rdma_frames     an ordered stream of messages to a peer, of sends
 rdma_lane       writes into a peer's memory
+rdma_elsewhere  memory of GPUs, which the device reaches itself
 rdma_link       what travels between two ranks, and when memory is whose
 this file       the transport contract, out of these
 """
@@ -23,8 +24,9 @@ from ipaddress import IPv6Address
 from typing import Any, ClassVar
 
 from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports.base import Handler, Parts, Transfer, Transport
+from pycoll.transports.base import Elsewhere, Handler, Parts, Reach, Transfer, Transport
 from pycoll.transports.rdma_devices import INFINIBAND, Choice
+from pycoll.transports.rdma_elsewhere import Reaches
 from pycoll.transports.rdma_frames import RECEIVES, SPARE_RECEIVES
 from pycoll.transports.rdma_lane import MOST_WRITES
 from pycoll.transports.rdma_link import Link
@@ -50,6 +52,7 @@ class RdmaTransport(Transport):
 
     def __init__(self, rank: int, device: Device, network: str) -> None:
         self.endpoint = Endpoint(device)
+        self.reaches = Reaches(rank, self.endpoint)
         self._network = network
         self._rank = rank
         self._device = device
@@ -93,6 +96,9 @@ class RdmaTransport(Transport):
             return transfer
         link = self._links.get(peer) or self._open_link(peer)
         return link.send(header, parts)
+
+    def reach(self, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        return self.reaches.reach(part, elsewhere)
 
     def _open_link(self, peer: int) -> Link:
         if len(self._links) >= self._most_links:

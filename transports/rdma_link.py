@@ -31,13 +31,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pycoll.errors import PeerFailed
+from pycoll.errors import PeerFailed, TransportError
 from pycoll.transports.base import (
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
     Arrival,
+    Elsewhere,
     Parts,
+    Reach,
     Transfer,
     Withdrawn,
     nbytes_of,
@@ -164,6 +166,11 @@ class _RdmaArrival(Arrival):
             return self.copy(into)
         return self.link.accept(self, into)
 
+    def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        if self.payload is not None:
+            return None
+        return self.link.reach(into, elsewhere)
+
     def release(self) -> None:
         if self.payload is None:
             self.link.drop(self)
@@ -282,9 +289,23 @@ class Link:
                 send.is_written = True
                 lane.add(send.write)
                 return
+        try:
+            self._bring(send.parts)
+        except TransportError as exc:
+            del self._sends[send.id]
+            self.frames.put(_CANCEL, send.id)
+            self._transport.finish_soon(send, exc)
+            return
         send.is_written = False
         send.pieces = _Pieces(send.parts)
         self._in_pieces.append(send)
+
+    def _bring(self, parts: Parts) -> None:
+        """Have in host memory what the processor will read there."""
+        for part in parts:
+            direct = self._endpoint.registrations.find(part)
+            if direct is not None:
+                direct.elsewhere.read(part)
 
     def _written(self, number: int) -> None:
         """The peer has all of a payload."""
@@ -322,6 +343,10 @@ class Link:
                 self._say_go(receive)
         return receive
 
+    def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        """Have what will be accepted into an image written where its bytes really are."""
+        return self._transport.reaches.reach(into, elsewhere)
+
     def drop(self, arrival: _RdmaArrival) -> None:
         """Tell the sender that nobody wants its message."""
         if self._waiting.pop(arrival.id, None) is not None and not self.failure:
@@ -352,7 +377,11 @@ class Link:
             self._close_lane()
         receive.release()
         filled = receive.nbytes if receive.is_complete else receive.filled
-        into[:filled] = old[:filled]
+        direct = self._endpoint.registrations.find(old)
+        if direct is None or direct.is_in_image:
+            into[:filled] = old[:filled]
+        elif filled:
+            direct.elsewhere.read(into[:filled])
         if is_written:
             self._open_lane(self._epoch + 1)
 
@@ -380,6 +409,10 @@ class Link:
         receive = self._receives.get(message.id)
         if receive is None:
             return  # given up here; the sender will hear it
+        if not receive.filled:
+            direct = self._endpoint.registrations.find(receive.into)
+            if direct is not None:
+                direct.is_in_image = True
         end = message.number + len(message.body)
         receive.into[message.number : end] = message.body
         receive.filled = end

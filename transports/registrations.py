@@ -8,6 +8,11 @@ before the memory is freed. Any other memory (of bytes, bytearray, a mapped file
 is registered for one message only.
 
 An array is registered as a whole, so that all pieces of it that travel need one registration.
+
+Bytes in host memory may be the image of what is in a GPU's memory, which the device then reaches
+itself. They remain its name: a lease of them is one of the GPU's memory. Who looks into payloads
+with the processor asks `Registrations.find` first. That memory may be given back unseen, too, so it
+is registered for one message.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
+from pycoll.transports.base import Elsewhere, Reach
 from pycoll.transports.verbs import Region, VerbsError
 
 MOST_ENTRIES = 1024
@@ -47,9 +53,7 @@ class Lease:
 
     __slots__ = ("_entry", "_region", "_view", "address", "local_key", "remote_key")
 
-    def __init__(
-        self, address: int, region: Region, view: memoryview, entry: _Entry | None
-    ) -> None:
+    def __init__(self, address: int, region: Region, view: memoryview, entry: Stays | None) -> None:
         self.address = address
         self.local_key = region.local_key
         self.remote_key = region.remote_key
@@ -69,6 +73,16 @@ class Lease:
         self._view = None
 
 
+class Stays(Protocol):
+    """A registration that stays when a lease ends.
+
+    Attributes:
+        uses: leases of it.
+    """
+
+    uses: int
+
+
 class _Entry:
     """The registration of one array."""
 
@@ -80,6 +94,48 @@ class _Entry:
         self.nbytes = nbytes
         self.region = region
         self.uses = 0
+
+
+class Direct(Reach):
+    """Memory of a GPU, registered for one message, which is known by its image.
+
+    Attributes:
+        elsewhere: the memory.
+        uses: leases of it.
+    """
+
+    __slots__ = ("_address", "_offset", "_others", "_region", "_view", "elsewhere", "uses")
+
+    def __init__(
+        self,
+        others: list[Direct],
+        view: memoryview,
+        elsewhere: Elsewhere,
+        region: Region,
+        offset: int,
+    ) -> None:
+        super().__init__()
+        self.elsewhere = elsewhere
+        self.uses = 0
+        self._others = others
+        self._view = view  # while it lives, nothing else has its addresses
+        self._address = _address(view)
+        self._region = region
+        self._offset = offset
+
+    def has(self, address: int) -> bool:
+        """Whether something in host memory is in the image."""
+        return 0 <= address - self._address < len(self._view)
+
+    def lease(self, address: int, view: memoryview) -> Lease:
+        """Return the use of what a view of the image stands for."""
+        self.uses += 1
+        return Lease(self._offset + address - self._address, self._region, view, self)
+
+    def close(self) -> None:
+        if self in self._others:
+            self._others.remove(self)
+            self._region.close()
 
 
 class Registrations:
@@ -99,6 +155,7 @@ class Registrations:
         # By id, the latest used last. Any thread may free an array, at any moment: each change is
         # one operation, and nothing is counted beside it.
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._elsewhere: list[Direct] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -118,15 +175,36 @@ class Registrations:
         Raises:
             VerbsError: the device does not take it.
         """
-        import numpy as np  # late: a barrier does not need it
-
-        address = np.frombuffer(view, np.uint8).ctypes.data
+        address = _address(view)
+        for direct in self._elsewhere:
+            if direct.has(address):
+                return direct.lease(address, view)
         owner = _owner(view.obj)
         if owner is None or not self._is_worth_it(owner.nbytes, len(view)):
             return Lease(address, self._make(address, len(view), into), view, None)
         entry = self._find(owner, address, len(view))
         entry.uses += 1
         return Lease(address, entry.region, view, entry)
+
+    def reach(self, view: memoryview, elsewhere: Elsewhere, region: Region, offset: int) -> Direct:
+        """Have bytes of an image stand for memory of another device, until that is closed.
+
+        Args:
+            view: the image.
+            elsewhere: the memory.
+            region: its registration, which is closed, too.
+            offset: where it begins in work requests.
+        """
+        direct = Direct(self._elsewhere, view, elsewhere, region, offset)
+        self._elsewhere.append(direct)
+        return direct
+
+    def find(self, view: memoryview) -> Direct | None:
+        """Return what bytes stand for; None: they are what they are."""
+        if not self._elsewhere or not len(view):
+            return None
+        address = _address(view)
+        return next((direct for direct in self._elsewhere if direct.has(address)), None)
 
     def close(self) -> None:
         """Take back all that is kept."""
@@ -203,6 +281,12 @@ def _may_lock_more() -> bool:
             if line.startswith("CapEff:"):
                 return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
     return False
+
+
+def _address(view: memoryview) -> int:
+    import numpy as np  # late: a barrier does not need it
+
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
 def _owner(exporter: object) -> Any | None:

@@ -149,23 +149,42 @@ API CUresult cuDeviceTotalMem_v2(size_t *nbytes, CUdevice device)
     END(OK);
 }
 
-API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
+static int attributes[][2] = {
+    {16, 132}, /* MULTIPROCESSOR_COUNT */
+    {31, 1},   /* CONCURRENT_KERNELS */
+    {40, 2},   /* ASYNC_ENGINE_COUNT */
+    {41, 1},   /* UNIFIED_ADDRESSING */
+    {75, 9},   /* COMPUTE_CAPABILITY_MAJOR */
+    {99, 1},   /* HOST_REGISTER_SUPPORTED */
+    {115, 1},  /* MEMORY_POOLS_SUPPORTED */
+    {117, 1},  /* GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: by the host */
+    {118, 0},  /* GPU_DIRECT_RDMA_WRITES_ORDERING: none */
+    {124, 1},  /* DMA_BUF_SUPPORTED */
+};
+
+int attribute(int number)
 {
-    BEGIN(DRIVER, "%d, %d", attribute, device);
+    for (size_t i = 0; i < sizeof attributes / sizeof *attributes; i++)
+        if (number == attributes[i][0])
+            return attributes[i][1];
+    return 0;
+}
+
+bool set_attribute(int number, int value)
+{
+    for (size_t i = 0; i < sizeof attributes / sizeof *attributes; i++)
+        if (number == attributes[i][0]) {
+            attributes[i][1] = value;
+            return true;
+        }
+    return false;
+}
+
+API CUresult cuDeviceGetAttribute(int *value, int number, CUdevice device)
+{
+    BEGIN(DRIVER, "%d, %d", number, device);
     REQUIRE(device >= 0 && device < device_count, INVALID_DEVICE);
-    static const int known[][2] = {
-        {16, 132}, /* MULTIPROCESSOR_COUNT */
-        {31, 1},   /* CONCURRENT_KERNELS */
-        {40, 2},   /* ASYNC_ENGINE_COUNT */
-        {41, 1},   /* UNIFIED_ADDRESSING */
-        {75, 9},   /* COMPUTE_CAPABILITY_MAJOR */
-        {99, 1},   /* HOST_REGISTER_SUPPORTED */
-        {115, 1},  /* MEMORY_POOLS_SUPPORTED */
-    };
-    *value = attribute == 33 ? 0x10 + physical[device] : 0; /* PCI_BUS_ID */
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (attribute == known[i][0])
-            *value = known[i][1];
+    *value = number == 33 ? 0x10 + physical[device] : attribute(number); /* PCI_BUS_ID */
     END(OK);
 }
 

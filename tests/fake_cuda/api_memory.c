@@ -83,14 +83,6 @@ API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdevicept
     END(OK);
 }
 
-API CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr pointer, size_t size, int type,
-                                           unsigned long long flags)
-{
-    (void)handle;
-    BEGIN(CONTEXT, "%#llx, %zu, %d, %llu", pointer, size, type, flags);
-    END(NOT_SUPPORTED);
-}
-
 API CUresult cuMemAllocHost_v2(void **pointer, size_t size)
 {
     BEGIN(CONTEXT, "%zu", size);

@@ -41,6 +41,7 @@
     X(cuMemGetInfo, 3020, cuMemGetInfo_v2)                                                         \
     X(cuMemGetAddressRange, 3020, cuMemGetAddressRange_v2)                                         \
     X(cuMemGetHandleForAddressRange, 11070, cuMemGetHandleForAddressRange)                         \
+    X(cuFlushGPUDirectRDMAWrites, 11030, cuFlushGPUDirectRDMAWrites)                               \
     X(cuMemAllocHost, 3020, cuMemAllocHost_v2)                                                     \
     X(cuMemFreeHost, 2000, cuMemFreeHost)                                                          \
     X(cuMemHostRegister, 6050, cuMemHostRegister_v2)                                               \
@@ -157,12 +158,21 @@ API void fake_reset(void)
     lock();
     set_failures("");
     unhold_all();
+    drop_hidden();
     for (int i = 0; i < device_count; i++) {
         drop_queues(&contexts[i]);
         contexts[i].error = OK;
     }
     counts = (struct counts){0};
     unlock();
+}
+
+API bool fake_attribute(int number, int value)
+{
+    lock();
+    bool known = set_attribute(number, value);
+    unlock();
+    return known;
 }
 
 /* Lines "name=number", in `size` bytes. */
@@ -208,6 +218,7 @@ API int fake_stats(char *text, size_t size)
         {"pageable_copies", counts.pageable},
         {"illegal_accesses", counts.illegal},
         {"calls_without_context", counts.contextless},
+        {"flushes", counts.flushes},
     };
     int length = 0;
     for (size_t i = 0; i < sizeof rows / sizeof *rows && (size_t)length < size; i++)

@@ -128,7 +128,7 @@ struct registration {
 };
 
 struct counts {
-    uint64_t enqueued, run, h2d, d2h, d2d, set, pageable, illegal, contextless;
+    uint64_t enqueued, run, h2d, d2h, d2d, set, pageable, illegal, contextless, flushes;
 };
 
 extern struct context contexts[DEVICES];
@@ -166,6 +166,9 @@ struct context *pop_context(void);
 struct context *context_of(const void *handle); /* NULL if it is none */
 void destroy_context(struct context *context);
 
+int attribute(int number); /* of every device */
+bool set_attribute(int number, int value);
+
 uint64_t new_id(void);
 uint64_t new_handle(void); /* not an address, and never used again */
 
@@ -180,6 +183,8 @@ struct registration *registration_at(uintptr_t address, size_t size); /* some th
 struct registration *add_registration(struct context *context, uintptr_t base, size_t size,
                                       bool owned);
 void remove_registration(struct registration *registration);
+
+void drop_hidden(void); /* what network devices have written, and nobody has flushed */
 
 /* Streams. */
 struct stream *find_stream(const void *handle); /* NULL: INVALID_HANDLE */
