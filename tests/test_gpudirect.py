@@ -555,20 +555,17 @@ def test_the_other_end_dies(job: Job, monkeypatch: pytest.MonkeyPatch, dies: str
     job.run(program)
 
 
-def test_the_lane_is_made_anew_and_all_starts_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lane_is_made_anew_and_all_starts_again(job: Job) -> None:
     values, x = data(LONG), on_gpu(data(LONG))
-    monkeypatch = pytest.MonkeyPatch()
     cost = Cost(job)
-    write = DmaBufRegion.write
+    write, patch = DmaBufRegion.write, pytest.MonkeyPatch()
 
     def failing(region: DmaBufRegion, address: int, some: bytes) -> None:
-        monkeypatch.undo()
+        patch.undo()
         job.fabric.fail_next(job.fabric.devices[0], 10)
         write(region, address, some)
 
-    monkeypatch.setattr(DmaBufRegion, "write", failing)
+    patch.setattr(DmaBufRegion, "write", failing)
 
     def program(comm: Any) -> Any:
         return comm.send(x, 1) if comm.rank == 0 else comm.recv(0)
