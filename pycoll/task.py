@@ -62,14 +62,17 @@ class Task(Operation):
         if self._running:  # the call itself has found out: raised when it next waits
             self._interruption = error
             return
-        if self._current is not None:
-            self._current.then(_ignore)
+        current, self._current = self._current, None
+        if current is not None:
+            current.then(_ignore)  # a copy may be found to have ended by this: too late
         self._resume(error)
         if not self.done:
             self._steps.close()
             self.finish(error)
 
     def _advance(self, operation: Operation | None) -> None:
+        if operation is not self._current:
+            return  # the call was given up
         error = operation.error if operation is not None else None
         while not self.done:
             current = self._resume(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import os
 import random
 import threading
 import warnings
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 from rdma_job import Job
 from rdma_world import LARGE
-from simulated_device import DmaBufRegion, SimulatedPair
+from simulated_device import DmaBufRegion, Fabric, SimulatedPair
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
@@ -34,7 +35,7 @@ from pycoll.transports.rdma_lane import SEGMENT
 DEADLINE_S = 20.0
 LONG = LARGE + 1000
 FLUSH_OPTIONS, ORDERING, DMA_BUF = 117, 118, 124  # CU_DEVICE_ATTRIBUTE_...
-ALL_DEVICES = 200
+OWNER, ALL_DEVICES = 100, 200
 
 
 @pytest.fixture(scope="module")
@@ -554,20 +555,17 @@ def test_the_other_end_dies(job: Job, monkeypatch: pytest.MonkeyPatch, dies: str
     job.run(program)
 
 
-def test_the_lane_is_made_anew_and_all_starts_again(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lane_is_made_anew_and_all_starts_again(job: Job) -> None:
     values, x = data(LONG), on_gpu(data(LONG))
-    monkeypatch = pytest.MonkeyPatch()
     cost = Cost(job)
-    write = DmaBufRegion.write
+    write, patch = DmaBufRegion.write, pytest.MonkeyPatch()
 
     def failing(region: DmaBufRegion, address: int, some: bytes) -> None:
-        monkeypatch.undo()
+        patch.undo()
         job.fabric.fail_next(job.fabric.devices[0], 10)
         write(region, address, some)
 
-    monkeypatch.setattr(DmaBufRegion, "write", failing)
+    patch.setattr(DmaBufRegion, "write", failing)
 
     def program(comm: Any) -> Any:
         return comm.send(x, 1) if comm.rank == 0 else comm.recv(0)
@@ -761,6 +759,101 @@ def test_an_image_that_cannot_be_filled_fails_the_send_alone(job: Job) -> None:
 
     job.run(program)
     np.testing.assert_array_equal(out, data(LONG, 1))
+
+
+# --- the driver --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attributes(gpu: None) -> Iterator[Callable[[int, int, int], None]]:
+    """Sets what GPUs say of dma-bufs, of how writes are flushed, and of their order."""
+
+    def choose(exports: int, options: int, ordering: int) -> None:
+        fake_cuda.attribute(DMA_BUF, exports)
+        fake_cuda.attribute(FLUSH_OPTIONS, options)
+        fake_cuda.attribute(ORDERING, ordering)
+
+    yield choose
+    choose(1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("exports", "options", "ordering", "expected"),
+    [
+        (0, 1, ALL_DEVICES, Direct(False, False, False)),
+        (1, 0, ALL_DEVICES, Direct(True, True, False)),
+        (1, 1, ALL_DEVICES, Direct(True, True, False)),
+        (1, 1, OWNER, Direct(True, True, True)),
+        (1, 3, 0, Direct(True, True, True)),
+        (1, 2, OWNER, Direct(True, False, True)),
+        (1, 0, 0, Direct(True, False, True)),
+    ],
+)
+def test_what_a_gpu_allows_is_what_its_driver_says(
+    attributes: Callable[[int, int, int], None],
+    exports: int,
+    options: int,
+    ordering: int,
+    expected: Direct,
+) -> None:
+    attributes(exports, options, ordering)
+    assert cuda.describe()[0].direct == cuda.Device(0).direct == expected
+
+
+def test_an_old_driver_that_does_not_know_the_attributes_allows_nothing(gpu: None) -> None:
+    fake_cuda.fail("cuDeviceGetAttribute:*:1")
+    assert cuda.Device(0).direct == Direct(False, False, True)
+
+
+def test_nothing_is_flushed_where_all_is_seen(
+    job: Job, attributes: Callable[[int, int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attributes(1, 1, ALL_DEVICES)
+    monkeypatch.setattr(cuda.device(0), "direct", cuda.Device(0).direct)
+    cost = exchange(job)
+    assert cost["register_dmabuf"] == 2
+    assert cost["flushes"] == 0
+
+
+def test_an_export_has_the_whole_pages_of_the_memory(gpu: None) -> None:
+    values = data(20_000)
+    x = on_gpu(values)
+    before = len(os.listdir("/proc/self/fd"))
+    exported = cuda.device(0).export(x.pointer + 4097, 8000)
+    assert exported is not None
+    descriptor, offset = exported
+    memory = fake_cuda.DmaBuf(descriptor)
+    os.close(descriptor)
+    assert (offset, memory.nbytes) == (1, 8192)
+    assert memory.read(offset, 8000) == values[4097:12097].tobytes()
+    assert cuda.device(0).export(x.pointer, 30_000) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_of_cudas_pools_is_not_exported(gpu: None) -> None:
+    from cuda.bindings import driver
+
+    with cuda.device(0):
+        _, pointer = driver.cuMemAllocAsync(1 << 20, fakegpu.LEGACY)
+        fake_cuda.run_all()
+        assert cuda.device(0).export(int(pointer), 1 << 20) is None
+        driver.cuMemFreeAsync(pointer, fakegpu.LEGACY)
+
+
+def test_memory_that_is_freed_while_it_is_registered_is_a_fault(gpu: None) -> None:
+    fabric = Fabric()
+    device = fabric.device(1, 1)
+    x = on_gpu(data(4096))
+    exported = cuda.device(0).export(x.pointer, 4096)
+    assert exported is not None
+    region = device.register_dmabuf(exported[0], 0, 4096)
+    os.close(exported[0])
+    del x
+    gc.collect()
+    region.write(0, b"late")
+    with pytest.raises(AssertionError, match="not there any more"):
+        fabric.check()
+    device.close()
 
 
 # --- all of it ---------------------------------------------------------------------------------

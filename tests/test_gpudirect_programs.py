@@ -168,9 +168,6 @@ class GpuProgram(Program):
             assert held.peek() == content
         super().check()
 
-    def take_back(self, memory: np.ndarray) -> None:
-        super().take_back(memory)
-
 
 @pytest.mark.filterwarnings("ignore:rdma. rank .* cannot register:RuntimeWarning")
 @pytest.mark.parametrize("seed", range(SEEDS))

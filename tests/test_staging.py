@@ -28,6 +28,7 @@ import fakegpu
 from pycoll import cuda, pinned, staging
 from pycoll.errors import TransportError
 from pycoll.staging import Stage
+from pycoll.task import Task
 
 NBYTES = 8192
 
@@ -293,6 +294,33 @@ def test_a_copy_that_was_given_up_calls_nobody(device: cuda.Device) -> None:
         release()
         assert engine.entered.wait(5)
     assert called == []
+
+
+def test_a_call_that_is_given_up_does_not_go_on_though_its_copy_has_just_ended(
+    device: cuda.Device,
+) -> None:
+    engine, seen = Engine(), []
+
+    def call() -> Any:
+        try:
+            yield pull
+            seen.append("went on")
+        except TimeoutError:
+            seen.append("given up")
+            raise
+
+    with held_stream(device) as (_, release):
+        x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+        stage = stage_of_array(device, x)
+        pull = stage.pull(engine)
+        task = Task(call())
+        with engine.lock:  # so that nobody else finds that it has ended
+            task.start()
+            release()
+            fake_cuda.run_all()
+            task.abort(TimeoutError())
+    assert seen == ["given up"]
+    assert isinstance(task.error, TimeoutError)
 
 
 def test_an_error_of_the_gpu_is_that_of_the_copy(device: cuda.Device) -> None:
