@@ -128,9 +128,12 @@ class Copy(_Failing):
         return True
 
     def settle(self) -> None:
-        """Sleep until it has ended, in whatever way."""
+        """Sleep until it has ended, in whatever way; nobody is told."""
+        self._callbacks = []
         with contextlib.suppress(TransportError):
             self.wait()
+        if self.error is not None and self._lane is not None:
+            self._lane.drain()  # what has failed is perhaps the question alone
 
     def wait(self) -> None:
         """Sleep until it is done.
@@ -227,11 +230,29 @@ class Lane:
     """
 
     def __init__(self, device: Device) -> None:
+        self._device = device
         self.stream = device.stream()
         self.last: Mark | None = None
         self.ready: Mark | None = None
         self._watched: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+
+    def begun(self) -> Mark:
+        """Return a mark behind what was just put into it.
+
+        Raises:
+            TransportError: there is none; what was put into it has ended.
+        """
+        try:
+            self.last = self._device.mark(self.stream)
+        except TransportError:
+            self.drain()
+            raise
+        return self.last
+
+    def drain(self) -> None:
+        """Sleep until all that was put into it has ended, in whatever way."""
+        self._device.drain(self.stream)
 
     def watch(self, copy: Copy) -> None:
         """Have `copy` finish when it is done, under its engine's lock."""

@@ -229,18 +229,25 @@ class Borrowing(Operation):
     def _end(self, error: BaseException | None) -> None:
         if not self._is_open:
             return
-        self._let_go()
+        if error is not None and self._copy is not None:
+            self._copy.settle()
+        error = self._let_go() or error
         if error is None and not self.is_there:
             error = Withdrawn()
         if error is None:
             self._arrival.release()
         self.finish(error)
 
-    def _let_go(self) -> None:
+    def _let_go(self) -> TransportError | None:
+        """Return why the memory could not be let go, or None."""
         if self._is_open:
             self._is_open = False
             self.is_there = self._context.borrowed.pop(self._arrival)
-            self._device.give_back(self._base)
+            try:
+                self._device.give_back(self._base)
+            except TransportError as exc:
+                return exc
+        return None
 
 
 def heard(engine: Engine, context: Context, arrival: Arrival) -> None:

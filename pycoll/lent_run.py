@@ -218,7 +218,11 @@ class LentRun(Run):
         return copy
 
     def _conclude(self) -> bool:
-        super()._conclude()
+        try:
+            super()._conclude()
+        except TransportError as exc:
+            self.abort(exc)
+            return False
         for copy in self._copies:
             if not copy.done:
                 copy.then(self._ended)

@@ -327,7 +327,7 @@ def _wait_for(what: str, pending: Sequence[Request], needed: int, timeout: float
         tasks = [request._started() for request in pending]
         waiting = list(dict.fromkeys(task for task in tasks if not task.done))
         needed = min(needed - sum(task.done for task in tasks), len(waiting))
-        if needed <= 0:
+        if needed <= 0 or any(map(_has_failed, pending)):
             return
         several = _Several(waiting, needed)
     first = waiting[0].call

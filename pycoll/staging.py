@@ -210,7 +210,7 @@ class Stage:
             self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
             return self._put(engine, lane, loan)
         except TransportError:
-            self.device.drain(lane.stream)  # of some of it, perhaps, nobody else would know
+            lane.drain()  # of some of it, perhaps, nobody else would know
             raise
 
     def _pick(self, to_host: bool) -> Lane:
@@ -228,8 +228,7 @@ class Stage:
 
     def _put(self, engine: Engine | None, lane: Lane, loan: Loan | None = None) -> Copy:
         """Return the copy just put into a lane; nobody has the memory before it has ended."""
-        lane.last = self.device.mark(lane.stream)
-        copy = Copy(engine, lane, lane.last, self._array)
+        copy = Copy(engine, lane, lane.begun(), self._array)
         loan = loan or self._kept()
         assert loan is not None, "nobody has the image"
         loan.copies.append(copy)
@@ -293,8 +292,7 @@ def fetch(engine: Engine | None, device: Device, source: int, into: memoryview) 
     address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
     row = Rows(0, 0, len(into), 1, len(into), len(into))
     device.copy(lane.stream, [row], source, address, to_host=True)
-    lane.last = device.mark(lane.stream)
-    return Copy(engine, lane, lane.last, into)
+    return Copy(engine, lane, lane.begun(), into)
 
 
 def stage_of(view: memoryview) -> Stage | None:

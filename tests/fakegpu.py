@@ -106,14 +106,14 @@ class Memory:
     def __del__(self, getpid: Any = os.getpid, is_finalizing: Any = sys.is_finalizing) -> None:
         if self._pid != getpid() or is_finalizing():
             return
-        with context(self.device):
-            try:
-                for event in self._uses.values():
+        # A call that shall fail may be one of these: that is no reason to keep the memory.
+        with contextlib.suppress(RuntimeError), context(self.device):
+            for event in self._uses.values():
+                with contextlib.suppress(RuntimeError):
                     _checked(driver.cuEventSynchronize(event))
+                with contextlib.suppress(RuntimeError):
                     _checked(driver.cuEventDestroy(event))
-                self.give_back()
-            except RuntimeError:  # its context has failed: nothing can be given back
-                pass
+            self.give_back()
 
 
 class Borrowed(Memory):

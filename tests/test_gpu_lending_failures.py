@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,10 @@ import gpu_jobs
 import numpy as np
 import pytest
 from gpu_jobs import ON_GPU, WAYS, Comm, Ranks, call, equal, jobs, now, slow_array, tidy
-from gpu_lending import LENDING, NBYTES, case, error_of, meet, on_gpu
+from gpu_lending import LENDING, NBYTES, case, error_of, fresh, meet, on_gpu
 
 import pycoll
+from pycoll import copies, cuda
 
 ranks, gpu_job = gpu_jobs.ranks, gpu_jobs.gpu_job
 
@@ -66,6 +68,44 @@ def test_after_a_call_that_gave_up_nothing_is_written_nor_borrowed(ranks: Ranks,
             mine.close()
 
     ranks(program, why, 12)
+
+
+@jobs("2", "2 by TCP")
+def test_a_call_that_gave_up_waits_for_its_copies_that_are_under_way(ranks: Ranks) -> None:
+    """They read what others have lent, and write into `out`."""
+
+    @tidy
+    def program(comm: Comm, seed: int) -> None:
+        meet(comm)
+        for method in LENDING:
+            mine = comm.dup()
+            x, wanted, kwargs = case(comm, method, 0)
+            there, out = on_gpu(x), None
+            if wanted is not None and (method != "broadcast" or x is None):
+                out = fakegpu.array(np.full_like(wanted, 3))
+            if method == "broadcast":
+                there = out if x is None else there
+            elif out is not None:
+                kwargs = {**kwargs, "out": out}
+            fake_cuda.run_all()
+            stream = copies.side(cuda.device(0)).pushes.pick().stream  # the next copy's
+            with fakegpu.context(0):
+                kernel = fake_cuda.hold(stream)
+            timer = threading.Timer(0.3, fake_cuda.release, [kernel])
+            timer.start()
+            failed = error_of(getattr(mine, method), there, timeout=0.1, **kwargs)
+            held = None if out is None else now(out)
+            del there
+            timer.join()
+            fake_cuda.run_all()
+            assert any(comm.all_gather(failed is not None)), method
+            if out is not None:
+                assert (now(out) == held).all(), method
+            stats = fake_cuda.stats()
+            assert stats["ipc_opened"] == stats["illegal_accesses"] == 0, method
+            mine.close()
+
+    ranks(program, 17)
 
 
 @jobs("2", "3 by TCP")
@@ -247,13 +287,17 @@ def test_an_error_of_cuda_is_told_and_nobody_hangs(ranks: Ranks, name: str) -> N
     @tidy
     def program(comm: Comm, name: str, seed: int) -> int:
         meet(comm)
-        seen = 0
+        seen = opened = 0
         for method, (way, root) in itertools.product(LENDING, zip(WAYS[:2], (1, 0), strict=True)):
             without = 0
             for nth in itertools.count(1):
                 mine = comm.dup()
                 x, wanted, kwargs = case(comm, method, root)
                 there, where = on_gpu(x), (method, way, root, name, nth)
+                if method == "broadcast":  # no result is made, or freed, by the call itself
+                    there = fresh(wanted) if x is None else there
+                elif wanted is not None:
+                    kwargs = {**kwargs, "out": fresh(wanted)}
                 fake_cuda.run_all()
                 start = time.monotonic()
                 if comm.rank == 0:
@@ -267,18 +311,22 @@ def test_an_error_of_cuda_is_told_and_nobody_hangs(ranks: Ranks, name: str) -> N
                 if error is None:
                     equal(got, wanted, where)
                 elif comm.rank == 0:
-                    told = "cannot any more" if name in HARMLESS else "LAUNCH_FAILED"
-                    assert told in str(error), (where, error)
+                    told = ["LAUNCH_FAILED"] if name not in HARMLESS else []
+                    told += ["cannot any more"] if name in (*HARMLESS, "cuCtxPushCurrent") else []
+                    assert any(words in str(error) for words in told), (where, error)
                     seen += 1
                 error_of(mine.barrier, timeout=4)  # the other may still wait for a failed call
                 assert time.monotonic() - start < 4, (where, error)
                 stats = fake_cuda.stats()
-                assert stats["illegal_accesses"] == stats["ipc_opened"] == 0, where
+                assert stats["illegal_accesses"] == 0, where
+                opened += stats["ipc_opened"] - opened if name == "cuCtxPushCurrent" else 0
+                assert stats["ipc_opened"] == opened, where  # it may be that it cannot be closed
                 mine.close()
                 without = 0 if comm.broadcast(error is not None) else without + 1
-                del there, got, error
+                del there, got, error, kwargs
                 if without == 3:  # it was not called so often; some failures do not matter
                     break
         return seen
 
-    assert ranks(program, name, 14)[0]
+    seen = ranks(program, name, 14)[0]
+    assert seen or name == "cuEventQuery", "that is asked often where the answer does not matter"

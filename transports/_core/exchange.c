@@ -343,6 +343,13 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
     memcpy(slot->data, header, sizeof *header);
     memcpy(slot->data + sizeof *header, description, header->description_nbytes);
     bool small = fits_behind_header(call, header->description_nbytes, call->nbytes);
+    if (header->form == PC_OTHER_WAY) {
+        pc_enter_end(call, slot);
+        for (int rank = 0; rank < call->comm->size; rank++) /* who made another call is not found out by messages */
+            if (rank != call->comm->rank && pc_await_entry(call, rank, &slot) < 0)
+                return -1;
+        return 0;
+    }
     if (small)
         give(call, slot->data + pc_value_offset(header->description_nbytes), 0, call->nbytes);
     pc_enter_end(call, slot);
