@@ -720,7 +720,11 @@ class Communicator(NonBlocking):
         """Have what a call reads in host memory; the call has begun, whatever comes."""
         engine = self._group.engine
         stages = [value.stage for value in prepared.reads if value.stage is not None]
-        self._await([stage.pull(engine) for stage in stages], call, timeout, collective=True)
+        if stages:
+            from pycoll.copies import all_of
+
+            pulls = all_of(stage.pull(engine) for stage in stages)
+            self._await(pulls, call, timeout, collective=True)
 
     def _await(
         self, copies: Sequence[Operation], call: Call, timeout: float, collective: bool

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy as another
 from typing import Any, Final, Protocol
 
@@ -149,6 +149,18 @@ class Copy(_Failing):
                 self._array = None  # to call it done is for who holds the engine's lock
         if self.error is not None:
             raise self.error
+
+
+def all_of(copies: Iterable[Copy]) -> list[Copy]:
+    """Return copies, begun one after the other; if one cannot be, those before it are let go."""
+    begun: list[Copy] = []
+    try:
+        begun.extend(copies)
+    except TransportError:
+        for copy in begun:
+            copy.watch()
+        raise
+    return begun
 
 
 class Push(_Failing):

@@ -72,10 +72,12 @@ class Gate:
         if self._source is None:
             return
         ahead = range(offset, min(self._nbytes, offset + AHEAD * self._piece), self._piece)
-        copies = [
+        from pycoll.copies import all_of
+
+        copies = all_of(
             self._source.pull(engine, begin, min(self._nbytes, begin + self._piece))
             for begin in ahead
-        ]
+        )
         self._native.wait(copies[0])
 
     def settle(self) -> None:

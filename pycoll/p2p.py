@@ -144,7 +144,11 @@ def _start(group: Group, outgoing: Outgoing, way: Way | None, dest: int, tag: in
 def pulled(group: Group, *values: Value | None) -> CallSteps:
     """Wait until the values that are on a GPU are in host memory."""
     stages = [value.stage for value in values if value is not None]
-    copies = [stage.pull(group.engine) for stage in stages if stage is not None]
+    if not any(stages):
+        return None
+    from pycoll.copies import all_of
+
+    copies = all_of(stage.pull(group.engine) for stage in stages if stage is not None)
     for copy in copies:
         copy.watch()  # whatever becomes of the call, its array is let go in the end
     for copy in copies:

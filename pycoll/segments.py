@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from pycoll.context import ARRAY, COLLECTIVE, KIND_COLLECTIVE, SEGMENTS, Context, Key
-from pycoll.copies import Copy, Push
+from pycoll.copies import Copy, Push, all_of
 from pycoll.engine import Engine
 from pycoll.errors import TransportError
 from pycoll.transports.base import Arrival, Operation, Transfer
@@ -78,13 +78,9 @@ class Sending(Operation):
         self._letter = letter
         engine, context, nbytes = letter.engine, letter.context, len(letter.image)
         self._spans = _spans(nbytes, SEGMENT_NBYTES)
-        self._copies: deque[Copy] = deque()
-        try:
-            for span in self._spans:
-                self._copies.append(stage.pull(engine, span.start, span.stop))
-        except TransportError:
-            self._let_go()
-            raise
+        self._copies = deque(
+            all_of(stage.pull(engine, span.start, span.stop) for span in self._spans)
+        )
         self.copy = self._copies[0]
         value = context.next_value
         context.next_value = (value + 1) % _FIRST_NUMBER

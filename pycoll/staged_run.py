@@ -43,7 +43,14 @@ class StagedRun(Run):
                 self._uses.setdefault(chunk, []).append(position)
         # In the order of their first use; those that no step uses, last.
         unused = [chunk for chunk in range(len(self._binding.nbytes)) if chunk not in self._uses]
-        pulls = [(chunk, copy) for chunk in (*self._uses, *unused) for copy in self._pull(chunk)]
+        pulls: list[tuple[int, Copy]] = []
+        try:
+            for chunk in (*self._uses, *unused):
+                pulls += [(chunk, copy) for copy in self._pull(chunk)]
+        except TransportError:
+            for _, copy in pulls:
+                copy.watch()
+            raise
         for chunk, _ in pulls:
             self._left += 1
             for position in self._uses.get(chunk, ()):

@@ -12,7 +12,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -74,6 +74,27 @@ def use_stream(stream: int, device: int = 0) -> int:
     before = current_stream(device)
     _current[device] = stream
     return before
+
+
+@contextlib.contextmanager
+def held_stream(device: int = 0) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Work on a stream that a kernel holds up; gives it, and the function that ends the kernel."""
+    stream = new_stream(device)
+    with context(device):
+        number = fake_cuda.hold(stream)
+    released: list[bool] = []
+
+    def release() -> None:
+        if not released:
+            released.append(True)
+            fake_cuda.release(number)
+
+    before = use_stream(stream, device)
+    try:
+        yield stream, release
+    finally:
+        use_stream(before, device)
+        release()
 
 
 class Memory:

@@ -29,20 +29,9 @@ from pycoll.transports.base import Arrival, Reach, Transfer
 NOTHING = 0xEE  # what the image of an array holds that is reached on its GPU
 
 
-@pytest.fixture(scope="module", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        path = fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-    except RuntimeError as exc:
-        if "needs gcc" not in str(exc):
-            raise
-        pytest.skip(str(exc))
-    fake_cuda.load(path)
-    return path
-
-
 @pytest.fixture(autouse=True)
-def gpu(library: Path) -> Iterator[None]:
+def gpu(fake_driver: Path) -> Iterator[None]:
+    fake_cuda.load(fake_driver)
     gc.collect()
     fake_cuda.reset()
     yield

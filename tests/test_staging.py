@@ -25,7 +25,7 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 
-from pycoll import cuda, pinned, staging
+from pycoll import copies, cuda, pinned, staging
 from pycoll.errors import TransportError
 from pycoll.staging import Stage
 from pycoll.task import Task
@@ -87,27 +87,6 @@ def stage_of_array(device: cuda.Device, x: fakegpu.Array) -> Imaged:
     """A stage of an array, after what its library has under way on it."""
     ready = device.mark(x.stream)
     return Imaged(device, x.pointer, x.dtype, x.shape, x.strides, ready, x, not x.readonly)
-
-
-@contextlib.contextmanager
-def held_stream(device: cuda.Device) -> Iterator[tuple[int, Any]]:
-    """A stream of fakegpu that a kernel holds up, and the function that ends the kernel."""
-    stream = fakegpu.new_stream()
-    with device:
-        number = fake_cuda.hold(stream)
-    released: list[bool] = []
-
-    def release() -> None:
-        if not released:
-            released.append(True)
-            fake_cuda.release(number)
-
-    before = fakegpu.use_stream(stream)
-    try:
-        yield stream, release
-    finally:
-        fakegpu.use_stream(before)
-        release()
 
 
 # --- which bytes -------------------------------------------------------------------------------
@@ -225,7 +204,7 @@ def test_the_place_of_an_array_tells_what_overlaps_what(device: cuda.Device) -> 
 
 
 def test_a_copy_waits_for_what_its_library_has_under_way(device: cuda.Device) -> None:
-    with held_stream(device) as (_, release):
+    with fakegpu.held_stream() as (_, release):
         x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
         stage = stage_of_array(device, x)
         pull = stage.pull(None)
@@ -239,7 +218,7 @@ def test_a_copy_waits_for_what_its_library_has_under_way(device: cuda.Device) ->
 
 def test_a_push_waits_for_what_reads_the_array(device: cuda.Device) -> None:
     x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
-    with held_stream(device) as (_, release):
+    with fakegpu.held_stream() as (_, release):
         copy = fakegpu.empty((NBYTES,), np.uint8)
         copy.copy_from(x)  # held
         x.memory.stream = copy.stream
@@ -269,7 +248,7 @@ def test_a_push_follows_the_pull_of_another_image_of_the_memory(device: cuda.Dev
 
 def test_whoever_asks_is_called_once_under_the_lock(device: cuda.Device) -> None:
     engine, called = Engine(), []
-    with held_stream(device) as (_, release):
+    with fakegpu.held_stream() as (_, release):
         x = fakegpu.array(np.zeros(NBYTES, np.uint8))
         stage = stage_of_array(device, x)
         pull = stage.pull(engine)
@@ -285,7 +264,7 @@ def test_whoever_asks_is_called_once_under_the_lock(device: cuda.Device) -> None
 
 def test_a_copy_that_was_given_up_calls_nobody(device: cuda.Device) -> None:
     engine, called = Engine(), []
-    with held_stream(device) as (_, release):
+    with fakegpu.held_stream() as (_, release):
         x = fakegpu.array(np.zeros(NBYTES, np.uint8))
         stage = stage_of_array(device, x)
         pull = stage.pull(engine)
@@ -309,7 +288,7 @@ def test_a_call_that_is_given_up_does_not_go_on_though_its_copy_has_just_ended(
             seen.append("given up")
             raise
 
-    with held_stream(device) as (_, release):
+    with fakegpu.held_stream() as (_, release):
         x = fakegpu.array(np.zeros(NBYTES, np.uint8))
         stage = stage_of_array(device, x)
         pull = stage.pull(engine)
@@ -363,7 +342,7 @@ def test_what_was_raised_of_a_copy_keeps_no_array(device: cuda.Device) -> None:
 @pytest.mark.parametrize("way", ["wait", "watch", "is_over"])
 def test_a_copy_keeps_its_array_until_its_end_and_no_longer(device: cuda.Device, way: str) -> None:
     engine = Engine()
-    with held_stream(device) as (_, release):
+    with fakegpu.held_stream() as (_, release):
         x = fakegpu.array(np.zeros(NBYTES, np.uint8))
         kept = weakref.ref(x)
         stage = stage_of_array(device, x)
@@ -390,7 +369,7 @@ def test_slow_arrays_hold_up_no_others(device: cuda.Device) -> None:
     with contextlib.ExitStack() as stack:
         slow = []
         for _ in range(4):
-            _, release = stack.enter_context(held_stream(device))
+            _, release = stack.enter_context(fakegpu.held_stream())
             x = fakegpu.array(np.zeros(NBYTES, np.uint8))
             stage = stage_of_array(device, x)
             slow.append((stage, stage.pull(None, 0, 100), stage.pull(None, 100), release))
@@ -426,7 +405,7 @@ def test_memory_is_used_again(device: cuda.Device) -> None:
 
 
 def test_memory_is_not_used_again_while_a_copy_is_under_way(device: cuda.Device) -> None:
-    with held_stream(device) as (_, release):
+    with fakegpu.held_stream() as (_, release):
         x = fakegpu.array(np.full(NBYTES, 1, np.uint8))
         stage = stage_of_array(device, x)
         place = address(stage)
@@ -510,7 +489,8 @@ def test_memory_is_safe_after_a_copy_that_could_not_be_begun_whole(
 ) -> None:
     x = fakegpu.array(np.zeros((4, 100), np.uint8))[::-1]  # a copy for each row
     stage = stage_of_array(device, x)
-    monkeypatch.setattr(device, "_idle", deque(maxlen=0))  # so that an event must be made
+    own = copies.side(device).device
+    monkeypatch.setattr(own, "_idle", deque(maxlen=0))  # so that an event must be made
     fake_cuda.fail(f"{name}:1:2")
     with pytest.raises(TransportError):
         stage.pull(None)
