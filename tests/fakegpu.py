@@ -127,14 +127,18 @@ class Memory:
     def __del__(self, getpid: Any = os.getpid, is_finalizing: Any = sys.is_finalizing) -> None:
         if self._pid != getpid() or is_finalizing():
             return
-        # A call that shall fail may be one of these: that is no reason to keep the memory.
-        with contextlib.suppress(RuntimeError), context(self.device):
-            for event in self._uses.values():
-                with contextlib.suppress(RuntimeError):
-                    _checked(driver.cuEventSynchronize(event))
-                with contextlib.suppress(RuntimeError):
-                    _checked(driver.cuEventDestroy(event))
-            self.give_back()
+        for _ in range(
+            2
+        ):  # a call that shall fail may be one of these: no reason to keep the memory
+            with contextlib.suppress(RuntimeError), context(self.device):
+                while self._uses:
+                    _, event = self._uses.popitem()
+                    with contextlib.suppress(RuntimeError):
+                        _checked(driver.cuEventSynchronize(event))
+                    with contextlib.suppress(RuntimeError):
+                        _checked(driver.cuEventDestroy(event))
+                self.give_back()
+                return
 
 
 class Borrowed(Memory):
