@@ -127,9 +127,8 @@ class Memory:
     def __del__(self, getpid: Any = os.getpid, is_finalizing: Any = sys.is_finalizing) -> None:
         if self._pid != getpid() or is_finalizing():
             return
-        for _ in range(
-            2
-        ):  # a call that shall fail may be one of these: no reason to keep the memory
+        # A call that shall fail may be one of these: no reason to keep the memory.
+        for _ in range(2):
             with contextlib.suppress(RuntimeError), context(self.device):
                 while self._uses:
                     _, event = self._uses.popitem()
