@@ -74,7 +74,7 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     answer = engine.borrowers.get((peer, device.uuid))
     if answer is False:
         return None
-    lent = device.lend(stage.pointer)
+    lent = stage.lent
     if lent is None:
         return None
     found = Offer(device.uuid, lent.handle, lent.offset)
@@ -98,11 +98,6 @@ def _trial(device: cuda.Device) -> Offer | None:
 
 
 _trials: dict[int, Offer] = {}
-
-
-def trials() -> int:
-    """Return how many allocations on GPUs are kept to be tried."""
-    return len(_trials)
 
 
 def is_for_all(

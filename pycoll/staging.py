@@ -24,7 +24,7 @@ import numpy as np
 
 from pycoll import copies
 from pycoll.copies import Copy, Engine, Lane, Push, is_over, side
-from pycoll.cuda import Device, Mark, Rows
+from pycoll.cuda import Device, Lent, Mark, Rows
 from pycoll.dtypes import Array
 from pycoll.errors import TransportError
 from pycoll.pinned import Loan, pool
@@ -103,6 +103,11 @@ class Stage:
     def is_contiguous(self) -> bool:
         """Whether the elements lie one behind the other on the GPU."""
         return not self._dims
+
+    @functools.cached_property
+    def lent(self) -> Lent | None:
+        """What another process needs to reach it, asked once for a call; see `Device.lend`."""
+        return self.device.lend(self.pointer)
 
     def ready(self, engine: Engine | None) -> Copy:
         """Return an operation that is done when the array may be read, by whomever."""

@@ -276,7 +276,7 @@ def test_requests_end_with_their_communicator(ranks: Ranks) -> None:
 FALLIBLE = ["cuIpcGetMemHandle", "cuMemGetAddressRange", "cuIpcOpenMemHandle", "cuMemcpyDtoDAsync"]
 FALLIBLE += ["cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuCtxPushCurrent"]
 HARMLESS = FALLIBLE[:2]
-"""What fails there cannot be lent, and is staged; but for what was to be lent already."""
+"""What fails there cannot be lent, and is staged."""
 
 
 @pytest.mark.parametrize("name", FALLIBLE)
@@ -311,9 +311,7 @@ def test_an_error_of_cuda_is_told_and_nobody_hangs(ranks: Ranks, name: str) -> N
                 if error is None:
                     equal(got, wanted, where)
                 elif comm.rank == 0:
-                    told = ["LAUNCH_FAILED"] if name not in HARMLESS else []
-                    told += ["cannot any more"] if name in (*HARMLESS, "cuCtxPushCurrent") else []
-                    assert any(words in str(error) for words in told), (where, error)
+                    assert "LAUNCH_FAILED" in str(error), (where, error)
                     seen += 1
                 error_of(mine.barrier, timeout=4)  # the other may still wait for a failed call
                 assert time.monotonic() - start < 4, (where, error)
@@ -329,4 +327,7 @@ def test_an_error_of_cuda_is_told_and_nobody_hangs(ranks: Ranks, name: str) -> N
         return seen
 
     seen = ranks(program, name, 14)[0]
-    assert seen or name == "cuEventQuery", "that is asked often where the answer does not matter"
+    if name in HARMLESS:
+        assert not seen
+    elif name != "cuEventQuery":  # that is asked often where the answer does not matter
+        assert seen
