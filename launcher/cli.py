@@ -85,7 +85,12 @@ def _parser() -> _Parser:
         default=[],
         help="a variable for the ranks' environment (may be repeated)",
     )
-    add("-l", "--tag-output", action="store_true", help="put [rank] before each line of output")
+    add(
+        "-l",
+        "--tag-output",
+        action=argparse.BooleanOptionalAction,
+        help="put [rank] before each line of output, or not (default: on a terminal)",
+    )
     add("--log-dir", metavar="D", help="also write each rank's output to D/rank.K.log")
     add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
     add("--op-timeout", metavar="S", type=_seconds, help="default deadline of every operation")

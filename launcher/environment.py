@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from pycoll.errors import Error
 
 
 class Variable(NamedTuple):
@@ -56,6 +59,7 @@ SETTINGS = (
 )
 LAUNCHER = (
     Variable("PYCOLL_TRANSPORT", "default of --transport"),
+    Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )
 # Every variable, in groups with a heading: printed by `pycoll-run --help`.
@@ -128,6 +132,22 @@ def rank_environment(rank: int, size: int, hosts: int = 1) -> dict[str, str]:
         "PYCOLL_LOCAL_SIZE": str(where.local_size),
         "LOCAL_WORLD_SIZE": str(where.local_size),
     }
+
+
+def warn_after(environ: Mapping[str, str]) -> float:
+    """Seconds after which the launcher says who waits for whom; 0: never.
+
+    Raises:
+        Error: PYCOLL_WARN_AFTER is no number of seconds.
+    """
+    text = environ.get("PYCOLL_WARN_AFTER") or "30"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise Error(f"PYCOLL_WARN_AFTER is {text!r}, but must be seconds (0: never)")
+    return 0.0 if seconds == math.inf else seconds
 
 
 def usable_cores() -> int:

@@ -16,13 +16,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import IO, Any, NamedTuple, NoReturn
 
 import cloudpickle
 
+from pycoll.edge import edge
 from pycoll.errors import Error, OperationTimeout, PeerFailed
 from pycoll.launcher import call
 from pycoll.launcher.outcome import Outcome
@@ -33,6 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that end a jo
 _pickling = threading.Lock()  # what cloudpickle pickles by value is one setting for the process
 
 
+@edge
 def run(
     fn: Callable[..., Any],
     n: int,
@@ -64,7 +66,8 @@ def run(
             and one that shows the traceback there; an `Error` if it cannot be pickled.
         PeerFailed: a rank died or exited instead of returning; `rank` and `reason` say which, how.
         OperationTimeout: `timeout` passed; the message says what each rank was doing.
-        KeyboardInterrupt: the ranks have been ended.
+        KeyboardInterrupt: the ranks have been ended; a note says what each rank was doing, if one
+            waited for others.
     """
     if not callable(fn):
         raise TypeError(f"fn must be callable: fn(comm, *args), not a {type(fn).__name__}")
@@ -92,9 +95,9 @@ def run(
 
     ended = run_ranks(options, write_task)
     if ended.timed_out:
-        rows = "".join(f"\n    {row}" for row in ended.table)
         raise OperationTimeout(
-            f"pycoll.run on {n} ranks took longer than {timeout:g} s; what each rank did:{rows}"
+            f"pycoll.run on {n} ranks took longer than {timeout:g} s; what each rank did:"
+            f"{_rows(ended.table)}"
         )
     return _results(ended)
 
@@ -178,12 +181,21 @@ def _raise_ended(outcome: Outcome) -> NoReturn:
     for signum in _SIGNALS:
         if outcome.status == 128 + signum:
             # It was meant for this program, which may end by it, or go on.
-            signal.raise_signal(signum)
-            if signum == signal.SIGINT:
-                raise KeyboardInterrupt
+            try:
+                signal.raise_signal(signum)
+                if signum == signal.SIGINT:
+                    raise KeyboardInterrupt
+            except KeyboardInterrupt as exc:
+                if outcome.table:
+                    exc.add_note(f"what each rank did:{_rows(outcome.table)}")
+                raise
     if outcome.status == 128 + signal.SIGPIPE:
         raise BrokenPipeError("nobody reads the ranks' output any more")
     raise Error(outcome.report)
+
+
+def _rows(table: Sequence[str]) -> str:
+    return "".join(f"\n    {row}" for row in table)
 
 
 # Arguments.

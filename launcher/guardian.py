@@ -5,12 +5,14 @@ PYCOLL_JOB in its environment (a daemonized grandchild has a session of its own,
 
 The guardian is this file run by itself, `python -I -S guardian.py JOB PID`, so it may import the
 standard library only. It reads lines from the launcher on standard input: `session NUMBER` for each
-rank, `done` at the end. If the launcher's process ends without `done`, the guardian sweeps.
+rank, and at the end `done`, or `sweep` if the launcher could not. If the launcher's process ends
+without a word, the guardian sweeps, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -25,6 +27,11 @@ _END_S = 1.0  # longest time for the guardian itself to end when its work is don
 _REPEAT_S = (
     0.05  # a rank between fork and exec does not carry the job's id yet: look again after this
 )
+_TAKE_OVER_S = 20.0  # longest time for the guardian to do the launcher's work: three sweeps
+_MAX_HANDLES = 64  # pidfds open at a time: others find room for their descriptors, too
+
+# Nobody can look at processes then: an empty answer would say that there are none.
+_BLIND = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 def _read(path: str) -> bytes:
@@ -39,15 +46,34 @@ def _stat(pid: int) -> tuple[bool, int, int]:
     return fields[0] not in (b"Z", b"X"), int(fields[3]), int(fields[19])
 
 
+@contextlib.contextmanager
+def _may_have_ended() -> Iterator[None]:
+    """Go on when a process has ended while it is looked at, or is another user's.
+
+    Raises:
+        OSError: it cannot be looked at, whatever it is.
+    """
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in _BLIND:
+            raise
+    except IndexError:
+        pass
+
+
 def members(sessions: set[int], job: str) -> dict[int, int]:
-    """The running processes of a job, this one left out: process number -> start time in ticks."""
+    """The running processes of a job, this one left out: process number -> start time in ticks.
+
+    Raises:
+        OSError: /proc cannot be read; there are too many open files, say.
+    """
     marker = b"\0%s=%s\0" % (JOB_VARIABLE.encode(), job.encode())
     found = {}
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
-        # It may end while it is looked at, and another user's environment is not ours to read.
-        with contextlib.suppress(OSError, IndexError):
+        with _may_have_ended():
             running, session, started = _stat(int(name))
             if not running:
                 continue
@@ -56,39 +82,51 @@ def members(sessions: set[int], job: str) -> dict[int, int]:
     return found
 
 
-def _send(pid: int, started: int, signum: int) -> int | None:
+def _send(pid: int, started: int, signum: int, keep: bool = False) -> int | None:
     """Signal a process unless its number has passed to another.
 
-    Returns a pidfd (-1 where there is none) for the caller to close, None if it was not reached.
+    Returns None if it was not reached, else with `keep` a pidfd for the caller to close, or -1.
     """
     handle = -1
     try:
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):  # an old kernel, or a container that forbids it
                 handle = os.pidfd_open(pid)
-        if _stat(pid)[2] != started:
-            raise ProcessLookupError
-        if handle >= 0:
-            signal.pidfd_send_signal(handle, signum)
-        else:
-            os.kill(pid, signum)
-    except (OSError, IndexError):
+        with _may_have_ended():
+            if _stat(pid)[2] == started:
+                if handle >= 0:
+                    signal.pidfd_send_signal(handle, signum)
+                else:
+                    os.kill(pid, signum)
+                kept, handle = (handle, -1) if keep else (-1, handle)
+                return kept
+        return None
+    finally:
         if handle >= 0:
             os.close(handle)
-        return None
-    return handle
 
 
 def signal_members(sessions: set[int], job: str, signum: int) -> list[int]:
-    """Send a signal to every process of a job, once; returns the numbers of those it reached."""
-    reached = []
-    for pid, started in members(sessions, job).items():
-        handle = _send(pid, started, signum)
-        if handle is not None:
-            reached.append(pid)
-            if handle >= 0:
-                os.close(handle)
-    return reached
+    """Send a signal to every process of a job, once; returns the numbers of those it reached.
+
+    Raises:
+        OSError: the processes cannot be looked at. Those of the sessions' own groups were reached.
+    """
+    with _groups_at_least(sessions, signum):
+        found = members(sessions, job).items()
+        return [pid for pid, started in found if _send(pid, started, signum) is not None]
+
+
+@contextlib.contextmanager
+def _groups_at_least(sessions: set[int], signum: int) -> Iterator[None]:
+    """Signal each session's first process group, which takes no descriptor, if all else fails."""
+    try:
+        yield
+    except OSError:
+        for session in sessions:
+            with contextlib.suppress(OSError):
+                os.killpg(session, signum)
+        raise
 
 
 def _wait_for_ends(handles: list[int], limit_s: float) -> None:
@@ -110,27 +148,63 @@ def _wait_for_ends(handles: list[int], limit_s: float) -> None:
 
 
 def sweep(sessions: set[int], job: str) -> set[int]:
-    """Kill every process of a job, in passes until none is left (at most 5 s); returns whom."""
+    """Kill every process of a job, in passes until none is left (at most 5 s); returns whom.
+
+    Raises:
+        OSError: the processes cannot be looked at. Those of the sessions' own groups were killed.
+    """
     deadline = time.monotonic() + _SWEEP_S
     killed: set[int] = set()
-    while True:
-        handles = {
-            pid: handle
-            for pid, started in members(sessions, job).items()
-            if (handle := _send(pid, started, signal.SIGKILL)) is not None
-        }
-        killed.update(handles)
-        _wait_for_ends(list(handles.values()), _PASS_S)
-        if not handles or time.monotonic() > deadline:
-            return killed
+    with _groups_at_least(sessions, signal.SIGKILL):
+        while True:
+            handles: list[int] = []
+            for pid, started in members(sessions, job).items():
+                keep = len(handles) < _MAX_HANDLES
+                handle = _send(pid, started, signal.SIGKILL, keep)
+                if handle is not None:
+                    killed.add(pid)
+                    handles.append(handle)
+            _wait_for_ends(handles, _PASS_S)
+            if not handles or time.monotonic() > deadline:
+                return killed
+
+
+class Guardian:
+    """The launcher's line to its guardian."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        self.is_done = False
+
+    def add_session(self, number: int) -> None:
+        """Tell it of a rank's session."""
+        self._tell(b"session %d\n" % number)
+
+    def done(self) -> None:
+        """Tell it that nothing of the job is left."""
+        self.is_done = True
+        self._tell(b"done\n")
+
+    def close(self) -> None:
+        """Tell it to do what was not done; the last call."""
+        if not self.is_done:
+            self._tell(b"sweep\n")
+        os.close(self._pipe)
+
+    def _tell(self, line: bytes) -> None:
+        with contextlib.suppress(OSError):  # it was killed: the job can go on without
+            os.write(self._pipe, line)
 
 
 @contextlib.contextmanager
-def guarded(job: str) -> Iterator[int]:
-    """Start a guardian for a job of this process; the descriptor is where it hears of sessions."""
+def guarded(job: str) -> Iterator[Guardian]:
+    """Start a guardian for a job of this process; on the way out it has ended.
+
+    Unless it has heard `done` by then, it sweeps.
+    """
     import subprocess  # not at the top: the guardian itself starts more quickly without
 
-    end, ours = os.pipe()
+    end, pipe = os.pipe()
     # It inherits this mask: a signal to all processes must not end it before its work is done.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -146,28 +220,28 @@ def guarded(job: str) -> Iterator[int]:
             start_new_session=True,
         )
     except BaseException:
-        os.close(ours)
+        os.close(pipe)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(end)
+    guardian = Guardian(pipe)
     try:
-        yield ours
+        yield guardian
     finally:
-        with contextlib.suppress(OSError):  # it was killed
-            os.write(ours, b"done\n")
-        os.close(ours)
+        guardian.close()
+        limit_s = _END_S if guardian.is_done else _TAKE_OVER_S
         with contextlib.suppress(AttributeError, OSError):  # there are no pidfds: then in steps
-            _wait_for_ends([os.pidfd_open(process.pid)], _END_S)
+            _wait_for_ends([os.pidfd_open(process.pid)], limit_s)
         try:
-            process.wait(_END_S)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:  # it is stopped
             process.kill()
             process.wait()
 
 
 def _guard(launcher: int) -> set[int] | None:
-    """Listen until the launcher is done (None) or dead (the sessions of its ranks)."""
+    """Listen until the launcher is done (None), or cannot do it (the sessions of its ranks)."""
     poller = select.poll()
     poller.register(0, select.POLLIN)
     # A process forked by the launcher's (a notebook, say) may hold the pipe open after its death.
@@ -184,8 +258,9 @@ def _guard(launcher: int) -> set[int] | None:
             dead = True  # the end of the pipe was reached, not only what is there by now
         if b"done\n" in told:
             return None
-        if dead:
-            return {int(line.split()[1]) for line in told.splitlines(True) if line.endswith(b"\n")}
+        if dead or b"sweep\n" in told:
+            whole = told[: told.rfind(b"\n") + 1].splitlines()
+            return {int(line.split()[1]) for line in whole if line.startswith(b"session")}
         poller.poll()
 
 
@@ -196,7 +271,8 @@ def main() -> None:
     if sessions is None:
         return
     for _ in range(3):
-        sweep(sessions, job)
+        with contextlib.suppress(OSError):  # the system is out of descriptors or memory
+            sweep(sessions, job)
         time.sleep(_REPEAT_S)
 
 

@@ -78,7 +78,9 @@ class RankState:
     @property
     def well(self) -> bool:
         """Whether it ended as it should."""
-        return self.status == 0 and not self.died and self.abort_code is None
+        # What it found out when it had left came too late for its exit status.
+        raised = self.left and self.raised is not None
+        return self.status == 0 and not (raised or self.died or self.abort_code is not None)
 
     @property
     def job_status(self) -> int:
@@ -104,7 +106,7 @@ class RankState:
             ended = end_text(self.status)
         if self.abort_code is not None:
             return f"called abort({self.abort_code})"
-        if self.raised is not None and self.status != 0:
+        if self.raised is not None and not (self.status == 0 and self.well):
             return f"raised {self.raised.error}, {ended}"
         if self.died:
             return f"lost process {self.joined}, which had joined the job, {ended}"

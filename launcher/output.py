@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import select
 import selectors
 import time
@@ -25,8 +24,6 @@ _FULL, _LOW = 1 << 20, 1 << 18  # bytes waiting: stop reading the ranks' pipes; 
 _QUIET_S = 0.1  # on a terminal, part of a line (a prompt) is shown when nothing follows for so long
 _TAIL = 4096  # bytes of each rank's standard error kept for the report
 _COLORS = (36, 33, 32, 35, 34, 31)
-# One line or one state of a progress bar; a lone carriage return stays as it is.
-_UNIT = re.compile(rb"[^\r\n]*\r?\n|[^\r\n]+\r?")
 
 
 class Sink:
@@ -121,7 +118,8 @@ class Stream:
         self.quiet_at: float | None = None  # when that part of a line is to be shown
         self.tail = b""
         self._log = log
-        self._partial = b""
+        self._partial: list[bytes] = []  # pieces of a line that is not complete
+        self._partial_nbytes = 0
         self._after_return = False
         self._prefix = b""
         if tag:
@@ -140,13 +138,14 @@ class Stream:
             data = b""
         if not data:
             return False
-        self.tail = (self.tail + data)[-_TAIL:]
-        data = self._partial + data
+        self.tail = (self.tail + data[-_TAIL:])[-_TAIL:]
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        self._partial = data[end:]
         if end:
-            self._emit(data[:end])
-        if len(self._partial) > _MAX_LINE:
+            self._emit(self._take_partial() + data[:end])
+        if end < len(data):
+            self._partial.append(data[end:])
+            self._partial_nbytes += len(data) - end
+        if self._partial_nbytes > _MAX_LINE:
             self._show_part()
         self.quiet_at = None
         if self._partial and self.sink.terminal:
@@ -164,27 +163,28 @@ class Stream:
         os.close(self.fd)
         self.quiet_at = None
         if self._partial:
-            self._emit(self._partial + b"\n")
+            self._emit(self._take_partial() + b"\n")
         elif self.open or (self.sink.terminal and self.sink.owned_by(self)):
             self.open = True
             self._emit(b"\n")
-        self._partial = b""
+
+    def _take_partial(self) -> bytes:
+        partial, self._partial, self._partial_nbytes = b"".join(self._partial), [], 0
+        return partial
 
     def _show_part(self) -> None:
-        part, self._partial = self._partial, b""
-        self._emit(part, part=True)
+        self._emit(self._take_partial(), part=True)
 
     def _emit(self, data: bytes, part: bool = False) -> None:
         if self._log is not None:
             self._log.write(data)
-        lead = 0
         if self._prefix:
-            if self.open:  # the rest of a line whose beginning, with its prefix, is out
-                match = _UNIT.match(data)
-                lead = match.end() if match else 0
-            elif self._after_return and data.startswith(b"\n"):  # "\r\n" that came in two pieces
-                lead = 1
-            data = data[:lead] + _UNIT.sub(lambda unit: self._prefix + unit[0], data[lead:])
+            units = data.splitlines(keepends=True)  # lines, and states of a progress bar
+            # What needs none: the rest of a line whose beginning is out with its prefix, the end of
+            # "\r\n" that came in two pieces, and a lone carriage return.
+            bare = self.open or (self._after_return and units[0] == b"\n")
+            marked = [unit if unit == b"\r" else self._prefix + unit for unit in units]
+            data = b"".join([units[0], *marked[1:]] if bare else marked)
         self._after_return = data.endswith(b"\r")
         self.open = part
         self.sink.put(self, data, self.rank)
@@ -196,7 +196,7 @@ class Relay:
     Args:
         stdout, stderr: where it goes.
         selector: where pipes are watched; the data of a key is a function to call when it is ready.
-        tag: put the rank before each line also where that is not a terminal.
+        tag: whether to put the rank before each line; None: on a terminal.
         log_dir: folder for one file a rank, made if it does not exist.
 
     Raises:
@@ -209,7 +209,7 @@ class Relay:
         stderr: Target,
         selector: selectors.BaseSelector,
         *,
-        tag: bool = False,
+        tag: bool | None = None,
         log_dir: str | None = None,
     ) -> None:
         self._selector = selector
@@ -238,7 +238,7 @@ class Relay:
                 raise
             self._logs.append(log)
         for fd, sink in ((stdout, self._out), (stderr, self._err)):
-            tag = self._tag or sink.terminal
+            tag = sink.terminal if self._tag is None else self._tag
             stream = Stream(fd, rank, sink, tag=tag, log=log)
             self._streams[stream] = False
             if fd == stderr:

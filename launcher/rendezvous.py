@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "Event"]
 
-_EVENTS = frozenset({"failed", "left", "ended", "broken", "told"})
+_EVENTS = frozenset({"failed", "left", "ended", "broken", "told", "look"})
 _STATES = frozenset({"waiting", "running"})
 # What all ranks do before each gets this answer.
 _WORDS = {
@@ -37,10 +37,13 @@ class Event:
     """What became of another rank, of a communicator, or of the connection.
 
     "failed" {rank, reason, detail}   it died, raised (detail: its traceback) or aborted
-    "left"   {rank, links}            it finalized; links: the ranks it has sent to
+    "left"   {rank, links, calls,     it finalized; links: the ranks it has sent to; calls: of each
+              error}                  communicator the last call, as `context.LastCall`; error: the
+                                      first that it met, ""
     "ended"  {rank, reason}           its process ended with status 0
     "broken" {context, error, rank,   a communicator is broken, by what and by whom
               reason, message}
+    "look"   {round, contexts}        say ("seen") what this rank waits in
     "lost"   {}                       the connection to the launcher is gone
     """
 
@@ -78,9 +81,13 @@ class Client:
         context: the ZeroMQ context to use then, which stays the caller's; None: one of its own.
         notice_s: seconds after which, and between which, `join` prints who is missing.
 
+    Attributes:
+        num_received: frames that have come from the launcher.
+
     Raises:
         ValueError: the key is too short.
-        BootstrapError: ZeroMQ is needed, and was built without CURVE.
+        BootstrapError: ZeroMQ is needed, and cannot be used.
+        OSError: too many files are open.
     """
 
     def __init__(
@@ -100,13 +107,14 @@ class Client:
         max_nbytes = wire.MAX_FRAME_NBYTES + size * wire.MAX_INFO_NBYTES
         local = adopt(link, key, max_nbytes)
         self._link: LocalLink | Link = local or _by_zmq(
-            endpoint, key, context, max_nbytes, f"rank {rank}"
+            endpoint, key, context, max_nbytes, rank, size
         )
         self._events: list[Event] = []
         self._answers: dict[str, dict[str, Any]] = {}  # the latest of each kind
         self._has_posted = False
         self._has_tried = self._has_met = False
         self._num_asked = 0
+        self.num_received = 0
         self._round = 0  # of exchange
         self._is_closed = False
 
@@ -191,10 +199,11 @@ class Client:
         """Tell the server; never blocks, and does nothing without a connection.
 
         The kinds and their fields (contexts are int, str or bytes):
-            "raised" {error, text, peer_failed}, "abort" {code}, "left" {links},
+            "raised" {error, text, peer_failed}, "abort" {code}, "left" {links, calls, error},
             "broken" {context, error, rank, reason, message, members},
-            "waiting" {context, number, call, where, members, waited_s},
+            "waiting" {context, number, call, where, members, waited_s, name, serial},
             "running" {},
+            "seen" {round, serial, call, options, started, quiet, threads, ends}, to "look",
             "tell" {rank, letter}.
 
         Raises:
@@ -202,6 +211,10 @@ class Client:
         """
         self._send(kind, wire.parse_post(kind, fields, self._size))
         self._has_posted = True
+
+    def call(self) -> None:
+        """Have the launcher send something, whatever it is; never blocks."""
+        self._send("who", {})
 
     def ask_table(self, timeout_s: float) -> list[str]:
         """Return what each rank is doing, one line a rank; empty if no answer came in time."""
@@ -225,16 +238,21 @@ class Client:
         """
         if self._is_closed or os.getpid() != self._pid:
             return
-        self._is_closed = True
         deadline = time.monotonic() + linger_s
-        delivered = not self._has_posted
         try:
-            if not delivered and linger_s > 0:
-                self._send("bye", {})
-                delivered = self._await({"bye"}, deadline) is not None
+            self.settle(linger_s)
         finally:
+            self._is_closed = True
             # Interrupted: what was accepted for sending may still go out.
-            self._link.close(0.0 if delivered else max(0.0, deadline - time.monotonic()))
+            self._link.close(max(0.0, deadline - time.monotonic()) if self._has_posted else 0.0)
+
+    def settle(self, timeout_s: float) -> list[Event]:
+        """Wait until the server has handled what was posted; return what has come by then."""
+        if self._has_posted and timeout_s > 0:
+            self._send("bye", {})
+            if self._await({"bye"}, time.monotonic() + timeout_s) is not None:
+                self._has_posted = False
+        return self.progress()
 
     # The meeting.
 
@@ -257,6 +275,7 @@ class Client:
             if came is None:
                 now = time.monotonic()
                 if not self._link.is_open:
+                    self._link.raise_if_late()
                     raise BootstrapError(
                         f"rank {self._rank}: the connection to the launcher at {self._endpoint} "
                         f"was lost before all ranks had {joined}"
@@ -330,6 +349,7 @@ class Client:
     def _pump(self) -> None:
         was_open = self._link.is_open
         for frame in self._link.pump():
+            self.num_received += 1
             try:
                 kind, fields = wire.unpack(frame, max(self._size, 64))
             except wire.MalformedError:

@@ -6,22 +6,43 @@ import time
 from typing import Any, NamedTuple
 
 from pycoll.launcher.rendezvous_wire import Context
+from pycoll.words import advice
 
 # Broken communicators that are remembered, so that a later cause is not taken for the first.
 _MAX_BROKEN = 10_000
 
+# Communicators whose ranks are kept.
+_MAX_MEMBERS = 256
+
 
 class Wait(NamedTuple):
-    """One wait of one rank; `since` is of time.monotonic()."""
+    """One wait of one rank.
+
+    Attributes:
+        context, number: its communicator, and which collective call on it; -1: point to point.
+        call, where: the call as text, and its file and line.
+        since: of time.monotonic().
+        name, members: what messages call the communicator, and its ranks.
+        serial: counts the waits of this rank.
+    """
 
     context: Context
     number: int
     call: str
     where: str
     since: float
+    name: str = "world"
+    members: tuple[int, ...] = ()
+    serial: int = 0
+
+    @property
+    def which(self) -> str:
+        """The number of the call, and its communicator unless that is the world: " #3 on dp"."""
+        number = f" #{self.number}" if self.number >= 0 else ""
+        return number + (f" on {self.name}" if self.name != "world" else "")
 
     def __str__(self) -> str:
-        call = f"{self.call} #{self.number}" if self.number >= 0 else self.call
+        call = f"{self.call}{self.which}"
         return f"{call} at {self.where}" if self.where else call
 
     def is_same_call(self, other: Wait) -> bool:
@@ -42,10 +63,16 @@ class Calls:
         self._waits: dict[int, Wait] = {}
         self._together: dict[tuple[Context, int], set[int]] = {}
         self._broken: dict[Context, None] = {}  # in the order they broke
+        self._members: dict[Context, tuple[int, ...]] = {}
+        self.num_started = 0  # waits that have begun
 
     def wait_of(self, rank: int) -> Wait | None:
         """Return what `rank` waits in."""
         return self._waits.get(rank)
+
+    def waits(self) -> dict[int, Wait]:
+        """Return what each rank waits in that does; not to be changed."""
+        return self._waits
 
     def start(self, rank: int, fields: dict[str, Any]) -> dict[str, Any] | None:
         """Note that `rank` waits in the call that post "waiting" describes.
@@ -55,11 +82,14 @@ class Calls:
         """
         members = fields.pop("members")
         since = time.monotonic() - fields.pop("waited_s")
-        wait, before = Wait(since=since, **fields), self._waits.get(rank)
+        wait = Wait(since=since, members=self._kept(fields["context"], members), **fields)
+        before = self._waits.get(rank)
         if before is not None and wait.number >= 0 and wait.is_same_call(before):
-            return None  # it looked up and went on waiting
+            self._waits[rank] = wait._replace(since=before.since)  # it looked up, and waits on
+            return None
         self.stop(rank)
         self._waits[rank] = wait
+        self.num_started += 1
         if wait.number < 0:
             return None
         together = self._together.setdefault((wait.context, wait.number), set())
@@ -69,14 +99,24 @@ class Calls:
         if other is None or wait.is_same_call(self._waits[other]):
             return None
         lines = [f"  rank {r}: {self._waits[r]}" for r in sorted((rank, other))]
+        lines.append(advice(wait.call, self._waits[other].call))
         return {
             "context": wait.context,
             "error": "MismatchError",
             "rank": rank,
             "reason": f"made another call than rank {other}",
-            "message": "\n".join(["ranks made different calls:", *lines]),
+            "message": "\n".join([f"ranks made different calls on {wait.name}:", *lines]),
             "members": members,
         }
+
+    def _kept(self, context: Context, members: list[int]) -> tuple[int, ...]:
+        """Keep the ranks of a communicator once, and not for each that waits in it."""
+        ranks = tuple(members)
+        if self._members.get(context) != ranks:
+            if len(self._members) >= _MAX_MEMBERS:
+                self._members.clear()
+            self._members[context] = ranks
+        return self._members[context]
 
     def stop(self, rank: int) -> None:
         """Note that `rank` does not wait."""

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket as sockets
 import struct
 import time
 
 import zmq
 
 from pycoll.errors import BootstrapError
-from pycoll.launcher.rendezvous_wire import Backlog, seconds_since
+from pycoll.launcher.rendezvous_wire import (
+    Backlog,
+    MalformedError,
+    already_joined,
+    late_question,
+    seconds_since,
+    unpack,
+)
 from pycoll.launcher.rendezvous_zmq import Wakeup, derive_keys
+from pycoll.ports import why_unreachable
+from pycoll.zap import open_context
 
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -21,6 +33,8 @@ _STARTED = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECTED
 # A server that cannot read our greeting (another key) cuts the connection without a word, and so
 # does one that ends at that moment: believe in the wrong key after this many times in a row.
 _MAX_CUTS = 3
+# The launcher says at once that the job has met, or not at all; what answers more is none.
+_ASK_S, _ANSWER_NBYTES = 1.0, 1 << 20
 
 # Between two attempts to connect; the pause doubles.
 _FIRST_PAUSE_S = 0.02
@@ -45,11 +59,11 @@ class Link:
         key: the job's secret, at least 16 bytes.
         context: stays the caller's; None: one of its own.
         max_nbytes: longest frame that is received.
-        who: who connects, for messages: "rank 3".
+        rank, size: who connects, and to how large a job.
 
     Raises:
         ValueError: the key is too short.
-        BootstrapError: libzmq was built without CURVE.
+        BootstrapError: libzmq was built without CURVE, or has too few threads or descriptors.
     """
 
     def __init__(
@@ -58,12 +72,17 @@ class Link:
         key: bytes,
         context: zmq.Context[zmq.Socket[bytes]] | None,
         max_nbytes: int,
-        who: str,
+        rank: int,
+        size: int,
     ) -> None:
-        self._endpoint, self._keys = endpoint, derive_keys(key)
+        self._endpoint, self._key, self._keys = endpoint, key, derive_keys(key)
+        self._rank, self._size, self._who = rank, size, f"rank {rank}"
         self._owns_context = context is None
-        self._context = zmq.Context(io_threads=1) if context is None else context
-        self._max_nbytes, self._who = max_nbytes, who
+        try:
+            self._context = open_context() if context is None else context
+        except OSError as exc:
+            raise BootstrapError(f"{self._who} cannot use ZeroMQ: {exc.strerror}") from exc
+        self._max_nbytes = max_nbytes
         self._wakeup = Wakeup()
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -94,6 +113,11 @@ class Link:
         """
         start, pause, num_cuts = time.monotonic(), _FIRST_PAUSE_S, 0
         deadline = start + timeout_s
+        host = self._endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if why := why_unreachable(host):
+            raise BootstrapError(
+                f"{self._who} cannot reach the launcher at {self._endpoint}: {why}"
+            )
         while True:
             try:
                 happened = self._attempt(deadline)
@@ -108,6 +132,7 @@ class Link:
             self._disconnect(0.0)
             num_cuts = num_cuts + 1 if happened == _CUT else 0
             if happened in (_REFUSED, _FOREIGN) or num_cuts >= _MAX_CUTS:
+                self.raise_if_late()
                 raise BootstrapError(
                     f"{self._who}: {self._endpoint} refuses this process: the job's key is not "
                     "that of the launcher that listens there, or what listens there is no "
@@ -122,6 +147,31 @@ class Link:
                 )
             time.sleep(min(pause, remaining))
             pause = min(2 * pause, _LAST_PAUSE_S)
+
+    def raise_if_late(self) -> None:
+        """Ask the launcher, which has cut this connection, whether the job has met already.
+
+        Raises:
+            BootstrapError: it has; which process is this rank.
+        """
+        host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
+        told = b""
+        deadline = time.monotonic() + _ASK_S
+        with contextlib.suppress(OSError, ValueError):
+            address = (host.strip("[]"), int(port))
+            with sockets.create_connection(address, _ASK_S) as asking:
+                asking.sendall(late_question(self._key))
+                while len(told) < _ANSWER_NBYTES and (data := asking.recv(1 << 16)):
+                    told += data
+                    asking.settimeout(max(1e-3, deadline - time.monotonic()))
+        try:
+            kind, fields = unpack(told, max(self._size, 16))
+            pid = fields["pids"][self._rank]
+        except (MalformedError, LookupError, TypeError):
+            return  # it is no launcher, or its job has not met
+        if kind == "late":
+            text = already_joined(self._rank, pid, os.getpid())
+            raise BootstrapError(f"{self._who} cannot join the job: {text}")
 
     def send(self, frame: bytes, is_state: bool = False) -> None:
         """Send, now or when the server reads again; never blocks. Without a connection: nothing.

@@ -37,6 +37,9 @@ def adopt(link: str, key: bytes, max_nbytes: int) -> LocalLink | None:
 
     Returns:
         None if the descriptor is not open here, is something else, or another process uses it.
+
+    Raises:
+        OSError: too many files are open.
     """
     try:
         descriptor, inode = map(int, link.split(":"))
@@ -50,12 +53,14 @@ def adopt(link: str, key: bytes, max_nbytes: int) -> LocalLink | None:
     expected = greeting(key)
     try:
         # First without taking it: it is another's if it is not the expected one.
-        if socket.recv(len(expected), _socket.MSG_PEEK) == expected:
+        mine = socket.recv(len(expected), _socket.MSG_PEEK) == expected
+        if mine:
             socket.recv(len(expected))
             os.set_inheritable(descriptor, False)
-            return LocalLink(FrameSocket(socket, max_nbytes))
     except OSError:
-        pass
+        mine = False
+    if mine:
+        return LocalLink(FrameSocket(socket, max_nbytes))
     socket.detach()
     return None
 
@@ -178,6 +183,9 @@ class LocalLink:
 
     def connect(self, timeout_s: float) -> None:
         """Do nothing: it was connected when it was made."""
+
+    def raise_if_late(self) -> None:
+        """Do nothing: who has the descriptor is in time."""
 
     def send(self, frame: bytes, is_state: bool = False) -> None:
         """Send, now or when the launcher reads again; never blocks. Without a connection: nothing.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,8 +11,8 @@ import zmq
 from zmq.utils import z85
 
 from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES
-from pycoll.launcher.rendezvous_zmq import Wakeup, derive_keys
-from pycoll.zap import Authenticator, guard
+from pycoll.launcher.rendezvous_zmq import Keys, Wakeup, derive_keys
+from pycoll.zap import Authenticator, guard, open_context
 
 _ZAP_DOMAIN = "pycoll.rendezvous"
 
@@ -21,6 +23,10 @@ _BATCH = 1000
 _SEND_QUEUE = 100_000
 
 _CLOSE_LINGER_MS = 200
+
+# Within it a connection must have shown that it has the key: it costs a descriptor. A rank that was
+# stopped for so long in the middle tries again.
+_HANDSHAKE_MS = 10_000
 
 
 class Caller(NamedTuple):
@@ -38,32 +44,41 @@ class Router:
     """A ROUTER that lets in whoever has the job's key: one of the carriers of `rendezvous_server`.
 
     Args:
-        listener: a TCP socket that listens; it becomes the router's own.
+        listener: the descriptor of a TCP socket that listens; it stays the caller's.
         key: the job's.
 
     Raises:
         BootstrapError: libzmq was built without CURVE.
+        OSError, zmq.ZMQError: it would have too few threads or descriptors.
     """
 
     def __init__(self, listener: int, key: bytes) -> None:
         keys = derive_keys(key)
         self._closed = False
-        self._context = zmq.Context()
-        self._authenticator = Authenticator(self._context)
-        self._wakeup = Wakeup()
-        self._socket = socket = self._context.socket(zmq.ROUTER)
+        with contextlib.ExitStack() as undo:
+            self._context = open_context()
+            undo.callback(self._context.destroy, 0)
+            self._authenticator = Authenticator(self._context)
+            undo.callback(self._authenticator.close)
+            self._wakeup = Wakeup()
+            undo.callback(self._wakeup.close)
+            self._socket = self._open(listener, keys)
+            self._wakeup.add(self._socket)
+            undo.pop_all()
+
+    def _open(self, listener: int, keys: Keys) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
         self._authenticator.allow_curve(_ZAP_DOMAIN, z85.decode(keys.client_public))
         socket.curve_server = True
         socket.curve_publickey = keys.server_public
         socket.curve_secretkey = keys.server_secret
         guard(socket, _ZAP_DOMAIN)
         socket.maxmsgsize = MAX_FRAME_NBYTES
-        # A rank stopped in the middle of the handshake is slow, not lost.
-        socket.handshake_ivl = 0
+        socket.handshake_ivl = _HANDSHAKE_MS
         socket.sndhwm = _SEND_QUEUE
-        socket.use_fd = listener
+        socket.use_fd = os.dup(listener)
         socket.bind("tcp://127.0.0.1:*")  # the listener's own address is what counts
-        self._wakeup.add(socket)
+        return socket
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `receive` may have something."""

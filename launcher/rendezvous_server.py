@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import select
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher import rendezvous_wire as wire
 from pycoll.launcher.rendezvous_calls import Calls
-from pycoll.launcher.rendezvous_pairs import Pairs
+from pycoll.launcher.rendezvous_pairs import Pair, Pairs
+from pycoll.ports import endpoint_of, listen
 
-# The kernel lowers it to net.core.somaxconn. A short one makes ranks that come in a burst wait for
-# a repeated SYN, a second later.
-_BACKLOG = 4096
+# Who comes too late is told so in one piece, and not kept. So many at a time, that a flood does not
+# hold the launcher's loop.
+_LATE_BATCH = 100
+_READ_NBYTES = 64 << 10
 
 _MAX_PID = (1 << 31) - 1
 
@@ -44,8 +47,8 @@ class Notice(NamedTuple):
     """What the launcher must know: `kind` is "joined", "raised", "abort" or "left".
 
     The fields are those that the rank sent: joined {pid}, raised {error, text, peer_failed},
-    abort {code}, left {links}. A rank makes each kind at most once, but may join again after it
-    gave up waiting.
+    abort {code}, left {links, calls, error}. A rank makes each kind at most once, but may join
+    again after it gave up waiting.
     """
 
     kind: str
@@ -78,7 +81,10 @@ class Server:
 
     Ranks on this host come by sockets that they inherit (`open_link`), others, and those that have
     lost theirs, by ZeroMQ: a ROUTER here, a DEALER in each rank, CURVE with keys derived from the
-    job's key on both sides. ZeroMQ is not imported before the first of them comes.
+    job's key on both sides. ZeroMQ is not imported before the first of them comes. Once the job has
+    met, nobody can join any more, and unless a rank has come by ZeroMQ the port is closed to it:
+    who asks there with `rendezvous_wire.late_question` is told {pids} of the ranks in a frame
+    "late", everybody is cut.
 
     Protocol, version `WIRE_VERSION`. A message is one frame, msgpack of [kind, fields].
 
@@ -95,18 +101,20 @@ class Server:
         table {id}              table {id, lines}: see `table()`
         bye {}                  bye {}: everything it sent before has been handled
         raised, abort, left,    see `rendezvous_wire.parse_post` for the fields. waiting and
-          broken, waiting,      running are remembered, the others become a notice or an event
-          running, tell
+          broken, waiting,      running are remembered, "seen" is for who has looked (`look`), the
+          running, seen, tell   others become a notice or an event
 
         pushed to ranks         when
         failed {rank, reason,   a rank raised (but not PeerFailed), aborted, or its process ended
           detail}               and not with status 0; once a rank, to all others
-        left {rank, links}      a rank finalized; to all others
+        left {rank, links,      a rank finalized; to all others
+          calls, error}
         ended {rank, reason}    a rank's process ended with status 0; to all others
         broken {context, error, a rank said so, or two ranks wait in the same (context, number)
           rank, reason,         in different calls; to the members, the first for a context only
           message}
         told {rank, letter}     a rank has told this one something: bytes that nobody else reads
+        look {round, contexts}  `look` was called: answer with "seen"
 
     Nothing but "join" and "bye" is heard from a connection that has not joined, nothing about
     communicators before the job has met, and what does not follow the schema is dropped.
@@ -117,6 +125,10 @@ class Server:
         host: the address to listen on; a free port is chosen.
         on_failure: called when the ranks have been told that one has failed.
         doing: returns what a rank waits in without having told us, "" if it does not.
+
+    Attributes:
+        calls: what ranks wait in.
+        on_seen: called with what a rank answers to `look`.
 
     Raises:
         ValueError: `size` is less than 1, or the key is too short.
@@ -143,13 +155,17 @@ class Server:
         self._over: str | None = None  # why the job cannot meet any more
         self._round = 0  # of exchange
         self._gone = ""  # why there can be no exchange any more
-        self._calls = Calls()
+        self.calls = Calls()
+        self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
         self._notices: list[Notice] = []
         self._on_failure, self._waits_natively = on_failure, doing
         self._closed = False
-        self._listener = _listen(host)
-        address = f"[{host}]" if ":" in host else host
-        self.endpoint = f"tcp://{address}:{self._listener.getsockname()[1]}"
+        try:
+            self._listener = listen(host)
+        except OSError as exc:
+            raise BootstrapError(f"the launcher cannot listen on tcp://{host}: {exc}") from exc
+        self.endpoint = endpoint_of(self._listener)
+        self._has_router = self._is_port_closed = False
         self._pairs = Pairs(key)
         self._carriers: list[Carrier] = [self._pairs]
         self._epoll = select.epoll()
@@ -182,8 +198,11 @@ class Server:
         """Handle the requests that came, without waiting; return what the launcher must know."""
         if self._closed:
             return []
-        if self._listener.fileno() in dict(self._epoll.poll(0)):
-            self._open_router()
+        if not self._has_router and self._listener.fileno() in dict(self._epoll.poll(0)):
+            if self._met:
+                self._turn_away()
+            else:
+                self._open_router()
         for carrier in self._carriers:
             for peer, frame in carrier.receive():
                 self._handle(peer, frame)
@@ -204,7 +223,7 @@ class Server:
         if self._closed or entry.ended is not None:
             return
         entry.ended = reason
-        self._calls.stop(rank)
+        self.calls.stop(rank)
         if not self._met:
             joined = "before all ranks had joined" if entry.peer else "before it joined"
             self._end_meeting(f"rank {rank} ended {joined} the job: {reason}")
@@ -222,6 +241,25 @@ class Server:
         """Return one line a rank: what it is doing, since when."""
         now = time.monotonic()
         return [f"rank {rank}: {self._doing(rank, now)}" for rank in range(len(self._ranks))]
+
+    def look(self, ranks: Iterable[int], number: int, contexts: Sequence[wire.Context]) -> None:
+        """Ask ranks what they wait in, and how far they are on some communicators.
+
+        Those that wait in pycoll answer: `on_seen` is called with the rank and the fields of its
+        post "seen", `number` among them.
+        """
+        frame = wire.pack("look", {"round": number, "contexts": list(contexts)})
+        for rank in ranks:
+            self._push(self._ranks[rank], frame)
+
+    def state(self, rank: int) -> tuple[str, int]:
+        """Return what is known of a rank beside its waits, "" if it is there, and its process."""
+        entry = self._ranks[rank]
+        if entry.ended is not None:
+            return f"has ended ({entry.ended})", 0
+        if entry.trouble:
+            return entry.trouble, 0
+        return ("has finalized" if entry.left else ""), entry.pid
 
     def is_anyone_waiting(self) -> bool:
         """Return whether a rank waits for others, so that `table` is of interest."""
@@ -241,14 +279,63 @@ class Server:
         for carrier in self._carriers:
             carrier.close()
 
+    def close_port(self) -> None:
+        """Let nobody new in; who has come stays. May be called again."""
+        if not self._is_port_closed and not self._closed:
+            self._is_port_closed = True
+            if not self._has_router:
+                self._epoll.unregister(self._listener)
+            elif not any(self._came_by_port(peer) for peer in self._by_peer):
+                self._close_router()
+            self._listener.close()
+
     def _open_router(self) -> None:
-        """Let ZeroMQ take over the port: somebody has come to it."""
-        from pycoll.launcher.rendezvous_router import Router  # not sooner: it takes long
+        """Let ZeroMQ serve the port: somebody has come to it."""
+        import zmq  # not sooner: it takes long
+
+        from pycoll.launcher.rendezvous_router import Router
 
         self._epoll.unregister(self._listener)
-        router = Router(self._listener.detach(), self._key)
+        self._has_router = True
+        try:
+            router = Router(self._listener.fileno(), self._key)
+        except (OSError, zmq.ZMQError, BootstrapError) as exc:
+            self._listener.close()
+            return self._end_meeting(f"the launcher cannot serve {self.endpoint}: {exc}")
         self._carriers.append(router)
         self._epoll.register(router, select.EPOLLIN)
+
+    def _close_router(self) -> None:
+        """Have no ZeroMQ any more: no rank has come by it."""
+        for router in self._carriers[1:]:
+            self._epoll.unregister(router)
+            router.close()
+        del self._carriers[1:]
+        self._has_router = False
+
+    def _came_by_port(self, peer: Peer | None) -> bool:
+        return peer is not None and not isinstance(peer, Pair)
+
+    def _turn_away(self) -> None:
+        """Tell who comes after the job has met which processes are its ranks."""
+        import hmac  # not sooner: hardly anybody comes
+
+        late = wire.pack("late", {"pids": [entry.pid for entry in self._ranks]})
+        question = wire.late_question(self._key)
+        for _ in range(_LATE_BATCH):
+            try:
+                stranger = self._listener.accept()[0]
+            except BlockingIOError:  # nobody is left
+                return
+            except OSError as exc:
+                # Without a descriptor nobody can be told, and who stays there keeps this awake.
+                if exc.errno in (errno.EMFILE, errno.ENFILE):
+                    self.close_port()
+                return
+            with stranger, contextlib.suppress(OSError):
+                stranger.setblocking(False)
+                if hmac.compare_digest(stranger.recv(_READ_NBYTES), question):
+                    stranger.send(late)
 
     # Requests.
 
@@ -288,11 +375,7 @@ class Server:
             )
         entry = self._ranks[rank]
         if entry.peer is not None:
-            return self._refuse(
-                peer,
-                f"rank {rank} is already process {entry.pid}; this is process {pid}. Each rank "
-                "joins once: a process started by a rank must not call init()",
-            )
+            return self._refuse(peer, wire.already_joined(rank, entry.pid, pid))
         if entry.ended is not None:
             return self._refuse(peer, f"rank {rank} has already ended: {entry.ended}")
         entry.peer, entry.pid, entry.info = peer, pid, info
@@ -312,6 +395,9 @@ class Server:
         for entry in self._ranks:
             entry.info = b""
             self._push(entry, frame)
+        if self._has_router and not any(self._came_by_port(entry.peer) for entry in self._ranks):
+            self._close_router()
+            self._epoll.register(self._listener, select.EPOLLIN)
 
     def _answer(self, rank: int, peer: Peer, kind: str, fields: dict[str, Any]) -> None:
         match kind:
@@ -387,7 +473,7 @@ class Server:
                 self._fail(rank, entry.trouble, "")
             case "left" if not entry.left:
                 entry.left = True
-                self._calls.stop(rank)
+                self.calls.stop(rank)
                 self._notices.append(Notice(kind, rank, fields))
                 if self._met:
                     self._push_others(rank, "left", {"rank": rank, **fields})
@@ -397,11 +483,13 @@ class Server:
             case "broken" if self._met:
                 self._break(fields)
             case "waiting" if self._met:
-                mismatch = self._calls.start(rank, fields)
+                mismatch = self.calls.start(rank, fields)
                 if mismatch is not None:
                     self._break(mismatch)
             case "running":
-                self._calls.stop(rank)
+                self.calls.stop(rank)
+            case "seen":
+                self.on_seen(rank, fields)
             case "tell" if self._met:
                 letter = {"rank": rank, "letter": fields["letter"]}
                 self._push(self._ranks[fields["rank"]], wire.pack("told", letter))
@@ -411,7 +499,7 @@ class Server:
     def _break(self, fields: dict[str, Any]) -> None:
         """Tell the members that a communicator is broken; only the first cause counts."""
         members = fields.pop("members")
-        if self._calls.note_broken(fields["context"]):
+        if self.calls.note_broken(fields["context"]):
             frame = wire.pack("broken", fields)
             for rank in members:
                 self._push(self._ranks[rank], frame)
@@ -467,23 +555,10 @@ class Server:
         if not self._met:
             since = self._ranks[rank].since
             return f"in init(), waiting for the other ranks, for {now - since:.1f} s"
-        wait = self._calls.wait_of(rank)
+        wait = self.calls.wait_of(rank)
         if wait is None:
             return self._waits_natively(rank)
         return f"{wait}, for {now - wait.since:.1f} s"
-
-
-def _listen(host: str) -> socket.socket:
-    """A TCP socket that listens on a free port."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setblocking(False)
-    try:
-        listener.bind((host, 0))
-        listener.listen(_BACKLOG)
-    except OSError as exc:
-        listener.close()
-        raise BootstrapError(f"the launcher cannot listen on tcp://{host}: {exc}") from exc
-    return listener
 
 
 def _info(fields: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Compared when a rank joins. Any change of a kind or a field is a new version."""
 
 MAX_FRAME_NBYTES = 16 << 20
@@ -33,6 +33,7 @@ _SHORT_TEXT = 4 << 10
 _MIN_KEY_NBYTES = 16
 _MAX_CONTEXT_NBYTES = 256
 _MAX_LETTER_NBYTES = 1 << 10
+_MAX_NAME = 200
 _BROKEN_ERRORS = frozenset({"MismatchError", "OperationTimeout", "PeerFailed", "KeyboardInterrupt"})
 
 
@@ -44,6 +45,13 @@ def check_key(key: bytes) -> None:
     """Raise ValueError if `key` is too short for a job's."""
     if len(key) < _MIN_KEY_NBYTES:
         raise ValueError(f"the job's key has {len(key)} bytes; at least {_MIN_KEY_NBYTES} needed")
+
+
+def late_question(key: bytes) -> bytes:
+    """Return what who has the job's key asks the launcher of a job that has met already."""
+    import hashlib  # not sooner: hardly any process asks
+
+    return b"?" + hashlib.blake2b(key, digest_size=32, person=b"pycoll rdv late").digest()
 
 
 class Backlog:
@@ -159,6 +167,14 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if plural else ''} {', '.join(words)}"
 
 
+def already_joined(rank: int, joined: int, late: int) -> str:
+    """Say that process `late` cannot be a rank that process `joined` is already."""
+    return (
+        f"rank {rank} is already process {joined}; this is process {late}. Each rank joins once: "
+        "a process started by a rank must not call init()"
+    )
+
+
 def seconds_since(start: float) -> str:
     """Write the time since `start`, of time.monotonic(), for people: "0.3 s", "12 s"."""
     return f"{round(time.monotonic() - start, 1):g} s"
@@ -228,6 +244,48 @@ def _letter(value: object, size: int) -> bytes:
     return value
 
 
+def _pair(value: object, size: int) -> tuple[Context, int]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise MalformedError(f"{value!r:.100} is not a communicator and a number")
+    return _context(value[0], size), _number(value[1], size)
+
+
+def _pairs(value: object, size: int) -> list[tuple[Context, int]]:
+    if not isinstance(value, list | tuple):
+        raise MalformedError(f"{value!r:.100} is not a list")
+    return [_pair(pair, size) for pair in value]
+
+
+def _options(value: object, size: int) -> list[list[tuple[Context, int, list[int]]]]:
+    """What a wait needs: one of these lists, and of that all; see `launcher.deadlock`."""
+    if not isinstance(value, list | tuple):
+        raise MalformedError(f"{value!r:.100} is not a list")
+    options = []
+    for option in value:
+        if not isinstance(option, list | tuple):
+            raise MalformedError(f"{option!r:.100} is not a list")
+        needs = []
+        for need in option:
+            if not isinstance(need, list | tuple) or len(need) != 3:
+                raise MalformedError(f"{need!r:.100} is not a communicator, a number and ranks")
+            context, number, ranks = need
+            needs.append((_context(context, size), _number(number, size), _ranks(ranks, size)))
+        options.append(needs)
+    return options
+
+
+def _calls(value: object, size: int) -> list[list[Any]]:
+    """Check what a rank has called last: of each communicator its name, two numbers, a text."""
+    if not isinstance(value, list | tuple):
+        raise MalformedError("last calls are a list")
+    checks = (_context, _number, _number, _text(_SHORT_TEXT))
+    if any(not isinstance(call, list | tuple) or len(call) != len(checks) for call in value):
+        raise MalformedError("a last call is a list of four")
+    return [
+        [check(field, size) for check, field in zip(checks, call, strict=True)] for call in value
+    ]
+
+
 def _broken_error(value: object, size: int) -> str:
     if not isinstance(value, str) or value not in _BROKEN_ERRORS:
         raise MalformedError(f"{value!r:.100} is not one of {', '.join(sorted(_BROKEN_ERRORS))}")
@@ -237,7 +295,7 @@ def _broken_error(value: object, size: int) -> str:
 _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
     "raised": {"error": _text(_SHORT_TEXT), "text": _text(_LONG_TEXT), "peer_failed": _flag},
     "abort": {"code": _number},
-    "left": {"links": _ranks},
+    "left": {"links": _ranks, "calls": _calls, "error": _text(_SHORT_TEXT)},
     "broken": {
         "context": _context, "error": _broken_error, "rank": _rank,
         "reason": _text(_SHORT_TEXT), "message": _text(_LONG_TEXT), "members": _ranks,
@@ -245,8 +303,13 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
     "waiting": {
         "context": _context, "number": _number, "call": _text(_SHORT_TEXT),
         "where": _text(_SHORT_TEXT), "members": _ranks, "waited_s": _seconds,
+        "name": _text(_MAX_NAME), "serial": _number,
     },
     "running": {},
+    "seen": {
+        "round": _number, "serial": _number, "call": _pair, "options": _options, "started": _pairs,
+        "quiet": _flag, "threads": _number, "ends": _flag,
+    },
     "tell": {"rank": _peer, "letter": _letter},
 }  # fmt: skip
 
@@ -254,7 +317,8 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
 def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
     """Check what a rank of a job of `size` posts, and return it in its plain form.
 
-    `members` and `waited_s` of "waiting" may be left out. Long texts are cut.
+    Of "waiting" all but the first four fields may be left out, of "left" `calls` and `error`. Long
+    texts are cut.
 
     Raises:
         MalformedError: no such kind, a field too many or too few, or a wrong value.
@@ -263,7 +327,9 @@ def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
     if schema is None:
         raise MalformedError(f"there is no post {kind!r:.100}; there are {', '.join(_POSTS)}")
     if kind == "waiting":
-        fields = {"members": [], "waited_s": 0.0, **fields}
+        fields = {"members": [], "waited_s": 0.0, "name": "world", "serial": 0, **fields}
+    if kind == "left":
+        fields = {"calls": [], "error": "", **fields}
     if fields.keys() != schema.keys():
         raise MalformedError(f"post {kind!r} has the fields {', '.join(schema) or 'none'}")
     parsed = {}

@@ -27,6 +27,7 @@ from pycoll.launcher.environment import (
     rank_environment,
     shared_environment,
     usable_cores,
+    warn_after,
 )
 from pycoll.launcher.host_memory import JobMemory
 from pycoll.launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
@@ -35,6 +36,8 @@ from pycoll.launcher.output import Relay, Target
 from pycoll.launcher.rendezvous_pairs import link_variable
 from pycoll.launcher.rendezvous_server import Notice, Server
 from pycoll.launcher.signals import caught_signals
+from pycoll.launcher.wait_table import PREFIX
+from pycoll.launcher.watch import Watch
 
 _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
@@ -45,6 +48,7 @@ _NEVER = float("inf")
 # which may be its alone: the memory, and the mapping, for which Python keeps it open once more.
 _DESCRIPTORS_OF_A_RANK = 9
 _DESCRIPTORS = 64  # what else a job opens: about 25, most of it libzmq's
+_SPARE = 16  # kept for the end: to look at processes takes two or three
 _EXIT_STATUS = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
@@ -56,7 +60,7 @@ class Options(NamedTuple):
         transport: name of the transport, or "auto".
         op_timeout_s: default deadline of every operation (None: none).
         timeout_s: longest time for the whole job (None: unlimited).
-        tag_output: put the rank before each line of output.
+        tag_output: put the rank before each line of output (None: on a terminal).
         log_dir: folder for one file a rank with what it prints.
         bind: "core" keeps each rank on a core of its own, "none" on none.
         emulate_hosts: number of hosts to pretend (None: the one this is).
@@ -68,7 +72,7 @@ class Options(NamedTuple):
     transport: str = "auto"
     op_timeout_s: float | None = None
     timeout_s: float | None = None
-    tag_output: bool = False
+    tag_output: bool | None = None
     log_dir: str | None = None
     bind: str = "none"
     emulate_hosts: int | None = None
@@ -101,7 +105,8 @@ def _pidfd(pid: int) -> int | None:
 
 def _reserve_descriptors(size: int) -> None:
     """Make sure that this process may open what a job needs: libzmq hangs where it may not."""
-    needed = len(os.listdir("/proc/self/fd")) + _DESCRIPTORS_OF_A_RANK * size + _DESCRIPTORS
+    needed = len(os.listdir("/proc/self/fd")) + _DESCRIPTORS_OF_A_RANK * size
+    needed += _DESCRIPTORS + _SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
@@ -153,6 +158,7 @@ class Job:
         self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
         self._num_kills = 0
         self._swept = False
+        self._spare: list[int] = []  # descriptors for the end
         self._over_at: float | None = None  # when the job is left, all ranks having ended
 
     def run(self) -> Outcome:
@@ -201,6 +207,8 @@ class Job:
         )
         stack.callback(self.server.close)
         self._selector.register(self.server.fileno(), selectors.EVENT_READ, _nothing)
+        after_s = warn_after({**os.environ, **options.exports})
+        self._watch_waits = Watch(self.server, options.size, after_s, self._tell)
         self._environment = shared_environment(
             options.size,
             job=self.id,
@@ -210,8 +218,10 @@ class Job:
             op_timeout_s=options.op_timeout_s,
             exports=options.exports,
         )
+        self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE)]
+        stack.callback(self._free_descriptors)
+        stack.callback(self._reap)  # not before the guardian has ended, which knows them by number
         self._guardian = stack.enter_context(guardian.guarded(self.id))
-        stack.callback(self._reap)
         stack.callback(self._sweep)
         self._say(f"job {self.id}: {options.size} ranks meet at {self.server.endpoint}")
 
@@ -260,8 +270,7 @@ class Job:
                 os.close(descriptor)
         rank = _Rank(number, process)
         self._ranks.append(rank)
-        with contextlib.suppress(OSError):  # the guardian is gone: the job can go on without
-            os.write(self._guardian, b"session %d\n" % rank.pid)
+        self._guardian.add_session(rank.pid)
         self._relay.add(number, *ours)
         self._watch_pidfd(rank.pidfd, lambda: self._see_end(rank))
         bound = f" on CPUs {sorted(cpus)}" if cpus else ""
@@ -302,7 +311,7 @@ class Job:
     def _act(self, now: float) -> float:
         """Do what is due; returns when something will be."""
         options = self._options
-        wake = [self._relay.update(now)]
+        wake = [self._relay.update(now), self._watch_waits.update(now)]
         self._heed_signals(now)
         if self._relay.error is not None:
             self._give_up_output(now)
@@ -427,8 +436,13 @@ class Job:
                 self._over_at = now
         for rank in living:
             rank.signalled = True
-        reached = guardian.signal_members(self._sessions(), self.id, signum)
-        self._say(f"{name_of(signum)} to {len(reached)} processes")
+        self._free_descriptors()
+        try:
+            reached = guardian.signal_members(self._sessions(), self.id, signum)
+        except OSError as exc:  # who is in the ranks' process groups was reached
+            self._say(f"{name_of(signum)} to the ranks: cannot look for others: {exc.strerror}")
+        else:
+            self._say(f"{name_of(signum)} to {len(reached)} processes")
 
     def _sessions(self) -> set[int]:
         return {rank.pid for rank in self._ranks}
@@ -473,12 +487,26 @@ class Job:
             self._decide(now, 1, f"cannot write the ranks' output: {error.strerror or error}")
 
     def _sweep(self) -> None:
-        """Kill whatever is left of the job."""
-        if self._ranks and not self._swept:
-            self._swept = True
-            killed = guardian.sweep(self._sessions(), self.id)
+        """Kill whatever is left of the job; where this process cannot, the guardian does."""
+        if self._swept:
+            return
+        self._swept = True
+        self._free_descriptors()
+        if self._ranks:
+            try:
+                killed = guardian.sweep(self._sessions(), self.id)
+            except OSError as exc:
+                self._say(f"the guardian kills what is left: {exc.strerror}")
+                return
             if killed:
                 self._say(f"SIGKILL to {len(killed)} processes that were left")
+        self._guardian.done()
+
+    def _free_descriptors(self) -> None:
+        """Give up those that were kept; whoever comes to the port cannot have them."""
+        self.server.close_port()
+        while self._spare:
+            os.close(self._spare.pop())
 
     def _flush(self) -> None:
         """Write what was read, however slow its reader is, until a signal comes."""
@@ -510,6 +538,9 @@ class Job:
         if pidfd is not None:
             self._selector.unregister(pidfd)
             os.close(pidfd)
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        self._relay.say("\n".join([f"{PREFIX}{lines[0]}", *lines[1:]]))
 
     def _say(self, text: str) -> None:
         if self._options.verbose:

@@ -11,8 +11,6 @@ See README.md, and the docstring of `Communicator`.
 
 from __future__ import annotations
 
-import importlib
-
 from pycoll.errors import (
     BootstrapError,
     Error,
@@ -24,17 +22,17 @@ from pycoll.errors import (
     TruncationError,
 )
 
-TYPE_CHECKING = False  # typing's own takes longer to import than this file
+# False. typing's own takes longer to import than this file, and editors skip what a literal rules
+# out.
+TYPE_CHECKING = bool()  # noqa: UP018
 if TYPE_CHECKING:
-    from typing import Any
-
     from pycoll.communicator import Communicator
     from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
-    from pycoll.grid import Grid
+    from pycoll.grid import Grid, compute_dims
     from pycoll.launcher.function import run
     from pycoll.ops import Op
-    from pycoll.registration import prove, register_algorithm
-    from pycoll.request import Request, wait_all, wait_any, wait_some
+    from pycoll.registration import algorithms, prove, register_algorithm
+    from pycoll.request import Request, test_all, wait_all, wait_any, wait_some
     from pycoll.world import finalize, init
 
 __version__ = "0.1.0"
@@ -57,11 +55,13 @@ __all__ = [
     "TransportError",
     "TruncationError",
     "algorithms",
+    "compute_dims",
     "finalize",
     "init",
     "prove",
     "register_algorithm",
     "run",
+    "test_all",
     "wait_all",
     "wait_any",
     "wait_some",
@@ -77,39 +77,39 @@ _HOMES = {
     "Op": "pycoll.ops",
     "Request": "pycoll.request",
     "Status": "pycoll.context",
+    "algorithms": "pycoll.registration",
+    "compute_dims": "pycoll.grid",
     "finalize": "pycoll.world",
     "init": "pycoll.world",
     "prove": "pycoll.registration",
     "register_algorithm": "pycoll.registration",
     "run": "pycoll.launcher.function",
+    "test_all": "pycoll.request",
     "wait_all": "pycoll.request",
     "wait_any": "pycoll.request",
     "wait_some": "pycoll.request",
 }
 
 
-def algorithms(collective: str) -> list[str]:
-    """List the names of the algorithms of a collective, for the argument `algorithm`.
+if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
 
-    Those that `register_algorithm` has added are at the end.
+    def __getattr__(name):
+        from importlib import import_module
 
-    Raises:
-        ValueError: there is no such collective; the message names those there are.
-    """
-    from pycoll.group import SHARED_MEMORY
-    from pycoll.schedules import names
-
-    return [SHARED_MEMORY, *names(collective)]
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'pycoll' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+        home = _HOMES.get(name)
+        if home is None:
+            ours = import_module("pycoll.words").of_module(name)
+            try:
+                raise AttributeError(
+                    f"module 'pycoll' has no attribute {name!r}" + (f": use {ours}" if ours else "")
+                )
+            except AttributeError as exc:
+                exc.__traceback__ = None  # as `edge.hide`
+                raise
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

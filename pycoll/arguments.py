@@ -6,21 +6,18 @@ Every message says what is wrong and what to pass instead.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pycoll.context import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
 from pycoll.late import Late
 
 if TYPE_CHECKING:
-    from pycoll import arrays, ops
+    from pycoll import arrays, ops, words
     from pycoll.arrays import Value
     from pycoll.dtypes import Array
-    from pycoll.ops import Op
-
-    Reducer: TypeAlias = str | Op | Callable[[Any, Any], Any]
+    from pycoll.hints import Reducer
 else:
-    arrays, ops = Late("pycoll.arrays"), Late("pycoll.ops")
+    arrays, ops, words = Late("pycoll.arrays"), Late("pycoll.ops"), Late("pycoll.words")
 
 
 class Target:
@@ -77,9 +74,8 @@ def check_peer(rank: int, what: str, size: int) -> int:
 
 def check_source(source: int, size: int) -> int:
     """Check a rank to receive from; ANY_SOURCE is one."""
-    if source == ANY_SOURCE:
-        return ANY_SOURCE
-    return check_peer(source, "source", size)
+    source = check_int(source, "source")
+    return ANY_SOURCE if source == ANY_SOURCE else check_peer(source, "source", size)
 
 
 def check_status(status: object) -> None:
@@ -99,7 +95,8 @@ def check_objects(what: str, x: Any, size: int) -> None:
     """Check a list of one object a rank."""
     if not isinstance(x, list | tuple):
         raise TypeError(
-            f"{what} takes an array (size, ...) or a list of size objects, not a {type(x).__name__}"
+            f"{what} takes an array (size, ...) or a list of size objects, "
+            f"not a {arrays.type_name(x)}"
         )
     if len(x) != size:
         raise ValueError(
@@ -111,11 +108,12 @@ def split_value(what: str, x: Any, size: int) -> Value:
     """Return an array whose leading axis is the rank axis."""
     value = arrays.wrap(x)
     if value is None:
-        raise TypeError(f"{what} takes an array (size, ...), not a {type(x).__name__}")
+        raise TypeError(f"{what} takes an array (size, ...), not a {arrays.type_name(x)}")
     if value.array.ndim == 0 or len(value.array) != size:
+        blocks = f". Blocks of any length: {words.OF_UNEVEN_BLOCKS[what]}"
         raise ValueError(
             f"{what}: the leading axis is the rank axis, so x has the shape "
-            f"({size}, ...); this one has {value.array.shape}"
+            f"({size}, ...); this one has {value.array.shape}{blocks if value.array.ndim else ''}"
         )
     return value
 
@@ -201,5 +199,5 @@ def fillable_out(out: Any) -> Value | None:
         return None
     value = arrays.wrap(out, writing=True)
     if value is None:
-        raise TypeError(f"out is a writable array, not a {type(out).__name__}")
+        raise TypeError(f"out is a writable array, not a {arrays.type_name(out)}")
     return arrays.check_out(out, value.dtype, value.array.shape)

@@ -157,8 +157,13 @@ def wrap_operand(x: object) -> Value:
                 pair = np.array((left[()], right[()]), fields)
                 kind = f"pair:{left_kind},{right_kind}"
                 return Value(pair, dtypes.of_numpy(pair.dtype), kind)
+    if isinstance(x, np.ndarray):
+        raise TypeError(
+            f"cannot reduce an array of {x.dtype}: it travels as a Python object. "
+            "Convert it with x.astype(float), or pass a Python function as op to combine objects."
+        )
     raise TypeError(
-        f"cannot reduce a value of type {_type_name(x)}: reductions take arrays and numbers. "
+        f"cannot reduce a value of type {type_name(x)}: reductions take arrays and numbers. "
         "Convert it with numpy.asarray(x), or pass a Python function as op to combine objects."
     )
 
@@ -291,7 +296,7 @@ def check_out(out: object, dtype: DType, shape: tuple[int, ...]) -> Value:
     value = wrap(out, writing=True)
     if value is None:
         raise TypeError(
-            f"out is not an array but a value of type {_type_name(out)}. "
+            f"out is not an array but a value of type {type_name(out)}. "
             "Pass a writable array, for example numpy.empty(shape, dtype)."
         )
     if value.kind in ("jax", "cuda:jax"):
@@ -344,7 +349,10 @@ def as_bytes(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _type_name(x: object) -> str:
+def type_name(x: object) -> str:
+    """Return what messages call the type of a value."""
+    if isinstance(x, np.ndarray) and x.dtype.hasobject:
+        return "numpy.ndarray of Python objects"
     module, name = type(x).__module__, type(x).__qualname__
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -420,7 +428,7 @@ def _wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
             array = plain.numpy()
     except (RuntimeError, TypeError, ValueError) as exc:
         raise TypeError(
-            f"a tensor of type {_type_name(x)} has no memory of its own here: {exc}. "
+            f"a tensor of type {type_name(x)} has no memory of its own here: {exc}. "
             "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
         ) from exc
     return Value(array, dtype, "torch", x)

@@ -38,9 +38,11 @@ COLLECTIVES = (
     "send",
 )
 TRANSPORTS = ("auto", "shm", "tcp", "rdma")
-DTYPES = ("float32", "float64", "int8", "int32", "int64", "uint8")
+# Bytes of an element.
+DTYPES = {"float32": 4, "float64": 8, "int8": 1, "int32": 4, "int64": 8, "uint8": 1}
 # All that every dtype's items divide.
 _SMALLEST = 8
+_PAGE = 4096
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _DEFAULT_SIZES = "8,1K,16K,256K,1M,4M,16M,64M"
 # From one size of a range to the next.
@@ -54,6 +56,9 @@ sizes:   bytes of one rank's value in all_reduce, broadcast, reduce and send; of
          all_to_all. 8:64M is 8, 32, 128, ... and 64M; 8:64M:2 doubles; 8,1K,64M is a list.
 time:    of a call on the slowest rank; of send: from rank 0 to rank 1, half of there and back.
          Arrays for the results exist (`out=`); broadcast fills the same array again and again.
+alias:   arrays begin with a page. --alias 0,16,32 measures each size also where the array of the
+         result lies so many bytes behind the source's, modulo 4096: 1 to 31 is slow on many
+         processors, and where arrays that are allocated one after the other often lie.
 peers:   run in environments of their own: make them with benchmarks/peers."""
 
 
@@ -63,6 +68,7 @@ class Conditions(NamedTuple):
     Attributes:
         sizes: bytes; see `report.OF_A_VALUE`.
         algorithm: of pycoll, None: its own choice.
+        aliases: where the array of a result begins behind a page; what is sent begins with one.
         timeout_s: after which a job is ended.
     """
 
@@ -71,6 +77,7 @@ class Conditions(NamedTuple):
     dtype: str = "float32"
     rounds: int = 5
     algorithm: str | None = None
+    aliases: tuple[int, ...] = (0,)
     timeout_s: float = 300.0
 
 
@@ -96,6 +103,24 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             size *= factor
         sizes.add(last)
     return tuple(sorted(sizes))
+
+
+def parse_aliases(text: str, itemsize: int) -> tuple[int, ...]:
+    """Distances in bytes, from ``"0,16,32"``.
+
+    Raises:
+        ValueError: one is not in 0..4095, or no multiple of `itemsize`.
+    """
+    aliases = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) >= _PAGE:
+            raise ValueError(f"--alias {part}: not between 0 and {_PAGE - 1}")
+        if int(part) % itemsize:
+            raise ValueError(
+                f"--alias {part}: elements of {itemsize} bytes cannot lie there; use --dtype uint8"
+            )
+        aliases.append(int(part))
+    return tuple(dict.fromkeys(aliases))
 
 
 def _bytes(text: str) -> int:
@@ -133,6 +158,7 @@ def measure(
                 "sizes": conditions.sizes if collective != "barrier" else (0,),
                 "dtype": conditions.dtype,
                 "algorithm": conditions.algorithm,
+                "aliases": conditions.aliases if collective != "barrier" else (0,),
                 "copy": not side.is_peer,
             }
             clock = machine.CpuClock()
@@ -204,11 +230,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="COLLECTIVE",
         help=f"{', '.join(COLLECTIVES)} (default: all_reduce)",
     )
-    add("-n", dest="ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
+    add("-n", "--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
     add("--sizes", default=_DEFAULT_SIZES, metavar="S", help=f"default: {_DEFAULT_SIZES}")
     add("--transport", default="auto", metavar="T", help="one or more of shm,tcp,rdma,auto")
     add("--against", metavar="P", help=f"one or more of {','.join(PEERS)}")
     add("--dtype", choices=DTYPES, default="float32", metavar="D", help=f"{', '.join(DTYPES)}")
+    add("--alias", default="0", metavar="D", help="bytes from source to result, modulo 4096 (0)")
     add("--rounds", type=int, default=5, metavar="R", help="default: 5")
     add("--algorithm", metavar="A", help="force one of pycoll's algorithms")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for a job (300)")
@@ -276,6 +303,7 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         dtype=arguments.dtype,
         rounds=arguments.rounds,
         algorithm=arguments.algorithm,
+        aliases=parse_aliases(arguments.alias, DTYPES[arguments.dtype]),
         timeout_s=arguments.timeout,
     )
     names = [*(f"pycoll {name}" for name in transports), *peers]
@@ -296,6 +324,9 @@ def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
     """
     if missing := [text for side in sides if (text := side.missing())]:
         raise BenchError("\n".join(missing))
+    for side in sides:
+        if warning := side.warning():
+            say(f"warning: {warning}")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib: pip install 'pycoll[bench]'")
     for path in (arguments.json, arguments.plot):

@@ -20,8 +20,8 @@ class Sample(NamedTuple):
     Attributes:
         side: as in `bench_sides.Side.name`.
         others_cores: cores that processes of others used meanwhile, on average.
-        figures: for each size `nbytes`, `seconds` a call, `calls` in the timed loop, and from
-            pycoll `copy_seconds`: one pass of NumPy over the same bytes.
+        figures: for each size `nbytes` and distance `alias`, `seconds` a call, `calls` in the
+            timed loop, and from pycoll `copy_seconds`: one pass of NumPy over the same bytes.
         versions: of what was measured.
     """
 
@@ -48,6 +48,7 @@ class Row(NamedTuple):
     Attributes:
         sides: in the order of measurement.
         copy: one copy of the same bytes; None where there are none, or pycoll was not measured.
+        alias: bytes from the source to the result, modulo the size of a page.
     """
 
     collective: str
@@ -55,6 +56,7 @@ class Row(NamedTuple):
     nbytes: int
     sides: dict[str, Spread]
     copy: Spread | None
+    alias: int = 0
 
     @property
     def ours(self) -> list[str]:
@@ -85,17 +87,18 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 def rows(samples: Iterable[Sample]) -> list[Row]:
     """Put together what the rounds found, in the order in which it was measured."""
-    times: dict[tuple[str, int, int], dict[str, list[float]]] = {}
-    copies: dict[tuple[str, int, int], list[float]] = {}
+    times: dict[tuple[str, int, int, int], dict[str, list[float]]] = {}
+    copies: dict[tuple[str, int, int, int], list[float]] = {}
     for sample in samples:
         for figure in sample.figures:
-            key = sample.collective, sample.ranks, figure["nbytes"]
+            key = sample.collective, sample.ranks, figure["nbytes"], figure["alias"]
             times.setdefault(key, {}).setdefault(sample.side, []).append(figure["seconds"])
             if figure["nbytes"] and "copy_seconds" in figure:
                 copies.setdefault(key, []).append(figure["copy_seconds"])
     return [
         Row(
-            *key,
+            *key[:3],
+            alias=key[3],
             sides={side: spread(seconds) for side, seconds in sides.items()},
             copy=spread(copies[key]) if key in copies else None,
         )
@@ -109,6 +112,7 @@ def as_dict(row: Row) -> dict[str, Any]:
         "collective": row.collective,
         "ranks": row.ranks,
         "nbytes": row.nbytes,
+        "alias": row.alias,
         "seconds": {side: times._asdict() for side, times in row.sides.items()},
         "copy_seconds": row.copy._asdict() if row.copy else None,
         "best_peer": row.best_peer,
@@ -161,7 +165,8 @@ def table(found: Sequence[Row]) -> Table:
     first = found[0]
     size = "" if first.collective == "barrier" else f"; size: {size_meaning(first.collective)}"
     several = len(first.ours) > 1
-    heads = ["size", "", *first.sides]
+    aliased = any(row.alias for row in found)
+    heads = ["size", *(["alias"] if aliased else []), "", *first.sides]
     for side in first.ours:
         name = side.partition(" ")[2] if several else "ours"
         heads += [f"best peer/{name}"] if first.best_peer else []
@@ -169,7 +174,9 @@ def table(found: Sequence[Row]) -> Table:
     cells = []
     for row in found:
         unit, factor = time_unit(min(times.median for times in row.sides.values()))
-        line = [size_text(row.nbytes) if row.nbytes else "-", unit]
+        line = [size_text(row.nbytes) if row.nbytes else "-"]
+        line += [str(row.alias)] if aliased else []
+        line.append(unit)
         for times in row.sides.values():
             median, low, high = (number(seconds * factor) for seconds in times)
             line.append(median if low == high else f"{median} ({low}-{high})")
@@ -224,18 +231,18 @@ def plot(found: Sequence[Row], path: Path) -> None:
     """Draw time over size, both logarithmic: a panel a collective, a curve a side."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
-    panels: dict[tuple[str, int], list[Row]] = {}
+    panels: dict[tuple[str, int, int], list[Row]] = {}
     for row in found:
-        panels.setdefault((row.collective, row.ranks), []).append(row)
+        panels.setdefault((row.collective, row.ranks, row.alias), []).append(row)
     across = min(3, len(panels))
     down = -(-len(panels) // across)
     figure = Figure(figsize=(6.4 * across, 4.4 * down), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for axes, ((collective, ranks), drawn) in zip(grid.flat, panels.items(), strict=False):
+    for axes, ((collective, ranks, alias), drawn) in zip(grid.flat, panels.items(), strict=False):
         (_points if collective == "barrier" else _curves)(axes, drawn)
-        axes.set_title(f"{collective}, {ranks} ranks")
+        axes.set_title(f"{collective}, {ranks} ranks" + (f", alias {alias}" if alias else ""))
         axes.set_yscale("log")
         axes.set_ylabel("time of a call")
         axes.yaxis.set_major_formatter(lambda seconds, _: _time_text(seconds))

@@ -96,6 +96,13 @@ class Side:
             f"run benchmarks/peers {self._peer.environment}"
         )
 
+    def warning(self) -> str | None:
+        """Say why what is measured is not what somebody may expect; None if it is."""
+        if self._peer is not None or self._transport != "auto":
+            return None
+        reason = transports.reasons()["shm"]
+        return f"{self.name} is not shared memory here: {reason}" if reason else None
+
     @property
     def python(self) -> Path:
         """The interpreter of a peer's environment."""
@@ -121,10 +128,13 @@ class Side:
 
     def variables(self) -> dict[str, str]:
         """The environment of the launcher."""
+        # Without it `python -m` would look for pycoll in the current folder first: in a folder of
+        # its sources it would find them, without the compiled core.
+        safe = os.environ | {"PYTHONSAFEPATH": "1"}
         if self.library == "gloo":
             # What torchrun sets; and the host's name may lead to an address outside.
-            return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        return os.environ | (_MPI_AS_ROOT if self.is_peer else {})
+            return safe | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return safe | (_MPI_AS_ROOT if self.is_peer else {})
 
     def run(self, ranks: int, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Run one job of the worker; returns what its rank 0 wrote.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
 import platform
@@ -35,6 +36,8 @@ WARM_S = 0.02
 WARM_LOOPS = 3
 # A call that takes longer than the loop should is still not judged by one sample.
 MIN_CALLS = 3
+
+PAGE = 4096
 
 # Collectives whose argument has a row for every rank.
 SPLITTING = frozenset({"scatter", "reduce_scatter", "all_to_all"})
@@ -257,28 +260,37 @@ class Case:
 
     Args:
         count: elements of one rank's value, or of one row where the collective splits or stacks.
+        alias: bytes from the source, on the root, to the result, modulo the size of a page.
     """
 
-    def __init__(self, side: Side, collective: str, count: int, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, side: Side, collective: str, count: int, dtype: np.dtype[Any], alias: int = 0
+    ) -> None:
         self._rank, self._size, self._collective = side.rank, side.size, collective
         self._cycle = np.tile(np.arange(61, dtype=dtype), count // 61 + 1)[:count]
-        source = self._array(collective in SPLITTING)
+        in_place = collective in side.in_place
+        behind = alias if in_place and side.rank != 0 else 0
+        source = self._array(collective in SPLITTING, behind)
         for index, row in enumerate(source.reshape(-1, max(1, count))):  # 0: a barrier
             row[...] = self._row(side.rank, index)
-        if collective in side.in_place:
+        if in_place:
             self._target = source
             if collective == "broadcast" and side.rank != 0:
                 source.fill(dtype.type(0))
         else:
-            self._target = self._array(collective in STACKING)
+            self._target = self._array(collective in STACKING, alias)
             self._target.fill(dtype.type(0))
         # What is reduced in place over and over would run into infinity.
-        self._exhausts = collective in side.in_place and collective != "broadcast"
+        self._exhausts = in_place and collective != "broadcast"
         self.call = side.call(collective, source, self._target)
 
-    def _array(self, rows: bool) -> Array:
+    def _array(self, rows: bool, behind: int) -> Array:
+        """An array that begins so many bytes behind the beginning of a page."""
         shape = (self._size, len(self._cycle)) if rows else (len(self._cycle),)
-        return np.empty(shape, self._cycle.dtype)
+        nbytes = math.prod(shape) * self._cycle.itemsize
+        memory = np.empty(nbytes + 2 * PAGE, np.uint8)
+        begin = -memory.ctypes.data % PAGE + behind
+        return memory[begin : begin + nbytes].view(self._cycle.dtype).reshape(shape)
 
     def _row(self, rank: int, index: int) -> Array:
         """Row `index` of what `rank` contributes: no two are equal, none is all zeros."""
@@ -358,14 +370,14 @@ def figures(side: Side, plan: dict[str, Any]) -> Iterable[dict[str, Any]]:
         RuntimeError: a result was wrong; on all ranks.
     """
     collective, dtype = plan["collective"], np.dtype(plan["dtype"])
-    for nbytes in plan["sizes"]:
+    for nbytes, alias in itertools.product(plan["sizes"], plan["aliases"]):
         count = nbytes // dtype.itemsize
-        case = Case(side, collective, count, dtype)
+        case = Case(side, collective, count, dtype, alias)
         wrong = side.largest(-1.0 if case.check() else float(side.rank))
         if wrong >= 0:
             raise RuntimeError(f"{collective} of {nbytes} bytes: rank {wrong:.0f} got wrong values")
         seconds, calls = measure(functools.partial(joint_loop, side, case.call))
-        figure = {"nbytes": nbytes, "seconds": seconds, "calls": calls}
+        figure = {"nbytes": nbytes, "alias": alias, "seconds": seconds, "calls": calls}
         if collective == "send":
             figure["seconds"] = seconds / 2  # there and back
         if plan["copy"]:

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
         schedules,
         uneven,
     )
-    from pycoll.arguments import Reducer, Target
+    from pycoll.arguments import Target
     from pycoll.arrays import Value
     from pycoll.collectives import Reduction
+    from pycoll.hints import A, MaybeNone, Reducer, T
     from pycoll.levels import Levels
     from pycoll.ops import Op
 else:  # a program that only calls barrier() imports no NumPy
@@ -76,7 +77,7 @@ class Calls:
 
     # --- collectives -----------------------------------------------------------------------
 
-    def barrier(self, *, algorithm: str | None = None) -> Prepared:
+    def barrier(self, *, algorithm: str | None = None) -> Prepared[None]:
         """Prepare a barrier."""
         group, chosen = self._group, self._choose("barrier", 0, algorithm)
         text = f"{self._prefix}barrier(algorithm={chosen})"
@@ -87,7 +88,9 @@ class Calls:
             by_levels=self._by_levels(text, chosen, 0, lambda both: levels.barrier(both)),
         )
 
-    def broadcast(self, x: Any, root: int = 0, *, algorithm: str | None = None) -> Prepared:
+    def broadcast(
+        self, x: T | None, root: int = 0, *, algorithm: str | None = None
+    ) -> Prepared[T | Any]:
         """Prepare a broadcast."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         announces = self._choose("broadcast", 0, algorithm).name == SHARED_MEMORY
@@ -114,13 +117,13 @@ class Calls:
 
     def reduce(
         self,
-        x: Any,
+        x: T,
         op: Reducer = "sum",
         root: int = 0,
         out: Any = None,
         *,
         algorithm: str | None = None,
-    ) -> Prepared:
+    ) -> Prepared[T | MaybeNone]:
         """Prepare a reduce."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         resolved = ops.resolve(op)
@@ -147,8 +150,8 @@ class Calls:
         )
 
     def all_reduce(
-        self, x: Any, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared:
+        self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
+    ) -> Prepared[T]:
         """Prepare an all_reduce."""
         group, resolved = self._group, ops.resolve(op)
         if arguments.reduces_objects(x, op):
@@ -186,15 +189,20 @@ class Calls:
         )
 
     def all_reduce_many(
-        self, xs: Sequence[Any], op: Reducer = "sum", *, algorithm: str | None = None
-    ) -> Prepared:
+        self,
+        xs: Sequence[T],
+        op: Reducer = "sum",
+        out: Sequence[Any] | None = None,
+        *,
+        algorithm: str | None = None,
+    ) -> Prepared[list[T]]:
         """Prepare an all_reduce_many."""
         self._check_algorithm("all_reduce", algorithm)
-        return many.prepare_all_reduce_many(self._group, xs, op, algorithm, self._blocking)
+        return many.prepare_all_reduce_many(self._group, xs, op, out, algorithm, self._blocking)
 
     def gather(
         self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared:
+    ) -> Prepared[Any]:
         """Prepare a gather."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         self._check_algorithm("gather", algorithm)
@@ -230,7 +238,7 @@ class Calls:
             reads=() if lends else (value,),
         )
 
-    def all_gather(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared:
+    def all_gather(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared[Any]:
         """Prepare an all_gather."""
         group = self._group
         self._check_algorithm("all_gather", algorithm)
@@ -268,7 +276,7 @@ class Calls:
 
     def scatter(
         self, x: Any, root: int = 0, out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared:
+    ) -> Prepared[Any]:
         """Prepare a scatter."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         announces = self._choose("scatter", 0, algorithm).name == SHARED_MEMORY
@@ -310,7 +318,7 @@ class Calls:
 
     def reduce_scatter(
         self, x: Any, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared:
+    ) -> Prepared[Any]:
         """Prepare a reduce_scatter."""
         group, resolved = self._group, ops.resolve(op)
         value = arguments.split_value("reduce_scatter", x, group.size)
@@ -334,7 +342,7 @@ class Calls:
             reads=(value,),
         )
 
-    def all_to_all(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared:
+    def all_to_all(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared[Any]:
         """Prepare an all_to_all."""
         group = self._group
         self._check_algorithm("all_to_all", algorithm)
@@ -376,48 +384,57 @@ class Calls:
             reads=() if lends else (value,),
         )
 
-    def scan(self, x: Any, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared:
+    def scan(self, x: T, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared[T]:
         """Prepare a scan."""
         return self._scan("scan", x, op, algorithm)
 
-    def exscan(self, x: Any, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared:
+    def exscan(
+        self, x: T, op: Reducer = "sum", *, algorithm: str | None = None
+    ) -> Prepared[T | MaybeNone]:
         """Prepare an exscan."""
         return self._scan("exscan", x, op, algorithm)
 
     # --- uneven blocks ---------------------------------------------------------------------
 
-    def gatherv(self, x: Any, root: int = 0) -> Prepared:
+    def gatherv(self, x: A, root: int = 0) -> Prepared[list[A] | MaybeNone]:
         """Prepare a gatherv."""
         return uneven.prepare_gatherv(self._group, x, root, self._blocking)
 
-    def all_gatherv(self, x: Any) -> Prepared:
+    def all_gatherv(self, x: A) -> Prepared[list[A]]:
         """Prepare an all_gatherv."""
         return uneven.prepare_all_gatherv(self._group, x, self._blocking)
 
-    def scatterv(self, xs: Sequence[Any] | None, root: int = 0) -> Prepared:
+    def scatterv(self, xs: Sequence[A] | None, root: int = 0) -> Prepared[A | Any]:
         """Prepare a scatterv."""
         return uneven.prepare_scatterv(self._group, xs, root, self._blocking)
 
-    def all_to_allv(self, xs: Sequence[Any]) -> Prepared:
+    def all_to_allv(self, xs: Sequence[A]) -> Prepared[list[A]]:
         """Prepare an all_to_allv."""
         return uneven.prepare_all_to_allv(self._group, xs, self._blocking)
 
     def reduce_scatterv(
-        self, x: Any, counts: Sequence[int], op: Reducer = "sum", *, algorithm: str | None = None
-    ) -> Prepared:
+        self, x: A, counts: Sequence[int], op: Reducer = "sum", *, algorithm: str | None = None
+    ) -> Prepared[A]:
         """Prepare a reduce_scatterv."""
         self._check_algorithm("reduce_scatter", algorithm)
         return uneven.prepare_reduce_scatterv(self._group, x, counts, op, algorithm, self._blocking)
 
     # --- point to point --------------------------------------------------------------------
 
-    def send(self, x: Any, dest: int, tag: int = 0) -> Prepared:
+    def send(self, x: Any, dest: int, tag: int = 0) -> Prepared[None]:
         """Prepare a send."""
+        return self._send("send", x, dest, tag)
+
+    def ssend(self, x: Any, dest: int, tag: int = 0) -> Prepared[None]:
+        """Prepare a send that is done when it is received."""
+        return self._send("ssend", x, dest, tag)
+
+    def _send(self, name: str, x: Any, dest: int, tag: int) -> Prepared[None]:
         group = self._group
         dest, tag = arguments.check_peer(dest, "dest", group.size), arguments.check_tag(tag)
-        outgoing = p2p.Outgoing(x)
+        outgoing = p2p.Outgoing(x, is_synchronous=name == "ssend")
         return Prepared(
-            f"{self._prefix}send({outgoing.text}, dest={_name(dest)}, tag={tag})",
+            f"{self._prefix}{name}({outgoing.text}, dest={_name(dest)}, tag={tag})",
             lambda _: _nothing() if dest == PROC_NULL else p2p.send(group, outgoing, dest, tag),
             collective=False,
         )
@@ -428,7 +445,7 @@ class Calls:
         tag: int = ANY_TAG,
         out: Any = None,
         status: Status | None = None,
-    ) -> Prepared:
+    ) -> Prepared[Any]:
         """Prepare a recv."""
         group = self._group
         source = arguments.check_source(source, group.size)
@@ -455,7 +472,7 @@ class Calls:
         recvtag: int = ANY_TAG,
         out: Any = None,
         status: Status | None = None,
-    ) -> Prepared:
+    ) -> Prepared[Any]:
         """Prepare a sendrecv."""
         group = self._group
         dest = arguments.check_peer(dest, "dest", group.size)
@@ -483,15 +500,15 @@ class Calls:
         places = f"dest={_name(dest)}, source={_name(source)}, tag={_name(sendtag)}"
         return Prepared(f"{self._prefix}sendrecv({places})", steps, collective=False)
 
-    def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared:
+    def probe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared[Status]:
         """Prepare a probe."""
         return self._probe("probe", source, tag)
 
-    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared:
+    def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared[Status | None]:
         """Prepare an iprobe."""
         return self._probe("iprobe", source, tag)
 
-    def _probe(self, name: str, source: int, tag: int) -> Prepared:
+    def _probe(self, name: str, source: int, tag: int) -> Prepared[Any]:
         group = self._group
         source = arguments.check_source(source, group.size)
         tag = arguments.check_tag(tag, wildcard=True)
@@ -557,7 +574,7 @@ class Calls:
                 f"time; use {' or '.join(schedules.names(collective))}"
             )
 
-    def _scan(self, collective: str, x: Any, op: Reducer, algorithm: str | None) -> Prepared:
+    def _scan(self, collective: str, x: Any, op: Reducer, algorithm: str | None) -> Prepared[Any]:
         group, resolved = self._group, ops.resolve(op)
         self._check_algorithm(collective, algorithm)
         count = group.rank + (collective == "scan")
@@ -585,7 +602,7 @@ class Calls:
             reads=(value,),
         )
 
-    def _fold(self, x: Any, op: Op, root: int | None, algorithm: str | None) -> Prepared:
+    def _fold(self, x: Any, op: Op, root: int | None, algorithm: str | None) -> Prepared[Any]:
         """Reduce objects: gather them, and combine them in rank order."""
         if algorithm is not None:
             raise ValueError("objects are reduced by gathering them: algorithm does not apply")
@@ -624,6 +641,7 @@ class Calls:
         self, collective: str, value: Value, op: Op, algorithm: str | None
     ) -> Reduction:
         ops.check(op, value.dtype)
+        ops.check_whole(op, value.array.ndim)
         nbytes = value.array.nbytes
         if collective == "reduce_scatter":
             nbytes //= self._group.size

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from pycoll import subgroups
 from pycoll.calls import Calls
 from pycoll.context import ANY_SOURCE, ANY_TAG, Status
+from pycoll.edge import edges
 from pycoll.engine import Engine
-from pycoll.errors import Error
+from pycoll.errors import Error, MismatchError
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.memory import SharedMemory
@@ -24,13 +25,16 @@ from pycoll.nonblocking import NonBlocking, Persistent
 from pycoll.prepared import Prepared
 from pycoll.task import Call, caller
 from pycoll.transports.base import Operation
+from pycoll.words import OF_COMMUNICATORS, Hinting
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pycoll import arguments, explain, p2p
     from pycoll import grid as grids
-    from pycoll.arguments import Reducer
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
+    from pycoll.hints import A, D, MaybeNone, Reducer, T
 else:  # a program that only calls barrier() imports no NumPy
     arguments, grids = Late("pycoll.arguments"), Late("pycoll.grid")
     explain, p2p = Late("pycoll.explain"), Late("pycoll.p2p")
@@ -68,7 +72,8 @@ class World:
         self.op_timeout = op_timeout
 
 
-class Communicator(NonBlocking):
+@edges
+class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm."):
     """A group of ranks that communicate with each other and with nobody else.
 
     Arrays are NumPy arrays, memoryviews, array.array, PyTorch tensors, JAX arrays and everything
@@ -80,8 +85,9 @@ class Communicator(NonBlocking):
     Every blocking method takes `timeout`, seconds; None: the default of `pycoll.init`, math.inf:
     none. An array passed in may be changed as soon as the method returns.
 
-    Every one but `probe` has a twin with an ``i`` in front of its name that starts the call and
-    returns a `Request`; the arguments are the same, without timeout.
+    Every collective and `send`, `recv` and `sendrecv` have a twin with an ``i`` in front of the
+    name, which starts the call and returns a `Request`; the arguments are the same, without
+    timeout.
 
     Raises, from every method: PeerFailed (a rank it needs has ended), OperationTimeout,
     MismatchError (ranks made different calls), and TypeError or ValueError for wrong arguments,
@@ -92,6 +98,7 @@ class Communicator(NonBlocking):
         size: number of ranks.
         local_rank, local_size: the same among the job's ranks on this host.
         node: number of this host, from 0.
+        name: what messages call it.
     """
 
     def __init__(self, world: World, group: Group) -> None:
@@ -158,6 +165,11 @@ class Communicator(NonBlocking):
         """Number of this host, counted from 0."""
         return self._world.node
 
+    @property
+    def name(self) -> str:
+        """What messages call it: "world", or as it was named when it was made."""
+        return self._group.name
+
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<pycoll.Communicator rank {self.rank} of {self.size}{state}>"
@@ -166,10 +178,27 @@ class Communicator(NonBlocking):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except MismatchError:
+            if exc_info[0] is None:  # else that one is the cause
+                raise
 
     # --- collectives -----------------------------------------------------------------------
 
+    @overload
+    def broadcast(
+        self, x: None, root: int = 0, *, algorithm: str | None = None, timeout: float | None = None
+    ) -> Any: ...
+    @overload
+    def broadcast(
+        self,
+        x: T | None,
+        root: int = 0,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> T: ...
     def broadcast(
         self, x: Any, root: int = 0, *, algorithm: str | None = None, timeout: float | None = None
     ) -> Any:
@@ -189,14 +218,14 @@ class Communicator(NonBlocking):
 
     def reduce(
         self,
-        x: Any,
+        x: T,
         op: Reducer = "sum",
         root: int = 0,
         out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> T | MaybeNone:
         """Combine all ranks' `x`; the result is on the root, None elsewhere.
 
         Args:
@@ -214,13 +243,13 @@ class Communicator(NonBlocking):
 
     def all_reduce(
         self,
-        x: Any,
+        x: T,
         op: Reducer = "sum",
         out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> T:
         """Combine all ranks' `x`; the result, the same bits, is on every rank.
 
         Args:
@@ -231,34 +260,68 @@ class Communicator(NonBlocking):
             algorithm: see `pycoll.algorithms("all_reduce")`.
             timeout: seconds.
         """
-        return self._run(self._calls.all_reduce(x, op, out, algorithm=algorithm), timeout)
+        result: T = self._run(self._calls.all_reduce(x, op, out, algorithm=algorithm), timeout)
+        return result
 
     allreduce = all_reduce
 
     def all_reduce_many(
         self,
-        xs: Sequence[Any],
+        xs: Sequence[T],
         op: Reducer = "sum",
+        out: Sequence[Any] | None = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Combine all ranks' arrays, each as `all_reduce` would, in few large messages.
 
         Args:
             xs: arrays or numbers, on all ranks as many, of the same dtypes and shapes.
             op: as in `reduce`.
+            out: for each of `xs` an array for its result, or None: a new one. ``out=xs`` is in
+                place.
             algorithm: see `pycoll.algorithms("all_reduce")`.
             timeout: seconds.
 
         Returns:
             The results, in the order of `xs`.
         """
-        result: list[Any] = self._run(
-            self._calls.all_reduce_many(xs, op, algorithm=algorithm), timeout
+        result: list[T] = self._run(
+            self._calls.all_reduce_many(xs, op, out, algorithm=algorithm), timeout
         )
         return result
 
+    @overload
+    def gather(
+        self,
+        x: np.ndarray[Any, D],
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> np.ndarray[Any, D] | MaybeNone: ...
+    @overload
+    def gather(
+        self,
+        x: A,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> A | MaybeNone: ...
+    @overload
+    def gather(
+        self,
+        x: T,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> list[T] | MaybeNone: ...
     def gather(
         self,
         x: Any,
@@ -279,6 +342,23 @@ class Communicator(NonBlocking):
         """
         return self._run(self._calls.gather(x, root, out, algorithm=algorithm), timeout)
 
+    @overload
+    def all_gather(  # type: ignore[overload-overlap]
+        self,
+        x: np.ndarray[Any, D],
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> np.ndarray[Any, D]: ...
+    @overload
+    def all_gather(  # type: ignore[overload-overlap]
+        self, x: A, out: Any = None, *, algorithm: str | None = None, timeout: float | None = None
+    ) -> A: ...
+    @overload
+    def all_gather(
+        self, x: T, out: Any = None, *, algorithm: str | None = None, timeout: float | None = None
+    ) -> list[T]: ...
     def all_gather(
         self,
         x: Any,
@@ -297,6 +377,46 @@ class Communicator(NonBlocking):
         """
         return self._run(self._calls.all_gather(x, out, algorithm=algorithm), timeout)
 
+    @overload
+    def scatter(
+        self,
+        x: None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Any: ...
+    @overload
+    def scatter(
+        self,
+        x: np.ndarray[Any, D] | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> np.ndarray[Any, D]: ...
+    @overload
+    def scatter(
+        self,
+        x: A | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> A: ...
+    @overload
+    def scatter(
+        self,
+        x: Sequence[T] | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> T: ...
     def scatter(
         self,
         x: Any,
@@ -321,6 +441,26 @@ class Communicator(NonBlocking):
         """
         return self._run(self._calls.scatter(x, root, out, algorithm=algorithm), timeout)
 
+    @overload
+    def reduce_scatter(
+        self,
+        x: np.ndarray[Any, D],
+        op: Reducer = "sum",
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> np.ndarray[Any, D]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: A,
+        op: Reducer = "sum",
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> A: ...
     def reduce_scatter(
         self,
         x: Any,
@@ -341,6 +481,19 @@ class Communicator(NonBlocking):
         """
         return self._run(self._calls.reduce_scatter(x, op, out, algorithm=algorithm), timeout)
 
+    @overload
+    def all_to_all(  # type: ignore[overload-overlap]
+        self, x: A, out: Any = None, *, algorithm: str | None = None, timeout: float | None = None
+    ) -> A: ...
+    @overload
+    def all_to_all(
+        self,
+        x: Sequence[T],
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> list[T]: ...
     def all_to_all(
         self,
         x: Any,
@@ -362,12 +515,12 @@ class Communicator(NonBlocking):
 
     def scan(
         self,
-        x: Any,
+        x: T,
         op: Reducer = "sum",
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> T:
         """Combine the `x` of the ranks 0 to this one, in rank order.
 
         Args:
@@ -377,21 +530,27 @@ class Communicator(NonBlocking):
             algorithm: "shared_memory", or "linear": everything to everybody, combined there.
             timeout: seconds.
         """
-        return self._run(self._calls.scan(x, op, algorithm=algorithm), timeout)
+        result: T = self._run(self._calls.scan(x, op, algorithm=algorithm), timeout)
+        return result
 
     def exscan(
         self,
-        x: Any,
+        x: T,
         op: Reducer = "sum",
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> T | MaybeNone:
         """Combine the `x` of the ranks before this one, as `scan`; None on rank 0."""
         return self._run(self._calls.exscan(x, op, algorithm=algorithm), timeout)
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called it.
+
+        Args:
+            algorithm: see `pycoll.algorithms("barrier")`.
+            timeout: seconds.
+        """
         self._run(self._calls.barrier(algorithm=algorithm), timeout)
 
     # --- point to point --------------------------------------------------------------------
@@ -409,6 +568,20 @@ class Communicator(NonBlocking):
             timeout: seconds; when they have passed the message is withdrawn.
         """
         self._run(self._calls.send(x, dest, tag), timeout)
+
+    def ssend(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Send `x` to rank `dest`; returns when it is received there, however short it is.
+
+        On arrival it is a message like any other. Sent to oneself, it waits for a receive in
+        another thread or in a request.
+
+        Args:
+            x: array or object.
+            dest: receiving rank, or `pycoll.PROC_NULL`: nothing is done.
+            tag: 0 to 2**31 - 1.
+            timeout: seconds; when they have passed the message is withdrawn.
+        """
+        self._run(self._calls.ssend(x, dest, tag), timeout)
 
     def _finish_send(self, dest: int, number: int) -> None:
         """Wait for a send that the core has begun and that takes long."""
@@ -478,18 +651,27 @@ class Communicator(NonBlocking):
     def probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None
     ) -> Status:
-        """Wait for a message and return its `Status`; the message stays in the queue."""
+        """Wait for a message and return its `Status`; the message stays in the queue.
+
+        Args:
+            source, tag: as of `recv`.
+            timeout: seconds.
+        """
         status: Status = self._run(self._calls.probe(source, tag), timeout)
         return status
 
     def iprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Status | None:
-        """Return the `Status` of a message that is here, or None; never waits."""
+        """Return the `Status` of a message that is here, or None; never waits.
+
+        Args:
+            source, tag: as of `recv`.
+        """
         status: Status | None = self._run(self._calls.iprobe(source, tag), math.inf)
         return status
 
     # --- uneven blocks ---------------------------------------------------------------------
 
-    def gatherv(self, x: Any, root: int = 0, *, timeout: float | None = None) -> list[Any] | None:
+    def gatherv(self, x: A, root: int = 0, *, timeout: float | None = None) -> list[A] | MaybeNone:
         """Collect all ranks' `x`, of whatever shapes, on the root: a list of arrays by rank.
 
         Args:
@@ -497,19 +679,25 @@ class Communicator(NonBlocking):
             root: rank that gets the result; None elsewhere.
             timeout: seconds.
         """
-        result: list[Any] | None = self._run(self._calls.gatherv(x, root), timeout)
+        result: list[A] | None = self._run(self._calls.gatherv(x, root), timeout)
         return result
 
-    def all_gatherv(self, x: Any, *, timeout: float | None = None) -> list[Any]:
+    def all_gatherv(self, x: A, *, timeout: float | None = None) -> list[A]:
         """Collect all ranks' `x`, of whatever shapes, on every rank: a list of arrays by rank.
 
         Args:
             x: array of any shape, of the same dtype on all ranks.
             timeout: seconds.
         """
-        result: list[Any] = self._run(self._calls.all_gatherv(x), timeout)
+        result: list[A] = self._run(self._calls.all_gatherv(x), timeout)
         return result
 
+    @overload
+    def scatterv(self, xs: None, root: int = 0, *, timeout: float | None = None) -> Any: ...
+    @overload
+    def scatterv(
+        self, xs: Sequence[A] | None, root: int = 0, *, timeout: float | None = None
+    ) -> A: ...
     def scatterv(
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None
     ) -> Any:
@@ -522,25 +710,25 @@ class Communicator(NonBlocking):
         """
         return self._run(self._calls.scatterv(xs, root), timeout)
 
-    def all_to_allv(self, xs: Sequence[Any], *, timeout: float | None = None) -> list[Any]:
+    def all_to_allv(self, xs: Sequence[A], *, timeout: float | None = None) -> list[A]:
         """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
         Args:
             xs: one array for each rank; all of the same dtype, on all ranks.
             timeout: seconds.
         """
-        result: list[Any] = self._run(self._calls.all_to_allv(xs), timeout)
+        result: list[A] = self._run(self._calls.all_to_allv(xs), timeout)
         return result
 
     def reduce_scatterv(
         self,
-        x: Any,
+        x: A,
         counts: Sequence[int],
         op: Reducer = "sum",
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> A:
         """Combine all ranks' `x`: each rank gets its part, of ``counts[rank]`` rows.
 
         Args:
@@ -550,7 +738,10 @@ class Communicator(NonBlocking):
             algorithm: see `pycoll.algorithms("reduce_scatter")`.
             timeout: seconds.
         """
-        return self._run(self._calls.reduce_scatterv(x, counts, op, algorithm=algorithm), timeout)
+        result: A = self._run(
+            self._calls.reduce_scatterv(x, counts, op, algorithm=algorithm), timeout
+        )
+        return result
 
     # --- persistent ------------------------------------------------------------------------
 
@@ -561,15 +752,25 @@ class Communicator(NonBlocking):
 
     # --- communicators ---------------------------------------------------------------------
 
-    def dup(self, *, timeout: float | None = None) -> Communicator:
+    def dup(self, *, name: str | None = None, timeout: float | None = None) -> Communicator:
         """Return a new communicator of the same ranks; a collective call.
 
         Its messages never meet those of this one.
+
+        Args:
+            name: what messages call it; None: "dup of ..." this one.
+            timeout: seconds.
         """
-        return Communicator(self._world, self._copy("dup()", timeout))
+        name = subgroups.check_name(name) or f"dup of {self.name}"
+        return Communicator(self._world, self._copy("dup()", name, timeout))
 
     def split(
-        self, color: int | None, key: int | None = None, *, timeout: float | None = None
+        self,
+        color: int | None,
+        key: int | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
     ) -> Communicator | None:
         """Return a communicator of the ranks that passed the same `color`; a collective call.
 
@@ -577,19 +778,22 @@ class Communicator(NonBlocking):
             color: int of 64 bits; None: this rank is in no new communicator, and gets None.
             key: int of 64 bits. The new ranks are in the order of keys, then of ranks here; None:
                 this rank.
+            name: what messages call it; None: "split of ..." this one, and the color.
             timeout: seconds.
         """
+        name = subgroups.check_name(name)
         color, key = subgroups.check_color(color), subgroups.check_key(key, self.rank)
-        made = self._split("split()", color, key, timeout)
+        made = self._split("split()", color, key, name, timeout)
         return None if made is None else Communicator(self._world, made)
 
     def split_by_host(self, *, timeout: float | None = None) -> Communicator:
         """Return a communicator of the ranks on this host, in their order; a collective call."""
-        made = self._split("split_by_host()", self.node, self.rank, timeout)
+        name = f"host {self.node} of {self.name}"
+        made = self._split("split_by_host()", self.node, self.rank, name, timeout)
         assert made is not None
         return Communicator(self._world, made)
 
-    def sub(self, ranks: Iterable[int]) -> Communicator | None:
+    def sub(self, ranks: Iterable[int], *, name: str | None = None) -> Communicator | None:
         """Return a communicator of these ranks, numbered in the order given; no message is sent.
 
         Every one of `ranks` makes the same call, the others need not; they get None. Ranks that
@@ -598,10 +802,11 @@ class Communicator(NonBlocking):
 
         Args:
             ranks: ranks of this communicator, each once.
+            name: what messages call it; None: the ranks "of ..." this one.
         """
-        checked = subgroups.check_ranks(ranks, self.size)
+        checked, name = subgroups.check_ranks(ranks, self.size), subgroups.check_name(name)
         self._check_open()
-        made = self._makings.sub(self._group, checked)
+        made = self._makings.sub(self._group, checked, name)
         return None if made is None else Communicator(self._world, made)
 
     def grid(
@@ -610,6 +815,7 @@ class Communicator(NonBlocking):
         names: Sequence[str] | None = None,
         periodic: bool | Sequence[bool] = False,
         *,
+        name: str | None = None,
         timeout: float | None = None,
     ) -> Grid:
         """Return a communicator of the same ranks that form a grid; a collective call.
@@ -619,24 +825,29 @@ class Communicator(NonBlocking):
                 is the size of this communicator.
             names: of the axes, to be used instead of their indices.
             periodic: whether the ends of an axis are neighbors: of all axes, or of each.
+            name: what messages call the grid; None: "grid of ..." this one. Communicators of its
+                axes have the names of these.
             timeout: seconds.
         """
+        name = subgroups.check_name(name) or f"grid of {self.name}"
         layout = grids.check_layout(shape, names, periodic, self.size)
-        return grids.Grid(self._world, self._copy(f"grid({layout})", timeout), layout)
+        return grids.Grid(self._world, self._copy(f"grid({layout})", name, timeout), layout)
 
-    def _copy(self, text: str, timeout: float | None) -> Group:
-        made = self._split(text, 0, self.rank, timeout)
+    def _copy(self, text: str, name: str, timeout: float | None) -> Group:
+        made = self._split(text, 0, self.rank, name, timeout)
         assert made is not None
         return made
 
-    def _split(self, text: str, color: int | None, key: int, timeout: float | None) -> Group | None:
+    def _split(
+        self, text: str, color: int | None, key: int, name: str | None, timeout: float | None
+    ) -> Group | None:
         group, row = self._group, self._makings.row(color, key)
         prepared = Prepared(
             text,
             lambda signature: subgroups.exchange(group, signature, row),
             lambda native: subgroups.exchange_native(native, text, row),
         )
-        return subgroups.split(group, self._run(prepared, timeout))
+        return subgroups.split(group, self._run(prepared, timeout), name)
 
     def explain(
         self, collective: str, nbytes: int = 0, op: Reducer = "sum", *, blocking: bool = True
@@ -662,18 +873,27 @@ class Communicator(NonBlocking):
         """Give this communicator up. Not collective; may be called again.
 
         Closing the world communicator is `pycoll.finalize()`.
+
+        Raises:
+            MismatchError: another rank has made another call than this one, as can be seen by now,
+                and no call after it has told so.
         """
-        if self._closed:
-            return
+        error, engine = None, self._group.engine
+        if not self._closed and engine.closed is None:
+            with engine.locked():
+                error = engine.look_back(self._group.context)
+                self._group.close()
+                self._group.context.short = None  # it refers to this object
+        self._shut()
+        if error is not None:
+            raise error
+
+    def _shut(self) -> None:
+        """Refuse every call from now on."""
         self._closed = True
         for name in self._short:
             del self.__dict__[name]
         self._short = {}
-        engine = self._group.engine
-        if engine.closed is None:
-            with engine.locked():
-                self._group.close()
-                self._group.context.short = None  # it refers to this object
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job at once; `pycoll-run` exits with `code`."""
@@ -693,7 +913,7 @@ class Communicator(NonBlocking):
         if self._closed:
             raise Error("this communicator is closed")
 
-    def _run(self, prepared: Prepared, timeout: float | None) -> Any:
+    def _run(self, prepared: Prepared[Any], timeout: float | None) -> Any:
         """Run a call to its end; returns what the caller gets."""
         self._check_open()
         group, text, seconds = self._group, prepared.text, self._seconds(timeout)
@@ -716,7 +936,7 @@ class Communicator(NonBlocking):
             self._await(late, Call(text, -1, group.context), seconds, prepared.collective)
         return value
 
-    def _fetch(self, prepared: Prepared, call: Call, timeout: float) -> None:
+    def _fetch(self, prepared: Prepared[Any], call: Call, timeout: float) -> None:
         """Have what a call reads in host memory; the call has begun, whatever comes."""
         engine = self._group.engine
         stages = [value.stage for value in prepared.reads if value.stage is not None]

@@ -13,12 +13,13 @@ from __future__ import annotations
 import copy
 import itertools
 import struct
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol
 
 from pycoll.errors import Error, MismatchError, PeerFailed
 from pycoll.matching import Queues
 from pycoll.transports.base import Arrival, Operation, Transfer
+from pycoll.words import OF_STATUSES, Hinting, advice
 
 ANY = -1
 """Matches every source, or every tag."""
@@ -52,6 +53,39 @@ Of one that is lent, the value stays where it is; the last brings the first segm
 
 HISTORY = 16
 """Finished calls that are remembered, to name them when a message comes for one of them."""
+
+
+class LastCall(NamedTuple):
+    """What a rank that leaves tells of one communicator.
+
+    Attributes:
+        context: the communicator's number.
+        num_calls: collective calls that it has made there.
+        number: of the last of them that went by messages; -1: there is none.
+        call: that call, as it is on the wire.
+    """
+
+    context: int
+    num_calls: int
+    number: int
+    call: str
+
+
+class InCore(Protocol):
+    """The collectives of one communicator in the compiled core.
+
+    Attributes:
+        number: collective calls made there.
+    """
+
+    @property
+    def number(self) -> int: ...
+
+    def refuse(self) -> None:
+        """Take no call any more without a look at the engine."""
+
+    def differing(self) -> MismatchError | None:
+        """Return how a call of another rank differs from this one's, as far as can be seen now."""
 
 
 class ShortWay(Protocol):
@@ -89,6 +123,23 @@ def readable(call: bytes) -> str:
     return signature.decode() + (f" at {where.decode()}" if where else "")
 
 
+def different_calls(
+    name: str, number: int, me: int, mine: str, peer: int, theirs: str
+) -> MismatchError:
+    """Return the error for two ranks that have made different calls on the communicator `name`."""
+    return MismatchError(
+        f"ranks made different calls as collective number {number} of {name}:\n"
+        f"    rank {me}: {mine}\n"
+        f"    rank {peer}: {theirs}\n"
+        f"{advice(mine, theirs)}"
+    )
+
+
+def are_same(one: bytes, other: bytes) -> bool:
+    """Whether two calls, as they are on the wire, are the same: where they were made may differ."""
+    return one.partition(b"\0")[0] == other.partition(b"\0")[0]
+
+
 def _key(arrival: Arrival) -> Key:
     _, _, number, lane, index = COLLECTIVE.unpack_from(arrival.header)
     return number, lane, arrival.peer, index
@@ -101,7 +152,7 @@ def _call_of(arrival: Arrival) -> bytes:
     return bytes(header[skipped:])
 
 
-class Status:
+class Status(Hinting, foreign=OF_STATUSES):
     """Who sent a message, with which tag, and how long it is.
 
     Attributes:
@@ -116,6 +167,25 @@ class Status:
         self.source = source
         self.tag = tag
         self.nbytes = nbytes
+
+    def count(self, dtype: Any) -> int:
+        """Return how many elements of a dtype the message has.
+
+        Args:
+            dtype: of NumPy, or what makes one, or of PyTorch.
+
+        Raises:
+            ValueError: its length is no multiple of the dtype's.
+        """
+        itemsize = getattr(dtype, "itemsize", None)
+        if not isinstance(itemsize, int):
+            import numpy as np
+
+            itemsize = np.dtype(dtype).itemsize
+        count, rest = divmod(self.nbytes, itemsize)
+        if rest:
+            raise ValueError(f"{self.nbytes} bytes are no whole number of {dtype} elements")
+        return count
 
     def __repr__(self) -> str:
         return f"Status(source={self.source}, tag={self.tag}, nbytes={self.nbytes})"
@@ -151,6 +221,11 @@ class Match(Operation):
         self.peek = peek
         self.message: Message | None = None
 
+    def awaited(self) -> Collection[int]:
+        if self.source != ANY:
+            return (self.source,)
+        return [rank for rank in self.context.members if rank != self.context.me]
+
     def cancel(self) -> None:
         super().cancel()
         if self.context.matches.remove(self.number):
@@ -185,9 +260,13 @@ class Context:
 
     Attributes:
         ident: the communicator's number, the same on all its ranks.
+        name: what messages call it.
         members: world ranks of its ranks, in order.
         broken: why no call on it can work any more, or None.
-        next_number: of the next collective call.
+        next_number: of the next collective call by messages.
+        num_started: returns how many collective calls have been started.
+        in_core: those that do not go by messages; or None.
+        unheard: it broke because of a call that this rank has left, which nobody here was told yet.
         borrowed: messages whose value is being copied from where it lies, and whether it is still
             there: their senders may take them back.
         next_value: number of the next value that is sent in segments.
@@ -197,6 +276,7 @@ class Context:
 
     def __init__(self, ident: int, members: tuple[int, ...], me: int) -> None:
         self.ident = ident
+        self.name = "a communicator"
         self.members = members
         self.me = me
         self.broken: BaseException | None = None
@@ -206,13 +286,17 @@ class Context:
         self.pending: set[Operation] = set()
         self.matches: Queues[Match] = Queues()
         self.gone: dict[int, PeerFailed] = {}
+        self.in_core: InCore | None = None
+        self.unheard = False
         self._history: dict[int, bytes] = {}
+        self._left: dict[int, LastCall] = {}
         # Each message is in the queues of all its patterns.
         self._messages: Queues[Message] = Queues()
         self._message_of: dict[Arrival, Message] = {}
         self._order = itertools.count()
         self._early: dict[int, dict[Key, Arrival]] = {}
         self._wanted: dict[Key, Wanted] = {}
+        self.num_started: Callable[[], int] = lambda: self.next_number
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
         self.short: ShortWay | None = None
@@ -320,8 +404,11 @@ class Context:
         number = self.next_number
         self.next_number += 1
         self.calls[number] = call
+        for rank, last in self._left.items():
+            if last.number == number:
+                self._check_same(number, call, rank, last.call.encode())
         for arrival in list(self._early.get(number, {}).values()):
-            self._compare(number, call, arrival)
+            self._check_same(number, call, arrival.peer, _call_of(arrival))
         return number
 
     def end(self, number: int) -> None:
@@ -371,7 +458,7 @@ class Context:
         number = key[0]
         call = self.calls.get(number)
         if call is not None:
-            self._compare(number, call, arrival)
+            self._check_same(number, call, arrival.peer, _call_of(arrival))
         elif number < self.next_number:
             self._stale(number, arrival)
         if self.is_broken():
@@ -422,7 +509,11 @@ class Context:
         if self.broken is not None:
             return
         self.broken = copy.copy(error)  # the traceback of what is raised keeps the call's arrays
-        self.close_short_way()
+        if self.in_core is not None:
+            self.in_core.refuse()
+        if self.short is not None:
+            self.short.usable = False
+        self.on_fail()
         for operation in list(self.pending):
             operation.abort(error)
         for match in self.matches:
@@ -433,12 +524,6 @@ class Context:
         """Drop what has come and was never asked for; what other threads wait for ends."""
         self._closed = True
         self.fail(Error("this communicator is closed"))
-
-    def close_short_way(self) -> None:
-        """Have every call come here, to be refused."""
-        self.on_fail()
-        if self.short is not None:
-            self.short.usable = False
 
     def count(self) -> None:
         """Tell the compiled core whether receives must be matched here."""
@@ -468,10 +553,35 @@ class Context:
 
     # A call is its signature, a zero byte, and where it was made, which may differ.
 
-    def _compare(self, number: int, call: bytes, arrival: Arrival) -> None:
-        theirs = _call_of(arrival)
-        if theirs.partition(b"\0")[0] != call.partition(b"\0")[0]:
-            self.mismatch(number, readable(call), arrival.peer, readable(theirs))
+    @property
+    def num_calls(self) -> int:
+        """Number of collective calls that this rank has made."""
+        return self.next_number + (self.in_core.number if self.in_core is not None else 0)
+
+    def recent_calls(self) -> dict[int, bytes]:
+        """Return the latest calls by messages, by number."""
+        return self._history | self.calls
+
+    def last_call(self) -> LastCall:
+        """Return what to tell of the last call."""
+        number = self.next_number - 1
+        call = self.recent_calls().get(number, b"").decode()
+        return LastCall(self.ident, self.num_calls, number, call)
+
+    def peer_left(self, rank: int, last: LastCall) -> None:
+        """Hear from a rank that leaves what it has called last."""
+        self._left[rank] = last
+        mine = self.recent_calls().get(last.number)
+        if mine is not None:
+            self._check_same(last.number, mine, rank, last.call.encode())
+
+    def left_before(self, rank: int, number: int) -> bool:
+        """Whether a rank is known to have left without making the collective call `number`."""
+        return rank in self._left and self._left[rank].num_calls <= number
+
+    def _check_same(self, number: int, mine: bytes, peer: int, theirs: bytes) -> None:
+        if not are_same(mine, theirs):
+            self.mismatch(number, readable(mine), peer, readable(theirs))
 
     def _stale(self, number: int, arrival: Arrival) -> None:
         mine = readable(self._history.get(number, b"another collective"))
@@ -481,12 +591,4 @@ class Context:
 
     def mismatch(self, number: int, mine: str, peer: int, theirs: str) -> None:
         """Break because two ranks made different calls."""
-        self.on_mismatch(
-            self,
-            MismatchError(
-                f"ranks made different calls as collective number {number} of one communicator:\n"
-                f"    rank {self.me}: {mine}\n"
-                f"    rank {peer}: {theirs}\n"
-                "Make the same calls in the same order on all ranks."
-            ),
-        )
+        self.on_mismatch(self, different_calls(self.name, number, self.me, mine, peer, theirs))

@@ -40,6 +40,9 @@ WHOLE, CUT = "whole", "cut"
 MAX_NBYTES = 1 << 20
 """No table is larger: it would be something else."""
 
+MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6
+"""Between what a table says and what was measured."""
+
 
 class Link(NamedTuple):
     """Constants of one kind of link, in seconds.
@@ -295,6 +298,6 @@ def _factors(row: object, count: int, where: str) -> tuple[float, ...]:
     for factor in row:
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise ValueError(f"{where} has the factor {factor!r}")
-        if not 1e-6 <= factor <= 1e6:
+        if not MIN_FACTOR <= factor <= MAX_FACTOR:
             raise ValueError(f"{where} has the factor {factor!r}")
     return tuple(map(float, row))

@@ -5,6 +5,11 @@ operation is done, and sleeps in poll() between, without the lock. A second thre
 sleeps until the driver finds its operation done or hands the driving over. While requests are
 pending, or a transport is behind with what it has buffered, and nobody waits, a thread in the
 background drives; it gives way to whoever comes. Else nothing runs when nobody waits.
+
+A signal handler of the program may raise between any two calls made here, in the main thread, also
+when a Python function begins. So the lock knows its thread, everything that is taken is given back
+at two places, one around the other, and what a second signal in a row has left is put right when
+the thread comes the next time.
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import math
 import select
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pycoll.errors import Error
@@ -27,6 +34,42 @@ from pycoll.transports.base import Operation, Transport
 
 if TYPE_CHECKING:
     from pycoll.transports._core import Host
+
+
+_ENGINE = {f"pycoll.{name}" for name in ("communicator", "engine", "native", "request", "task")}
+_ENGINE.add(__name__)
+
+
+class Locked:
+    """Holds the lock of a driver in a `with` statement, where there is no compiled core.
+
+    A signal may come when `__exit__` begins. The core's `Guard` does the same without that gap.
+    """
+
+    __slots__ = ("_driver", "_inside")
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        self._inside = self._driver.is_inside()
+        try:
+            self._driver.enter(self._inside)
+        except BaseException:
+            self._driver.undo(self._inside)
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._driver.leave()
+        finally:
+            self._driver.undo(self._inside)
+
+
+try:
+    from pycoll.transports._core import Guard
+except ImportError:
+    Guard = Locked  # type: ignore[assignment,misc]
 
 
 class Driver(ABC):
@@ -49,12 +92,12 @@ class Driver(ABC):
         self.closed: str | None = None
         self.interrupts = Interrupts(self._interrupted)
         self._gate = threading.Lock()
-        self._state = threading.Lock()
-        self._owner = 0
+        self._state = threading.RLock()
+        self._is_mine: Callable[[], bool] = self._state._is_owned  # type: ignore[attr-defined]
         self._door: Any = host if host is not None else self
         self.engaged = False
         self._wanted = False
-        self._driving = False
+        self._driver = 0  # the thread that drives
         self._sleepers: list[Sleeper] = []
         self._awakenings = 0
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -85,61 +128,111 @@ class Driver(ABC):
 
     # --- the lock --------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Guard:
         """Hold the engine; a thread that drives lets go of it at once."""
-        held = self.interrupts.hold()
-        try:
-            self._enter()
-            try:
-                yield
-            finally:
-                self._leave()
-        finally:
-            if held:
-                self.interrupts.release()
+        return Guard(self)
 
-    def _enter(self) -> None:
+    def is_inside(self) -> bool:
+        """Whether this thread is in the middle of an operation.
+
+        If it only was, because a signal handler has torn it out, that is put right here.
+        """
+        me = threading.get_ident()
+        if not (self._is_mine() or self._driver == me or self._is_asleep(me)):
+            return False
+        if _is_called_by_itself():
+            return True
+        self._recover(me)
+        return False
+
+    def _is_asleep(self, thread: int) -> bool:
+        asleep = [sleeper.thread for sleeper in self._sleepers] if self._sleepers else ()
+        return self._front.sleeper == thread or thread in asleep
+
+    def enter(self, inside: bool) -> None:
+        """Get the lock, and hold interrupts back; then `leave` and `undo` must be called.
+
+        Args:
+            inside: what `is_inside` has returned.
+
+        Raises:
+            Error: this has ended, or this thread is in the middle of an operation.
+        """
         if self.closed is not None:
             raise Error(self.closed)
-        me = threading.get_ident()
-        if me in (self._owner, self._front.sleeper):
+        if inside:
             raise Error(
                 "a reduction operator or a signal handler must not communicate: "
                 "it runs in the middle of an operation"
             )
+        self.interrupts.hold()
         self._take()
 
-    def _take(self) -> None:
-        """Get the lock, from a thread that drives soon: it is told that it is wanted."""
-        if not self._state.acquire(blocking=False):
-            with self._gate:
-                self._wanted = True
-                self._state.acquire()
-                self._wanted = False
-        self._own()
-
-    def _own(self) -> None:
-        self._owner = threading.get_ident()
-        self._door.engaged = True  # the core's short way is closed
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Let others in, and wake who has something to do."""
         self._wake_sleepers()
         if self._front.asleep or self._is_pending():
             self._wake_driver()
         self._let_go()
 
+    def undo(self, inside: bool) -> None:
+        """End what `enter` has begun: `leave` once more, if it was torn apart."""
+        if not inside:
+            if self._is_mine():
+                self.leave()
+            self.interrupts.release()
+
+    def _recover(self, me: int) -> None:
+        """Put right what a thread has left behind: a signal handler has torn it out of here."""
+        self._retake()
+        for seat in (self._front, self._back):
+            if seat.sleeper == me:
+                seat.asleep, seat.sleeper = False, 0
+        self._sleepers = [sleeper for sleeper in self._sleepers if sleeper.thread != me]
+        if self._driver == me:
+            self._driver = 0
+        self.leave()
+
+    def _take(self) -> None:
+        """Get the lock, from a thread that drives soon: it is told that it is wanted."""
+        if not self._state.acquire(blocking=False):
+            with self._gate:
+                try:
+                    self._wanted = True
+                    self._state.acquire()
+                finally:
+                    self._wanted = False
+        self._door.engaged = True  # the core's short way is closed
+
+    def _retake(self) -> None:
+        """Get the lock back, and only then raise what a signal handler has raised meanwhile."""
+        raised: BaseException | None = None
+        while True:
+            try:
+                self._take()
+                break
+            except BaseException as exc:
+                raised = exc
+        if raised is not None:
+            raise raised
+
     def _let_go(self) -> None:
-        self._owner = 0
-        self._door.engaged = False
-        self._state.release()
+        """Release the lock, if this thread has it: more than once, if it was torn out before."""
+        if self._is_mine():
+            if self._sleepers and not self._driver:
+                self._sleepers[0].event.set()  # to drive
+            self._door.engaged = False
+            while self._is_mine():
+                self._state.release()
 
     def _make_room(self) -> None:
         """Let the thread in that wants the lock: it holds the gate until it has it."""
-        self._leave()
-        with self._gate:
-            self._state.acquire()
-        self._own()
+        try:
+            self.leave()
+            with self._gate:
+                self._state.acquire()
+        finally:
+            self._retake()
 
     def _interrupted(self) -> None:
         """Wake the main thread, which has an interrupt to raise: whether it drives or sleeps."""
@@ -150,9 +243,9 @@ class Driver(ABC):
     # --- driving ---------------------------------------------------------------------------
 
     def _drive(self, operation: Operation, until: float) -> None:
-        self._take_over()
-        self._front.operation = operation
         try:
+            self._take_over()
+            self._front.operation = operation
             while not operation.done:
                 if self._wanted:
                     self._make_room()
@@ -163,32 +256,29 @@ class Driver(ABC):
                 else:
                     self._poll(self._front, until)
         finally:
-            self._front.operation = None
-            self._hand_over()
+            self._driver, self._front.operation = 0, None
+
+    @property
+    def _driving(self) -> bool:
+        return self._driver != 0
 
     def _take_over(self) -> None:
         """Drive instead of the background thread."""
-        self._driving = True
+        self._driver = threading.get_ident()
         if self._alarm is not None:
             self._alarm.clear()
 
-    def _hand_over(self) -> None:
-        self._driving = False
-        if self._sleepers:
-            self._sleepers[0].event.set()
-
     def _sleep(self, operation: Operation | None, until: float) -> None:
         sleeper = Sleeper(operation)
-        self._sleepers.append(sleeper)
-        self._leave()
         try:
+            self._sleepers.append(sleeper)
+            self.leave()
             sleeper.event.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
         finally:
-            self._take()
-            self._sleepers.remove(sleeper)
-            # Woken to drive, but done (or out of time): the next one has to.
-            if not self._driving and self._sleepers:
-                self._sleepers[0].event.set()
+            try:
+                self._retake()
+            finally:
+                self._sleepers.remove(sleeper)
 
     def nap(self, look: Callable[[], float | None], seen: int | None = None) -> int | None:
         """Sleep once, until anything comes.
@@ -201,31 +291,23 @@ class Driver(ABC):
 
         Returns None if `look` did.
         """
-        held = self.interrupts.hold()
-        try:
-            self._enter()
-            try:
-                self._progress()
-                until = look()
-                if until is None:
-                    return None
-                if seen is not None and seen != self._awakenings:
-                    return self._awakenings
-                if self._driving:
-                    self._sleep(None, until)
-                    return self._awakenings
-                self._take_over()
-                try:
-                    self._poll(self._front, until)
-                    self._progress()
-                finally:
-                    self._hand_over()
+        with self.locked():
+            self._progress()
+            until = look()
+            if until is None:
+                return None
+            if seen is not None and seen != self._awakenings:
                 return self._awakenings
+            if self._driving:
+                self._sleep(None, until)
+                return self._awakenings
+            try:
+                self._take_over()
+                self._poll(self._front, until)
+                self._progress()
             finally:
-                self._leave()
-        finally:
-            if held:
-                self.interrupts.release()
+                self._driver = 0
+            return self._awakenings
 
     def _poll(self, seat: Seat, limit: float) -> None:
         """Sleep until something comes, or until `limit`; without the lock."""
@@ -239,16 +321,17 @@ class Driver(ABC):
             timeout_ms: float | None = None
             if limit != math.inf:
                 timeout_ms = max(0, math.ceil((limit - time.monotonic()) * 1e3))
-            seat.asleep, seat.sleeper = True, threading.get_ident()
-            self._let_go()
             try:
+                seat.asleep, seat.sleeper = True, threading.get_ident()
+                self._let_go()
                 seat.poll(timeout_ms)
             finally:
-                self._take()
+                self._retake()
                 seat.asleep, seat.sleeper = False, 0
                 if self.closed is not None:
                     seat.close()
         finally:
+            seat.asleep, seat.sleeper = False, 0
             for transport in asleep:
                 transport.awake()
             # A doorbell that rang, whoever it was for, does not ring any more.
@@ -331,7 +414,10 @@ class Driver(ABC):
     def _call_background(self) -> None:
         """Have the background thread drive soon, unless a caller comes to wait before that."""
         if self._alarm is None:
-            self._alarm = Alarm()
+            try:
+                self._alarm = Alarm()
+            except OSError:  # no descriptors any more: then who waits drives
+                return
             self._background = threading.Thread(target=self._work, name="pycoll", daemon=True)
             with contextlib.suppress(RuntimeError):  # no threads any more: then who waits drives
                 self._background.start()
@@ -358,7 +444,7 @@ class Driver(ABC):
                 raise
             finally:
                 self._backing = False
-                self._leave()
+                self.leave()
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -376,4 +462,19 @@ class Driver(ABC):
             self._alarm.ring()
             if self._background.is_alive():
                 self._background.join(timeout_s)
-            self._alarm.close()
+            # On a machine so busy that the thread has not come so far, it may still read from it.
+            if not self._background.is_alive():
+                self._alarm.close()
+
+
+def _is_called_by_itself() -> bool:
+    """Whether the program was called from the middle of an operation, and so calls this."""
+    frame: FrameType | None = sys._getframe(1)
+    is_program = False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if is_program and name in _ENGINE:
+            return True
+        is_program = is_program or not name.startswith("pycoll.")
+        frame = frame.f_back
+    return False

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 from pycoll.context import Context
 from pycoll.driver import Driver
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
+from pycoll.last_calls import LastCalls
 from pycoll.launcher.rendezvous import Client as Control
 from pycoll.membership import Membership
 from pycoll.scratch import Scratch
 from pycoll.task import Call, CallSteps, Started, Task, caller
 from pycoll.transports.base import Arrival, Operation, Parts, Transport
+from pycoll.waits import Waits, options_of
 
 if TYPE_CHECKING:
     from pycoll.memory import SharedMemory
-
-REPORT_AFTER_S = 0.2
-"""A wait that lasts this long is reported to the launcher: for tables, and to compare calls."""
 
 CONFIRM_S = 5.0
 """Seconds past its deadline that a send which cannot be taken back any more waits for the receiver
@@ -37,6 +36,13 @@ CLOSED_IDS = 4096
 def raise_error(error: BaseException) -> None:
     """Raise `error`, one of ours as a fresh copy, so that tracebacks do not pile up in it."""
     raise (copy.copy(error) if isinstance(error, Error) else error)
+
+
+def left_without(error: PeerFailed, call: Call) -> PeerFailed:
+    """Return the error for a rank that has left in good order, and without making this call."""
+    name = call.text.partition("(")[0]
+    text = f"rank {error.rank} is needed, but has left without calling {name}(): {error.reason}"
+    return PeerFailed(error.rank, error.reason, text)
 
 
 class Engine(Driver):
@@ -75,18 +81,24 @@ class Engine(Driver):
         self.scratch = Scratch()
         self.contexts: dict[int, Context] = {}
         self.membership = Membership(rank, self, has_launcher=control is not None)
+        self._last_calls = LastCalls(rank, self.contexts)
+        self._first_error = ""
         self._unclaimed: dict[int, dict[Arrival, None]] = {}
         self._broken_early: dict[int, Error] = {}
-        self._closed_ids: dict[int, None] = {}
+        self._closed_ids: dict[int, int] = {}  # and how many collective calls were made there
         self._gives_up = False
+        self.waits = Waits(control, self._num_started, self._is_quiet)
+        self._job_lost: Error | None = None  # pycoll-run is gone
 
     # --- communicators ---------------------------------------------------------------------
 
     def open_context(self, ident: int, members: tuple[int, ...]) -> Context:
         """Register a communicator; messages that came for it already are handed over."""
         context = Context(ident, members, self.rank)
-        context.on_mismatch = self.break_context
+        context.on_mismatch = self._found_different
         self.contexts[ident] = context
+        if self._job_lost is not None:
+            context.fail(self._job_lost)
         for rank in members:
             if rank in self.membership.failed:
                 context.fail(self.membership.failed[rank])
@@ -99,10 +111,11 @@ class Engine(Driver):
         return context
 
     def close_context(self, context: Context) -> None:
-        """Forget a communicator."""
+        """Forget a communicator, but for what ranks that leave later compare."""
+        self._last_calls.close(context)
         self.contexts.pop(context.ident, None)
         context.close()
-        self._closed_ids[context.ident] = None
+        self._closed_ids[context.ident] = context.num_started()
         if len(self._closed_ids) > CLOSED_IDS:
             del self._closed_ids[next(iter(self._closed_ids))]
 
@@ -110,6 +123,7 @@ class Engine(Driver):
         """Make a communicator unusable on all its ranks, for the reason `error`."""
         if context.broken is not None:
             return
+        self._note(error)
         shown = error
         if not isinstance(error, MismatchError | OperationTimeout | PeerFailed):
             shown = PeerFailed(self.rank, f"gave up a collective ({_told(error)})")
@@ -128,6 +142,34 @@ class Engine(Driver):
         finally:
             context.fail(shown)
 
+    def _found_different(self, context: Context, error: MismatchError) -> None:
+        unheard = not context.pending
+        self.break_context(context, error)
+        context.unheard = unheard
+
+    def check(self, context: Context) -> None:
+        """Raise why a communicator is broken, if it is."""
+        if context.broken is not None:
+            context.unheard = False
+            raise_error(context.broken)
+
+    def look_back(self, context: Context) -> Error | None:
+        """Return how calls of other ranks differ from this one's that nobody was told of yet.
+
+        For a rank that leaves; with the lock. It does not wait for who may come later.
+        """
+        self._progress()
+        if context.broken is None and context.in_core is not None:
+            error = context.in_core.differing()
+            if error is not None:  # ranks that are still in the call hear of it, too
+                self._found_different(context, error)
+        unheard, context.unheard = context.unheard, False
+        return context.broken if unheard and isinstance(context.broken, Error) else None
+
+    def _note(self, error: BaseException) -> None:
+        """Remember the first error: who needs this rank when it has left shall know."""
+        self._first_error = self._first_error or _in_a_line(_told(error))
+
     # --- calls -----------------------------------------------------------------------------
 
     def run(
@@ -140,24 +182,25 @@ class Engine(Driver):
             Error: what else went wrong.
         """
         deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
-        held = self.interrupts.hold()
+        inside = self.is_inside()
         try:
+            self.enter(inside)
             return self._run(call, steps, deadline, collective)
         finally:
-            if held:
+            if not inside:
+                if self._is_mine():
+                    self.leave()
                 self._end_hold(call.context if collective else None)
 
     def _run(
         self, call: Call, steps: Callable[[], CallSteps], deadline: float, collective: bool
     ) -> Any:
         context = call.context
-        self._enter()
         try:
             task: Task | None = None
             try:  # from the beginning: an interrupt may come at any moment
                 self._progress()
-                if context.broken is not None:
-                    raise_error(context.broken)
+                self.check(context)
                 task = Task(steps())
                 context.pending.add(task)
                 # What is sent in a collective, or without a deadline, is never taken back.
@@ -175,12 +218,15 @@ class Engine(Driver):
                 if task is not None:
                     context.pending.discard(task)
             if task.error is not None:
+                error = self._named(task.error, call)
                 if collective:
-                    self.break_context(context, task.error)
-                raise_error(task.error)
+                    self.break_context(context, error)
+                elif isinstance(error, PeerFailed):
+                    self._note(error)
+                raise_error(error)
             return task.result
         finally:
-            self._leave()
+            self.leave()
 
     def begin(
         self,
@@ -201,8 +247,7 @@ class Engine(Driver):
         context = call.context
         with self.locked():
             self._progress()
-            if context.broken is not None:
-                raise_error(context.broken)
+            self.check(context)
             self._gives_up = False
             task = Started(steps(), conclude, call, lambda task: self._ended(task, collective))
             context.pending.add(task)
@@ -210,11 +255,23 @@ class Engine(Driver):
             task.start()
             return task
 
+    def _named(self, error: BaseException, call: Call) -> BaseException:
+        """Name the call that a rank which has left in good order has not made."""
+        if (
+            isinstance(error, PeerFailed)
+            and call.number >= 0
+            and error.rank in call.context.gone
+            and call.context.left_before(error.rank, call.number)
+        ):
+            return left_without(error, call)
+        return error
+
     def _ended(self, task: Started, collective: bool) -> None:
         context = task.call.context
         context.pending.discard(task)
         self._requests.discard(task)
         if collective and task.error is not None:
+            task.error = self._named(task.error, task.call)
             self.break_context(context, task.error)
 
     def look_at(self, operation: Operation) -> bool:
@@ -253,9 +310,9 @@ class Engine(Driver):
         return self.membership.refuse(peer) or start(peer, header, parts)
 
     def hold(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
-        """Start sending what nobody copies before it is received: longer than what is buffered."""
+        """Start sending what nobody copies before it is received, however short it is."""
         refusal = self.membership.refuse(peer)
-        return refusal or self.transports[peer].send(peer, header, parts)
+        return refusal or self.transports[peer].offer(peer, header, parts)
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -267,8 +324,8 @@ class Engine(Driver):
         With `gives_up` it will be cancelled if this raises.
         """
         started = time.monotonic()
-        report_at = started + REPORT_AFTER_S
-        reported = False
+        report_at = started + self.waits.report_after_s
+        reported = 0
         limit = deadline
         try:
             while not operation.done:
@@ -277,8 +334,12 @@ class Engine(Driver):
                 if now >= limit and gives_up and operation.committed:
                     limit = deadline + CONFIRM_S
                 if not reported and (now >= report_at or now >= limit):
-                    reported = True
-                    self.report(call, now - started)
+                    reported = self.waits.begin(
+                        call,
+                        now - started,
+                        deadline != math.inf,
+                        lambda: options_of(operation, call),
+                    )
                 if now >= limit:
                     raise self.timeout(call)
                 until = limit if reported else min(limit, report_at)
@@ -287,8 +348,8 @@ class Engine(Driver):
                 else:
                     self._drive(operation, until)
         finally:
-            if reported and self.control is not None and self.closed is None:
-                self.control.post("running")
+            if reported and self.closed is None:
+                self.waits.end(reported)
 
     # --- for waits outside: those of the compiled core ---------------------------------------
 
@@ -296,42 +357,43 @@ class Engine(Driver):
         """Take in what has come; raise why `context` is broken, if it is."""
         with self.locked():
             self._progress()
-            if context.broken is not None:
-                raise_error(context.broken)
+            self.check(context)
 
     def give_up(self, context: Context, error: BaseException) -> None:
         """Break a communicator whose call has failed, unless this rank has left the job."""
         if self.closed is None:
             with self.locked():
                 self.break_context(context, error)
+                context.unheard = False
 
-    def running(self) -> None:
-        """Tell the launcher that a wait which was reported is over."""
-        if self.control is not None and self.closed is None:
+    def running(self, wait: int) -> None:
+        """Tell the launcher that a wait of which it was told is over."""
+        if self.closed is None:
             with self.locked():
-                self.control.post("running")
+                self.waits.end(wait)
 
     def timeout(self, call: Call) -> OperationTimeout:
         """Return the error for a call that was not done in time; under the lock."""
         table = self.control.ask_table(1.0) if self.control is not None else []
         doing = "".join(f"\n    {line}" for line in table)
         others = f" What the ranks are doing:{doing}" if doing else ""
+        if self.control is not None and not table:
+            others = " pycoll-run, which knows what the others do, does not answer: is it stopped?"
         return OperationTimeout(
             f"rank {self.rank}: {call} at {caller()} was not done by its deadline.{others}"
         )
 
-    def report(self, call: Call, waited_s: float) -> None:
-        """Tell the launcher what this rank waits in; under the lock."""
-        if self.control is not None:
-            self.control.post(
-                "waiting",
-                context=call.context.ident,
-                number=call.number,
-                call=call.text,
-                where=caller(),
-                members=list(call.context.members),
-                waited_s=waited_s,
-            )
+    def _num_started(self, ident: int) -> int:
+        """Return how many collective calls on a communicator this rank has started."""
+        context = self.contexts.get(ident)
+        return context.num_started() if context is not None else self._closed_ids.get(ident, 0)
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is on its way here, or from here without a call of this rank's."""
+        return not (
+            any(transport.is_receiving or transport.is_behind for transport in self._distinct)
+            or any(context.turns or context.borrowed for context in self.contexts.values())
+        )
 
     # --- what the transports tell ----------------------------------------------------------
 
@@ -379,36 +441,54 @@ class Engine(Driver):
                     self._event(event.kind, event.fields)
                 elif event.kind in ("failed", "left", "ended"):
                     self.membership.note(event.fields["rank"])
+                    if event.kind == "left":
+                        self._last_calls.hear(event.fields["rank"], event.fields["calls"])
         return self.membership.departed()
 
     # --- what the launcher tells -----------------------------------------------------------
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "broken":
-            ident = fields["context"]
+            ident, error = fields["context"], _broken_error(fields)
             context = self.contexts.get(ident)
             if context is not None:
-                context.fail(_broken_error(fields))
+                self._note(error)
+                context.unheard = isinstance(error, MismatchError) and not (
+                    context.broken or context.pending
+                )
+                context.fail(error)
             elif ident not in self._closed_ids:  # this rank is still about to make it
-                self._broken_early[ident] = _broken_error(fields)
+                self._broken_early[ident] = error
+        elif kind == "look":
+            self.waits.answer(fields["round"], fields["contexts"])
         elif kind == "told":
             self.transports[fields["rank"]].hear(fields["rank"], fields["letter"])
         elif kind == "lost":
-            error = Error(
+            self._job_lost = Error(
                 f"rank {self.rank}: the connection to pycoll-run is gone; the job cannot go on"
             )
-            self._fail_all(error)
+            self._fail_all(self._job_lost)
         else:
+            if kind == "left":
+                self._last_calls.hear(fields["rank"], fields["calls"])
             self.membership.event(kind, fields)
 
-    def peer_failed(self, error: PeerFailed) -> None:
+    def call_launcher(self) -> Callable[[], bool]:
+        """Ask the launcher for a sign of life; the result says whether one has come."""
+        control = self.control
+        assert control is not None
+        before = control.num_received
+        control.call()
+        return lambda: control.num_received > before
+
+    def peer_failed(self, rank: int, error: Error, reason: str) -> None:
         """A rank has failed: so do all communicators it is in."""
         self._drain()
         # First the contexts: their error says more than what the transport can say.
         for context in list(self.contexts.values()):
-            if error.rank in context.members:
+            if rank in context.members:
                 context.fail(error)
-        self.transports[error.rank].forget(error.rank, error.reason)
+        self.transports[rank].forget(rank, reason)
 
     def peer_gone(self, error: PeerFailed) -> None:
         """A rank has ended in good order: what waits for it fails, and nothing else."""
@@ -425,27 +505,44 @@ class Engine(Driver):
 
     # --- the end ---------------------------------------------------------------------------
 
-    def close(self, reason: str, timeout_s: float, keep_control: bool = False) -> None:
+    def close(self, reason: str, timeout_s: float, keep_control: bool = False) -> Error | None:
         """Deliver what was accepted for sending, tell the others, and end. Idempotent.
 
-        With `keep_control` the connection to the launcher stays open, for last words.
+        With `keep_control` the connection to the launcher stays open, for last words; also if this
+        returns an error: how calls of other ranks differ from this one's.
         """
         if self.closed is not None:
-            return
+            return None
         with self.locked():
+            found = [self.look_back(context) for context in list(self.contexts.values())]
             self.closed = reason
             links = sorted({peer for transport in self._distinct for peer in transport.links()})
             for transport in self._distinct:
                 transport.close(timeout_s)
             # Other threads may wait in them. Not before: senders would hear that what was never
             # received has been dropped, and go on as if it had been.
+            for context in list(self.contexts.values())[::-1]:  # the world's last: it is told
+                self._last_calls.close(context)
             self._fail_all(Error(reason))
+            self.contexts.clear()
             if self.control is not None:
-                self.control.post("left", links=links)
-                if not keep_control:
-                    self.control.close(timeout_s)
+                self.control.post(
+                    "left",
+                    links=links,
+                    calls=self._last_calls.told(),
+                    error=self._first_error,
+                )
+                deadline = time.monotonic() + timeout_s
+                # Who leaves later hears of who has left before.
+                for event in self.control.settle(timeout_s):
+                    if event.kind == "left":
+                        self._last_calls.hear(event.fields["rank"], event.fields["calls"])
+            error = next(filter(None, [*found, self._last_calls.different]), None)
+            if self.control is not None and not keep_control and error is None:
+                self.control.close(max(0.0, deadline - time.monotonic()))
             self._close_seats()
         self._end_background(timeout_s)
+        return error
 
     def _fail_all(self, error: BaseException) -> None:
         for context in list(self.contexts.values()):
@@ -458,6 +555,10 @@ def _told(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}".rstrip(": ")
     except Exception:
         return type(error).__name__
+
+
+def _in_a_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _broken_error(fields: dict[str, Any]) -> Error:

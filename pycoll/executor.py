@@ -14,7 +14,7 @@ time, each on a lane of its own: while a rank hands one segment on, the next com
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -171,6 +171,11 @@ class Run(Operation):
         self._scattered: dict[int, memoryview] = {}  # what must go from scratch to several chunks
         self._keys: set[Key] = set()
         self._transfers: dict[int, Operation] = {}
+
+    def awaited(self) -> Collection[int]:
+        """Return ranks that must all be in the call before this can be done."""
+        sends = [peer for transfer in self._transfers.values() for peer in transfer.awaited()]
+        return {*sends, *(sender for _, _, sender, _ in self._keys)}
 
     def start(self) -> None:
         """Post what can be posted."""
@@ -507,6 +512,10 @@ class Pipeline(Operation):
         self._next = 0
         self._runs: set[Run] = set()
         self._filling = False
+
+    def awaited(self) -> Collection[int]:
+        """Return ranks that must all be in the call before this can be done."""
+        return {peer for run in self._runs for peer in run.awaited()}
 
     def start(self) -> None:
         """Start as many segments as may be under way."""

@@ -11,8 +11,8 @@ from pycoll.native import OPS
 from pycoll.select import UNKNOWN_S, Candidate, Refused, Request
 
 if TYPE_CHECKING:
-    from pycoll.arguments import Reducer
     from pycoll.group import Group
+    from pycoll.hints import Reducer
 
 _EXACT = frozenset({"band", "bor", "bxor"})
 """Operators of integers and bool only."""

@@ -5,6 +5,7 @@ Ranks are in row-major order: in a grid of shape (2, 4) rank 5 has the coordinat
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Sequence
@@ -13,7 +14,39 @@ from typing import Any, NamedTuple
 from pycoll import arguments, subgroups
 from pycoll.communicator import Communicator, World
 from pycoll.context import PROC_NULL
+from pycoll.edge import edge, edges
 from pycoll.group import Group
+from pycoll.words import OF_GRIDS
+
+
+@edge
+def compute_dims(n: int, ndims: int) -> list[int]:
+    """Return the lengths of a grid of `n` ranks whose axes are as equal as can be, longest first.
+
+    ``comm.grid(pycoll.compute_dims(comm.size, 2))`` is a grid of all ranks.
+
+    Args:
+        n: number of ranks, 1 or more.
+        ndims: number of axes, 1 or more.
+    """
+    n, ndims = arguments.check_int(n, "n"), arguments.check_int(ndims, "ndims")
+    if n < 1 or ndims < 1:
+        raise ValueError(f"n and ndims are 1 or more, not {n} and {ndims}")
+    dims = _divide(n, ndims, n)
+    assert dims is not None  # n and ones, if there is nothing better
+    return dims
+
+
+def _divide(n: int, ndims: int, longest: int) -> list[int] | None:
+    """The factors of n, none above `longest`, of which the largest is smallest, then the next."""
+    if ndims == 1:
+        return [n] if n <= longest else None
+    for length in range(1, longest + 1):
+        if length**ndims >= n and n % length == 0:
+            rest = _divide(n // length, ndims - 1, length)
+            if rest is not None:
+                return [length, *rest]
+    return None
 
 
 class Layout(NamedTuple):
@@ -95,7 +128,8 @@ class Layout(NamedTuple):
         return names or f"{len(self.shape)}, without names, counted from 0"
 
 
-class Grid(Communicator):
+@edges
+class Grid(Communicator, foreign=OF_GRIDS):
     """A communicator whose ranks form a grid, in row-major order; `Communicator.grid` makes it.
 
     Attributes:
@@ -127,6 +161,9 @@ class Grid(Communicator):
     def coords_of(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of a rank of this grid.
 
+        Args:
+            rank: 0 to size - 1.
+
         Raises:
             ValueError: there is no such rank.
         """
@@ -138,9 +175,13 @@ class Grid(Communicator):
     def rank_at(self, coords: Sequence[int]) -> int:
         """Return the rank at these coordinates, which wrap around on periodic axes.
 
+        Args:
+            coords: one for each axis.
+
         Raises:
             ValueError: there are not as many as axes, or one is outside of an axis that is open.
         """
+        coords = _listed(coords, "coords")
         if len(coords) != len(self.shape):
             raise ValueError(f"coords has {len(coords)} numbers, the grid {len(self.shape)} axes")
         inside = []
@@ -171,9 +212,9 @@ class Grid(Communicator):
     def axis(self, *axes: str | int) -> Grid:
         """Return the communicator of the ranks that differ from this one in these axes only.
 
-        It is itself a grid, of these axes in their order here. No message is needed, and it is made
-        once: later calls return the same object, also after it was closed. Closing this grid
-        closes it.
+        It is itself a grid, of these axes in their order here, and has their names. No message is
+        needed, and it is made once: later calls return the same object, also after it was closed.
+        Closing this grid closes it.
 
         Args:
             axes: names or indices.
@@ -186,19 +227,35 @@ class Grid(Communicator):
             if indices not in self._lines:
                 with self._group.engine.locked():
                     ranks = self._layout.line(self.rank, indices)
-                    group = subgroups.child(self._group, f"axis {indices}", ranks)
+                    group = subgroups.child(
+                        self._group, f"axis {indices}", ranks, self._line_name(indices)
+                    )
                 self._lines[indices] = Grid(self._world, group, self._layout.of_axes(indices))
             return self._lines[indices]
 
-    def dup(self, *, timeout: float | None = None) -> Grid:
-        """Return a new grid of the same ranks, axes and edges; a collective call."""
-        return self.grid(self.shape, self.names or None, self.periodic, timeout=timeout)
+    def _line_name(self, indices: Sequence[int]) -> str:
+        if self.names:
+            return ", ".join(self.names[index] for index in indices)
+        axes = ", ".join(map(str, indices))
+        return f"{'axis' if len(indices) == 1 else 'axes'} {axes} of {self.name}"
+
+    def dup(self, *, name: str | None = None, timeout: float | None = None) -> Grid:
+        """Return a new grid of the same ranks, axes and edges; a collective call.
+
+        Args:
+            name: what messages call it.
+            timeout: seconds for all ranks to come.
+        """
+        name = subgroups.check_name(name) or f"dup of {self.name}"
+        names = self.names or None
+        return self.grid(self.shape, names, self.periodic, name=name, timeout=timeout)
 
     def close(self) -> None:
         """Give this grid and the communicators of its axes up. Not collective."""
-        for line in list(self._lines.values()):
-            line.close()
-        super().close()
+        with contextlib.ExitStack() as closing:  # all of them, whatever one of them finds
+            closing.callback(super().close)
+            for line in list(self._lines.values()):
+                closing.callback(line.close)
 
 
 def check_layout(shape: Any, names: Any, periodic: Any, size: int) -> Layout:
@@ -226,9 +283,9 @@ def _check_names(names: Any, count: int) -> tuple[str, ...]:
 
 def _check_edges(periodic: Any, count: int) -> tuple[bool, ...]:
     edges = (periodic,) * count if _is_flag(periodic) else _listed(periodic, "periodic")
-    for edge in edges:
-        if not _is_flag(edge):
-            raise TypeError(f"periodic is a bool, or one for each axis, not {edge!r}")
+    for axis in edges:
+        if not _is_flag(axis):
+            raise TypeError(f"periodic is a bool, or one for each axis, not {axis!r}")
     if len(edges) != count:
         raise ValueError(f"periodic has {len(edges)} bools, the grid {count} axes")
     return tuple(bool(edge) for edge in edges)

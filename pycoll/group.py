@@ -52,13 +52,16 @@ class Group:
         native: their collectives in shared memory; None: not all are on this host, or cannot.
     """
 
-    def __init__(self, engine: Engine, ident: int, members: Sequence[int]) -> None:
+    def __init__(
+        self, engine: Engine, ident: int, members: Sequence[int], name: str = "world"
+    ) -> None:
         self.engine = engine
         self.members = tuple(members)
         self.rank = self.members.index(engine.rank)
         self.size = len(self.members)
         self.hosts = tuple([engine.hosts[world] for world in self.members])
         self.context: Context = engine.open_context(ident, self.members)
+        self.context.name = name
         self.context.on_lending = lambda arrival: lending.heard(engine, self.context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
@@ -67,6 +70,7 @@ class Group:
         self._selector: Selector | None = None
         self._generation = 0
         self.native = self._open_native()
+        self.context.num_started = lambda: self.number
 
     def _open_native(self) -> Native | None:
         shared = self.engine.shared_memory
@@ -74,8 +78,7 @@ class Group:
             return None
         from pycoll.native import Native
 
-        native = Native(self.engine, self.context, shared)
-        self.context.on_fail = lambda: native.core.allow(False)
+        self.context.in_core = native = Native(self.engine, self.context, shared)
         return native
 
     def close(self) -> None:
@@ -84,14 +87,18 @@ class Group:
             close()
         self.engine.close_context(self.context)
         if self.native is not None:
-            self.context.on_fail = lambda: None
+            self.context.in_core = None
             self.native.close()
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.context.name
 
     @property
     def number(self) -> int:
         """Number of the next collective call."""
-        native = self.native.number if self.native is not None else 0
-        return self.context.next_number + native
+        return self.context.num_calls
 
     def rank_of(self, world: int) -> int:
         """Return the rank here of a world rank."""

@@ -50,9 +50,10 @@ class Interrupts:
         return True
 
     def release(self) -> None:
-        """Stop holding interrupts back, after `hold` returned True; raises the one that came."""
-        self._busy = False
-        self.check()
+        """Stop holding interrupts back, in the main thread; raises the one that came."""
+        if threading.get_ident() == self._main:
+            self._busy = False
+            self.check()
 
     def check(self) -> None:
         """Raise the interrupt that was held back; in the main thread only."""

@@ -60,8 +60,9 @@ class Levels:
         self.leads = first[mine] == group.rank
         with group.engine.locked():
             neighbors = [rank for rank, host in enumerate(group.hosts) if host == mine]
-            self._host = child(group, "host", neighbors)
-            self._leaders = child(group, "leaders", list(first.values())) if self.leads else None
+            self._host = child(group, "host", neighbors, group.name)
+            leaders = list(first.values())
+            self._leaders = child(group, "leaders", leaders, group.name) if self.leads else None
             group.context.on_fail = self._fail
             group.on_close.append(self.close)
         self.alone = self._host.size == 1
@@ -73,13 +74,13 @@ class Levels:
             Error: another thread is in a collective of this communicator.
         """
         group, context = self._group, self._group.context
-        if self._call is not None:
-            raise Error(
-                f"{text}: another thread is in a collective of this communicator; "
-                "collectives of one communicator come from one thread at a time"
-            )
         group.engine.look(context)
         with group.engine.locked():
+            if self._call is not None:
+                raise Error(
+                    f"{text}: another thread is in a collective of this communicator; "
+                    "collectives of one communicator come from one thread at a time"
+                )
             self._call = Call(text, group.number, context)
             number = context.begin(signature)
         self._signature = signature

@@ -7,13 +7,15 @@ into it. A large array is a bucket alone, and is not copied. All buckets are und
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pycoll import arrays, ops
+from pycoll.arguments import Target
 from pycoll.arrays import Value
 from pycoll.collectives import bind_pieces, combiner, finisher
 from pycoll.dtypes import Array, DType
@@ -29,7 +31,7 @@ from pycoll.select import Choice
 from pycoll.task import CallSteps
 
 if TYPE_CHECKING:
-    from pycoll.arguments import Reducer
+    from pycoll.hints import Reducer
 
 BUCKET_NBYTES = 4 << 20
 """A bucket of several arrays has at most so many bytes."""
@@ -67,49 +69,58 @@ class Bucket:
         dtype: of all.
         source: their elements, C-contiguous.
         target: memory for the results; may be `source`.
-        results: the arrays reduced, when the call is done: views into `target`, or on a GPU.
+        results: what makes the arrays reduced, when the call is done: they are views into `target`
+            but those for which there is an `out`, or which are on a GPU.
         late: members that are on a GPU: `load` copies them to `source`, `unload` from `target`.
     """
 
-    def __init__(self, members: Sequence[Value]) -> None:
+    def __init__(self, members: Sequence[Value], outs: Sequence[Target | None]) -> None:
         first = members[0]
         self.dtype: DType = first.dtype
         self.late: list[Value] = []
-        self._places: list[tuple[Array, Value]] = []
+        self._loads: list[Array] = []
+        self._unloads: list[tuple[Array, Target]] = []
+        self._shapes = [member.array.shape for member in members]
         if len(members) == 1:
-            result = arrays.fresh(first.dtype, first.kind, first.array.shape, first.gpu)
-            self.source, self.target = contiguous(first.array), result.array
-            self.results = [result]
+            target = outs[0] or Target(None, first, first.array.shape)
+            self.source, self.target = contiguous(first.array), target.memory
+            self.results: list[Callable[[], Any]] = [target.result]
             return
         flat = [member.array.reshape(-1) for member in members]
         self.source = self.target = np.concatenate(flat)
         self._ends = list(accumulate(map(len, flat), initial=0))
         self.results = []
-        for (a, b), member in zip(pairwise(self._ends), members, strict=True):
+        for (a, b), member, out in zip(pairwise(self._ends), members, outs, strict=True):
             place = self.target[a:b].reshape(member.array.shape)
-            if member.stage is None:
-                self.results.append(Value(place, member.dtype, member.kind))
+            if member.stage is not None:
+                self.late.append(member)
+                self._loads.append(place)
+            if member.stage is None and out is None:
+                value = Value(place, member.dtype, member.kind)
+                self.results.append(partial(arrays.unwrap, value))
                 continue
-            result = arrays.fresh(member.dtype, member.kind, member.array.shape, member.gpu)
-            self.results.append(result)
-            self.late.append(member)
-            self._places.append((place, result))
+            target = out or Target(None, member, member.array.shape)
+            if target.value.stage is not None:
+                self._unloads.append((place, target))
+                self.results.append(target.result)
+            else:  # not sooner: it may be memory that another bucket still reads
+                self.results.append(partial(_filled, target, place))
 
     def load(self) -> None:
         """Take the members that were on a GPU, and are in host memory now."""
-        for member, (place, _) in zip(self.late, self._places, strict=True):
+        for member, place in zip(self.late, self._loads, strict=True):
             place[...] = member.array
 
     def unload(self, engine: Engine) -> None:
         """Have what belongs on a GPU go there; `unwrap` waits for it."""
-        for place, result in self._places:
-            result.array[...] = place
-            if result.stage is not None:
-                result.stage.push(engine)
+        for place, target in self._unloads:
+            target.memory[...] = place
+            assert target.value.stage is not None
+            target.value.stage.push(engine)
 
     def combiner(self, op: Op) -> Combine:
         """Return the reduction of byte views; array by array if `op` is not elementwise."""
-        shapes = [result.array.shape for result in self.results]
+        shapes = self._shapes
         if op.elementwise or len(shapes) == 1:
             return combiner(op, self.dtype, shapes[0])
         itemsize = self.dtype.itemsize
@@ -126,21 +137,28 @@ class Bucket:
         return combine
 
 
+def _filled(target: Target, place: Array) -> Any:
+    target.memory[...] = place
+    return target.result()
+
+
 def prepare_all_reduce_many(
-    group: Group, xs: Any, op: Reducer, algorithm: str | None, blocking: bool
-) -> Prepared:
+    group: Group, xs: Any, op: Reducer, out: Any, algorithm: str | None, blocking: bool
+) -> Prepared[Any]:
     """Combine all ranks' arrays, each with its like; the results, a list, are on every rank.
 
     Args:
         group: of the communicator.
         xs: list or tuple of arrays or numbers, the same dtypes and shapes on all ranks.
         op: as in `reduce`; a function that is not elementwise gets one array at a time.
+        out: for each array one for its result, or None; None: all results are new.
         algorithm: one of all_reduce's.
         blocking: the call may go through the compiled core.
 
     Raises:
-        TypeError: `xs` is no list, or has an item that `op` does not take.
-        ValueError: `algorithm` does not exist, or cannot serve; or `xs` is too long.
+        TypeError: `xs` or `out` is no list, or `xs` has an item that `op` does not take.
+        ValueError: `algorithm` does not exist, or cannot serve; `xs` is too long, or `out` does not
+            fit.
     """
     if not isinstance(xs, list | tuple):
         raise TypeError(
@@ -152,6 +170,7 @@ def prepare_all_reduce_many(
     dtypes = {value.dtype.name: value for value in values}
     for value in dtypes.values():
         ops.check(resolved, value.dtype)
+    outs = _targets(out, values)
     native = blocking and all(serves(resolved, value) for value in dtypes.values())
 
     def choose(nbytes: int, forced: str | None, native: bool) -> Choice:
@@ -162,7 +181,7 @@ def prepare_all_reduce_many(
     alone_nbytes = ALONE_IN_CORE_NBYTES if in_core else ALONE_NBYTES
     if in_core and not resolved.elementwise:
         alone_nbytes = 0  # the core gives a function all that it combines
-    buckets, results = _fill(values, alone_nbytes)
+    buckets, results = _fill(values, outs, alone_nbytes)
     if len(buckets) > MAX_BUCKETS:
         raise ValueError(
             f"{len(values)} arrays, in {len(buckets)} messages, are too many for one call. "
@@ -182,13 +201,41 @@ def prepare_all_reduce_many(
             group, call, buckets, resolved, lambda nbytes: choose(nbytes, algorithm, native=False)
         ),
         (lambda core: _through_core(core, salt, buckets, resolved)) if in_core else None,
-        lambda _: [arrays.unwrap(result) for result in results],
+        lambda _: [result() for result in results],
         reads=values,
     )
 
 
-def _fill(values: Sequence[Value], alone_nbytes: int) -> tuple[list[Bucket], list[Value]]:
-    """Put values into buckets; return these, and the results in the order of the values."""
+def _targets(out: Any, values: Sequence[Value]) -> list[Target | None]:
+    """Check the arrays for the results."""
+    if out is None:
+        return [None] * len(values)
+    if not isinstance(out, list | tuple):
+        raise TypeError(f"out is a list of arrays, not a {type(out).__name__}")
+    if len(out) != len(values):
+        raise ValueError(f"out has {len(out)} items, xs has {len(values)}")
+    targets: list[Target | None] = []
+    for item, value in zip(out, values, strict=True):
+        target = Target(item, value, value.array.shape) if item is not None else None
+        if target is not None:
+            target.check_overlap(value, (target.value.place, value.place))
+        targets.append(target)
+    return targets
+
+
+def _check_apart(place: int, target: Target | None, values: Mapping[int, Value]) -> None:
+    """Refuse an `out` that is written while it is still read as another of `xs`."""
+    if target is None:
+        return
+    for other, value in values.items():
+        if other != place and arrays.overlap(target.value.place, value.place):
+            raise ValueError(f"out[{place}] overlaps xs[{other}]. Pass arrays of their own.")
+
+
+def _fill(
+    values: Sequence[Value], outs: Sequence[Target | None], alone_nbytes: int
+) -> tuple[list[Bucket], list[Callable[[], Any]]]:
+    """Put values into buckets; return these, and what makes the results, in their order."""
     places: list[list[int]] = []
     filling: dict[str, tuple[list[int], int]] = {}  # by dtype: what has room, and its bytes
     for place, value in enumerate(values):
@@ -203,12 +250,14 @@ def _fill(values: Sequence[Value], alone_nbytes: int) -> tuple[list[Bucket], lis
         bucket.append(place)
         filling[name] = bucket, filled + nbytes
     buckets = []
-    results = list(values)
+    results: dict[int, Callable[[], Any]] = {}
+    alone = {bucket[0]: values[bucket[0]] for bucket in places if len(bucket) == 1}
     for bucket in places:
-        buckets.append(Bucket([values[place] for place in bucket]))
-        for place, result in zip(bucket, buckets[-1].results, strict=True):
-            results[place] = result
-    return buckets, results
+        if len(bucket) == 1:
+            _check_apart(bucket[0], outs[bucket[0]], alone)
+        buckets.append(Bucket([values[i] for i in bucket], [outs[i] for i in bucket]))
+        results.update(zip(bucket, buckets[-1].results, strict=True))
+    return buckets, [results[place] for place in range(len(values))]
 
 
 def _over_messages(
@@ -249,7 +298,7 @@ def _through_core(native: Native, salt: int, buckets: Sequence[Bucket], op: Op) 
     core = native.core
     for bucket in buckets:
         bucket.load()
-    if not buckets or not serves(op, buckets[0].results[0]):
+    if not buckets or not serves(op, Value(buckets[0].source, buckets[0].dtype, "numpy")):
         core.run(None, BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, "numpy")

@@ -7,7 +7,8 @@
     gone    it has left or ended, and its last message is here: who waits for more fails.
 
 The launcher knows how a process ended, so a lost link alone is no verdict, only the beginning of
-a wait for one.
+a wait for one. A launcher that is stopped gives none: then ranks that give up for that reason lose
+their links, too, and to blame whose link is lost would blame them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pycoll.errors import PeerFailed
+from pycoll.errors import Error, PeerFailed
 from pycoll.transports.base import Operation
 
 VERDICT_S = 3.0
@@ -29,11 +30,18 @@ FAREWELL_S = 3.0
 in less than the 5 s within which everybody must know."""
 
 
+class NoVerdict(Error):
+    """The link to a rank is lost, and the launcher does not say what became of it."""
+
+
 class Listener(Protocol):
     """Who is told, under its own lock: the engine."""
 
-    def peer_failed(self, error: PeerFailed) -> None:
-        """A rank has failed."""
+    def peer_failed(self, rank: int, error: Error, reason: str) -> None:
+        """A rank has failed, or is lost and nobody says why."""
+
+    def call_launcher(self) -> Callable[[], bool]:
+        """Ask the launcher for a sign of life; the result says whether one has come."""
 
     def peer_gone(self, error: PeerFailed) -> None:
         """A rank has ended in good order."""
@@ -59,9 +67,10 @@ class Membership:
         self._me = me
         self._listener = listener
         self._has_launcher = has_launcher
-        self.failed: dict[int, PeerFailed] = {}
+        self.failed: dict[int, Error] = {}
         self.gone: dict[int, PeerFailed] = {}
         self._left: dict[int, list[int]] = {}
+        self._errors: dict[int, str] = {}
         self._ended: dict[int, str] = {}
         self._heard_farewell: set[int] = set()
         self._awaits_farewell: set[int] = set()
@@ -93,6 +102,7 @@ class Membership:
             self._fail(rank, fields["reason"], fields["detail"])
         elif kind == "left":
             self._left[rank] = fields["links"]
+            self._errors[rank] = fields["error"]
             self._listener.after(SETTLE_S, lambda: self._settle(rank))
         elif kind == "ended":
             self._ended[rank] = fields["reason"]
@@ -110,16 +120,29 @@ class Membership:
     def link_lost(self, peer: int, reason: str) -> None:
         """Hear from a transport that the link to `peer` is gone."""
         if not self._has_launcher:
-            self._judge(peer, reason)
+            self._judge(peer, reason, True)
         elif not self._is_known(peer):
-            self._listener.after(VERDICT_S, lambda: self._judge(peer, reason))
+            answered = self._listener.call_launcher()
+            self._listener.after(VERDICT_S, lambda: self._judge(peer, reason, answered()))
 
     def _is_known(self, rank: int) -> bool:
         return rank in self.failed or rank in self.gone or rank in self._left
 
-    def _judge(self, rank: int, reason: str) -> None:
-        if not self._is_known(rank):
-            self._fail(rank, reason, "")
+    def _judge(self, rank: int, reason: str, answered: bool) -> None:
+        if self._is_known(rank):
+            return
+        if answered:
+            return self._fail(rank, reason, "")
+        parted = "it left in good order" if rank in self._heard_farewell else reason
+        self._lose(
+            rank,
+            NoVerdict(
+                f"rank {self._me} has lost its link to rank {rank} ({parted}), and pycoll-run has "
+                f"not answered for {VERDICT_S:g} s: it is stopped, or its host is overloaded. Only "
+                "pycoll-run knows which rank failed first; continue it (fg, or kill -CONT) to hear"
+            ),
+            reason,
+        )
 
     def _fail(self, rank: int, reason: str, detail: str) -> None:
         if rank in self.failed or rank == self._me:
@@ -127,9 +150,11 @@ class Membership:
         message = f"rank {rank} failed: {reason}"
         if detail:
             message += "\n" + "\n".join(f"    {line}" for line in detail.rstrip().splitlines())
-        error = PeerFailed(rank, reason, message)
+        self._lose(rank, PeerFailed(rank, reason, message), reason)
+
+    def _lose(self, rank: int, error: Error, reason: str) -> None:
         self.failed[rank] = error
-        self._listener.peer_failed(error)
+        self._listener.peer_failed(rank, error, reason)
         self._finish_refused(rank, error)
 
     def _settle(self, rank: int) -> None:
@@ -143,11 +168,14 @@ class Membership:
             return
         reason = self._ended.get(rank, "called finalize")
         what = "has ended" if rank in self._ended else "has left the job"
-        error = PeerFailed(rank, reason, f"rank {rank} is needed, but {what}: {reason}")
+        text = f"rank {rank} is needed, but {what}: {reason}"
+        if self._errors.get(rank):
+            text += f", after its first error: {self._errors[rank]}"
+        error = PeerFailed(rank, reason, text)
         self.gone[rank] = error
         self._listener.peer_gone(error)
         self._finish_refused(rank, error)
 
-    def _finish_refused(self, rank: int, error: PeerFailed) -> None:
+    def _finish_refused(self, rank: int, error: Error) -> None:
         for refused in self._refused.pop(rank, []):
             refused.finish(error)

@@ -21,6 +21,7 @@ class Letter(NamedTuple):
         tag: its tag.
         image: of the value.
         description: of the array.
+        is_synchronous: it is sent when it is received, not before.
     """
 
     engine: Engine
@@ -29,6 +30,7 @@ class Letter(NamedTuple):
     tag: int
     image: memoryview
     description: bytes
+    is_synchronous: bool
 
     def header(self, form: int, before: bytes = b"") -> bytes:
         """Return the header of such a message, with `before` in front of the description."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from pycoll.context import Context
-from pycoll.engine import REPORT_AFTER_S, Engine, raise_error
+from pycoll.context import Context, different_calls
+from pycoll.engine import Engine, left_without, raise_error
 from pycoll.errors import Error, MismatchError
 from pycoll.group import SHARED_MEMORY
 from pycoll.late import Late
 from pycoll.memory import SharedMemory
 from pycoll.task import Call, caller
+from pycoll.waits import Options, needed
 
 if TYPE_CHECKING:
     from pycoll import arrays, dtypes
@@ -83,7 +84,7 @@ class Native:
         self._short = engine.op_timeout == math.inf
         self._call: Call | None = None
         self._deadline = math.inf
-        self._reported = False
+        self._reported = 0
         self._seen = -1
         self.core = Comm(
             memory.host,
@@ -117,12 +118,18 @@ class Native:
 
     def run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
         """Run a call to its end: `steps` calls the core."""
-        engine, context = self._engine, self._context
-        if self._call is not None or self.core.busy:
+        if self._call is not None or not self.core.claim():
             raise Error(
                 f"{call.text}: another thread is in a collective of this communicator; "
                 "collectives of one communicator come from one thread at a time"
             )
+        try:
+            return self._run(call, timeout, steps)
+        finally:
+            self.core.release()
+
+    def _run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
+        engine, context = self._engine, self._context
         if not self.core.ready:
             try:
                 engine.look(context)
@@ -131,9 +138,9 @@ class Native:
             except BaseException as exc:
                 engine.give_up(context, exc)
                 raise
-        self._call = call
-        self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
         try:
+            self._call = call
+            self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
             while not self.core.attached:
                 self._attach()
             result = steps()
@@ -155,8 +162,7 @@ class Native:
 
     def _await_verdict(self) -> float:
         self._host.see_failure()
-        if self._context.broken is not None:
-            raise_error(self._context.broken)
+        self._engine.check(self._context)
         return time.monotonic() + SLEEP_S
 
     def wait(self, copy: Copy) -> None:
@@ -174,8 +180,7 @@ class Native:
     def _await_copy(self, copy: Copy) -> float:
         self._host.see_failure()
         now = time.monotonic()
-        if self._context.broken is not None:
-            raise_error(self._context.broken)
+        self._engine.check(self._context)
         if now >= self._deadline and not copy.done and self._call is not None:
             raise self._engine.timeout(self._call)
         return 0.0 if copy.done else min(now + SLEEP_S, self._deadline)
@@ -183,6 +188,18 @@ class Native:
     def barrier(self) -> None:
         """Return when every rank has entered."""
         self.core.run(None, KINDS.index("barrier"), 0, 0, 0, (), 0, None, None, 0)
+
+    def refuse(self) -> None:
+        """Take no call any more without a look at the engine."""
+        self.core.allow(False)
+
+    def differing(self) -> MismatchError | None:
+        """Return how a call of another rank differs from this one's, as far as can be seen now."""
+        found = self.core.differing()
+        if found is None:
+            return None
+        peer, number, mine, theirs = found
+        return self._different_calls(number, _call_text(*mine), peer, _call_text(*theirs))
 
     def close(self) -> None:
         """Give the shared memory back; no call is under way."""
@@ -208,15 +225,16 @@ class Native:
         """
         if peer < 0:
             self._seen = -1
-            if self._reported:
-                self._reported = False
-                self._engine.running()
+            self._end_report()
             return False
         try:
             seen = self._engine.nap(lambda: self._look(described, peer, waited_s, last), self._seen)
         except BaseException as exc:
             self._seen = -1
-            self._engine.give_up(self._context, exc)
+            try:
+                self._engine.give_up(self._context, exc)
+            finally:
+                self._end_report()
             raise
         self._seen = -1 if seen is None else seen
         return seen is None
@@ -227,30 +245,55 @@ class Native:
         """Raise what ends the wait; return until when to sleep, None: `peer` has ended."""
         self._host.see_failure()
         context, now = self._context, time.monotonic()
-        if context.broken is not None:
-            raise_error(context.broken)
+        self._engine.check(context)
         kind, number = described[1], described[5]
+        call = self._call
         for world, error in context.gone.items():
             rank = context.members.index(world)
             if rank != peer and KINDS[kind] not in EVERYBODY:
                 continue
-            if last or self.core.entered(rank) < number:
+            if self.core.entered(rank) < number:
+                raise_error(left_without(error, call or self._described(described)))
+            if last:
                 raise_error(error)
             if rank == peer:
                 return None
-        call = self._call or self._described(described)
+        call = call or self._described(described)
         if now >= self._deadline:
-            self._engine.report(call, waited_s)
+            self._report(call, waited_s, number, peer)
             raise self._engine.timeout(call)
         until = min(now + SLEEP_S, self._deadline)
-        if waited_s < REPORT_AFTER_S:
-            until = min(until, now + REPORT_AFTER_S - waited_s)
+        report_after_s = self._engine.waits.report_after_s
+        if waited_s < report_after_s:
+            until = min(until, now + report_after_s - waited_s)
             if waited_s < SLEEP_S:  # the first sleep of this wait
                 self._host.set_status(f"{call} at {caller()}, since {now - waited_s:.3f}")
-        elif not self._reported:
-            self._reported = True
-            self._engine.report(call, waited_s)
+        else:
+            self._report(call, waited_s, number, peer)
         return until
+
+    def _report(self, call: Call, waited_s: float, number: int = 0, peer: int = -1) -> None:
+        """Tell the launcher, once, that this rank waits for `peer` in the core's call `number`."""
+        if self._reported:
+            return
+
+        def options() -> Options:
+            context = call.context  # of which this one may be a part: see `levels`
+            mine = context.members.index(self._engine.rank)
+            late = {context.members[rank] for rank in needed(call, mine)}
+            late.add(self._context.members[peer])
+            if self.core.attached:
+                members = enumerate(self._context.members)
+                late -= {world for rank, world in members if self.core.entered(rank) >= number}
+            return [[(context.ident, call.number, sorted(late))]] if late else []
+
+        ends = self._deadline != math.inf
+        self._reported = self._engine.waits.begin(call, waited_s, ends, options)
+
+    def _end_report(self) -> None:
+        wait, self._reported = self._reported, 0
+        if wait:
+            self._engine.running(wait)
 
     def _mismatch(
         self,
@@ -276,14 +319,8 @@ class Native:
             engine.give_up(context, error)
             raise error
         call = self._call or self._described(described)
-        order = context.next_number + number - self.core.internal - 1
         shown = f"{call.text} at {caller()}" if number == described[5] else _call_text(*mine)
-        error = MismatchError(
-            f"ranks made different calls as collective number {order} of one communicator:\n"
-            f"    rank {engine.rank}: {shown}\n"
-            f"    rank {context.members[peer]}: {_call_text(*theirs)}\n"
-            "Make the same calls in the same order on all ranks."
-        )
+        error = self._different_calls(number, shown, peer, _call_text(*theirs))
         if number == described[5]:
             # The other rank shows its call, with the line, if it is still in it: the launcher
             # compares the two, and tells all.
@@ -295,12 +332,19 @@ class Native:
             except BaseException as exc:
                 engine.give_up(context, exc)
                 raise
+            finally:
+                self._end_report()
         engine.give_up(context, error)
-        assert context.broken is not None
-        raise_error(context.broken)
+        engine.check(context)
+
+    def _different_calls(self, number: int, mine: str, peer: int, theirs: str) -> MismatchError:
+        order = self._context.next_number + number - self.core.internal - 1
+        members = self._context.members
+        name = self._context.name
+        return different_calls(name, order, self._engine.rank, mine, members[peer], theirs)
 
     def _show(self, call: Call) -> float:
-        self._engine.report(call, 0.0)
+        self._report(call, 0.0)
         return 0.0
 
     def _other_value(

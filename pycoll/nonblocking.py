@@ -8,42 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pycoll.calls import Calls
+from pycoll.edge import edges
 from pycoll.group import Group
 from pycoll.prepared import Prepared
 from pycoll.request import PersistentRequest, Request
 
 P = ParamSpec("P")
-Prepare = Callable[Concatenate[Calls, P], Prepared]
+R = TypeVar("R")
+Prepare = Callable[Concatenate[Calls, P], Prepared[R]]
 
 
-def _started(prepare: Prepare[P]) -> Callable[Concatenate[NonBlocking, P], Request]:
+def _started(prepare: Prepare[P, R]) -> Callable[Concatenate[NonBlocking, P], Request[R]]:
     """Make the non-blocking twin of a method."""
 
-    def start(self: NonBlocking, /, *args: P.args, **kwargs: P.kwargs) -> Request:
+    def start(self: NonBlocking, /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
         self._check_open()
         _no_timeout(kwargs)
         prepared = prepare(self._nonblocking_calls, *args, **kwargs)
         return Request(self._group, prepared, self._op_timeout)
 
-    _document(start, prepare, f"i{prepare.__name__}", "Start")
+    _document(start, prepare, "", f"i{prepare.__name__}", "Start")
     return start
 
 
-def _persistent(prepare: Prepare[P]) -> Callable[Concatenate[Persistent, P], PersistentRequest]:
+def _persistent(
+    prepare: Prepare[P, R],
+) -> Callable[Concatenate[Persistent, P], PersistentRequest[R]]:
     """Make the persistent twin of a method."""
 
-    def make(self: Persistent, /, *args: P.args, **kwargs: P.kwargs) -> PersistentRequest:
+    def make(self: Persistent, /, *args: P.args, **kwargs: P.kwargs) -> PersistentRequest[R]:
         _no_timeout(kwargs)
 
-        def again() -> Prepared:
+        def again() -> Prepared[R]:
             return prepare(self._calls, *args, **kwargs)
 
         return PersistentRequest(self._group, again, self._op_timeout)
 
-    _document(make, prepare, prepare.__name__, "Make a persistent")
+    _document(make, prepare, "persistent.", prepare.__name__, "Make a persistent")
     return make
 
 
@@ -53,20 +57,25 @@ def _no_timeout(kwargs: dict[str, object]) -> None:
 
 
 def _document(
-    twin: Callable[..., Request], prepare: Callable[..., Prepared], name: str, does: str
+    twin: Callable[..., Request[Any]],
+    prepare: Callable[..., Prepared[Any]],
+    place: str,
+    name: str,
+    does: str,
 ) -> None:
     """Give a twin its name, its text, and the signature of `prepare`, for help()."""
     shown = FunctionType(prepare.__code__, {}, name, prepare.__defaults__)
     shown.__kwdefaults__ = prepare.__kwdefaults__
     shown.__annotations__ = prepare.__annotations__ | {"return": "Request"}
     twin.__wrapped__ = shown  # type: ignore[attr-defined]
-    twin.__name__, twin.__qualname__ = name, f"Communicator.{name}"
+    twin.__name__, twin.__qualname__ = name, f"Communicator.{place}{name}"
     twin.__doc__ = (
         f"{does} `{prepare.__name__}`; returns a `Request`. The arguments are those of "
         f"`Communicator.{prepare.__name__}`, without timeout."
     )
 
 
+@edges
 class NonBlocking:
     """The methods that start a call and return a `Request`."""
 
@@ -96,10 +105,12 @@ class NonBlocking:
     iall_to_allv = _started(Calls.all_to_allv)
     ireduce_scatterv = _started(Calls.reduce_scatterv)
     isend = _started(Calls.send)
+    issend = _started(Calls.ssend)
     irecv = _started(Calls.recv)
     isendrecv = _started(Calls.sendrecv)
 
 
+@edges
 class Persistent:
     """Makes requests that can be started again and again: ``comm.persistent.all_reduce(x)``."""
 
@@ -127,5 +138,6 @@ class Persistent:
     all_to_allv = _persistent(Calls.all_to_allv)
     reduce_scatterv = _persistent(Calls.reduce_scatterv)
     send = _persistent(Calls.send)
+    ssend = _persistent(Calls.ssend)
     recv = _persistent(Calls.recv)
     sendrecv = _persistent(Calls.sendrecv)

@@ -5,16 +5,20 @@
     buffers   each begins at a multiple of 64 bytes from the start of the header
 
 Arrays inside an object are sent from where they lie, and those of the loaded object lie in the
-received bytes: aligned, writable, and not copied. Only load what an authenticated rank has sent:
-pickle runs code.
+received bytes: aligned, writable, and not copied. What pickle cannot send, because no module has it
+under its name (a lambda, a class of a notebook), cloudpickle sends with its code. Only load what
+an authenticated rank has sent: pickle runs code.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
@@ -25,19 +29,51 @@ _ALIGNMENT: Final = 64
 _SMALL: Final = 32 * 1024
 
 
+def _reduce_array(obj: Any) -> Any:
+    if (
+        type(obj) is np.ndarray
+        and not obj.dtype.hasobject
+        and not (obj.flags.writeable and obj.flags.forc)
+    ):
+        # pickle would mark the buffer of a read-only array read-only, and copy the elements
+        # of a strided one twice; a contiguous copy goes out of band.
+        return obj.copy(order="C").__reduce_ex__(5)
+    return NotImplemented
+
+
 class _Pickler(pickle.Pickler):
     """Sends every plain NumPy array so that it arrives writable and without a detour."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        if (
-            type(obj) is np.ndarray
-            and not obj.dtype.hasobject
-            and not (obj.flags.writeable and obj.flags.forc)
-        ):
-            # pickle would mark the buffer of a read-only array read-only, and copy the elements
-            # of a strided one twice; a contiguous copy goes out of band.
-            return obj.copy(order="C").__reduce_ex__(5)
-        return NotImplemented
+    reducer_override = staticmethod(_reduce_array)
+
+
+@functools.cache
+def _pickler_by_value() -> Callable[..., Any]:
+    """Return the same for functions and classes that other ranks cannot import."""
+    import cloudpickle  # not sooner: few programs need it, and it takes as long as the interpreter
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            if _has_a_name(obj):
+                return NotImplemented  # cloudpickle would copy whatever a script defines
+            reduced = _reduce_array(obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    return Pickler
+
+
+def _has_a_name(obj: Any) -> bool:
+    """Whether the script has this class or function under its name, as on the other ranks."""
+    if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
+        return False
+    found: Any = sys.modules["__main__"]
+    for name in obj.__qualname__.split("."):
+        found = vars(found).get(name) if isinstance(found, type | ModuleType) else None
+    return found is obj
+
+
+_REFUSALS = (pickle.PicklingError, TypeError, AttributeError)
+"""What picklers raise when they cannot pickle something."""
 
 
 def dump(obj: object) -> list[memoryview]:
@@ -52,17 +88,22 @@ def dump(obj: object) -> list[memoryview]:
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
+        try:
+            _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
+        except _REFUSALS:
+            buffers, stream = [], io.BytesIO()
+            by_value = _pickler_by_value()
+            by_value(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
         views = [buffer.raw() for buffer in buffers]
     except RecursionError as exc:
         raise ValueError(
             f"a value of type {_type_name(obj)} is nested too deeply to be sent. "
             "Send its parts in a flat list."
         ) from exc
-    except (pickle.PicklingError, TypeError, AttributeError, BufferError) as exc:
+    except (*_REFUSALS, BufferError) as exc:
         raise TypeError(
             f"a value of type {_type_name(obj)} cannot be sent: {exc}. "
-            "Send plain data, or objects of classes and functions defined at the top of a module."
+            "Send the plain data inside it."
         ) from exc
     return list(_joined(_stream(stream.getbuffer(), views)))
 

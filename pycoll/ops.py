@@ -13,12 +13,19 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
 from pycoll import dtypes, ops_numpy
 from pycoll.dtypes import Array, DType
+from pycoll.edge import edge
+from pycoll.late import Late
+
+if TYPE_CHECKING:
+    from pycoll import words
+else:  # needed when something is wrong
+    words = Late("pycoll.words")
 
 _reduce: Callable[..., None] | None
 try:
@@ -87,6 +94,9 @@ class Op:
         return f"Op({self.name}, commutative={self.commutative}, elementwise={self.elementwise})"
 
 
+Op.__init__ = edge(Op.__init__)  # type: ignore[method-assign]
+
+
 def _qualified_name(fn: object) -> str:
     if isinstance(fn, functools.partial):
         return f"partial({_qualified_name(fn.func)})"
@@ -146,6 +156,14 @@ _OPS: Final = {
 
 NAMES: Final = tuple(_OPS)
 
+_UFUNCS: Final = {
+    getattr(np, name): name
+    for name in (
+        *("add", "multiply", "minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("logical_and", "logical_or", "logical_xor"),
+    )
+}
+
 
 def resolve(op: object) -> Op:
     """Return the operator for a name, an Op, or a function (not commutative, not elementwise).
@@ -157,17 +175,43 @@ def resolve(op: object) -> Op:
     if isinstance(op, str):
         if op not in _OPS:
             raise ValueError(
-                f"there is no operator {op!r}. Use one of {', '.join(NAMES)}, or pycoll.Op(fn)."
+                f"there is no operator {op!r}{_meant(op)}. "
+                f"Use one of {', '.join(NAMES)}, or pycoll.Op(fn)."
             )
         return _OPS[op]
     if isinstance(op, Op):
         return op
-    if callable(op):
+    if callable(op) and not _is_anothers(op):
         return Op(op, commutative=False)
+    shown = _qualified_name(op) if callable(op) else f"a value of type {type(op).__name__}"
     raise TypeError(
-        f"op is a value of type {type(op).__name__}. "
-        f"Pass one of {', '.join(NAMES)}, a function, or pycoll.Op(fn)."
+        f"op is {shown}{_meant(op)}. "
+        f"Pass one of {', '.join(NAMES)}, a function of two values, or pycoll.Op(fn)."
     )
+
+
+def _is_anothers(op: object) -> bool:
+    """Whether `op` is an operator's name in another library rather than a function of the user's.
+
+    Python's `sum`, `any` and `all` take one operand, and what NumPy's functions compute is quicker
+    by name; who wants them called makes a pycoll.Op of them.
+    """
+    return (
+        any(op is function for function in (sum, any, all))
+        or (isinstance(op, np.ufunc) and op in _UFUNCS)
+        or type(op).__module__.partition(".")[0] == "mpi4py"
+    )
+
+
+def _meant(op: object) -> str:
+    name = words.of_operator(op, NAMES)
+    return f': write op="{name}"' if name else ""
+
+
+def check_whole(op: Op, ndim: int) -> None:
+    """Refuse Python's `min` and `max` for arrays, of which they would ask which one is larger."""
+    if (op.fn is min or op.fn is max) and ndim > 0:
+        raise TypeError(f"op is {op.name}, which compares whole arrays{_meant(op.fn)}")
 
 
 def check(op: Op, dtype: DType) -> None:

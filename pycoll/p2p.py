@@ -39,12 +39,27 @@ _understood = functools.lru_cache(256)(arrays.from_description)
 
 
 class Outgoing:
-    """A value ready to be sent: its description and its bytes, which stay the caller's."""
+    """A value ready to be sent: its description and its bytes, which stay the caller's.
 
-    __slots__ = ("description", "is_detached", "is_object", "nbytes", "parts", "text", "value")
+    Args:
+        x: the value.
+        is_synchronous: its send is done when it is received, not before.
+    """
 
-    def __init__(self, x: object) -> None:
+    __slots__ = (
+        "description",
+        "is_detached",
+        "is_object",
+        "is_synchronous",
+        "nbytes",
+        "parts",
+        "text",
+        "value",
+    )
+
+    def __init__(self, x: object, is_synchronous: bool = False) -> None:
         self.is_detached = False
+        self.is_synchronous = is_synchronous
         self.value = value = arrays.wrap(x)
         self.is_object = value is None
         self.parts: Parts
@@ -105,6 +120,7 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
             tag,
             outgoing.parts[0],
             outgoing.description,
+            outgoing.is_synchronous,
         )
         way = ways.choose(letter, stage, outgoing.is_detached)
     try:
@@ -163,9 +179,8 @@ def start_send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Operati
     """Hand a message to the transport."""
     form = OBJECT if outgoing.is_object else ARRAY
     header = P2P.pack(KIND_P2P, group.context.ident, tag, form)
-    return group.engine.send(
-        group.context, group.members[dest], header + outgoing.description, outgoing.parts
-    )
+    start = group.engine.hold if outgoing.is_synchronous else group.engine.send
+    return start(group.context, group.members[dest], header + outgoing.description, outgoing.parts)
 
 
 def receive(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from pycoll.engine import Engine
 from pycoll.late import Late
@@ -19,8 +19,11 @@ else:  # for arrays on a GPU alone
     copies = Late("pycoll.copies")
 
 
-class Prepared(NamedTuple):
-    """A call whose arguments were checked.
+R = TypeVar("R", covariant=True)
+
+
+class Prepared(NamedTuple, Generic[R]):
+    """A call whose arguments were checked, whose caller gets a value of type R.
 
     Attributes:
         text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.

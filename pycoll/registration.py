@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from pycoll.check import Summary, prove_algorithm
+from pycoll.edge import edge
 from pycoll.group import SHARED_MEMORY
 from pycoll.schedule import Copy, Reduce, Step, chunks_of
 from pycoll.schedules import ROOTED, Algorithm, Cost, find, names, register
@@ -56,6 +57,22 @@ class Proved(Summary):
         return f"{self.collective} {self.name} is proved for 1 to {self.max_size} ranks{roots}"
 
 
+@edge
+def algorithms(collective: str) -> list[str]:
+    """List the names of the algorithms of a collective, for the argument `algorithm`.
+
+    Those that `register_algorithm` has added are at the end.
+
+    Args:
+        collective: for example ``"all_reduce"``.
+
+    Raises:
+        ValueError: there is no such collective; the message names those there are.
+    """
+    return [SHARED_MEMORY, *names(collective)]
+
+
+@edge
 def register_algorithm(
     collective: str,
     name: str,
@@ -128,15 +145,21 @@ def register_algorithm(
         )
         return function
 
-    return decorate
+    return edge(decorate)
 
 
+@edge
 def prove(collective: str, name: str, max_size: int = 16) -> Proved:
     """Prove an algorithm, a user's or one of pycoll's, for every size to `max_size` and every root.
 
     All ranks run together on symbols instead of numbers: every message has its other half, nothing
     deadlocks, each contribution arrives exactly once, all ranks of an all_reduce get the same bits,
     rank order and cost are what was claimed. No communicator is needed, nothing is sent.
+
+    Args:
+        collective: for example ``"all_reduce"``.
+        name: of the algorithm.
+        max_size: largest number of ranks.
 
     Returns:
         What was proved; its text is a sentence.

@@ -10,14 +10,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from pycoll.context import Match
+from pycoll.edge import edge, edges
 from pycoll.engine import raise_error
 from pycoll.errors import Error
 from pycoll.late import Late
-from pycoll.task import Call, Started, caller
-from pycoll.transports.base import Operation
+from pycoll.task import Call, Several, Started, caller
+from pycoll.words import OF_REQUESTS, Hinting
 
 if TYPE_CHECKING:
     from pycoll import arguments
@@ -27,7 +28,11 @@ else:
     arguments = Late("pycoll.arguments")
 
 
-def begin(group: Group, prepared: Prepared) -> Started:
+R = TypeVar("R", covariant=True)
+"""What the call returns."""
+
+
+def begin(group: Group, prepared: Prepared[Any]) -> Started:
     """Start a call."""
     text, context = prepared.text, group.context
     call = Call(text, group.number if prepared.collective else -1, context)
@@ -41,14 +46,15 @@ def begin(group: Group, prepared: Prepared) -> Started:
     )
 
 
-class Request:
+@edges
+class Request(Hinting, Generic[R], foreign=OF_REQUESTS):
     """A call under way, returned by the methods whose names begin with ``i``.
 
     The arrays passed to the call belong to it until it is done: they must not be changed, and
     what it fills must not be read. A request that nobody keeps goes on all the same.
     """
 
-    def __init__(self, group: Group, prepared: Prepared, op_timeout: float) -> None:
+    def __init__(self, group: Group, prepared: Prepared[R], op_timeout: float) -> None:
         self._group = group
         self._receives = prepared.receives
         self._op_timeout = op_timeout
@@ -56,7 +62,7 @@ class Request:
         self._collected = False
         self._task: Started | None = begin(group, prepared)
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> R:
         """Return the result, when the call is done.
 
         Args:
@@ -82,7 +88,7 @@ class Request:
         return self._started().done
 
     @property
-    def result(self) -> Any:
+    def result(self) -> R:
         """What the call returns.
 
         Raises:
@@ -95,7 +101,8 @@ class Request:
         error = task.error or task.unfit
         if error is not None:
             raise_error(error)
-        return task.result
+        result: R = task.result
+        return result
 
     def cancel(self) -> bool:
         """Withdraw a receive; False if a message has come for it, or it is done.
@@ -122,7 +129,7 @@ class Request:
         """Whether `cancel` has withdrawn it."""
         return self._cancelled
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R]:
         """Wait in an asyncio program: the event loop goes on.
 
         Raises:
@@ -164,13 +171,14 @@ class Request:
         return arguments.check_timeout(timeout, "timeout")
 
 
-class PersistentRequest(Request):
+@edges
+class PersistentRequest(Request[R]):
     """A call that can be started again and again; made by `Communicator.persistent`.
 
     Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
     """
 
-    def __init__(self, group: Group, prepare: Callable[[], Prepared], op_timeout: float) -> None:
+    def __init__(self, group: Group, prepare: Callable[[], Prepared[R]], op_timeout: float) -> None:
         self._group = group
         self._prepare = prepare
         self._receives = prepare().receives  # to find now what is wrong with the arguments
@@ -179,7 +187,7 @@ class PersistentRequest(Request):
         self._collected = False
         self._task = None
 
-    def start(self) -> PersistentRequest:
+    def start(self) -> PersistentRequest[R]:
         """Start the call (once more); returns this request.
 
         Raises:
@@ -192,33 +200,8 @@ class PersistentRequest(Request):
         return self
 
 
-class _Several(Operation):
-    """Done when so many of some calls are done, or one has failed.
-
-    Args:
-        tasks: the calls, all different, none of them done.
-        needed: how many.
-    """
-
-    def __init__(self, tasks: Sequence[Started], needed: int) -> None:
-        super().__init__()
-        self._tasks = tasks
-        self._needed = needed
-        for task in tasks:
-            task.watchers[self._tell] = None
-
-    def _tell(self, task: Started) -> None:
-        self._needed -= 1
-        if self._needed == 0 or task.error is not None:
-            self.finish()
-
-    def forget(self) -> None:
-        """Watch no more."""
-        for task in self._tasks:
-            task.watchers.pop(self._tell, None)
-
-
-def wait_all(requests: Iterable[Request], timeout: float | None = None) -> list[Any]:
+@edge
+def wait_all(requests: Iterable[Request[R]], timeout: float | None = None) -> list[R]:
     """Return the results of all requests, in their order.
 
     Args:
@@ -239,11 +222,16 @@ def wait_all(requests: Iterable[Request], timeout: float | None = None) -> list[
     return [request.result for request in listed]
 
 
-def wait_any(requests: Iterable[Request], timeout: float | None = None) -> tuple[int, Any]:
+@edge
+def wait_any(requests: Iterable[Request[R]], timeout: float | None = None) -> tuple[int, R]:
     """Return the index and the result of one request that is done.
 
     Each request is given once, whichever thread asks: those whose results any wait has returned are
     passed over.
+
+    Args:
+        requests: of one or several communicators.
+        timeout: seconds; None: the default of `pycoll.init`, math.inf: none.
 
     Raises:
         ValueError: no request is left.
@@ -255,9 +243,10 @@ def wait_any(requests: Iterable[Request], timeout: float | None = None) -> tuple
     return index, _result(listed, index)
 
 
+@edge
 def wait_some(
-    requests: Iterable[Request], timeout: float | None = None
-) -> tuple[list[int], list[Any]]:
+    requests: Iterable[Request[R]], timeout: float | None = None
+) -> tuple[list[int], list[R]]:
     """Return the indices and the results of all requests that are done: at least one.
 
     Each request is given once, as by `wait_any`. One that has failed raises when nothing else is
@@ -271,7 +260,19 @@ def wait_some(
     return indices, [_result(listed, index) for index in indices]
 
 
-def _listed(what: str, requests: Iterable[Request]) -> list[Request]:
+@edge
+def test_all(requests: Iterable[Request[Any]]) -> bool:
+    """Return whether all requests are done, in whatever way; never waits.
+
+    Args:
+        requests: requests of any communicators.
+    """
+    return all([request.test() for request in _listed("test_all", requests)])
+
+
+def _listed(what: str, requests: Iterable[Request[R]]) -> list[Request[R]]:
+    if not isinstance(requests, Iterable):
+        raise TypeError(f"{what} takes a list of requests, not a {type(requests).__name__}")
     listed = list(requests)
     for request in listed:
         if not isinstance(request, Request):
@@ -284,7 +285,7 @@ _taking = threading.Lock()
 
 
 def _take_done(
-    what: str, requests: Sequence[Request], timeout: float | None, several: bool
+    what: str, requests: Sequence[Request[Any]], timeout: float | None, several: bool
 ) -> list[int]:
     """Return the indices of requests that are done, and are this caller's now."""
     deadline = math.inf
@@ -306,7 +307,7 @@ def _take_done(
         _wait_for(what, [requests[index] for index in left], 1, remaining)
 
 
-def _result(requests: Sequence[Request], index: int) -> Any:
+def _result(requests: Sequence[Request[R]], index: int) -> R:
     try:
         return requests[index].result
     except Exception as exc:
@@ -314,12 +315,14 @@ def _result(requests: Sequence[Request], index: int) -> Any:
         raise
 
 
-def _has_failed(request: Request) -> bool:
+def _has_failed(request: Request[Any]) -> bool:
     task = request._started()
     return task.done and (task.error or task.unfit) is not None
 
 
-def _wait_for(what: str, pending: Sequence[Request], needed: int, timeout: float | None) -> None:
+def _wait_for(
+    what: str, pending: Sequence[Request[Any]], needed: int, timeout: float | None
+) -> None:
     """Return when so many more are done, or one has failed."""
     engine = pending[0]._group.engine
     seconds = pending[0]._seconds(timeout)
@@ -329,7 +332,7 @@ def _wait_for(what: str, pending: Sequence[Request], needed: int, timeout: float
         needed = min(needed - sum(task.done for task in tasks), len(waiting))
         if needed <= 0 or any(map(_has_failed, pending)):
             return
-        several = _Several(waiting, needed)
+        several = Several(waiting, needed)
     first = waiting[0].call
     call = Call(f"{what} of {len(waiting)} requests, first {first}", -1, first.context)
     try:

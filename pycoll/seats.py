@@ -18,10 +18,11 @@ background thread is woken: two threads that take turns cost more than a small m
 class Sleeper:
     """A thread that waits while another one drives; without an operation, for any doorbell."""
 
-    __slots__ = ("event", "operation")
+    __slots__ = ("event", "operation", "thread")
 
     def __init__(self, operation: Operation | None) -> None:
         self.operation = operation
+        self.thread = threading.get_ident()
         self.event = threading.Event()
 
 

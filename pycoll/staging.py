@@ -165,7 +165,7 @@ class Stage:
     def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy | Push:
         """Have bytes `begin` to `end` of the image copied to the GPU; they must not change."""
         end = self.nbytes if end is None else end
-        others = self.hindrances(engine)
+        others = self.hindrances(engine) if begin < end else []
         copy: Copy | Push
         if others:
             # It keeps the image, which nobody else may any more.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pycoll.group import Group
 from pycoll.late import Late
+from pycoll.launcher.rendezvous_wire import name_ranks
 from pycoll.native import KINDS, Native
 from pycoll.task import CallSteps
 
@@ -39,13 +40,14 @@ class Makings:
         self._splits += 1
         return _ROW.pack(color is not None, color or 0, key, self._splits)
 
-    def sub(self, group: Group, ranks: tuple[int, ...]) -> Group | None:
+    def sub(self, group: Group, ranks: tuple[int, ...], name: str | None) -> Group | None:
         """Return the group of `ranks` of `group`, or None if this rank is not one of them."""
         if group.rank not in ranks:
             return None
         with group.engine.locked():
             made = self._subs[ranks] = self._subs.get(ranks, 0) + 1
-            return child(group, f"sub {made}", ranks)
+            name = name or f"{name_ranks(ranks)} of {group.name}"
+            return child(group, f"sub {made}", ranks, name)
 
 
 def exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
@@ -72,7 +74,7 @@ def exchange_native(native: Native, text: str, row: bytes) -> bytearray:
     return rows
 
 
-def split(group: Group, rows: bytearray) -> Group | None:
+def split(group: Group, rows: bytearray, name: str | None) -> Group | None:
     """Return the group of the ranks with this one's color, None without a color."""
     said = list(_ROW.iter_unpack(rows))
     takes_part, color, _, _ = said[group.rank]
@@ -81,13 +83,15 @@ def split(group: Group, rows: bytearray) -> Group | None:
     chosen = sorted((row[2], rank) for rank, row in enumerate(said) if row[:2] == (True, color))
     with group.engine.locked():
         # A rank may have given up a split that others did not; what one rank says is one number.
-        return child(group, f"split {said[0][3]}", [rank for _, rank in chosen])
+        name = name or f"split of {group.name}, color {color}"
+        return child(group, f"split {said[0][3]}", [rank for _, rank in chosen], name)
 
 
-def child(group: Group, how: str, ranks: Sequence[int]) -> Group:
+def child(group: Group, how: str, ranks: Sequence[int], name: str) -> Group:
     """Return a group of these ranks of `group`, made in a way that is so described; with the lock.
 
-    Every rank computes its number without asking; 61 bits of a hash do not meet twice.
+    Every rank computes its number without asking; 61 bits of a hash do not meet twice. The name
+    has no part in that.
     """
     import hashlib  # late: it brings OpenSSL
 
@@ -95,7 +99,7 @@ def child(group: Group, how: str, ranks: Sequence[int]) -> Group:
     seed = f"{group.context.ident}:{how}:{','.join(map(str, members))}"
     digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
     ident = int.from_bytes(digest, "little") >> 2 | 1 << 61
-    return Group(group.engine, ident, members)
+    return Group(group.engine, ident, members, name)
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -109,6 +113,13 @@ def check_color(color: int | None) -> int | None:
 def check_key(key: int | None, rank: int) -> int:
     """Check the key of a split; None: the rank."""
     return rank if key is None else _check_int64(key, "key")
+
+
+def check_name(name: str | None) -> str | None:
+    """Check the name of a communicator; None or empty: it gets one."""
+    if not isinstance(name, str | None):
+        raise TypeError(f"the name of a communicator is a str, not a {type(name).__name__}")
+    return name
 
 
 def check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -27,7 +27,9 @@ class Call(NamedTuple):
     context: Context
 
     def __str__(self) -> str:
-        return self.text if self.number < 0 else f"{self.text} #{self.number}"
+        number = f" #{self.number}" if self.number >= 0 else ""
+        on = f" on {self.context.name}" if self.context.name != "world" else ""
+        return f"{self.text}{number}{on}"
 
 
 class Task(Operation):
@@ -50,6 +52,9 @@ class Task(Operation):
     @property
     def committed(self) -> bool:
         return self._current is not None and self._current.committed
+
+    def awaited(self) -> Collection[int]:
+        return self._current.awaited() if self._current is not None else ()
 
     def start(self) -> None:
         """Run up to the first operation that is not done yet."""
@@ -161,6 +166,36 @@ class Started(Task):
         watchers, self.watchers = self.watchers, {}
         for watcher in list(watchers):
             watcher(self)
+
+
+class Several(Operation):
+    """Done when so many of some calls are done, or one has failed.
+
+    Args:
+        tasks: the calls, all different, none of them done.
+        needed: how many.
+
+    Attributes:
+        tasks: the calls.
+        needed: how many of them must still be done.
+    """
+
+    def __init__(self, tasks: Sequence[Started], needed: int) -> None:
+        super().__init__()
+        self.tasks = tasks
+        self.needed = needed
+        for task in tasks:
+            task.watchers[self._tell] = None
+
+    def _tell(self, task: Started) -> None:
+        self.needed -= 1
+        if self.needed == 0 or task.error is not None:
+            self.finish()
+
+    def forget(self) -> None:
+        """Watch no more."""
+        for task in self.tasks:
+            task.watchers.pop(self._tell, None)
 
 
 def _ignore(operation: Operation) -> None:

@@ -23,7 +23,20 @@ import pycoll
 from pycoll import bench, costs, flows, tune_worker
 from pycoll import bench_machine as machine
 from pycoll.agreed import SHARED_MEMORY, Agreed, home_file
-from pycoll.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table, Work
+from pycoll.costs import (
+    CORE,
+    CUT,
+    MAX_FACTOR,
+    MIN_FACTOR,
+    NET,
+    RDMA,
+    SHM,
+    TCP,
+    WHOLE,
+    Link,
+    Table,
+    Work,
+)
 from pycoll.schedules import TABLE, cost_of, find
 from pycoll.select import BLOCKS, Request, Selector
 from pycoll.tune_worker import Plan, Way
@@ -223,7 +236,8 @@ def add_factors(table: Table, samples: Sequence[Sample]) -> Table:
     found: dict[tuple[str, str, str, str], dict[int, dict[int, float]]] = {}
     for sample in samples:
         said = table.seconds((sample.link, sample.work(table.cores)))
-        factor = sample.seconds / max(said, MIN_SECONDS)
+        # A noisy machine gives constants that say next to nothing of a call.
+        factor = min(max(sample.seconds / max(said, MIN_SECONDS), MIN_FACTOR), MAX_FACTOR)
         found.setdefault(sample.row, {}).setdefault(sample.size, {})[sample.nbytes] = factor
     factors = dict(table.factors)
     for row, by_size in found.items():
@@ -251,7 +265,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--ranks", default="2,4,8", metavar="N", help="numbers of ranks (default: 2,4,8)")
+    add("-n", "--ranks", default="2,4,8", metavar="N", help="numbers of ranks (default: 2,4,8)")
     add("--transport", default="shm,tcp", metavar="T", help="default: shm,tcp")
     add("--sizes", metavar="S", help=f"bytes (default: {SIZES})")
     add("--rounds", type=int, metavar="R", help="default: 3")

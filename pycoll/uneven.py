@@ -27,7 +27,7 @@ from pycoll.task import CallSteps
 from pycoll.transports.base import nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll.arguments import Reducer
+    from pycoll.hints import Reducer
 
 MANY_COUNTS = 16
 """A call's text shows so many counts; of more, their checksum."""
@@ -43,7 +43,7 @@ _EVEN = {
 # --- arguments -----------------------------------------------------------------------------
 
 
-def prepare_gatherv(group: Group, x: Any, root: int, blocking: bool) -> Prepared:
+def prepare_gatherv(group: Group, x: Any, root: int, blocking: bool) -> Prepared[Any]:
     """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
 
     Args:
@@ -68,7 +68,7 @@ def prepare_gatherv(group: Group, x: Any, root: int, blocking: bool) -> Prepared
     )
 
 
-def prepare_all_gatherv(group: Group, x: Any, blocking: bool) -> Prepared:
+def prepare_all_gatherv(group: Group, x: Any, blocking: bool) -> Prepared[Any]:
     """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
     block = _block("all_gatherv", x)
     text = f"{_prefix(blocking)}all_gatherv({block.dtype})"
@@ -81,7 +81,7 @@ def prepare_all_gatherv(group: Group, x: Any, blocking: bool) -> Prepared:
     )
 
 
-def prepare_scatterv(group: Group, xs: Any, root: int, blocking: bool) -> Prepared:
+def prepare_scatterv(group: Group, xs: Any, root: int, blocking: bool) -> Prepared[Any]:
     """Give rank i the root's ``xs[i]``.
 
     Args:
@@ -107,7 +107,7 @@ def prepare_scatterv(group: Group, xs: Any, root: int, blocking: bool) -> Prepar
     )
 
 
-def prepare_all_to_allv(group: Group, xs: Any, blocking: bool) -> Prepared:
+def prepare_all_to_allv(group: Group, xs: Any, blocking: bool) -> Prepared[Any]:
     """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
     Args:
@@ -132,7 +132,7 @@ def prepare_all_to_allv(group: Group, xs: Any, blocking: bool) -> Prepared:
 
 def prepare_reduce_scatterv(
     group: Group, x: Any, counts: Any, op: Reducer, algorithm: str | None, blocking: bool
-) -> Prepared:
+) -> Prepared[Any]:
     """Combine all ranks' `x`: rank r gets ``counts[r]`` rows, those after the lower ranks'.
 
     Args:

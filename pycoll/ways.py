@@ -58,8 +58,8 @@ class _Staged:
 
     def start(self) -> Operation:
         letter = self._letter
-        header = letter.header(ARRAY)
-        return letter.engine.send(letter.context, letter.peer, header, (letter.image,))
+        start = letter.engine.hold if letter.is_synchronous else letter.engine.send
+        return start(letter.context, letter.peer, letter.header(ARRAY), (letter.image,))
 
     def cancel(self) -> None:
         self.copy.watch()  # the array is let go in the end

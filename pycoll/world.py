@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import math
 import os
 import sys
@@ -20,10 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pycoll import agreed, transports
 from pycoll.arguments import check_timeout
 from pycoll.communicator import Communicator, World
+from pycoll.edge import edge
 from pycoll.engine import Engine
 from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
 from pycoll.group import Group
 from pycoll.launcher.rendezvous import Client
+from pycoll.membership import NoVerdict
 from pycoll.transports.base import Transport
 from pycoll.transports.inproc import Hub, InprocTransport
 
@@ -68,6 +71,7 @@ class _Session:
         self.comm: Communicator | None = None
         self.options: tuple[object, ...] = ()
         self.ended = ""
+        self.raised = False  # an exception ends the process
         self.last_words: Client | None = None  # to the launcher, after an exception ended a `with`
 
 
@@ -80,15 +84,17 @@ class WorldCommunicator(Communicator):
     def close(self) -> None:
         """Leave the job: the same as `pycoll.finalize()`."""
         if not self._closed:
-            super().close()
+            self._shut()
             finalize()
 
     def __exit__(self, *exc_info: object) -> None:
         """Leave the job; of an exception that nobody catches the others still hear."""
-        super().close()
-        _leave(keep_control=exc_info[0] is not None)
+        self._shut()
+        raised = exc_info[0] is not None
+        _leave(compare=not raised, keep_control=raised)
 
 
+@edge
 def init(
     timeout: float = 300.0, op_timeout: float | None = None, transport: str | None = None
 ) -> Communicator:
@@ -129,7 +135,10 @@ def init(
         chosen = transport or os.environ.get("PYCOLL_TRANSPORT") or "auto"
         if chosen != "auto":
             transports.check(chosen)
-        engine = _join(place, timeout, chosen, deadline)
+        try:
+            engine = _join(place, timeout, chosen, deadline)
+        except OSError as exc:
+            raise _cannot_join(place.rank, exc) from exc
         world = World(engine, place.local_rank, place.local_size, place.node, deadline)
         with engine.locked():
             group = Group(engine, WORLD_IDENT, range(place.size))
@@ -146,11 +155,21 @@ def finalize() -> None:
 
     What was accepted for sending is delivered, for at most 5 s. The end of the interpreter does
     the same.
+
+    Raises:
+        MismatchError: another rank has made another call than this one, as can be seen by now, and
+            no call after it has told so.
     """
-    _leave(keep_control=False)
+    _leave(compare=True)
 
 
-def _leave(keep_control: bool) -> None:
+def _leave(compare: bool, keep_control: bool = False) -> None:
+    """Leave the job.
+
+    Args:
+        compare: raise that other ranks have made other calls.
+        keep_control: the launcher may still hear of the exception because of which this leaves.
+    """
     with _session.lock:
         engine, _session.engine = _session.engine, None
         _session.ended = _session.ended or FINALIZED
@@ -160,8 +179,13 @@ def _leave(keep_control: bool) -> None:
     if last_words is not None:
         last_words.close(1.0)
     if engine is not None:
-        engine.close(FINALIZED, CLOSE_TIMEOUT_S, keep_control)
+        error = engine.close(FINALIZED, CLOSE_TIMEOUT_S, keep_control)
         engine.interrupts.uninstall()
+        if error is not None and compare:
+            _session.last_words = engine.control
+            raise error
+        if error is not None and not keep_control and engine.control is not None:
+            engine.control.close(1.0)
 
 
 def read_place(environ: Mapping[str, str]) -> Place:
@@ -261,17 +285,25 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
         reach = [
             to_self if rank == place.rank else meeting.reach(rank) for rank in range(place.size)
         ]
+        shared_memory = meeting.shared_memory or meeting.no_shared_memory
+        engine = Engine(place.rank, reach, control, op_timeout, shared_memory)
     except BaseException:
         for transport in opened:
             transport.close(0.0)
         control.close(1.0)
         raise
-    shared_memory = meeting.shared_memory or meeting.no_shared_memory
-    engine = Engine(place.rank, reach, control, op_timeout, shared_memory)
     engine.hosts = meeting.hosts
     to_self.start([{}] * place.size, engine)
     meeting.start(engine)
     return engine
+
+
+def _cannot_join(rank: int, exc: OSError) -> BootstrapError:
+    """Return the error for what the system does not give this process."""
+    text = f"rank {rank} cannot join the job: {exc.strerror or exc}"
+    if exc.errno in (errno.EMFILE, errno.ENFILE):
+        text += ": close what is not needed, or allow more (ulimit -n)"
+    return BootstrapError(text)
 
 
 class _Meeting:
@@ -467,6 +499,7 @@ def _install_hooks() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         text = format_error(error)
+        _session.raised = True
         _report_exception(error, text)
         if previous is not sys.__excepthook__:
             previous(kind, error, trace)
@@ -500,17 +533,21 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def _at_exit(pid: int) -> None:
-    if os.getpid() == pid:
-        finalize()
+    if os.getpid() != pid:
+        return
+    try:
+        _leave(compare=not _session.raised)
+    except Error as error:
+        # Python's status is settled by now: the launcher is told, and makes it the job's.
+        sys.excepthook(type(error), error.with_traceback(None), None)
+        finalize()  # when these were the last words
 
 
 def _after_fork() -> None:
     _session.lock = threading.Lock()
     _session.ended = FORKED
     if _session.engine is not None:
-        _session.engine.closed = FORKED
-        for context in _session.engine.contexts.values():
-            context.close_short_way()
+        _session.engine.closed = FORKED  # the compiled core has found out by itself
 
 
 def _report_exception(error: BaseException, text: str) -> None:
@@ -525,5 +562,5 @@ def _report_exception(error: BaseException, text: str) -> None:
             "raised",
             error=type(error).__name__,
             text=text,
-            peer_failed=isinstance(error, PeerFailed),
+            peer_failed=isinstance(error, PeerFailed | NoVerdict),
         )

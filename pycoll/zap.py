@@ -1,4 +1,4 @@
-"""Who may talk to the listening ZeroMQ sockets of one context.
+"""ZeroMQ contexts, and who may talk to the listening sockets of one.
 
 ZAP, the ZeroMQ authentication protocol: libzmq asks the handler at ``inproc://zeromq.zap.01``
 about each connection to a socket that has a ZAP domain. Where nothing answers there it lets anyone
@@ -11,6 +11,7 @@ Source: https://rfc.zeromq.org/spec/27/
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import threading
@@ -22,6 +23,40 @@ _HANDLER = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 _USERNAME = b"pycoll"
 _CURVE_KEY_NBYTES = 32
+
+# What a context's user needs: libzmq two threads, the `Authenticator` one, and pyzmq one for what
+# is sent without a copy; about 15 descriptors.
+_THREADS, _DESCRIPTORS = 4, 24
+
+
+def open_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a context that can be used: libzmq ends the process where it may start no thread.
+
+    Raises:
+        OSError: there are too few threads or descriptors left for it: which limit was reached.
+    """
+    descriptors: list[int] = []
+    threads: list[threading.Thread] = []
+    over = threading.Event()
+    try:
+        for _ in range(_DESCRIPTORS):
+            descriptors.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(_THREADS):
+            threads.append(threading.Thread(target=over.wait, daemon=True))
+            threads[-1].start()
+    except RuntimeError as exc:
+        threads.pop()
+        text = "no thread can be started: check pids.max of the cgroup, and ulimit -u"
+        raise OSError(errno.EAGAIN, text) from exc
+    except OSError as exc:
+        raise OSError(exc.errno, f"{exc.strerror}: check ulimit -n") from exc
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return zmq.Context(io_threads=1)
 
 
 def guard(socket: zmq.Socket[bytes], domain: str) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
+import re
 import select
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import fake_cuda
+import hypothesis
 import pytest
+from patience import PATIENCE
+from ranks_pool import POOL, Pools
+from script_jobs import Jobs
 
 # Every process a test starts inherits this variable, and keeps it when its parent has died and
 # init has adopted it, so survivors are found without walking a process tree that no longer exists.
@@ -23,23 +26,97 @@ import pytest
 MARK = ("TEST_RUN_OF_PYCOLL", uuid.uuid4().hex)
 os.environ.update([MARK])
 
+# Examples of a property; more with --hypothesis-profile many. Some tests say themselves how many.
+hypothesis.settings.register_profile("few", max_examples=30)
+hypothesis.settings.register_profile("many", max_examples=300)
+hypothesis.settings.load_profile("few")
+
 SHM = Path("/dev/shm")
 
 # A job's last processes may still be ending when its test has read the job's status: SIGKILL comes
 # 4 s after a failure, and a killed process needs a moment on a busy machine.
-GRACE_S = 6.0
+GRACE_S = 6.0 * PATIENCE
+
+# Else each interpreter that imports NumPy, and thousands do, starts threads on all cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# pytest-timeout's limit for one test: it ends one that hangs, with every thread's stack.
+os.environ.setdefault("PYTEST_TIMEOUT", str(120 * PATIENCE))
+
+# Under nohup, or in the background of a shell, signals are ignored, which programs inherit: ranks
+# would, too. What is caught they do not inherit. So this process catches and does nothing.
+for ignored in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, lambda *_: None)
+
+# pytest-xdist begins with these modules: they take longest, mostly waiting.
+LONGEST = ("test_failure", "test_leftovers", "test_launcher", "test_gpu_failures", "test_requests")
 
 
-def survivors() -> set[int]:
-    """Pids of living processes, zombies aside, that this test run started."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process more than cores for whole runs: tests wait a lot. None for a few files."""
+    few = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+    return 0 if few else min(len(os.sched_getaffinity(0)) + 1, 5)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+# Where the tools of a tier were installed, a test that is skipped for want of one has not shown
+# what it should. The variable says which reasons are good ones; see .ci/run.
+SKIPS = "TEST_SKIPS_OF_PYCOLL"
+SKIPPED_WITHOUT_NEED = 10  # an exit status that pytest itself does not use
+skipped_without_need: list[str] = []
+
+# What fails before or after a test, or ends a worker, may be another test's doing: it says nothing
+# if the same test passes alone.
+FAILED_BESIDE = 11
+failed_beside: list[str] = []
+
+
+def note(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.failed and getattr(report, "when", "collect") != "call":
+        failed_beside.append(report.nodeid)
+    allowed = os.environ.get(SKIPS)
+    if allowed is not None and report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if not hasattr(report, "wasxfail") and not re.search(allowed, reason):
+            skipped_without_need.append(f"{report.nodeid}: {reason}")
+
+
+pytest_runtest_logreport = pytest_collectreport = note
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if failed_beside:
+        session.exitstatus = FAILED_BESIDE
+    if skipped_without_need:
+        session.exitstatus = SKIPPED_WITHOUT_NEED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in skipped_without_need:
+        terminalreporter.write_line(f"skipped, though its tools should be here: {line}", red=True)
+
+
+def survivors(but: tuple[str, str] | None = None) -> set[int]:
+    """Pids of living processes, zombies aside, that this test run started.
+
+    Args:
+        but: without those that have this variable.
+    """
     mark, found = "=".join(MARK).encode(), set()
+    other = "=".join(but).encode() if but else None
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 environment = (entry / "environ").read_bytes()
             except OSError:  # it has ended, or belongs to somebody else
                 continue
-            if mark in environment.split(b"\0"):
+            variables = environment.split(b"\0")
+            if mark in variables and other not in variables:
                 found.add(int(entry.name))
     return found
 
@@ -105,41 +182,62 @@ def held_by_others() -> set[int]:
     return found
 
 
-def neighbor(name: str) -> ModuleType:
-    """Import a file of this folder, which is on no path."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def left_in_shm(before: dict[str, int]) -> list[str]:
+    """Files in /dev/shm that were not there before, which nobody has, and which stay.
+
+    Another worker's process that has just ended may have had one: who started it removes it soon.
+    """
+    deadline = time.monotonic() + GRACE_S
+    while True:
+        grown = {name: inode for name, inode in shm_entries().items() if before.get(name) != inode}
+        held = held_by_others() if grown else set()
+        left = sorted(name for name, inode in grown.items() if inode not in held)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def end(pids: set[int]) -> list[str]:
+    """Give processes time to end, then kill them; say which had to be killed."""
+    deadline = time.monotonic() + GRACE_S
+    killed = []
+    for pid in sorted(pids):
+        if not ended(pid, deadline):
+            killed.append(f"process {pid}: {command_of(pid)}")
+            os.kill(pid, signal.SIGKILL)  # or the next module would be blamed
+    return killed
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Jobs that stay up from module to module; see ranks_pool.py."""
+    kept = Pools()
+    yield kept
+    kept.close()
+    left = end(survivors())
+    assert not left, "left behind by programs on pools of ranks: " + "; ".join(left)
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+def ranks(request: pytest.FixtureRequest, pools: Pools) -> Any:
     """A job of `request.param` ranks: ``ranks(program, *args)`` runs ``program(comm, *args)``.
 
     The parameter may also be a tuple of the number, a tuple of options, and an environment.
     See ranks_pool.py. Parametrized with scope="module", the tests of one size come one after the
-    other, and share the job.
+    other.
     """
-    job = request.param if isinstance(request.param, tuple) else (request.param,)
-    pool = neighbor("ranks_pool").Pool(*job)
-    yield pool
-    pool.close()
+    return pools(*(request.param if isinstance(request.param, tuple) else (request.param,)))
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Any:
     """Runs a script on ranks: ``job(n, text, *options)``; see script_jobs.py."""
-    return neighbor("script_jobs").Jobs(tmp_path)
+    return Jobs(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The made-up CUDA driver, compiled; see fake_cuda.py."""
-    fake_cuda = neighbor("fake_cuda")
     try:
         path: Path = fake_cuda.build(tmp_path_factory.mktemp("cuda"))
     except RuntimeError as exc:
@@ -163,16 +261,8 @@ def away_from_the_checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(autouse=True, scope="module")
 def nothing_stays_behind() -> Iterator[None]:
     """Fails the module's last test if a process it started lives on, or /dev/shm has grown."""
-    files_before, processes_before = shm_entries(), survivors()
+    files_before, processes_before = shm_entries(), survivors(but=POOL)
     yield
-    deadline = time.monotonic() + GRACE_S
-    leftovers = []
-    for pid in sorted(survivors() - processes_before):
-        if not ended(pid, deadline):
-            leftovers.append(f"process {pid}: {command_of(pid)}")
-            os.kill(pid, signal.SIGKILL)  # or the next module would be blamed
-    grown = {n: i for n, i in shm_entries().items() if files_before.get(n) != i}
-    if grown:
-        held = held_by_others()
-        leftovers += [f"/dev/shm/{n}" for n, i in sorted(grown.items()) if i not in held]
+    leftovers = end(survivors(but=POOL) - processes_before)
+    leftovers += [f"/dev/shm/{name}" for name in left_in_shm(files_before)]
     assert not leftovers, "left behind by this module: " + "; ".join(leftovers)

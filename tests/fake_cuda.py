@@ -28,6 +28,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsInt
 
+from patience import PATIENCE
+
 SOURCES = Path(__file__).resolve().parent / "fake_cuda"
 NAME = "libcuda.so.1"
 FLAGS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden")
@@ -56,7 +58,7 @@ def build(folder: Path) -> Path:
         fresh,
         *sources,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * PATIENCE)
     if done.returncode:
         raise RuntimeError(f"the fake CUDA driver cannot be compiled: {done.stderr}")
     fresh.replace(path)  # at once: another process may be loading it

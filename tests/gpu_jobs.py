@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ import fake_cuda
 import ml_dtypes
 import numpy as np
 import pytest
+from patience import PATIENCE
+from ranks_pool import Pools
+from tiers import few
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
@@ -33,7 +36,7 @@ Ranks = Any
 
 TESTS = Path(__file__).parent
 PADDING = 77
-KERNEL_S = 5.0
+KERNEL_S = 5.0 * PATIENCE
 LARGE = 100_000
 """Elements of a value that goes in several segments, and waits for its receiver."""
 
@@ -43,7 +46,7 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "2 by TCP": (2, ("--transport", "tcp")),
     "4 on 2 hosts": (4, ("--emulate-hosts", "2")),
 }
-EVERY = list(JOBS)
+EVERY = few(["2"], ["3", "2 by TCP", "4 on 2 hosts"])
 JOBS |= {
     "4": (4, ()),
     "3 by TCP": (3, ("--transport", "tcp")),
@@ -98,14 +101,10 @@ def environment(library: Path, **options: Any) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module", params=EVERY)
-def ranks(request: pytest.FixtureRequest, fake_driver: Path) -> Iterator[Any]:
+def ranks(request: pytest.FixtureRequest, fake_driver: Path, pools: Pools) -> Any:
     """Runs a program on all ranks of a job; see conftest."""
-    from ranks_pool import Pool
-
     size, options, *variables = JOBS[request.param]
-    pool = Pool(size, options, {**environment(fake_driver), **dict(*variables)})
-    yield pool
-    pool.close()
+    return pools(size, options, {**environment(fake_driver), **dict(*variables)})
 
 
 @pytest.fixture
@@ -116,9 +115,9 @@ def gpu_job(job: Any, fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     return job
 
 
-def jobs(*names: str) -> pytest.MarkDecorator:
-    """Run a test on these jobs alone."""
-    return pytest.mark.parametrize("ranks", names, indirect=True, scope="module")
+def jobs(*names: str, more: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Run a test on these jobs alone, and on those in `more` in the exhaustive tier."""
+    return pytest.mark.parametrize("ranks", few(names, more), indirect=True, scope="module")
 
 
 # --- what programs on ranks use ----------------------------------------------------------------
@@ -144,7 +143,7 @@ def tidy(program: Callable[..., Any]) -> Callable[..., Any]:
             fakegpu.use_stream(fakegpu.LEGACY, 0)
             fakegpu.use_stream(fakegpu.LEGACY, 1)
             faulthandler.cancel_dump_traceback_later()
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 3 * PATIENCE
         while (fakegpu.lent or allocations()) and time.monotonic() < deadline:
             gc.collect()
             fake_cuda.run_all()  # what was given up may still be under way

@@ -15,6 +15,7 @@ from typing import Any
 import fake_cuda
 import numpy as np
 import pytest
+from patience import PATIENCE
 from rdma_job import Job
 from rdma_world import LARGE
 from simulated_device import DmaBufRegion
@@ -26,7 +27,7 @@ import fakegpu
 
 from pycoll import agreed
 
-DEADLINE_S = 20.0
+DEADLINE_S = 20.0 * PATIENCE
 LONG = LARGE + 1000
 
 

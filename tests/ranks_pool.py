@@ -1,8 +1,8 @@
-"""A job that stays up and runs one test after the other, so that a test costs no start of ranks.
+"""Jobs that stay up and run one test after the other, so that a test costs no start of ranks.
 
-The module is both ends: `Pool` in the process of pytest, and as a program each of the ranks. A
-test's function comes pickled by value, runs on every rank with a communicator of its own, and
-what it returned or raised goes back. A test that breaks its communicator leaves the next one's
+The module is both ends: `Pools` and `Pool` in the process of pytest, and as a program each of the
+ranks. A test's function comes pickled by value, runs on every rank with a communicator of its own,
+and what it returned or raised goes back. A test that breaks its communicator leaves the next one's
 untouched: that is the library's own promise.
 """
 
@@ -23,11 +23,45 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
-OP_TIMEOUT_S = 20.0
+from patience import PATIENCE
+
+OP_TIMEOUT_S = 20.0 * PATIENCE
 """Deadline of every operation inside a test: ranks that wait for one that has raised go on."""
 
-ANSWER_S = 75.0
-"""Deadline of one test."""
+ANSWER_S = 55.0 * PATIENCE
+"""Deadline of one test; less than pytest's."""
+
+MOST_RANKS = 40
+"""So many ranks may wait for tests at a time. Each takes some 40 MB."""
+
+POOL = ("TEST_POOL_OF_PYCOLL", "1")
+"""The variable of all processes of a pool, which outlives the module that started it."""
+
+
+class Pools:
+    """Pools by what they were asked for, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Pool] = {}
+
+    def __call__(
+        self,
+        size: int,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Pool:
+        """Return the pool of such a job; it may have run tests of other modules."""
+        key = (size, tuple(options), tuple(sorted((environment or {}).items())))
+        pool = self._kept.pop(key, None) or Pool(size, options, environment)
+        self._kept[key] = pool
+        while sum(kept.size for kept in self._kept.values()) > max(MOST_RANKS, size):
+            self._kept.pop(next(iter(self._kept))).close()
+        return pool
+
+    def close(self) -> None:
+        """End all jobs; each must end well."""
+        while self._kept:
+            self._kept.popitem()[1].close()
 
 
 class Pool:
@@ -47,7 +81,7 @@ class Pool:
     ) -> None:
         self.size = size
         self._options = options
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**os.environ, **(environment or {}), **dict([POOL])}
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._folder = ""
@@ -110,7 +144,7 @@ class Pool:
         if connection is not None:
             connection.close()
         try:
-            status = process.wait(10.0)
+            status = process.wait(10.0 * PATIENCE)
             assert status == 0, f"the job of {self.size} ranks ended with {status}:\n{self._said()}"
         except subprocess.TimeoutExpired:
             process.terminate()

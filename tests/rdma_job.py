@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+from patience import PATIENCE
 from simulated_device import Fabric
 
 from pycoll import agreed
@@ -18,7 +19,7 @@ from pycoll.transports.base import Transport
 from pycoll.transports.inproc import Hub, InprocTransport
 from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
 
-DEADLINE_S = 60.0
+DEADLINE_S = 60.0 * PATIENCE
 
 
 class Rank(Engine):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from patience import PATIENCE
 
 from pycoll import proof, schedules
 from pycoll.schedule import Send, chunks_of
@@ -186,7 +187,12 @@ def test_the_programs_run_and_print_what_is_shown(tmp_path: Path) -> None:
     program.write_text(silence + blocks("python"))
     command = [sys.executable, "-m", "pycoll.launcher", "-n", "3", str(program)]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60 * PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == blocks("text").replace("\n\n", "\n").splitlines()

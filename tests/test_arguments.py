@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import sizes
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL
@@ -27,11 +28,6 @@ COLLECTIVES = (
     "all_to_all",
 )
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-
-
-def sizes(*counts: int) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks."""
-    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
 
 
 def square(comm: Comm, dtype: Any = "f8") -> Any:

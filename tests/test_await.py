@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import sizes
 
 import pycoll
 
@@ -16,11 +17,6 @@ Comm = Any
 
 LARGE = 300_000
 """Elements of a value that waits for its receiver."""
-
-
-def sizes(*counts: int) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks."""
-    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
 
 
 @sizes(2, 3)

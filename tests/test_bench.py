@@ -17,6 +17,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 import pycoll
 from pycoll import bench, bench_machine, bench_report, bench_sides, bench_worker
@@ -35,7 +36,7 @@ def run_bench(*arguments: str | Path, **variables: str) -> subprocess.CompletedP
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
         check=False,
     )
 
@@ -126,7 +127,7 @@ def test_the_worker_needs_only_numpy_and_the_library_it_measures() -> None:
 
 
 def sample(number: int, side: str, seconds: float, **more: float) -> Sample:
-    figure = {"nbytes": 64 * KIB, "seconds": seconds, "calls": 5, **more}
+    figure = {"nbytes": 64 * KIB, "alias": 0, "seconds": seconds, "calls": 5, **more}
     return Sample("all_reduce", 2, number, side, 0.0, [figure], {})
 
 
@@ -308,7 +309,7 @@ def test_a_benchmark_that_is_ended_ends_its_job(tmp_path: Path) -> None:
     with subprocess.Popen([*COMMAND, *arguments], env=variables) as process:
         descriptor = os.pidfd_open(int(started.read_text()))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(20 * PATIENCE) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         signal.pidfd_send_signal(descriptor, 0)
     os.close(descriptor)

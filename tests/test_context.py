@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import exhaustive
 
 from pycoll.context import (
     ANY,
@@ -479,6 +480,7 @@ def queues_of_many(count: int) -> None:
         queues.first("all")
 
 
+@exhaustive
 @pytest.mark.parametrize(
     "scenario",
     [

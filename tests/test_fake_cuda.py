@@ -19,12 +19,16 @@ import fake_cuda
 import ml_dtypes
 import numpy as np
 import pytest
+from patience import PATIENCE
+from tiers import exhaustive
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
 
 import fakegpu
 from cuda.bindings import driver
+
+pytestmark = exhaustive  # a test double
 
 R = driver.CUresult
 OK, NOT_READY, ILLEGAL = R.CUDA_SUCCESS, R.CUDA_ERROR_NOT_READY, R.CUDA_ERROR_ILLEGAL_ADDRESS
@@ -97,7 +101,7 @@ def python(library: Path, program: str, **options: Any) -> subprocess.CompletedP
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
     )
 
 
@@ -241,7 +245,7 @@ def test_waiting_for_what_is_held_lets_other_threads_call(stream: Any) -> None:
         assert driver.cuEventQuery(event) == (NOT_READY,)
         assert not ended
     fake_cuda.release(held)
-    waiter.join(30)
+    waiter.join(30 * PATIENCE)
     assert ended == [(OK,)]
 
 
@@ -493,7 +497,7 @@ def test_another_process_opens_memory(library: Path, cuda: None, freed: bool) ->
         assert fake_cuda.peek(pointer, 3) == b"ybc"
         if freed:
             check(driver.cuMemFree(pointer))
-        rest, _ = process.communicate("\n", timeout=60)
+        rest, _ = process.communicate("\n", timeout=60 * PATIENCE)
     assert rest == ("700\n0 1\n" if freed else "0\n0 1\n")
 
 

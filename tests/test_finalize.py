@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 ALONE = """
 import pycoll
@@ -22,7 +23,7 @@ def alone(text: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=30 * PATIENCE,
         check=False,
     )
 

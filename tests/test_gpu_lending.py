@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from gpu_jobs import ON_GPU, WAYS, Comm, Ranks, call, dtype_of, equal, jobs, now, slow_array, tidy
 from gpu_lending import (
-    HERE,
     LENDING,
     NBYTES,
     anywhere,
@@ -29,14 +28,15 @@ from gpu_lending import (
     read_only,
 )
 from gpu_world import resident_nbytes
+from tiers import few
 
 import pycoll
 
 ranks, gpu_job = gpu_jobs.ranks, gpu_jobs.gpu_job
 
 
-@pytest.mark.parametrize("way", WAYS)
-@jobs(*HERE)
+@pytest.mark.parametrize("way", few(["blocking", "request"], ["persistent"]))
+@jobs("3", more=("2 by TCP", "2", "4", "3 by TCP"))
 def test_nothing_goes_through_the_host_and_every_byte_is_copied_once(
     ranks: Ranks, way: str
 ) -> None:
@@ -47,7 +47,7 @@ def test_nothing_goes_through_the_host_and_every_byte_is_copied_once(
     ranks(program, way, 1)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(["blocking"], ["request", "persistent"]))
 @jobs("4 on 2 hosts")
 def test_ranks_of_one_host_lend_and_hosts_do_not(ranks: Ranks, way: str) -> None:
     @tidy
@@ -65,7 +65,7 @@ def test_ranks_of_one_host_lend_and_hosts_do_not(ranks: Ranks, way: str) -> None
     ranks(program, way, 2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(["blocking"], ["request", "persistent"]))
 @jobs("2 that lend nothing")
 def test_nothing_is_lent_where_the_user_says_so(ranks: Ranks, way: str) -> None:
     @tidy
@@ -84,7 +84,7 @@ def test_nothing_is_lent_where_the_user_says_so(ranks: Ranks, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-@jobs("2", "2 by TCP")
+@jobs("2", more=["2 by TCP"])
 def test_in_place(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
@@ -107,8 +107,8 @@ def test_in_place(ranks: Ranks, way: str) -> None:
     ranks(program, way, 4)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float64", "complex128"])
-@jobs("2", "3 by TCP")
+@pytest.mark.parametrize("dtype", few(["bfloat16"], ["int8", "float64", "complex128"]))
+@jobs("3 by TCP", more=["2"])
 def test_a_block_of_1_mib_is_lent_and_one_element_less_is_not(ranks: Ranks, dtype: str) -> None:
     @tidy
     def program(comm: Comm, dtype: str, seed: int) -> None:
@@ -152,8 +152,8 @@ def test_what_lies_in_one_piece_is_lent_however_it_came(ranks: Ranks, put: Any) 
 # --- whatever ranks differ in --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-@jobs("2", "4", "3 by TCP", "4 on 2 hosts", "3 by other algorithms")
+@pytest.mark.parametrize("seed", few([0], [1]))
+@jobs("4", more=["3 by other algorithms", "2", "3 by TCP", "4 on 2 hosts"])
 def test_ranks_may_differ_in_all_but_the_call(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -162,8 +162,8 @@ def test_ranks_may_differ_in_all_but_the_call(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
-@jobs("4", "3 by other algorithms")
+@pytest.mark.parametrize("way", few(["request"], ["blocking"]))
+@jobs("3 by other algorithms", more=["4"])
 def test_every_algorithm_is_right_for_arrays_that_could_be_lent(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
@@ -182,7 +182,7 @@ def test_every_algorithm_is_right_for_arrays_that_could_be_lent(ranks: Ranks, wa
     ranks(program, way, 7)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", few(["shm"], ["tcp"]))
 def test_the_first_calls_are_right_while_nobody_has_answered(gpu_job: Any, transport: str) -> None:
     """Also in other communicators, with many under way; then nothing is staged any more."""
     text = """
@@ -227,8 +227,8 @@ ok()
 
 
 @pytest.mark.parametrize("slow", ["x", "out"])
-@pytest.mark.parametrize("seed", range(2))
-@jobs("2", "3 by TCP")
+@pytest.mark.parametrize("seed", few([0], [1]))
+@jobs("3 by TCP", more=["2"])
 def test_what_an_array_is_still_used_for_comes_first(ranks: Ranks, slow: str, seed: int) -> None:
     """Who computes x is not overtaken; nor who reads what `out` held."""
 
@@ -269,8 +269,8 @@ def test_what_an_array_is_still_used_for_comes_first(ranks: Ranks, slow: str, se
     ranks(program, slow, seed)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@jobs("3", "2 by TCP")
+@pytest.mark.parametrize("way", few(["blocking", "request"], ["persistent"]))
+@jobs("3", more=["2 by TCP"])
 def test_x_may_be_overwritten_and_the_result_read_when_the_call_returns(
     ranks: Ranks, way: str
 ) -> None:
@@ -292,7 +292,7 @@ def test_x_may_be_overwritten_and_the_result_read_when_the_call_returns(
     ranks(program, way, 8)
 
 
-@jobs("2", "3 by TCP")
+@jobs("3 by TCP", more=["2"])
 def test_x_may_die_when_the_request_is_made(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -309,7 +309,7 @@ def test_x_may_die_when_the_request_is_made(ranks: Ranks) -> None:
     ranks(program, 9)
 
 
-@jobs("2", "2 by TCP")
+@jobs("2", more=["2 by TCP"])
 def test_two_threads_lend_at_once(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -342,10 +342,11 @@ def test_two_threads_lend_at_once(ranks: Ranks) -> None:
     ranks(program, 10)
 
 
+@pytest.mark.parametrize("times", few([12], [160]))
 @jobs("2")
-def test_two_thousand_calls_leave_nothing_behind(ranks: Ranks) -> None:
+def test_many_calls_leave_nothing_behind(ranks: Ranks, times: int) -> None:
     @tidy
-    def program(comm: Comm, seed: int) -> None:
+    def program(comm: Comm, times: int, seed: int) -> None:
         meet(comm)
         cases = []
         for method in LENDING:
@@ -361,10 +362,10 @@ def test_two_thousand_calls_leave_nothing_behind(ranks: Ranks) -> None:
                     getattr(comm, f"i{method}")(there, **kwargs).wait()
             return fake_cuda.stats(), resident_nbytes()
 
-        (before, rss_before), (after, rss) = some(40), some(160)
+        (before, rss_before), (after, rss) = some(times // 4), some(times)
         for name in ("allocations", "registered", "streams", "events", "ipc_opened"):
             assert after[name] <= before[name] + 2, (name, before, after)
         assert after["ipc_opened"] == 0
         assert rss < rss_before + (8 << 20), f"grew by {rss - rss_before} bytes"
 
-    ranks(program, 11)
+    ranks(program, times, 11)

@@ -27,6 +27,7 @@ from gpu_jobs import (
     slow_array,
     tidy,
 )
+from tiers import few
 
 import pycoll
 
@@ -36,7 +37,7 @@ ranks = gpu_jobs.ranks
 # --- which GPU ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(["request"], ["blocking", "persistent"]))
 def test_ranks_may_differ_in_where_their_arrays_are(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
@@ -212,7 +213,7 @@ def test_a_call_that_gives_up_waiting_for_the_gpu_leaves_memory_alone(ranks: Ran
 
 
 @pytest.mark.parametrize("method", ["all_reduce", "sendrecv", "scatter"])
-@jobs("2", "2 by TCP")
+@jobs("2", more=["2 by TCP"])
 def test_a_call_whose_out_is_in_use_gives_up_in_time(ranks: Ranks, method: str) -> None:
     @tidy
     def program(comm: Comm, method: str, seed: int) -> None:

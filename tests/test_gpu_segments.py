@@ -12,6 +12,8 @@ import gpu_jobs
 import numpy as np
 import pytest
 from gpu_jobs import Comm, Ranks, equal, jobs, slow_array, tidy
+from patience import PATIENCE
+from tiers import few
 
 import pycoll
 
@@ -42,8 +44,8 @@ def values(rank: int, count: int = COUNT) -> np.ndarray[Any, Any]:
     return np.arange(count, dtype=np.float32) % 1009 + 10_000 * rank
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@jobs(*LENDING_NOTHING)
+@pytest.mark.parametrize("seed", few([1], [2]))
+@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
 def test_every_length_arrives_in_every_place(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -95,8 +97,8 @@ def test_segments_are_copied_one_by_one_and_once(ranks: Ranks) -> None:
     assert receiver == {"run": copies, "h2d_bytes": 4 * COUNT, "d2h_bytes": 0}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@jobs(*LENDING_NOTHING)
+@pytest.mark.parametrize("seed", few([1], [2]))
+@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
 def test_messages_keep_their_order(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -115,7 +117,7 @@ def test_messages_keep_their_order(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@jobs(*LENDING_NOTHING)
+@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
 def test_what_is_too_long_stays_and_is_probed_whole(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -133,8 +135,8 @@ def test_what_is_too_long_stays_and_is_probed_whole(ranks: Ranks) -> None:
     ranks(program, 1)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@jobs(*LENDING_NOTHING)
+@pytest.mark.parametrize("seed", few([1], [2]))
+@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
 def test_a_receive_that_is_given_up_is_made_again(ranks: Ranks, seed: int) -> None:
     """Half-way, too: some segments are here, or on the GPU, and some not even sent."""
 
@@ -158,8 +160,8 @@ def test_a_receive_that_is_given_up_is_made_again(ranks: Ranks, seed: int) -> No
     ranks(program, seed)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@jobs(*LENDING_NOTHING)
+@pytest.mark.parametrize("seed", few([1], [2]))
+@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
 def test_a_send_that_is_given_up_is_not_received(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -185,7 +187,7 @@ def test_a_send_that_is_given_up_is_not_received(ranks: Ranks, seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["cuMemcpyDtoHAsync", "cuEventRecord"])
-@jobs(*LENDING_NOTHING)
+@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
 def test_a_segment_that_cannot_be_read_fails_the_send_alone(ranks: Ranks, name: str) -> None:
     @tidy
     def program(comm: Comm, name: str, seed: int) -> list[str]:
@@ -198,7 +200,7 @@ def test_a_segment_that_cannot_be_read_fails_the_send_alone(ranks: Ranks, name: 
                 fake_cuda.fail(f"{name}:{nth}:719")
                 error = None
                 try:
-                    comm.isend(x, 1).wait(5)
+                    comm.isend(x, 1).wait(5 * PATIENCE)
                 except (pycoll.TransportError, TypeError) as exc:
                     error = str(exc)
                     seen.append(error)
@@ -207,7 +209,7 @@ def test_a_segment_that_cannot_be_read_fails_the_send_alone(ranks: Ranks, name: 
             elif comm.rank == 1:
                 request = comm.irecv(0, tag=0)
                 if comm.recv(0, tag=9) is None:
-                    equal(request.wait(5), values(5), nth)
+                    equal(request.wait(5 * PATIENCE), values(5), nth)
                 else:
                     assert request.cancel(), "it waits for a message that is not there"
             comm.barrier()
@@ -218,8 +220,8 @@ def test_a_segment_that_cannot_be_read_fails_the_send_alone(ranks: Ranks, name: 
     assert all("LAUNCH_FAILED" in text for text in seen)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-@jobs(*LENDING_NOTHING)
+@pytest.mark.parametrize("seed", few([1], [2]))
+@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
 def test_many_values_at_a_time(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -245,7 +247,7 @@ def test_many_values_at_a_time(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", few(["shm"], ["tcp"]))
 def test_a_sender_that_dies_in_the_middle_is_found_out(gpu_job: Any, transport: str) -> None:
     text = """
 import fake_cuda, fakegpu

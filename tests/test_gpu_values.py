@@ -34,6 +34,7 @@ from gpu_jobs import (
     numbers,
     tidy,
 )
+from tiers import few
 
 import pycoll
 
@@ -43,8 +44,8 @@ ranks = gpu_jobs.ranks
 # --- values ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", few([0], [1]))
+@pytest.mark.parametrize("way", few(["blocking", "request"], ["persistent"]))
 def test_every_method_gives_what_it_gives_for_numpy_whatever_the_strides(
     ranks: Ranks, way: str, seed: int
 ) -> None:
@@ -59,7 +60,7 @@ def test_every_method_gives_what_it_gives_for_numpy_whatever_the_strides(
     ranks(program, way, seed)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", few([0], [1]))
 def test_large_values_too(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -72,7 +73,7 @@ def test_large_values_too(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(["request"], ["blocking", "persistent"]))
 def test_every_dtype_in_every_method(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
@@ -85,7 +86,7 @@ def test_every_dtype_in_every_method(ranks: Ranks, way: str) -> None:
     ranks(program, way, 5)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few(["blocking"], ["request", "persistent"]))
 def test_arrays_without_axes_and_without_elements(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
@@ -258,7 +259,7 @@ def test_in_place(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@jobs("2", "2 by TCP")
+@jobs("2", more=["2 by TCP"])
 def test_what_out_may_not_be(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pytest
+from tiers import exhaustive, sizes
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL
@@ -26,11 +27,6 @@ from pycoll.grid import Layout, check_layout
 
 Comm = Any
 LEAST, MOST = -(2**63), 2**63 - 1
-
-
-def sizes(*counts: int) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks."""
-    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
@@ -538,9 +534,9 @@ ok()
 @pytest.mark.parametrize(
     ("n", "options"),
     [
-        (2, ("--transport", "tcp")),
-        (4, ("--transport", "tcp")),
-        (4, ("--emulate-hosts", "2")),
+        pytest.param(2, ("--transport", "tcp"), marks=exhaustive),
+        pytest.param(4, ("--transport", "tcp"), marks=exhaustive),
+        pytest.param(4, ("--emulate-hosts", "2"), marks=exhaustive),
         (5, ("--emulate-hosts", "3")),
     ],
     ids=lambda value: "_".join(value).strip("-") if isinstance(value, tuple) else str(value),
@@ -732,7 +728,7 @@ def three_hundred_are_open_at_once(comm: Comm) -> None:
     assert after.descriptors <= before.descriptors
 
 
-@sizes(2, 4)
+@sizes(2, more=(4,))
 @pytest.mark.parametrize(
     "program",
     [a_thousand_come_and_go_and_nothing_grows, three_hundred_are_open_at_once],
@@ -742,6 +738,7 @@ def test_many_on_one_host(ranks: Any, program: Callable[[Comm], None]) -> None:
     ranks(program)
 
 
+@exhaustive
 @pytest.mark.parametrize("options", [("--transport", "tcp"), ("--emulate-hosts", "2")])
 def test_many_elsewhere(job: Any, options: tuple[str, ...]) -> None:
     programs = [a_thousand_come_and_go_and_nothing_grows, three_hundred_are_open_at_once]

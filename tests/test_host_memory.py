@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from pycoll.launcher.host_memory import HostMemory, JobMemory
 
-LIMIT_S = 30
+LIMIT_S = 30 * PATIENCE
 EPOCH_OFFSET, SEQUENCE_OFFSET, LINE_OFFSET, RECORD = 64, 4096 + 508, 4096 + 512, 1024
 
 # A rank that has its host's memory; the test's own lines follow.

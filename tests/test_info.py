@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
+from patience import PATIENCE
 
 from pycoll import cli, cuda
 from pycoll.cuda import Direct
@@ -29,7 +30,7 @@ def info(environment: dict[str, str], before: str = "pass") -> list[str]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=60 * PATIENCE,
     )
     assert (done.returncode, done.stderr) == (0, "")
     return [line for line in done.stdout.splitlines() if line.startswith("GPU")]

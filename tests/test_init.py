@@ -10,6 +10,8 @@ import sys
 import time
 from typing import Any
 
+from patience import PATIENCE
+
 # For each (variables, whether init() should fail): what became of it, then a job that is fine.
 TRY = """
 import json, os, sys
@@ -39,7 +41,7 @@ def try_init(*cases: dict[str, str]) -> list[str]:
         input=json.dumps(cases),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=30 * PATIENCE,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

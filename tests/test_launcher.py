@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from pycoll.launcher.cli import main, variables_text
 from pycoll.launcher.environment import VARIABLES, place, usable_cores
@@ -23,7 +24,7 @@ from pycoll.launcher.outcome import Outcome, last_lines, ranks_text
 from pycoll.launcher.spawn import Job, Options
 
 RUN = [sys.executable, "-m", "pycoll.launcher"]
-LIMIT_S = 60
+LIMIT_S = 60 * PATIENCE
 Done = subprocess.CompletedProcess[bytes]
 Joined = Callable[..., Done]
 Environments = Callable[..., list[dict[str, str]]]

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from pycoll.launcher import guardian
 
 RUN = [sys.executable, "-m", "pycoll.launcher"]
-LIMIT_S = 60
+LIMIT_S = 60 * PATIENCE
 
 # Starts a daemon as daemons do (a session of its own, adopted by init, no open files), which tells
 # its number through a file, and ignores whatever may be ignored.

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from pycoll.launcher.rendezvous import Client
 from pycoll.launcher.rendezvous_local import FrameSocket, LocalLink, adopt, greeting
@@ -25,7 +26,7 @@ from pycoll.launcher.rendezvous_server import Server
 from pycoll.launcher.rendezvous_wire import WIRE_VERSION
 
 KEY = bytes(range(32))
-LIMIT_S = 30.0
+LIMIT_S = 30.0 * PATIENCE
 MAX_NBYTES = 1 << 24
 
 # A rank that joins the job; the test's own lines follow. `client()` makes one more client.
@@ -52,7 +53,12 @@ def error_of(function, *args):
 rank = client()
 """
 # A second process of the same rank: says what happens when it joins.
-AGAIN = f"{JOIN}\nprint(os.getpid(), way(), error_of(rank.join, {{}}, 20.0))\nrank.close(5.0)"
+AGAIN = f"""{JOIN}
+print(os.getpid(), way(), error_of(rank.join, {{}}, 20.0))
+if sys.argv[1:]:
+    open(f"{{__file__}}.fifo", sys.argv[1]).close()
+rank.close(5.0)
+"""
 
 Run = Callable[..., list[str]]
 
@@ -144,8 +150,9 @@ rank.close(5.0)
 
 
 def test_two_processes_that_inherit_one_socket_do_not_share_it(ranks: Run) -> None:
-    # A shell that starts both keeps the descriptor open for each of them.
-    both = 'python3="$1"; "$python3" "$AGAIN" & "$python3" "$AGAIN"; wait'
+    # A shell that starts both keeps the descriptor open for each of them. Neither leaves before
+    # the other has tried to join: to open a FIFO takes two.
+    both = 'mkfifo "$AGAIN.fifo"; "$1" "$AGAIN" r & "$1" "$AGAIN" w; wait'
     said = [line.split(maxsplit=2) for line in ranks(1, "", "sh", "-c", both, "sh", sys.executable)]
     assert sorted(way for _, way, _ in said) == ["local", "zmq"]
     (first,) = (pid for pid, _, message in said if message == "None")

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tiers import exhaustive, sizes
 
 import pycoll
 from pycoll.many import ALONE_NBYTES, BUCKET_NBYTES
@@ -20,11 +21,6 @@ Comm = Any
 DTYPES = ("float32", "bool", "int64", "bfloat16", "float32", "uint8", "complex64", "float16")
 # Small ones, some that fill a bucket, and some that are buckets alone.
 LENGTHS = (0, 1, 3, 1000, ALONE_NBYTES // 4 - 1, ALONE_NBYTES // 4, 300_000, 17)
-
-
-def sizes(*counts: int) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks."""
-    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -84,7 +80,7 @@ def reduce_mixed_lists(comm: Comm) -> None:
         check(x, again)
 
 
-@sizes(1, 2, 3, 4, 5)
+@sizes(2, 3, more=(1, 4, 5))
 def test_every_array_comes_back_reduced_in_its_place(ranks: Any) -> None:
     ranks(reduce_mixed_lists)
 
@@ -93,8 +89,8 @@ def test_every_array_comes_back_reduced_in_its_place(ranks: Any) -> None:
     ("size", "options"),
     [
         (2, ("--transport", "tcp")),
-        (5, ("--transport", "tcp")),
-        (4, ("--emulate-hosts", "2")),
+        pytest.param(5, ("--transport", "tcp"), marks=exhaustive),
+        pytest.param(4, ("--emulate-hosts", "2"), marks=exhaustive),
     ],
 )
 def test_every_transport_carries_lists(job: Any, size: int, options: tuple[str, ...]) -> None:

@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import sizes
 
 import pycoll
 
 Comm = Any
 Calls = tuple[Callable[[Comm], Any], str, Callable[[Comm], Any], str]
-
-
-def sizes(*counts: int) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks."""
-    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
 
 
 def maximum(a: Any, b: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tiers import sizes
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
@@ -27,11 +28,6 @@ SMALL = 1000
 
 LARGE = 300_000
 """Bytes of a message that waits for its receive."""
-
-
-def sizes(*counts: int) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks."""
-    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
 
 
 def numbered(i: int, nbytes: int) -> Any:
@@ -199,7 +195,7 @@ def test_what_was_sent_may_be_changed_when_send_returns(ranks: Any) -> None:
 # --- sizes -----------------------------------------------------------------------------------
 
 
-@sizes(2, 3)
+@sizes(2, more=(3,))
 def test_32_mib_go_both_ways_at_once(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
@@ -214,7 +210,7 @@ def test_32_mib_go_both_ways_at_once(ranks: Any) -> None:
     ranks(program)
 
 
-@sizes(1, 2)
+@sizes(1, more=(2,))
 def test_a_send_to_oneself_is_always_buffered(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me = comm.rank

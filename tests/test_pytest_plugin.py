@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from tiers import exhaustive, few
 
 # pytester drops modules that are first imported in an inner pytest, and NumPy and zmq must not be
 # imported twice in one process.
@@ -72,6 +73,7 @@ def test_it(comm, x): pass
     assert sorted(names) == [f"test_it[{n} ranks-{x}]" for n in (2, 4) for x in "ab"]
 
 
+@exhaustive
 def test_a_class_is_marked_as_a_whole_and_a_method_differently(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -167,6 +169,7 @@ def test_it(comm, noted): assert noted == 5
     assert found == ["fixture-in-0", "fixture-in-1", "teardown-in-0", "teardown-in-1"]
 
 
+@exhaustive
 def test_each_rank_has_a_temporary_folder_of_its_own(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -367,22 +370,23 @@ def test_a_test_that_takes_too_long_shows_what_each_rank_was_doing(
     result = run_tests(
         pytester,
         """
-@pytest.mark.ranks(2, timeout=4)
+import signal
+@pytest.mark.ranks(2, timeout=float(os.environ["TEST_PATIENCE_OF_PYCOLL"]) * 5)
 def test_it(comm):
     if comm.rank == 1:
         comm.recv(0)
     while True:
-        os.sched_yield()
+        signal.pause()
 """,
     )
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "*--- the test took longer than 4 s ---*",
+            "*--- the test took longer than * s ---*",
             "rank 0: not waiting in pycoll*",
             "rank 1: recv(source=0*",
             "*--- rank 0, stack ---*",
-            "*sched_yield()",
+            "*signal.pause()",
             "*--- rank 1, stack ---*",
             "*comm.recv(0)",
             "FAILED *the test took*",
@@ -440,8 +444,10 @@ def test_it(comm): pass
 
 XFAILS = [
     ("xfail(reason='known')", "raise OSError", "xfailed"),
-    ("xfail(reason='known')", "pass", "xpassed"),
     ("xfail(reason='known', strict=True)", "pass", "failed"),
+]
+MORE_XFAILS = [
+    ("xfail(reason='known')", "pass", "xpassed"),
     ("xfail(reason='known', raises=ValueError)", "raise OSError", "failed"),
     ("xfail(reason='known', raises=ValueError)", "int('known')", "xfailed"),
     ("xfail(reason='known')", "os._exit(1)", "xfailed"),
@@ -449,7 +455,10 @@ XFAILS = [
 ]
 
 
-@pytest.mark.parametrize(("marker", "body", "outcome"), XFAILS)
+@pytest.mark.parametrize(
+    ("marker", "body", "outcome"),
+    [*XFAILS, *(pytest.param(*case, marks=exhaustive) for case in MORE_XFAILS)],
+)
 def test_expected_failures_are_respected(
     marker: str, body: str, outcome: str, pytester: pytest.Pytester
 ) -> None:
@@ -468,6 +477,7 @@ def test_expected_failures_are_respected(
 # Output and warnings.
 
 
+@exhaustive
 def test_output_of_the_ranks_is_shown_with_a_failure_only(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -496,6 +506,7 @@ def test_output_passes_through_without_capturing(pytester: pytest.Pytester) -> N
     result.stdout.fnmatch_lines_random(["*[[]0[]] hello", "*[[]1[]] hello"])
 
 
+@exhaustive
 def test_warnings_of_the_ranks_are_shown_once(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         "import pytest, warnings\n"
@@ -506,6 +517,7 @@ def test_warnings_of_the_ranks_are_shown_once(pytester: pytest.Pytester) -> None
     result.stdout.fnmatch_lines(["*UserWarning: beware"])
 
 
+@exhaustive
 def test_warnings_are_errors_in_the_ranks_if_they_are_in_the_parent(
     pytester: pytest.Pytester,
 ) -> None:
@@ -527,6 +539,7 @@ def test_warned(comm): warnings.warn('beware')
 # The user's options and other plugins.
 
 
+@exhaustive
 def test_options_of_conftest_files_and_of_pytest_reach_the_ranks(
     pytester: pytest.Pytester,
 ) -> None:
@@ -572,6 +585,7 @@ def test_it(comm): assert comm.rank == 5
     assert "- rank 0 -" in (failure.text or "")
 
 
+@exhaustive
 def test_addopts_of_the_environment_reach_the_parent_and_the_tests(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,6 +602,7 @@ def test_it(pytestconfig):
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
 
 
+@exhaustive
 def test_tests_are_selected_by_name_and_run_until_the_first_failure(
     pytester: pytest.Pytester,
 ) -> None:
@@ -601,6 +616,7 @@ def test_bad(comm): assert comm.size == 5
     result.assert_outcomes(passed=1, failed=1, deselected=1)
 
 
+@exhaustive
 def test_what_failed_last_is_remembered_by_the_parent(pytester: pytest.Pytester) -> None:
     text = """
 @pytest.mark.ranks(1, 2)
@@ -615,7 +631,7 @@ def test_other(): pass
     again.stdout.fnmatch_lines(["*::test_it[[]2 ranks] FAILED*"])
 
 
-@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+@pytest.mark.parametrize("mode", few(["importlib"], ["prepend"]))
 def test_test_modules_in_folders_with_conftest_files(mode: str, pytester: pytest.Pytester) -> None:
     folder = pytester.mkdir("deep") / "deeper"
     folder.mkdir()
@@ -648,6 +664,7 @@ def test_tests_without_the_marker_import_nothing_heavy(pytester: pytest.Pytester
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
 
 
+@exhaustive
 def test_no_descriptor_stays_open(pytester: pytest.Pytester) -> None:
     text = "@pytest.mark.ranks(2)\ndef test_it(comm): assert comm.rank"
     run_tests(pytester, text)  # libzmq and Python open what they keep

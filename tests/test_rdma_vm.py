@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 FOLDER = Path(__file__).with_name("rdma")
 _spec = importlib.util.spec_from_file_location("rdma_vm", FOLDER / "vm.py")
@@ -82,11 +83,15 @@ def test_a_command_runs_as_if_it_were_started_here(
 def test_without_a_kernel_it_says_what_to_do(tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, FOLDER / "run", "--", "true"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60 * PATIENCE
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("tests/rdma/run: ")
     command.insert(2, "--or-skip")
-    skipped = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    skipped = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60 * PATIENCE
+    )
     assert (skipped.returncode, skipped.stderr) == (0, "")
     assert skipped.stdout == done.stderr.replace("tests/rdma/run:", "skipped:")
 
@@ -104,7 +109,9 @@ def test_the_folder_of_a_killed_run_is_removed(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     # The pipe ends when the remover has, which has inherited it.
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60 * PATIENCE
+    )
     folder = Path(done.stdout.strip())
     assert folder.parent == tmp_path
     assert not folder.exists()

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE
+from tiers import sizes
 
 import pycoll
 from pycoll import schedules
@@ -27,11 +29,6 @@ def own_algorithms_are_forgotten() -> Iterator[None]:
     for collective, row in before.items():
         schedules.TABLE[collective].clear()
         schedules.TABLE[collective].update(row)
-
-
-def sizes(*counts: int) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks."""
-    return pytest.mark.parametrize("ranks", counts, indirect=True, scope="module")
 
 
 def two_way_ring(rank: int, size: int) -> Iterator[Step]:
@@ -452,7 +449,12 @@ def test_the_example_proves_its_algorithm_and_gets_what_the_ring_gives(size: int
     example = Path(__file__).parent.parent / "examples/my_algorithm.py"
     command = [sys.executable, "-m", "pycoll.launcher", "-n", str(size), str(example)]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60 * PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     proved, wrong, same = done.stdout.splitlines()

@@ -26,6 +26,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher import rendezvous_wire as wire
@@ -36,7 +37,7 @@ from pycoll.launcher.rendezvous_wire import WIRE_VERSION
 from pycoll.launcher.rendezvous_zmq import derive_keys
 
 KEY = bytes(range(32))
-DEADLINE_S = 30.0  # for what must happen; none of the tests waits for it to pass
+DEADLINE_S = 30.0 * PATIENCE  # for what must happen; none of the tests waits for it to pass
 
 
 class Launcher:
@@ -598,6 +599,7 @@ def test_strangers_without_the_key_get_nowhere(job: Job) -> None:
     port = int(launcher.endpoint.rpartition(":")[2])
     keys = derive_keys(KEY)
     failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    failed |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # cut before it could read why
     with zmq.Context() as context:
         no_security, other_key = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
         # It knows even the server's public key, which is derived from the job's key.
@@ -645,6 +647,9 @@ NONSENSE = [
     wire.pack("exchange", {}),
     wire.pack("left", {"links": [7]}),
     wire.pack("left", {"links": 7}),
+    wire.pack("left", {"links": [], "calls": 7}),
+    wire.pack("left", {"links": [], "calls": [[1, 2, 3]]}),
+    wire.pack("left", {"links": [], "calls": [[1, 2, 3, 4]]}),
     wire.pack("abort", {"code": None}),
     wire.pack("broken", {"context": [], "error": "MismatchError"}),
     wire.pack("waiting", {"context": {}, "number": "x", "call": 1, "where": 2, "members": 3}),
@@ -851,12 +856,23 @@ def test_abort_is_a_failure_with_its_code(job: Job) -> None:
     assert launcher.notice("abort") == Notice("abort", 0, {"code": 7})
 
 
-def test_a_rank_that_left_is_told_with_its_links(job: Job) -> None:
+def test_a_rank_that_left_is_told_with_its_links_its_last_calls_and_its_error(job: Job) -> None:
     launcher, clients = job.meet(3)
-    clients[2].post("left", links={1, 0})
-    left = Event("left", {"rank": 2, "links": [0, 1]})
+    calls = [[1, 3, 2, "barrier()\0x.py:1"], [1 << 61, 1, -1, ""]]
+    clients[2].post("left", links={1, 0}, calls=calls, error="Error: first")
+    fields = {"links": [0, 1], "calls": calls, "error": "Error: first"}
+    left = Event("left", {"rank": 2, **fields})
     assert events(clients[0]) == events(clients[1]) == [left]
-    assert launcher.notice("left") == Notice("left", 2, {"links": [0, 1]})
+    assert launcher.notice("left") == Notice("left", 2, fields)
+
+
+def test_who_leaves_later_has_heard_of_who_has_left_before(job: Job) -> None:
+    _, clients = job.meet(2)
+    clients[0].post("left", links=[])
+    assert clients[0].settle(5.0) == []
+    clients[1].post("left", links=[])
+    assert [event.fields["rank"] for event in clients[1].settle(5.0)] == [0]
+    assert clients[1].settle(5.0) == []  # nothing was posted since
 
 
 @pytest.mark.parametrize("clean", [True, False])
@@ -983,9 +999,10 @@ def test_two_calls_with_one_number_break_the_communicator_side_by_side(job: Job)
         "error": "MismatchError",
         "rank": 0,
         "reason": "made another call than rank 1",
-        "message": "ranks made different calls:\n"
+        "message": "ranks made different calls on world:\n"
         "  rank 0: all_reduce(float32[4], op=sum) #5 at a.py:1\n"
-        "  rank 1: barrier() #5 at b.py:2",
+        "  rank 1: barrier() #5 at b.py:2\n"
+        "Make the same calls in the same order on all ranks.",
     }
     assert settled(clients[2]) == []
 

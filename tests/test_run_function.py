@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 import pycoll
 from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed, TransportError
 
-LIMIT_S = 60
+LIMIT_S = 60 * PATIENCE
 ROOT = Path(pycoll.__file__).resolve().parent.parent
 
 
@@ -503,7 +504,7 @@ def test_a_signal_ends_the_ranks_and_then_takes_its_course(
         rest = program.stdout.read()
         assert program.wait(LIMIT_S) == status
     assert rest == said
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 5 * PATIENCE
     for pid in ranks:
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < deadline, f"rank with process {pid} is still there"

@@ -17,6 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from patience import PATIENCE
+from tiers import exhaustive, few
 from transport_world import Node, World
 
 from pycoll import arrays
@@ -357,7 +359,7 @@ def test_processes_wake_one_another() -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", few([], [signal.SIGKILL, signal.SIGSTOP]))
 def test_a_receiver_that_ends_or_stops_half_way_holds_nobody(how: signal.Signals) -> None:
     pair = Pair("copy")
     data = np.ones(1 << 30, np.uint8)
@@ -651,6 +653,7 @@ def test_more_than_the_credit_is_offered(world: World, short: list[Short]) -> No
 HERE = Path(__file__).parent
 
 
+@exhaustive
 def test_two_ranks_over_one_memory_have_no_data_races(tmp_path: Path) -> None:
     program = tmp_path / "channel_tsan"
     compiler = shutil.which("cc")
@@ -667,7 +670,9 @@ def test_two_ranks_over_one_memory_have_no_data_races(tmp_path: Path) -> None:
     if "tsan" in built.stderr and built.returncode != 0:
         pytest.skip("the compiler has no ThreadSanitizer")
     assert built.returncode == 0, built.stderr
-    ran = subprocess.run([program, "500", "1"], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        [program, "500", "1"], capture_output=True, text=True, timeout=60 * PATIENCE
+    )
     if "unexpected memory mapping" in ran.stderr:
         pytest.skip("ThreadSanitizer does not work with this kernel")
     assert ran.returncode == 0, ran.stderr

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 import pycoll
 from pycoll import executor, simulate
@@ -288,7 +289,9 @@ def test_a_message_without_its_other_half_is_named() -> None:
 def test_the_table_of_pipelines_has_a_row_for_each_algorithm() -> None:
     program = Path(__file__).parent.parent / "benchmarks/pipelining"
     command = [sys.executable, str(program), "--model", "--ranks", "3", "--segments", "1,2"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    shown = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=60 * PATIENCE
+    ).stdout
     rows = [line.split() for line in shown.splitlines() if line.split()[:1] == ["3"]]
     assert [row[1:3] for row in rows] == [
         *(["broadcast", name] for name in ("chain", "double_tree", "tree")),

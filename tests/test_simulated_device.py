@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simulated_device
+from tiers import exhaustive
 
 from pycoll.transports.verbs import (
     FLUSHED,
@@ -22,6 +23,8 @@ from pycoll.transports.verbs import (
     VerbsError,
     probe,
 )
+
+pytestmark = exhaustive  # a test double
 
 SLOT = 256
 LARGE = 1 << 20

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
@@ -256,7 +257,7 @@ def test_whoever_asks_is_called_once_under_the_lock(device: cuda.Device) -> None
             pull.then(lambda copy, name=name: called.append((name, copy.done)))  # type: ignore[misc]
         assert called == []
         release()
-        assert engine.entered.wait(5)
+        assert engine.entered.wait(5 * PATIENCE)
     assert called == [("a", True), ("b", True)]
     pull.then(lambda copy: called.append(("late", copy.done)))
     assert called[2:] == [("late", True)]
@@ -271,7 +272,7 @@ def test_a_copy_that_was_given_up_calls_nobody(device: cuda.Device) -> None:
         pull.then(lambda copy: called.append(copy))
         pull.cancel()
         release()
-        assert engine.entered.wait(5)
+        assert engine.entered.wait(5 * PATIENCE)
     assert called == []
 
 
@@ -356,7 +357,7 @@ def test_a_copy_keeps_its_array_until_its_end_and_no_longer(device: cuda.Device,
         elif way == "watch":
             pull.watch()
             release()
-            assert engine.entered.wait(5)
+            assert engine.entered.wait(5 * PATIENCE)
         else:
             release()
             while not pull.is_over():

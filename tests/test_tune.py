@@ -9,6 +9,8 @@ import sys
 from typing import Any
 
 import pytest
+from patience import PATIENCE
+from tiers import exhaustive
 
 from pycoll import costs, flows
 from pycoll.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, Link
@@ -51,6 +53,13 @@ def test_a_table_says_again_what_was_measured() -> None:
         said = table.seconds((TCP, sample.work(4.0)))
         said *= table.factor(sample.row, sample.size, sample.nbytes, sample.size > 4)
         assert said == pytest.approx(sample.seconds)
+
+
+@pytest.mark.parametrize("seconds", [1e-20, 1e9])
+def test_what_a_machine_that_is_too_busy_measures_is_a_table_too(seconds: float) -> None:
+    (sample, *_) = times(TCP, TRUE)
+    table = add_factors(costs.shipped(), [sample._replace(seconds=seconds)])
+    assert costs.parse(table.as_json(), "it") == table
 
 
 def test_what_was_not_measured_stays_and_hosts_go_by_tcp() -> None:
@@ -110,7 +119,7 @@ def tune(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * PATIENCE,
         check=False,
     )
 
@@ -135,6 +144,7 @@ def test_the_command_writes_a_table_that_jobs_go_by(tmp_path: Any) -> None:
     assert [path.name for path in output.parent.iterdir()] == ["costs.json"]
 
 
+@exhaustive
 def test_a_table_of_another_version_is_no_obstacle_to_measuring_a_new_one(tmp_path: Any) -> None:
     old = tmp_path / "pycoll" / "costs.json"
     old.parent.mkdir()

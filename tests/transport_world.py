@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from patience import PATIENCE
 from simulated_device import Fabric
 
 from pycoll.transports import rdma_devices
@@ -18,7 +19,7 @@ from pycoll.transports.rdma import RdmaTransport, completions_for, open_rdma, re
 from pycoll.transports.shm import ShmTransport
 from pycoll.transports.tcp import TcpTransport
 
-DEADLINE_S = 30.0
+DEADLINE_S = 30.0 * PATIENCE
 
 
 class Node:

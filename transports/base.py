@@ -128,6 +128,14 @@ class Operation:
         """
         return False
 
+    def awaited(self) -> Collection[int]:
+        """Return ranks of which one must call something before this can be done.
+
+        Of a schedule: which all must be in its call. Empty: that is not known, or they have done
+        all that they must.
+        """
+        return ()
+
     def then(self, callback: Callable[[Operation], None]) -> None:
         """Call `callback(self)` when done, now if it already is; there is one callback at most."""
         if self.done:
@@ -262,6 +270,13 @@ class Transport(ABC):
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         """Start sending a message to `peer`."""
 
+    @abstractmethod
+    def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        """Start sending a message that is never buffered, however short: its header only.
+
+        The transfer is done when the receiver has accepted it and has it.
+        """
+
     def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         """Send for one who will not give it up: larger messages may be buffered, too."""
         return self.send(peer, header, parts)
@@ -288,6 +303,11 @@ class Transport(ABC):
         Then somebody should call `progress` even if no operation is under way.
         """
         return False
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a message that was accepted is still on its way."""
+        return True  # who does not know says so
 
     @abstractmethod
     def fileno(self) -> int:

@@ -89,13 +89,19 @@ class RdmaTransport(Transport):
         self._handler = handler
 
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        return self._start(peer, header, parts, may_buffer=True)
+
+    def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        return self._start(peer, header, parts, may_buffer=False)
+
+    def _start(self, peer: int, header: bytes, parts: Parts, may_buffer: bool) -> Transfer:
         reason = self._forgotten.get(peer)
         if reason is not None:
             transfer = Transfer()
             transfer.finish(PeerFailed(peer, reason))
             return transfer
         link = self._links.get(peer) or self._open_link(peer)
-        return link.send(header, parts)
+        return link.send(header, parts, may_buffer)
 
     def reach(self, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
         return self.reaches.reach(part, elsewhere)

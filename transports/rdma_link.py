@@ -237,11 +237,12 @@ class Link:
 
     # --- sending ---------------------------------------------------------------------------
 
-    def send(self, header: bytes, parts: Parts) -> Transfer:
+    def send(self, header: bytes, parts: Parts, may_buffer: bool = True) -> Transfer:
         """Start sending a message."""
         nbytes = nbytes_of(parts)
         cost = nbytes + MESSAGE_COST
-        if nbytes <= EAGER_LIMIT and self._owed + cost <= CREDIT and not self.failure:
+        has_room = nbytes <= EAGER_LIMIT and self._owed + cost <= CREDIT
+        if may_buffer and has_room and not self.failure:
             self._owed += cost
             self.frames.put(_EAGER, header=header, parts=parts)
             transfer = Transfer()

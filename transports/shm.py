@@ -18,7 +18,7 @@ import os
 import select
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pycoll.errors import PeerFailed
@@ -46,6 +46,13 @@ def missing_core() -> str | None:
     try:
         from pycoll.transports._core import Channel  # noqa: F401
     except ImportError as exc:
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        source = os.path.dirname(package)
+        if os.path.exists(os.path.join(source, "pyproject.toml")):
+            return (
+                f"the compiled core is missing: this Python imports pycoll from its source folder, "
+                f"{source}; start in another folder, or install there (pip install -e .)"
+            )
         return f"the compiled core is missing: {exc}; install pycoll where there is a C compiler"
     return None
 
@@ -121,6 +128,9 @@ class _Send(Transfer):
     @property
     def committed(self) -> bool:
         return not self.done and not self.transport.channel.stop(self.id)
+
+    def awaited(self) -> Collection[int]:
+        return (self.peer,)
 
     def cancel(self) -> None:
         super().cancel()
@@ -262,11 +272,19 @@ class ShmTransport(Transport):
     # --- sending ---------------------------------------------------------------------------
 
     def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        return self._start(self.channel.send, peer, header, parts)
+
+    def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        return self._start(self.channel.offer, peer, header, parts)
+
+    def _start(
+        self, start: Callable[[int, bytes, Parts], int], peer: int, header: bytes, parts: Parts
+    ) -> Transfer:
         if peer in self._forgotten:
             transfer = Transfer()
             transfer.finish(PeerFailed(peer, self._forgotten[peer]))
             return transfer
-        number = self.channel.send(self._local[peer], header, parts)
+        number = start(self._local[peer], header, parts)
         if number:
             return self.adopt(peer, number)
         transfer = Transfer()
@@ -384,6 +402,10 @@ class ShmTransport(Transport):
     def _lost(self, local: int) -> None:
         assert self._handler is not None
         self._handler.lost(self._ranks[local], "what it wrote into shared memory makes no sense")
+
+    @property
+    def is_receiving(self) -> bool:
+        return bool(self._receives)
 
     # --- waiting ---------------------------------------------------------------------------
 

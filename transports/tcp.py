@@ -34,7 +34,7 @@ import select
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -45,6 +45,7 @@ from zmq.utils import garbage
 from zmq.utils.monitor import parse_monitor_message
 
 from pycoll.errors import PeerFailed, TransportError
+from pycoll.ports import endpoint_of, listen, why_unreachable
 from pycoll.transports.base import (
     CREDIT,
     EAGER_LIMIT,
@@ -57,7 +58,7 @@ from pycoll.transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll.zap import Authenticator, guard
+from pycoll.zap import Authenticator, guard, open_context
 
 SEGMENT = 1024 * 1024
 """Bytes of one DATA message. ZeroMQ on loopback was quickest in messages of about 1 MiB
@@ -80,6 +81,10 @@ AHEAD = SEGMENT
 """Bytes that one rank may have waiting at another of messages above the eager limit that were sent
 by `push`. A credit of their own: else one of them would leave none for small messages. To ask
 first would take two more trips, as long as it takes to send 256 KiB."""
+
+HANDSHAKE_MS = 60_000
+"""Within it who has begun to speak to the inbox must have shown the token: it costs a descriptor.
+A rank that is stopped in this millisecond, for longer, looks as if its link had been cut."""
 
 HEAD = struct.Struct("<BxxxIQQ")
 _EAGER, _AHEAD, _READY, _GO, _DATA, _TAKEN, _DROP, _CANCEL, _CREDIT, _BYE = range(10)
@@ -127,6 +132,9 @@ class _Send(Transfer):
     def committed(self) -> bool:
         # A receiver is done when it has stored the last segment, and hears of a CANCEL later.
         return not self.pending
+
+    def awaited(self) -> Collection[int]:
+        return (self.peer,) if self.sent == 0 else ()
 
     def cancel(self) -> None:
         super().cancel()
@@ -208,25 +216,14 @@ class TcpTransport(Transport):
     def __init__(self, rank: int, host: str = "127.0.0.1") -> None:
         self._rank = rank
         self._token = secrets.token_hex(16)
-        self._context = zmq.Context(io_threads=1)
-        self._authenticator = Authenticator(self._context)
-        self._authenticator.allow_plain("pycoll", self._token.encode())
+        if why := why_unreachable(host):
+            raise TransportError(f"tcp: rank {rank} cannot be reached at {host}: {why}")
         try:
-            self._inbox = self._open(zmq.DEALER)
-            self._inbox.plain_server = True
-            guard(self._inbox, "pycoll")
-            self._inbox.bind(f"tcp://{host}:*")
-        except zmq.ZMQError as exc:
-            self._context.destroy(linger=0)
+            self._open_all(host)
+        except (OSError, zmq.ZMQError) as exc:
             raise TransportError(
-                f"tcp: rank {rank} cannot listen on {host}: {exc}; "
-                "check the number of open files (ulimit -n) and the address"
+                f"tcp: rank {rank} cannot listen on {host}: {exc.strerror}"
             ) from exc
-        self._outbox = self._open(zmq.ROUTER)
-        self._outbox.router_mandatory = True
-        self._monitor = self._outbox.get_monitor_socket(_LOST)
-        self._monitor_fd = int(self._monitor.fileno())
-        self._poller = select.epoll()
         self._poller.register(self._inbox.fileno(), select.EPOLLIN)
         self._poller.register(self._monitor_fd, select.EPOLLIN)
         # ZeroMQ's descriptors tell of nothing until a socket has been found empty.
@@ -250,6 +247,34 @@ class TcpTransport(Transport):
         self._pid = os.getpid()
         self._closed = False
 
+    def _open_all(self, host: str) -> None:
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(listen(host))
+            self._endpoint = endpoint_of(listener)
+            self._poller = select.epoll()
+            undo.callback(self._poller.close)
+            self._context = open_context()
+            undo.callback(self._context.destroy, 0)
+            self._authenticator = Authenticator(self._context)
+            undo.callback(self._authenticator.close)
+            self._inbox = self._open_inbox(listener.fileno())
+            self._outbox = self._open(zmq.ROUTER)
+            self._outbox.router_mandatory = True
+            self._monitor = self._outbox.get_monitor_socket(_LOST)
+            self._monitor_fd = int(self._monitor.fileno())
+            undo.pop_all()
+            listener.close()
+
+    def _open_inbox(self, listener: int) -> zmq.Socket[bytes]:
+        self._authenticator.allow_plain("pycoll", self._token.encode())
+        inbox = self._open(zmq.DEALER)
+        inbox.plain_server = True
+        guard(inbox, "pycoll")
+        inbox.handshake_ivl = HANDSHAKE_MS
+        inbox.use_fd = os.dup(listener)
+        inbox.bind("tcp://127.0.0.1:*")  # the listener's own address is what counts
+        return inbox
+
     def _open(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.sndhwm = 0
@@ -257,8 +282,9 @@ class TcpTransport(Transport):
         socket.linger = 0
         socket.maxmsgsize = MAX_FRAME
         socket.reconnect_ivl = -1
-        # A stopped process must not look like a lost one: no limit on the handshake, and cut
-        # links are found by the kernel's keep-alives, which a stopped process still answers.
+        # A stopped process must not look like a lost one: no limit on the handshake for who
+        # connects, and cut links are found by the kernel's keep-alives, which a stopped process
+        # still answers.
         socket.handshake_ivl = 0
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = 2
@@ -267,8 +293,7 @@ class TcpTransport(Transport):
         return socket
 
     def address(self) -> dict[str, Any]:
-        endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
-        return {"endpoint": str(endpoint), "token": self._token}
+        return {"endpoint": self._endpoint, "token": self._token}
 
     def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
         self._addresses = addresses
@@ -301,10 +326,13 @@ class TcpTransport(Transport):
             payload = parts[0] if len(parts) == 1 else b"".join(parts)
             if self._put(peer, head + header, payload):
                 return _done()
+        return self.offer(peer, header, parts)
+
+    def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         self._next_id += 1
         send = _Send(self, peer, self._next_id, parts)
         self._sends[send.id] = send
-        self._put(peer, HEAD.pack(_READY, self._rank, send.id, nbytes) + header)
+        self._put(peer, HEAD.pack(_READY, self._rank, send.id, nbytes_of(parts)) + header)
         if peer in self._forgotten:
             self._fail_sends(peer)
         return send
@@ -487,6 +515,10 @@ class TcpTransport(Transport):
         receive = self._receives.pop((peer, number), None)
         if receive is not None:
             receive.finish(Withdrawn())
+
+    @property
+    def is_receiving(self) -> bool:
+        return bool(self._receives)
 
     # --- links -----------------------------------------------------------------------------
 

@@ -7,27 +7,35 @@
 #define _GNU_SOURCE
 #endif
 #include <sched.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
 #include <time.h>
 
 /* So that random values go in several pieces. */
 #define PC_PIECE_NBYTES ((size_t)20 << 10)
+/* So that every copy within the process is `hook_memcpy`. */
+#define PC_LOOP_NBYTES SIZE_MAX
+/* So that trials concern all large values, and happen now and then. */
+#define PC_CHOICE_FROM ((size_t)1)
+#define PC_TURNS_BETWEEN 2
+#define PC_CALLS_A_TURN 2
 
-/* A copy with, now and then, a pause in the middle. */
+/* A copy with, now and then, a pause in the middle; the regions may overlap if `to` is the lower one. */
 void *hook_memcpy(void *to, const void *from, size_t nbytes);
 /* Yields, or does not: an impatient rank comes to its sleep at once. */
 int hook_yield(void);
 /* The time, or for an impatient rank a clock that runs away. */
 int hook_clock(struct timespec *now);
 /* ThreadSanitizer does not see what a system call reads, so for it this is a copy. */
-ssize_t hook_readv(int pid, const struct iovec *local, const struct iovec *remote);
+ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote);
 
 #ifndef PYCOLL_NATIVE_HOOKS_THEMSELVES
 #define memcpy(to, from, nbytes) hook_memcpy(to, from, nbytes)
+#define memmove(to, from, nbytes) hook_memcpy(to, from, nbytes)
 #define sched_yield() hook_yield()
 #define clock_gettime(clock, now) hook_clock(now)
-#define process_vm_readv(pid, local, local_count, remote, remote_count, flags) hook_readv(pid, local, remote)
+#define process_vm_readv(pid, local, local_count, remote, remote_count, flags) hook_readv(pid, local, local_count, remote)
 #endif
 
 #endif

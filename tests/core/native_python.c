@@ -44,9 +44,9 @@ void native_delay(void) {
 
 void *hook_memcpy(void *to, const void *from, size_t nbytes) {
     size_t half = nbytes / 2;
-    memcpy(to, from, half);
+    memmove(to, from, half);
     native_delay();
-    memcpy((char *)to + half, (const char *)from + half, nbytes - half);
+    memmove((char *)to + half, (const char *)from + half, nbytes - half);
     return to;
 }
 
@@ -61,14 +61,18 @@ int hook_clock(struct timespec *now) {
     return status;
 }
 
-ssize_t hook_readv(int pid, const struct iovec *local, const struct iovec *remote) {
+ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote) {
     native_delay();
 #ifdef __SANITIZE_THREAD__
     (void)pid;
-    hook_memcpy(local->iov_base, remote->iov_base, local->iov_len);
-    return (ssize_t)local->iov_len;
+    size_t copied = 0;
+    for (; count > 0; count--, local++) {
+        hook_memcpy(local->iov_base, (const char *)remote->iov_base + copied, local->iov_len);
+        copied += local->iov_len;
+    }
+    return (ssize_t)copied;
 #else
-    return process_vm_readv(pid, local, 1, remote, 1, 0);
+    return process_vm_readv(pid, local, count, remote, 1, 0);
 #endif
 }
 

@@ -20,12 +20,8 @@
 #define CALLS_A_COMM 2000
 #define MAX_GIVEN ((size_t)32 << 10) /* bytes that a rank gives at most */
 #define MAX_NBYTES (MAX_GIVEN * MAX_RANKS)
-#define DIRECT_FROM 14000       /* of a unit; beyond a slot */
-#define DIRECT_FROM_SPLIT 4000  /* where a rank gives a unit for each rank */
 #define SLOT_NBYTES sizeof(((struct pc_slot *)0)->data)
 #define UNSEEN __attribute__((no_sanitize_thread))
-
-PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 
 /* --- operators: a sum, and one that shows the order ---------------------------------------------------- */
 
@@ -87,6 +83,12 @@ pc_reduce_fn pc_reduce_find(int op, int dtype) {
 
 /* --- what else the core calls in comm.c ---------------------------------------------------------------- */
 
+void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims) {
+    call->signature = salt * PC_KINDS + (uint64_t)call->kind;
+    call->ndim = ndim;
+    call->dims = dims;
+}
+
 unsigned char *pc_scratch(pc_comm *comm, size_t nbytes) {
     if (comm->scratch_nbytes < nbytes) {
         free(comm->scratch);
@@ -111,8 +113,6 @@ struct call { /* the same on all ranks */
     bool in_place;
 };
 
-static bool is_split(int kind) { return kind == PC_SCATTER || kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL; }
-
 static struct call choose_call(uint64_t *seed, uint64_t ident, int size, size_t chunk_nbytes) {
     struct call call = {.ident = ident, .size = size};
     call.kind = (int)(native_random(seed) % PC_KINDS);
@@ -125,12 +125,12 @@ static struct call choose_call(uint64_t *seed, uint64_t ident, int size, size_t 
     if (chance >= 85)
         given = SLOT_NBYTES - 600 + native_random(seed) % 1200; /* on either side of a slot's end */
     if (chance >= 94)
-        given = SLOT_NBYTES + native_random(seed) % (DIRECT_FROM - SLOT_NBYTES);
+        given = SLOT_NBYTES + native_random(seed) % (MAX_GIVEN / 4);
     if (chance >= 96)
         given = chunk_nbytes * (1 + native_random(seed) % (MAX_GIVEN / chunk_nbytes)); /* whole chunks */
     if (chance >= 98)
         given = native_random(seed) % MAX_GIVEN;
-    call.count = given / pc_itemsize(call.dtype) / (is_split(call.kind) ? (size_t)size : 1);
+    call.count = given / pc_itemsize(call.dtype) / (pc_is_split(call.kind) ? (size_t)size : 1);
     if (call.kind == PC_BARRIER)
         call.count = 0;
     if (pc_is_announced(call.kind))
@@ -155,7 +155,7 @@ UNSEEN static void put_element(const struct call *call, unsigned char *array, si
 static size_t count_in(const struct call *call, int rank) {
     if (pc_is_announced(call->kind) && rank != call->root)
         return 0;
-    return call->count * (is_split(call->kind) ? (size_t)call->size : 1);
+    return call->count * (pc_is_split(call->kind) ? (size_t)call->size : 1);
 }
 
 static size_t count_out(const struct call *call, int rank) {
@@ -311,6 +311,7 @@ static void *be_rank(void *argument) {
     free(out);
     free(copy);
     free(rank->comm.scratch);
+    pc_forget_choices(&rank->comm);
     free(rank->comm.compared);
     return NULL;
 }
@@ -330,7 +331,7 @@ static void run_comm(uint64_t seed) {
     int size = 2 + (int)(native_random(&seed) % (MAX_RANKS - 1)), doorbells[MAX_RANKS], pids[MAX_RANKS], local[MAX_RANKS];
     static struct rank ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
-    pc_comm layout = {.size = size, .entry = -1, .measured = true};
+    pc_comm layout = {.size = size, .entry = -1};
     layout.direct = native_random(&seed) % 2;
     layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
     layout.slots_offset = pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE);
@@ -370,13 +371,6 @@ int main(int argc, char **argv) {
         native_fail("usage: native_tsan OPERATIONS SEED\n");
     long operations = atol(argv[1]), done = 0;
     uint64_t seed = (uint64_t)atol(argv[2]);
-    static const int direct_kinds[] = {PC_BROADCAST, PC_ALL_REDUCE, PC_GATHER, PC_ALL_GATHER,
-                                       PC_SCATTER, PC_REDUCE_SCATTER, PC_ALL_TO_ALL};
-    for (size_t index = 0; index < sizeof direct_kinds / sizeof *direct_kinds; index++) {
-        int kind = direct_kinds[index];
-        Py_ssize_t values[2] = {kind, is_split(kind) ? DIRECT_FROM_SPLIT : DIRECT_FROM};
-        pc_set_direct_from(NULL, (PyObject *)values);
-    }
     for (; done < operations; done += CALLS_A_COMM)
         run_comm(native_random(&seed));
     printf("%ld operations, %llu sleeps, %llu of them until their end\n", done, (unsigned long long)native_sleeps,

@@ -8,14 +8,13 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import fake_cuda
 import numpy as np
 import pytest
 from gpu_world import RANKS, no_gpu
-from ranks_pool import Pool
+from ranks_pool import Pools
 
 from pycoll import cuda
 from pycoll.errors import Error, TransportError
@@ -26,14 +25,12 @@ MANY = 32 << 20  # bytes: copies of so many take milliseconds
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
+def ranks(request: pytest.FixtureRequest, pools: Pools) -> Any:
     environment: dict[str, str] = {}
     if no_gpu() is not None:
         driver = request.getfixturevalue("fake_driver")
         environment = fake_cuda.environment(driver, devices=2)
-    pool = Pool(RANKS, (), environment)
-    yield pool
-    pool.close()
+    return pools(RANKS, (), environment)
 
 
 def here(comm: Comm) -> cuda.Device:

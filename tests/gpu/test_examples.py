@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -22,7 +23,7 @@ def run(name: str, *packages: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=110 * PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,5 @@
 #include "comm.h"
+#include "copy.h"
 
 /* Every chunk is cut in parts, one a rank. A rank copies the others' parts of its chunk into its big slot,
    reduces its own part of all ranks' chunks, and copies the other parts of the result out of their slots:
@@ -27,8 +28,8 @@ static int put(pc_collective *call, uint64_t chunk, size_t offset, size_t length
     unsigned char *slot = pc_big_slot_of(comm, comm->rank, chunk);
     const unsigned char *x = (const unsigned char *)call->x + offset;
     struct parts own = part_of(length, comm->rank, comm->size);
-    memcpy(slot, x, own.begin);
-    memcpy(slot + own.end, x + own.end, length - own.end);
+    pc_copy(slot, x, own.begin);
+    pc_copy(slot + own.end, x + own.end, length - own.end);
     pc_publish(&pc_progress_of(comm, comm->rank)->produced, chunk + 1);
     return 0;
 }
@@ -44,7 +45,10 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
     pc_release(&call->call);
     if (put(call, base, 0, call->nbytes < unit ? call->nbytes : unit) < 0)
         return -1;
-    pc_enter_end(call, slot);
+    if (slot != NULL)
+        pc_enter_end(call, slot);
+    else
+        pc_wake_others(comm);
     for (uint64_t index = 0; index < chunks; index++) {
         uint64_t chunk = base + index;
         size_t offset = index * unit, rest = call->nbytes - offset, length = rest < unit ? rest : unit;
@@ -58,7 +62,7 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
                 continue;
             }
             struct pc_slot *theirs;
-            if (index == 0 && pc_await_entry(call, rank, &theirs) < 0)
+            if (index == 0 && slot != NULL && pc_await_entry(call, rank, &theirs) < 0)
                 return -1;
             if (pc_wait(&call->call, &pc_progress_of(comm, rank)->produced, chunk + 1, rank) < 0)
                 return -1;
@@ -69,7 +73,7 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
         reduce(result, inputs, comm->size, count, comm->size);
         pc_publish(&mine->reduced, chunk + 1);
         pc_wake_others(comm);
-        memcpy(out + own.begin, result, own.end - own.begin);
+        pc_copy_part(out + own.begin, result, own.end - own.begin, call->nbytes);
         if (index + 1 < chunks) {
             size_t after = rest - length;
             if (put(call, chunk + 1, offset + unit, after < unit ? after : unit) < 0)
@@ -81,7 +85,8 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
             struct parts theirs = part_of(length, rank, comm->size);
             if (pc_wait(&call->call, &pc_progress_of(comm, rank)->reduced, chunk + 1, rank) < 0)
                 return -1;
-            memcpy(out + theirs.begin, pc_big_slot_of(comm, rank, chunk) + theirs.begin, theirs.end - theirs.begin);
+            pc_copy_part(out + theirs.begin, pc_big_slot_of(comm, rank, chunk) + theirs.begin, theirs.end - theirs.begin,
+                         call->nbytes);
         }
         pc_publish(&mine->consumed, chunk + 1);
         pc_wake_others(comm);

@@ -92,10 +92,10 @@ failed:
     return NULL;
 }
 
-static PyObject *channel_send(pc_channel *channel, PyObject *const *args, Py_ssize_t count) {
+static PyObject *start_send(pc_channel *channel, PyObject *const *args, Py_ssize_t count, bool may_post) {
     pc_channel_enter(channel);
     if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "send(rank, header, parts)");
+        PyErr_SetString(PyExc_TypeError, "arguments are rank, header, parts");
         return NULL;
     }
     int rank = (int)PyLong_AsLong(args[0]);
@@ -112,13 +112,21 @@ static PyObject *channel_send(pc_channel *channel, PyObject *const *args, Py_ssi
     struct pc_send *send = send_of(args[2]);
     if (send == NULL)
         return NULL;
-    if (pc_channel_post(channel, rank, header, (size_t)header_nbytes, send->parts, send->nbytes)) {
+    if (may_post && pc_channel_post(channel, rank, header, (size_t)header_nbytes, send->parts, send->nbytes)) {
         pc_send_free(send);
         return PyLong_FromLong(0);
     }
     send->peer = rank;
     uint64_t id = pc_channel_offer(channel, send, header, (size_t)header_nbytes);
     return id != 0 ? PyLong_FromUnsignedLongLong(id) : NULL;
+}
+
+static PyObject *channel_send(pc_channel *channel, PyObject *const *args, Py_ssize_t count) {
+    return start_send(channel, args, count, true);
+}
+
+static PyObject *channel_offer(pc_channel *channel, PyObject *const *args, Py_ssize_t count) {
+    return start_send(channel, args, count, false);
 }
 
 static struct pc_send *find_send(pc_channel *channel, PyObject *number) {
@@ -326,6 +334,8 @@ static PyObject *channel_close(pc_channel *channel, PyObject *unused) {
 static PyMethodDef channel_methods[] = {
     {"send", (PyCFunction)(void (*)(void))channel_send, METH_FASTCALL,
      "send(rank, header, parts) -> int: 0 if the message was posted, else the id of an offer."},
+    {"offer", (PyCFunction)(void (*)(void))channel_offer, METH_FASTCALL,
+     "offer(rank, header, parts) -> int: its id; it is done when the receiver has it, however short it is."},
     {"stop", (PyCFunction)channel_stop, METH_O, "stop(id) -> bool: an offer goes no further; False: it is too late."},
     {"holds", (PyCFunction)channel_holds, METH_O, "holds(id) -> bool: an offer is under way."},
     {"take_back", (PyCFunction)channel_take_back, METH_O, "take_back(id): give up an offer."},

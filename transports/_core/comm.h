@@ -17,9 +17,11 @@
 #include "reduce.h"
 #include "wait.h"
 
+#include <pthread.h>
+
 #define PC_SLOTS 8
 #define PC_SLOT_NBYTES (8192 + 2 * PC_LINE) /* no power of two: slots would share sets of the caches */
-#define PC_CHUNKS 4
+#define PC_CHUNKS 8
 
 struct pc_slot {
     pc_flag64 number;
@@ -43,6 +45,9 @@ enum pc_kind {
     PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
 };
 
+#define PC_CHOICES 32
+typedef struct pc_choice pc_choice;
+
 typedef struct pc_comm {
     PyObject_HEAD
     pc_host *host;
@@ -55,10 +60,9 @@ typedef struct pc_comm {
     size_t slots_offset, big_offset;
     int entry;       /* in the host's table; -1: not attached */
     bool direct;     /* every rank may read every other's memory */
-    bool far;        /* their cores share no cache, or behave so */
-    bool measured;   /* whether that is known */
-    pid_t owner;     /* the process that made it, and not a fork of that */
     bool usable;     /* attached, not broken, no default deadline: the short way may be taken */
+    pthread_t caller; /* the thread that is in a call of Python's, which comes here for parts of it; */
+    bool claimed;     /* whether there is one */
     bool busy;       /* a call is under way */
     uint64_t number; /* of the last call */
     uint64_t internal; /* calls that were not the user's */
@@ -68,6 +72,8 @@ typedef struct pc_comm {
     uint64_t consumed_by_all;
     unsigned char *scratch;
     size_t scratch_nbytes;
+    pc_choice *choices[PC_KINDS][PC_CHOICES]; /* by kind and size: which way large values go; or NULL yet */
+    int trials; /* under way */
     PyObject *sleep, *mismatch, *give_up; /* Python callables */
     PyObject *slow[PC_KINDS];
 } pc_comm;
@@ -81,6 +87,9 @@ typedef struct pc_collective {
     void *out;
     size_t nbytes; /* of a unit: what one rank has for all, or for one other */
     uint64_t number, signature;
+    pc_choice *trial; /* this call is one of a trial, or NULL */
+    uint64_t entered; /* when, if there is a trial and it took time to find out that this may be one of its calls; or 0 */
+    const struct pc_collective *within; /* the user's call of which this one is a part: others are shown that; or NULL */
     int ndim; /* shape of x, for who made another call */
     const intptr_t *dims;
     /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
@@ -140,6 +149,11 @@ static inline size_t pc_value_offset(uint32_t description_nbytes) {
 
 static inline bool pc_is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
 
+/* What a rank gives lies in a slot as one piece for all that take it, or as a piece for each rank. */
+static inline bool pc_is_split(int kind) {
+    return kind == PC_SCATTER || kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
+}
+
 #define PC_BY_MESSAGES 1
 
 /* exchange.c: entering a call, small collectives, and streaming. All return 0, or -1 with an exception. */
@@ -162,8 +176,8 @@ static inline int pc_await_big_slot(pc_collective *call, uint64_t chunk) {
 }
 
 /* direct.c: reading the other ranks' arrays. The slot was begun, not ended. */
-bool pc_is_direct(const pc_collective *call);
 int pc_direct(pc_collective *call, struct pc_slot *slot);
+bool pc_can_be_read(const void *array, size_t nbytes); /* by others, of this process */
 int pc_direct_receive(pc_collective *call, uint64_t address);
 int pc_direct_serve(pc_collective *call); /* the root's: wait until all have read */
 
@@ -178,14 +192,34 @@ struct pc_piece {
 /* Read pieces of the others' memory when all have entered the call; nobody leaves before all have read. */
 int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count);
 
-/* Find out, before a call, whether the ranks are far from each other: all ranks together, once. */
-int pc_measure(pc_collective *call);
+/* choice.c: whether a large call goes by direct.c (1) or by streaming (0); all ranks choose alike. -1 with an exception. */
+int pc_choose(pc_collective *call);
+int pc_chosen(pc_collective *call); /* after such a call that went well */
+int pc_known_choice(const pc_comm *comm, int kind, int bits); /* for 2^bits bytes and more; -1: nothing was tried yet */
+void pc_forget_choices(pc_comm *comm);
+
+#define PC_PROBE ((uint64_t)1 << 63) /* in a signature: the call is a part of that one, and not itself */
+
+/* A call that is made as a part of the user's, which is shown in its place and has the same number there: of all
+   that are made for it one counts, the others are internal. */
+static inline pc_collective pc_part_of(const pc_collective *call) {
+    pc_collective part = *call;
+    part.within = call;
+    part.gate = NULL;
+    return part;
+}
+static inline void pc_part_begin(const pc_collective *part) { /* the user's has been counted */
+    part->comm->internal += part->within->number != 0;
+}
+static inline void pc_part_end(const pc_collective *part) { /* it will be; so long this one counts */
+    part->comm->internal += part->within->number == 0;
+}
 
 /* all_reduce.c: streaming in two phases, each rank reducing its part. */
-int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot);
+int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot); /* as pc_stream */
 
 /* comm.c */
-int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root);
+int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root); /* -1 with an exception: another is under way */
 PyObject *pc_call_end(pc_collective *call, int status, PyObject *result); /* steals result */
 PyObject *pc_describe(const pc_collective *call); /* (text, kind, x, op, root, number): None for what is not there */
 /* Have Python raise the error: this rank and `rank` made different calls as `number`. Returns -1. */

@@ -1,4 +1,4 @@
-/* Copying between the memories of two processes, with one system call and one pass: see copy.c. */
+/* Copying within a process, and between the memories of two with one system call: see copy.c. */
 #ifndef PC_COPY_H
 #define PC_COPY_H
 
@@ -13,13 +13,29 @@ struct pc_parts {
     size_t num_parts;
 };
 
-/* Copy `nbytes` from `offset` of a payload in the memory of process `pid` to `into`, or back with `write`: from
-   `into` of ours to theirs. 0, or an errno. */
+/* Copies from so many bytes on are loops of ours; below, memmove is a few vector instructions. */
+#ifndef PC_LOOP_NBYTES
+#define PC_LOOP_NBYTES ((size_t)2048)
+#endif
+
+void pc_copy_long(void *to, const void *from, size_t nbytes, size_t whole);
+
+/* Copy within this process a part of a value of `whole` bytes: if no cache holds that, it goes past the caches. The
+   regions do not overlap, or `to` is the lower one. */
+static inline void pc_copy_part(void *to, const void *from, size_t nbytes, size_t whole) {
+    if (nbytes < PC_LOOP_NBYTES)
+        memmove(to, from, nbytes);
+    else
+        pc_copy_long(to, from, nbytes, whole);
+}
+static inline void pc_copy(void *to, const void *from, size_t nbytes) { pc_copy_part(to, from, nbytes, nbytes); }
+/* The same from `offset` of a payload. */
+void pc_copy_parts(void *into, struct pc_parts parts, size_t offset, size_t nbytes);
+
+/* Copy `nbytes` from `offset` of a payload in the memory of process `pid` to `into`, or from one of ours to `into`
+   in the memory of `pid`. 0, or an errno: then some of it may be there, and nothing beside it was touched. */
 int pc_copy_from(pid_t pid, struct pc_parts theirs, size_t offset, void *into, size_t nbytes);
 int pc_copy_to(pid_t pid, uint64_t into, struct pc_parts ours, size_t offset, size_t nbytes);
-
-/* Copy within this process. */
-void pc_copy_parts(void *into, struct pc_parts parts, size_t offset, size_t nbytes);
 
 /* Let other processes of this user read this one's memory where Yama would forbid it. */
 void pc_allow_copies(void);

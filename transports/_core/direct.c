@@ -1,52 +1,15 @@
 #include <errno.h>
-#include <stdlib.h>
-#include <sys/uio.h>
+#include <unistd.h>
 
 #include "comm.h"
-
-/* Bytes of a unit from which on reading the other ranks' memory is quicker than copying through slots (0: never),
-   where the cores of the ranks share a cache (near) and where they do not (far): then a line that another core
-   has written comes slowly, and a copy less counts for more. Measured on a machine with
-   two cores that has both kinds of day. */
-struct limits {
-    size_t near, far;
-};
-#define KiB ((size_t)1 << 10)
-#define MiB ((size_t)1 << 20)
-static struct limits direct_from[PC_KINDS] = {
-    [PC_BROADCAST] = {12 * KiB, 12 * KiB},  [PC_ALL_REDUCE] = {12 * MiB, 64 * KiB},
-    [PC_REDUCE] = {SIZE_MAX, 64 * KiB},
-    [PC_GATHER] = {8 * MiB, 24 * KiB},      [PC_ALL_GATHER] = {12 * KiB, 12 * KiB},
-    [PC_SCATTER] = {12 * KiB, 12 * KiB},    [PC_REDUCE_SCATTER] = {12 * KiB, 12 * KiB},
-    [PC_ALL_TO_ALL] = {12 * KiB, 12 * KiB},
-};
+#include "copy.h"
 
 /* Bytes read at a time when they are to be reduced: small enough to stay in the cache. */
 #define PIECE ((size_t)512 << 10)
 
-struct addresses { /* in the slot of a direct call */
+struct addresses { /* in the slot of a direct call; x 0: the kernel would not let others read these arrays */
     uint64_t x, out;
 };
-
-bool pc_is_direct(const pc_collective *call) {
-    const pc_comm *comm = call->comm;
-    /* A gather streams while the givers have cores of their own. */
-    bool far = comm->far || (call->kind == PC_GATHER && comm->host->spins == 0);
-    size_t from = far ? direct_from[call->kind].far : direct_from[call->kind].near;
-    return comm->direct && from != 0 && call->nbytes >= from;
-}
-
-/* set_direct_from(kind, nbytes): for measuring, near and far. */
-PyObject *pc_set_direct_from(PyObject *module, PyObject *args) {
-    int kind;
-    Py_ssize_t nbytes;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "in", &kind, &nbytes))
-        return NULL;
-    if (kind >= 0 && kind < PC_KINDS && direct_from[kind].near != 0)
-        direct_from[kind] = (struct limits){(size_t)nbytes, (size_t)nbytes};
-    Py_RETURN_NONE;
-}
 
 /* A process that cannot be read any more has ended, or nearly so: Python will hear of it. */
 static PC_COLD int cannot_read(pc_collective *call, int rank, int error) {
@@ -62,20 +25,9 @@ static PC_COLD int cannot_read(pc_collective *call, int rank, int error) {
 }
 
 static int read_from(pc_collective *call, int rank, void *to, uint64_t address, size_t nbytes) {
-    unsigned char *into = to;
-    while (nbytes > 0) {
-        struct iovec local = {into, nbytes}, remote = {(void *)(uintptr_t)address, nbytes};
-        ssize_t got = process_vm_readv(call->comm->pids[rank], &local, 1, &remote, 1, 0);
-        if (got <= 0) {
-            if (got < 0 && errno == EINTR)
-                continue;
-            return cannot_read(call, rank, got < 0 ? errno : EFAULT);
-        }
-        into += got;
-        address += (uint64_t)got;
-        nbytes -= (size_t)got;
-    }
-    return 0;
+    struct iovec theirs = {(void *)(uintptr_t)address, nbytes};
+    int error = pc_copy_from(call->comm->pids[rank], (struct pc_parts){&theirs, 1}, 0, to, nbytes);
+    return error == 0 ? 0 : cannot_read(call, rank, error);
 }
 
 static void reach(pc_collective *call, uint64_t step) {
@@ -86,6 +38,26 @@ static void reach(pc_collective *call, uint64_t step) {
 
 static int await_phase(pc_collective *call, int rank, uint64_t step) {
     return pc_wait(&call->call, &pc_progress_of(call->comm, rank)->phase, 2 * call->number + step, rank);
+}
+
+/* What a device maps into this process (page-locked memory of some drivers, say) is not read for others. */
+bool pc_can_be_read(const void *array, size_t nbytes) {
+    unsigned char read[2];
+    struct iovec ours = {read, 2}, ends[2] = {{(void *)(uintptr_t)array, 1}, {(char *)(uintptr_t)array + nbytes - 1, 1}};
+    return pc_copy_from(getpid(), (struct pc_parts){ends, 2}, 0, ours.iov_base, 2) == 0;
+}
+
+static int stream_instead(pc_collective *call) {
+    return call->kind == PC_ALL_REDUCE ? pc_all_reduce_stream(call, NULL) : pc_stream(call, NULL);
+}
+
+/* Elsewhere than at the root of a gather or reduce: wait until it has read, or has said that all are to stream. */
+static int await_root(pc_collective *call) {
+    if (await_phase(call, call->root, 1) < 0)
+        return -1;
+    if (pc_load(&pc_progress_of(call->comm, call->root)->phase) == 2 * call->number + 1)
+        return stream_instead(call);
+    return 0;
 }
 
 /* Whoever has given up may have changed its arrays while they were read here. Python hears, or has heard, of
@@ -170,16 +142,20 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
     unsigned char *out = call->out;
     uint64_t xs[size], outs[size];
     struct addresses own = {(uintptr_t)call->x, (uintptr_t)call->out};
+    size_t given = pc_is_split(call->kind) ? nbytes * size : nbytes;
+    if (!pc_can_be_read(x, given) || (call->kind == PC_ALL_REDUCE && !pc_can_be_read(out, nbytes)))
+        own.x = 0;
+    bool readable = own.x != 0;
     memcpy(slot->data, &own, sizeof own);
     pc_enter_end(call, slot);
     bool to_root = call->kind == PC_GATHER || call->kind == PC_REDUCE;
     if (to_root && comm->rank != call->root)
-        return await_phase(call, call->root, 2);
+        return await_root(call);
     pc_release(&call->call);
     if ((call->kind == PC_GATHER || call->kind == PC_ALL_GATHER) && out + me * nbytes != x)
-        memcpy(out + me * nbytes, x, nbytes);
+        pc_copy(out + me * nbytes, x, nbytes);
     if (call->kind == PC_ALL_TO_ALL)
-        memcpy(out + me * nbytes, x + me * nbytes, nbytes);
+        pc_copy(out + me * nbytes, x + me * nbytes, nbytes);
     for (size_t rank = 0; rank < size; rank++) {
         struct pc_slot *theirs;
         struct addresses given = own;
@@ -188,10 +164,16 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
                 return -1;
             memcpy(&given, theirs->data, sizeof given);
         }
+        readable = readable && given.x != 0;
         xs[rank] = given.x;
         outs[rank] = given.out;
     }
     comm->entered_by_all = call->number;
+    if (PC_UNLIKELY(!readable)) {
+        if (to_root)
+            reach(call, 1);
+        return stream_instead(call);
+    }
     pc_release(&call->call);
     int status = 0;
     if (call->kind == PC_ALL_REDUCE) {
@@ -249,63 +231,4 @@ int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
         return -1;
     reach(call, 2);
     return await_all(call);
-}
-
-/* --- near or far --------------------------------------------------------------------------------------- */
-
-#define TRIAL_NBYTES (128 * KiB)
-#define TRIALS 6
-
-static int trial(pc_collective *call, bool direct, uint64_t *took_ns) {
-    struct pc_slot *slot;
-    uint64_t started = pc_now_ns();
-    call->comm->internal++;
-    if (pc_enter_begin(call, &slot) < 0 || (direct ? pc_direct(call, slot) : pc_all_reduce_stream(call, slot)) < 0)
-        return -1;
-    uint64_t took = pc_now_ns() - started;
-    if (took < *took_ns)
-        *took_ns = took;
-    return 0;
-}
-
-/* Both ways give the same bits, so the time it takes may decide, if all ranks decide alike: each tells the
-   others its best times, and the sums are compared. */
-int pc_measure(pc_collective *call) {
-    pc_comm *comm = call->comm;
-    pc_collective probe = *call;
-    probe.kind = PC_ALL_REDUCE;
-    probe.root = 0;
-    uint64_t best[2] = {UINT64_MAX, UINT64_MAX}, sum[2], bests[2 * comm->size];
-    comm->measured = true;
-    if (!comm->direct)
-        return 0;
-    unsigned char *memory = calloc(2, TRIAL_NBYTES);
-    if (memory == NULL) {
-        pc_hold(&call->call);
-        PyErr_NoMemory();
-        return -1;
-    }
-    probe.x = memory;
-    probe.out = memory + TRIAL_NBYTES;
-    probe.nbytes = TRIAL_NBYTES;
-    probe.op = PC_SUM;
-    probe.dtype = 12;
-    pc_sign(&probe, TRIAL_NBYTES, 0, NULL);
-    int status = 0;
-    for (int index = 0; status == 0 && index < 2 * TRIALS; index++)
-        status = trial(&probe, index % 2 == 1, &best[index % 2]);
-    probe.kind = PC_ALL_GATHER;
-    probe.x = best;
-    probe.out = bests;
-    probe.nbytes = sizeof best;
-    comm->internal++;
-    if (status == 0)
-        status = pc_run(&probe);
-    call->call = probe.call;
-    free(memory);
-    sum[0] = sum[1] = 0;
-    for (int index = 0; status == 0 && index < 2 * comm->size; index++)
-        sum[index % 2] += bests[index];
-    comm->far = sum[1] < sum[0];
-    return status;
 }

@@ -1,13 +1,9 @@
 #include <stdlib.h>
 
 #include "comm.h"
+#include "copy.h"
 
 /* --- who gives, who takes ----------------------------------------------------------------------------- */
-
-/* What a rank gives lies in a slot as one piece for all that take it, or as a piece for each rank. */
-static bool is_split(int kind) {
-    return kind == PC_SCATTER || kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
-}
 
 static bool gives(const pc_collective *call, int rank) {
     switch (call->kind) {
@@ -45,13 +41,13 @@ static bool takes(const pc_collective *call) {
 /* Copy bytes [offset, offset + length) of what this rank gives to `to`. */
 static void give(const pc_collective *call, unsigned char *to, size_t offset, size_t length) {
     const unsigned char *x = (const unsigned char *)call->x + offset;
-    if (!is_split(call->kind)) {
-        memcpy(to, x, length);
+    if (!pc_is_split(call->kind)) {
+        pc_copy(to, x, length);
         return;
     }
     for (int rank = 0; rank < call->comm->size; rank++)
         if (rank != call->comm->rank)
-            memcpy(to + (size_t)rank * length, x + (size_t)rank * call->nbytes, length);
+            pc_copy(to + (size_t)rank * length, x + (size_t)rank * call->nbytes, length);
 }
 
 /* Take bytes [offset, offset + length) of what the others gave: `from` by rank. */
@@ -64,22 +60,22 @@ static void take(const pc_collective *call, const unsigned char **from, size_t o
     int num_inputs = comm->size;
     switch (call->kind) {
     case PC_BARRIER: return;
-    case PC_BROADCAST: memcpy(out + offset, from[call->root], length); return;
-    case PC_SCATTER: memcpy(out + offset, from[call->root] + me * length, length); return;
+    case PC_BROADCAST: pc_copy_part(out + offset, from[call->root], length, nbytes); return;
+    case PC_SCATTER: pc_copy_part(out + offset, from[call->root] + me * length, length, nbytes); return;
     case PC_GATHER:
     case PC_ALL_GATHER:
         for (size_t rank = 0; rank < size; rank++)
             if (rank != me)
-                memcpy(out + rank * nbytes + offset, from[rank], length);
+                pc_copy_part(out + rank * nbytes + offset, from[rank], length, nbytes);
             else if (out + me * nbytes != x)
-                memcpy(out + me * nbytes + offset, x + offset, length);
+                pc_copy_part(out + me * nbytes + offset, x + offset, length, nbytes);
         return;
     case PC_ALL_TO_ALL:
         for (size_t rank = 0; rank < size; rank++)
             if (rank != me)
-                memcpy(out + rank * nbytes + offset, from[rank] + me * length, length);
+                pc_copy_part(out + rank * nbytes + offset, from[rank] + me * length, length, nbytes);
             else if (out != x)
-                memcpy(out + me * nbytes + offset, x + me * nbytes + offset, length);
+                pc_copy_part(out + me * nbytes + offset, x + me * nbytes + offset, length, nbytes);
         return;
     case PC_REDUCE_SCATTER:
         for (size_t rank = 0; rank < size; rank++)
@@ -208,7 +204,7 @@ static int put(pc_collective *call, uint64_t chunk, size_t offset, size_t length
 /* `slot` was begun: it is ended when the first chunk is there. NULL: the call was entered before. */
 int pc_stream(pc_collective *call, struct pc_slot *slot) {
     pc_comm *comm = call->comm;
-    size_t unit = comm->chunk_nbytes / (is_split(call->kind) ? (size_t)comm->size : 1) / PC_LINE * PC_LINE;
+    size_t unit = comm->chunk_nbytes / (pc_is_split(call->kind) ? (size_t)comm->size : 1) / PC_LINE * PC_LINE;
     uint64_t base = comm->chunk, chunks = (call->nbytes + unit - 1) / unit;
     pc_flag64 *consumed = &pc_progress_of(comm, comm->rank)->consumed;
     bool giver = gives(call, comm->rank), taker = takes(call);
@@ -262,13 +258,12 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
 
 /* A large all_reduce is so many calls, one after the other, on every rank: between them `gate` may wait until
    the next piece of `x` is here, and do something with the pieces of `out` that are done. */
-static int all_reduce_in_pieces(pc_collective *call) {
+static int all_reduce_in_pieces(pc_collective *call, bool direct) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
     const unsigned char *x = call->x;
     unsigned char *out = call->out;
     size_t nbytes = call->nbytes;
-    bool direct = pc_is_direct(call);
     for (size_t offset = 0; offset < nbytes; offset += PC_PIECE_NBYTES) {
         if (call->gate != NULL && call->pass(call, offset) < 0)
             return -1;
@@ -291,23 +286,32 @@ static int lends(pc_collective *call) {
     char mine = call->gate != NULL, all[comm->size];
     if (call->nbytes < PC_LENT_NBYTES)
         return mine ? call->pass(call, 0) : 0;
-    pc_collective vote = *call;
+    pc_collective vote = pc_part_of(call);
     vote.kind = PC_ALL_GATHER;
     vote.x = &mine;
     vote.out = all;
     vote.nbytes = 1;
-    vote.gate = NULL;
-    comm->internal++;
     if (pc_run(&vote) < 0)
         return -1;
+    pc_part_end(&vote);
     call->call = vote.call;
     if (memchr(all, 0, (size_t)comm->size) == NULL)
         return PC_BY_MESSAGES;
     return mine ? call->pass(call, 0) : 0;
 }
 
+static int run_large(pc_collective *call, bool direct) {
+    struct pc_slot *slot;
+    if (PC_UNLIKELY(call->kind == PC_ALL_REDUCE && call->nbytes > PC_PIECE_NBYTES))
+        return all_reduce_in_pieces(call, direct);
+    if (pc_enter_begin(call, &slot) < 0)
+        return -1;
+    if (direct)
+        return pc_direct(call, slot);
+    return call->kind == PC_ALL_REDUCE ? pc_all_reduce_stream(call, slot) : pc_stream(call, slot);
+}
+
 int pc_run(pc_collective *call) {
-    pc_comm *comm = call->comm;
     struct pc_slot *slot;
     bool moves = call->kind == PC_GATHER || call->kind == PC_ALL_GATHER || call->kind == PC_ALL_TO_ALL;
     if (PC_UNLIKELY(moves && (call->nbytes >= PC_LENT_NBYTES || call->gate != NULL))) {
@@ -315,34 +319,31 @@ int pc_run(pc_collective *call) {
         if (status != 0)
             return status;
     }
-    size_t given = call->nbytes * (is_split(call->kind) ? (size_t)comm->size : 1);
-    bool small = given <= sizeof slot->data;
-    bool depends = call->kind == PC_ALL_REDUCE || call->kind == PC_REDUCE || call->kind == PC_GATHER;
-    if (PC_UNLIKELY(!small && !comm->measured && depends) && pc_measure(call) < 0)
+    size_t given = call->nbytes * (pc_is_split(call->kind) ? (size_t)call->comm->size : 1);
+    if (given <= sizeof slot->data)
+        return pc_enter_begin(call, &slot) < 0 ? -1 : exchange(call, slot);
+    int direct = pc_choose(call);
+    if (direct < 0 || run_large(call, direct) < 0)
         return -1;
-    if (PC_UNLIKELY(call->kind == PC_ALL_REDUCE && call->nbytes > PC_PIECE_NBYTES))
-        return all_reduce_in_pieces(call);
-    if (pc_enter_begin(call, &slot) < 0)
-        return -1;
-    if (small)
-        return exchange(call, slot);
-    if (pc_is_direct(call))
-        return pc_direct(call, slot);
-    return call->kind == PC_ALL_REDUCE ? pc_all_reduce_stream(call, slot) : pc_stream(call, slot);
+    return pc_chosen(call);
 }
 
 static bool fits_behind_header(const pc_collective *call, uint32_t description_nbytes, size_t nbytes) {
-    size_t given = nbytes * (is_split(call->kind) ? (size_t)call->comm->size : 1);
+    size_t given = nbytes * (pc_is_split(call->kind) ? (size_t)call->comm->size : 1);
     return pc_value_offset(description_nbytes) + given <= sizeof(((struct pc_slot *)0)->data);
 }
 
 int pc_announce(pc_collective *call, const struct pc_header *header, const void *description) {
     struct pc_slot *slot;
-    if (pc_enter_begin(call, &slot) < 0)
-        return -1;
-    memcpy(slot->data, header, sizeof *header);
-    memcpy(slot->data + sizeof *header, description, header->description_nbytes);
+    struct pc_header said = *header;
     bool small = fits_behind_header(call, header->description_nbytes, call->nbytes);
+    int direct = small || header->form == PC_OTHER_WAY ? 0 : pc_choose(call);
+    if (direct < 0 || pc_enter_begin(call, &slot) < 0)
+        return -1;
+    if (direct && !pc_can_be_read(call->x, call->nbytes * (pc_is_split(call->kind) ? (size_t)call->comm->size : 1)))
+        direct = said.address = 0; /* all stream */
+    memcpy(slot->data, &said, sizeof said);
+    memcpy(slot->data + sizeof said, description, header->description_nbytes);
     if (header->form == PC_OTHER_WAY) {
         pc_enter_end(call, slot);
         for (int rank = 0; rank < call->comm->size; rank++) /* who made another call is not found out by messages */
@@ -356,15 +357,18 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
     if (call->kind == PC_SCATTER && call->out != NULL) {
         const unsigned char *own = (const unsigned char *)call->x + (size_t)call->root * call->nbytes;
         if (own != call->out)
-            memcpy(call->out, own, call->nbytes);
+            pc_copy(call->out, own, call->nbytes);
     }
     if (small)
         return 0;
-    return pc_is_direct(call) ? pc_direct_serve(call) : pc_stream(call, NULL);
+    if ((direct ? pc_direct_serve(call) : pc_stream(call, NULL)) < 0)
+        return -1;
+    return pc_chosen(call);
 }
 
 int pc_hear(pc_collective *call, struct pc_slot **slot) {
     struct pc_slot *own;
+    call->entered = PC_UNLIKELY(call->comm->trials > 0) ? pc_now_ns() : 0;
     if (pc_enter_begin(call, &own) < 0)
         return -1;
     pc_enter_end(call, own);
@@ -375,8 +379,13 @@ int pc_receive(pc_collective *call, struct pc_slot *slot) {
     struct pc_header header;
     memcpy(&header, slot->data, sizeof header);
     call->nbytes = header.nbytes;
-    if (!fits_behind_header(call, header.description_nbytes, header.nbytes))
-        return pc_is_direct(call) ? pc_direct_receive(call, header.address) : pc_stream(call, NULL);
+    if (!fits_behind_header(call, header.description_nbytes, header.nbytes)) {
+        int direct = pc_choose(call);
+        direct = direct > 0 && header.address == 0 ? 0 : direct;
+        if (direct < 0 || (direct ? pc_direct_receive(call, header.address) : pc_stream(call, NULL)) < 0)
+            return -1;
+        return pc_chosen(call);
+    }
     const unsigned char *from[call->comm->size];
     from[call->root] = slot->data + pc_value_offset(header.description_nbytes);
     if (call->nbytes > 0)

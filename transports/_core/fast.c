@@ -5,7 +5,7 @@
 enum argument { X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, ARGUMENTS };
 
 static PyObject *argument_names[ARGUMENTS]; /* interned */
-static PyObject *op_names[PC_OPS];
+static PyObject *op_names[PC_OPS]; /* interned */
 
 /* The positional parameters of each method, in order. */
 static const signed char positional[PC_KINDS][5] = {
@@ -24,6 +24,17 @@ void pc_fast_init(void) {
         op_names[index] = PyUnicode_InternFromString(ops[index]);
 }
 
+/* The index of a name, or -1. What stands in a program is interned; a name made while it runs is not. */
+static inline int find_name(PyObject *name, PyObject *const *names, int count) {
+    for (int index = 0; index < count; index++)
+        if (names[index] == name)
+            return index;
+    for (int index = 0; PyUnicode_CheckExact(name) && index < count; index++)
+        if (PyUnicode_Compare(names[index], name) == 0)
+            return index;
+    return -1;
+}
+
 /* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
 static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords, PyObject **values) {
     const signed char *order = positional[kind];
@@ -37,10 +48,8 @@ static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyOb
     Py_ssize_t num_keywords = PyTuple_Size(keywords);
     for (Py_ssize_t index = 0; index < num_keywords; index++) {
         PyObject *keyword = PyTuple_GetItem(keywords, index);
-        int which = 0;
-        while (which < ARGUMENTS && argument_names[which] != keyword)
-            which++;
-        if (which == ARGUMENTS || values[which] != NULL)
+        int which = find_name(keyword, argument_names, ARGUMENTS);
+        if (which < 0 || values[which] != NULL)
             return false;
         values[which] = args[count + index];
     }
@@ -48,12 +57,7 @@ static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyOb
 }
 
 static inline int find_op(PyObject *op) {
-    if (op == NULL)
-        return PC_SUM;
-    for (int index = 0; index < PC_OPS; index++)
-        if (op_names[index] == op)
-            return index;
-    return -1;
+    return op == NULL ? PC_SUM : find_name(op, op_names, PC_OPS);
 }
 
 static inline int find_root(PyObject *root, int size) {
@@ -109,6 +113,14 @@ static bool out_fits(const pc_comm *comm, int kind, const struct pc_array *x, co
 
 static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
 
+/* As pc_call_begin, but -1 without an exception: Python says what is wrong. */
+static int begin(pc_collective *call, pc_comm *comm, int kind, int root) {
+    int status = pc_call_begin(call, comm, kind, root);
+    if (PC_UNLIKELY(status < 0))
+        PyErr_Clear();
+    return status;
+}
+
 /* Everything that is neither announced nor a barrier. */
 static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc_array *x, int op, int root) {
     bool has_result = (kind != PC_REDUCE && kind != PC_GATHER) || comm->rank == root;
@@ -131,7 +143,7 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc
         }
     }
     pc_collective call;
-    if (pc_call_begin(&call, comm, kind, root) < 0) {
+    if (begin(&call, comm, kind, root) < 0) {
         Py_DECREF(result);
         return NULL;
     }
@@ -178,7 +190,7 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
         if ((kind == PC_SCATTER && !is_none(values[X])) || is_none(target) || !pc_array_view(target, &out) || !out.writeable)
             return NULL;
     }
-    if (pc_call_begin(&call, comm, kind, root) < 0)
+    if (begin(&call, comm, kind, root) < 0)
         return NULL;
     call.x_object = values[X];
     pc_sign(&call, 0, 0, NULL);
@@ -209,19 +221,18 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
 
 static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
-    if (PC_LIKELY(comm->usable && !comm->busy && !comm->host->engaged && !pc_host_failed(comm->host)) &&
+    if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged && !pc_host_failed(comm->host)) &&
         parse(kind, args, count, keywords, values) &&
         is_none(values[ALGORITHM]) && is_none(values[TIMEOUT])) {
         PyObject *result = NULL;
         int root = find_root(values[ROOT], comm->size);
         if (kind == PC_BARRIER) {
             pc_collective call;
-            if (pc_call_begin(&call, comm, kind, 0) < 0)
-                return NULL;
-            pc_sign(&call, 0, 0, NULL);
-            return pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
-        }
-        if (root >= 0 && values[X] != NULL) {
+            if (begin(&call, comm, kind, 0) == 0) {
+                pc_sign(&call, 0, 0, NULL);
+                result = pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
+            }
+        } else if (root >= 0 && values[X] != NULL) {
             if (pc_is_announced(kind)) {
                 result = run_announced(comm, kind, values, root);
             } else {

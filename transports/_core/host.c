@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <structmember.h>
 #include <sys/mman.h>
@@ -40,6 +41,13 @@ void pc_host_set_status(pc_host *host, const char *text, size_t nbytes) {
     record->status[nbytes] = 0;
     atomic_store_explicit(&record->status_sequence, sequence + 2, memory_order_release);
 }
+
+/* --- forks -------------------------------------------------------------------------------------------- */
+
+uint32_t pc_forks;
+
+static void count_fork(void) { pc_forks++; }
+static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
 
 /* --- communicators ----------------------------------------------------------------------------------- */
 
@@ -172,6 +180,9 @@ static PyObject *host_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     }
     host->base = base;
     host->seen_epoch = atomic_load(&pc_host_page(host)->epoch);
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, watch_forks);
+    host->forks = pc_forks;
     return (PyObject *)host;
 failed:
     Py_DECREF(host);

@@ -55,6 +55,7 @@ typedef struct pc_host {
     char engaged;      /* a thread is in the engine, so the short way is closed */
     int sleepers;      /* threads of this process that sleep until the doorbell rings */
     uint32_t seen_epoch;
+    uint32_t forks;    /* pc_forks when it was made */
     unsigned char *base; /* of the mapping, up to the regions */
     size_t mapped;
     size_t rings_offset, ring_nbytes, heaps_offset, heap_nbytes, table_offset, regions_offset, region_nbytes;
@@ -68,8 +69,16 @@ static inline struct pc_page *pc_host_page(pc_host *host) { return (struct pc_pa
 static inline struct pc_record *pc_host_record(pc_host *host, int rank) {
     return (struct pc_record *)(host->base + PC_PAGE) + rank;
 }
+/* Forks that lie between this process and the one that loaded the core. */
+extern uint32_t pc_forks;
+
+/* Whether this process is a fork's child: the memory, and all that was begun in it, is its parent's. */
+static inline bool pc_host_forked(const pc_host *host) { return host->forks != pc_forks; }
+
+/* Whether the engine must have a look before anything is done. */
 static inline bool pc_host_failed(pc_host *host) {
-    return atomic_load_explicit(&pc_host_page(host)->epoch, memory_order_relaxed) != host->seen_epoch;
+    return atomic_load_explicit(&pc_host_page(host)->epoch, memory_order_relaxed) != host->seen_epoch ||
+           pc_host_forked(host);
 }
 
 void pc_host_ring(pc_host *host, int rank); /* ring the doorbell of a rank */

@@ -3,6 +3,8 @@
 #include "comm.h"
 #include "p2p.h"
 
+extern PyType_Spec pc_guard_spec;
+void pc_guard_init(void);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
@@ -18,8 +20,10 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
 
 static int execute(PyObject *module) {
     pc_fast_init();
+    pc_guard_init();
     if (add_type(module, &pc_host_spec) < 0 || add_type(module, pc_comm_spec()) < 0 ||
-        add_type(module, &pc_channel_spec) < 0 || add_type(module, &pc_p2p_spec) < 0)
+        add_type(module, &pc_channel_spec) < 0 || add_type(module, &pc_p2p_spec) < 0 ||
+        add_type(module, &pc_guard_spec) < 0)
         return -1;
     return 0;
 }

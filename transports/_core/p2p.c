@@ -325,7 +325,7 @@ static bool empty(pc_channel *channel, unsigned char *block, unsigned char *into
         size_t filled = pc_load(&filling->nbytes);
         if (filled > done) {
             filled = filled < nbytes ? filled : nbytes;
-            memcpy(into + done, block + sizeof *filling + done, filled - done);
+            pc_copy(into + done, block + sizeof *filling + done, filled - done);
             done = filled;
         } else if (looks % LOOKS_A_YIELD != 0) {
             pc_relax();

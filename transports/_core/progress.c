@@ -187,7 +187,7 @@ void pc_receive_give_up(pc_channel *channel, struct pc_receive *receive) {
 
 int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into) {
     if (receive->mode != PC_COPYING) {
-        memcpy(into, receive->into, receive->filled);
+        pc_copy(into, receive->into, receive->filled);
         receive->into = into;
         return 0;
     }
@@ -207,7 +207,7 @@ int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigne
         }
     }
     nbytes = claimed * pc_piece_nbytes(receive->nbytes);
-    memcpy(into, receive->into, nbytes < receive->nbytes ? nbytes : receive->nbytes);
+    pc_copy(into, receive->into, nbytes < receive->nbytes ? nbytes : receive->nbytes);
     receive->into = into;
     pc_transfer_open(transfer, (uint64_t)(uintptr_t)into, claimed);
     return 0;
@@ -307,7 +307,7 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
     if (receive != NULL && receive->mode == PC_SEGMENTS) {
         if (segment.offset != receive->filled || nbytes > receive->nbytes - receive->filled)
             return -2;
-        memcpy(receive->into + receive->filled, memory, nbytes);
+        pc_copy(receive->into + receive->filled, memory, nbytes);
         receive->filled += nbytes;
         if (receive->filled == receive->nbytes) {
             status = add_event(events, Py_BuildValue("iK", PC_EVENT_RECEIVED, (unsigned long long)receive->handle));

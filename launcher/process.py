@@ -1,0 +1,45 @@
+"""What a process is doing, as the kernel says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+
+def doing(pid: int) -> str:
+    """Return "running", "stopped", "asleep", "blocked in the kernel" (and in what), or "ended"."""
+    states = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            states[int(thread)] = _state(f"/proc/{pid}/task/{thread}/stat")
+    main = states.get(pid, "")
+    if main in ("", "Z", "X"):
+        return "ended"
+    if main in "Tt":
+        return "stopped"
+    if "R" in states.values():
+        return "running"
+    blocked = min((number for number, state in states.items() if state == "D"), default=None)
+    if blocked is not None:
+        return f"blocked in the kernel{_where(pid, blocked)}"
+    return f"asleep{_where(pid, pid)}"
+
+
+def _state(path: str) -> str:
+    text = _read(path)
+    return text.rpartition(") ")[2][:1]  # a program's name may have blanks and brackets
+
+
+def _where(pid: int, thread: int) -> str:
+    """In which of the kernel's functions it waits, if we may know: " (hrtimer_nanosleep)"."""
+    name = _read(f"/proc/{pid}/task/{thread}/wchan")
+    name = name.partition(".")[0]  # without what the compiler has added
+    return f" ({name})" if name not in ("", "0") else ""
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""

@@ -1,0 +1,242 @@
+"""Watches for ranks that have waited long, and says without being asked who waits for whom.
+
+A deadlock is told only if it is certain. What ranks have said may be old: so those that wait are
+asked again, three times, and only those count that answer each time that they are still in the same
+wait, with nothing under way that could end another's. An answer may be given before the rank has
+looked at all that has come; when it answers the next time, it has. So what the last answers say was
+true of all of them at once, after all had stopped, and had seen what the others sent before that.
+A process that is stopped does not answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pycoll.launcher import process, wait_table
+from pycoll.launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
+from pycoll.launcher.rendezvous_calls import Wait
+from pycoll.launcher.rendezvous_server import Server
+from pycoll.launcher.wait_table import Waiter
+
+_ROUNDS = 3
+_PAUSE_S = 0.25  # between rounds, or `after_s`: longer than a message is on its way
+_ANSWER_S = 1.0  # who has not answered then is busy, or stopped
+
+Answers = Mapping[int, dict[str, Any]]
+"""What ranks have said of themselves in one round: the fields of their post "seen"."""
+
+
+class Watch:
+    """Tells, once an operation, of ranks that have waited long; a part of the launcher's loop.
+
+    Args:
+        server: knows what ranks wait in.
+        size: number of ranks.
+        after_s: how long is long, in seconds; 0: this does nothing.
+        tell: called with the lines of a table.
+    """
+
+    def __init__(
+        self, server: Server, size: int, after_s: float, tell: Callable[[list[str]], object]
+    ) -> None:
+        self._server, self._size, self._after_s, self._tell = server, size, after_s, tell
+        self._told: set[tuple[object, ...]] = set()
+        self._looking: Iterator[float] | None = None
+        self._number = 0  # of the last round
+        self._asked: dict[int, Wait] = {}  # in that round: who waited, and in what
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._num_seen = 0  # waits that had begun when this last went through them
+        self._due = math.inf
+        server.on_seen = self._hear
+
+    def update(self, now: float) -> float:
+        """Do what is due; returns when something will be."""
+        if not self._after_s:
+            return math.inf
+        if self._looking is None:
+            if self._num_seen != self._server.calls.num_started or now >= self._due:
+                self._looking = self._find(now)
+            else:
+                return self._due
+        wake = next(self._looking, None)
+        if wake is None:
+            self._looking = None
+            return self._due
+        return wake
+
+    def _hear(self, rank: int, fields: dict[str, Any]) -> None:
+        if fields["round"] == self._number:
+            self._answers[rank] = fields
+
+    def _find(self, now: float) -> Iterator[float]:
+        """Look at the oldest wait that was not told of, if it is old enough."""
+        calls = self._server.calls
+        self._num_seen = calls.num_started
+        keys = {rank: _key(rank, wait) for rank, wait in calls.waits().items()}
+        self._told &= set(keys.values())
+        untold = [rank for rank, key in keys.items() if key not in self._told]
+        first = min(untold, key=lambda rank: calls.waits()[rank].since, default=None)
+        self._due = calls.waits()[first].since + self._after_s if first is not None else math.inf
+        if first is not None and now >= self._due:
+            self._due = now  # there may be others
+            yield from self._look(first, keys[first])
+
+    def _look(self, first: int, key: tuple[object, ...]) -> Iterator[float]:
+        rounds: list[Answers] = []
+        for attempt in range(_ROUNDS):
+            if attempt:
+                yield from _until(time.monotonic() + min(_PAUSE_S, self._after_s))
+            yield from self._ask()
+            rounds.append(self._answers)
+            if not deadlocked(_views(self._steady(rounds)), self._gone()):
+                break
+        waits = dict(self._server.calls.waits())
+        if first in waits and _key(first, waits[first]) == key:
+            # Who has come since was not asked, and is looked at when it has waited long, too.
+            keys = {rank: _key(rank, wait) for rank, wait in self._asked.items()}
+            waits = {rank: w for rank, w in waits.items() if keys.get(rank) == _key(rank, w)}
+            if first in waits:  # or it has left that wait, and has come to the same call again
+                self._told |= {keys[rank] for rank in waits}
+                self._tell(self._lines(first, rounds, waits))
+
+    def _ask(self) -> Iterator[float]:
+        """Ask those that wait; go on when they have answered, or it is too late for that."""
+        waits = self._server.calls.waits()
+        self._number += 1
+        self._asked, self._answers = dict(waits), {}
+        contexts = {wait.context for wait in waits.values() if wait.number >= 0}
+        self._server.look(self._asked, self._number, list(contexts))
+        deadline = time.monotonic() + _ANSWER_S
+        while (self._asked.keys() & waits.keys()) - self._answers.keys():
+            if time.monotonic() >= deadline:
+                return
+            yield deadline
+
+    def _gone(self) -> set[int]:
+        states = ((rank, self._server.state(rank)[0]) for rank in range(self._size))
+        return {rank for rank, state in states if state}
+
+    def _steady(self, rounds: list[Answers]) -> Answers:
+        """The last answers of ranks that were in the same wait each time."""
+        waits = self._server.calls.waits()
+        return {
+            rank: last
+            for rank, last in rounds[-1].items()
+            if rank in waits
+            and all(
+                rank in answers and answers[rank]["serial"] == last["serial"] for answers in rounds
+            )
+        }
+
+    # What to say.
+
+    def _lines(self, first: int, rounds: list[Answers], waits: Mapping[int, Wait]) -> list[str]:
+        now = time.monotonic()
+        waits = _told_apart(waits)
+        known = _views(rounds[-1])
+        doing = {rank: self._doing(rank) for rank in waits.keys() - rounds[-1].keys()}
+        waiters = {
+            rank: Waiter(
+                wait.call,
+                wait.which,
+                wait.where,
+                wait.name,
+                wait.members,
+                now - wait.since,
+                awaited(rank, known),
+                doing.get(rank, "").replace("running", ""),
+            )
+            for rank, wait in waits.items()
+        }
+        wanted = set().union(*(waiter.awaited for waiter in waiters.values()))
+        others = {rank: self._doing(rank) for rank in sorted(wanted - waits.keys())}
+        heading = self._heading(first, rounds, waiters, {**others, **doing})
+        shown = {rank: self._with_process(rank, text) for rank, text in others.items()}
+        return wait_table.table(heading, waiters, shown)
+
+    def _heading(
+        self,
+        first: int,
+        rounds: list[Answers],
+        waiters: Mapping[int, Waiter],
+        others: Mapping[int, str],
+    ) -> str:
+        if len(rounds) == _ROUNDS:
+            steady, gone = self._steady(rounds), self._gone()
+            quiet = {r: said for r, said in steady.items() if all(a[r]["quiet"] for a in rounds)}
+            alone = {rank: said for rank, said in quiet.items() if not said["threads"]}
+            for answers in (alone, quiet, steady):
+                views = _views(answers)
+                stuck = deadlocked(views, gone)
+                if stuck:
+                    ring = circle(stuck, views, first if first in stuck else min(stuck), gone)
+                    ends = any(answers[rank]["ends"] for rank in stuck)
+                    helpers = [rank for rank in stuck if answers[rank]["threads"]]
+                    doubt = "" if answers is not steady else "something may be on its way"
+                    if helpers:
+                        doubt = wait_table.threads_text(helpers)
+                    return wait_table.deadlock_text(ring, ends, doubt)
+        causes = {rank: others[rank] for rank in _reached(first, waiters) if rank in others}
+        return wait_table.waiting_text(causes, waiters[first].waited_s)
+
+    def _doing(self, rank: int) -> str:
+        text, pid = self._server.state(rank)
+        return text or process.doing(pid)
+
+    def _with_process(self, rank: int, text: str) -> str:
+        pid = self._server.state(rank)[1]
+        return f"{text}, process {pid}" if pid else text
+
+
+def _told_apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
+    """Number communicators that have the same name and the same ranks."""
+    alike: dict[tuple[str, tuple[int, ...]], list[Context]] = defaultdict(list)
+    for wait in waits.values():
+        contexts = alike[wait.name, wait.members]
+        if wait.context not in contexts:
+            contexts.append(wait.context)
+    told = {}
+    for rank, wait in waits.items():
+        contexts = alike[wait.name, wait.members]
+        number = f" ({contexts.index(wait.context) + 1})" if len(contexts) > 1 else ""
+        told[rank] = wait._replace(name=wait.name + number)
+    return told
+
+
+def _key(rank: int, wait: Wait) -> tuple[object, ...]:
+    """What is the same for all ranks of an operation, and another for every other one."""
+    if wait.number >= 0:
+        return wait.context, wait.number
+    return rank, wait.context, wait.serial
+
+
+def _views(answers: Answers) -> dict[int, View]:
+    views = {}
+    for rank, said in answers.items():
+        options = tuple(
+            tuple(Need(context, number, frozenset(ranks)) for context, number, ranks in option)
+            for option in said["options"]
+        )
+        views[rank] = View(options, dict(said["started"]), said["call"])
+    return views
+
+
+def _reached(first: int, waiters: Mapping[int, Waiter]) -> list[int]:
+    """The ranks that `first` waits for, and those that these wait for, and so on."""
+    found: dict[int, None] = {}
+    left = [first]
+    while left:
+        rank = left.pop()
+        if rank not in found:
+            found[rank] = None
+            left += waiters[rank].awaited if rank in waiters else ()
+    return sorted(found)
+
+
+def _until(deadline: float) -> Iterator[float]:
+    while time.monotonic() < deadline:
+        yield deadline

@@ -1,0 +1,98 @@
+"""Every public object has a docstring, which names its parameters and no others."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import pycoll
+from pycoll.explain import Explanation
+from pycoll.nonblocking import Persistent
+from pycoll.request import PersistentRequest
+
+CLASSES = [
+    *(value for value in map(pycoll.__getattr__, pycoll._HOMES) if isinstance(value, type)),
+    *(Explanation, Persistent, PersistentRequest),
+]
+COMMON = {"self", "timeout", "cls"}
+"""Parameters that the docstring of the class explains for all methods."""
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in pycoll.__all__:
+        value = getattr(pycoll, name)
+        if inspect.isfunction(value):
+            yield name, value
+    for cls in CLASSES:
+        for name, value in vars(cls).items():
+            if inspect.isfunction(value) and not name.startswith("_"):
+                yield f"{cls.__name__}.{name}", value
+
+
+FUNCTIONS = dict(public_functions())
+
+
+def documented(text: str) -> list[str]:
+    """The names in a section `Args:`."""
+    if "Args:\n" not in text:
+        return []
+    section = re.split(r"\n\n|\Z", text.split("Args:\n", 1)[1])[0]
+    names = re.findall(r"^ {4}(\w[\w, ]*): ", section, re.M)
+    return [name for group in names for name in group.split(", ")]
+
+
+def test_what_is_public_is_what_is_listed() -> None:
+    assert sorted(pycoll.__all__, key=str.lower) == sorted(set(pycoll.__all__), key=str.lower)
+    assert [name for name in dir(pycoll) if not name.startswith("__")] == sorted(pycoll.__all__)
+    assert set(pycoll._HOMES) <= set(pycoll.__all__)
+    for name in pycoll.__all__:
+        assert getattr(pycoll, name) is not None
+    star: dict[str, Any] = {}
+    exec("from pycoll import *", star)
+    assert set(star) - {"__builtins__"} == set(pycoll.__all__)
+
+
+def test_every_public_object_has_a_docstring() -> None:
+    values = {name: getattr(pycoll, name) for name in pycoll.__all__}
+    named = {name: value for name, value in values.items() if not isinstance(value, int)}
+    attributes = {
+        f"{cls.__name__}.{name}": value
+        for cls in CLASSES
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and isinstance(value, property)
+    }
+    for name, value in (named | attributes | FUNCTIONS).items():
+        text = inspect.getdoc(value)
+        assert text, name
+        assert text[0].isupper() or name.startswith("pycoll"), name
+        assert re.match(r"[^\n]+[.:]", text), f"{name}: the first line is a sentence"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_docstring_names_every_parameter_and_no_other(name: str) -> None:
+    function = FUNCTIONS[name]
+    text = inspect.getdoc(function) or ""
+    parameters = [p for p in inspect.signature(function).parameters if p not in COMMON]
+    listed = documented(text)
+    assert [p for p in listed if p not in COMMON] == (parameters if listed else [])
+    as_another = re.search(r"[Aa]s `\w+`|The arguments are those of|as by `\w+`", text)
+    if not listed and not as_another:
+        missing = [p for p in parameters if f"`{p}`" not in text]
+        assert not missing, f"{name}: the docstring says nothing of {missing}"
+
+
+def test_what_docstrings_refer_to_exists() -> None:
+    """A word in single backquotes is a public name, a parameter, or an attribute."""
+    known = {*pycoll.__all__, *(name for cls in CLASSES for name in dir(cls))}
+    for name, function in FUNCTIONS.items():
+        parameters = set(inspect.signature(function).parameters)
+        for word in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", inspect.getdoc(function) or ""):
+            parts = word.removeprefix("pycoll.").split(".")
+            assert parts[-1] in known | parameters or word in EXTRA, f"{name}: `{word}`"
+
+
+EXTRA = {"pycoll.schedule.Send", "Recv", "Copy", "pycoll.schedules.Cost", "reason"}

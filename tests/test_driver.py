@@ -1,0 +1,188 @@
+"""A signal handler may raise wherever Python lets it: the lock of an engine survives that."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pycoll.driver import Driver
+from pycoll.errors import Error
+from pycoll.interrupts import Interrupts
+from pycoll.seats import Seat
+from pycoll.transports.base import Operation
+
+FILES = {sys.modules[part.__module__].__file__ for part in (Driver, Interrupts, Seat)}
+LIMIT_S = 30.0
+
+
+class Plain(Driver):
+    """Drives nothing: what waits here waits for another thread, or for its time."""
+
+    def __init__(self) -> None:
+        super().__init__([], None, None)
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> None:
+        raise AssertionError
+
+    def _fail_all(self, error: BaseException) -> None:
+        raise AssertionError(error)
+
+
+class Alarm(Exception):
+    """What a signal handler of the program raises."""
+
+
+def raise_at(moment: int, function: Callable[[], object]) -> bool:
+    """Raise at one of the moments at which a handler may run in a driver; False if it has fewer.
+
+    They are the beginning of a Python function, and the end of a call of a compiled one.
+    """
+    moments = itertools.count()
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        is_moment = event in ("call", "c_return") and frame.f_code.co_filename in FILES
+        if is_moment and next(moments) == moment:
+            raise Alarm
+
+    sys.setprofile(profile)
+    try:
+        function()
+    except Alarm:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def soon() -> float:
+    return time.monotonic() + 0.002
+
+
+def in_a_thread(function: Callable[[], object]) -> None:
+    """Another thread must not wait for ever."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def is_well(driver: Plain) -> bool:
+    in_a_thread(lambda: driver.nap(soon))  # also if this thread never came again
+    with driver.locked():
+        pass
+    driver.nap(soon)
+    in_a_thread(lambda: driver.nap(soon))
+    with driver.locked():
+        seats = driver._front, driver._back
+        assert not any(seat.asleep or seat.sleeper for seat in seats)
+        assert not driver._sleepers
+        assert not driver._driving
+        assert not driver._wanted
+    assert not driver._state.acquire(blocking=False) or not driver._state.release()
+    assert not driver.engaged
+    assert driver.interrupts.hold()  # nobody holds them
+    driver.interrupts.release()
+    return True
+
+
+def lock(driver: Plain) -> None:
+    with driver.locked():
+        pass
+
+
+def drive_a_while(driver: Plain) -> None:
+    never = Operation()
+    with driver.locked():
+        while driver._driving:
+            driver._sleep(never, soon())
+        driver._drive(never, soon())
+
+
+@pytest.fixture
+def driver() -> Iterator[Plain]:
+    made = Plain()
+    yield made
+    made._close_seats()
+
+
+CALLS = {"locked": lock, "nap": lambda driver: driver.nap(soon), "drive": drive_a_while}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_whatever_raises_in_there_leaves_it_as_it_was(
+    call: Callable[[Plain], object], driver: Plain
+) -> None:
+    moment = 0
+    while raise_at(moment, lambda: call(driver)):
+        assert is_well(driver), moment
+        moment += 1
+    assert moment > 8
+
+
+@pytest.mark.parametrize("call", [*CALLS.values()][1:], ids=[*CALLS][1:])
+def test_who_sleeps_behind_drives_then_though_this_thread_never_comes_again(
+    call: Callable[[Plain], object], driver: Plain
+) -> None:
+    moment, was_torn = 0, True
+    while was_torn:
+
+        def come() -> None:
+            """Sleep until the other thread drives no more, then drive."""
+            never = Operation()
+            with driver.locked():
+                while driver._driving:
+                    driver._sleep(never, time.monotonic() + 2 * LIMIT_S)
+                driver._drive(never, soon())
+
+        thread = threading.Thread(target=come, daemon=True)
+        thread.start()
+        was_torn = raise_at(moment, lambda: call(driver))
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), moment
+        moment += 1
+    assert moment > 8
+
+
+def test_so_it_does_who_sleeps_while_another_thread_drives(driver: Plain) -> None:
+    moment, over = 0, Operation()
+
+    def drive() -> None:
+        with driver.locked():
+            driver._drive(over, time.monotonic() + LIMIT_S)
+
+    thread = threading.Thread(target=drive, daemon=True)
+    thread.start()
+    while not driver._front.asleep:
+        assert thread.is_alive()
+    while raise_at(moment, lambda: driver.nap(soon)):
+        with driver.locked():
+            assert not driver._sleepers, moment
+        in_a_thread(lambda: driver.nap(soon))
+        moment += 1
+    assert moment > 8
+    driver.finish(over, None)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert is_well(driver)
+
+
+def test_an_operator_that_communicates_is_refused_and_does_no_harm(driver: Plain) -> None:
+    asked: list[str] = []
+
+    def look() -> None:
+        for call in (lambda: driver.nap(soon), lambda: lock(driver)):
+            with pytest.raises(Error, match="must not communicate"):
+                call()
+            asked.append("")
+        assert driver._is_mine()
+
+    driver.nap(look)
+    assert len(asked) == 2
+    assert is_well(driver)

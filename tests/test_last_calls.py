@@ -1,0 +1,188 @@
+"""Ranks that leave: what they called last is compared, and whoever needs them hears why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pycoll
+
+Comm = Any
+
+of_two = pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
+on_every_transport = pytest.mark.parametrize("transport", ["shm", "tcp"])
+
+BEFORE = """
+comm.barrier()  # the first call of a communicator in shared memory meets all ranks
+pids = comm.all_gather(os.getpid())
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["root", "other"])
+def test_roots_that_differ_in_the_last_call_are_found_by_who_leaves_later(
+    job: Any, first: int
+) -> None:
+    done = job(
+        2,
+        BEFORE
+        + f"""
+import atexit
+atexit.register(ok)  # exit handlers run all the same
+first = {first}
+if rank != first:
+    await_end(pids[first])
+comm.broadcast(np.full(3, rank), root=rank)
+""",
+        "--transport",
+        "shm",
+    )
+    later = 1 - first
+    assert (done.status, done.content) == (1, [0, 1])
+    assert (
+        "MismatchError: ranks made different calls as collective number 2 of world:\n"
+        f"    rank {later}: broadcast(root={later})\n"
+        f"    rank {first}: broadcast(root={first})\n"
+    ) in done.stderr
+    assert f"rank {later} failed after" in done.stderr
+    assert "world.py" not in done.stderr  # no frame of ours
+    assert "Exception ignored" not in done.stderr
+
+
+def test_finalize_and_the_end_of_a_with_block_raise_it_once(job: Any) -> None:
+    done = job(
+        3,
+        BEFORE
+        + """
+def leave():
+    with comm:
+        comm.broadcast(np.full(3, rank), root=min(rank, 1))
+
+if rank == 0:
+    leave()
+elif rank == 1:
+    await_end(pids[0])
+    error_like(pycoll.MismatchError, "rank 1: .*root=1.*rank 0: .*root=0", leave)
+else:
+    await_end(pids[1])
+    comm.broadcast(None, root=1)
+    error_like(pycoll.MismatchError, "rank .: .*root=1.*rank 0: .*root=0", pycoll.finalize)
+    pycoll.finalize()
+ok()
+""",
+        "--transport",
+        "shm",
+    )
+    assert (done.status, done.content) == (0, [0, 1, 2]), done.stderr
+
+
+@of_two
+@pytest.mark.parametrize("first", [0, 1], ids=["root", "other"])
+def test_close_compares_the_last_calls(ranks: Any, first: int) -> None:
+    def program(world: Comm, first: int) -> str:
+        def call() -> None:
+            with world.dup() as comm:
+                comm.barrier()
+                if world.rank != first:
+                    world.recv(first)  # it has closed its communicator
+                comm.broadcast(np.ones(3), root=world.rank)
+
+        if world.rank == first:
+            call()
+            world.send(None, 1 - first)
+            return ""
+        with pytest.raises(pycoll.MismatchError) as caught:
+            call()
+        return str(caught.value)
+
+    texts = ranks(program, first)
+    later = 1 - first
+    assert f"rank {later}: broadcast(root={later})\n" in texts[later]
+    assert f"rank {first}: broadcast(root={first})\n" in texts[later]
+
+
+@of_two
+def test_an_exception_in_a_with_block_is_not_replaced(ranks: Any) -> None:
+    def program(world: Comm) -> None:
+        def call() -> None:
+            with world.dup() as comm:
+                comm.barrier()
+                comm.broadcast(np.ones(3), root=world.rank)
+                world.barrier()  # now both can see it
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            call()
+
+    ranks(program)
+
+
+@of_two
+def test_what_a_rank_was_told_of_is_not_raised_again(ranks: Any) -> None:
+    def program(world: Comm) -> None:
+        with world.dup() as comm:
+            with pytest.raises(pycoll.MismatchError):
+                comm.all_reduce(np.ones(3 + world.rank))
+            world.barrier()
+
+    ranks(program)
+
+
+def test_a_gather_of_different_roots_blames_no_innocent(job: Any) -> None:
+    done = job(
+        4,
+        BEFORE
+        + """
+def call():
+    comm.gather(np.ones(3), root=int(rank == 0))
+    pycoll.finalize()
+
+if rank == 0:
+    call()
+else:
+    await_end(pids[0])
+    error_like(pycoll.MismatchError, "rank .: gather.*root=0.*rank 0: gather.*root=1", call)
+ok()
+""",
+        "--transport",
+        "tcp",
+    )
+    assert (done.status, done.content) == (0, [0, 1, 2, 3]), done.stderr
+
+
+@on_every_transport
+def test_a_rank_that_has_left_without_a_call_is_said_to(job: Any, transport: str) -> None:
+    done = job(
+        3,
+        """
+comm.barrier()
+if rank == 0:
+    error = error_like(pycoll.PeerFailed, r"rank [12] is needed, but has left without calling "
+        r"barrier\\(\\): (exit status 0|called finalize)$", comm.barrier)
+    ok()
+""",
+        "--transport",
+        transport,
+    )
+    assert (done.status, done.content) == (0, [0]), done.stderr
+
+
+def test_a_rank_that_leaves_with_0_after_an_error_tells_it(job: Any) -> None:
+    done = job(
+        3,
+        """
+others = comm.sub([1, 2])
+if rank == 2:
+    error_like(pycoll.MismatchError, "", others.all_reduce, np.ones(4))
+    ok()
+elif rank == 1:
+    error_like(pycoll.MismatchError, "", others.all_reduce, np.ones(3))
+    ok()
+else:
+    error_like(pycoll.PeerFailed, "rank 2 is needed, but has .*: .*, after its first error: "
+        r"MismatchError: .*all_reduce\\(float64\\[[34]\\]", comm.recv, 2)
+    ok()
+""",
+    )
+    assert (done.status, done.content) == (0, [0, 1, 2]), done.stderr

@@ -1,0 +1,25 @@
+"""Which tests run when: `pytest` runs the default tier, `pytest -m exhaustive` the rest.
+
+The default tier has each behaviour once, on the sizes, ways and transports that differ in kind. The
+exhaustive tier has more of the same: models, planted faults, tests of test doubles, other sizes,
+long seeds. CONTRIBUTING.md says when which of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+exhaustive = pytest.mark.exhaustive
+
+
+def few(values: Iterable[Any], more: Iterable[Any] = ()) -> list[Any]:
+    """Parameters of a test: some for the default tier, more for the exhaustive one."""
+    return [*values, *(pytest.param(value, marks=exhaustive) for value in more)]
+
+
+def sizes(*counts: int, more: tuple[int, ...] = ()) -> pytest.MarkDecorator:
+    """Run a test on jobs of so many ranks, and on those in `more` in the exhaustive tier."""
+    return pytest.mark.parametrize("ranks", few(counts, more), indirect=True, scope="module")

@@ -1,0 +1,169 @@
+#include <stdlib.h>
+
+#include "comm.h"
+
+/* A large value is streamed through slots in shared memory, or read directly from the other ranks' arrays. Which is
+   quicker depends on the processor, on the kind and size of the call, on whether the ranks' cores share a cache, and
+   on how many ranks share a core; and a hypervisor may change it at any time. So it is tried: of the calls of a kind
+   and about a size some go this way and that way by turns. Then the ranks tell each other how long that took, and the
+   next calls go the way that was quicker. Both ways give the same bits. */
+
+#ifndef PC_CHOICE_FROM
+#define PC_CHOICE_FROM ((size_t)12 << 10) /* what is shorter, with the same bytes for all, is streamed */
+#endif
+#ifndef PC_TURNS_BETWEEN
+#define PC_TURNS_BETWEEN 150 /* so many turns after a trial there is the next */
+#endif
+#define TURNS 4 /* of a trial; even ones are direct, and the quickest of a way counts */
+#ifndef PC_CALLS_A_TURN
+#define PC_CALLS_A_TURN 4 /* if the slots can hold several values, for then a rank may run ahead of another; else 2 */
+#endif
+
+struct pc_choice {
+    bool direct, known;
+    uint32_t calls_a_turn;
+    uint32_t left; /* calls until the next trial */
+    uint32_t calls; /* of the trial, that were made: one before its turns, whose end is their beginning, and theirs */
+    uint64_t ended; /* the last of them */
+    struct turn {
+        uint64_t began, ended;
+        uint64_t away; /* ns that this rank spent between the calls, the one before the turn included */
+    } turns[TURNS];
+};
+
+/* set_direct_from(kind, nbytes): calls of this kind are direct from so many bytes on, and nothing is tried (0: as
+   usual). For measuring. */
+static size_t forced[PC_KINDS];
+
+PyObject *pc_set_direct_from(PyObject *module, PyObject *args) {
+    int kind;
+    Py_ssize_t nbytes;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "in", &kind, &nbytes))
+        return NULL;
+    if (kind >= 0 && kind < PC_KINDS)
+        forced[kind] = (size_t)nbytes;
+    Py_RETURN_NONE;
+}
+
+static bool has_both_ways(const pc_collective *call) {
+    return call->comm->direct && call->kind != PC_BARRIER && call->kind != PC_SCAN && call->kind != PC_EXSCAN;
+}
+
+/* The choice for values of 2^k to 2^(k + 1) - 1 bytes; NULL with an exception. */
+static pc_choice *find(pc_collective *call) {
+    int bits = 0;
+    for (size_t rest = call->nbytes; rest > 1; rest >>= 1)
+        bits++;
+    pc_choice **place = &call->comm->choices[call->kind][bits % PC_CHOICES];
+    if (PC_LIKELY(*place != NULL))
+        return *place;
+    pc_choice *made = *place = calloc(1, sizeof *made);
+    if (made == NULL) {
+        pc_hold(&call->call);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    /* Until it is known: reading is dearer for each page, but the root of a scatter would copy for all. */
+    made->direct = call->kind == PC_SCATTER;
+    size_t given = pc_is_split(call->kind) ? call->nbytes * (size_t)call->comm->size : call->nbytes;
+    made->calls_a_turn = given < PC_CHUNKS * call->comm->chunk_nbytes ? PC_CALLS_A_TURN : 2;
+    made->left = made->calls_a_turn - 1; /* the first calls meet slots whose pages are fresh */
+    return made;
+}
+
+int pc_choose(pc_collective *call) {
+    call->trial = NULL;
+    if (!has_both_ways(call))
+        return 0;
+    if (PC_UNLIKELY(forced[call->kind] != 0))
+        return call->nbytes >= forced[call->kind];
+    if (call->nbytes < PC_CHOICE_FROM)
+        return 0;
+    pc_choice *choice = find(call);
+    if (choice == NULL)
+        return -1;
+    if (call->within != NULL) /* a part is no trial: there could be a part of a part */
+        return choice->direct;
+    if (PC_LIKELY(choice->left > 0)) {
+        choice->left--;
+        return choice->direct;
+    }
+    call->trial = choice;
+    if (choice->calls == 0) {
+        call->comm->trials++;
+        return choice->direct;
+    }
+    uint32_t index = choice->calls - 1;
+    struct turn *turn = &choice->turns[index / choice->calls_a_turn];
+    if (index % choice->calls_a_turn == 0)
+        *turn = (struct turn){.began = choice->ended};
+    turn->away += (call->entered != 0 ? call->entered : pc_now_ns()) - choice->ended;
+    return (turn - choice->turns) % 2 == 0;
+}
+
+/* How long a turn took: from when the last rank had left the call before it to when the last had left its last call,
+   without what the rank that was away longest did between the calls, for which others waited. (From when the last
+   rank had begun would be too short if ranks share cores: one may begin when another has ended.) */
+static uint64_t took(const struct turn *all, int size) {
+    uint64_t began = 0, ended = 0, away = 0;
+    for (int rank = 0; rank < size; rank++) {
+        const struct turn *turn = &all[rank * TURNS];
+        began = turn->began > began ? turn->began : began;
+        ended = turn->ended > ended ? turn->ended : ended;
+        away = turn->away > away ? turn->away : away;
+    }
+    return ended > began + away ? ended - began - away : 0;
+}
+
+int pc_chosen(pc_collective *call) {
+    pc_choice *choice = call->trial;
+    int size = call->comm->size;
+    if (PC_LIKELY(choice == NULL))
+        return 0;
+    choice->ended = pc_now_ns();
+    if (choice->calls > 0)
+        choice->turns[(choice->calls - 1) / choice->calls_a_turn].ended = choice->ended;
+    if (choice->calls++ < TURNS * choice->calls_a_turn)
+        return 0;
+    struct turn *all = (struct turn *)pc_scratch(call->comm, (size_t)size * sizeof choice->turns);
+    if (all == NULL) {
+        pc_hold(&call->call);
+        PyErr_NoMemory();
+        return -1;
+    }
+    pc_collective part = pc_part_of(call);
+    part.kind = PC_ALL_GATHER;
+    part.signature ^= PC_PROBE;
+    part.x = choice->turns;
+    part.out = all;
+    part.nbytes = sizeof choice->turns;
+    pc_part_begin(&part);
+    int status = pc_run(&part);
+    pc_part_end(&part);
+    call->call = part.call;
+    if (status < 0)
+        return -1;
+    uint64_t quickest[2] = {UINT64_MAX, UINT64_MAX};
+    for (int turn = 0; turn < TURNS; turn++) {
+        uint64_t this = took(&all[turn], size);
+        quickest[turn % 2] = this < quickest[turn % 2] ? this : quickest[turn % 2];
+    }
+    choice->direct = quickest[0] < quickest[1];
+    choice->known = true;
+    call->comm->trials--;
+    choice->left = PC_TURNS_BETWEEN * choice->calls_a_turn;
+    choice->calls = 0;
+    return 0;
+}
+
+int pc_known_choice(const pc_comm *comm, int kind, int bits) {
+    const pc_choice *choice = comm->choices[kind][bits];
+    return choice != NULL && choice->known ? choice->direct : -1;
+}
+
+void pc_forget_choices(pc_comm *comm) {
+    for (int kind = 0; kind < PC_KINDS; kind++)
+        for (int index = 0; index < PC_CHOICES; index++)
+            free(comm->choices[kind][index]);
+}
