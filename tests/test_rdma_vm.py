@@ -115,3 +115,28 @@ def test_the_folder_of_a_killed_run_is_removed(tmp_path: Path) -> None:
     folder = Path(done.stdout.strip())
     assert folder.parent == tmp_path
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(("passes", "status"), [(True, vm.UNSTEADY), (False, 1)])
+def test_what_failed_in_a_machine_runs_there_once_more(
+    passes: bool, status: int, tmp_path: Path
+) -> None:
+    (tmp_path / "test_a.py").write_text(
+        "import pathlib\n"
+        "def test_it():\n"
+        "    mark = pathlib.Path('mark')\n"
+        "    known = mark.exists()\n"
+        "    mark.touch()\n"
+        f"    assert known and {passes}\n"
+        "def test_other(): pass\n"
+    )
+    command = vm.with_a_second_chance([sys.executable, "-m", "pytest", "-n0", "-v", "test_a.py"])
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert done.stdout.count("test_a.py::test_it ") - done.stdout.count("FAILED test_a") == 2
+    assert done.stdout.count("test_a.py::test_other ") == 1
+
+
+def test_tests_that_pass_in_a_machine_run_once() -> None:
+    command = vm.with_a_second_chance(["true"])
+    assert subprocess.run(command, check=False).returncode == 0

@@ -493,7 +493,9 @@ def test_arrays_that_are_gone_leave_no_registration_behind(ranks: Any) -> None:
         assert before[1] > 0
         exchange(600)
         after = len(registrations), regions_of_this_process(), resident_nbytes()
-        assert after[:2] == before[:2]
+        # Fewer, if something of an earlier program of these ranks was let go meanwhile.
+        assert after[0] <= before[0], (before, after)
+        assert after[1] <= before[1], (before, after)
         assert after[2] < before[2] + (8 << 20)
 
     ranks(program)

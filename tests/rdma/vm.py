@@ -43,6 +43,8 @@ ENVIRONMENT = re.compile(
 
 TIMED_OUT = 124
 NO_STATUS = 125
+# Tests failed, and passed when they were run once more.
+UNSTEADY = 20
 
 # One script, outside the root that it puts together. Where a line fails it ends, and the kernel,
 # which cannot live without it, stops the machine: the console tells which line.
@@ -232,6 +234,16 @@ def script(command: Sequence[str]) -> str:
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     here = shlex.quote(os.getcwd())
     return "\n".join([*exports, f"cd {here}", f"exec {shlex.join(command)} </dev/null"])
+
+
+def with_a_second_chance(tests: Sequence[str]) -> list[str]:
+    """A command for pytest; the tests that failed then run once more (as for .ci/tiers.py).
+
+    It is all in the machine, which forgets at its end what has failed.
+    """
+    again = [*tests, "--last-failed", "--last-failed-no-failures", "none"]
+    then = f'[ "$status" = 1 ] && {shlex.join(again)} && exit {UNSTEADY}; exit "$status"'
+    return ["sh", "-c", f"{shlex.join(tests)} || {{ status=$?; {then}; }}"]
 
 
 class Machine:
