@@ -88,6 +88,12 @@ class Done(NamedTuple):
     content: list[int]
 
 
+def all_well(done: Done, size: int) -> None:
+    """Every rank was content, and nobody complained."""
+    assert done.content == [*range(size)], done.stdout + done.stderr
+    assert (done.status, done.stderr) == (0, "")
+
+
 class Jobs:
     """Runs scripts on ranks; the folder they are in is their first argument."""
 

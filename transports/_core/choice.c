@@ -19,6 +19,8 @@
 #define PC_CALLS_A_TURN 4 /* if the slots can hold several values, for then a rank may run ahead of another; else 2 */
 #endif
 
+#define OF_A_TRIAL ((uint64_t)1 << 63) /* in a signature: how long the turns of that call's trial took */
+
 struct pc_choice {
     bool direct, known;
     uint32_t calls_a_turn;
@@ -66,8 +68,7 @@ static pc_choice *find(pc_collective *call) {
     }
     /* Until it is known: reading is dearer for each page, but the root of a scatter would copy for all. */
     made->direct = call->kind == PC_SCATTER;
-    size_t given = pc_is_split(call->kind) ? call->nbytes * (size_t)call->comm->size : call->nbytes;
-    made->calls_a_turn = given < PC_CHUNKS * call->comm->chunk_nbytes ? PC_CALLS_A_TURN : 2;
+    made->calls_a_turn = pc_given_nbytes(call, call->nbytes) < PC_CHUNKS * call->comm->chunk_nbytes ? PC_CALLS_A_TURN : 2;
     made->left = made->calls_a_turn - 1; /* the first calls meet slots whose pages are fresh */
     return made;
 }
@@ -134,7 +135,7 @@ int pc_chosen(pc_collective *call) {
     }
     pc_collective part = pc_part_of(call);
     part.kind = PC_ALL_GATHER;
-    part.signature ^= PC_PROBE;
+    part.signature ^= OF_A_TRIAL;
     part.x = choice->turns;
     part.out = all;
     part.nbytes = sizeof choice->turns;

@@ -154,6 +154,11 @@ static inline bool pc_is_split(int kind) {
     return kind == PC_SCATTER || kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
 }
 
+/* All the bytes that a rank gives, where a unit has `nbytes`. */
+static inline size_t pc_given_nbytes(const pc_collective *call, size_t nbytes) {
+    return pc_is_split(call->kind) ? nbytes * (size_t)call->comm->size : nbytes;
+}
+
 #define PC_BY_MESSAGES 1
 
 /* exchange.c: entering a call, small collectives, and streaming. All return 0, or -1 with an exception. */
@@ -197,8 +202,6 @@ int pc_choose(pc_collective *call);
 int pc_chosen(pc_collective *call); /* after such a call that went well */
 int pc_known_choice(const pc_comm *comm, int kind, int bits); /* for 2^bits bytes and more; -1: nothing was tried yet */
 void pc_forget_choices(pc_comm *comm);
-
-#define PC_PROBE ((uint64_t)1 << 63) /* in a signature: the call is a part of that one, and not itself */
 
 /* A call that is made as a part of the user's, which is shown in its place and has the same number there: of all
    that are made for it one counts, the others are internal. */

@@ -142,8 +142,7 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
     unsigned char *out = call->out;
     uint64_t xs[size], outs[size];
     struct addresses own = {(uintptr_t)call->x, (uintptr_t)call->out};
-    size_t given = pc_is_split(call->kind) ? nbytes * size : nbytes;
-    if (!pc_can_be_read(x, given) || (call->kind == PC_ALL_REDUCE && !pc_can_be_read(out, nbytes)))
+    if (!pc_can_be_read(x, pc_given_nbytes(call, nbytes)) || (call->kind == PC_ALL_REDUCE && !pc_can_be_read(out, nbytes)))
         own.x = 0;
     bool readable = own.x != 0;
     memcpy(slot->data, &own, sizeof own);
@@ -158,15 +157,15 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
         pc_copy(out + me * nbytes, x + me * nbytes, nbytes);
     for (size_t rank = 0; rank < size; rank++) {
         struct pc_slot *theirs;
-        struct addresses given = own;
+        struct addresses said = own;
         if (rank != me) {
             if (pc_await_entry(call, (int)rank, &theirs) < 0)
                 return -1;
-            memcpy(&given, theirs->data, sizeof given);
+            memcpy(&said, theirs->data, sizeof said);
         }
-        readable = readable && given.x != 0;
-        xs[rank] = given.x;
-        outs[rank] = given.out;
+        readable = readable && said.x != 0;
+        xs[rank] = said.x;
+        outs[rank] = said.out;
     }
     comm->entered_by_all = call->number;
     if (PC_UNLIKELY(!readable)) {

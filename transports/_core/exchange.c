@@ -319,8 +319,7 @@ int pc_run(pc_collective *call) {
         if (status != 0)
             return status;
     }
-    size_t given = call->nbytes * (pc_is_split(call->kind) ? (size_t)call->comm->size : 1);
-    if (given <= sizeof slot->data)
+    if (pc_given_nbytes(call, call->nbytes) <= sizeof slot->data)
         return pc_enter_begin(call, &slot) < 0 ? -1 : exchange(call, slot);
     int direct = pc_choose(call);
     if (direct < 0 || run_large(call, direct) < 0)
@@ -329,8 +328,7 @@ int pc_run(pc_collective *call) {
 }
 
 static bool fits_behind_header(const pc_collective *call, uint32_t description_nbytes, size_t nbytes) {
-    size_t given = nbytes * (pc_is_split(call->kind) ? (size_t)call->comm->size : 1);
-    return pc_value_offset(description_nbytes) + given <= sizeof(((struct pc_slot *)0)->data);
+    return pc_value_offset(description_nbytes) + pc_given_nbytes(call, nbytes) <= sizeof(((struct pc_slot *)0)->data);
 }
 
 int pc_announce(pc_collective *call, const struct pc_header *header, const void *description) {
@@ -340,7 +338,7 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
     int direct = small || header->form == PC_OTHER_WAY ? 0 : pc_choose(call);
     if (direct < 0 || pc_enter_begin(call, &slot) < 0)
         return -1;
-    if (direct && !pc_can_be_read(call->x, call->nbytes * (pc_is_split(call->kind) ? (size_t)call->comm->size : 1)))
+    if (direct && !pc_can_be_read(call->x, pc_given_nbytes(call, call->nbytes)))
         direct = said.address = 0; /* all stream */
     memcpy(slot->data, &said, sizeof said);
     memcpy(slot->data + sizeof said, description, header->description_nbytes);
