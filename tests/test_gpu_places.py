@@ -198,9 +198,9 @@ def test_a_call_that_gives_up_waiting_for_the_gpu_leaves_memory_alone(ranks: Ran
             with pytest.raises(pycoll.Error):  # OperationTimeout, or another rank's
                 getattr(mine, method)(there, *args[1:], timeout=0.1, **kwargs)
             mine.close()
-            del there
             for kernel in kernels:
                 kernel.release()
+            del there  # to free memory waits for the GPU, unless a copy from it is under way
             # What was left under way runs at random, together with this:
             for number in range(5):
                 x = numbers(number, (count,), "int32")
