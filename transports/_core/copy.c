@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -19,38 +20,56 @@
 #define PR_SET_PTRACER_ANY ((unsigned long)-1)
 #endif
 
-/* memcpy and the kernel copy by the instruction `rep movsb`. On processors of AMD with "fsrm" this takes 5 to 25 times
-   as long if (to - from) mod 4096 is between 1 and 31, of which half is harmless on some of them. Arrays that are
-   allocated one after the other often lie just so. There, copies are loops of vector loads and stores, and what the
-   kernel copies makes a detour. Other processors are quickest without either. */
+/* memcpy and the kernel copy by the instruction `rep movsb` where the processor says that this is quick ("erms",
+   "fsrm"). On processors of AMD with "fsrm" it takes 5 to 25 times as long if (to - from) mod 4096 is between 1 and 31,
+   of which half is harmless on some of them. Arrays that are allocated one after the other often lie just so. There,
+   copies are loops of vector loads and stores, and what the kernel copies makes a detour. Elsewhere the plain copies
+   are quickest: so each process tries memmove, and the kernel, once. */
 
-/* Whether this processor is one of those: found out once, in some microseconds. */
-static bool is_rep_slow(void) {
-#if defined(PC_REP_IS_SLOW)
-    return PC_REP_IS_SLOW;
-#elif defined(__x86_64__)
-    static _Atomic int known; /* 0: not yet; 1: no; 2: yes */
-    int found = atomic_load_explicit(&known, memory_order_relaxed);
+#if defined(__x86_64__)
+static void by_memmove(void *to, void *from, size_t nbytes) { memmove(to, from, nbytes); }
+
+static void by_kernel(void *to, void *from, size_t nbytes) {
+    struct iovec source = {from, nbytes}, target = {to, nbytes};
+    process_vm_readv(getpid(), &target, 1, &source, 1, 0); /* if that is refused, nobody asks */
+}
+
+/* Whether a copy takes much longer at a distance of 1 than of 0: found out once, in about 50 us. */
+static bool is_slow_at_1(void copy(void *, void *, size_t), _Atomic int *known) {
+    enum { NBYTES = 64 << 10, TURNS = 8, NO = 1, YES = 2 };
+    int found = atomic_load_explicit(known, memory_order_relaxed);
     if (PC_LIKELY(found != 0))
-        return found == 2;
-    enum { NBYTES = 16 << 10 };
-    _Alignas(PC_PAGE) static _Thread_local unsigned char from[NBYTES], to[PC_PAGE + NBYTES];
+        return found == YES;
+    unsigned char *memory = aligned_alloc(PC_PAGE, 2 * NBYTES + PC_PAGE);
+    if (memory == NULL)
+        return false;
+    memset(memory, 0, 2 * NBYTES + PC_PAGE);
+    void (*volatile tried)(void *, void *, size_t) = copy; /* the compiler may not leave out what nobody reads */
     uint64_t best[2] = {UINT64_MAX, UINT64_MAX};
-    for (int turn = 0; turn < 8; turn++) {
-        void *target = to + turn % 2, *source = from;
-        size_t nbytes = NBYTES;
+    for (int turn = 0; turn < TURNS; turn++) {
         uint64_t started = pc_now_ns();
-        __asm__ __volatile__("rep movsb" : "+D"(target), "+S"(source), "+c"(nbytes) : : "memory");
+        tried(memory + NBYTES + turn % 2, memory, NBYTES);
         uint64_t took = pc_now_ns() - started;
         best[turn % 2] = took < best[turn % 2] ? took : best[turn % 2];
     }
-    found = best[1] > 3 * best[0] ? 2 : 1;
-    atomic_store_explicit(&known, found, memory_order_relaxed);
-    return found == 2;
-#else
-    return false;
-#endif
+    free(memory);
+    found = 2 * best[1] > 5 * best[0] ? YES : NO;
+    atomic_store_explicit(known, found, memory_order_relaxed);
+    return found == YES;
 }
+
+static bool is_memmove_slow(void) {
+    static _Atomic int known;
+    return is_slow_at_1(by_memmove, &known);
+}
+
+static bool is_kernel_slow(void) {
+    static _Atomic int known;
+    return is_slow_at_1(by_kernel, &known);
+}
+#else
+static bool is_kernel_slow(void) { return false; }
+#endif
 
 /* --- within this process ------------------------------------------------------------------------------- */
 
@@ -86,7 +105,7 @@ __attribute__((target("avx2"))) static void copy_past_cache(unsigned char *to, c
 }
 
 void pc_copy_long(void *to, const void *from, size_t nbytes, size_t whole) {
-    if (!is_rep_slow() || !__builtin_cpu_supports("avx2")) {
+    if (!is_memmove_slow() || !__builtin_cpu_supports("avx2")) {
         memmove(to, from, nbytes);
         return;
     }
@@ -154,7 +173,7 @@ void pc_copy_parts(void *into, struct pc_parts parts, size_t offset, size_t nbyt
 #define BOUNCE_NBYTES ((size_t)64 << 10)
 
 static bool is_slow(uint64_t to, const struct iovec *from) {
-    return (to - (uintptr_t)from->iov_base - 1) % PC_PAGE < 31 && from->iov_len >= SLOW_NBYTES && is_rep_slow();
+    return (to - (uintptr_t)from->iov_base - 1) % PC_PAGE < 31 && from->iov_len >= SLOW_NBYTES && is_kernel_slow();
 }
 
 /* Have the kernel write the bytes behind their place, to where they are aligned like the source, and move them down:
