@@ -94,16 +94,19 @@ _HOMES = {
 if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
 
     def __getattr__(name):
+        import sys
         from importlib import import_module
 
         home = _HOMES.get(name)
         if home is None:
             ours = import_module("pycoll.words").of_module(name)
+            text = f"module 'pycoll' has no attribute {name!r}" + (f": use {ours}" if ours else "")
             try:
-                raise AttributeError(
-                    f"module 'pycoll' has no attribute {name!r}" + (f": use {ours}" if ours else "")
-                )
-            except AttributeError as exc:
+                # `from pycoll import name` asks first whether there is one, and drops this text.
+                asks = sys._getframe(1).f_globals.get("__name__")
+                importing = asks in ("importlib._bootstrap", "_frozen_importlib")
+                raise (ImportError if ours and importing else AttributeError)(text)
+            except (AttributeError, ImportError) as exc:
                 exc.__traceback__ = None  # as `edge.hide`
                 raise
         value = getattr(import_module(home), name)

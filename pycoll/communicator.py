@@ -170,6 +170,9 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """What messages call it: "world", or as it was named when it was made."""
         return self._group.name
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a communicator cannot be pickled: take what you need of it, as comm.rank")
+
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"<pycoll.Communicator rank {self.rank} of {self.size}{state}>"
@@ -764,6 +767,24 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         name = subgroups.check_name(name) or f"dup of {self.name}"
         return Communicator(self._world, self._copy("dup()", name, timeout))
 
+    @overload
+    def split(
+        self,
+        color: int,
+        key: int | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Communicator: ...
+    @overload
+    def split(
+        self,
+        color: int | None,
+        key: int | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Communicator | None: ...
     def split(
         self,
         color: int | None,

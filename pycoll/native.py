@@ -401,6 +401,8 @@ def _call_text(signature: int, shape: tuple[int, ...]) -> str:
     collective, root = KINDS[kind], signature >> 13 & 0xFFFF
     dtype = next((dtype for dtype in dtypes.TABLE if dtype.code == code), None)
     words = [f"{dtype}{list(shape)}"] if dtype is not None else []
+    if dtype is None and collective in ("gather", "all_gather", "all_to_all"):
+        words = [f"another dtype{list(shape)}"]
     return _text(collective, words, OPS[op] if op < len(OPS) else "?", root)
 
 

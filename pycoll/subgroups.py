@@ -46,7 +46,9 @@ class Makings:
             return None
         with group.engine.locked():
             made = self._subs[ranks] = self._subs.get(ranks, 0) + 1
-            name = name or f"{name_ranks(ranks)} of {group.name}"
+            in_order = ranks == tuple(sorted(ranks))
+            members = name_ranks(ranks) if in_order else f"ranks {', '.join(map(str, ranks))}"
+            name = name or f"{members} of {group.name}"
             return child(group, f"sub {made}", ranks, name)
 
 

@@ -156,6 +156,10 @@ OF_ARGUMENTS = {
     "input_list": ("xs", "x"),
     "input_tensor": ("x",),
     "input_tensor_list": ("xs", "x"),
+    "np": ("n",),
+    "nproc": ("n",),
+    "nprocs": ("n",),
+    "num_ranks": ("n",),
     "obj": ("x",),
     "object": ("x",),
     "object_list": ("x",),
@@ -196,6 +200,8 @@ OF_OPERATORS = {
     "logical_xor": "lxor",
     "all": "land",
     "any": "lor",
+    "argmax": "maxloc",
+    "argmin": "minloc",
 }
 """Operators, in lower case."""
 
@@ -288,10 +294,24 @@ def advice(mine: str, theirs: str) -> str:
     """Return what to do about two ranks' calls, as text, that differ."""
     import re
 
-    calls = [re.match(r"i?(\w*gather|all_to_all)\((\w+)\[", call) for call in (mine, theirs)]
-    if calls[0] and calls[1] and calls[0].groups() == calls[1].groups():
-        return f"Arrays whose shapes differ from rank to rank: {OF_UNEVEN_BLOCKS[calls[0][1]]}."
-    return "Make the same calls in the same order on all ranks."
+    form = r"i?(\w+)\(([^\[(),=]*)(\[[^\]]*\])?(.*?)(?: at [^)]*)?"
+    one, other = (re.fullmatch(form, call) for call in (mine, theirs))
+    if one is None or other is None or one.group(1, 4) != other.group(1, 4):
+        return "Make the same calls in the same order on all ranks."
+    (name, dtype, shape, _), (_, other_dtype, other_shape, _) = one.groups(), other.groups()
+    if (dtype, shape) == (other_dtype, other_shape):
+        return "What they pass differs in dtype or shape: pass the same of both on all ranks."
+    if "object" in (dtype, other_dtype):
+        return "Pass an array or a number on all ranks, or another Python object on all."
+    if dtype != other_dtype:
+        example = ""
+        if all(re.fullmatch(r"(bool|u?int|float)\d*", each) for each in (dtype, other_dtype)):
+            convert = "float(x)" if shape == other_shape == "[]" else 'x.astype("float64")'
+            example = f", for example {convert}"
+        return f"The dtypes differ: pass one dtype on all ranks{example}."
+    if name in OF_UNEVEN_BLOCKS:
+        return f"Arrays whose shapes differ from rank to rank: {OF_UNEVEN_BLOCKS[name]}."
+    return "The shapes differ: pass arrays of one shape on all ranks."
 
 
 def of_operator(op: object, ours: Sequence[str]) -> str:
@@ -331,12 +351,18 @@ def _of_keyword(word: str, name: str, function: Callable[..., Any]) -> str:
     import difflib
     import inspect
 
-    parameters = list(inspect.signature(function).parameters)
     if word in ("group", "comm"):
         return "call the method of that group's communicator, which comm.split or comm.sub made"
     if word == "async_op":
         return f"use comm.i{name}, which returns a Request" if name[0] != "i" else "leave it out"
+    parameters = [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.kind is not each.VAR_POSITIONAL
+    ]
     meant = [ours for ours in OF_ARGUMENTS.get(word, ()) if ours in parameters]
     meant = meant or difflib.get_close_matches(word, parameters, 1)
+    if name == "run" and not meant:
+        return "what fn takes stands behind n: pycoll.run(fn, n, x, y)"
     known = ", ".join(parameter for parameter in parameters if parameter != "self")
     return f"use {meant[0]}" if meant else f"there are {known}"

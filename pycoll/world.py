@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 WORLD_IDENT = 1
 CLOSE_TIMEOUT_S = 5.0
 FINALIZED = "pycoll.finalize() was called: this process cannot communicate any more"
+LEFT_THE_BLOCK = (
+    "the `with pycoll.init()` block has ended: this process cannot communicate any more. Put all "
+    "that does into one block, or write comm = pycoll.init()"
+)
 FORKED = (
     "this process was forked from a rank of a pycoll job and cannot communicate: "
     "let the parent communicate, or start the process with the spawn method"
@@ -91,7 +95,7 @@ class WorldCommunicator(Communicator):
         """Leave the job; of an exception that nobody catches the others still hear."""
         self._shut()
         raised = exc_info[0] is not None
-        _leave(compare=not raised, keep_control=raised)
+        _leave(LEFT_THE_BLOCK, compare=not raised, keep_control=raised)
 
 
 @edge
@@ -160,26 +164,27 @@ def finalize() -> None:
         MismatchError: another rank has made another call than this one, as can be seen by now, and
             no call after it has told so.
     """
-    _leave(compare=True)
+    _leave(FINALIZED, compare=True)
 
 
-def _leave(compare: bool, keep_control: bool = False) -> None:
+def _leave(why: str, compare: bool, keep_control: bool = False) -> None:
     """Leave the job.
 
     Args:
+        why: what later calls say.
         compare: raise that other ranks have made other calls.
         keep_control: the launcher may still hear of the exception because of which this leaves.
     """
     with _session.lock:
         engine, _session.engine = _session.engine, None
-        _session.ended = _session.ended or FINALIZED
+        _session.ended = _session.ended or why
         last_words, _session.last_words = _session.last_words, None
         if engine is not None and keep_control:
             _session.last_words = engine.control
     if last_words is not None:
         last_words.close(1.0)
     if engine is not None:
-        error = engine.close(FINALIZED, CLOSE_TIMEOUT_S, keep_control)
+        error = engine.close(why, CLOSE_TIMEOUT_S, keep_control)
         engine.interrupts.uninstall()
         if error is not None and compare:
             _session.last_words = engine.control
@@ -536,7 +541,7 @@ def _at_exit(pid: int) -> None:
     if os.getpid() != pid:
         return
     try:
-        _leave(compare=not _session.raised)
+        _leave(FINALIZED, compare=not _session.raised)
     except Error as error:
         # Python's status is settled by now: the launcher is told, and makes it the job's.
         sys.excepthook(type(error), error.with_traceback(None), None)

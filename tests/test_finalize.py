@@ -73,7 +73,7 @@ with pycoll.init() as comm:
         comm.send("the last word", 0)
     if rank == 0:
         assert comm.recv(1) == "the last word"
-error_like(pycoll.Error, r"finalize\\(\\) was called", comm.barrier)
+error_like(pycoll.Error, "block has ended", comm.barrier)
 ok()
 """,
         init="",

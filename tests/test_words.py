@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import pydoc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import pycoll
 from pycoll import nonblocking, words
+from pycoll.words import advice
 
 ATTRIBUTES = {
     "bcast": "comm.broadcast",
@@ -72,6 +74,8 @@ OPERATORS: list[tuple[str, Any]] = [
     ("avg", "mean"),
     ("sum", "SUM"),
     ("sum", "smu"),
+    ("maxloc", "argmax"),
+    ("minloc", "argmin"),
     ("prod", "product"),
     ("sum", sum),
     ("lor", any),
@@ -169,12 +173,15 @@ def test_blocks_that_cannot_be_split_evenly_name_the_call_for_uneven_ones(comm: 
             getattr(comm, name)(np.arange(10))
 
 
-@pytest.mark.parametrize(
+WAYS = pytest.mark.parametrize(
     "ranks",
     [2, (2, ("--transport", "tcp")), (2, ("--emulate-hosts", "2"))],
     indirect=True,
     scope="module",
 )
+
+
+@WAYS
 def test_gathering_different_shapes_names_the_call_that_can(ranks: Any) -> None:
     def program(comm: Any) -> None:
         for name in ("gather", "all_gather"):
@@ -184,7 +191,68 @@ def test_gathering_different_shapes_names_the_call_that_can(ranks: Any) -> None:
                         getattr(broken, name)(np.ones(2 + comm.rank), algorithm=algorithm)
                         broken.barrier()
                     assert f"comm.{name}v(x)" in str(raised.value), str(raised.value)
-        with comm.dup() as broken, pytest.raises(pycoll.MismatchError, match="same order"):
+        with comm.dup() as broken, pytest.raises(pycoll.MismatchError, match="dtypes"):
             broken.all_gather(np.ones(3, "f4" if comm.rank else "f8"))
+
+    ranks(program)
+
+
+ADVICE = [
+    ("all_reduce(float64[], op=sum)", "all_reduce(int64[], op=sum)", "example float(x)."),
+    ("reduce(float64[3], root=0)", "reduce(float32[3], root=0)", 'x.astype("float64").'),
+    ("gather(<U1[1], root=0) at a.py:3", "gather(<U2[1], root=0)", "dtype on all ranks."),
+    ("gather(float64[], root=0)", "gather(object, root=0)", "Pass an array or a number on all"),
+    ("scan(float64[3], op=sum)", "scan(float64[4], op=sum)", "arrays of one shape"),
+    ("iall_gather(int8[3]) at a.py:1", "iall_gather(int8[4]) at b.py:2", "comm.all_gatherv(x)"),
+    ("gather(root=0) at a.py:3", "gather(root=0) at a.py:3", "differs in dtype or shape"),
+    ("gather(int8[3], root=0)", "gather(int8[3], root=1)", "same order"),
+    ("all_reduce(int8[3], op=sum)", "all_reduce(int8[3], op=max)", "same order"),
+    ("barrier()", "gather(int8[3], root=1)", "same order"),
+    ("barrier()", "another collective", "same order"),
+]
+
+
+@pytest.mark.parametrize(("mine", "theirs", "text"), ADVICE)
+def test_different_calls_are_told_what_to_change(mine: str, theirs: str, text: str) -> None:
+    assert text in advice(mine, theirs)
+    assert text in advice(theirs, mine)
+
+
+@WAYS
+def test_texts_of_different_lengths_do_not_look_alike(ranks: Any) -> None:
+    def program(comm: Any) -> None:
+        x = np.array(["ab"] if comm.rank else ["c", "d"])
+        for name in ("gather", "all_gather"):
+            differ = pytest.raises(pycoll.MismatchError, match="The dtypes differ")
+            with comm.dup() as broken, differ:
+                getattr(broken, name)(x)
+                broken.barrier()
+
+    ranks(program)
+
+
+def test_what_is_imported_by_a_foreign_word_is_told_ours() -> None:
+    for name, ours in (("MPI", "pycoll.init()"), ("all_reduce", "comm.all_reduce")):
+        with pytest.raises(ImportError, match=re.escape(ours)):
+            exec(f"from pycoll import {name}")
+        assert not hasattr(pycoll, name)
+    with pytest.raises(ImportError, match="cannot import name 'nonsense' from 'pycoll'"):
+        exec("from pycoll import nonsense")
+
+
+def test_run_says_where_arguments_stand() -> None:
+    run: Any = pycoll.run
+    for keyword in ("args", "k"):
+        with pytest.raises(TypeError, match=r"pycoll.run\(fn, n, x, y\)"):
+            run(print, 2, **{keyword: 3})
+    with pytest.raises(TypeError, match="'nprocs': use n"):
+        run(print, nprocs=2)
+
+
+@WAYS
+def test_a_communicator_that_is_sent_is_named(ranks: Any) -> None:
+    def program(comm: Any) -> None:
+        with pytest.raises(TypeError, match=r"a communicator cannot be pickled: .* comm\.rank"):
+            comm.gather(lambda x: x + comm.rank)
 
     ranks(program)
