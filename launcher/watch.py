@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from pycoll.launcher import process, wait_table
@@ -26,12 +26,17 @@ _ROUNDS = 3
 _PAUSE_S = 0.25  # between rounds, or `after_s`: longer than a message is on its way
 _ANSWER_S = 1.0  # who has not answered then is busy, or stopped
 
+Key = tuple[object, ...]
+"""An operation: the same for all of its ranks."""
+
 Answers = Mapping[int, dict[str, Any]]
 """What ranks have said of themselves in one round: the fields of their post "seen"."""
 
 
 class Watch:
     """Tells, once an operation, of ranks that have waited long; a part of the launcher's loop.
+
+    Who comes to an operation that was told of is told of only if that has closed a circle.
 
     Args:
         server: knows what ranks wait in.
@@ -44,7 +49,8 @@ class Watch:
         self, server: Server, size: int, after_s: float, tell: Callable[[list[str]], object]
     ) -> None:
         self._server, self._size, self._after_s, self._tell = server, size, after_s, tell
-        self._told: set[tuple[object, ...]] = set()
+        self._told: dict[Key, set[int]] = {}  # operations, and of which ranks in them
+        self._deadlocks: set[Key] = set()  # operations that were told to be parts of one
         self._looking: Iterator[float] | None = None
         self._number = 0  # of the last round
         self._asked: dict[int, Wait] = {}  # in that round: who waited, and in what
@@ -77,22 +83,29 @@ class Watch:
         calls = self._server.calls
         self._num_seen = calls.num_started
         keys = {rank: _key(rank, wait) for rank, wait in calls.waits().items()}
-        self._told &= set(keys.values())
-        untold = [rank for rank, key in keys.items() if key not in self._told]
+        self._deadlocks &= set(keys.values())
+        self._told = {
+            key: {rank for rank in ranks if keys.get(rank) == key}
+            for key, ranks in self._told.items()
+            if key in keys.values()
+        }
+        untold = [rank for rank, key in keys.items() if rank not in self._told.get(key, ())]
         first = min(untold, key=lambda rank: calls.waits()[rank].since, default=None)
         self._due = calls.waits()[first].since + self._after_s if first is not None else math.inf
         if first is not None and now >= self._due:
             self._due = now  # there may be others
             yield from self._look(first, keys[first])
 
-    def _look(self, first: int, key: tuple[object, ...]) -> Iterator[float]:
+    def _look(self, first: int, key: Key) -> Iterator[float]:
         rounds: list[Answers] = []
+        stuck: Collection[int] = ()
         for attempt in range(_ROUNDS):
             if attempt:
                 yield from _until(time.monotonic() + min(_PAUSE_S, self._after_s))
             yield from self._ask()
             rounds.append(self._answers)
-            if not deadlocked(_views(self._steady(rounds)), self._gone()):
+            stuck = deadlocked(_views(self._steady(rounds)), self._gone())
+            if not stuck:
                 break
         waits = dict(self._server.calls.waits())
         if first in waits and _key(first, waits[first]) == key:
@@ -100,8 +113,14 @@ class Watch:
             keys = {rank: _key(rank, wait) for rank, wait in self._asked.items()}
             waits = {rank: w for rank, w in waits.items() if keys.get(rank) == _key(rank, w)}
             if first in waits:  # or it has left that wait, and has come to the same call again
-                self._told |= {keys[rank] for rank in waits}
-                self._tell(self._lines(first, rounds, waits))
+                circle_keys = {keys[rank] for rank in stuck if rank in keys}
+                closes_one = first in stuck and not circle_keys & self._deadlocks
+                is_news = key not in self._told or closes_one
+                self._deadlocks |= circle_keys
+                for rank in waits:
+                    self._told.setdefault(keys[rank], set()).add(rank)
+                if is_news:
+                    self._tell(self._lines(first, rounds, waits))
 
     def _ask(self) -> Iterator[float]:
         """Ask those that wait; go on when they have answered, or it is too late for that."""
@@ -207,8 +226,8 @@ def _told_apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     return told
 
 
-def _key(rank: int, wait: Wait) -> tuple[object, ...]:
-    """What is the same for all ranks of an operation, and another for every other one."""
+def _key(rank: int, wait: Wait) -> Key:
+    """The operation in which a rank waits; a message is one of each of its ranks."""
     if wait.number >= 0:
         return wait.context, wait.number
     return rank, wait.context, wait.serial

@@ -116,6 +116,28 @@ def test_an_operation_is_told_once(ranks: Ranks) -> None:
     assert any("the next()" in line for line in table)
 
 
+def test_who_closes_a_circle_in_an_operation_that_was_told_of_is_told_of(ranks: Ranks) -> None:
+    ranks.wait(1, number=5)
+    assert ranks.until_told(1)[0].startswith("waiting for rank 0")
+    ranks.wait(0, number=5)
+    table = ranks.until_told(2)
+    assert table[0] == "deadlock: rank 0 waits for 1, which waits for 0"
+    assert sum("recv() #5" in line for line in table) == 2, table
+    assert ranks.step(ahead_s=1000.0) == float("inf")
+    assert len(ranks.told) == 2
+
+
+def test_who_comes_to_an_operation_that_was_told_of_closes_no_circle(ranks: Ranks) -> None:
+    ranks.wait(1, number=5)
+    ranks.until_told(1)
+    ranks.wait(0, number=5)
+    deadline = time.monotonic() + DEADLINE_S
+    while ranks.step(lambda rank, asked: {} if rank else {"options": []}) < float("inf"):
+        assert time.monotonic() < deadline
+    assert ranks.num_asked[0] == 1
+    assert len(ranks.told) == 1
+
+
 @pytest.mark.parametrize(
     "answer",
     [
