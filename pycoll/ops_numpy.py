@@ -47,16 +47,16 @@ def divide(dtype: DType, array: Array, divisor: int) -> None:
     with np.errstate(all="ignore"):
         if dtype.family == "c":
             # NumPy divides by a complex number, which rounds twice and makes NaN of infinities.
-            parts = array.real, array.imag
-            for part in parts:
-                np.divide(part, divisor, out=part)
+            for part in (array.real, array.imag):
+                np.divide(part, part.dtype.type(divisor), out=part)
         elif dtype.itemsize == 2:
             with _blocks(array) as blocks:
                 for piece in blocks:
                     # float16 has no 2049, and no 65520 at all.
                     narrow(dtype, widen(dtype, piece) / np.float32(divisor), piece)
         else:
-            np.divide(array, divisor, out=array)
+            # NumPy 1 would calculate with float64 where an int has more than 16 bits.
+            np.divide(array, array.dtype.type(divisor), out=array)
 
 
 def _combine_located(wins: np.ufunc, left: Array, right: Array, out: Array) -> None:

@@ -44,6 +44,21 @@ def test_every_path_of_a_tier_is_there() -> None:
             assert list(ROOT.glob(path)), f"tier {tier['name']}: nothing is {path}"
 
 
+def test_on_a_slow_machine_tiers_are_expected_to_take_longer() -> None:
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tiers import Row, Run, tiers
+run, known = Run(Path(sys.argv[2])), tiers()
+for took in (0.0, 0.5, 3.0):
+    run.rows = [Row("default", took * known["default"].minutes, "passed"), Row("rdma", 0.0, "not")]
+    print(run.slowness(known))
+"""
+    words = [sys.executable, "-c", program, str(ROOT / ".ci"), "/tmp"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0", "1.0", "3.0"]
+
+
 def test_without_another_base_the_change_is_that_of_half_a_day(tmp_path: Path) -> None:
     """In a repository with three commits, the first of which is older."""
 

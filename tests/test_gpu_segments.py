@@ -41,7 +41,7 @@ def around(comm: Comm) -> tuple[int, int]:
 
 
 def values(rank: int, count: int = COUNT) -> np.ndarray[Any, Any]:
-    return np.arange(count, dtype=np.float32) % 1009 + 10_000 * rank
+    return np.arange(count, dtype=np.float32) % 1009 + np.float32(10_000 * rank)
 
 
 @pytest.mark.parametrize("seed", few([1], [2]))
