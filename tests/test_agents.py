@@ -90,10 +90,10 @@ def test_the_first_rank_that_fails_gives_the_exit_status(run: Run) -> None:
 
 
 def test_output_comes_with_its_rank_and_whole(run: Run) -> None:
-    script = "print('y' * 3_000_000); print('end', end='')"
+    script = "print('y' * 900_000); print('end', end='')"
     done = run("-l", "-H", "other:2", script=script)
     assert done.returncode == 0, done.stderr
-    long = "y" * 3_000_000
+    long = "y" * 900_000
     assert sorted(done.stdout.splitlines()) == [
         "[0] end", f"[0] {long}", "[1] end", f"[1] {long}",
     ]  # fmt: skip
