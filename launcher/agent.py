@@ -1,8 +1,8 @@
 """The launcher's part on another host: has the ranks there started, watched and ended.
 
-`python -m pycoll.launcher.agent`, on whose standard input and output it talks to the launcher
-(`connection`; the launcher's end is `remote`). When that is gone, or has said nothing for a while,
-it ends the ranks.
+`python -m pycoll.launcher.agent ssh` (or `srun`), on whose standard input and output it talks to
+the launcher (`connection`; the launcher's end is `remote`). When that is gone, or has said nothing
+for a while, it ends the ranks.
 
     the launcher says             the agent answers, or does
     open {job, key, node,         opened port: where others may try to reach it; or refused
@@ -94,11 +94,14 @@ class Agent:
 
     Args:
         selector: its loop.
-        connection: to the launcher.
+        reading, writing: descriptors that lead to the launcher.
+        starter: what has started this process: "ssh", "srun".
     """
 
-    def __init__(self, selector: selectors.BaseSelector, reading: int, writing: int) -> None:
-        self._selector = selector
+    def __init__(
+        self, selector: selectors.BaseSelector, reading: int, writing: int, starter: str
+    ) -> None:
+        self._selector, self._starter = selector, starter
         self._stack = contextlib.ExitStack()
         self._connection = Connection(reading, writing, selector, self._hear, self._lose)
         self._host: LocalHost | None = None
@@ -273,22 +276,29 @@ class Agent:
         return [(r, host.doing(r), host.state(r, pid)) for r, pid in self._pids.items()]
 
     def _hello(self) -> dict[str, Any]:
-        ssh = os.environ.get("SSH_CONNECTION", "").split()
+        reached, launcher = _seen_by(self._starter, os.environ)
         return {
             "versions": versions(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "cores": usable_cores(),
-            # How this host and the launcher's are called by each other.
-            "reached": ssh[2] if len(ssh) == 4 else "",
-            "launcher": ssh[0] if len(ssh) == 4 else "",
+            "reached": reached,
+            "launcher": launcher,
             "addresses": own_addresses(),
             "time": time.time(),
             "port": free_port(),
         }
 
 
-def main() -> int:
+def _seen_by(starter: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """At which address the starter has reached this host, and where it is itself; "": unknown."""
+    if starter == "ssh":
+        words = environ.get("SSH_CONNECTION", "").split()
+        return (words[2], words[0]) if len(words) == 4 else ("", "")
+    return "", environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if starter == "srun" else ""
+
+
+def main(starter: str) -> int:
     """Be an agent on standard input and output."""
     reading, writing = os.dup(0), os.dup(1)
     nowhere = os.open(os.devnull, os.O_RDONLY)
@@ -296,8 +306,8 @@ def main() -> int:
     os.dup2(2, 1)  # what is printed by mistake is no frame
     os.close(nowhere)
     with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
-        return Agent(selector, reading, writing).run(signals)
+        return Agent(selector, reading, writing, starter).run(signals)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TextIO
 
 from pycoll.errors import Error, TransportError
+from pycoll.launcher import slurm
 from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, usable_cores
-from pycoll.launcher.hostlist import is_here, lay_out, parse_hosts, read_hostfile
+from pycoll.launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
 from pycoll.launcher.spawn import Job, Options
+from pycoll.launcher.starters import NamedHost, named_host
 
 _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "rdma")
@@ -173,23 +175,30 @@ def _program(argv: Sequence[str]) -> list[str]:
     return [sys.executable, *argv]
 
 
-def _hosts(args: argparse.Namespace) -> tuple[list[str], list[int]]:
+def _hosts(args: argparse.Namespace) -> tuple[list[NamedHost], list[int]]:
     """The hosts of the job, and by rank the index of its host; none: this one."""
-    if args.hosts is None and args.hostfile is None:
+    environ = os.environ
+    allocated = slurm.allocation(environ) if slurm.is_allocation(environ) else []
+    if args.hosts is not None and args.hostfile is not None:
+        raise _UsageError("--hostfile does not go together with -H")
+    if args.hosts is not None:
+        option, slots = "-H", parse_hosts(args.hosts)
+    elif args.hostfile is not None:
+        option, slots = "--hostfile", read_hostfile(args.hostfile)
+    elif allocated and args.emulate_hosts is None:
+        option, slots = "", allocated
+    else:
         return [], []
-    for other, given in (
-        ("--hostfile", args.hosts and args.hostfile),
-        ("--emulate-hosts", args.emulate_hosts),
-    ):
-        if given:
-            raise _UsageError(
-                f"{other} does not go together with {'-H' if args.hosts else '--hostfile'}"
-            )
-    slots = parse_hosts(args.hosts) if args.hosts is not None else read_hostfile(args.hostfile)
+    if args.emulate_hosts:
+        raise _UsageError(f"--emulate-hosts does not go together with {option}")
+    if not option and args.size is not None:
+        slots = spread(slots, args.size)
     names, nodes = lay_out(slots, args.size)
-    if len(names) == 1 and is_here(names[0]):
+    theirs = {each.host for each in allocated}
+    hosts = [named_host(name, environ, theirs) for name in names]
+    if len(hosts) == 1 and not hosts[0].command:
         return [], nodes
-    return names, nodes
+    return hosts, nodes
 
 
 def _address(text: str | None) -> str:
@@ -202,7 +211,7 @@ def _address(text: str | None) -> str:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    names, nodes = _hosts(args)
+    hosts, nodes = _hosts(args)
     size = len(nodes) or args.size or usable_cores()
     if args.emulate_hosts is not None and args.emulate_hosts > size:
         raise _UsageError(
@@ -225,7 +234,7 @@ def _options(args: argparse.Namespace) -> Options:
         log_dir=args.log_dir,
         bind=args.bind,
         emulate_hosts=args.emulate_hosts,
-        hosts=names,
+        hosts=hosts,
         interface=args.interface or "",
         address=_address(args.address),
         checks=args.check,
@@ -290,7 +299,10 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from pycoll.launcher.reach_table import lines
 
         print(f"{len(options.hosts)} hosts, all of pycoll {version()}")
-        print("\n".join(lines(options.hosts, job.ways, job.clocks)), flush=True)
+        print(
+            "\n".join(lines([host.name for host in options.hosts], job.ways, job.clocks)),
+            flush=True,
+        )
     return outcome.status
 
 

@@ -1,7 +1,8 @@
 """Frames between the launcher and the agent of another host, over whatever carries bytes.
 
-A frame is a length of 4 bytes and the msgpack of [kind, field, ...]. What a login shell has printed
-before the agent began is skipped: the agent says `MARKER` first.
+A frame is a length of 4 bytes, the msgpack of [kind, field, ...] and the end of a line, without
+which srun would keep it. What a login shell has printed before the agent began is skipped: the
+agent says `MARKER` first.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Connection:
     def send(self, kind: str, *fields: Any) -> None:
         """Send a frame, now or when the other end reads; without a connection: nothing."""
         if self.is_open:
-            frame: bytes = msgpack.packb([kind, *fields], unicode_errors="surrogateescape")
+            frame = msgpack.packb([kind, *fields], unicode_errors="surrogateescape") + b"\n"
             self._outgoing += len(frame).to_bytes(_LENGTH_NBYTES, "little") + frame
             self._said_at = time.monotonic()
             self._write()
@@ -164,7 +165,7 @@ class Connection:
             if not self.is_open:
                 return
             try:
-                kind, *fields = msgpack.unpackb(frame, unicode_errors="surrogateescape")
+                kind, *fields = msgpack.unpackb(frame[:-1], unicode_errors="surrogateescape")
             except (ValueError, TypeError):
                 return self._end("it sends what makes no sense")
             self._hear(kind, fields)

@@ -155,6 +155,9 @@ def rank_environment(rank: int, places: Mapping[int, Place]) -> dict[str, str]:
 # What a process has of its own host and user. Of a job with several hosts the ranks have this, and
 # else only what the launcher names, so that they have the same on all hosts.
 _PERSONAL = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
+# In an allocation of Slurm also what that has on this host, and which allocation it is.
+_ALLOCATED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_ALLOCATED_PREFIXES = ("SLURM_JOB_", "SLURM_SUBMIT_", "SLURM_CLUSTER_")
 _SENT = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "TZ", "PYTHONUNBUFFERED")
 _SENT_PREFIXES = ("LC_", "OMP_", "PYCOLL_")
 
@@ -172,7 +175,10 @@ def personal(environ: Mapping[str, str]) -> dict[str, str]:
             "LOGNAME": user.pw_name,
             "SHELL": user.pw_shell,
         }
-    return found | {name: environ[name] for name in _PERSONAL if name in environ}
+    names = set(_PERSONAL)
+    if "SLURM_JOB_ID" in environ:
+        names.update(_ALLOCATED, (n for n in environ if n.startswith(_ALLOCATED_PREFIXES)))
+    return found | {name: environ[name] for name in names if name in environ}
 
 
 def sent(environ: Mapping[str, str]) -> dict[str, str]:

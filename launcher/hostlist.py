@@ -90,6 +90,15 @@ def lay_out(slots: Sequence[Slots], size: int | None) -> tuple[list[str], list[i
     return names, [names.index(host) for host in every]
 
 
+def spread(slots: Sequence[Slots], size: int) -> list[Slots]:
+    """The slots, or so many more on each host, in equal blocks, that there is one for each rank."""
+    if size <= sum(each.ranks for each in slots):
+        return list(slots)
+    hosts = list(dict.fromkeys(each.host for each in slots))
+    block = -(-size // len(hosts))
+    return [Slots(host, block) for host in hosts]
+
+
 def is_here(name: str) -> bool:
     """Return whether a host is the one that this process is on."""
     own = socket.gethostname()

@@ -22,9 +22,9 @@ from pycoll.launcher.environment import (
     shared_environment,
 )
 from pycoll.launcher.host import Events, Host, LocalHost, Program
-from pycoll.launcher.hostlist import is_here
 from pycoll.launcher.output import Relay
 from pycoll.launcher.rendezvous_server import Server
+from pycoll.launcher.starters import NamedHost
 
 if TYPE_CHECKING:
     from pycoll.launcher.reach import Doorman, Reach
@@ -42,7 +42,7 @@ class Plan(NamedTuple):
         job: the job's id.
         key: its secret.
         size: number of ranks.
-        hosts: names of the hosts; none: this one.
+        hosts: the hosts, and how their agents are started; none: this one.
         nodes: by rank the index of its host in `hosts`.
         emulate_hosts: number of hosts to pretend, without `hosts`.
         argv: the program of every rank and its arguments.
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     job: str
     key: bytes
     size: int
-    hosts: Sequence[str]
+    hosts: Sequence[NamedHost]
     nodes: Sequence[int]
     emulate_hosts: int
     argv: Sequence[str]
@@ -138,24 +138,24 @@ class Hosts:
         self._num_opened = self._num_started = 0  # of the remotes
         self._ways: dict[tuple[int, int], Reach] = {}  # by the number of a host, to another
         self._untried: list[int] = []  # hosts that have not tried to reach others
-        self._names = plan.hosts or ["localhost"]
+        hosts = plan.hosts or [NamedHost("localhost")]
+        self._names = [host.name for host in hosts]
         self._stack = stack
         self._doorman: Doorman | None = None
         self._progress_at = time.monotonic() + _QUICK_S
         nodes = plan.nodes or blocks(plan.size, plan.emulate_hosts)
         where = dict(enumerate(places(nodes)))
-        for index, name in enumerate(self._names):
+        for index, (name, command) in enumerate(hosts):
             mine = {r: at for r, at in where.items() if not plan.hosts or at.node == index}
-            if is_here(name):
+            if not command:
                 self._here = LocalHost(
                     plan.job, mine, selector, events, server.open_link, relay.add, stack
                 )
                 self._all.append(self._here)
             else:
-                from pycoll.launcher.remote import RemoteHost, ssh_command  # most jobs have none
+                from pycoll.launcher.remote import RemoteHost  # most jobs have none
 
-                events.say(f"{name}: its agent is started by ssh")
-                command = ssh_command(name, os.environ)
+                events.say(f"{name}: its agent is started by {command[0]}")
                 remote = RemoteHost(name, command, mine, selector, self, relay, server.hear, stack)
                 self._remotes.append(remote)
                 self._all.append(remote)
@@ -229,12 +229,13 @@ class Hosts:
         port = free_port() if first is self._here else self._remote(first).hello["port"]
         environ: Mapping[str, str] = os.environ
         if self._remotes:
-            environ = {**personal(os.environ), **sent(os.environ)}
+            environ = sent(os.environ)
             names = " ".join(sorted({*environ, *plan.exports}))
             self._events.say(f"all ranks have of this environment: {names}")
         for host in self._all:
+            own = personal(os.environ) if self._remotes and host is self._here else {}
             environment = shared_environment(
-                environ,
+                {**own, **environ},
                 plan.size,
                 job=plan.job,
                 key=plan.key,

@@ -1,7 +1,7 @@
 """The launcher's end of another host: a program that runs there, the agent, and what it tells.
 
-How the agent is started is a command (`ssh_command`), on whose standard input and output the two
-talk; see `agent`.
+How the agent is started is a command (`starters`), on whose standard input and output the two talk;
+see `agent`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -30,19 +28,6 @@ _START_S = 60.0  # for the agent to say who it is
 _MESSAGE_LINES = 6  # of what the starter writes to standard error, in an error
 _MAX_MESSAGE_NBYTES = 64 << 10
 _GOODBYE_S = 1.0  # for a starter to end when its agent has
-
-
-def ssh_command(name: str, environ: Mapping[str, str]) -> list[str]:
-    """The command that starts an agent on a host by ssh: same folder, same interpreter.
-
-    PYTHONPATH is the only variable on it: without, the agent might not be found. Nothing secret is.
-    """
-    words = [sys.executable, "-P", "-m", "pycoll.launcher.agent"]
-    if path := environ.get("PYTHONPATH"):
-        words = ["env", f"PYTHONPATH={path}", *words]
-    remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-    options = ("BatchMode=yes", "ConnectTimeout=10")
-    return ["ssh", "-T", *(f"-o{option}" for option in options), "--", name, remote]
 
 
 class RemoteEvents(Events, Protocol):

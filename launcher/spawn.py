@@ -26,6 +26,7 @@ from pycoll.launcher.outcome import signal_name as name_of
 from pycoll.launcher.output import Relay, Target
 from pycoll.launcher.rendezvous_server import Notice, Server
 from pycoll.launcher.signals import caught_signals
+from pycoll.launcher.starters import NamedHost
 from pycoll.launcher.wait_table import PREFIX
 from pycoll.launcher.watch import Watch
 
@@ -47,7 +48,7 @@ class Options(NamedTuple):
         log_dir: folder for one file a rank with what it prints.
         bind: "core" keeps each rank on a core of its own, "none" on none.
         emulate_hosts: number of hosts to pretend (None: the one this is).
-        hosts: names of the job's hosts; none: this one.
+        hosts: the job's hosts; none: this one.
         nodes: by rank the index of its host in `hosts`.
         interface, address, checks: see `hosts.Plan`.
         verbose: tell on standard error what happens.
@@ -62,7 +63,7 @@ class Options(NamedTuple):
     log_dir: str | None = None
     bind: str = "none"
     emulate_hosts: int | None = None
-    hosts: Sequence[str] = ()
+    hosts: Sequence[NamedHost] = ()
     nodes: Sequence[int] = ()
     interface: str = ""
     address: str = ""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 NEEDED = ("unshare", "nsenter", "ip", "ssh", "ssh-keygen")
 SSHD = "/usr/sbin/sshd"
+_DAEMONS = ("ps ", "sshd", SSHD, "slurmctld", "slurmd", "slurmstepd", ": slurmscriptd", "munged")
 
 # Runs as the first process of a host: the cable comes when `go` can be read.
 _INIT = """\
@@ -129,11 +130,11 @@ class Bed:
         os.kill(self._pids[host], signal.SIGKILL)
 
     def processes(self, host: str) -> list[str]:
-        """The command lines of what runs on a host, but for sshd and what does this."""
+        """The command lines of what runs on a host, but for its daemons and what does this."""
         found = []
         for line in self.run(host, "ps", "axww", "-o", "stat=,args=").stdout.splitlines():
             stat, _, words = line.strip().partition(" ")
-            if not stat.startswith("Z") and not words.strip().startswith(("ps ", "sshd", SSHD)):
+            if not stat.startswith("Z") and not words.strip().startswith(_DAEMONS):
                 found.append(words.strip())
         return found
 

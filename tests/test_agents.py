@@ -131,12 +131,19 @@ def test_a_login_shell_that_does_not_stop_printing_is_no_host(run: Run) -> None:
 def test_another_version_is_named(run: Run) -> None:
     hello = (
         "from pycoll.launcher import agent; real = agent.versions();"
-        "agent.versions = lambda: real | {'pycoll': '9.9'}; agent.main()"
+        "agent.versions = lambda: real | {'pycoll': '9.9'}; agent.main('ssh')"
     )
     done = run("-H", "localhost,other", script=SUM, before=f'exec {sys.executable} -c "{hello}"')
     assert done.returncode == 2
     assert "other: its pycoll is 9.9, that of the launcher's host " in done.stderr
     assert "install the same on all hosts" in done.stderr
+
+
+def test_each_host_has_its_own_home(run: Run) -> None:
+    script = "import os, pycoll\nprint(pycoll.init().rank, os.environ['HOME'])"
+    done = run("-H", "localhost,other", script=script, before="export HOME=/other", HOME="/here")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 /here", "1 /other"]
 
 
 def test_the_job_can_be_interrupted_while_it_waits_for_a_host(run: Run) -> None:
@@ -252,7 +259,7 @@ def ends() -> Any:
 
 
 def framed(body: bytes) -> bytes:
-    return len(body).to_bytes(4, "little") + body
+    return (len(body) + 1).to_bytes(4, "little") + body + b"\n"
 
 
 def test_frames_come_in_pieces_and_several_at_a_time(ends: Any) -> None:
