@@ -64,12 +64,20 @@ LAUNCHER = (
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )
+SLURM = (
+    Variable("SLURM_JOB_NODELIST", "the hosts of the allocation, which the job gets"),
+    Variable("SLURM_TASKS_PER_NODE", "how many ranks each of them has, without -n"),
+    Variable("SLURM_DISTRIBUTION", "cyclic: ranks go to the hosts in turn"),
+    Variable("SLURM_STEP_NUM_TASKS", "in one of several tasks, the job is of that task alone"),
+    Variable("SLURMD_NODENAME", "the host of the allocation that pycoll-run is on"),
+)
 # Every variable, in groups with a heading: printed by `pycoll-run --help`.
 VARIABLES: dict[str, tuple[Variable, ...]] = {
     "set by pycoll-run for every rank, read by pycoll.init()": IDENTITY,
     "set by pycoll-run for every rank, for torch.distributed": TORCH,
     "passed on to every rank": SETTINGS,
     "read by pycoll-run": LAUNCHER,
+    "of Slurm, read by pycoll-run": SLURM,
 }
 
 
