@@ -10,13 +10,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, TextIO
 
-from pycoll.errors import TransportError
+from pycoll.errors import Error, TransportError
+from pycoll.launcher import slurm
 from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, usable_cores
+from pycoll.launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
 from pycoll.launcher.spawn import Job, Options
+from pycoll.launcher.starters import NamedHost, named_host
 
 _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "rdma")
-_NOT_YET = ("-H", "--hosts", "--hostfile", "--survive", "--restarts", "--trace")
+_NOT_YET = ("--survive", "--restarts", "--trace")
 _OWN = {variable.name for variable in (*IDENTITY, *TORCH)} - {"MASTER_ADDR", "MASTER_PORT"}
 _USAGE = f"""\
 {_PROGRAM} [options] script.py [arguments]
@@ -67,7 +70,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog=_PROGRAM,
         usage=_USAGE,
-        description="Start a program on several ranks of this machine.",
+        description="Start a program on several ranks, of this machine or of several.",
         epilog=f"{_STATUSES}\n\n{variables_text()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
@@ -75,6 +78,11 @@ def _parser() -> _Parser:
     )
     add = parser.add_argument_group("options").add_argument
     add("-n", "-np", dest="size", metavar="N", type=_whole, help="ranks (default: usable cores)")
+    add("-H", "--hosts", metavar="a:4,b:4", help="hosts, and how many ranks each has (by ssh)")
+    add("--hostfile", metavar="F", help="a file with a host a line: a slots=4")
+    add("--interface", metavar="NAME", help="hosts use each other's addresses of this interface")
+    add("--address", metavar="IP", help="other hosts reach this one there")
+    add("--check", action="store_true", help="show how the hosts reach each other; no program")
     add("--transport", choices=_TRANSPORTS, metavar="|".join(_TRANSPORTS), help="how bytes move")
     add(
         "-x",
@@ -138,12 +146,11 @@ def _split(parser: _Parser, argv: Sequence[str]) -> int:
     while index < len(argv):
         text = argv[index]
         flag, equals, _ = text.partition("=")
-        if flag in _NOT_YET or text.startswith("-H"):
-            flag = "-H" if text.startswith("-H") else flag
+        if flag in _NOT_YET:
             raise _UsageError(f"version {version()} does not have the option {flag} yet")
         if text in ("-m", "--") or not text.startswith("-"):
             break
-        if text == "-" or (flag not in takes_value and text[:2] not in ("-n", "-x")):
+        if text == "-" or (flag not in takes_value and text[:2] not in ("-n", "-x", "-H")):
             raise _UsageError(f"unknown option {flag} (see {_PROGRAM} --help)")
         index += 2 if not equals and takes_value.get(text) else 1
     return index
@@ -168,8 +175,44 @@ def _program(argv: Sequence[str]) -> list[str]:
     return [sys.executable, *argv]
 
 
+def _hosts(args: argparse.Namespace) -> tuple[list[NamedHost], list[int]]:
+    """The hosts of the job, and by rank the index of its host; none: this one."""
+    environ = os.environ
+    allocated = slurm.allocation(environ) if slurm.is_allocation(environ) else []
+    if args.hosts is not None and args.hostfile is not None:
+        raise _UsageError("--hostfile does not go together with -H")
+    if args.hosts is not None:
+        option, slots = "-H", parse_hosts(args.hosts)
+    elif args.hostfile is not None:
+        option, slots = "--hostfile", read_hostfile(args.hostfile)
+    elif allocated and args.emulate_hosts is None:
+        option, slots = "", allocated
+    else:
+        return [], []
+    if args.emulate_hosts:
+        raise _UsageError(f"--emulate-hosts does not go together with {option}")
+    if not option and args.size is not None:
+        slots = spread(slots, args.size)
+    names, nodes = lay_out(slots, args.size)
+    theirs = {each.host for each in allocated}
+    hosts = [named_host(name, environ, theirs) for name in names]
+    if len(hosts) == 1 and not hosts[0].command:
+        return [], nodes
+    return hosts, nodes
+
+
+def _address(text: str | None) -> str:
+    import ipaddress  # not at the top: hardly anybody says this
+
+    try:
+        return str(ipaddress.ip_address(text)) if text else ""
+    except ValueError:
+        raise _UsageError(f"--address must be an IP address, not {text!r}") from None
+
+
 def _options(args: argparse.Namespace) -> Options:
-    size = args.size or usable_cores()
+    hosts, nodes = _hosts(args)
+    size = len(nodes) or args.size or usable_cores()
     if args.emulate_hosts is not None and args.emulate_hosts > size:
         raise _UsageError(
             f"--emulate-hosts {args.emulate_hosts} needs as many ranks, there are {size}"
@@ -191,6 +234,11 @@ def _options(args: argparse.Namespace) -> Options:
         log_dir=args.log_dir,
         bind=args.bind,
         emulate_hosts=args.emulate_hosts,
+        hosts=hosts,
+        interface=args.interface or "",
+        address=_address(args.address),
+        checks=args.check,
+        nodes=nodes,
         verbose=args.verbose,
         exports=exports,
     )
@@ -227,10 +275,34 @@ def _run(argv: Sequence[str]) -> int:
     if args.version:
         print(f"{_PROGRAM} {version()}", flush=True)
         return 0
+    if args.check:
+        return _check(args, argv[split:])
     command = _program(argv[split:])
     outcome = Job(command, _options(args)).run()
     if outcome.report:
         _tell(outcome.report)
+    return outcome.status
+
+
+def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Show how the hosts of -H or --hostfile reach each other."""
+    if rest:
+        raise _UsageError("--check starts no program")
+    options = _options(args)
+    if len(options.hosts) < 2:
+        raise _UsageError("--check needs hosts: -H a,b or --hostfile F")
+    job = Job([], options)
+    outcome = job.run()
+    if outcome.report:
+        _tell(outcome.report)
+    elif job.ways:
+        from pycoll.launcher.reach_table import lines
+
+        print(f"{len(options.hosts)} hosts, all of pycoll {version()}")
+        print(
+            "\n".join(lines([host.name for host in options.hosts], job.ways, job.clocks)),
+            flush=True,
+        )
     return outcome.status
 
 
@@ -260,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except _UsageError as exc:
+    except (_UsageError, Error) as exc:
         _tell(str(exc))
         return 2
     except KeyboardInterrupt:  # before there was a job, or after

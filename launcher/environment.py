@@ -6,8 +6,8 @@ import contextlib
 import math
 import os
 import socket
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pycoll.errors import Error
@@ -26,8 +26,10 @@ IDENTITY = (
     Variable("PYCOLL_SIZE", "number of ranks in the job"),
     Variable("PYCOLL_LOCAL_RANK", "its number among the ranks on its host, from 0"),
     Variable("PYCOLL_LOCAL_SIZE", "number of ranks on its host"),
+    Variable("PYCOLL_LOCAL_RANKS", "the ranks on its host, in order: 0,1,2"),
     Variable("PYCOLL_NODE", "its host's number in the job, from 0"),
     Variable("PYCOLL_NODES", "number of hosts in the job"),
+    Variable("PYCOLL_ADDRESSES", "of several hosts: how its host reaches each: 0=10.0.0.1,1=..."),
     Variable("PYCOLL_RENDEZVOUS", "where the ranks meet: tcp://HOST:PORT"),
     Variable("PYCOLL_KEY", "the job's secret key: 64 hexadecimal digits"),
     Variable("PYCOLL_JOB", "the job's id; what carries it is ended with the job"),
@@ -62,12 +64,20 @@ LAUNCHER = (
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )
+SLURM = (
+    Variable("SLURM_JOB_NODELIST", "the hosts of the allocation, which the job gets"),
+    Variable("SLURM_TASKS_PER_NODE", "how many ranks each of them has, without -n"),
+    Variable("SLURM_DISTRIBUTION", "cyclic: ranks go to the hosts in turn"),
+    Variable("SLURM_STEP_NUM_TASKS", "in one of several tasks, the job is of that task alone"),
+    Variable("SLURMD_NODENAME", "the host of the allocation that pycoll-run is on"),
+)
 # Every variable, in groups with a heading: printed by `pycoll-run --help`.
 VARIABLES: dict[str, tuple[Variable, ...]] = {
     "set by pycoll-run for every rank, read by pycoll.init()": IDENTITY,
     "set by pycoll-run for every rank, for torch.distributed": TORCH,
     "passed on to every rank": SETTINGS,
     "read by pycoll-run": LAUNCHER,
+    "of Slurm, read by pycoll-run": SLURM,
 }
 
 
@@ -80,14 +90,25 @@ class Place(NamedTuple):
     local_size: int
 
 
-def place(rank: int, size: int, hosts: int = 1) -> Place:
-    """Where a rank is when `size` ranks share `hosts` hosts (or fewer) in blocks of one size."""
+def blocks(size: int, hosts: int) -> list[int]:
+    """The host of each rank when `size` ranks share `hosts` hosts (or fewer) in equal blocks."""
     block = -(-size // hosts)
-    node = rank // block
-    return Place(node, -(-size // block), rank % block, min(block, size - node * block))
+    return [rank // block for rank in range(size)]
+
+
+def places(nodes: Sequence[int]) -> list[Place]:
+    """Where each rank is, when its host is that of `nodes`; ranks of a host count upwards."""
+    sizes = Counter(nodes)
+    seen: Counter[int] = Counter()
+    found = []
+    for node in nodes:
+        found.append(Place(node, len(sizes), seen[node], sizes[node]))
+        seen[node] += 1
+    return found
 
 
 def shared_environment(
+    environ: Mapping[str, str],
     size: int,
     *,
     job: str,
@@ -96,18 +117,16 @@ def shared_environment(
     transport: str,
     op_timeout_s: float | None,
     exports: Mapping[str, str],
+    master: tuple[str, int],
 ) -> dict[str, str]:
-    """The environment of all ranks: this process's, `exports`, and what names the job."""
-    environment = dict(os.environ)
+    """The environment of all ranks: `environ`, `exports`, and what names the job."""
+    environment = dict(environ)
     if "PYCOLL_JOB" in environment:  # inside a rank of another job, whose options are not ours
         environment.pop("PYCOLL_OP_TIMEOUT", None)
     for name in (*IDENTITY, *TORCH):
         environment.pop(name.name, None)
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    if size > 1:  # else the threads of each rank's libraries would want all cores
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // size)))
-    environment["MASTER_ADDR"] = "127.0.0.1"
-    environment["MASTER_PORT"] = str(_free_port())
+    environment["MASTER_ADDR"], environment["MASTER_PORT"] = master[0], str(master[1])
     if op_timeout_s is not None:
         environment["PYCOLL_OP_TIMEOUT"] = str(op_timeout_s)
     environment.update(exports)
@@ -119,9 +138,15 @@ def shared_environment(
     return environment
 
 
-def rank_environment(rank: int, size: int, hosts: int = 1) -> dict[str, str]:
-    """The variables in which a rank's environment differs from the others'."""
-    where = place(rank, size, hosts)
+def rank_environment(rank: int, places: Mapping[int, Place]) -> dict[str, str]:
+    """The variables in which a rank's environment differs from the others'.
+
+    Args:
+        rank: the rank.
+        places: those of all ranks on its host at least, by rank.
+    """
+    where = places[rank]
+    locals_ = [other for other, place in places.items() if place.node == where.node]
     return {
         "PYCOLL_RANK": str(rank),
         "RANK": str(rank),
@@ -131,6 +156,45 @@ def rank_environment(rank: int, size: int, hosts: int = 1) -> dict[str, str]:
         "LOCAL_RANK": str(where.local_rank),
         "PYCOLL_LOCAL_SIZE": str(where.local_size),
         "LOCAL_WORLD_SIZE": str(where.local_size),
+        "PYCOLL_LOCAL_RANKS": ",".join(map(str, locals_)),
+    }
+
+
+# What a process has of its own host and user. Of a job with several hosts the ranks have this, and
+# else only what the launcher names, so that they have the same on all hosts.
+_PERSONAL = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
+# In an allocation of Slurm also what that has on this host, and which allocation it is.
+_ALLOCATED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_ALLOCATED_PREFIXES = ("SLURM_JOB_", "SLURM_SUBMIT_", "SLURM_CLUSTER_")
+_SENT = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "TZ", "PYTHONUNBUFFERED")
+_SENT_PREFIXES = ("LC_", "OMP_", "PYCOLL_")
+
+
+def personal(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that each host has for itself."""
+    import pwd  # only for jobs of several hosts
+
+    found = {}
+    with contextlib.suppress(KeyError):  # a user whom the system does not know
+        user = pwd.getpwuid(os.getuid())
+        found = {
+            "HOME": user.pw_dir,
+            "USER": user.pw_name,
+            "LOGNAME": user.pw_name,
+            "SHELL": user.pw_shell,
+        }
+    names = set(_PERSONAL)
+    if "SLURM_JOB_ID" in environ:
+        names.update(_ALLOCATED, (n for n in environ if n.startswith(_ALLOCATED_PREFIXES)))
+    return found | {name: environ[name] for name in names if name in environ}
+
+
+def sent(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ranks on all hosts are given as they are here."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _SENT or name.startswith(_SENT_PREFIXES)
     }
 
 
@@ -198,7 +262,8 @@ def _text(path: str) -> str:
         return ""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port at which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

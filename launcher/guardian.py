@@ -3,10 +3,11 @@
 A process belongs to a job if its session is a rank's, or if it was started with the job's
 PYCOLL_JOB in its environment (a daemonized grandchild has a session of its own, but keeps that).
 
-The guardian is this file run by itself, `python -I -S guardian.py JOB PID`, so it may import the
-standard library only. It reads lines from the launcher on standard input: `session NUMBER` for each
-rank, and at the end `done`, or `sweep` if the launcher could not. If the launcher's process ends
-without a word, the guardian sweeps, too.
+The guardian is this file run by itself, `python -I -S guardian.py JOB PID SECONDS`, so it may
+import the standard library only. It reads lines from the launcher, or the agent of another host, on
+standard input: `session NUMBER` for each rank, `alive` now and then, and at the end `done`, or
+`sweep` if it could not. If its process ends without a word, or says nothing for so many seconds
+(0: that is no matter), the guardian sweeps, too.
 """
 
 from __future__ import annotations
@@ -180,6 +181,10 @@ class Guardian:
         """Tell it of a rank's session."""
         self._tell(b"session %d\n" % number)
 
+    def alive(self) -> None:
+        """Tell it that this process goes on."""
+        self._tell(b"alive\n")
+
     def done(self) -> None:
         """Tell it that nothing of the job is left."""
         self.is_done = True
@@ -197,10 +202,11 @@ class Guardian:
 
 
 @contextlib.contextmanager
-def guarded(job: str) -> Iterator[Guardian]:
+def guarded(job: str, silent_s: float = 0.0) -> Iterator[Guardian]:
     """Start a guardian for a job of this process; on the way out it has ended.
 
-    Unless it has heard `done` by then, it sweeps.
+    Unless it has heard `done` by then, it sweeps; also when it hears nothing for `silent_s`, if
+    that is not 0.
     """
     import subprocess  # not at the top: the guardian itself starts more quickly without
 
@@ -211,7 +217,7 @@ def guarded(job: str) -> Iterator[Guardian]:
         # It must hold nothing of ours: no output that somebody reads to its end, no folder, and not
         # the id of an outer job, with which it would be swept before it has done its work.
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, job, str(os.getpid())],
+            [sys.executable, "-I", "-S", __file__, job, str(os.getpid()), str(silent_s)],
             stdin=end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -240,7 +246,7 @@ def guarded(job: str) -> Iterator[Guardian]:
             process.wait()
 
 
-def _guard(launcher: int) -> set[int] | None:
+def _guard(launcher: int, silent_s: float) -> set[int] | None:
     """Listen until the launcher is done (None), or cannot do it (the sessions of its ranks)."""
     poller = select.poll()
     poller.register(0, select.POLLIN)
@@ -249,25 +255,26 @@ def _guard(launcher: int) -> set[int] | None:
         with contextlib.suppress(OSError):
             poller.register(os.pidfd_open(launcher), select.POLLIN)
     os.set_blocking(0, False)
-    told = b""
+    told, silent = b"", False
     while True:
         dead = os.getppid() != launcher  # asked first, so that all it has said is read after that
         with contextlib.suppress(BlockingIOError):
             while chunk := os.read(0, 65536):
                 told += chunk
             dead = True  # the end of the pipe was reached, not only what is there by now
+        told = told.replace(b"alive\n", b"")
         if b"done\n" in told:
             return None
-        if dead or b"sweep\n" in told:
+        if dead or silent or b"sweep\n" in told:
             whole = told[: told.rfind(b"\n") + 1].splitlines()
             return {int(line.split()[1]) for line in whole if line.startswith(b"session")}
-        poller.poll()
+        silent = not poller.poll(1000 * silent_s if silent_s else None)
 
 
 def main() -> None:
     """Guard the job named by the first argument for the process named by the second."""
-    job, launcher = sys.argv[1], int(sys.argv[2])
-    sessions = _guard(launcher)
+    job, launcher, silent_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    sessions = _guard(launcher, silent_s)
     if sessions is None:
         return
     for _ in range(3):

@@ -16,8 +16,9 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Mapping
 
-from pycoll.launcher.environment import place
+from pycoll.launcher.environment import Place
 
 _PAGE = 4096
 _EPOCH = 64 // 4  # as an index of uint32
@@ -105,21 +106,19 @@ class HostMemory:
 
 
 class JobMemory:
-    """The memory of all hosts of a job.
+    """The memory of the hosts of a job that are this machine: one, or several that are emulated.
 
     Args:
-        size: number of ranks in the job.
-        hosts: number of hosts (see `environment.place`).
+        places: by rank where it is.
         cores: how many cores they may use together.
     """
 
-    def __init__(self, size: int, hosts: int, cores: int) -> None:
-        self._places = [place(rank, size, hosts) for rank in range(size)]
-        nodes = self._places[-1].nodes
+    def __init__(self, places: Mapping[int, Place], cores: int) -> None:
+        self._places = places
+        sizes = {where.node: where.local_size for where in places.values()}
         # Emulated hosts share the machine: their ranks must not believe that each has it alone.
-        share = max(1, cores // nodes)
-        sizes = {where.node: where.local_size for where in self._places}
-        self._hosts = [HostMemory(sizes[node], share) for node in range(nodes)]
+        share = max(1, cores // len(sizes))
+        self._hosts = {node: HostMemory(size, share) for node, size in sizes.items()}
 
     def of(self, rank: int) -> HostMemory:
         """The memory of the host that `rank` is on."""
@@ -127,7 +126,7 @@ class JobMemory:
 
     def tell_failure(self) -> None:
         """Tell every host that a rank has failed."""
-        for host in self._hosts:
+        for host in self._hosts.values():
             host.tell_failure()
 
     def doing(self, rank: int) -> str:
@@ -136,5 +135,5 @@ class JobMemory:
 
     def close(self) -> None:
         """Give everything back; may be called again."""
-        for host in self._hosts:
+        for host in self._hosts.values():
             host.close()

@@ -54,6 +54,7 @@ class RankState:
         left: it has finalized.
         raised: the exception that it told of.
         abort_code: the code it aborted the job with.
+        gone: it is lost with its host: which and why; its process may live.
         died: the process that joined ended without finalizing, and is not the one started here.
         failed_at: when the first sign of its failure came.
         signalled: the launcher had sent it a signal that ends a process before it ended.
@@ -67,6 +68,7 @@ class RankState:
         self.raised: Raised | None = None
         self.abort_code: int | None = None
         self.died = False
+        self.gone = ""
         self.failed_at: float | None = None
         self.signalled = False
 
@@ -98,6 +100,8 @@ class RankState:
 
     def describe(self) -> str:
         """What became of it, after "rank N ..."."""
+        if self.gone:
+            return self.gone
         if self.status is None:
             ended = "did not end"
         elif self.signalled and self.status < 0:

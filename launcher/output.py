@@ -107,10 +107,16 @@ class Sink:
 
 
 class Stream:
-    """What one rank writes to standard output or standard error, read from a pipe."""
+    """What one rank writes to standard output or standard error.
 
-    def __init__(self, fd: int, rank: int, sink: Sink, *, tag: bool, log: IO[bytes] | None) -> None:
-        os.set_blocking(fd, False)
+    It is read from a pipe, `fd`; that of a rank of another host is fed (fd: None).
+    """
+
+    def __init__(
+        self, fd: int | None, rank: int, sink: Sink, *, tag: bool, log: IO[bytes] | None
+    ) -> None:
+        if fd is not None:
+            os.set_blocking(fd, False)
         self.fd = fd
         self.rank = rank
         self.sink = sink
@@ -130,6 +136,7 @@ class Stream:
 
     def read(self) -> bool:
         """Pass on what has come; returns False when there is nothing more to come."""
+        assert self.fd is not None
         try:
             data = os.read(self.fd, _READ)
         except BlockingIOError:
@@ -138,6 +145,11 @@ class Stream:
             data = b""
         if not data:
             return False
+        self.feed(data)
+        return True
+
+    def feed(self, data: bytes) -> None:
+        """Pass on what has come."""
         self.tail = (self.tail + data[-_TAIL:])[-_TAIL:]
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if end:
@@ -150,7 +162,6 @@ class Stream:
         self.quiet_at = None
         if self._partial and self.sink.terminal:
             self.quiet_at = time.monotonic() + _QUIET_S
-        return True
 
     def show_quiet(self) -> None:
         """Show part of a line, after which nothing more has come for a while."""
@@ -160,7 +171,8 @@ class Stream:
 
     def finish(self) -> None:
         """Complete the last line, and close the pipe."""
-        os.close(self.fd)
+        if self.fd is not None:
+            os.close(self.fd)
         self.quiet_at = None
         if self._partial:
             self._emit(self._take_partial() + b"\n")
@@ -221,32 +233,56 @@ class Relay:
         # One terminal, or `> file 2>&1`: one queue keeps the order, and knows whose line is open.
         self._err = self._out if _same_file(stdout, stderr) else Sink(stderr, selector)
         self._streams: dict[Stream, bool] = {}  # those that have not ended; whether they are read
-        self._errors: dict[int, Stream] = {}
+        self._by_number: dict[tuple[int, int], Stream] = {}  # by rank, and 1 or 2
         self._logs: list[IO[bytes]] = []
         self._error: OSError | None = None
 
-    def add(self, rank: int, stdout: int, stderr: int) -> None:
-        """Relay the pipes of a rank, whose read ends become the relay's."""
+    def add(self, rank: int, stdout: int | None = None, stderr: int | None = None) -> None:
+        """Relay the pipes of a rank, whose read ends become the relay's; None: it will be fed."""
         log = None
         if self._log_dir is not None:
             try:
                 path = os.path.join(self._log_dir, f"rank.{rank}.log")
                 log = open(path, "wb", buffering=0)  # noqa: SIM115
             except OSError:
-                os.close(stdout)
-                os.close(stderr)
+                for fd in (stdout, stderr):
+                    if fd is not None:
+                        os.close(fd)
                 raise
             self._logs.append(log)
-        for fd, sink in ((stdout, self._out), (stderr, self._err)):
+        for fd, sink, number in ((stdout, self._out, 1), (stderr, self._err, 2)):
             tag = sink.terminal if self._tag is None else self._tag
             stream = Stream(fd, rank, sink, tag=tag, log=log)
             self._streams[stream] = False
-            if fd == stderr:
-                self._errors[rank] = stream
+            self._by_number[rank, number] = stream
+
+    def feed(self, rank: int, number: int, data: bytes) -> None:
+        """Pass on what a rank of another host has written.
+
+        Args:
+            rank: the rank.
+            number: 1: standard output, 2: standard error.
+            data: what it has written; b"": that is all.
+        """
+        stream = self._by_number[rank, number]
+        if stream in self._streams:
+            if data:
+                self._guard(lambda: stream.feed(data))
+            else:
+                self._end(stream)
+
+    def is_full(self, rank: int, number: int) -> bool:
+        """Return whether what this stream writes has to wait for who reads our output."""
+        return self._by_number[rank, number].sink.full
 
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to standard error."""
         self._err.put(None, text.encode() + b"\n")
+
+    @property
+    def has_terminal(self) -> bool:
+        """Whether somebody sees at once what `say` writes."""
+        return self._err.terminal
 
     def update(self, now: float) -> float:
         """Watch the pipes whose output has room; returns when to call this again at the latest."""
@@ -263,7 +299,7 @@ class Relay:
 
     def tail(self, rank: int) -> str:
         """The end of a rank's standard error."""
-        stream = self._errors.get(rank)
+        stream = self._by_number.get((rank, 2))
         return stream.tail.decode(errors="replace") if stream else ""
 
     @property
@@ -284,10 +320,8 @@ class Relay:
     def finish(self) -> None:
         """Read what is left in the pipes, without waiting for more, and complete the last lines."""
         for stream in list(self._streams):
-            poller = select.poll()
-            poller.register(stream.fd, select.POLLIN)
             for _ in range(_LAST_READS):
-                if stream not in self._streams or not poller.poll(0):
+                if stream not in self._streams or not _is_readable(stream.fd):
                     break
                 self._read(stream)
             if stream in self._streams:
@@ -297,7 +331,8 @@ class Relay:
         """Close pipes and files; what has not been written is lost."""
         for stream in list(self._streams):
             self._watch(stream, False)
-            os.close(stream.fd)
+            if stream.fd is not None:
+                os.close(stream.fd)
         self._streams.clear()
         self._out.close()
         self._err.close()
@@ -305,12 +340,15 @@ class Relay:
             log.close()
 
     def _read(self, stream: Stream) -> None:
+        if not self._guard(stream.read):
+            self._end(stream)
+
+    def _guard(self, step: Callable[[], bool | None]) -> bool | None:
         try:
-            if stream.read():
-                return
+            return step()
         except OSError as exc:  # a log file, or a target of the caller's
             self._error = exc
-        self._end(stream)
+            return False
 
     def _end(self, stream: Stream) -> None:
         self._watch(stream, False)
@@ -324,6 +362,8 @@ class Relay:
         if wanted == self._streams[stream]:
             return
         self._streams[stream] = wanted
+        if stream.fd is None:
+            return
         if wanted:
             self._selector.register(stream.fd, selectors.EVENT_READ, lambda: self._read(stream))
         else:
@@ -370,6 +410,14 @@ def _same_file(a: Target, b: Target) -> bool:
         return True
     fd_a, fd_b = descriptor_of(a), descriptor_of(b)
     return fd_a is not None and fd_b is not None and os.path.sameopenfile(fd_a, fd_b)
+
+
+def _is_readable(fd: int | None) -> bool:
+    if fd is None:
+        return False
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _ready(fd: int) -> bool:

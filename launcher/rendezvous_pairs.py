@@ -25,6 +25,11 @@ class Pair:
         self._waiting_nbytes = 0
         self._waits_to_send = False
 
+    @property
+    def number(self) -> int:
+        """Its number among the pairs that are open."""
+        return self.end.fileno()
+
     def send(self, frame: bytes) -> None:
         """Send, now or when the rank reads again; never blocks. Without a connection: nothing."""
         if self.end.is_open and self._waiting_nbytes < _MAX_WAITING_NBYTES:
@@ -67,6 +72,10 @@ class Pairs:
         self._epoll.register(end, select.EPOLLIN)
         self._pairs[end.fileno()] = Pair(end, self._epoll)
         return theirs.detach()
+
+    def find(self, number: int) -> Pair | None:
+        """Return the pair of that number, if it is still open."""
+        return self._pairs.get(number)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `receive` may have something."""

@@ -11,8 +11,8 @@ import zmq
 from zmq.utils import z85
 
 from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES
-from pycoll.launcher.rendezvous_zmq import Keys, Wakeup, derive_keys
-from pycoll.zap import Authenticator, guard, open_context
+from pycoll.launcher.rendezvous_zmq import Wakeup, derive_keys
+from pycoll.zap import Authenticator, Keys, guard, open_context
 
 _ZAP_DOMAIN = "pycoll.rendezvous"
 

@@ -209,6 +209,11 @@ class Server:
         notices, self._notices = self._notices, []
         return notices
 
+    def hear(self, peer: Peer, frame: bytes) -> None:
+        """Handle a request that has come by another way than the carriers here."""
+        if not self._closed:
+            self._handle(peer, frame)
+
     def rank_ended(self, rank: int, reason: str, clean: bool) -> None:
         """Tell all ranks that the process of `rank` is gone; only the first call for it counts.
 

@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import select
-from typing import NamedTuple
 
 import zmq
-from zmq.utils import z85
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher.rendezvous_wire import check_key
-
-
-class Keys(NamedTuple):
-    """The CURVE key pairs of a job, in Z85 (40 bytes of ASCII each)."""
-
-    server_public: bytes
-    server_secret: bytes
-    client_public: bytes
-    client_secret: bytes
+from pycoll.zap import Keys
 
 
 def derive_keys(key: bytes) -> Keys:
-    """Derive both key pairs from the job's key; the public halves are as secret as the key.
+    """Derive the key pairs of the rendezvous from the job's key.
 
     Raises:
         ValueError: the key is shorter than 16 bytes.
         BootstrapError: libzmq was built without CURVE.
     """
     check_key(key)
-    server_secret = _secret(key, b"pycoll rdv srv")
-    client_secret = _secret(key, b"pycoll rdv cli")
     try:
-        return Keys(
-            zmq.curve_public(server_secret), server_secret,
-            zmq.curve_public(client_secret), client_secret,
-        )  # fmt: skip
+        return Keys.derive(key, b"pycoll rdv")
     except zmq.ZMQError as exc:
         raise BootstrapError(
             "this pyzmq has no CURVE security; install one that has (`pip install pyzmq`)"
         ) from exc
-
-
-def _secret(key: bytes, person: bytes) -> bytes:
-    return z85.encode(hashlib.blake2b(key, digest_size=32, person=person).digest())
 
 
 class Wakeup:

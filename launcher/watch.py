@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from pycoll.launcher import process, wait_table
+from pycoll.launcher import wait_table
 from pycoll.launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
 from pycoll.launcher.rendezvous_calls import Wait
 from pycoll.launcher.rendezvous_server import Server
@@ -43,12 +43,19 @@ class Watch:
         size: number of ranks.
         after_s: how long is long, in seconds; 0: this does nothing.
         tell: called with the lines of a table.
+        doing: returns what the process of a rank is doing: rank and process.
     """
 
     def __init__(
-        self, server: Server, size: int, after_s: float, tell: Callable[[list[str]], object]
+        self,
+        server: Server,
+        size: int,
+        after_s: float,
+        tell: Callable[[list[str]], object],
+        doing: Callable[[int, int], str],
     ) -> None:
         self._server, self._size, self._after_s, self._tell = server, size, after_s, tell
+        self._doing_of = doing
         self._told: dict[Key, set[int]] = {}  # operations, and of which ranks in them
         self._deadlocks: set[Key] = set()  # operations that were told to be parts of one
         self._looking: Iterator[float] | None = None
@@ -204,7 +211,7 @@ class Watch:
 
     def _doing(self, rank: int) -> str:
         text, pid = self._server.state(rank)
-        return text or process.doing(pid)
+        return text or self._doing_of(rank, pid)
 
     def _with_process(self, rank: int, text: str) -> str:
         pid = self._server.state(rank)[1]

@@ -15,7 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll import agreed, transports
@@ -64,6 +64,8 @@ class Place(NamedTuple):
     node: int = 0
     rendezvous: str = ""
     key: bytes = b""
+    local_ranks: tuple[int, ...] = (0,)
+    addresses: Mapping[int, str] = MappingProxyType({})
 
 
 class _Session:
@@ -225,7 +227,34 @@ def read_place(environ: Mapping[str, str]) -> Place:
         key = bytes.fromhex(environ["PYCOLL_KEY"])
     except ValueError:
         raise BootstrapError("PYCOLL_KEY is not a hexadecimal key") from None
-    return Place(rank, size, local_rank, local_size, node, environ["PYCOLL_RENDEZVOUS"], key)
+    first = rank - local_rank
+    local_ranks = _local_ranks(environ) or tuple(range(first, first + local_size))
+    if len(local_ranks) != local_size or local_ranks[local_rank] != rank:
+        raise BootstrapError(
+            f"PYCOLL_LOCAL_RANKS is {environ['PYCOLL_LOCAL_RANKS']!r}, PYCOLL_RANK {rank}, "
+            f"PYCOLL_LOCAL_RANK {local_rank}, PYCOLL_LOCAL_SIZE {local_size}: "
+            "these do not go together"
+        )
+    rendezvous = environ["PYCOLL_RENDEZVOUS"]
+    addresses = _addresses(environ)
+    return Place(rank, size, local_rank, local_size, node, rendezvous, key, local_ranks, addresses)
+
+
+def _addresses(environ: Mapping[str, str]) -> dict[int, str]:
+    text = environ.get("PYCOLL_ADDRESSES", "")
+    try:
+        pairs = (pair.split("=") for pair in text.split(",") if pair)
+        return {int(node): address for node, address in pairs}
+    except ValueError:
+        raise BootstrapError(f"PYCOLL_ADDRESSES is {text!r}, not as 0=10.0.0.1,1=...") from None
+
+
+def _local_ranks(environ: Mapping[str, str]) -> tuple[int, ...]:
+    text = environ.get("PYCOLL_LOCAL_RANKS", "")
+    try:
+        return tuple(map(int, text.split(","))) if text else ()
+    except ValueError:
+        raise BootstrapError(f"PYCOLL_LOCAL_RANKS is {text!r}, not ranks, as 0,1,2") from None
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -355,11 +384,13 @@ class _Meeting:
         self.hosts = nodes = tuple(info["node"] for info in self._infos)
         sharing = ["shm" in info for info in self._infos]
         if self._needs_tcp(all(sharing)):
-            from pycoll.transports.tcp import TcpTransport
-
-            self._tcp = TcpTransport(place.rank)
+            self._tcp = _open_tcp(place)
             opened.append(self._tcp)
-            self._tcp_addresses = control.exchange(self._tcp.address(), timeout)
+            said = control.exchange(self._tcp.address(), timeout)
+            self._tcp_addresses = [
+                _seen_from_here(address, place.addresses.get(node))
+                for address, node in zip(said, nodes, strict=True)
+            ]
         if self.shared_memory is not None:
             peers = [rank for rank, node in enumerate(nodes) if node == place.node]
             if not all(sharing[rank] for rank in peers):
@@ -442,12 +473,30 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
         return found
     from pycoll.memory import SharedMemory
 
-    first = place.rank - place.local_rank
-    ranks = tuple(range(first, first + place.local_size))
+    ranks = place.local_ranks
     host, doorbell = found
     single_copy = os.environ.get("PYCOLL_SINGLE_COPY") != "0"
     transport = ShmTransport(host, doorbell, place.rank, ranks, single_copy)
     return SharedMemory(host, ranks, single_copy, transport), transport
+
+
+def _open_tcp(place: Place) -> Transport:
+    from pycoll.transports.tcp import TcpTransport
+
+    if not place.addresses:
+        return TcpTransport(place.rank)
+    from pycoll.zap import Keys
+
+    everywhere = "::" if any(":" in address for address in place.addresses.values()) else "0.0.0.0"
+    return TcpTransport(place.rank, everywhere, Keys.derive(place.key, b"pycoll tcp"))
+
+
+def _seen_from_here(said: dict[str, Any], host: str | None) -> dict[str, Any]:
+    """Where a rank listens that has said so, when this host reaches its host at `host`."""
+    if host is None:
+        return said
+    port = said["endpoint"].rpartition(":")[2]
+    return {**said, "endpoint": f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"}
 
 
 def _open_rdma(place: Place, chosen: str) -> Transport | None:

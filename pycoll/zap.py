@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import hmac
 import os
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import zmq
+from zmq.utils import z85
 
 _HANDLER = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
@@ -67,6 +70,28 @@ def guard(socket: zmq.Socket[bytes], domain: str) -> None:
     socket.zap_domain = domain.encode()
     with contextlib.suppress(zmq.ZMQError):
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+class Keys(NamedTuple):
+    """The CURVE key pairs of who listens and of who connects, in Z85 (40 bytes of ASCII each)."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    @classmethod
+    def derive(cls, key: bytes, purpose: bytes) -> Keys:
+        """Derive both from a job's key; the public halves are as secret as that.
+
+        Raises:
+            zmq.ZMQError: libzmq was built without CURVE.
+        """
+        server, client = (
+            z85.encode(hashlib.blake2b(key, digest_size=32, person=purpose + side).digest())
+            for side in (b" srv", b" cli")
+        )
+        return cls(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
 class Authenticator:

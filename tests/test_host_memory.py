@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
+from pycoll.launcher.environment import Place, blocks, places
 from pycoll.launcher.host_memory import HostMemory, JobMemory
 
 LIMIT_S = 30 * PATIENCE
@@ -162,12 +163,16 @@ def test_each_failure_counts_and_is_signalled_even_if_nobody_reads(memory: HostM
     assert epoch(memory) == 0
 
 
+def on_hosts(size: int, hosts: int) -> dict[int, Place]:
+    return dict(enumerate(places(blocks(size, hosts))))
+
+
 def test_where_there_is_no_memory_the_variable_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EPERM, "not in this sandbox")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    memory = JobMemory(3, 2, 4)
+    memory = JobMemory(on_hosts(3, 2), 4)
     assert memory.of(0).variable == "-:[Errno 1] not in this sandbox"
     assert memory.of(0).descriptors == []
     memory.tell_failure()
@@ -177,6 +182,6 @@ def test_where_there_is_no_memory_the_variable_says_why(monkeypatch: pytest.Monk
 
 def test_emulated_hosts_share_the_cores() -> None:
     for hosts, cores, share in ((1, 4, 4), (2, 4, 2), (4, 2, 1)):
-        memory = JobMemory(4, hosts, cores)
+        memory = JobMemory(on_hosts(4, hosts), cores)
         assert memory.of(0).variable.rpartition(":")[2] == str(share)
         memory.close()

@@ -19,7 +19,13 @@ import pytest
 from patience import PATIENCE
 
 from pycoll.launcher.cli import main, variables_text
-from pycoll.launcher.environment import VARIABLES, place, usable_cores
+from pycoll.launcher.environment import (
+    VARIABLES,
+    blocks,
+    places,
+    rank_environment,
+    usable_cores,
+)
 from pycoll.launcher.outcome import Outcome, last_lines, ranks_text
 from pycoll.launcher.spawn import Job, Options
 
@@ -329,12 +335,9 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["-x", "PYCOLL_RANK=3", __file__], "PYCOLL_RANK is set by pycoll-run itself"),
         (["-x", "PYCOLL_OP_TIMEOUT=abc", __file__], "from 0 up, not 'abc'"),
         (["-x", "=3", __file__], "NAME or NAME=VALUE, not '=3'"),
-        (["-H", "a:4", __file__], "does not have the option -H yet"),
-        (["--hosts=a:4", __file__], "does not have the option --hosts yet"),
         (["--survive", __file__], "does not have the option --survive yet"),
         (["--restarts", "3", __file__], "does not have the option --restarts yet"),
         (["--trace", "f", __file__], "does not have the option --trace yet"),
-        (["--hostfile", "f", __file__], "does not have the option --hostfile yet"),
     ],
 )
 def test_a_wrong_command_line_gives_one_line_and_status_2(
@@ -529,15 +532,23 @@ def test_emulated_hosts_hold_blocks_of_ranks(environments: Environments) -> None
 @pytest.mark.parametrize("size", range(1, 20))
 def test_every_host_has_ranks_however_many_are_asked_for(size: int) -> None:
     for hosts in range(1, size + 1):
-        places = [place(rank, size, hosts) for rank in range(size)]
-        assert {where.nodes for where in places} == {places[-1].node + 1}
-        assert places[-1].node < hosts
-        for where in places:
+        found = places(blocks(size, hosts))
+        assert {where.nodes for where in found} == {found[-1].node + 1}
+        assert found[-1].node < hosts
+        for where in found:
             assert (
                 where.local_rank
                 < where.local_size
-                == sum(other.node == where.node for other in places)
+                == sum(other.node == where.node for other in found)
             )
+
+
+def test_ranks_of_a_host_need_not_follow_each_other() -> None:
+    found = places([0, 1, 0, 2, 0])
+    assert [where.local_rank for where in found] == [0, 0, 1, 0, 2]
+    assert [where.local_size for where in found] == [3, 1, 3, 1, 3]
+    everyone = dict(enumerate(found))
+    assert rank_environment(4, everyone)["PYCOLL_LOCAL_RANKS"] == "0,2,4"
 
 
 def test_bound_ranks_keep_to_cores_of_their_own(tmp_path: Path) -> None:

@@ -261,8 +261,8 @@ def test_a_launcher_without_descriptors_ends_everything_and_gives_the_cause(
         holding.append(no_descriptors())
         taken = holding[0].__enter__()
         if not has_spare:  # what was kept for the end is gone, too
-            taken += job._spare
-            job._spare.clear()
+            taken += job._hosts._here._spare
+            job._hosts._here._spare.clear()
 
     job = Job(
         [sys.executable, str(script)], Options(1), stdin=end, stdout=take, stderr=lambda *_: None

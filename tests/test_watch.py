@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pycoll.launcher import process
 from pycoll.launcher import watch as watching
 from pycoll.launcher.rendezvous import Client
 from pycoll.launcher.rendezvous_pairs import link_variable
@@ -31,7 +32,9 @@ class Ranks:
     def __init__(self) -> None:
         self.server = Server(SIZE, KEY)
         self.told: list[list[str]] = []
-        self.watch = Watch(self.server, SIZE, 0.02, self.told.append)
+        self.watch = Watch(
+            self.server, SIZE, 0.02, self.told.append, lambda rank, pid: process.doing(pid)
+        )
         self.clients = []
         for rank in range(SIZE):
             descriptor = self.server.open_link()
@@ -184,7 +187,7 @@ def test_who_leaves_a_call_and_comes_to_it_again_is_looked_at_anew(
     monkeypatch.setattr(watching, "time", clock)
     for name in ("_PAUSE_S", "_ANSWER_S"):
         monkeypatch.setattr(watching, name, 1000.0)  # of this clock
-    ranks.watch = Watch(ranks.server, SIZE, 1000.0, ranks.told.append)
+    ranks.watch = Watch(ranks.server, SIZE, 1000.0, ranks.told.append, lambda rank, pid: "")
     waits, answer = ranks.server.calls.waits(), lambda rank, asked: None if asked else {}
     deadline = time.monotonic() + DEADLINE_S
 

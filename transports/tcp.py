@@ -3,8 +3,9 @@
 Every rank has two sockets. The *inbox* is a DEALER bound to a free port, from which all that
 others send is read. The *outbox* is a ROUTER with one connection to each rank it has sent to,
 made by the first message. So a connection carries messages one way, and two ranks that talk both
-ways have two. Connections are authenticated (PLAIN, a random token per inbox, handed out by the
-rendezvous) before a byte of theirs is believed.
+ways have two. Connections are authenticated before a byte of theirs is believed: on one machine by
+PLAIN, a random token per inbox, handed out by the rendezvous; between machines by CURVE, with keys
+that all ranks derive from the job's, which encrypts, too.
 
 ZeroMQ queues without limit here (its high-water marks drop or block by the message, not by the
 byte); what bounds memory are the credits of the transport contract and the window below. ZeroMQ
@@ -41,7 +42,7 @@ import zmq
 
 # Imported now, not by the first zero-copy send: its exit handler, which ends the thread behind
 # those, is so registered before, and runs after, that of whoever closes a transport at exit.
-from zmq.utils import garbage
+from zmq.utils import garbage, z85
 from zmq.utils.monitor import parse_monitor_message
 
 from pycoll.errors import PeerFailed, TransportError
@@ -58,7 +59,7 @@ from pycoll.transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll.zap import Authenticator, guard, open_context
+from pycoll.zap import Authenticator, Keys, guard, open_context
 
 SEGMENT = 1024 * 1024
 """Bytes of one DATA message. ZeroMQ on loopback was quickest in messages of about 1 MiB
@@ -209,12 +210,16 @@ class TcpTransport(Transport):
     Args:
         rank: this rank's number in the job.
         host: the address to listen on; loopback unless the job has other hosts.
+        keys: with these CURVE secures the connections; None: PLAIN does, on loopback only.
     """
 
     name = "tcp"
 
-    def __init__(self, rank: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, rank: int, host: str = "127.0.0.1", keys: Keys | None = None) -> None:
+        if keys is None and host not in ("127.0.0.1", "::1"):
+            raise ValueError(f"without keys connections are on loopback only, not on {host}")
         self._rank = rank
+        self._keys = keys
         self._token = secrets.token_hex(16)
         if why := why_unreachable(host):
             raise TransportError(f"tcp: rank {rank} cannot be reached at {host}: {why}")
@@ -266,9 +271,15 @@ class TcpTransport(Transport):
             listener.close()
 
     def _open_inbox(self, listener: int) -> zmq.Socket[bytes]:
-        self._authenticator.allow_plain("pycoll", self._token.encode())
         inbox = self._open(zmq.DEALER)
-        inbox.plain_server = True
+        if self._keys is None:
+            self._authenticator.allow_plain("pycoll", self._token.encode())
+            inbox.plain_server = True
+        else:
+            self._authenticator.allow_curve("pycoll", z85.decode(self._keys.client_public))
+            inbox.curve_server = True
+            inbox.curve_publickey = self._keys.server_public
+            inbox.curve_secretkey = self._keys.server_secret
         guard(inbox, "pycoll")
         inbox.handshake_ivl = HANDSHAKE_MS
         inbox.use_fd = os.dup(listener)
@@ -289,7 +300,8 @@ class TcpTransport(Transport):
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = 2
         socket.tcp_keepalive_intvl = 1
-        socket.tcp_keepalive_cnt = 3
+        socket.tcp_keepalive_cnt = 3 if self._keys is None else 6  # a cable may be out for 3 s
+        socket.ipv6 = self._keys is not None
         return socket
 
     def address(self) -> dict[str, Any]:
@@ -375,8 +387,13 @@ class TcpTransport(Transport):
         self._linked.add(peer)
         self._names[peer] = b"r%d" % peer
         self._endpoints[endpoint] = peer
-        self._outbox.plain_username = b"pycoll"
-        self._outbox.plain_password = address["token"].encode()
+        if self._keys is None:
+            self._outbox.plain_username = b"pycoll"
+            self._outbox.plain_password = address["token"].encode()
+        else:
+            self._outbox.curve_publickey = self._keys.client_public
+            self._outbox.curve_secretkey = self._keys.client_secret
+            self._outbox.curve_serverkey = self._keys.server_public
         self._outbox.setsockopt(zmq.CONNECT_ROUTING_ID, self._names[peer])
         self._outbox.connect(endpoint)
 

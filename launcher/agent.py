@@ -1,0 +1,313 @@
+"""The launcher's part on another host: has the ranks there started, watched and ended.
+
+`python -m pycoll.launcher.agent ssh` (or `srun`), on whose standard input and output it talks to
+the launcher (`connection`; the launcher's end is `remote`). When that is gone, or has said nothing
+for a while, it ends the ranks.
+
+    the launcher says             the agent answers, or does
+    open {job, key, node,         opened port: where others may try to reach it; or refused
+      places}                     {errno, text, file}
+    reach targets, measures       reached: see `reach.reach_all`
+    start {argv, environment,     started; or refused. `environment` is all that the ranks have,
+      bind}                       beside what is the host's own (HOME and its like)
+    link number, frame            for the rank at the other end of that link
+    joined rank, pid              watches that process, too
+    signal number                 to every process of the job here
+    failure                       wakes the ranks: one of the job has failed
+    taken rank, stream, nbytes    so much of its output has been written
+    end                           ends what is left; over, when everything has been said
+    beat                          nothing
+
+    the agent says
+    hello {...}                   first: who it is, see `_hello`
+    link number, frame            from a rank
+    ended rank, status            its process has ended: exit status, or minus the signal
+    lost rank                     the process that joined as this rank has ended
+    output rank, stream, data     what it has written; nothing: that was all
+    said text                     what happens, for `--verbose`
+    beat states                   of each rank the native call it waits in, what its process does
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pycoll.launcher.connection import LOST_S, Connection
+from pycoll.launcher.environment import Place, free_port, personal, usable_cores
+from pycoll.launcher.host import LocalHost, Program, reserve_descriptors
+from pycoll.launcher.reach import Doorman, Reach, Target, Trial, own_addresses
+from pycoll.launcher.rendezvous_pairs import Pairs
+from pycoll.launcher.rendezvous_wire import WIRE_VERSION
+from pycoll.launcher.signals import caught_signals
+
+WINDOW_NBYTES = 256 << 10
+"""Bytes of one stream of a rank's output that may be on the way."""
+
+_READ_NBYTES = 64 << 10
+_LAST_READS = 32
+_FLUSH_S = 5.0  # for the last words
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all hosts of a job."""
+    from pycoll.launcher.cli import version
+
+    return {
+        "pycoll": version(),
+        "protocol": str(WIRE_VERSION),
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+class _Output:
+    """What a rank writes to standard output (1) or standard error (2)."""
+
+    def __init__(self, fd: int, rank: int, number: int, connection: Connection) -> None:
+        os.set_blocking(fd, False)
+        self.fd, self.rank, self.number = fd, rank, number
+        self.window = WINDOW_NBYTES
+        self._connection = connection
+
+    def read(self) -> bool:
+        """Pass on what is there; returns False when nothing more can come."""
+        try:
+            data = os.read(self.fd, _READ_NBYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        self.window -= len(data)
+        self._connection.send("output", self.rank, self.number, data)
+        return bool(data)
+
+
+class Agent:
+    """The agent; `host.Events` of its host.
+
+    Args:
+        selector: its loop.
+        reading, writing: descriptors that lead to the launcher.
+        starter: what has started this process: "ssh", "srun".
+    """
+
+    def __init__(
+        self, selector: selectors.BaseSelector, reading: int, writing: int, starter: str
+    ) -> None:
+        self._selector, self._starter = selector, starter
+        self._stack = contextlib.ExitStack()
+        self._connection = Connection(reading, writing, selector, self._hear, self._lose)
+        self._host: LocalHost | None = None
+        self._pairs: Pairs | None = None
+        self._outputs: dict[tuple[int, int], _Output] = {}
+        self._pids: dict[int, int] = {}  # that have joined, by rank
+        self._is_over = False
+
+    def run(self, signals: list[int]) -> int:
+        """Serve the launcher until the job is over; returns the exit status."""
+        self._connection.mark()
+        self._connection.send("hello", self._hello())
+        with self._stack:
+            while self._connection.is_open and not self._is_over:
+                now = time.monotonic()
+                if signals or self._connection.is_silent(now):
+                    break
+                if now >= self._connection.beat_at():
+                    self._connection.send("beat", self._states())
+                wake = min(self._connection.beat_at(), self._connection.silent_at())
+                poll_s = self._host.poll() if self._host is not None else float("inf")
+                ready = self._selector.select(max(0.0, min(wake - now, poll_s)))
+                self._carry()  # what a rank said last comes before its end
+                for key, _ in ready:
+                    key.data()
+            if self._host is not None:
+                self._host.sweep()
+        self._connection.flush(time.monotonic() + _FLUSH_S)
+        self._connection.close()
+        return 0 if self._is_over else 1
+
+    # What the host tells.
+
+    def ended(self, rank: int, status: int) -> None:
+        """Pass it on; `host.Events`."""
+        self._carry()
+        self._connection.send("ended", rank, status)
+
+    def lost(self, rank: int) -> None:
+        """Pass it on; `host.Events`."""
+        self._connection.send("lost", rank)
+
+    def say(self, text: str) -> None:
+        """Pass it on; `host.Events`."""
+        self._connection.send("said", text)
+
+    # What the launcher says.
+
+    def _hear(self, kind: str, fields: list[Any]) -> None:
+        host = self._host
+        if kind == "open":
+            self._try(lambda: self._open(**fields[0]))
+        elif host is None:
+            pass
+        elif kind == "start":
+            self._try(lambda: self._start(**fields[0]))
+        elif kind == "reach":
+            self._reach(*fields)
+        elif kind == "link":
+            assert self._pairs is not None
+            pair = self._pairs.find(fields[0])
+            if pair is not None:
+                pair.send(fields[1])
+        elif kind == "joined":
+            self._pids[fields[0]] = fields[1]
+            host.watch_joined(*fields)
+        elif kind == "signal":
+            host.signal(*fields)
+        elif kind == "failure":
+            host.tell_failure()
+        elif kind == "taken":
+            self._taken(*fields)
+        elif kind == "end":
+            self._end(host)
+
+    def _lose(self, why: str) -> None:
+        """The launcher is gone: `run` ends, and with it the ranks."""
+
+    def _try(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except OSError as exc:
+            self._connection.send("refused", exc.errno, exc.strerror or str(exc), exc.filename)
+
+    def _open(self, job: str, key: bytes, node: int, places: Mapping[str, list[int]]) -> None:
+        where = {int(rank): Place(*place) for rank, place in places.items()}
+        reserve_descriptors(len(where))
+        self._pairs = Pairs(key)
+        self._stack.callback(self._pairs.close)
+        self._selector.register(self._pairs.fileno(), selectors.EVENT_READ, self._carry)
+        self._host = LocalHost(
+            job,
+            where,
+            self._selector,
+            self,
+            self._pairs.open,
+            self._add_output,
+            self._stack,
+            LOST_S,
+        )
+        self._key = key
+        self._doorman = Doorman(key, node)
+        self._stack.callback(self._doorman.close)
+        self._connection.send("opened", self._doorman.port)
+
+    def _reach(self, targets: list[list[Any]], measures: bool) -> None:
+        def tell(found: list[Reach]) -> None:
+            self._connection.send("reached", found)
+
+        wanted = [Target(*target) for target in targets]
+        Trial(self._selector, tell, wanted, self._key, measures=measures)
+
+    def _start(self, argv: list[str], environment: dict[str, str], bind: bool) -> None:
+        assert self._host is not None
+        self._doorman.close()
+        own = {**personal(os.environ), **environment}
+        self._host.start(Program(argv, own, bind=bind, stdin=None))
+        self._connection.send("started")
+
+    def _taken(self, rank: int, number: int, nbytes: int) -> None:
+        output = self._outputs.get((rank, number))
+        if output is not None:
+            if output.window <= 0 < output.window + nbytes:
+                self._watch(output)
+            output.window += nbytes
+
+    def _end(self, host: LocalHost) -> None:
+        host.sweep()
+        self._carry()
+        for output in list(self._outputs.values()):
+            for _ in range(_LAST_READS):
+                if (output.rank, output.number) not in self._outputs or not self._read(output):
+                    break
+        self._connection.send("over")
+        self._is_over = True
+
+    # Carrying.
+
+    def _carry(self) -> None:
+        """Pass on what ranks say."""
+        if self._pairs is not None:
+            for pair, frame in self._pairs.receive():
+                self._connection.send("link", pair.number, frame)
+
+    def _add_output(self, rank: int, stdout: int, stderr: int) -> None:
+        for number, fd in ((1, stdout), (2, stderr)):
+            output = self._outputs[rank, number] = _Output(fd, rank, number, self._connection)
+            self._stack.callback(os.close, fd)
+            self._watch(output)
+
+    def _watch(self, output: _Output) -> None:
+        def read() -> None:
+            more = self._read(output)
+            if more and output.window <= 0:
+                self._selector.unregister(output.fd)
+
+        self._selector.register(output.fd, selectors.EVENT_READ, read)
+
+    def _read(self, output: _Output) -> bool:
+        """Pass on what is there; returns whether more may come."""
+        more = output.read()
+        if not more:
+            del self._outputs[output.rank, output.number]
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(output.fd)
+        return more
+
+    def _states(self) -> list[tuple[int, str, str]]:
+        host = self._host
+        if host is None:
+            return []
+        return [(r, host.doing(r), host.state(r, pid)) for r, pid in self._pids.items()]
+
+    def _hello(self) -> dict[str, Any]:
+        reached, launcher = _seen_by(self._starter, os.environ)
+        return {
+            "versions": versions(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "cores": usable_cores(),
+            "reached": reached,
+            "launcher": launcher,
+            "addresses": own_addresses(),
+            "time": time.time(),
+            "port": free_port(),
+        }
+
+
+def _seen_by(starter: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """At which address the starter has reached this host, and where it is itself; "": unknown."""
+    if starter == "ssh":
+        words = environ.get("SSH_CONNECTION", "").split()
+        return (words[2], words[0]) if len(words) == 4 else ("", "")
+    return "", environ.get("SLURM_LAUNCH_NODE_IPADDR", "") if starter == "srun" else ""
+
+
+def main(starter: str) -> int:
+    """Be an agent on standard input and output."""
+    reading, writing = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)  # what is printed by mistake is no frame
+    os.close(nowhere)
+    with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
+        return Agent(selector, reading, writing, starter).run(signals)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,195 @@
+"""Frames between the launcher and the agent of another host, over whatever carries bytes.
+
+A frame is a length of 4 bytes, the msgpack of [kind, field, ...] and the end of a line, without
+which srun would keep it. What a login shell has printed before the agent began is skipped: the
+agent says `MARKER` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+MARKER = b"\n\0pycoll agent\0\n"
+
+BEAT_S = 1.0
+"""Each side says something at least so often, "beat" if there is nothing else."""
+
+LOST_S = 8.0
+"""Who has heard nothing for so long takes the other side for lost. A cable that is out for 3 s is
+quiet for up to 6.4: TCP repeats after 0.2, 0.4, 0.8, 1.6 and 3.2 s."""
+
+_MAX_FRAME_NBYTES = 32 << 20
+_MAX_NOISE_NBYTES = 1 << 20
+_READ_NBYTES = 256 << 10
+_LENGTH_NBYTES = 4
+
+Hear = Callable[[str, list[Any]], None]
+
+
+class Connection:
+    """One end; it never blocks, and keeps what the other end does not read.
+
+    Args:
+        reading, writing: the descriptors, which become its own; they may be the same.
+        selector: the owner's loop; the data of a key is a function to call when it is ready.
+        hear: called with each frame that comes: kind and fields.
+        lost: called once with why nothing can come any more: "" if the other end has closed.
+        skips: skip what comes before `MARKER`.
+
+    Attributes:
+        noise: what came before `MARKER`, the beginning of it.
+        is_open: False after `lost` or `close`.
+    """
+
+    def __init__(
+        self,
+        reading: int,
+        writing: int,
+        selector: selectors.BaseSelector,
+        hear: Hear,
+        lost: Callable[[str], None],
+        *,
+        skips: bool = False,
+    ) -> None:
+        self._reading, self._writing = reading, writing
+        self._selector, self._hear, self._lost = selector, hear, lost
+        self._skips = skips
+        self.noise = b""
+        self.is_open = True
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._said_at = self._heard_at = time.monotonic()
+        self._waits_to_write = False
+        for descriptor in {reading, writing}:
+            os.set_blocking(descriptor, False)
+        selector.register(reading, selectors.EVENT_READ, self._read)
+
+    def send(self, kind: str, *fields: Any) -> None:
+        """Send a frame, now or when the other end reads; without a connection: nothing."""
+        if self.is_open:
+            frame = msgpack.packb([kind, *fields], unicode_errors="surrogateescape") + b"\n"
+            self._outgoing += len(frame).to_bytes(_LENGTH_NBYTES, "little") + frame
+            self._said_at = time.monotonic()
+            self._write()
+
+    def mark(self) -> None:
+        """Send `MARKER`."""
+        self._outgoing += MARKER
+        self._write()
+
+    def is_silent(self, now: float) -> bool:
+        """Return whether nothing has come for so long that the other side is lost."""
+        return now >= self._heard_at + LOST_S
+
+    def beat_at(self) -> float:
+        """Return when something is to be said, if nothing was."""
+        return self._said_at + BEAT_S
+
+    def silent_at(self) -> float:
+        """Return when the other side is lost, if nothing comes."""
+        return self._heard_at + LOST_S
+
+    def flush(self, deadline: float) -> None:
+        """Wait until everything has been sent, or the deadline has passed."""
+        while self.is_open and self._outgoing and (left := deadline - time.monotonic()) > 0:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._writing, selectors.EVENT_WRITE)
+                selector.select(left)
+            self._write()
+
+    def close(self) -> None:
+        """Close the descriptors; may be called again."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._selector.unregister(self._reading)
+        if self._waits_to_write and self._writing != self._reading:
+            self._selector.unregister(self._writing)
+        for descriptor in {self._reading, self._writing}:
+            os.close(descriptor)
+
+    def _end(self, why: str) -> None:
+        if self.is_open:
+            self.close()
+            self._lost(why)
+
+    def _read(self) -> None:
+        if self._waits_to_write and self._reading == self._writing:
+            self._write()
+        try:
+            data = os.read(self._reading, _READ_NBYTES) if self.is_open else b""
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            return self._end(exc.strerror or str(exc))
+        if not data:
+            return self._end("")
+        self._heard_at = time.monotonic()
+        self._incoming += data
+        if self._skips and not self._find_marker():
+            return
+        self._split()
+
+    def _find_marker(self) -> bool:
+        at = self._incoming.find(MARKER)
+        if at >= 0:
+            self._skips = False
+            self.noise = bytes(self._incoming[:at])
+            del self._incoming[: at + len(MARKER)]
+        elif len(self._incoming) > _MAX_NOISE_NBYTES:
+            self.noise = bytes(self._incoming)
+            self._end("what its login shell prints does not end")
+        else:
+            self.noise = bytes(self._incoming)
+        return at >= 0
+
+    def _split(self) -> None:
+        start = 0
+        frames = []
+        while len(self._incoming) >= (body := start + _LENGTH_NBYTES):
+            end = body + int.from_bytes(self._incoming[start:body], "little")
+            if end - body > _MAX_FRAME_NBYTES:
+                return self._end("it sends what makes no sense")
+            if end > len(self._incoming):
+                break
+            frames.append(bytes(self._incoming[body:end]))
+            start = end
+        del self._incoming[:start]
+        for frame in frames:
+            if not self.is_open:
+                return
+            try:
+                kind, *fields = msgpack.unpackb(frame[:-1], unicode_errors="surrogateescape")
+            except (ValueError, TypeError):
+                return self._end("it sends what makes no sense")
+            self._hear(kind, fields)
+
+    def _write(self) -> None:
+        try:
+            while self.is_open and self._outgoing:
+                sent = os.write(self._writing, self._outgoing)
+                del self._outgoing[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:  # closed at the other end: what had come from there is still read
+            self._outgoing.clear()
+        self._watch_writing(bool(self._outgoing))
+
+    def _watch_writing(self, waits: bool) -> None:
+        if waits == self._waits_to_write or not self.is_open:
+            return
+        self._waits_to_write = waits
+        if self._writing == self._reading:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
+            self._selector.modify(self._reading, events, self._read)
+        elif waits:
+            self._selector.register(self._writing, selectors.EVENT_WRITE, self._write)
+        else:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._writing)

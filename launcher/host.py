@@ -1,0 +1,339 @@
+"""The ranks of one host: started, watched, signalled, and ended with all they leave behind.
+
+It runs in its owner's loop: the launcher's for its own host, an agent's for another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import selectors
+import subprocess
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import IO, Any, NamedTuple, Protocol
+
+from pycoll.launcher import guardian, process
+from pycoll.launcher.environment import Place, cpus_of_cores, rank_environment, usable_cores
+from pycoll.launcher.host_memory import JobMemory
+from pycoll.launcher.outcome import signal_name
+from pycoll.launcher.rendezvous_pairs import link_variable
+
+_POLL_S = 0.05  # between looks at the ranks where there are no pidfds
+# Of a rank: process, joined process, two pipes, log file, connection, eventfd; and of its host,
+# which may be its alone: the memory, and the mapping, for which Python keeps it open once more.
+_DESCRIPTORS_OF_A_RANK = 9
+_DESCRIPTORS = 64  # what else a job opens: about 25, most of it libzmq's
+_SPARE = 16  # kept for the end: to look at processes takes two or three
+_EXIT_STATUS = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+class Program(NamedTuple):
+    """What every rank of a host runs.
+
+    Attributes:
+        argv: the program and its arguments.
+        environment: what the environments of all ranks have in common.
+        pass_fds: descriptors every rank inherits under the same numbers; they stay the caller's.
+        bind: keep each rank on a core of its own.
+        stdin: standard input of rank 0 (None: this process's); the other ranks have none.
+    """
+
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    pass_fds: Sequence[int] = ()
+    bind: bool = False
+    stdin: int | IO[Any] | None = None
+
+
+class Events(Protocol):
+    """What a host tells its owner, which is in a call of it or in its own loop then."""
+
+    def ended(self, rank: int, status: int) -> None:
+        """Hear that the process of a rank has ended: its exit status, or minus the signal."""
+
+    def lost(self, rank: int) -> None:
+        """Hear that the process that joined as a rank has ended; it is not the one started here."""
+
+    def say(self, text: str) -> None:
+        """Hear what happens, for who wants to know."""
+
+
+class Host(Protocol):
+    """What the launcher wants of a host."""
+
+    def start(self, program: Program) -> None:
+        """Start all ranks there."""
+
+    def watch_joined(self, rank: int, pid: int) -> None:
+        """Watch the process that has joined as a rank, if it is not the one started here."""
+
+    def doing(self, rank: int) -> str:
+        """Return the native call that a rank waits in, and for how long; "" if in none."""
+
+    def state(self, rank: int, pid: int) -> str:
+        """Return what a rank's process is doing, as `process.doing`."""
+
+    def tell_failure(self) -> None:
+        """Wake the ranks that wait natively: one has failed."""
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to every process of the job on this host."""
+
+    def sweep(self) -> None:
+        """Kill whatever is left of the job on this host; only the first call counts."""
+
+
+class _Process:
+    """A rank's process.
+
+    It stays a zombie until the job is over, so that its number, which is its session's too, cannot
+    pass to another.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self.popen = popen
+        self.pid = popen.pid
+        self.pidfd = _pidfd(popen.pid)
+        self.joined_pidfd: int | None = None
+        self.has_ended = False
+
+
+def _pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # an old kernel, or a container that forbids it
+        return None
+
+
+def reserve_descriptors(ranks: int) -> None:
+    """Make sure that this process may open what so many ranks need.
+
+    Libzmq hangs where it may not.
+
+    Raises:
+        OSError: more are needed than are allowed.
+    """
+    needed = len(os.listdir("/proc/self/fd")) + _DESCRIPTORS_OF_A_RANK * ranks
+    needed += _DESCRIPTORS + _SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise OSError(
+            errno.EMFILE, f"that takes {needed} open files, {hard} are allowed (ulimit -n)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+class LocalHost:
+    """The ranks of the host that this process is on.
+
+    Args:
+        job: the job's id, which every process of it carries in PYCOLL_JOB.
+        places: where its ranks are, by rank; emulated hosts are several, of this one.
+        selector: the owner's; the data of a key is a function to call when it is ready.
+        events: hears what happens.
+        open_link: makes a link for a rank; returns the descriptor that it inherits.
+        relay: is given the read ends of what a rank writes: rank, standard output, standard error.
+        stack: what is opened is undone by it.
+        silent_s: the ranks are ended if this process does not call `poll` for so long; 0: it may.
+
+    Raises:
+        OSError: something cannot be opened.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        places: Mapping[int, Place],
+        selector: selectors.BaseSelector,
+        events: Events,
+        open_link: Callable[[], int],
+        relay: Callable[[int, int, int], None],
+        stack: contextlib.ExitStack,
+        silent_s: float = 0.0,
+    ) -> None:
+        self.ranks = list(places)
+        self._job, self._places = job, places
+        self._selector, self._events = selector, events
+        self._open_link, self._relay = open_link, relay
+        self._processes: dict[int, _Process] = {}
+        self._is_swept = False
+        self._memory = JobMemory(places, usable_cores())
+        stack.callback(self._memory.close)
+        # Descriptors for the end.
+        self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE)]
+        stack.callback(self.free_descriptors)
+        stack.callback(self._reap)  # not before the guardian has ended, which knows them by number
+        self._silent_s = silent_s
+        self._guardian = stack.enter_context(guardian.guarded(job, silent_s))
+        stack.callback(self.sweep)
+
+    def start(self, program: Program) -> None:
+        """Start all ranks.
+
+        Raises:
+            OSError: one could not be started.
+        """
+        environment = dict(program.environment)
+        if len(self.ranks) > 1:  # else the threads of each rank's libraries would want all cores
+            share = max(1, usable_cores() // len(self.ranks))
+            environment.setdefault("OMP_NUM_THREADS", str(share))
+        program = program._replace(environment=environment)
+        cores = cpus_of_cores() if program.bind else []
+        allowed = os.sched_getaffinity(0)
+        try:
+            for index, rank in enumerate(self.ranks):
+                cpus = cores[index % len(cores)] if cores else None
+                if cpus:  # a child inherits the affinity of the thread that starts it
+                    os.sched_setaffinity(0, cpus)
+                self._start_rank(rank, program, cpus)
+        finally:
+            if cores:
+                os.sched_setaffinity(0, allowed)
+
+    def _start_rank(self, rank: int, program: Program, cpus: Collection[int] | None) -> None:
+        memory = self._memory.of(rank)
+        ours: list[int] = []
+        theirs: list[int] = []
+        try:
+            for _ in range(2):
+                end, their_end = os.pipe()
+                ours.append(end)
+                theirs.append(their_end)
+            theirs.append(self._open_link())
+            own = rank_environment(rank, self._places)
+            own["PYCOLL_LINK"] = link_variable(theirs[2])
+            own["PYCOLL_SHM"] = memory.variable
+            popen = subprocess.Popen(
+                program.argv,
+                stdin=subprocess.DEVNULL if rank else program.stdin,
+                stdout=theirs[0],
+                stderr=theirs[1],
+                env={**program.environment, **own},
+                pass_fds=(*program.pass_fds, *memory.descriptors, theirs[2]),
+                start_new_session=True,
+            )
+        except BaseException:
+            for descriptor in ours:
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        started = self._processes[rank] = _Process(popen)
+        self._guardian.add_session(started.pid)
+        self._relay(rank, *ours)
+        self._watch(started.pidfd, lambda: self._see_end(rank))
+        bound = f" on CPUs {sorted(cpus)}" if cpus else ""
+        self._events.say(f"rank {rank}: process {started.pid}{bound}")
+
+    def poll(self) -> float:
+        """Look at the ranks that nothing wakes us for; returns after how long to look again."""
+        if self._silent_s:
+            self._guardian.alive()
+        polled = [
+            rank for rank, each in self._processes.items() if not each.has_ended and not each.pidfd
+        ]
+        for rank in polled:
+            self._see_end(rank)
+        return _POLL_S if polled else self._silent_s / 4 or float("inf")
+
+    def watch_joined(self, rank: int, pid: int) -> None:
+        """See `Host`."""
+        started = self._processes[rank]
+        if pid == started.pid or started.joined_pidfd is not None:
+            return
+        try:
+            started.joined_pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return self._events.lost(rank)
+        except (AttributeError, OSError):  # it cannot be watched; its parent is
+            return
+
+        def see_lost() -> None:
+            self._unwatch(started.joined_pidfd)
+            started.joined_pidfd = None
+            self._events.lost(rank)
+
+        self._watch(started.joined_pidfd, see_lost)
+
+    def doing(self, rank: int) -> str:
+        """See `Host`."""
+        return self._memory.doing(rank)
+
+    def state(self, rank: int, pid: int) -> str:
+        """See `Host`."""
+        return process.doing(pid)
+
+    def tell_failure(self) -> None:
+        """See `Host`."""
+        self._memory.tell_failure()
+
+    def signal(self, signum: int) -> None:
+        """See `Host`."""
+        self.free_descriptors()
+        try:
+            reached = guardian.signal_members(self._sessions(), self._job, signum)
+        except OSError as exc:  # who is in the ranks' process groups was reached
+            name = signal_name(signum)
+            self._events.say(f"{name} to the ranks: cannot look for others: {exc.strerror}")
+        else:
+            self._events.say(f"{signal_name(signum)} to {len(reached)} processes")
+
+    def sweep(self) -> None:
+        """See `Host`. Where this process cannot, the guardian does."""
+        if self._is_swept:
+            return
+        self._is_swept = True
+        self.free_descriptors()
+        if self._processes:
+            try:
+                killed = guardian.sweep(self._sessions(), self._job)
+            except OSError as exc:
+                self._events.say(f"the guardian kills what is left: {exc.strerror}")
+                return
+            if killed:
+                self._events.say(f"SIGKILL to {len(killed)} processes that were left")
+        self._guardian.done()
+
+    def free_descriptors(self) -> None:
+        """Give up those that were kept for the end; may be called again."""
+        while self._spare:
+            os.close(self._spare.pop())
+
+    def _see_end(self, rank: int) -> None:
+        """Find out whether and how a rank ended (that it was stopped is no end)."""
+        started = self._processes[rank]
+        try:
+            result = os.waitid(os.P_PID, started.pid, _EXIT_STATUS)
+        except ChildProcessError:  # the program that runs us has taken its status
+            status = started.popen.poll() or 0
+        else:
+            if result is None:
+                return
+            status = result.si_status * (1 if result.si_code == os.CLD_EXITED else -1)
+        self._unwatch(started.pidfd)
+        started.pidfd = None
+        started.has_ended = True
+        self._events.ended(rank, status)
+
+    def _sessions(self) -> set[int]:
+        return {each.pid for each in self._processes.values()}
+
+    def _reap(self) -> None:
+        for each in self._processes.values():
+            each.popen.poll()
+            self._unwatch(each.pidfd)
+            self._unwatch(each.joined_pidfd)
+
+    def _watch(self, pidfd: int | None, callback: Callable[[], None]) -> None:
+        if pidfd is not None:
+            self._selector.register(pidfd, selectors.EVENT_READ, callback)
+
+    def _unwatch(self, pidfd: int | None) -> None:
+        if pidfd is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)

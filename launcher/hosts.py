@@ -1,0 +1,391 @@
+"""The hosts of a job: this one, of which several may be pretended, or several that are real.
+
+Ranks are started when all hosts are there, and each has found how it reaches every other. The
+launcher's own host needs no agent; see `host`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pycoll.launcher.environment import (
+    blocks,
+    free_port,
+    personal,
+    places,
+    sent,
+    shared_environment,
+)
+from pycoll.launcher.host import Events, Host, LocalHost, Program
+from pycoll.launcher.output import Relay
+from pycoll.launcher.rendezvous_server import Server
+from pycoll.launcher.starters import NamedHost
+
+if TYPE_CHECKING:
+    from pycoll.launcher.reach import Doorman, Reach
+    from pycoll.launcher.remote import RemoteHost
+
+_LOOPBACK = "127.0.0.1"
+_QUICK_S, _PROGRESS_S = 2.0, 5.0  # before, and between, words on who is not there yet
+_SWEEP_S = 8.0  # for other hosts to end what is left there, and to pass on what was printed
+
+
+class Plan(NamedTuple):
+    """What the hosts of a job are to run.
+
+    Attributes:
+        job: the job's id.
+        key: its secret.
+        size: number of ranks.
+        hosts: the hosts, and how their agents are started; none: this one.
+        nodes: by rank the index of its host in `hosts`.
+        emulate_hosts: number of hosts to pretend, without `hosts`.
+        argv: the program of every rank and its arguments.
+        transport, op_timeout_s, exports: see `environment.shared_environment`.
+        interface: other hosts use only the addresses of this interface ("": all).
+        address: they reach this host at this one ("": those that they find).
+        checks: no ranks are started, but the ways between the hosts are measured.
+        bind: keep each rank on a core of its own.
+        pass_fds, stdin: see `host.Program`.
+    """
+
+    job: str
+    key: bytes
+    size: int
+    hosts: Sequence[NamedHost]
+    nodes: Sequence[int]
+    emulate_hosts: int
+    argv: Sequence[str]
+    transport: str
+    op_timeout_s: float | None
+    exports: Mapping[str, str]
+    interface: str
+    address: str
+    checks: bool
+    bind: bool
+    pass_fds: Sequence[int]
+    stdin: int | IO[Any] | None
+
+
+class JobEvents(Events, Protocol):
+    """What the hosts tell the job, beside what each host does."""
+
+    def refused(self, host: str, error: OSError) -> None:
+        """Hear that the ranks of a host cannot be started; "": of this one."""
+
+    def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
+        """Hear that a host is lost, with its ranks; what its starter has written."""
+
+    def unreachable(self, lines: Sequence[str]) -> None:
+        """Hear that some hosts cannot reach others: which, at which port, and why."""
+
+    def checked(self, ways: Sequence[Way]) -> None:
+        """Hear how the hosts reach each other, if the plan is to find out that."""
+
+    def progress(self, text: str) -> None:
+        """Hear how far the start is, for who waits at a terminal."""
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Show the user what is not a rank's."""
+
+
+class Way(NamedTuple):
+    """How one host reaches another: their names, and what was found out."""
+
+    by: str
+    to: str
+    reach: Reach
+
+
+class Hosts:
+    """All hosts of a job.
+
+    Args:
+        plan: what they run.
+        selector: the owner's loop; the data of a key is a function to call when it is ready.
+        events: hears what happens.
+        server: where the ranks meet.
+        relay: gets what they write.
+        stack: what is opened is undone by it.
+
+    Attributes:
+        have_started: the ranks have been started, on all hosts.
+
+    Raises:
+        OSError: something cannot be opened.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        selector: selectors.BaseSelector,
+        events: JobEvents,
+        server: Server,
+        relay: Relay,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._plan, self._selector, self._events = plan, selector, events
+        self._server = server
+        self.have_started = False
+        self._here: LocalHost | None = None
+        self._remotes: list[RemoteHost] = []
+        self._all: list[Host] = []
+        self._num_opened = self._num_started = 0  # of the remotes
+        self._ways: dict[tuple[int, int], Reach] = {}  # by the number of a host, to another
+        self._untried: list[int] = []  # hosts that have not tried to reach others
+        hosts = plan.hosts or [NamedHost("localhost")]
+        self._names = [host.name for host in hosts]
+        self._stack = stack
+        self._doorman: Doorman | None = None
+        self._progress_at = time.monotonic() + _QUICK_S
+        nodes = plan.nodes or blocks(plan.size, plan.emulate_hosts)
+        where = dict(enumerate(places(nodes)))
+        for index, (name, command) in enumerate(hosts):
+            mine = {r: at for r, at in where.items() if not plan.hosts or at.node == index}
+            if not command:
+                self._here = LocalHost(
+                    plan.job, mine, selector, events, server.open_link, relay.add, stack
+                )
+                self._all.append(self._here)
+            else:
+                from pycoll.launcher.remote import RemoteHost  # most jobs have none
+
+                events.say(f"{name}: its agent is started by {command[0]}")
+                remote = RemoteHost(name, command, mine, selector, self, relay, server.hear, stack)
+                self._remotes.append(remote)
+                self._all.append(remote)
+        self._of_rank = [self._all[at.node if plan.hosts else 0] for at in where.values()]
+
+    def start(self) -> None:
+        """Start the ranks, now or when all hosts are there.
+
+        Raises:
+            OSError: one cannot be started on this host.
+        """
+        if not self._remotes:
+            self._start_ranks()
+
+    def of(self, rank: int) -> Host:
+        """Return the host of a rank."""
+        return self._of_rank[rank]
+
+    def update(self, now: float) -> float:
+        """Do what is due; returns when something will be."""
+        wake = [host.update(now) for host in self._remotes]
+        if not self.have_started and self._remotes:
+            wake.append(self._show_progress(now))
+        if self._here is not None:
+            wake.append(now + self._here.poll())
+        return min(wake)
+
+    def clocks(self) -> dict[str, float]:
+        """By how many seconds the clocks of other hosts are ahead, to about a tenth."""
+        return {host.name: host.hello["time"] - host.heard_at for host in self._remotes}
+
+    def tell_failure(self) -> None:
+        """Wake all ranks that wait natively: one has failed."""
+        for host in self._all:
+            host.tell_failure()
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to every process of the job."""
+        self._server.close_port()  # whoever comes there cannot have the descriptors
+        for host in self._all:
+            host.signal(signum)
+
+    def sweep(self, hear: Callable[[], object]) -> None:
+        """Kill whatever is left of the job; pass on what other hosts still have to say.
+
+        Args:
+            hear: called when something may have come for the server.
+        """
+        self._server.close_port()
+        for host in self._all:
+            host.sweep()
+        deadline = time.monotonic() + _SWEEP_S
+        while (now := time.monotonic()) < deadline and not all(h.is_over for h in self._remotes):
+            wake = min(host.update(now) for host in self._remotes)
+            for key, _ in self._selector.select(max(0.0, min(wake, deadline) - now)):
+                key.data()
+            hear()
+
+    def _show_progress(self, now: float) -> float:
+        if now >= self._progress_at:
+            self._progress_at = now + _PROGRESS_S
+            absent = [host.name for host in self._remotes if not host.hello]
+            if absent:
+                there = f"{len(self._all) - len(absent)} of {len(self._all)} hosts are there"
+                self._events.progress(f"{there}, not {', '.join(absent[:8])}")
+        return self._progress_at
+
+    def _start_ranks(self) -> None:
+        plan = self._plan
+        first = self.of(0)
+        port = free_port() if first is self._here else self._remote(first).hello["port"]
+        environ: Mapping[str, str] = os.environ
+        if self._remotes:
+            environ = sent(os.environ)
+            names = " ".join(sorted({*environ, *plan.exports}))
+            self._events.say(f"all ranks have of this environment: {names}")
+        for host in self._all:
+            own = personal(os.environ) if self._remotes and host is self._here else {}
+            environment = shared_environment(
+                {**own, **environ},
+                plan.size,
+                job=plan.job,
+                key=plan.key,
+                rendezvous=self._server.endpoint,
+                transport=plan.transport,
+                op_timeout_s=plan.op_timeout_s,
+                exports=plan.exports,
+                master=(self._address(host, first), port),
+            )
+            if len(self._all) > 1:
+                seen = [f"{node}={self._address(host, o)}" for node, o in enumerate(self._all)]
+                environment["PYCOLL_ADDRESSES"] = ",".join(seen)
+            host.start(Program(plan.argv, environment, plan.pass_fds, plan.bind, plan.stdin))
+        self.have_started = not self._remotes
+
+    def _remote(self, host: Host) -> RemoteHost:
+        return next(remote for remote in self._remotes if remote is host)
+
+    # How the hosts reach each other.
+
+    def _address(self, by: Host, host: Host) -> str:
+        """The address at which one host reaches another, or itself."""
+        if len(self._all) == 1:
+            return _LOOPBACK
+        if by is host:  # anybody's will do
+            by = next(other for other in self._all if other is not host)
+        return self._ways[self._all.index(by), self._all.index(host)].address
+
+    def _try_ways(self) -> None:
+        """Have all hosts try to reach the others."""
+        from pycoll.launcher.reach import Doorman
+
+        if self._here is not None:
+            self._doorman = Doorman(self._plan.key, self._all.index(self._here))
+            self._stack.callback(self._doorman.close)
+        self._untried = list(range(len(self._all)))
+        if self._plan.checks:  # one after the other: they would disturb each other
+            self._try_ways_of(self._untried[0])
+        else:
+            for index in self._untried.copy():
+                self._try_ways_of(index)
+
+    def _try_ways_of(self, index: int) -> None:
+        from pycoll.launcher.reach import Target, Trial
+
+        by, plan = self._all[index], self._plan
+        targets = []
+        for node, host in enumerate(self._all):
+            if host is not by:
+                here = self._doorman if host is self._here else None
+                port = here.port if here is not None else self._remote(host).port
+                targets.append(Target(node, port, self._candidates(by, host)))
+        if by is self._here:
+
+            def hear(found: Sequence[Reach]) -> None:
+                self._see_ways(index, found)
+
+            Trial(self._selector, hear, targets, plan.key, measures=plan.checks)
+        else:
+            self._remote(by).reach(targets, plan.checks)
+
+    def _candidates(self, by: Host, host: Host) -> list[str]:
+        """Addresses at which one host may reach another, those that ssh has used first."""
+        if host is self._here:
+            from pycoll.launcher.reach import own_addresses
+
+            if self._plan.address:
+                return [self._plan.address]
+            told = [remote.hello["launcher"] for remote in self._remotes if remote is by]
+            every = [tuple(one) for one in own_addresses()]
+        else:
+            remote = self._remote(host)
+            told, every = [remote.hello["reached"]], remote.hello["addresses"]
+        if wanted := self._plan.interface:
+            return [address for interface, address in every if interface == wanted]
+        return list(dict.fromkeys([*filter(None, told), *(address for _, address in every)]))
+
+    def _see_ways(self, index: int, found: Sequence[Reach]) -> None:
+        for reach in found:
+            self._ways[index, reach.node] = reach
+        self._untried.remove(index)
+        if self._plan.checks and self._untried:
+            self._try_ways_of(self._untried[0])
+        if self._untried:
+            return
+        if self._doorman is not None:
+            self._doorman.close()
+        ways = [Way(self._names[by], self._names[to], r) for (by, to), r in self._ways.items()]
+        for way in ways:
+            self.say(f"{way.by} reaches {way.to} at {way.reach.address or 'no address'}")
+        lost = [way for way in ways if not way.reach.address]
+        if self._plan.checks:
+            self._events.checked(ways)
+        elif lost:
+            self._events.unreachable(
+                [f"{way.by} cannot reach {way.to}: {'; '.join(way.reach.failures)}" for way in lost]
+            )
+        else:
+            try:
+                self._start_ranks()
+            except OSError as exc:
+                self._events.refused("", exc)
+
+    # What hosts with an agent tell: `remote.RemoteEvents`.
+
+    def ended(self, rank: int, status: int) -> None:
+        """Pass it on."""
+        self._events.ended(rank, status)
+
+    def lost(self, rank: int) -> None:
+        """Pass it on."""
+        self._events.lost(rank)
+
+    def say(self, text: str) -> None:
+        """Pass it on."""
+        self._events.say(text)
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Pass it on."""
+        self._events.tell(lines)
+
+    def here(self, host: RemoteHost) -> None:
+        """Hear that an agent is there; when all are, they may open."""
+        self.say(f"{host.name}: its agent is process {host.hello['pid']}")
+        if all(each.hello for each in self._remotes):
+            for each in self._remotes:
+                each.open(self._plan.job, self._plan.key, self._all.index(each))
+
+    def opened(self, host: RemoteHost) -> None:
+        """Hear that a host has everything but the ranks; when all have, ways are tried."""
+        self._num_opened += 1
+        if self._num_opened == len(self._remotes):
+            try:
+                self._try_ways()
+            except OSError as exc:
+                self._events.refused("", exc)
+
+    def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
+        """Hear how other hosts are reached from one."""
+        self._see_ways(self._all.index(host), found)
+
+    def started(self, host: RemoteHost) -> None:
+        """Hear that the ranks of a host have been started."""
+        self._num_started += 1
+        self.have_started = self._num_started == len(self._remotes)
+
+    def refused(self, host: RemoteHost, error: OSError) -> None:
+        """Hear that the ranks of a host cannot be started."""
+        self._events.refused(host.name, error)
+
+    def gone(self, host: RemoteHost, why: str) -> None:
+        """Hear that a host is lost."""
+        self._events.gone(host.ranks, host.name, why, host.message)

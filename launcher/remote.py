@@ -1,0 +1,320 @@
+"""The launcher's end of another host: a program that runs there, the agent, and what it tells.
+
+How the agent is started is a command (`starters`), on whose standard input and output the two talk;
+see `agent`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from pycoll.launcher import agent
+from pycoll.launcher.connection import LOST_S, Connection
+from pycoll.launcher.environment import Place
+from pycoll.launcher.host import Events, Program
+from pycoll.launcher.output import Relay
+from pycoll.launcher.reach import Reach, Target
+from pycoll.launcher.rendezvous_server import Peer
+
+_START_S = 60.0  # for the agent to say who it is
+_MESSAGE_LINES = 6  # of what the starter writes to standard error, in an error
+_MAX_MESSAGE_NBYTES = 64 << 10
+_GOODBYE_S = 1.0  # for a starter to end when its agent has
+
+
+class RemoteEvents(Events, Protocol):
+    """What a host with an agent tells the launcher, too."""
+
+    def here(self, host: RemoteHost) -> None:
+        """Hear that the agent is there, and of the same versions."""
+
+    def opened(self, host: RemoteHost) -> None:
+        """Hear that everything is there but the ranks."""
+
+    def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
+        """Hear how other hosts are reached from this one."""
+
+    def started(self, host: RemoteHost) -> None:
+        """Hear that the ranks have been started."""
+
+    def refused(self, host: RemoteHost, error: OSError) -> None:
+        """Hear that the ranks cannot be started."""
+
+    def gone(self, host: RemoteHost, why: str) -> None:
+        """Hear that nothing can come from this host any more."""
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Show the user what is not a rank's."""
+
+
+class _Link(NamedTuple):
+    """A rank's link to the launcher: a `rendezvous_server.Peer`."""
+
+    connection: Connection
+    number: int
+
+    def send(self, frame: bytes) -> None:
+        """See `rendezvous_server.Peer`."""
+        self.connection.send("link", self.number, frame)
+
+
+class RemoteHost:
+    """A host with an agent: `host.Host`.
+
+    Args:
+        name: as the user calls it.
+        command: starts the agent there.
+        places: where its ranks are, by rank.
+        selector: the launcher's.
+        events: hears what happens.
+        relay: gets what the ranks write.
+        meeting: gets what the ranks say to the launcher, and from whom.
+        stack: ends the command.
+
+    Attributes:
+        hello: what the agent has said of itself; see `agent`.
+        heard_at: when that was, of time.time().
+        port: where others may try to reach it; 0: not open yet.
+        is_over: nothing more will come: it has ended, or is lost.
+
+    Raises:
+        OSError: the command cannot be run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        places: Mapping[int, Place],
+        selector: selectors.BaseSelector,
+        events: RemoteEvents,
+        relay: Relay,
+        meeting: Callable[[Peer, bytes], object],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.name, self.ranks = name, list(places)
+        self._places, self._events, self._relay = places, events, relay
+        self._selector = selector
+        self._meeting = meeting
+        self.hello: dict[str, Any] = {}
+        self.port = 0
+        self.heard_at = 0.0
+        self.is_over = False
+        self._states: dict[int, tuple[str, str]] = {}
+        self._owed: dict[tuple[int, int], int] = {}  # output that was taken, and not told so
+        self._links: dict[int, _Link] = {}
+        self._give_up_at = time.monotonic() + _START_S
+        self._message = b""
+        self._is_ending = False
+        ours, theirs = socket.socketpair()
+        errors, their_errors = os.pipe()
+        try:
+            # In a session of its own: a Ctrl-C is ours to handle.
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=their_errors,
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            os.close(errors)
+            raise
+        finally:
+            theirs.close()
+            os.close(their_errors)
+        stack.callback(self._end_process)
+        os.set_blocking(errors, False)
+        self._errors = errors
+        stack.callback(os.close, errors)
+        selector.register(errors, selectors.EVENT_READ, self._read_errors)
+        stack.callback(self._forget_errors)
+        end = ours.detach()
+        self._connection = Connection(end, end, selector, self._hear, self._lose, skips=True)
+        stack.callback(self._connection.close)
+
+    # What the launcher wants.
+
+    def open(self, job: str, key: bytes, node: int) -> None:
+        """Have everything but the ranks made; this is host number `node`."""
+        places = {str(rank): list(place) for rank, place in self._places.items()}
+        fields = {"job": job, "key": key, "node": node, "places": places}
+        self._connection.send("open", fields)
+        for rank in self.ranks:
+            self._relay.add(rank)
+
+    def reach(self, targets: Sequence[Target], measures: bool) -> None:
+        """Have it find out how other hosts are reached from there; see `reach.reach_all`."""
+        self._connection.send("reach", [list(target) for target in targets], measures)
+
+    def start(self, program: Program) -> None:
+        """Have the ranks started."""
+        fields = {
+            "argv": list(program.argv),
+            "environment": dict(program.environment),
+            "bind": program.bind,
+        }
+        self._connection.send("start", fields)
+
+    def watch_joined(self, rank: int, pid: int) -> None:
+        """See `host.Host`."""
+        self._connection.send("joined", rank, pid)
+
+    def doing(self, rank: int) -> str:
+        """See `host.Host`: as of the last beat."""
+        return self._states.get(rank, ("", ""))[0]
+
+    def state(self, rank: int, pid: int) -> str:
+        """See `host.Host`: as of the last beat."""
+        return self._states.get(rank, ("", "running"))[1]
+
+    def tell_failure(self) -> None:
+        """See `host.Host`."""
+        self._connection.send("failure")
+
+    def signal(self, signum: int) -> None:
+        """See `host.Host`."""
+        self._connection.send("signal", signum)
+
+    def sweep(self) -> None:
+        """See `host.Host`: it is done when `is_over`."""
+        if not self._is_ending:
+            self._is_ending = True
+            if self.hello:
+                self._connection.send("end")
+            else:
+                self._finish()
+
+    def update(self, now: float) -> float:
+        """Do what is due; returns when something will be."""
+        if self.is_over:
+            return float("inf")
+        for (rank, number), nbytes in list(self._owed.items()):
+            if not self._relay.is_full(rank, number):
+                del self._owed[rank, number]
+                self._connection.send("taken", rank, number, nbytes)
+        if not self.hello:
+            if now >= self._give_up_at:
+                self._fail(f"nothing has come from it for {_START_S:g} s")
+            return self._give_up_at
+        if self._connection.is_silent(now):
+            self._fail(f"no sign of life for {LOST_S:g} s")
+            return now
+        if now >= self._connection.beat_at():
+            self._connection.send("beat")
+        return min(self._connection.beat_at(), self._connection.silent_at())
+
+    # What the agent says.
+
+    def _hear(self, kind: str, fields: list[Any]) -> None:
+        if kind == "hello":
+            self._meet(fields[0])
+        elif kind == "link":
+            number, frame = fields
+            link = self._links.setdefault(number, _Link(self._connection, number))
+            self._meeting(link, frame)
+        elif kind == "output":
+            rank, number, data = fields
+            self._relay.feed(rank, number, data)
+            if data:
+                self._owed[rank, number] = self._owed.get((rank, number), 0) + len(data)
+        elif kind == "beat":
+            self._states = {rank: (doing, state) for rank, doing, state in fields[0]}
+        elif kind == "ended":
+            self._events.ended(*fields)
+        elif kind == "lost":
+            self._events.lost(*fields)
+        elif kind == "said":
+            self._events.say(f"{self.name}: {fields[0]}")
+        elif kind == "opened":
+            self.port = fields[0]
+            self._events.opened(self)
+        elif kind == "reached":
+            self._events.reached(self, [Reach(*found) for found in fields[0]])
+        elif kind == "started":
+            self._events.started(self)
+        elif kind == "refused":
+            number, text, file = fields
+            self._events.refused(self, OSError(number, text, file))
+        elif kind == "over":
+            self._finish()
+
+    def _meet(self, hello: dict[str, Any]) -> None:
+        for what, here in agent.versions().items():
+            there = hello["versions"].get(what)
+            if there != here:
+                return self._fail(
+                    f"its {what} is {there}, that of the launcher's host {here}: "
+                    "install the same on all hosts"
+                )
+        self.hello, self.heard_at = hello, time.time()
+        self._events.here(self)
+
+    def _lose(self, why: str) -> None:
+        self._read_errors()
+        if not self._is_ending:
+            status = self._wait(_GOODBYE_S)
+            started = bool(self.hello)
+            ended = f" (exit status {status})" if status else ""
+            if started:
+                why = f"its agent is gone{ended}" + (f": {why}" if why else "")
+            else:
+                why = why or f"the agent could not be started{ended}"
+            self._fail(why)
+        self.is_over = True
+
+    def _fail(self, why: str) -> None:
+        """Nothing can come from this host any more, which nobody has wanted."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self._connection.close()
+        self._events.gone(self, why)
+
+    def _finish(self) -> None:
+        self.is_over = True
+        self._connection.close()
+
+    @property
+    def message(self) -> list[str]:
+        """The first lines that the starter has written to standard error."""
+        text = self._message.decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][:_MESSAGE_LINES]
+
+    def _read_errors(self) -> None:
+        try:
+            data = os.read(self._errors, _MAX_MESSAGE_NBYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            return self._forget_errors()
+        if not self.hello:
+            self._message = (self._message + data)[:_MAX_MESSAGE_NBYTES]
+        else:
+            text = data.decode(errors="replace")
+            self._events.tell([f"{self.name}: {line}" for line in text.splitlines()])
+
+    def _forget_errors(self) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._errors)
+
+    def _wait(self, limit_s: float) -> int | None:
+        try:
+            return self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _end_process(self) -> None:
+        if self._wait(_GOODBYE_S if self.is_over else 0.0) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()

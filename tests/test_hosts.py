@@ -1,0 +1,315 @@
+"""Jobs on several hosts, which are pretended (`hosts_bed`): `pytest -m hosts`, as root."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hosts_bed
+import pytest
+from hosts_bed import PYCOLL_RUN, Bed
+from hosts_jobs import EMPTY_S, LOOP, NAMED_S, ORACLE, job, run, until_empty
+from patience import PATIENCE
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
+    if why := hosts_bed.why_not():
+        pytest.skip(why)
+    with hosts_bed.bed(tmp_path_factory.mktemp("hosts"), 3, decoy=True) as bed:
+        yield bed
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(hosts: Bed) -> Iterator[None]:
+    yield
+    for name in hosts.names:
+        until_empty(hosts, name, 5.0)
+
+
+LAYOUTS = {
+    "hosta:2,hostb:2": ["hosta", "hosta", "hostb", "hostb"],
+    "hosta:3,hostb:1": ["hosta", "hosta", "hosta", "hostb"],
+    "hosta,hostb,hosta,hostb": ["hosta", "hostb", "hosta", "hostb"],
+    "hostb:2,hostc:1": ["hostb", "hostb", "hostc"],
+    "hostc,hosta,hostb": ["hostc", "hosta", "hostb"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_are_right_in_any_layout(
+    hosts: Bed, script: Callable[[str], str], layout: str
+) -> None:
+    done = run(hosts, "-H", layout, script(ORACLE))
+    assert done.returncode == 0, done.stderr
+    where = {int(line.split()[0]): line.split()[4] for line in done.stdout.splitlines()}
+    assert [where[rank] for rank in sorted(where)] == LAYOUTS[layout]
+
+
+def test_a_host_file_names_the_hosts(
+    hosts: Bed, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# two\nhosta slots=2\n\nhostb:2 # as well\n")
+    done = run(hosts, "-n", "3", "--hostfile", str(file), script(ORACLE))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split()[4] for line in done.stdout.splitlines()) == [
+        "hosta", "hosta", "hostb",
+    ]  # fmt: skip
+
+
+def test_hosts_are_reached_by_ipv6(hosts: Bed, script: Callable[[str], str]) -> None:
+    done = run(hosts, "-H", "hosta:2,[fd77::2]:2", script(ORACLE))
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_have_the_same_environment_on_all_hosts(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    program = script("import os; print(*sorted(os.environ))")
+    words = ["env", "ONLY_HERE=1", "OMP_SCHEDULE=static", *PYCOLL_RUN]
+    done = hosts.run("hosta", *words, "-H", "hosta,hostb", "-x", "GIVEN=2", program)
+    here, there = (set(line.split()) for line in done.stdout.splitlines())
+    assert here == there
+    assert {"GIVEN", "OMP_SCHEDULE", "PATH", "HOME"} <= here
+    assert "ONLY_HERE" not in here
+
+
+def test_much_output_of_another_host_arrives_whole(
+    hosts: Bed, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    program = script("import sys; sys.stdout.write(('x' * 99 + '\\n') * 60_000)")
+    done = run(hosts, "-l", "--log-dir", str(tmp_path / "logs"), "-H", "hostb:2", program)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 120_000
+    assert set(lines) == {f"[{rank}] {'x' * 99}" for rank in range(2)}
+    assert (tmp_path / "logs" / "rank.1.log").stat().st_size == 6_000_000
+
+
+def test_the_exit_status_is_that_of_the_first_cause(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    program = script("""
+import pycoll, sys
+comm = pycoll.init()
+comm.barrier()
+if comm.rank == 3:
+    sys.exit(7)
+comm.barrier()
+""")
+    done = run(hosts, "-H", "hosta:2,hostb:2", program)
+    assert done.returncode == 7
+    assert "rank 3 failed after" in done.stderr
+    assert "exit status 7" in done.stderr
+
+
+def test_a_program_that_is_not_on_another_host(hosts: Bed, tmp_path: Path) -> None:
+    # Under /dev/shm, which each host has for itself.
+    hosts.run(
+        "hosta",
+        "sh",
+        "-c",
+        "printf '#!/bin/sh\\nsleep 60\\n' > /dev/shm/own; chmod +x /dev/shm/own",
+    )
+    done = run(hosts, "-H", "hosta,hostb", "--", "/dev/shm/own")
+    assert done.returncode == 127
+    assert "hostb: cannot run /dev/shm/own: No such file or directory" in done.stderr
+
+
+def test_a_host_that_is_not_there_is_named(hosts: Bed, script: Callable[[str], str]) -> None:
+    done = run(hosts, "-H", "hosta:2,hostx:2", script(ORACLE))
+    assert done.returncode == 2
+    assert "hostx: the agent could not be started (exit status 255)" in done.stderr
+    assert "ssh: Could not resolve hostname hostx" in done.stderr
+
+
+def test_what_a_login_shell_prints_does_no_harm(hosts: Bed, script: Callable[[str], str]) -> None:
+    rc = hosts.folder / "bashrc"
+    rc.write_text("echo welcome; echo 'to this host' >&2\n")
+    try:
+        done = run(hosts, "-H", "hosta:2,hostb:2", script(ORACLE))
+    finally:
+        rc.write_text("")
+    assert done.returncode == 0, done.stderr
+    assert "welcome" not in done.stdout
+
+
+def test_the_key_is_on_no_command_line_and_in_no_log(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    program = script("import os; print('key', os.environ['PYCOLL_KEY'])\n" + LOOP)
+    with job(hosts, "--verbose", "-H", "hosta:2,hostb:2", program) as running:
+        key = next(line.split()[-1] for line in running.lines if "key " in line)
+        shown = [line for line in running.lines if not re.search(r"key [0-9a-f]{64}$", line)]
+        lines = [*hosts.processes("hosta"), *hosts.processes("hostb"), *shown]
+        assert len(lines) > 10
+        assert not any(key in line for line in lines)
+
+
+def test_the_launcher_opens_no_port_and_other_ports_are_on_loopback_or_curve(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    with job(hosts, "--transport", "tcp", "-H", "hosta:2,hostb:2", script(LOOP)):
+        table = hosts.run("hosta", "ss", "-ltnpH").stdout.splitlines()
+        open_to_all = [line for line in table if "127.0.0.1" not in line and "sshd" not in line]
+        assert len(open_to_all) == 2, table  # of the two ranks
+        # Who has no key gets no further than a greeting.
+        port = int(open_to_all[0].split()[3].rpartition(":")[2])
+        stranger = f"""
+import zmq
+socket = zmq.Context().socket(zmq.DEALER)
+monitor = socket.get_monitor_socket()
+socket.plain_username, socket.plain_password = b"pycoll", b"x"
+socket.connect("tcp://10.77.0.1:{port}")
+from zmq.utils.monitor import recv_monitor_message
+while monitor.poll(10_000):
+    event = recv_monitor_message(monitor)["event"]
+    if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        raise SystemExit("was let in")
+    if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_DISCONNECTED,
+                 zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
+        print("was cut")
+        break
+"""
+        done = hosts.run("hostb", sys.executable, "-c", stranger)
+        assert done.stdout == "was cut\n", done
+
+
+# What goes wrong.
+
+
+def test_a_rank_that_is_killed_ends_the_job(hosts: Bed, script: Callable[[str], str]) -> None:
+    program = script("import os; print('pid', os.environ['RANK'], os.getpid(), flush=True)" + LOOP)
+    with job(hosts, "-H", "hosta:2,hostb:2", program) as running:
+        pid = next(line.split()[-1] for line in running.lines if "pid 3 " in line)
+        hosts.run("hostb", "kill", "-9", pid, check=True)
+        assert running.end(10.0) == 128 + signal.SIGKILL
+    assert "rank 3 failed after" in running.said
+    assert running.said.count("PeerFailed: rank 3 failed: killed by signal 9") >= 3
+
+
+def test_an_agent_that_is_killed_is_a_lost_host(hosts: Bed, script: Callable[[str], str]) -> None:
+    with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
+        hosts.signal("hostb", signal.SIGKILL, "pycoll.launcher.agent")
+        assert running.until("lost with its host hostb: its agent is gone", NAMED_S) < NAMED_S
+        until_empty(hosts, "hostb", 5.0)
+        assert running.end(10.0) == 1
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(hosts: Bed, script: Callable[[str], str]) -> None:
+    with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)):
+        hosts.signal("hosta", signal.SIGKILL, "pycoll.launcher -H")
+        until_empty(hosts, "hosta", EMPTY_S)
+        until_empty(hosts, "hostb", EMPTY_S)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_ranks_of_all_hosts(
+    hosts: Bed, script: Callable[[str], str], signum: signal.Signals
+) -> None:
+    with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
+        hosts.signal("hosta", signum, "pycoll.launcher -H")
+        assert running.end(10.0) == 128 + signum
+    assert f"ended by {signum.name} after" in running.said
+
+
+def test_the_time_of_a_job_is_over_on_all_hosts(hosts: Bed, script: Callable[[str], str]) -> None:
+    done = run(hosts, "--timeout", "4", "-H", "hosta:1,hostb:1", script(
+        "import pycoll\ncomm = pycoll.init()\nif comm.rank: comm.recv(0)\nelse: comm.recv(1)"
+    ))  # fmt: skip
+    assert done.returncode == 124
+    assert "rank 1: recv(source=0" in done.stderr
+
+
+def test_a_cable_that_is_out_for_3_s_does_no_harm(hosts: Bed, script: Callable[[str], str]) -> None:
+    with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
+        hosts.cut("hostb")
+        time.sleep(3.0)  # the length of the cut is what is tested
+        hosts.heal("hostb")
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(9.0)  # longer than silence is borne
+        assert "lost" not in running.said
+        hosts.signal("hosta", signal.SIGINT, "pycoll.launcher -H")
+        assert running.end(10.0) == 130
+
+
+def test_a_cable_that_stays_out_is_a_lost_host_on_both_sides(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
+        try:
+            hosts.cut("hostb")
+            cut_at = time.monotonic()
+            took = running.until("PeerFailed: rank 2 failed: lost with its host hostb", NAMED_S, 2)
+            assert took < NAMED_S
+            assert running.end(10.0) == 1
+            until_empty(hosts, "hosta", EMPTY_S)
+            until_empty(hosts, "hostb", EMPTY_S)
+            assert time.monotonic() - cut_at < EMPTY_S
+        finally:
+            hosts.heal("hostb")
+    assert "no sign of life for 8 s" in running.said
+
+
+def test_a_stopped_agent_is_a_lost_host_and_a_stopped_rank_is_not(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
+        hosts.run("hostb", "pkill", "-STOP", "-n", "-f", "script.py")
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(10.0)
+        hosts.run("hostb", "pkill", "-CONT", "-n", "-f", "script.py")
+        hosts.signal("hostb", signal.SIGSTOP, "pycoll.launcher.agent")
+        running.until("lost with its host hostb: no sign of life", NAMED_S)
+        running.end(10.0)
+        # The ranks are ended though nobody continues the agent.
+        deadline = time.monotonic() + PATIENCE * EMPTY_S
+        while any("script.py" in line for line in hosts.processes("hostb")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        hosts.signal("hostb", signal.SIGCONT, "pycoll.launcher.agent")
+
+
+def test_a_host_without_power_is_lost(
+    tmp_path: Path, script: Callable[[str], str], hosts: Bed
+) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    with hosts_bed.bed(folder, 2) as own, job(own, "-H", "hosta:2,hostb:2", script(LOOP)) as it:
+        own.lose("hostb")
+        assert it.until("PeerFailed: rank 2 failed: lost with its host hostb", NAMED_S, 2) < NAMED_S
+        assert it.end(10.0) == 1
+
+
+def test_eight_hosts_of_four_ranks(
+    tmp_path: Path, script: Callable[[str], str], hosts: Bed
+) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    with hosts_bed.bed(folder, 8) as own:
+        layout = ",".join(f"{name}:4" for name in own.names)
+        done = run(own, "-H", layout, script("""
+import numpy as np, pycoll
+comm = pycoll.init()
+assert comm.all_reduce(np.ones(1))[0] == 32 == comm.size
+assert comm.local_size == 4
+"""))  # fmt: skip
+        assert done.returncode == 0, done.stderr
