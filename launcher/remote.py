@@ -235,6 +235,12 @@ class RemoteHost:
         self.hello, self.heard_at = hello, time.time()
         self._events.here(self)
 
+    def lose(self, why: str) -> None:
+        """Hear that nothing can come any more."""
+        if not self._is_ending:
+            self._fail(why or "its agent is gone")
+        self.is_over = True
+
     def _fail(self, why: str) -> None:
         """Nothing can come from this host any more, which nobody has wanted."""
         if self.is_over:
