@@ -1,7 +1,8 @@
 """The agent of a host whose ranks another launcher has started: they come to it (`doors`).
 
-`python -m pycoll.launcher.adopting FD`, which a rank starts (`entering`): FD listens at the door,
-standard input has the ticket. It goes on in the background, and ends when its ranks have. Beside
+`python -m pycoll.launcher.adopting FD SIZE DEADLINE`, which a rank starts (`entering`): FD listens
+at the door, standard input has the ticket. It goes on in the background, and ends when its ranks
+have. Beside
 what an agent says (`agent`):
 
     the meeting says               this answers, or does
@@ -48,7 +49,6 @@ UNKNOWN = 256
 _FIRST_S = 10.0  # for the first rank to come to the door
 _REACH_S = 10.0  # for an address of the meeting to answer
 _PAUSE_S = 0.2  # between trials to reach it
-_PART = 0.95  # of a rank's time: then it still hears why
 
 
 class _Visitor:
@@ -212,7 +212,10 @@ class AdoptingAgent(Agent):
     def _is_alone(self) -> bool:
         if self._have_entered or self._visitors:
             return False
-        return time.monotonic() > self._empty_since + (0 if self._num_visitors else _FIRST_S)
+        if time.monotonic() <= self._empty_since + (0 if self._num_visitors else _FIRST_S):
+            return False
+        self._line.send("over")
+        return True
 
     def _make_host(
         self, job: str, places: Mapping[int, Place], open_link: Callable[[], int]
@@ -280,19 +283,18 @@ class AdoptingAgent(Agent):
         self._door.close()
 
 
-def reach(ticket: doors.Ticket, size: int, timeout: float, starter: int) -> Link:
+def reach(ticket: doors.Ticket, size: int, deadline: float, starter: int) -> Link:
     """Connect to the meeting, at whichever of its addresses works; it may not be there yet.
 
     Args:
         ticket: where it is.
         size: number of ranks.
-        timeout: how long to try, in seconds.
+        deadline: how long to try, of time.monotonic().
         starter: a descriptor of the process that wants it: when that has ended, so does this.
 
     Raises:
         BootstrapError: none works; what each says.
     """
-    deadline = time.monotonic() + timeout
     while True:
         found = _reach_once(ticket, size)
         if isinstance(found, Link):
@@ -335,7 +337,7 @@ def _try(address: str, port: int) -> str | None:
     return None
 
 
-def main(descriptor: str, size: str, timeout: str) -> int:
+def main(descriptor: str, size: str, deadline: str) -> int:
     """Be the agent, in the background."""
     ticket = doors.Ticket.read(sys.stdin.readline())
     door = socket.socket(fileno=int(descriptor))
@@ -344,7 +346,7 @@ def main(descriptor: str, size: str, timeout: str) -> int:
         os._exit(0)  # who has started this need not wait for it
     with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
         try:
-            link = reach(ticket, int(size), _PART * float(timeout), starter)
+            link = reach(ticket, int(size), float(deadline), starter)
         except BootstrapError as exc:
             return _refuse_all(door, str(exc))
         finally:

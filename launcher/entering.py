@@ -25,6 +25,7 @@ from pycoll.launcher.rendezvous_pairs import link_variable
 from pycoll.launcher.rendezvous_wire import name_ranks, seconds_since
 
 _NOTICE_S = 10.0  # between words on who is missing
+_PART = 0.9  # of a rank's time, for its agent to reach the meeting: then it still hears why not
 _PAUSE_S = 0.01  # while another rank is about to open the door
 
 
@@ -137,7 +138,8 @@ def _print_missing(rank: int, size: int, started: float, missing: Sequence[int])
 def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:
     """Go to the door of this host's agent, or be the first there and start it."""
     name = doors.name(ticket.key)
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline = began + timeout
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
@@ -157,11 +159,11 @@ def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:
             continue
         with door:
             door.listen(4096)
-            _start_agent(ticket, size, timeout, door.fileno())
+            _start_agent(ticket, size, began + _PART * timeout, door.fileno())
 
 
-def _start_agent(ticket: Ticket, size: int, timeout: float, door: int) -> None:
-    numbers = map(str, (door, size, timeout))
+def _start_agent(ticket: Ticket, size: int, deadline: float, door: int) -> None:
+    numbers = map(str, (door, size, deadline))
     words = [sys.executable, "-P", "-m", "pycoll.launcher.adopting", *numbers]
     process = _start(words, (door,), subprocess.DEVNULL)
     assert process.stdin is not None

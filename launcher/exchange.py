@@ -7,13 +7,16 @@ must not be guessed from what others can read, such as a job's id, names or port
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pycoll.errors import BootstrapError
-from pycoll.launcher import entering
-from pycoll.launcher.doors import Ticket
 from pycoll.launcher.rendezvous_wire import check_key
+from pycoll.launcher.slurm import expand
+
+if TYPE_CHECKING:
+    from pycoll.launcher.doors import Ticket
 
 _FOREIGN = (
     ("WORLD_SIZE", "RANK", "torchrun"),
@@ -22,6 +25,9 @@ _FOREIGN = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
 )
 """(size, rank, who sets them): launchers, the most special first."""
+
+
+_FIRST_PORT, _PORTS = 20000, 10000  # of which a key gives one: below those that systems hand out
 
 
 class Launched(NamedTuple):
@@ -72,6 +78,10 @@ def join(environ: Mapping[str, str], launched: Launched, timeout: float) -> dict
     Raises:
         BootstrapError: its ranks can share no secret, or could not meet.
     """
+    if key := environ.get("PYCOLL_KEY"):
+        return join_at(_first_host(environ, launched), key, launched.rank, launched.size, timeout)
+    from pycoll.launcher import entering  # not sooner: it takes long
+
     try:
         board = _board(environ, launched)
         with _meeting(board, launched, timeout) as ticket:
@@ -83,31 +93,72 @@ def join(environ: Mapping[str, str], launched: Launched, timeout: float) -> dict
         ) from exc
 
 
-def join_at(rendezvous: str, key: bytes, rank: int, size: int, timeout: float) -> dict[str, str]:
+def join_at(rendezvous: str, key: str, rank: int, size: int, timeout: float) -> dict[str, str]:
     """Come into a job whose meeting is at a given address, with a given key; rank 0 opens it.
+
+    Args:
+        rendezvous, key: as PYCOLL_RENDEZVOUS and PYCOLL_KEY. Without a port, the key gives one.
+        rank, size: this rank, and how many there are.
+        timeout: seconds to wait for all others.
 
     Raises:
         BootstrapError: it is no address, rank 0 cannot listen there, or the ranks did not meet.
     """
+    from pycoll.launcher import entering
+    from pycoll.launcher.doors import Ticket
+
     host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise BootstrapError(f"PYCOLL_RENDEZVOUS is {rendezvous!r}, not as tcp://HOST:PORT")
-    try:
-        check_key(key)
-    except ValueError as exc:
-        raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
-    ticket = Ticket(key, int(port), [host.strip("[]")])
+    secret = _read_key(key)
+    ticket = Ticket(secret, int(port), [host.strip("[]")])
     try:
         if rank:
             return entering.enter(ticket, rank, size, timeout)
-        with entering.meeting(size, int(port), key):
+        with entering.meeting(size, int(port), secret):
             return entering.enter(ticket, rank, size, timeout)
     except OSError as exc:
         raise BootstrapError(f"rank {rank} of {size} cannot join the job: {exc}") from exc
 
 
+def _read_key(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        raise BootstrapError("PYCOLL_KEY is not a hexadecimal key") from None
+    try:
+        check_key(key)
+    except ValueError as exc:
+        raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
+    return key
+
+
+def _first_host(environ: Mapping[str, str], launched: Launched) -> str:
+    """Where rank 0 lets the others meet, if they have a key already: its host, and a port.
+
+    Raises:
+        BootstrapError: the launcher has not named the host.
+    """
+    if "SLURM_STEP_NODELIST" in environ:
+        host = expand(environ["SLURM_STEP_NODELIST"])[0]
+    elif "MASTER_ADDR" in environ:
+        host = environ["MASTER_ADDR"]
+    else:
+        raise BootstrapError(
+            f"PYCOLL_KEY is set, and {launched.who} started this process as rank {launched.rank} "
+            f"of {launched.size}, but not where rank 0 is: set PYCOLL_RENDEZVOUS, too "
+            "(tcp://HOST:PORT of rank 0), PYCOLL_RANK and PYCOLL_SIZE"
+        )
+    digest = hashlib.blake2b(_read_key(environ["PYCOLL_KEY"]), person=b"pycoll port").digest()
+    port = _FIRST_PORT + int.from_bytes(digest[:4], "little") % _PORTS
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
 @contextlib.contextmanager
 def _meeting(board: Board, launched: Launched, timeout: float) -> Iterator[Ticket]:
+    from pycoll.launcher import entering
+    from pycoll.launcher.doors import Ticket
+
     if launched.rank:
         text = board.share("", timeout)
         if text.startswith("!"):
@@ -149,8 +200,9 @@ def _board(environ: Mapping[str, str], launched: Launched) -> Board:
             return Munge(environ, launched.rank, launched.size)
     raise BootstrapError(
         f"{launched.who} started this process as rank {launched.rank} of {launched.size}, but has "
-        f"nothing by which its ranks could share a secret: start the program with pycoll-run -n "
-        f"{launched.size}; or with torchrun, mpirun, mpiexec, srun --mpi=pmi2 or srun on a cluster "
-        "with munge; or set PYCOLL_RANK, PYCOLL_SIZE, PYCOLL_RENDEZVOUS (tcp://HOST:PORT of rank "
-        "0) and PYCOLL_KEY (64 hexadecimal digits, random, of this job)"
+        f"nothing by which its ranks could share a secret. Start the program with pycoll-run -n "
+        f"{launched.size}, or with torchrun, mpirun, mpiexec, srun --mpi=pmi2, or srun where there "
+        "is munge; or set PYCOLL_KEY (64 hexadecimal digits, random, of this job) and, if neither "
+        "srun nor torchrun does it, where rank 0 is: PYCOLL_RANK, PYCOLL_SIZE, PYCOLL_RENDEZVOUS "
+        "(tcp://HOST:PORT)"
     )

@@ -28,12 +28,12 @@ from pycoll.launcher.reach import Reach, listen_everywhere, own_addresses
 from pycoll.launcher.remote import RemoteHost
 from pycoll.launcher.rendezvous_router import Caller, Router
 from pycoll.launcher.rendezvous_server import Notice, Server
-from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES
+from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, name_ranks
 from pycoll.launcher.signals import caught_signals
-from pycoll.launcher.wait_table import PREFIX
 from pycoll.launcher.watch import Watch
 
-_KILL_S = 2.0  # from SIGTERM to SIGKILL, after abort
+_ABORT_S = 1.0  # for a rank that has called abort to end
+_KILL_S = 2.0  # then from SIGTERM to SIGKILL for the others
 _SWEEP_S = 8.0  # for agents to say that they are done
 _MAX_ADDRESSES = 16  # a ticket has at most 1024 characters, or PMI would not take it
 _TELL_MISSING_S = 0.5  # at least, between telling ranks who is missing
@@ -77,7 +77,8 @@ class Meeting:
         self._ended: set[int] = set()
         self._told_missing: list[int] = []
         self._tell_missing_at = 0.0
-        self._kill_at: float | None = None
+        self._aborter = -1  # the rank that has called abort
+        self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
         self._why = ""  # there will be no meeting
 
     def run(self, leash: int) -> int:
@@ -105,9 +106,12 @@ class Meeting:
                 self._told_missing, self._tell_missing_at = missing, now + _TELL_MISSING_S
                 for _, line in self._agents.values():
                     line.send("missing", missing)
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
-            self._signal(signal.SIGKILL)
+        for signum, due in list(self._plan.items()):
+            if now >= due:
+                del self._plan[signum]
+                for host in self._hosts:
+                    host.signal(signum)
+        wake.extend(self._plan.values())
         return min(wake)
 
     def _hear(self) -> None:
@@ -132,14 +136,15 @@ class Meeting:
         elif notice.kind == "left":
             self._left.add(rank)
         elif notice.kind == "abort":
-            self._kill_at = time.monotonic() + _KILL_S
-            self._signal(signal.SIGTERM)
+            # It ends by itself, with its own status: the signal is for the others.
+            self._aborter = rank
+            self._abort(time.monotonic() + _ABORT_S)
 
     def _slip(self, leash: int) -> None:
         """Rank 0 has come in, or given up."""
         self._selector.unregister(leash)
         if not self._hosts:
-            self._refuse("rank 0 has given up, or ended, before all ranks had joined")
+            self._give_up(0)
 
     def _welcome(self, caller: Caller) -> None:
         host = RemoteHost("a host", {}, self, None, self._server.hear)
@@ -174,7 +179,14 @@ class Meeting:
     def _go(self, host: RemoteHost, number: int) -> None:
         rank = self._visitors.get((host, number))
         if rank is not None:
-            self._refuse(f"rank {rank} has given up, or ended, before all ranks had joined")
+            self._give_up(rank)
+
+    def _give_up(self, rank: int) -> None:
+        missing = [other for other in range(self._size) if other not in self._of]
+        text = f"rank {rank} has given up, or ended"
+        if missing:
+            text += f": {name_ranks(missing)} of {self._size} had not joined"
+        self._refuse(text)
 
     def _refuse(self, why: str) -> None:
         """There will be no meeting: tell all who wait."""
@@ -211,9 +223,8 @@ class Meeting:
         for host in self._hosts:
             host.tell_failure()
 
-    def _signal(self, signum: int) -> None:
-        for host in self._hosts:
-            host.signal(signum)
+    def _abort(self, now: float) -> None:
+        self._plan = {signal.SIGTERM: now, signal.SIGKILL: now + _KILL_S}
 
     def _sweep(self) -> None:
         """Let the agents go."""
@@ -240,6 +251,8 @@ class Meeting:
         if status == UNKNOWN and not clean:
             text += " without pycoll.finalize()"
         self._server.rank_ended(rank, text, clean)
+        if rank == self._aborter:
+            self._abort(time.monotonic())
 
     def lost(self, rank: int) -> None:
         """Hear that the process that joined as a rank has ended; its parent lives on."""
@@ -252,7 +265,7 @@ class Meeting:
         """Show the user what no rank has written."""
         with contextlib.suppress(OSError):
             print(
-                "".join(f"{PREFIX}{line}\n" for line in lines), end="", file=sys.stderr, flush=True
+                "".join(f"pycoll: {line}\n" for line in lines), end="", file=sys.stderr, flush=True
             )
 
     def here(self, host: RemoteHost) -> None:
@@ -327,7 +340,7 @@ def main(size: str, port: str) -> int:
     try:
         return Meeting(int(size), key, listener).run(0)
     except Error as exc:
-        print(f"{PREFIX}{exc}", file=sys.stderr, flush=True)
+        print(f"pycoll: {exc}", file=sys.stderr, flush=True)
         return 1
 
 

@@ -49,7 +49,9 @@ class Munge:
             self._step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
             self._host = expand(environ["SLURM_STEP_NODELIST"])[0]
         except (KeyError, IndexError) as exc:
-            raise BootstrapError(f"srun has not set {exc}") from None
+            raise BootstrapError(
+                f"srun started this process as rank {rank} of {size}, but has not set {exc}"
+            ) from None
         self._rank, self._size = rank, size
         number = int.from_bytes(hashlib.sha256(self._step.encode()).digest()[:4], "little")
         self._ports = [_FIRST_PORT + (number + 97 * i) % _PORTS for i in range(_TRIES)]

@@ -205,16 +205,16 @@ def _environment(timeout: float) -> Mapping[str, str]:
     environ: Mapping[str, str] = os.environ
     if environ.get("PYCOLL_JOB"):  # a rank of pycoll-run
         return environ
+    from pycoll.launcher import exchange
+
     found: dict[str, str] = {}
-    if all(environ.get(name) for name in _NEEDED):
-        from pycoll.launcher import exchange
-
-        place = read_place(environ)
-        if place.size > 1:
-            found = exchange.join_at(place.rendezvous, place.key, place.rank, place.size, timeout)
-    elif not any(environ.get(name) for name in _NEEDED):
-        from pycoll.launcher import exchange
-
+    given = [name for name in _NEEDED if environ.get(name)]
+    if len(given) == len(_NEEDED):
+        rank, size = read_place(environ)[:2]
+        if size > 1:
+            where, key = environ["PYCOLL_RENDEZVOUS"], environ["PYCOLL_KEY"]
+            found = exchange.join_at(where, key, rank, size, timeout)
+    elif given in ([], ["PYCOLL_KEY"]):
         launched = exchange.find(environ)
         if launched is not None:
             found = exchange.join(environ, launched, timeout)
