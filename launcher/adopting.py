@@ -355,6 +355,10 @@ def main(descriptor: str, size: str, deadline: str) -> int:
         def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
             return LinkLine(link, selector, hear, lost)
 
+        # The rank's standard error would stay open when it has ended, for who reads it.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
         return AdoptingAgent(selector, open_line, door).run(signals)
 
 

@@ -281,7 +281,7 @@ class Meeting:
         if len(self._hosts) == 1:
             return self._start()
         names = [each.name for each in self._hosts]
-        plan = ways.Plan(self._key, os.environ.get("PYCOLL_INTERFACE", ""))
+        plan = ways.Plan(self._key)
         self._ways = ways.Ways(
             plan, self._hosts, names, self._selector, self._see_ways, self._stack
         )

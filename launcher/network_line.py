@@ -34,12 +34,14 @@ class LinkLine(Line):
     ) -> None:
         super().__init__(hear, lost)
         self._link, self._selector = link, selector
+        self._is_closed = False
         selector.register(link.fileno(), selectors.EVENT_READ, self._pump)
 
     def close(self) -> None:
         """Disconnect, when what was sent has gone out; may be called again."""
-        if self.is_open:
-            super().close()
+        super().close()
+        if not self._is_closed:
+            self._is_closed = True
             self._selector.unregister(self._link.fileno())
             self._link.close(_LINGER_S)
 
@@ -52,9 +54,14 @@ class LinkLine(Line):
     def _pump(self) -> None:
         for frame in self._link.pump():
             if self.is_open and not self._came(frame):
-                return self._end("it sends what makes no sense")
+                return self._give_up("it sends what makes no sense")
         if self.is_open and not self._link.is_open:
-            self._end("")
+            self._give_up("")
+
+    def _give_up(self, why: str) -> None:
+        """Say so first: to close the link may take long, and ranks wait to hear it."""
+        self.is_open = False
+        self._lost(why)
 
 
 class CallerLine(Line):

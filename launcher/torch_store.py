@@ -29,7 +29,7 @@ class TorchStore:
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         try:
-            from torch.distributed import TCPStore
+            from torch import distributed
         except ImportError as exc:
             raise BootstrapError(f"torchrun started this process, but: {exc}") from exc
         try:
@@ -38,7 +38,7 @@ class TorchStore:
             raise BootstrapError(
                 f"torchrun has not set MASTER_ADDR and MASTER_PORT: {exc}"
             ) from exc
-        self._type: Any = TCPStore
+        self._type: Any = vars(distributed)["TCPStore"]  # which it does not export by name
         self._rank = rank
         # The store is one of torchrun's own processes, or it expects rank 0 to have it.
         self._serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

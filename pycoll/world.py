@@ -205,15 +205,20 @@ def _environment(timeout: float) -> Mapping[str, str]:
     environ: Mapping[str, str] = os.environ
     if environ.get("PYCOLL_JOB"):  # a rank of pycoll-run
         return environ
+    if parent := environ.get("PYCOLL_PARENT"):
+        rank, _, pid = parent.partition(":")
+        raise BootstrapError(
+            f"rank {rank} is already process {pid}; this is process {os.getpid()}. Each rank joins "
+            "once: a process started by a rank must not call init()"
+        )
     from pycoll.launcher import exchange
 
     found: dict[str, str] = {}
     given = [name for name in _NEEDED if environ.get(name)]
     if len(given) == len(_NEEDED):
-        rank, size = read_place(environ)[:2]
-        if size > 1:
-            where, key = environ["PYCOLL_RENDEZVOUS"], environ["PYCOLL_KEY"]
-            found = exchange.join_at(where, key, rank, size, timeout)
+        place, key = read_place(environ), environ["PYCOLL_KEY"]
+        if place.size > 1:
+            found = exchange.join_at(place.rendezvous, key, place.rank, place.size, timeout)
     elif given in ([], ["PYCOLL_KEY"]):
         launched = exchange.find(environ)
         if launched is not None:
@@ -352,6 +357,8 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
         raise
     engine.hosts = meeting.hosts
     engine.has_helpers = "PYCOLL_JOB" not in os.environ
+    if engine.has_helpers:  # processes that this one starts have what its launcher has set, too
+        os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
     to_self.start([{}] * place.size, engine)
     meeting.start(engine)
     return engine
