@@ -40,9 +40,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pycoll.launcher.connection import LOST_S, Connection
+from pycoll.launcher.connection import LOST_S, Connection, Hear, Line
 from pycoll.launcher.environment import Place, free_port, personal, usable_cores
-from pycoll.launcher.host import LocalHost, Program, reserve_descriptors
+from pycoll.launcher.host import LocalHost, OwnHost, Program, reserve_descriptors
 from pycoll.launcher.reach import Doorman, Reach, Target, Trial, own_addresses
 from pycoll.launcher.rendezvous_pairs import Pairs
 from pycoll.launcher.rendezvous_wire import WIRE_VERSION
@@ -70,11 +70,11 @@ def versions() -> dict[str, str]:
 class _Output:
     """What a rank writes to standard output (1) or standard error (2)."""
 
-    def __init__(self, fd: int, rank: int, number: int, connection: Connection) -> None:
+    def __init__(self, fd: int, rank: int, number: int, line: Line) -> None:
         os.set_blocking(fd, False)
         self.fd, self.rank, self.number = fd, rank, number
         self.window = WINDOW_NBYTES
-        self._connection = connection
+        self._line = line
 
     def read(self) -> bool:
         """Pass on what is there; returns False when nothing more can come."""
@@ -85,7 +85,7 @@ class _Output:
         except OSError:
             data = b""
         self.window -= len(data)
-        self._connection.send("output", self.rank, self.number, data)
+        self._line.send("output", self.rank, self.number, data)
         return bool(data)
 
 
@@ -94,17 +94,20 @@ class Agent:
 
     Args:
         selector: its loop.
-        reading, writing: descriptors that lead to the launcher.
-        starter: what has started this process: "ssh", "srun".
+        open_line: opens the line to the launcher, when given what hears frames, and of its end.
+        starter: what has started this process: "ssh", "srun", "rank".
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, reading: int, writing: int, starter: str
+        self,
+        selector: selectors.BaseSelector,
+        open_line: Callable[[Hear, Callable[[str], None]], Line],
+        starter: str,
     ) -> None:
         self._selector, self._starter = selector, starter
         self._stack = contextlib.ExitStack()
-        self._connection = Connection(reading, writing, selector, self._hear, self._lose)
-        self._host: LocalHost | None = None
+        self._line = open_line(self._hear, self._lose)
+        self._host: OwnHost | None = None
         self._pairs: Pairs | None = None
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._pids: dict[int, int] = {}  # that have joined, by rank
@@ -112,16 +115,15 @@ class Agent:
 
     def run(self, signals: list[int]) -> int:
         """Serve the launcher until the job is over; returns the exit status."""
-        self._connection.mark()
-        self._connection.send("hello", self._hello())
+        self._line.send("hello", self._hello())
         with self._stack:
-            while self._connection.is_open and not self._is_over:
+            while self._line.is_open and not self._is_over and not self._is_alone():
                 now = time.monotonic()
-                if signals or self._connection.is_silent(now):
+                if signals or self._line.is_silent(now):
                     break
-                if now >= self._connection.beat_at():
-                    self._connection.send("beat", self._states())
-                wake = min(self._connection.beat_at(), self._connection.silent_at())
+                if now >= self._line.beat_at():
+                    self._line.send("beat", self._states())
+                wake = min(self._line.beat_at(), self._line.silent_at())
                 poll_s = self._host.poll() if self._host is not None else float("inf")
                 ready = self._selector.select(max(0.0, min(wake - now, poll_s)))
                 self._carry()  # what a rank said last comes before its end
@@ -129,8 +131,8 @@ class Agent:
                     key.data()
             if self._host is not None:
                 self._host.sweep()
-        self._connection.flush(time.monotonic() + _FLUSH_S)
-        self._connection.close()
+        self._line.flush(time.monotonic() + _FLUSH_S)
+        self._line.close()
         return 0 if self._is_over else 1
 
     # What the host tells.
@@ -138,15 +140,15 @@ class Agent:
     def ended(self, rank: int, status: int) -> None:
         """Pass it on; `host.Events`."""
         self._carry()
-        self._connection.send("ended", rank, status)
+        self._line.send("ended", rank, status)
 
     def lost(self, rank: int) -> None:
         """Pass it on; `host.Events`."""
-        self._connection.send("lost", rank)
+        self._line.send("lost", rank)
 
     def say(self, text: str) -> None:
         """Pass it on; `host.Events`."""
-        self._connection.send("said", text)
+        self._line.send("said", text)
 
     # What the launcher says.
 
@@ -180,11 +182,15 @@ class Agent:
     def _lose(self, why: str) -> None:
         """The launcher is gone: `run` ends, and with it the ranks."""
 
+    def _is_alone(self) -> bool:
+        """Whether nobody is left for whom this could do something."""
+        return False
+
     def _try(self, step: Callable[[], None]) -> None:
         try:
             step()
         except OSError as exc:
-            self._connection.send("refused", exc.errno, exc.strerror or str(exc), exc.filename)
+            self._line.send("refused", exc.errno, exc.strerror or str(exc), exc.filename)
 
     def _open(self, job: str, key: bytes, node: int, places: Mapping[str, list[int]]) -> None:
         where = {int(rank): Place(*place) for rank, place in places.items()}
@@ -192,24 +198,22 @@ class Agent:
         self._pairs = Pairs(key)
         self._stack.callback(self._pairs.close)
         self._selector.register(self._pairs.fileno(), selectors.EVENT_READ, self._carry)
-        self._host = LocalHost(
-            job,
-            where,
-            self._selector,
-            self,
-            self._pairs.open,
-            self._add_output,
-            self._stack,
-            LOST_S,
-        )
+        self._host = self._make_host(job, where, self._pairs.open)
         self._key = key
         self._doorman = Doorman(key, node)
         self._stack.callback(self._doorman.close)
-        self._connection.send("opened", self._doorman.port)
+        self._line.send("opened", self._doorman.port)
+
+    def _make_host(
+        self, job: str, places: Mapping[int, Place], open_link: Callable[[], int]
+    ) -> OwnHost:
+        return LocalHost(
+            job, places, self._selector, self, open_link, self._add_output, self._stack, LOST_S
+        )
 
     def _reach(self, targets: list[list[Any]], measures: bool) -> None:
         def tell(found: list[Reach]) -> None:
-            self._connection.send("reached", found)
+            self._line.send("reached", found)
 
         wanted = [Target(*target) for target in targets]
         Trial(self._selector, tell, wanted, self._key, measures=measures)
@@ -219,7 +223,7 @@ class Agent:
         self._doorman.close()
         own = {**personal(os.environ), **environment}
         self._host.start(Program(argv, own, bind=bind, stdin=None))
-        self._connection.send("started")
+        self._line.send("started")
 
     def _taken(self, rank: int, number: int, nbytes: int) -> None:
         output = self._outputs.get((rank, number))
@@ -228,14 +232,14 @@ class Agent:
                 self._watch(output)
             output.window += nbytes
 
-    def _end(self, host: LocalHost) -> None:
+    def _end(self, host: OwnHost) -> None:
         host.sweep()
         self._carry()
         for output in list(self._outputs.values()):
             for _ in range(_LAST_READS):
                 if (output.rank, output.number) not in self._outputs or not self._read(output):
                     break
-        self._connection.send("over")
+        self._line.send("over")
         self._is_over = True
 
     # Carrying.
@@ -244,11 +248,11 @@ class Agent:
         """Pass on what ranks say."""
         if self._pairs is not None:
             for pair, frame in self._pairs.receive():
-                self._connection.send("link", pair.number, frame)
+                self._line.send("link", pair.number, frame)
 
     def _add_output(self, rank: int, stdout: int, stderr: int) -> None:
         for number, fd in ((1, stdout), (2, stderr)):
-            output = self._outputs[rank, number] = _Output(fd, rank, number, self._connection)
+            output = self._outputs[rank, number] = _Output(fd, rank, number, self._line)
             self._stack.callback(os.close, fd)
             self._watch(output)
 
@@ -306,7 +310,13 @@ def main(starter: str) -> int:
     os.dup2(2, 1)  # what is printed by mistake is no frame
     os.close(nowhere)
     with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
-        return Agent(selector, reading, writing, starter).run(signals)
+
+        def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
+            line = Connection(reading, writing, selector, hear, lost)
+            line.mark()
+            return line
+
+        return Agent(selector, open_line, starter).run(signals)
 
 
 if __name__ == "__main__":

@@ -33,55 +33,27 @@ _LENGTH_NBYTES = 4
 Hear = Callable[[str, list[Any]], None]
 
 
-class Connection:
-    """One end; it never blocks, and keeps what the other end does not read.
+class Line:
+    """One end of a connection that carries frames, whatever the frames go over.
 
     Args:
-        reading, writing: the descriptors, which become its own; they may be the same.
-        selector: the owner's loop; the data of a key is a function to call when it is ready.
         hear: called with each frame that comes: kind and fields.
         lost: called once with why nothing can come any more: "" if the other end has closed.
-        skips: skip what comes before `MARKER`.
 
     Attributes:
-        noise: what came before `MARKER`, the beginning of it.
         is_open: False after `lost` or `close`.
     """
 
-    def __init__(
-        self,
-        reading: int,
-        writing: int,
-        selector: selectors.BaseSelector,
-        hear: Hear,
-        lost: Callable[[str], None],
-        *,
-        skips: bool = False,
-    ) -> None:
-        self._reading, self._writing = reading, writing
-        self._selector, self._hear, self._lost = selector, hear, lost
-        self._skips = skips
-        self.noise = b""
+    def __init__(self, hear: Hear, lost: Callable[[str], None]) -> None:
+        self._hear, self._lost = hear, lost
         self.is_open = True
-        self._incoming, self._outgoing = bytearray(), bytearray()
         self._said_at = self._heard_at = time.monotonic()
-        self._waits_to_write = False
-        for descriptor in {reading, writing}:
-            os.set_blocking(descriptor, False)
-        selector.register(reading, selectors.EVENT_READ, self._read)
 
     def send(self, kind: str, *fields: Any) -> None:
         """Send a frame, now or when the other end reads; without a connection: nothing."""
         if self.is_open:
-            frame = msgpack.packb([kind, *fields], unicode_errors="surrogateescape") + b"\n"
-            self._outgoing += len(frame).to_bytes(_LENGTH_NBYTES, "little") + frame
             self._said_at = time.monotonic()
-            self._write()
-
-    def mark(self) -> None:
-        """Send `MARKER`."""
-        self._outgoing += MARKER
-        self._write()
+            self._put(msgpack.packb([kind, *fields], unicode_errors="surrogateescape"))
 
     def is_silent(self, now: float) -> bool:
         """Return whether nothing has come for so long that the other side is lost."""
@@ -97,6 +69,71 @@ class Connection:
 
     def flush(self, deadline: float) -> None:
         """Wait until everything has been sent, or the deadline has passed."""
+
+    def close(self) -> None:
+        """Give up what it goes over; may be called again."""
+        self.is_open = False
+
+    def _put(self, frame: bytes) -> None:
+        """Send a frame."""
+        raise NotImplementedError
+
+    def _came(self, frame: bytes) -> bool:
+        """Hear a frame; returns whether it makes sense."""
+        self._heard_at = time.monotonic()
+        try:
+            kind, *fields = msgpack.unpackb(frame, unicode_errors="surrogateescape")
+        except (ValueError, TypeError):
+            return False
+        self._hear(kind, fields)
+        return True
+
+    def _end(self, why: str) -> None:
+        if self.is_open:
+            self.close()
+            self._lost(why)
+
+
+class Connection(Line):
+    """One end over descriptors; it never blocks, and keeps what the other end does not read.
+
+    Args:
+        reading, writing: the descriptors, which become its own; they may be the same.
+        selector: the owner's loop; the data of a key is a function to call when it is ready.
+        hear, lost: see `Line`.
+        skips: skip what comes before `MARKER`.
+
+    Attributes:
+        noise: what came before `MARKER`, the beginning of it.
+    """
+
+    def __init__(
+        self,
+        reading: int,
+        writing: int,
+        selector: selectors.BaseSelector,
+        hear: Hear,
+        lost: Callable[[str], None],
+        *,
+        skips: bool = False,
+    ) -> None:
+        super().__init__(hear, lost)
+        self._reading, self._writing = reading, writing
+        self._selector, self._skips = selector, skips
+        self.noise = b""
+        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._waits_to_write = False
+        for descriptor in {reading, writing}:
+            os.set_blocking(descriptor, False)
+        selector.register(reading, selectors.EVENT_READ, self._read)
+
+    def mark(self) -> None:
+        """Send `MARKER`."""
+        self._outgoing += MARKER
+        self._write()
+
+    def flush(self, deadline: float) -> None:
+        """See `Line`."""
         while self.is_open and self._outgoing and (left := deadline - time.monotonic()) > 0:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._writing, selectors.EVENT_WRITE)
@@ -107,17 +144,17 @@ class Connection:
         """Close the descriptors; may be called again."""
         if not self.is_open:
             return
-        self.is_open = False
+        super().close()
         self._selector.unregister(self._reading)
         if self._waits_to_write and self._writing != self._reading:
             self._selector.unregister(self._writing)
         for descriptor in {self._reading, self._writing}:
             os.close(descriptor)
 
-    def _end(self, why: str) -> None:
-        if self.is_open:
-            self.close()
-            self._lost(why)
+    def _put(self, frame: bytes) -> None:
+        line = frame + b"\n"
+        self._outgoing += len(line).to_bytes(_LENGTH_NBYTES, "little") + line
+        self._write()
 
     def _read(self) -> None:
         if self._waits_to_write and self._reading == self._writing:
@@ -164,11 +201,8 @@ class Connection:
         for frame in frames:
             if not self.is_open:
                 return
-            try:
-                kind, *fields = msgpack.unpackb(frame[:-1], unicode_errors="surrogateescape")
-            except (ValueError, TypeError):
+            if not self._came(frame[:-1]):
                 return self._end("it sends what makes no sense")
-            self._hear(kind, fields)
 
     def _write(self) -> None:
         try:

@@ -64,6 +64,23 @@ LAUNCHER = (
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )
+CHILDREN = (Variable("PYCOLL_PARENT", "the rank that has started this process: RANK:PROCESS"),)
+FOREIGN = (
+    Variable("TORCHELASTIC_RUN_ID", "with RANK, WORLD_SIZE: a process of torchrun"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "which start of that job it is"),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "True: torchrun's store is there, as a rule"),
+    Variable("OMPI_COMM_WORLD_SIZE", "with OMPI_COMM_WORLD_RANK: a process of Open MPI's mpirun"),
+    Variable("OMPI_COMM_WORLD_RANK", "its rank"),
+    Variable("PMIX_NAMESPACE", "it has PMIx; PMIX_PREFIX, OPAL_PREFIX, PRTE_PREFIX: where that is"),
+    Variable("PMI_SIZE", "with PMI_RANK: a process of MPICH's mpiexec, or srun --mpi=pmi2"),
+    Variable("PMI_RANK", "its rank"),
+    Variable("PMI_FD", "it has PMI-1, over this descriptor"),
+    Variable("SLURM_STEP_NUM_TASKS", "with SLURM_PROCID: a task of srun"),
+    Variable("SLURM_PROCID", "its rank"),
+    Variable("SLURM_STEP_NODELIST", "the hosts of its step; rank 0 is on the first"),
+    Variable("SLURM_JOB_ID", "with SLURM_STEP_ID: which step, for munge"),
+    Variable("SLURM_STEP_ID", "which step"),
+)
 SLURM = (
     Variable("SLURM_JOB_NODELIST", "the hosts of the allocation, which the job gets"),
     Variable("SLURM_TASKS_PER_NODE", "how many ranks each of them has, without -n"),
@@ -78,6 +95,8 @@ VARIABLES: dict[str, tuple[Variable, ...]] = {
     "passed on to every rank": SETTINGS,
     "read by pycoll-run": LAUNCHER,
     "of Slurm, read by pycoll-run": SLURM,
+    "of other launchers, read by pycoll.init()": FOREIGN,
+    "set by pycoll.init() for child processes, where another launcher has started it": CHILDREN,
 }
 
 
@@ -123,7 +142,7 @@ def shared_environment(
     environment = dict(environ)
     if "PYCOLL_JOB" in environment:  # inside a rank of another job, whose options are not ours
         environment.pop("PYCOLL_OP_TIMEOUT", None)
-    for name in (*IDENTITY, *TORCH):
+    for name in (*IDENTITY, *TORCH, *CHILDREN):
         environment.pop(name.name, None)
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment["MASTER_ADDR"], environment["MASTER_PORT"] = master[0], str(master[1])

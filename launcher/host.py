@@ -85,6 +85,13 @@ class Host(Protocol):
         """Kill whatever is left of the job on this host; only the first call counts."""
 
 
+class OwnHost(Host, Protocol):
+    """The host that its owner is on."""
+
+    def poll(self) -> float:
+        """Do what is due; returns after how many seconds to come again."""
+
+
 class _Process:
     """A rank's process.
 

@@ -27,8 +27,9 @@ from pycoll.launcher.rendezvous_server import Server
 from pycoll.launcher.starters import NamedHost
 
 if TYPE_CHECKING:
-    from pycoll.launcher.reach import Doorman, Reach
-    from pycoll.launcher.remote import RemoteHost
+    from pycoll.launcher.reach import Reach
+    from pycoll.launcher.remote import RemoteHost, StartedHost
+    from pycoll.launcher.ways import Way, Ways
 
 _LOOPBACK = "127.0.0.1"
 _QUICK_S, _PROGRESS_S = 2.0, 5.0  # before, and between, words on who is not there yet
@@ -94,14 +95,6 @@ class JobEvents(Events, Protocol):
         """Show the user what is not a rank's."""
 
 
-class Way(NamedTuple):
-    """How one host reaches another: their names, and what was found out."""
-
-    by: str
-    to: str
-    reach: Reach
-
-
 class Hosts:
     """All hosts of a job.
 
@@ -133,15 +126,13 @@ class Hosts:
         self._server = server
         self.have_started = False
         self._here: LocalHost | None = None
-        self._remotes: list[RemoteHost] = []
+        self._remotes: list[StartedHost] = []
         self._all: list[Host] = []
         self._num_opened = self._num_started = 0  # of the remotes
-        self._ways: dict[tuple[int, int], Reach] = {}  # by the number of a host, to another
-        self._untried: list[int] = []  # hosts that have not tried to reach others
+        self._ways: Ways | None = None
         hosts = plan.hosts or [NamedHost("localhost")]
         self._names = [host.name for host in hosts]
         self._stack = stack
-        self._doorman: Doorman | None = None
         self._progress_at = time.monotonic() + _QUICK_S
         nodes = plan.nodes or blocks(plan.size, plan.emulate_hosts)
         where = dict(enumerate(places(nodes)))
@@ -153,10 +144,10 @@ class Hosts:
                 )
                 self._all.append(self._here)
             else:
-                from pycoll.launcher.remote import RemoteHost  # most jobs have none
+                from pycoll.launcher.remote import StartedHost  # most jobs have none
 
                 events.say(f"{name}: its agent is started by {command[0]}")
-                remote = RemoteHost(name, command, mine, selector, self, relay, server.hear, stack)
+                remote = StartedHost(command, selector, stack, name, mine, self, relay, server.hear)
                 self._remotes.append(remote)
                 self._all.append(remote)
         self._of_rank = [self._all[at.node if plan.hosts else 0] for at in where.values()]
@@ -251,88 +242,35 @@ class Hosts:
             host.start(Program(plan.argv, environment, plan.pass_fds, plan.bind, plan.stdin))
         self.have_started = not self._remotes
 
-    def _remote(self, host: Host) -> RemoteHost:
+    def _remote(self, host: Host) -> StartedHost:
         return next(remote for remote in self._remotes if remote is host)
-
-    # How the hosts reach each other.
 
     def _address(self, by: Host, host: Host) -> str:
         """The address at which one host reaches another, or itself."""
-        if len(self._all) == 1:
+        if self._ways is None or len(self._all) == 1:
             return _LOOPBACK
-        if by is host:  # anybody's will do
-            by = next(other for other in self._all if other is not host)
-        return self._ways[self._all.index(by), self._all.index(host)].address
+        return self._ways.address(by, host)
 
     def _try_ways(self) -> None:
         """Have all hosts try to reach the others."""
-        from pycoll.launcher.reach import Doorman
+        from pycoll.launcher import ways
 
-        if self._here is not None:
-            self._doorman = Doorman(self._plan.key, self._all.index(self._here))
-            self._stack.callback(self._doorman.close)
-        self._untried = list(range(len(self._all)))
-        if self._plan.checks:  # one after the other: they would disturb each other
-            self._try_ways_of(self._untried[0])
-        else:
-            for index in self._untried.copy():
-                self._try_ways_of(index)
+        plan = ways.Plan(
+            self._plan.key, self._plan.interface, self._plan.address, self._plan.checks
+        )
+        self._ways = ways.Ways(
+            plan, self._all, self._names, self._selector, self._see_ways, self._stack
+        )
 
-    def _try_ways_of(self, index: int) -> None:
-        from pycoll.launcher.reach import Target, Trial
-
-        by, plan = self._all[index], self._plan
-        targets = []
-        for node, host in enumerate(self._all):
-            if host is not by:
-                here = self._doorman if host is self._here else None
-                port = here.port if here is not None else self._remote(host).port
-                targets.append(Target(node, port, self._candidates(by, host)))
-        if by is self._here:
-
-            def hear(found: Sequence[Reach]) -> None:
-                self._see_ways(index, found)
-
-            Trial(self._selector, hear, targets, plan.key, measures=plan.checks)
-        else:
-            self._remote(by).reach(targets, plan.checks)
-
-    def _candidates(self, by: Host, host: Host) -> list[str]:
-        """Addresses at which one host may reach another, those that ssh has used first."""
-        if host is self._here:
-            from pycoll.launcher.reach import own_addresses
-
-            if self._plan.address:
-                return [self._plan.address]
-            told = [remote.hello["launcher"] for remote in self._remotes if remote is by]
-            every = [tuple(one) for one in own_addresses()]
-        else:
-            remote = self._remote(host)
-            told, every = [remote.hello["reached"]], remote.hello["addresses"]
-        if wanted := self._plan.interface:
-            return [address for interface, address in every if interface == wanted]
-        return list(dict.fromkeys([*filter(None, told), *(address for _, address in every)]))
-
-    def _see_ways(self, index: int, found: Sequence[Reach]) -> None:
-        for reach in found:
-            self._ways[index, reach.node] = reach
-        self._untried.remove(index)
-        if self._plan.checks and self._untried:
-            self._try_ways_of(self._untried[0])
-        if self._untried:
-            return
-        if self._doorman is not None:
-            self._doorman.close()
-        ways = [Way(self._names[by], self._names[to], r) for (by, to), r in self._ways.items()]
-        for way in ways:
+    def _see_ways(self) -> None:
+        ways = self._ways
+        assert ways is not None
+        for way in ways.found:
             self.say(f"{way.by} reaches {way.to} at {way.reach.address or 'no address'}")
-        lost = [way for way in ways if not way.reach.address]
         if self._plan.checks:
-            self._events.checked(ways)
-        elif lost:
-            self._events.unreachable(
-                [f"{way.by} cannot reach {way.to}: {'; '.join(way.reach.failures)}" for way in lost]
-            )
+            self._events.checked(ways.found)
+        elif lost := ways.failures():
+            self._events.unreachable(lost)
         else:
             try:
                 self._start_ranks()
@@ -375,7 +313,8 @@ class Hosts:
 
     def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
         """Hear how other hosts are reached from one."""
-        self._see_ways(self._all.index(host), found)
+        assert self._ways is not None
+        self._ways.told(host, found)
 
     def started(self, host: RemoteHost) -> None:
         """Hear that the ranks of a host have been started."""

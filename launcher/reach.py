@@ -110,7 +110,7 @@ class Doorman:
 
     def __init__(self, key: bytes, node: int) -> None:
         self._key, self._node = key, node
-        self._listener = _listen_everywhere()
+        self._listener = listen_everywhere()
         self.port: int = self._listener.getsockname()[1]
         self._free = threading.Semaphore(_MAX_AT_ONCE)
         threading.Thread(target=self._serve, name="pycoll-doorman", daemon=True).start()
@@ -147,12 +147,17 @@ class Doorman:
             self._free.release()
 
 
-def _listen_everywhere() -> socket.socket:
+def listen_everywhere(port: int = 0) -> socket.socket:
+    """Return a TCP socket that listens at a port of all addresses; 0: at a free one.
+
+    Raises:
+        OSError: it cannot.
+    """
     if socket.has_dualstack_ipv6():
         return socket.create_server(
-            ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_MAX_AT_ONCE
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_MAX_AT_ONCE
         )
-    return socket.create_server(("0.0.0.0", 0), backlog=_MAX_AT_ONCE)
+    return socket.create_server(("0.0.0.0", port), backlog=_MAX_AT_ONCE)
 
 
 def _receive(connection: socket.socket, nbytes: int, keep: bool = True) -> bytes:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pycoll.launcher import agent
-from pycoll.launcher.connection import LOST_S, Connection
+from pycoll.launcher.connection import LOST_S, Connection, Line
 from pycoll.launcher.environment import Place
 from pycoll.launcher.host import Events, Program
 from pycoll.launcher.output import Relay
@@ -58,51 +58,43 @@ class RemoteEvents(Events, Protocol):
 class _Link(NamedTuple):
     """A rank's link to the launcher: a `rendezvous_server.Peer`."""
 
-    connection: Connection
+    line: Line
     number: int
 
     def send(self, frame: bytes) -> None:
         """See `rendezvous_server.Peer`."""
-        self.connection.send("link", self.number, frame)
+        self.line.send("link", self.number, frame)
 
 
 class RemoteHost:
-    """A host with an agent: `host.Host`.
+    """A host with an agent: `host.Host`. The agent comes by `line`, which whoever makes this sets.
 
     Args:
         name: as the user calls it.
-        command: starts the agent there.
         places: where its ranks are, by rank.
-        selector: the launcher's.
         events: hears what happens.
-        relay: gets what the ranks write.
+        relay: gets what the ranks write; None: they write for themselves.
         meeting: gets what the ranks say to the launcher, and from whom.
-        stack: ends the command.
 
     Attributes:
         hello: what the agent has said of itself; see `agent`.
         heard_at: when that was, of time.time().
         port: where others may try to reach it; 0: not open yet.
         is_over: nothing more will come: it has ended, or is lost.
-
-    Raises:
-        OSError: the command cannot be run.
     """
+
+    line: Line
 
     def __init__(
         self,
         name: str,
-        command: Sequence[str],
         places: Mapping[int, Place],
-        selector: selectors.BaseSelector,
         events: RemoteEvents,
-        relay: Relay,
+        relay: Relay | None,
         meeting: Callable[[Peer, bytes], object],
-        stack: contextlib.ExitStack,
     ) -> None:
-        self.name, self.ranks = name, list(places)
-        self._places, self._events, self._relay = places, events, relay
-        self._selector = selector
+        self.name, self.places = name, places
+        self._events, self._relay = events, relay
         self._meeting = meeting
         self.hello: dict[str, Any] = {}
         self.port = 0
@@ -112,49 +104,32 @@ class RemoteHost:
         self._owed: dict[tuple[int, int], int] = {}  # output that was taken, and not told so
         self._links: dict[int, _Link] = {}
         self._give_up_at = time.monotonic() + _START_S
-        self._message = b""
         self._is_ending = False
-        ours, theirs = socket.socketpair()
-        errors, their_errors = os.pipe()
-        try:
-            # In a session of its own: a Ctrl-C is ours to handle.
-            self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=their_errors,
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            os.close(errors)
-            raise
-        finally:
-            theirs.close()
-            os.close(their_errors)
-        stack.callback(self._end_process)
-        os.set_blocking(errors, False)
-        self._errors = errors
-        stack.callback(os.close, errors)
-        selector.register(errors, selectors.EVENT_READ, self._read_errors)
-        stack.callback(self._forget_errors)
-        end = ours.detach()
-        self._connection = Connection(end, end, selector, self._hear, self._lose, skips=True)
-        stack.callback(self._connection.close)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks there."""
+        return list(self.places)
+
+    @property
+    def message(self) -> list[str]:
+        """What is known beside why it is lost: lines."""
+        return []
 
     # What the launcher wants.
 
     def open(self, job: str, key: bytes, node: int) -> None:
         """Have everything but the ranks made; this is host number `node`."""
-        places = {str(rank): list(place) for rank, place in self._places.items()}
+        places = {str(rank): list(place) for rank, place in self.places.items()}
         fields = {"job": job, "key": key, "node": node, "places": places}
-        self._connection.send("open", fields)
-        for rank in self.ranks:
-            self._relay.add(rank)
+        self.line.send("open", fields)
+        if self._relay is not None:
+            for rank in self.ranks:
+                self._relay.add(rank)
 
     def reach(self, targets: Sequence[Target], measures: bool) -> None:
         """Have it find out how other hosts are reached from there; see `reach.reach_all`."""
-        self._connection.send("reach", [list(target) for target in targets], measures)
+        self.line.send("reach", [list(target) for target in targets], measures)
 
     def start(self, program: Program) -> None:
         """Have the ranks started."""
@@ -163,11 +138,11 @@ class RemoteHost:
             "environment": dict(program.environment),
             "bind": program.bind,
         }
-        self._connection.send("start", fields)
+        self.line.send("start", fields)
 
     def watch_joined(self, rank: int, pid: int) -> None:
         """See `host.Host`."""
-        self._connection.send("joined", rank, pid)
+        self.line.send("joined", rank, pid)
 
     def doing(self, rank: int) -> str:
         """See `host.Host`: as of the last beat."""
@@ -179,18 +154,18 @@ class RemoteHost:
 
     def tell_failure(self) -> None:
         """See `host.Host`."""
-        self._connection.send("failure")
+        self.line.send("failure")
 
     def signal(self, signum: int) -> None:
         """See `host.Host`."""
-        self._connection.send("signal", signum)
+        self.line.send("signal", signum)
 
     def sweep(self) -> None:
         """See `host.Host`: it is done when `is_over`."""
         if not self._is_ending:
             self._is_ending = True
             if self.hello:
-                self._connection.send("end")
+                self.line.send("end")
             else:
                 self._finish()
 
@@ -199,30 +174,31 @@ class RemoteHost:
         if self.is_over:
             return float("inf")
         for (rank, number), nbytes in list(self._owed.items()):
-            if not self._relay.is_full(rank, number):
+            if self._relay is not None and not self._relay.is_full(rank, number):
                 del self._owed[rank, number]
-                self._connection.send("taken", rank, number, nbytes)
+                self.line.send("taken", rank, number, nbytes)
         if not self.hello:
             if now >= self._give_up_at:
                 self._fail(f"nothing has come from it for {_START_S:g} s")
             return self._give_up_at
-        if self._connection.is_silent(now):
+        if self.line.is_silent(now):
             self._fail(f"no sign of life for {LOST_S:g} s")
             return now
-        if now >= self._connection.beat_at():
-            self._connection.send("beat")
-        return min(self._connection.beat_at(), self._connection.silent_at())
+        if now >= self.line.beat_at():
+            self.line.send("beat")
+        return min(self.line.beat_at(), self.line.silent_at())
 
     # What the agent says.
 
-    def _hear(self, kind: str, fields: list[Any]) -> None:
+    def hear(self, kind: str, fields: list[Any]) -> None:
+        """Hear a frame."""
         if kind == "hello":
             self._meet(fields[0])
         elif kind == "link":
             number, frame = fields
-            link = self._links.setdefault(number, _Link(self._connection, number))
+            link = self._links.setdefault(number, _Link(self.line, number))
             self._meeting(link, frame)
-        elif kind == "output":
+        elif kind == "output" and self._relay is not None:
             rank, number, data = fields
             self._relay.feed(rank, number, data)
             if data:
@@ -259,6 +235,80 @@ class RemoteHost:
         self.hello, self.heard_at = hello, time.time()
         self._events.here(self)
 
+    def lose(self, why: str) -> None:
+        """Hear that nothing can come any more."""
+        if not self._is_ending:
+            self._fail(why or "its agent is gone")
+        self.is_over = True
+
+    def _fail(self, why: str) -> None:
+        """Nothing can come from this host any more, which nobody has wanted."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.line.close()
+        self._events.gone(self, why)
+
+    def _finish(self) -> None:
+        self.is_over = True
+        self.line.close()
+
+
+class StartedHost(RemoteHost):
+    """A host whose agent is started by a command, on whose standard input and output it talks.
+
+    Args:
+        command: starts the agent there.
+        selector: the launcher's.
+        stack: ends the command.
+        name, places, events, relay, meeting: see `RemoteHost`.
+
+    Raises:
+        OSError: the command cannot be run.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        selector: selectors.BaseSelector,
+        stack: contextlib.ExitStack,
+        name: str,
+        places: Mapping[int, Place],
+        events: RemoteEvents,
+        relay: Relay,
+        meeting: Callable[[Peer, bytes], object],
+    ) -> None:
+        super().__init__(name, places, events, relay, meeting)
+        self._selector = selector
+        self._message = b""
+        ours, theirs = socket.socketpair()
+        errors, their_errors = os.pipe()
+        try:
+            # In a session of its own: a Ctrl-C is ours to handle.
+            self._process: subprocess.Popen[bytes] = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=their_errors,
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            os.close(errors)
+            raise
+        finally:
+            theirs.close()
+            os.close(their_errors)
+        stack.callback(self._end_process)
+        os.set_blocking(errors, False)
+        self._errors = errors
+        stack.callback(os.close, errors)
+        selector.register(errors, selectors.EVENT_READ, self._read_errors)
+        stack.callback(self._forget_errors)
+        end = ours.detach()
+        self.line = Connection(end, end, selector, self.hear, self._lose, skips=True)
+        stack.callback(self.line.close)
+
     def _lose(self, why: str) -> None:
         self._read_errors()
         if not self._is_ending:
@@ -271,18 +321,6 @@ class RemoteHost:
                 why = why or f"the agent could not be started{ended}"
             self._fail(why)
         self.is_over = True
-
-    def _fail(self, why: str) -> None:
-        """Nothing can come from this host any more, which nobody has wanted."""
-        if self.is_over:
-            return
-        self.is_over = True
-        self._connection.close()
-        self._events.gone(self, why)
-
-    def _finish(self) -> None:
-        self.is_over = True
-        self._connection.close()
 
     @property
     def message(self) -> list[str]:

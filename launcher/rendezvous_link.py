@@ -59,7 +59,7 @@ class Link:
         key: the job's secret, at least 16 bytes.
         context: stays the caller's; None: one of its own.
         max_nbytes: longest frame that is received.
-        rank, size: who connects, and to how large a job.
+        rank, size: who connects, and to how large a job; rank -1: an agent.
 
     Raises:
         ValueError: the key is too short.
@@ -76,7 +76,8 @@ class Link:
         size: int,
     ) -> None:
         self._endpoint, self._key, self._keys = endpoint, key, derive_keys(key)
-        self._rank, self._size, self._who = rank, size, f"rank {rank}"
+        self._rank, self._size = rank, size
+        self._who = f"rank {rank}" if rank >= 0 else "the agent of this host"
         self._owns_context = context is None
         try:
             self._context = open_context() if context is None else context
@@ -154,6 +155,8 @@ class Link:
         Raises:
             BootstrapError: it has; which process is this rank.
         """
+        if self._rank < 0:
+            return
         host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
         told = b""
         deadline = time.monotonic() + _ASK_S

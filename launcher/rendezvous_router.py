@@ -46,14 +46,16 @@ class Router:
     Args:
         listener: the descriptor of a TCP socket that listens; it stays the caller's.
         key: the job's.
+        max_nbytes: longest frame that is received.
 
     Raises:
         BootstrapError: libzmq was built without CURVE.
         OSError, zmq.ZMQError: it would have too few threads or descriptors.
     """
 
-    def __init__(self, listener: int, key: bytes) -> None:
+    def __init__(self, listener: int, key: bytes, max_nbytes: int = MAX_FRAME_NBYTES) -> None:
         keys = derive_keys(key)
+        self._max_nbytes = max_nbytes
         self._closed = False
         with contextlib.ExitStack() as undo:
             self._context = open_context()
@@ -73,7 +75,7 @@ class Router:
         socket.curve_publickey = keys.server_public
         socket.curve_secretkey = keys.server_secret
         guard(socket, _ZAP_DOMAIN)
-        socket.maxmsgsize = MAX_FRAME_NBYTES
+        socket.maxmsgsize = self._max_nbytes
         socket.handshake_ivl = _HANDSHAKE_MS
         socket.sndhwm = _SEND_QUEUE
         socket.use_fd = os.dup(listener)

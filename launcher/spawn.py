@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pycoll.errors import Error
 from pycoll.launcher.environment import warn_after
 from pycoll.launcher.host import reserve_descriptors
-from pycoll.launcher.hosts import Hosts, Plan, Way
+from pycoll.launcher.hosts import Hosts, Plan
 from pycoll.launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
 from pycoll.launcher.outcome import signal_name as name_of
 from pycoll.launcher.output import Relay, Target
@@ -29,6 +29,9 @@ from pycoll.launcher.signals import caught_signals
 from pycoll.launcher.starters import NamedHost
 from pycoll.launcher.wait_table import PREFIX
 from pycoll.launcher.watch import Watch
+
+if TYPE_CHECKING:
+    from pycoll.launcher.ways import Way
 
 _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up

@@ -89,6 +89,7 @@ class Engine(Driver):
         self._gives_up = False
         self.waits = Waits(control, self._num_started, self._is_quiet)
         self._job_lost: Error | None = None  # pycoll-run is gone
+        self.has_helpers = False  # in its place there are processes that ranks have started
 
     # --- communicators ---------------------------------------------------------------------
 
@@ -464,9 +465,13 @@ class Engine(Driver):
         elif kind == "told":
             self.transports[fields["rank"]].hear(fields["rank"], fields["letter"])
         elif kind == "lost":
-            self._job_lost = Error(
-                f"rank {self.rank}: the connection to pycoll-run is gone; the job cannot go on"
-            )
+            if self.has_helpers:
+                reason = "its helper, by which the ranks have met, or this host's agent is gone"
+                self._job_lost = PeerFailed(0, reason)
+            else:
+                self._job_lost = Error(
+                    f"rank {self.rank}: the connection to pycoll-run is gone; the job cannot go on"
+                )
             self._fail_all(self._job_lost)
         else:
             if kind == "left":

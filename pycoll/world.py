@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import threading
+import time
 
 # Not when an exception is shown: this import evaluates a string, after which Python forgets that
 # it must end with the status of an interrupt.
@@ -45,14 +46,6 @@ FORKED = (
     "let the parent communicate, or start the process with the spawn method"
 )
 
-_FOREIGN = (
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
-    ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
-    ("WORLD_SIZE", "RANK", "torchrun"),
-)
-"""(size, rank, who sets them): launchers whose jobs this version does not join."""
-
 
 class Place(NamedTuple):
     """This process's place in its job, from the environment."""
@@ -66,6 +59,8 @@ class Place(NamedTuple):
     key: bytes = b""
     local_ranks: tuple[int, ...] = (0,)
     addresses: Mapping[int, str] = MappingProxyType({})
+    link: str = ""
+    memory: str = ""
 
 
 class _Session:
@@ -136,11 +131,14 @@ def init(
                 )
             return _session.comm
         check_timeout(timeout, "timeout")
-        place = read_place(os.environ)
         deadline = _op_timeout(op_timeout)
         chosen = transport or os.environ.get("PYCOLL_TRANSPORT") or "auto"
         if chosen != "auto":
             transports.check(chosen)
+        began = time.monotonic()
+        environ = _environment(timeout)
+        place = read_place(environ)
+        timeout = max(0.0, timeout - (time.monotonic() - began))
         try:
             engine = _join(place, timeout, chosen, deadline)
         except OSError as exc:
@@ -195,18 +193,50 @@ def _leave(why: str, compare: bool, keep_control: bool = False) -> None:
             engine.control.close(1.0)
 
 
+_NEEDED = ("PYCOLL_RANK", "PYCOLL_SIZE", "PYCOLL_RENDEZVOUS", "PYCOLL_KEY")
+
+
+def _environment(timeout: float) -> Mapping[str, str]:
+    """The environment, with what pycoll-run would have set if something else started this process.
+
+    Raises:
+        BootstrapError: the variables of who did make no sense, or the job could not meet.
+    """
+    environ: Mapping[str, str] = os.environ
+    if environ.get("PYCOLL_JOB"):  # a rank of pycoll-run
+        return environ
+    if parent := environ.get("PYCOLL_PARENT"):
+        rank, _, pid = parent.partition(":")
+        raise BootstrapError(
+            f"rank {rank} is already process {pid}; this is process {os.getpid()}. Each rank joins "
+            "once: a process started by a rank must not call init()"
+        )
+    from pycoll.launcher import exchange
+
+    found: dict[str, str] = {}
+    given = [name for name in _NEEDED if environ.get(name)]
+    if len(given) == len(_NEEDED):
+        place, key = read_place(environ), environ["PYCOLL_KEY"]
+        if place.size > 1:
+            found = exchange.join_at(place.rendezvous, key, place.rank, place.size, timeout)
+    elif given in ([], ["PYCOLL_KEY"]):
+        launched = exchange.find(environ)
+        if launched is not None:
+            found = exchange.join(environ, launched, timeout)
+    ours = {name: value for name, value in found.items() if name.startswith("PYCOLL_")}
+    return {**environ, **ours}
+
+
 def read_place(environ: Mapping[str, str]) -> Place:
     """Return what the launcher's variables say; without any, a job of size 1.
 
     Raises:
-        BootstrapError: they are incomplete or make no sense, or another launcher's.
+        BootstrapError: they are incomplete or make no sense.
     """
-    needed = ("PYCOLL_RANK", "PYCOLL_SIZE", "PYCOLL_RENDEZVOUS", "PYCOLL_KEY")
-    given = [name for name in needed if environ.get(name)]
+    given = [name for name in _NEEDED if environ.get(name)]
     if not given:
-        _refuse_foreign(environ)
         return Place()
-    missing = [name for name in needed if name not in given]
+    missing = [name for name in _NEEDED if name not in given]
     if missing:
         raise BootstrapError(
             f"{', '.join(given)} set, but not {', '.join(missing)}: "
@@ -237,7 +267,19 @@ def read_place(environ: Mapping[str, str]) -> Place:
         )
     rendezvous = environ["PYCOLL_RENDEZVOUS"]
     addresses = _addresses(environ)
-    return Place(rank, size, local_rank, local_size, node, rendezvous, key, local_ranks, addresses)
+    return Place(
+        rank,
+        size,
+        local_rank,
+        local_size,
+        node,
+        rendezvous,
+        key,
+        local_ranks,
+        addresses,
+        link=environ.get("PYCOLL_LINK", ""),
+        memory=environ.get("PYCOLL_SHM", ""),
+    )
 
 
 def _addresses(environ: Mapping[str, str]) -> dict[int, str]:
@@ -270,19 +312,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return number
 
 
-def _refuse_foreign(environ: Mapping[str, str]) -> None:
-    """Refuse to be silently alone where another launcher has started several processes."""
-    for size_name, rank_name, who in _FOREIGN:
-        size, rank = environ.get(size_name), environ.get(rank_name, "?")
-        if size is None or size.strip() == "1":
-            continue
-        raise BootstrapError(
-            f"{who} started this process as rank {rank} of {size} ({size_name}), but this version "
-            f"of pycoll joins only jobs of pycoll-run: use pycoll-run -n {size}, or unset "
-            f"{size_name} and {rank_name} to run alone"
-        )
-
-
 def _op_timeout(op_timeout: float | None) -> float:
     if op_timeout is not None:
         return check_timeout(op_timeout, "op_timeout")
@@ -309,7 +338,7 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
             place.key,
             place.rank,
             place.size,
-            link=os.environ.get("PYCOLL_LINK", ""),
+            link=place.link,
         )
     except ValueError as exc:
         raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
@@ -327,6 +356,9 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
         control.close(1.0)
         raise
     engine.hosts = meeting.hosts
+    engine.has_helpers = "PYCOLL_JOB" not in os.environ
+    if engine.has_helpers:  # processes that this one starts have what its launcher has set, too
+        os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
     to_self.start([{}] * place.size, engine)
     meeting.start(engine)
     return engine
@@ -457,7 +489,7 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
         return f"the transport is {chosen}"
     from pycoll.transports.shm import ShmTransport, open_host
 
-    found = open_host(os.environ, place.local_rank, place.local_size)
+    found = open_host({"PYCOLL_SHM": place.memory}, place.local_rank, place.local_size)
     if chosen == "shm":
         if isinstance(found, str):
             raise TransportError(f"shm: {found}; use --transport auto (or tcp)")

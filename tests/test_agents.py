@@ -24,9 +24,9 @@ from pycoll.errors import Error
 from pycoll.launcher import connection, reach
 from pycoll.launcher.connection import MARKER, Connection
 from pycoll.launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
-from pycoll.launcher.hosts import Way
 from pycoll.launcher.reach import Doorman, Reach, Target, reach_all
 from pycoll.launcher.reach_table import lines
+from pycoll.launcher.ways import Way
 
 LIMIT_S = 60 * PATIENCE
 

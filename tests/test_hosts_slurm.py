@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import hosts_bed
 import pytest
 import slurm_bed
 from hosts_bed import PYCOLL_RUN
-from hosts_jobs import EMPTY_S, LOOP, NAMED_S, ORACLE, job, until_empty
+from hosts_jobs import EMPTY_S, LOOP, NAMED_S, ORACLE, Running, job, until_empty
 from patience import PATIENCE
 from slurm_bed import Slurm
 
@@ -144,3 +145,64 @@ def test_a_host_without_a_cable_is_named(slurm: Slurm, script: Script) -> None:
             until_empty(slurm.bed, "hostb", EMPTY_S)
         finally:
             slurm.bed.heal("hostb")
+
+
+# Without pycoll-run: tasks of srun join by themselves.
+
+KINDS = {"munge": [], "PMI": ["--mpi=pmi2"]}
+
+
+AS_SLURM_SAYS = """
+own = [int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "NODEID", "LOCALID")]
+assert own == [comm.rank, comm.node, comm.local_rank], own
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "words", [["-N2", "--ntasks-per-node=2"], ["-N2", "-n4", "-m", "cyclic"], ["-N2", "-n4"]]
+)
+def test_tasks_of_srun_are_ranks(slurm: Slurm, script: Script, kind: str, words: list[str]) -> None:
+    program = script(ORACLE + AS_SLURM_SAYS)
+    done = slurm.run(
+        "srun", "-Q", *KINDS[kind], *words, sys.executable, program, timeout=PATIENCE * 60
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(where(done.stdout)) == 4
+
+
+def test_a_task_that_dies_is_told_to_the_others(slurm: Slurm, script: Script) -> None:
+    told = "print('pid', os.environ['SLURM_PROCID'], os.uname().nodename, os.getpid())\n"
+    program = script("import os\n" + told + LOOP)
+    command = ["srun", "-Q", "-N2", "--ntasks-per-node=2", sys.executable, "-u", program]
+    running = Running(slurm.bed, "env", f"SLURM_CONF={slurm.conf}", *command)
+    running.until("ready", 30.0, 4)
+    host, pid = next(line.split()[-2:] for line in running.lines if "pid 3 " in line)
+    assert slurm.bed.run(host, "kill", "-9", pid).returncode == 0
+    running.until("PeerFailed: rank 3 failed: its process ended", NAMED_S, 3)
+    assert running.end(NAMED_S) != 0
+
+
+def test_no_one_can_read_the_key_of_tasks(slurm: Slurm, script: Script) -> None:
+    command = ["srun", "-Q", "-N2", "--ntasks-per-node=2", sys.executable, script(KEY + LOOP)]
+    running = Running(slurm.bed, "env", f"SLURM_CONF={slurm.conf}", *command)
+    running.until("ready", 30.0, 4)
+    keys = {line.split()[-1] for line in running.lines if line.startswith("key ")}
+    assert len(keys) == 1
+    key = keys.pop()
+    for host in slurm.bed.names:
+        assert key not in "".join(slurm.bed.processes(host))
+    for log in slurm.bed.folder.glob("*.log"):
+        assert key not in log.read_text(errors="replace")
+    slurm.bed.signal("hosta", signal.SIGTERM, "^srun")
+    running.end(EMPTY_S)
+
+
+KEY = """
+import pycoll.world
+join = pycoll.world._join
+def tell(place, *more):
+    print("key", place.key.hex(), flush=True)
+    return join(place, *more)
+pycoll.world._join = tell
+"""

@@ -85,8 +85,10 @@ def test_variables_of_another_launcher_or_without_sense_are_an_error() -> None:
         ),
         "PYCOLL_KEY is not a hexadecimal key": place(0, 2, PYCOLL_KEY="garbage"),
         "PYCOLL_KEY cannot be the key of a job": place(0, 2, PYCOLL_KEY="abcd"),
-        "'garbage' is no address": place(0, 2, PYCOLL_RENDEZVOUS="garbage"),
-        "rank 1 waited 1.* tcp://127.0.0.1:9 ": place(1, 2),
+        "PYCOLL_RENDEZVOUS is 'garbage', not as tcp:": place(0, 2, PYCOLL_RENDEZVOUS="garbage"),
+        "rank 1 cannot join.* cannot reach rank 0: 127.0.0.1 port 9: Connection refused": place(
+            1, 2
+        ),
         "PYCOLL_OP_TIMEOUT is 'soon'": {"PYCOLL_OP_TIMEOUT": "soon"},
         "PYCOLL_OP_TIMEOUT is '-1'": {"PYCOLL_OP_TIMEOUT": "-1"},
     }

@@ -1,0 +1,378 @@
+"""The agent of a host whose ranks another launcher has started: they come to it (`doors`).
+
+`python -m pycoll.launcher.adopting FD SIZE DEADLINE`, which a rank starts (`entering`): FD listens
+at the door, standard input has the ticket. It goes on in the background, and ends when its ranks
+have. Beside
+what an agent says (`agent`):
+
+    the meeting says               this answers, or does
+    start {environment}            hands the ranks their links and the host's memory; started
+    missing ranks                  tells the ranks that wait here which have not come
+    turn_away number, why          tells that visitor, who may not come in; -1: all who wait
+
+    this says
+    came number, rank, size, pid   who has come to the door
+    went number                    that one has gone before it had been let in
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from pycoll.errors import BootstrapError
+from pycoll.launcher import doors
+from pycoll.launcher.agent import Agent
+from pycoll.launcher.connection import Hear, Line
+from pycoll.launcher.environment import Place, rank_environment, usable_cores
+from pycoll.launcher.host import Events, OwnHost, Program
+from pycoll.launcher.host_memory import JobMemory
+from pycoll.launcher.network_line import LinkLine
+from pycoll.launcher.process import doing as process_doing
+from pycoll.launcher.rendezvous_link import Link
+from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
+from pycoll.launcher.signals import caught_signals
+
+UNKNOWN = 256
+"""The status of a process that has ended, if only its parent can know it."""
+
+_FIRST_S = 10.0  # for the first rank to come to the door
+_REACH_S = 10.0  # for an address of the meeting to answer
+_PAUSE_S = 0.2  # between trials to reach it
+
+
+class _Visitor:
+    """Who has come to the door."""
+
+    def __init__(self, number: int, connection: socket.socket, pid: int) -> None:
+        self.number, self.connection, self.pid = number, connection, pid
+        self.reader = doors.Reader(connection)
+        self.rank = -1
+
+
+class AdoptedHost:
+    """The ranks of this host: let in, watched, told; `host.OwnHost`. Others start and end them.
+
+    Args:
+        places: where its ranks are, by rank.
+        visitors: the ranks, who wait to be let in.
+        selector: the owner's; the data of a key is a function to call when it is ready.
+        events: hears what happens.
+        open_link: makes a link for a rank; returns the descriptor that it gets.
+        stack: what is opened is undone by it.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[int, Place],
+        visitors: Mapping[int, _Visitor],
+        selector: selectors.BaseSelector,
+        events: Events,
+        open_link: Callable[[], int],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._places, self._visitors = places, visitors
+        self._selector, self._events, self._open_link = selector, events, open_link
+        self._cores = usable_cores()
+        self._memory = JobMemory(places, self._cores)
+        stack.callback(self._memory.close)
+        self._pidfds: dict[int, int] = {}
+        self._joined: dict[int, int] = {}
+        stack.callback(self._unwatch_all)
+
+    def start(self, program: Program) -> None:
+        """Let all ranks in."""
+        for rank, visitor in self._visitors.items():
+            self._watch(rank, visitor.pid, self._pidfds, partial(self._see_end, rank))
+            memory = self._memory.of(rank)
+            link = self._open_link()
+            own = rank_environment(rank, self._places)
+            message = {
+                "environment": {**program.environment, **own},
+                "memory": "" if memory.descriptors else memory.variable,
+                "count": 1 + len(memory.descriptors),
+                "cores": self._cores,
+            }
+            with contextlib.suppress(OSError):  # it has ended, which is seen
+                doors.send(visitor.connection, message, [link, *memory.descriptors])
+            os.close(link)
+
+    def poll(self) -> float:
+        """See `host.OwnHost`."""
+        return float("inf")
+
+    def watch_joined(self, rank: int, pid: int) -> None:
+        """See `host.Host`."""
+        if pid != self._visitors[rank].pid and rank not in self._joined:
+            self._watch(rank, pid, self._joined, partial(self._see_lost, rank))
+
+    def doing(self, rank: int) -> str:
+        """See `host.Host`."""
+        return self._memory.doing(rank)
+
+    def state(self, rank: int, pid: int) -> str:
+        """See `host.Host`."""
+        return process_doing(pid)
+
+    def tell_failure(self) -> None:
+        """See `host.Host`."""
+        self._memory.tell_failure()
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to the ranks, not to what they have started."""
+        for pidfd in self._pidfds.values():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signum)
+
+    def sweep(self) -> None:
+        """See `host.Host`: what ranks leave behind is for who has started them."""
+
+    def _watch(
+        self, rank: int, pid: int, where: dict[int, int], callback: Callable[[], None]
+    ) -> None:
+        try:
+            pidfd = where[rank] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return callback()
+        except (AttributeError, OSError):  # an old kernel, or a sandbox: its end is not seen
+            return
+        self._selector.register(pidfd, selectors.EVENT_READ, callback)
+
+    def _see_end(self, rank: int) -> None:
+        self._unwatch(self._pidfds.pop(rank, None))
+        self._events.ended(rank, UNKNOWN)
+
+    def _see_lost(self, rank: int) -> None:
+        self._unwatch(self._joined.pop(rank, None))
+        self._events.lost(rank)
+
+    def _unwatch(self, pidfd: int | None) -> None:
+        if pidfd is not None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+
+    def _unwatch_all(self) -> None:
+        for pidfd in (*self._pidfds.values(), *self._joined.values()):
+            self._unwatch(pidfd)
+
+
+class AdoptingAgent(Agent):
+    """The agent.
+
+    Args:
+        selector, open_line: see `Agent`.
+        door: listens; it becomes its own.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        open_line: Callable[[Hear, Callable[[str], None]], Line],
+        door: socket.socket,
+    ) -> None:
+        super().__init__(selector, open_line, "rank")
+        self._door = door
+        self._visitors: dict[int, _Visitor] = {}
+        self._num_visitors = 0
+        self._have_entered = False
+        self._empty_since = time.monotonic()
+        door.setblocking(False)
+        selector.register(door, selectors.EVENT_READ, self._open_door)
+        self._stack.callback(self._close_door)
+
+    def _hear(self, kind: str, fields: list[Any]) -> None:
+        if kind == "missing":
+            self._tell(self._visitors.values(), {"missing": fields[0]})
+        elif kind == "turn_away":
+            number, why = fields
+            found = [v for v in self._visitors.values() if number in (-1, v.number)]
+            self._tell(found, {"refused": why})
+            for visitor in found:
+                self._forget(visitor)
+        elif kind == "end" and self._host is None:
+            self._line.send("over")
+            self._is_over = True
+        else:
+            super()._hear(kind, fields)
+
+    def _lose(self, why: str) -> None:
+        text = "the process that lets the ranks of this job meet, a helper of rank 0, has ended"
+        self._tell(self._visitors.values(), {"refused": text})
+
+    def _is_alone(self) -> bool:
+        if self._have_entered or self._visitors:
+            return False
+        if time.monotonic() <= self._empty_since + (0 if self._num_visitors else _FIRST_S):
+            return False
+        self._line.send("over")
+        return True
+
+    def _make_host(
+        self, job: str, places: Mapping[int, Place], open_link: Callable[[], int]
+    ) -> OwnHost:
+        ranks = {visitor.rank: visitor for visitor in self._visitors.values()}
+        mine = {rank: ranks[rank] for rank in places if rank in ranks}
+        return AdoptedHost(places, mine, self._selector, self, open_link, self._stack)
+
+    def _start(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> None:
+        assert self._host is not None
+        self._doorman.close()
+        self._have_entered = True
+        self._host.start(Program(argv, environment))
+        self._line.send("started")
+        for visitor in list(self._visitors.values()):
+            self._forget(visitor)
+
+    # The door.
+
+    def _open_door(self) -> None:
+        try:
+            connection = self._door.accept()[0]
+        except OSError:
+            return
+        try:
+            pid = doors.peer_of(connection)
+        except OSError:
+            return connection.close()
+        if self._have_entered:
+            why = "its job has met; a process that a rank has started cannot join it"
+            with connection, contextlib.suppress(OSError):
+                doors.send(connection, {"refused": why})
+            return
+        visitor = _Visitor(self._num_visitors, connection, pid)
+        self._num_visitors += 1
+        self._visitors[visitor.number] = visitor
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._listen(visitor))
+
+    def _listen(self, visitor: _Visitor) -> None:
+        try:
+            message = visitor.reader.read()
+            if message is not None:
+                visitor.rank = message["rank"]
+                size = message["size"]
+                self._line.send("came", visitor.number, visitor.rank, size, visitor.pid)
+        except (EOFError, KeyError, TypeError):
+            self._forget(visitor)
+            self._line.send("went", visitor.number)
+
+    def _tell(self, visitors: Iterable[_Visitor], message: dict[str, Any]) -> None:
+        for visitor in visitors:
+            with contextlib.suppress(OSError):
+                doors.send(visitor.connection, message)
+
+    def _forget(self, visitor: _Visitor) -> None:
+        if self._visitors.pop(visitor.number, None) is not None:
+            self._selector.unregister(visitor.connection)
+            visitor.connection.close()
+            self._empty_since = time.monotonic()
+
+    def _close_door(self) -> None:
+        for visitor in list(self._visitors.values()):
+            self._forget(visitor)
+        self._selector.unregister(self._door)
+        self._door.close()
+
+
+def reach(ticket: doors.Ticket, size: int, deadline: float, starter: int) -> Link:
+    """Connect to the meeting, at whichever of its addresses works; it may not be there yet.
+
+    Args:
+        ticket: where it is.
+        size: number of ranks.
+        deadline: how long to try, of time.monotonic().
+        starter: a descriptor of the process that wants it: when that has ended, so does this.
+
+    Raises:
+        BootstrapError: none works; what each says.
+    """
+    while True:
+        found = _reach_once(ticket, size)
+        if isinstance(found, Link):
+            return found
+        pause = min(_PAUSE_S, deadline - time.monotonic())
+        if pause <= 0 or select.select([starter], [], [], pause)[0]:
+            raise BootstrapError(f"{socket.gethostname()} cannot reach rank 0: {'; '.join(found)}")
+
+
+def _reach_once(ticket: doors.Ticket, size: int) -> Link | list[str]:
+    addresses = list(dict.fromkeys([*ticket.addresses, "127.0.0.1"]))
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        tried = list(pool.map(lambda address: _try(address, ticket.port), addresses))
+    failures = []
+    for address, failure in zip(addresses, tried, strict=True):
+        why = failure
+        if why is None:
+            host = f"[{address}]" if ":" in address else address
+            endpoint = f"tcp://{host}:{ticket.port}"
+            max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
+            link = Link(endpoint, ticket.key, None, max_nbytes, -1, size)
+            try:
+                link.connect(_REACH_S)
+            except BootstrapError as exc:
+                link.close(0.0)
+                why = str(exc)
+            else:
+                return link
+        failures.append(f"{address} port {ticket.port}: {why}")
+    return failures
+
+
+def _try(address: str, port: int) -> str | None:
+    try:
+        socket.create_connection((address, port), _REACH_S).close()
+    except TimeoutError:
+        return f"no answer in {_REACH_S:g} s (a firewall?)"
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return None
+
+
+def main(descriptor: str, size: str, deadline: str) -> int:
+    """Be the agent, in the background."""
+    ticket = doors.Ticket.read(sys.stdin.readline())
+    door = socket.socket(fileno=int(descriptor))
+    starter = os.pidfd_open(os.getppid())
+    if os.fork():
+        os._exit(0)  # who has started this need not wait for it
+    with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
+        try:
+            link = reach(ticket, int(size), float(deadline), starter)
+        except BootstrapError as exc:
+            return _refuse_all(door, str(exc))
+        finally:
+            os.close(starter)
+
+        def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
+            return LinkLine(link, selector, hear, lost)
+
+        # The rank's standard error would stay open when it has ended, for who reads it.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        return AdoptingAgent(selector, open_line, door).run(signals)
+
+
+def _refuse_all(door: socket.socket, why: str) -> int:
+    """Tell who has come why there will be no meeting."""
+    door.settimeout(1.0)
+    with door, contextlib.suppress(OSError):
+        while True:
+            connection = door.accept()[0]
+            with connection:
+                doors.peer_of(connection)
+                doors.send(connection, {"refused": why})
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""How a rank that another launcher has started comes into a job: all that pycoll-run gives others.
+
+Rank 0 starts the meeting (`meeting`) and gives the others the ticket to it, by what its launcher
+has for that (`exchange`). The first rank on a host starts its agent (`adopting`). Each rank goes to
+its agent's door (`doors`) and comes back, when all have come, with the variables and descriptors
+that a rank of pycoll-run inherits. From then on nothing is different.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pycoll.errors import BootstrapError
+from pycoll.launcher import doors
+from pycoll.launcher.doors import Ticket
+from pycoll.launcher.rendezvous_pairs import link_variable
+from pycoll.launcher.rendezvous_wire import name_ranks, seconds_since
+
+_NOTICE_S = 10.0  # between words on who is missing
+_PART = 0.9  # of a rank's time, for its agent to reach the meeting: then it still hears why not
+_PAUSE_S = 0.01  # while another rank is about to open the door
+
+
+@contextlib.contextmanager
+def meeting(size: int, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
+    """Start the process that lets the ranks meet. Leaving the block before they have, ends it.
+
+    Args:
+        size: number of ranks.
+        port: where it listens, on all addresses; 0: anywhere.
+        key: the job's; b"": a new one.
+
+    Raises:
+        BootstrapError: it cannot be started, or not listen there.
+    """
+    key = key or os.urandom(32)
+    command = [sys.executable, "-P", "-m", "pycoll.launcher.meeting", str(size), str(port)]
+    process = _start(command, (), subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin as leash, process.stdout as told:
+        with contextlib.suppress(BrokenPipeError):
+            leash.write(key.hex().encode() + b"\n")
+            leash.flush()
+        words = told.readline().decode().split()
+        process.wait()  # it goes on in the background
+        if not words or words[0] != "port":
+            why = " ".join(words) or "it has not started; see above"
+            raise BootstrapError(f"rank 0 cannot let the ranks of this job meet: {why}")
+        yield Ticket(key, int(words[1]), words[2].split(",") if len(words) > 2 else [])
+
+
+def enter(ticket: Ticket, rank: int, size: int, timeout: float) -> dict[str, str]:
+    """Come into the job when all have come: the variables that pycoll-run would have set.
+
+    They name descriptors that this process has now.
+
+    Args:
+        ticket: of the job.
+        rank, size: this rank, and how many there are.
+        timeout: seconds to wait for all others.
+
+    Raises:
+        BootstrapError: the job could not meet: who is missing, or why this rank may not come in.
+    """
+    started = time.monotonic()
+    deadline = started + timeout
+    with _at_the_door(ticket, size, timeout) as connection:
+        doors.peer_of(connection)
+        doors.send(connection, {"rank": rank, "size": size})
+        message = _wait(connection, rank, size, started, deadline)
+        found = doors.receive_descriptors(connection, message["count"], deadline)
+    link, *memory = found
+    variables: dict[str, str] = message["environment"]
+    variables["PYCOLL_LINK"] = link_variable(link)
+    variables["PYCOLL_SHM"] = message["memory"]
+    if memory:
+        memfd, *eventfds = memory
+        numbers = ",".join(map(str, eventfds))
+        inode = os.fstat(memfd).st_ino
+        variables["PYCOLL_SHM"] = f"{memfd}:{inode}:{numbers}:{message['cores']}"
+    return variables
+
+
+def _wait(
+    connection: socket.socket, rank: int, size: int, started: float, deadline: float
+) -> dict[str, Any]:
+    missing: Sequence[int] = []
+    notice_at = started + _NOTICE_S
+    while True:
+        try:
+            message = doors.receive(connection, min(deadline, notice_at))
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise _too_late(rank, size, started, missing) from None
+            notice_at += _NOTICE_S
+            if missing and rank == next(r for r in range(size) if r not in missing):
+                _print_missing(rank, size, started, missing)
+            continue
+        if message is None:
+            raise BootstrapError(
+                f"rank {rank}: the agent of this host has ended before all ranks had joined the job"
+            )
+        if "refused" in message:
+            raise BootstrapError(f"rank {rank} cannot join the job: {message['refused']}")
+        if "missing" in message:
+            missing = message["missing"]
+        else:
+            return dict(message)
+
+
+def _too_late(rank: int, size: int, started: float, missing: Sequence[int]) -> BootstrapError:
+    waited = f"rank {rank} waited {seconds_since(started)} for the job to meet"
+    if not missing:
+        return BootstrapError(f"{waited}: the agent of this host does not answer")
+    have = "has" if len(missing) == 1 else "have"
+    return BootstrapError(f"{waited}: {name_ranks(missing)} of {size} {have} not joined")
+
+
+def _print_missing(rank: int, size: int, started: float, missing: Sequence[int]) -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error is closed
+        print(
+            f"pycoll: rank {rank} has waited {seconds_since(started)} for {name_ranks(missing)} "
+            f"of {size} to join the job",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:
+    """Go to the door of this host's agent, or be the first there and start it."""
+    name = doors.name(ticket.key)
+    began = time.monotonic()
+    deadline = began + timeout
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(name)
+        except ConnectionRefusedError:
+            connection.close()
+        else:
+            return connection
+        door = socket.socket(socket.AF_UNIX)
+        try:
+            door.bind(name)
+        except OSError as exc:
+            door.close()
+            if exc.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                raise
+            time.sleep(_PAUSE_S)  # who has it is about to listen
+            continue
+        with door:
+            door.listen(4096)
+            _start_agent(ticket, size, began + _PART * timeout, door.fileno())
+
+
+def _start_agent(ticket: Ticket, size: int, deadline: float, door: int) -> None:
+    numbers = map(str, (door, size, deadline))
+    words = [sys.executable, "-P", "-m", "pycoll.launcher.adopting", *numbers]
+    process = _start(words, (door,), subprocess.DEVNULL)
+    assert process.stdin is not None
+    with process.stdin as to_agent, contextlib.suppress(BrokenPipeError):
+        to_agent.write(ticket.text().encode() + b"\n")
+    if process.wait():
+        raise BootstrapError("the agent of this host cannot be started; see above")
+
+
+def _start(
+    command: Sequence[str], descriptors: Sequence[int], stdout: int
+) -> subprocess.Popen[bytes]:
+    """Start a process that goes on by itself: signals of a terminal do not reach it."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        pass_fds=descriptors,
+        start_new_session=True,
+    )

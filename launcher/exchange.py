@@ -1,0 +1,208 @@
+"""Launchers of others: what they say to the processes they start, and how those share a secret.
+
+The secret is the ticket to the meeting (`doors.Ticket`), which rank 0 has and the others need. It
+must not be guessed from what others can read, such as a job's id, names or ports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from pycoll.errors import BootstrapError
+from pycoll.launcher.rendezvous_wire import check_key
+from pycoll.launcher.slurm import expand
+
+if TYPE_CHECKING:
+    from pycoll.launcher.doors import Ticket
+
+_FOREIGN = (
+    ("WORLD_SIZE", "RANK", "torchrun"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+)
+"""(size, rank, who sets them): launchers, the most special first."""
+
+
+_FIRST_PORT, _PORTS = 20000, 10000  # of which a key gives one: below those that systems hand out
+
+
+class Launched(NamedTuple):
+    """What a launcher has said to this process."""
+
+    who: str
+    rank: int
+    size: int
+
+
+class Board(Protocol):
+    """What a launcher has for its processes to tell each other something."""
+
+    def share(self, text: str, timeout: float) -> str:
+        """Return what rank 0 has given here; what others give does not count.
+
+        Raises:
+            OSError, BootstrapError: it has not worked, or not in so many seconds.
+        """
+
+
+def find(environ: Mapping[str, str]) -> Launched | None:
+    """Find out by which launcher this process is one of several; None: by none.
+
+    Raises:
+        BootstrapError: its variables make no sense.
+    """
+    for size_name, rank_name, who in _FOREIGN:
+        text = environ.get(size_name)
+        if text is None or text.strip() == "1":
+            continue
+        try:
+            rank, size = int(environ.get(rank_name, "?")), int(text)
+        except ValueError:
+            rank, size = -1, 0
+        if not 0 <= rank < size:
+            raise BootstrapError(
+                f"{who} started this process as rank {environ.get(rank_name, '?')} of {text} "
+                f"({rank_name}, {size_name}), which makes no sense; unset both to run alone"
+            )
+        return Launched(who, rank, size)
+    return None
+
+
+def join(environ: Mapping[str, str], launched: Launched, timeout: float) -> dict[str, str]:
+    """Come into the job of another launcher: the variables that pycoll-run would have set.
+
+    Raises:
+        BootstrapError: its ranks can share no secret, or could not meet.
+    """
+    if key := environ.get("PYCOLL_KEY"):
+        return join_at(_first_host(environ, launched), key, launched.rank, launched.size, timeout)
+    from pycoll.launcher import entering  # not sooner: it takes long
+
+    try:
+        board = _board(environ, launched)
+        with _meeting(board, launched, timeout) as ticket:
+            return entering.enter(ticket, launched.rank, launched.size, timeout)
+    except OSError as exc:
+        raise BootstrapError(
+            f"rank {launched.rank} of {launched.size}, started by {launched.who}, cannot join its "
+            f"job: {exc}"
+        ) from exc
+
+
+def join_at(rendezvous: str, key: str, rank: int, size: int, timeout: float) -> dict[str, str]:
+    """Come into a job whose meeting is at a given address, with a given key; rank 0 opens it.
+
+    Args:
+        rendezvous, key: as PYCOLL_RENDEZVOUS and PYCOLL_KEY. Without a port, the key gives one.
+        rank, size: this rank, and how many there are.
+        timeout: seconds to wait for all others.
+
+    Raises:
+        BootstrapError: it is no address, rank 0 cannot listen there, or the ranks did not meet.
+    """
+    from pycoll.launcher import entering
+    from pycoll.launcher.doors import Ticket
+
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise BootstrapError(f"PYCOLL_RENDEZVOUS is {rendezvous!r}, not as tcp://HOST:PORT")
+    secret = _read_key(key)
+    ticket = Ticket(secret, int(port), [host.strip("[]")])
+    try:
+        if rank:
+            return entering.enter(ticket, rank, size, timeout)
+        with entering.meeting(size, int(port), secret):
+            return entering.enter(ticket, rank, size, timeout)
+    except OSError as exc:
+        raise BootstrapError(f"rank {rank} of {size} cannot join the job: {exc}") from exc
+
+
+def _read_key(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        raise BootstrapError("PYCOLL_KEY is not a hexadecimal key") from None
+    try:
+        check_key(key)
+    except ValueError as exc:
+        raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
+    return key
+
+
+def _first_host(environ: Mapping[str, str], launched: Launched) -> str:
+    """Where rank 0 lets the others meet, if they have a key already: its host, and a port.
+
+    Raises:
+        BootstrapError: the launcher has not named the host.
+    """
+    if "SLURM_STEP_NODELIST" in environ:
+        host = expand(environ["SLURM_STEP_NODELIST"])[0]
+    elif "MASTER_ADDR" in environ:
+        host = environ["MASTER_ADDR"]
+    else:
+        raise BootstrapError(
+            f"PYCOLL_KEY is set, and {launched.who} started this process as rank {launched.rank} "
+            f"of {launched.size}, but not where rank 0 is: set PYCOLL_RENDEZVOUS, too "
+            "(tcp://HOST:PORT of rank 0), PYCOLL_RANK and PYCOLL_SIZE"
+        )
+    digest = hashlib.blake2b(_read_key(environ["PYCOLL_KEY"]), person=b"pycoll port").digest()
+    port = _FIRST_PORT + int.from_bytes(digest[:4], "little") % _PORTS
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _meeting(board: Board, launched: Launched, timeout: float) -> Iterator[Ticket]:
+    from pycoll.launcher import entering
+    from pycoll.launcher.doors import Ticket
+
+    if launched.rank:
+        text = board.share("", timeout)
+        if text.startswith("!"):
+            raise BootstrapError(text[1:])
+        yield Ticket.read(text)
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            ticket = stack.enter_context(entering.meeting(launched.size))
+        except (BootstrapError, OSError) as exc:
+            board.share(f"!{exc}", timeout)  # the others wait for it
+            raise
+        board.share(ticket.text(), timeout)
+        yield ticket
+
+
+def _board(environ: Mapping[str, str], launched: Launched) -> Board:
+    """Find what the launcher has.
+
+    Raises:
+        BootstrapError: nothing that is secret.
+    """
+    if "TORCHELASTIC_RUN_ID" in environ:
+        from pycoll.launcher.torch_store import TorchStore
+
+        return TorchStore(environ, launched.rank)
+    if "PMI_FD" in environ:
+        from pycoll.launcher.pmi import Pmi
+
+        return Pmi(int(environ["PMI_FD"]))
+    if "PMIX_NAMESPACE" in environ:
+        from pycoll.launcher.pmix import Pmix
+
+        return Pmix(environ)
+    if launched.who == "srun":
+        from pycoll.launcher.munge import Munge, why_not
+
+        if not why_not():
+            return Munge(environ, launched.rank, launched.size)
+    raise BootstrapError(
+        f"{launched.who} started this process as rank {launched.rank} of {launched.size}, but has "
+        f"nothing by which its ranks could share a secret. Start the program with pycoll-run -n "
+        f"{launched.size}, or with torchrun, mpirun, mpiexec, srun --mpi=pmi2, or srun where there "
+        "is munge; or set PYCOLL_KEY (64 hexadecimal digits, random, of this job) and, if neither "
+        "srun nor torchrun does it, where rank 0 is: PYCOLL_RANK, PYCOLL_SIZE, PYCOLL_RENDEZVOUS "
+        "(tcp://HOST:PORT)"
+    )

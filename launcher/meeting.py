@@ -1,0 +1,348 @@
+"""Where the ranks meet that another launcher has started: pycoll-run's part, but it starts nothing.
+
+`python -m pycoll.launcher.meeting SIZE PORT`, which rank 0 starts (`entering`): standard input has
+the key; that it ends before all ranks have come means that rank 0 has given up. It says where it
+listens, and goes on in the background until all ranks have ended. Agents come to it (`adopting`),
+and it does with them what `hosts` does with those that pycoll-run has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+from pycoll.errors import Error
+from pycoll.launcher import ways
+from pycoll.launcher.adopting import UNKNOWN
+from pycoll.launcher.environment import places, warn_after
+from pycoll.launcher.host import Program
+from pycoll.launcher.network_line import CallerLine
+from pycoll.launcher.outcome import end_text
+from pycoll.launcher.reach import Reach, listen_everywhere, own_addresses
+from pycoll.launcher.remote import RemoteHost
+from pycoll.launcher.rendezvous_router import Caller, Router
+from pycoll.launcher.rendezvous_server import Notice, Server
+from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, name_ranks
+from pycoll.launcher.signals import caught_signals
+from pycoll.launcher.watch import Watch
+
+_ABORT_S = 1.0  # for a rank that has called abort to end
+_KILL_S = 2.0  # then from SIGTERM to SIGKILL for the others
+_SWEEP_S = 8.0  # for agents to say that they are done
+_MAX_ADDRESSES = 16  # a ticket has at most 1024 characters, or PMI would not take it
+_TELL_MISSING_S = 0.5  # at least, between telling ranks who is missing
+
+
+class Meeting:
+    """The job, as far as it is known here; `remote.RemoteEvents` of its agents.
+
+    Args:
+        size: number of ranks.
+        key: the job's.
+        listener: where agents come; it becomes its own.
+    """
+
+    def __init__(self, size: int, key: bytes, listener: socket.socket) -> None:
+        self._size, self._key, self._listener = size, key, listener
+        self._job = os.urandom(16).hex()
+        self._stack = contextlib.ExitStack()
+        self._selector = self._stack.enter_context(selectors.DefaultSelector())
+        self._stack.callback(listener.close)
+        self._router = Router(listener.fileno(), key, 2 * MAX_FRAME_NBYTES)
+        self._stack.callback(self._router.close)
+        self._server = Server(
+            size, key, on_failure=self._tell_failure, doing=lambda r: self._of[r].doing(r)
+        )
+        self._stack.callback(self._server.close)
+        self._watch = Watch(
+            self._server,
+            size,
+            warn_after(os.environ),
+            self.tell,
+            lambda rank, pid: self._of[rank].state(rank, pid),
+        )
+        self._agents: dict[Caller, tuple[RemoteHost, CallerLine]] = {}
+        self._of: dict[int, RemoteHost] = {}  # by rank, who has come
+        self._visitors: dict[tuple[RemoteHost, int], int] = {}  # host and number at its door: rank
+        self._hosts: list[RemoteHost] = []  # in the order of their numbers, once all have come
+        self._ways: ways.Ways | None = None
+        self._num_opened = self._num_started = 0
+        self._left: set[int] = set()  # ranks that have finalized
+        self._ended: set[int] = set()
+        self._told_missing: list[int] = []
+        self._tell_missing_at = 0.0
+        self._aborter = -1  # the rank that has called abort
+        self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
+        self._why = ""  # there will be no meeting
+
+    def run(self, leash: int) -> int:
+        """Serve until all ranks have ended, or there will be no meeting."""
+        with self._stack:
+            signals = self._stack.enter_context(caught_signals(self._selector))
+            self._selector.register(leash, selectors.EVENT_READ, lambda: self._slip(leash))
+            self._selector.register(self._router.fileno(), selectors.EVENT_READ, self._hear)
+            self._selector.register(self._server.fileno(), selectors.EVENT_READ, _nothing)
+            while len(self._ended) < self._size and not self._why and not signals:
+                wake = self._act(time.monotonic())
+                if self._listen():
+                    continue
+                for key, _ in self._selector.select(max(0.0, wake - time.monotonic())):
+                    key.data()
+            self._sweep()
+        return 1 if self._why else 0
+
+    def _act(self, now: float) -> float:
+        wake = [now + 1.0, self._watch.update(now)]
+        wake += [host.update(now) for host, _ in self._agents.values()]
+        if not self._hosts:
+            missing = [rank for rank in range(self._size) if rank not in self._of]
+            if missing != self._told_missing and now >= self._tell_missing_at:
+                self._told_missing, self._tell_missing_at = missing, now + _TELL_MISSING_S
+                for _, line in self._agents.values():
+                    line.send("missing", missing)
+        for signum, due in list(self._plan.items()):
+            if now >= due:
+                del self._plan[signum]
+                for host in self._hosts:
+                    host.signal(signum)
+        wake.extend(self._plan.values())
+        return min(wake)
+
+    def _hear(self) -> None:
+        for caller, frame in self._router.receive():
+            if caller not in self._agents:
+                self._welcome(caller)
+            self._agents[caller][1].came(frame)
+
+    def _listen(self) -> bool:
+        """Handle what ranks have said; returns whether there was anything."""
+        heard = False
+        while notices := self._server.progress():
+            heard = True
+            for notice in notices:
+                self._note(notice)
+        return heard
+
+    def _note(self, notice: Notice) -> None:
+        rank = notice.rank
+        if notice.kind == "joined":
+            self._of[rank].watch_joined(rank, int(notice.fields["pid"]))
+        elif notice.kind == "left":
+            self._left.add(rank)
+        elif notice.kind == "abort":
+            # It ends by itself, with its own status: the signal is for the others.
+            self._aborter = rank
+            self._abort(time.monotonic() + _ABORT_S)
+
+    def _slip(self, leash: int) -> None:
+        """Rank 0 has come in, or given up."""
+        self._selector.unregister(leash)
+        if not self._hosts:
+            self._give_up(0)
+
+    def _welcome(self, caller: Caller) -> None:
+        host = RemoteHost("a host", {}, self, None, self._server.hear)
+        line = CallerLine(caller, lambda kind, fields: self._said(host, kind, fields), host.lose)
+        host.line = line
+        self._agents[caller] = host, line
+
+    def _said(self, host: RemoteHost, kind: str, fields: list[object]) -> None:
+        if kind == "came":
+            self._admit(host, *fields)  # type: ignore[arg-type]  # as adopting says
+        elif kind == "went":
+            self._go(host, *fields)  # type: ignore[arg-type]
+        else:
+            host.hear(kind, fields)
+
+    def _admit(self, host: RemoteHost, number: int, rank: int, size: int, pid: int) -> None:
+        why = ""
+        if size != self._size:
+            why = f"it says that the job has {size} ranks, rank 0 says {self._size}"
+        elif not 0 <= rank < size:
+            why = f"its rank is {rank}, the job has {size}"
+        elif rank in self._of:
+            there = self._of[rank].name
+            why = f"another process, on {there}, is rank {rank} already; this is process {pid}"
+        if why:
+            return host.line.send("turn_away", number, why)
+        self._of[rank] = host
+        self._visitors[host, number] = rank
+        if len(self._of) == self._size:
+            self._open()
+
+    def _go(self, host: RemoteHost, number: int) -> None:
+        rank = self._visitors.get((host, number))
+        if rank is not None:
+            self._give_up(rank)
+
+    def _give_up(self, rank: int) -> None:
+        missing = [other for other in range(self._size) if other not in self._of]
+        text = f"rank {rank} has given up, or ended"
+        if missing:
+            text += f": {name_ranks(missing)} of {self._size} had not joined"
+        self._refuse(text)
+
+    def _refuse(self, why: str) -> None:
+        """There will be no meeting: tell all who wait."""
+        if not self._why:
+            self._why = why
+            for _, line in self._agents.values():
+                line.send("turn_away", -1, why)
+
+    def _open(self) -> None:
+        """All have come: find out where each is, and have everything made."""
+        self._hosts = list(dict.fromkeys(self._of[rank] for rank in range(self._size)))
+        nodes = [self._hosts.index(self._of[rank]) for rank in range(self._size)]
+        where = dict(enumerate(places(nodes)))
+        for node, host in enumerate(self._hosts):
+            host.places = {rank: place for rank, place in where.items() if place.node == node}
+            host.open(self._job, self._key, node)
+
+    def _start(self) -> None:
+        for host in self._hosts:
+            environment = {
+                "PYCOLL_SIZE": str(self._size),
+                "PYCOLL_KEY": self._key.hex(),
+                "PYCOLL_RENDEZVOUS": self._server.endpoint,
+                "PYCOLL_JOB": self._job,
+            }
+            if self._ways is not None:
+                addresses = [
+                    f"{n}={self._ways.address(host, o)}" for n, o in enumerate(self._hosts)
+                ]
+                environment["PYCOLL_ADDRESSES"] = ",".join(addresses)
+            host.start(Program((), environment))
+
+    def _tell_failure(self) -> None:
+        for host in self._hosts:
+            host.tell_failure()
+
+    def _abort(self, now: float) -> None:
+        self._plan = {signal.SIGTERM: now, signal.SIGKILL: now + _KILL_S}
+
+    def _sweep(self) -> None:
+        """Let the agents go."""
+        agents = [host for host, _ in self._agents.values()]
+        for host in agents:
+            host.sweep()
+        deadline = time.monotonic() + _SWEEP_S
+        while (now := time.monotonic()) < deadline and not all(host.is_over for host in agents):
+            wake = min([deadline, *(host.update(now) for host in agents)])
+            for key, _ in self._selector.select(max(0.0, wake - now)):
+                key.data()
+            self._listen()
+
+    # What agents tell: `remote.RemoteEvents`.
+
+    def ended(self, rank: int, status: int) -> None:
+        """Hear that the process of a rank has ended."""
+        self._listen()
+        if rank in self._ended:
+            return
+        self._ended.add(rank)
+        clean = status == 0 or (status == UNKNOWN and rank in self._left)
+        text = end_text(status) if status != UNKNOWN else "its process ended"
+        if status == UNKNOWN and not clean:
+            text += " without pycoll.finalize()"
+        self._server.rank_ended(rank, text, clean)
+        if rank == self._aborter:
+            self._abort(time.monotonic())
+
+    def lost(self, rank: int) -> None:
+        """Hear that the process that joined as a rank has ended; its parent lives on."""
+        self.ended(rank, UNKNOWN)
+
+    def say(self, text: str) -> None:
+        """Nobody has asked."""
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Show the user what no rank has written."""
+        with contextlib.suppress(OSError):
+            print(
+                "".join(f"pycoll: {line}\n" for line in lines), end="", file=sys.stderr, flush=True
+            )
+
+    def here(self, host: RemoteHost) -> None:
+        """Hear that an agent is there."""
+        host.name = host.hello["host"]
+        self._told_missing = []
+
+    def opened(self, host: RemoteHost) -> None:
+        """Hear that a host has everything but its ranks; when all have, ways are tried."""
+        self._num_opened += 1
+        if self._num_opened < len(self._hosts):
+            return
+        if len(self._hosts) == 1:
+            return self._start()
+        names = [each.name for each in self._hosts]
+        plan = ways.Plan(self._key)
+        self._ways = ways.Ways(
+            plan, self._hosts, names, self._selector, self._see_ways, self._stack
+        )
+
+    def _see_ways(self) -> None:
+        assert self._ways is not None
+        if lost := self._ways.failures():
+            self._refuse("; ".join(lost))
+        else:
+            self._start()
+
+    def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
+        """Hear how other hosts are reached from one."""
+        assert self._ways is not None
+        self._ways.told(host, found)
+
+    def started(self, host: RemoteHost) -> None:
+        """Hear that the ranks of a host have come in."""
+        self._num_started += 1
+
+    def refused(self, host: RemoteHost, error: OSError) -> None:
+        """Hear that a host cannot have what its ranks need."""
+        self._refuse(f"{host.name}: {error.strerror}")
+
+    def gone(self, host: RemoteHost, why: str) -> None:
+        """Hear that a host is lost, with its ranks."""
+        if self._num_started < max(1, len(self._hosts)):
+            return self._refuse(f"{host.name}: {why}")
+        reason = f"lost with its host {host.name}: {why}"
+        self._listen()
+        for rank in host.ranks:
+            if rank not in self._ended:
+                self._ended.add(rank)
+                self._server.rank_ended(rank, reason, False)
+
+
+def _nothing() -> None:
+    """What is readable is read by the loop."""
+
+
+def main(size: str, port: str) -> int:
+    """Listen, say where, and serve the job in the background."""
+    key = bytes.fromhex(sys.stdin.readline())
+    try:
+        listener = listen_everywhere(int(port))
+    except OSError as exc:
+        print(f"cannot listen at port {port}: {exc.strerror}", flush=True)
+        return 1
+    addresses = ",".join(one.address for one in own_addresses()[:_MAX_ADDRESSES])
+    print("port", listener.getsockname()[1], addresses, flush=True)
+    if os.fork():
+        os._exit(0)  # rank 0 need not wait for it
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    try:
+        return Meeting(int(size), key, listener).run(0)
+    except Error as exc:
+        print(f"pycoll: {exc}", file=sys.stderr, flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
