@@ -18,7 +18,9 @@ what an agent says (`agent`):
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import select
 import selectors
 import signal
@@ -41,11 +43,12 @@ from pycoll.launcher.network_line import LinkLine
 from pycoll.launcher.process import doing as process_doing
 from pycoll.launcher.rendezvous_link import Link
 from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
-from pycoll.launcher.signals import caught_signals
+from pycoll.launcher.signals import caught_signals, outlive_signals
 
 UNKNOWN = 256
 """The status of a process that has ended, if only its parent can know it."""
 
+_GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
 _FIRST_S = 10.0  # for the first rank to come to the door
 _REACH_S = 10.0  # for an address of the meeting to answer
 _PAUSE_S = 0.2  # between trials to reach it
@@ -103,9 +106,13 @@ class AdoptedHost:
                 "count": 1 + len(memory.descriptors),
                 "cores": self._cores,
             }
-            with contextlib.suppress(OSError):  # it has ended, which is seen
+            try:
                 doors.send(visitor.connection, message, [link, *memory.descriptors])
-            os.close(link)
+            except OSError as exc:
+                if exc.errno not in _GONE:  # that it has ended is seen
+                    raise
+            finally:
+                os.close(link)
 
     def poll(self) -> float:
         """See `host.OwnHost`."""
@@ -220,7 +227,8 @@ class AdoptingAgent(Agent):
     def _make_host(
         self, job: str, places: Mapping[int, Place], open_link: Callable[[], int]
     ) -> OwnHost:
-        ranks = {visitor.rank: visitor for visitor in self._visitors.values()}
+        # Of two that say they are one rank, the first was let in.
+        ranks = {visitor.rank: visitor for visitor in reversed(self._visitors.values())}
         mine = {rank: ranks[rank] for rank in places if rank in ranks}
         return AdoptedHost(places, mine, self._selector, self, open_link, self._stack)
 
@@ -344,6 +352,10 @@ def main(descriptor: str, size: str, deadline: str) -> int:
     starter = os.pidfd_open(os.getppid())
     if os.fork():
         os._exit(0)  # who has started this need not wait for it
+    outlive_signals()
+    # Descriptors on their way to ranks count, too.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
         try:
             link = reach(ticket, int(size), float(deadline), starter)

@@ -29,7 +29,7 @@ from pycoll.launcher.remote import RemoteHost
 from pycoll.launcher.rendezvous_router import Caller, Router
 from pycoll.launcher.rendezvous_server import Notice, Server
 from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, name_ranks
-from pycoll.launcher.signals import caught_signals
+from pycoll.launcher.signals import caught_signals, outlive_signals
 from pycoll.launcher.watch import Watch
 
 _ABORT_S = 1.0  # for a rank that has called abort to end
@@ -72,7 +72,8 @@ class Meeting:
         self._visitors: dict[tuple[RemoteHost, int], int] = {}  # host and number at its door: rank
         self._hosts: list[RemoteHost] = []  # in the order of their numbers, once all have come
         self._ways: ways.Ways | None = None
-        self._num_opened = self._num_started = 0
+        self._num_opened = 0
+        self._have_started = False  # ranks are being let in
         self._left: set[int] = set()  # ranks that have finalized
         self._ended: set[int] = set()
         self._told_missing: list[int] = []
@@ -178,7 +179,7 @@ class Meeting:
 
     def _go(self, host: RemoteHost, number: int) -> None:
         rank = self._visitors.get((host, number))
-        if rank is not None:
+        if rank is not None and not self._have_started:
             self._give_up(rank)
 
     def _give_up(self, rank: int) -> None:
@@ -205,6 +206,7 @@ class Meeting:
             host.open(self._job, self._key, node)
 
     def _start(self) -> None:
+        self._have_started = True
         for host in self._hosts:
             environment = {
                 "PYCOLL_SIZE": str(self._size),
@@ -299,8 +301,7 @@ class Meeting:
         self._ways.told(host, found)
 
     def started(self, host: RemoteHost) -> None:
-        """Hear that the ranks of a host have come in."""
-        self._num_started += 1
+        """Hear that the ranks of a host have come in: nothing waits for it."""
 
     def refused(self, host: RemoteHost, error: OSError) -> None:
         """Hear that a host cannot have what its ranks need."""
@@ -308,7 +309,7 @@ class Meeting:
 
     def gone(self, host: RemoteHost, why: str) -> None:
         """Hear that a host is lost, with its ranks."""
-        if self._num_started < max(1, len(self._hosts)):
+        if not self._have_started:
             return self._refuse(f"{host.name}: {why}")
         reason = f"lost with its host {host.name}: {why}"
         self._listen()
@@ -334,6 +335,7 @@ def main(size: str, port: str) -> int:
     print("port", listener.getsockname()[1], addresses, flush=True)
     if os.fork():
         os._exit(0)  # rank 0 need not wait for it
+    outlive_signals()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)

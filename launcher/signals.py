@@ -42,3 +42,12 @@ def caught_signals(selector: selectors.BaseSelector) -> Iterator[list[int]]:
         selector.unregister(end)
         os.close(end)
         os.close(ours)
+
+
+def outlive_signals() -> None:
+    """Ignore what a launcher sends to all processes of a job: this one ends with its ranks.
+
+    Slurm, say, signals whatever runs in a step, so that ranks may save what they have.
+    """
+    for name in ("INT", "TERM", "HUP", "USR1", "USR2", "ALRM", "XCPU"):
+        signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_IGN)
