@@ -7,13 +7,13 @@ must not be guessed from what others can read, such as a job's id, names or port
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher.rendezvous_wire import check_key
 from pycoll.launcher.slurm import expand
+from pycoll.ports import agreed_port
 
 if TYPE_CHECKING:
     from pycoll.launcher.doors import Ticket
@@ -25,9 +25,6 @@ _FOREIGN = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
 )
 """(size, rank, who sets them): launchers, the most special first."""
-
-
-_FIRST_PORT, _PORTS = 20000, 10000  # of which a key gives one: below those that systems hand out
 
 
 class Launched(NamedTuple):
@@ -97,7 +94,7 @@ def join_at(rendezvous: str, key: str, rank: int, size: int, timeout: float) -> 
     """Come into a job whose meeting is at a given address, with a given key; rank 0 opens it.
 
     Args:
-        rendezvous, key: as PYCOLL_RENDEZVOUS and PYCOLL_KEY. Without a port, the key gives one.
+        rendezvous, key: as PYCOLL_RENDEZVOUS and PYCOLL_KEY.
         rank, size: this rank, and how many there are.
         timeout: seconds to wait for all others.
 
@@ -149,8 +146,7 @@ def _first_host(environ: Mapping[str, str], launched: Launched) -> str:
             f"of {launched.size}, but not where rank 0 is: set PYCOLL_RENDEZVOUS, too "
             "(tcp://HOST:PORT of rank 0), PYCOLL_RANK and PYCOLL_SIZE"
         )
-    digest = hashlib.blake2b(_read_key(environ["PYCOLL_KEY"]), person=b"pycoll port").digest()
-    port = _FIRST_PORT + int.from_bytes(digest[:4], "little") % _PORTS
+    port = agreed_port(_read_key(environ["PYCOLL_KEY"]))
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

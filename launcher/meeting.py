@@ -49,7 +49,7 @@ class Meeting:
     """
 
     def __init__(self, size: int, key: bytes, listener: socket.socket) -> None:
-        self._size, self._key, self._listener = size, key, listener
+        self._size, self._key = size, key
         self._job = os.urandom(16).hex()
         self._stack = contextlib.ExitStack()
         self._selector = self._stack.enter_context(selectors.DefaultSelector())

@@ -10,7 +10,6 @@ Source: https://github.com/dun/munge/wiki/Man-1-munge
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import socket
@@ -21,8 +20,9 @@ from collections.abc import Mapping
 from pycoll.errors import BootstrapError
 from pycoll.launcher.reach import listen_everywhere
 from pycoll.launcher.slurm import expand
+from pycoll.ports import agreed_port
 
-_FIRST_PORT, _PORTS, _TRIES = 20000, 10000, 8
+_TRIES = 8  # ports, of which another job may have some
 _TALK_S = 5.0
 _PAUSE_S = 0.05  # while rank 0 does not listen yet
 _MAX_NBYTES = 16 << 10
@@ -53,8 +53,7 @@ class Munge:
                 f"srun started this process as rank {rank} of {size}, but has not set {exc}"
             ) from None
         self._rank, self._size = rank, size
-        number = int.from_bytes(hashlib.sha256(self._step.encode()).digest()[:4], "little")
-        self._ports = [_FIRST_PORT + (number + 97 * i) % _PORTS for i in range(_TRIES)]
+        self._ports = [agreed_port(f"{self._step} {i}".encode()) for i in range(_TRIES)]
 
     def share(self, text: str, timeout: float) -> str:
         """See `Board`."""

@@ -27,6 +27,7 @@ from pycoll.engine import Engine
 from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
 from pycoll.group import Group
 from pycoll.launcher.rendezvous import Client
+from pycoll.launcher.rendezvous_wire import already_joined
 from pycoll.membership import NoVerdict
 from pycoll.transports.base import Transport
 from pycoll.transports.inproc import Hub, InprocTransport
@@ -206,19 +207,15 @@ def _environment(timeout: float) -> Mapping[str, str]:
     if environ.get("PYCOLL_JOB"):  # a rank of pycoll-run
         return environ
     if parent := environ.get("PYCOLL_PARENT"):
-        rank, _, pid = parent.partition(":")
-        raise BootstrapError(
-            f"rank {rank} is already process {pid}; this is process {os.getpid()}. Each rank joins "
-            "once: a process started by a rank must not call init()"
-        )
+        rank, pid = map(int, parent.split(":"))
+        raise BootstrapError(already_joined(rank, pid, os.getpid()))
     from pycoll.launcher import exchange
 
     found: dict[str, str] = {}
     given = [name for name in _NEEDED if environ.get(name)]
     if len(given) == len(_NEEDED):
         place, key = read_place(environ), environ["PYCOLL_KEY"]
-        if place.size > 1:
-            found = exchange.join_at(place.rendezvous, key, place.rank, place.size, timeout)
+        found = exchange.join_at(place.rendezvous, key, place.rank, place.size, timeout)
     elif given in ([], ["PYCOLL_KEY"]):
         launched = exchange.find(environ)
         if launched is not None:

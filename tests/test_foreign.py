@@ -89,9 +89,9 @@ def plain(size: int, **more: str) -> list[Mapping[str, str]]:
     ]
 
 
-def helpers(key: str) -> list[str]:
-    """The processes that carry on a job, by its key: command lines."""
-    found = []
+def helper_pids(key: str) -> dict[int, str]:
+    """The processes that carry on a job, by its key: number and command line."""
+    found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -100,8 +100,12 @@ def helpers(key: str) -> list[str]:
             except OSError:
                 continue
             if key.encode() in environ and any(w.startswith("pycoll.launcher.") for w in words):
-                found.append(" ".join(words))
+                found[int(folder.name)] = " ".join(words)
     return found
+
+
+def helpers(key: str) -> list[str]:
+    return list(helper_pids(key).values())
 
 
 def until_no_helpers(key: str, limit_s: float = 10.0) -> None:
@@ -139,6 +143,27 @@ def test_the_end_of_a_rank_is_told_to_the_others(before: str, status: int, told:
     until_no_helpers(environments[0]["PYCOLL_KEY"])
 
 
+def test_a_job_may_have_one_rank() -> None:
+    script = "import pycoll; comm = pycoll.init(); print(comm.rank, comm.size, comm.all_reduce(5))"
+    ((status, said, text),) = Ranks(script, plain(1)).end()
+    assert (status, said) == (0, "0 1 5\n"), text
+
+
+def test_signals_to_everything_of_a_job_end_only_its_ranks() -> None:
+    environments = plain(2)
+    ranks = Ranks(WAIT.replace("BEFORE", "pass"), environments)
+    for process in ranks.processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for pid in helper_pids(environments[0]["PYCOLL_KEY"]):
+        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGTERM)
+    ranks.processes[1].kill()
+    (status, said, _), _ = ranks.end()
+    assert status == 3
+    assert "PeerFailed 1 rank 1 failed: its process ended" in said
+
+
 def test_abort_ends_the_others_and_gives_its_own_status() -> None:
     ended = Ranks(WAIT.replace("BEFORE", "comm.abort(7)"), plain(3)).end()
     assert [status for status, *_ in ended] == [-signal.SIGTERM, 7, -signal.SIGTERM]
@@ -152,12 +177,9 @@ def test_the_end_of_what_serves_the_job_is_told(which: str) -> None:
     for process in ranks.processes:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("ready")
-    pattern = f"pycoll.launcher.{which}"
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            words = (folder / "cmdline").read_bytes() if (folder / "cmdline").exists() else b""
-            if pattern.encode() in words and key.encode() in (folder / "environ").read_bytes():
-                os.kill(int(folder.name), signal.SIGKILL)
+    for pid, line in helper_pids(key).items():
+        if f"pycoll.launcher.{which}" in line:
+            os.kill(pid, signal.SIGKILL)
     for status, said, _ in ranks.end():
         assert status == 3
         assert "PeerFailed 0 rank 0 failed: its helper" in said
