@@ -52,6 +52,7 @@ _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
 _FIRST_S = 10.0  # for the first rank to come to the door
 _REACH_S = 10.0  # for an address of the meeting to answer
 _PAUSE_S = 0.2  # between trials to reach it
+_REFUSE_S, _REFUSE_MAX_S = 1.0, 10.0  # for one more to come who is told that none can, and for all
 
 
 class _Visitor:
@@ -199,7 +200,9 @@ class AdoptingAgent(Agent):
 
     def _hear(self, kind: str, fields: list[Any]) -> None:
         if kind == "missing":
-            self._tell(self._visitors.values(), {"missing": fields[0]})
+            for visitor in self._visitors.values():
+                with contextlib.suppress(OSError):
+                    doors.send_if_ready(visitor.connection, {"missing": fields[0]})
         elif kind == "turn_away":
             number, why = fields
             found = [v for v in self._visitors.values() if number in (-1, v.number)]
@@ -376,11 +379,12 @@ def main(descriptor: str, size: str, deadline: str) -> int:
 
 def _refuse_all(door: socket.socket, why: str) -> int:
     """Tell who has come why there will be no meeting."""
-    door.settimeout(1.0)
-    with door, contextlib.suppress(OSError):
-        while True:
+    door.settimeout(_REFUSE_S)
+    deadline = time.monotonic() + _REFUSE_MAX_S
+    with door, contextlib.suppress(TimeoutError):
+        while time.monotonic() < deadline:
             connection = door.accept()[0]
-            with connection:
+            with connection, contextlib.suppress(OSError):
                 doors.peer_of(connection)
                 doors.send(connection, {"refused": why})
     return 1

@@ -25,6 +25,8 @@ LOST_S = 8.0
 """Who has heard nothing for so long takes the other side for lost. A cable that is out for 3 s is
 quiet for up to 6.4: TCP repeats after 0.2, 0.4, 0.8, 1.6 and 3.2 s."""
 
+_LATE_S = 3.0  # a process that looks so late was stopped, or its machine was
+
 _MAX_FRAME_NBYTES = 32 << 20
 _MAX_NOISE_NBYTES = 1 << 20
 _READ_NBYTES = 256 << 10
@@ -47,7 +49,7 @@ class Line:
     def __init__(self, hear: Hear, lost: Callable[[str], None]) -> None:
         self._hear, self._lost = hear, lost
         self.is_open = True
-        self._said_at = self._heard_at = time.monotonic()
+        self._said_at = self._heard_at = self._looked_at = time.monotonic()
 
     def send(self, kind: str, *fields: Any) -> None:
         """Send a frame, now or when the other end reads; without a connection: nothing."""
@@ -56,7 +58,15 @@ class Line:
             self._put(msgpack.packb([kind, *fields], unicode_errors="surrogateescape"))
 
     def is_silent(self, now: float) -> bool:
-        """Return whether nothing has come for so long that the other side is lost."""
+        """Return whether nothing has come for so long that the other side is lost.
+
+        To be asked at least every `BEAT_S`. The time in which this process itself was stopped does
+        not count: the other side may have been, too, as when a job is suspended.
+        """
+        stopped = now - self._looked_at - _LATE_S
+        self._looked_at = now
+        if stopped > 0:
+            self._heard_at = min(now, self._heard_at + stopped)
         return now >= self._heard_at + LOST_S
 
     def beat_at(self) -> float:

@@ -8,6 +8,8 @@ user. A message is a length of 4 bytes and msgpack, descriptors come after it.
 
 from __future__ import annotations
 
+import array
+import errno
 import hashlib
 import os
 import select
@@ -26,6 +28,8 @@ _MAX_NBYTES = 16 << 20
 _READ_NBYTES = 64 << 10
 _AT_ONCE = 128  # descriptors; the kernel takes 253
 _SEND_S = 5.0
+_PAUSE_S = 0.01  # where too many wait
+_NUMBER_NBYTES = array.array("i").itemsize
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -61,9 +65,38 @@ class Ticket(NamedTuple):
 
 
 def name(key: bytes) -> str:
-    """The socket's name for a job."""
-    digest = hashlib.blake2b(key, digest_size=16, person=b"pycoll door").hexdigest()
+    """The socket's name for a job, among processes that can see each other.
+
+    Containers may share a network, but not processes: then each is a host of its own.
+    """
+    seen = b"%d" % os.stat("/proc/self/ns/pid").st_ino
+    digest = hashlib.blake2b(seen, key=key, digest_size=16, person=b"pycoll door").hexdigest()
     return f"\0pycoll-{digest}"
+
+
+def connect(name: str, deadline: float) -> socket.socket:
+    """Go to a door.
+
+    Raises:
+        ConnectionRefusedError: there is none.
+        TimeoutError: too many wait there until the deadline, of time.monotonic().
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        while True:
+            try:
+                connection.setblocking(False)
+                connection.connect(name)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("the agent of this host lets nobody in") from None
+                time.sleep(_PAUSE_S)  # the kernel does not tell when there is room
+            else:
+                connection.setblocking(True)
+                return connection
+    except OSError:
+        connection.close()
+        raise
 
 
 def peer_of(connection: socket.socket) -> int:
@@ -76,6 +109,8 @@ def peer_of(connection: socket.socket) -> int:
     pid, uid, _ = _CREDENTIALS.unpack(told)
     if uid != os.geteuid():
         raise PermissionError(f"process {pid}, at the door of this job, is of user {uid}")
+    if pid <= 0:
+        raise PermissionError("who is at the door of this job is in another container")
     return int(pid)
 
 
@@ -89,7 +124,31 @@ def send(connection: socket.socket, message: Any, descriptors: Sequence[int] = (
     connection.settimeout(_SEND_S)
     connection.sendall(len(packed).to_bytes(_LENGTH_NBYTES, "little") + packed)
     for start in range(0, len(descriptors), _AT_ONCE):
-        socket.send_fds(connection, [b"d"], list(descriptors[start : start + _AT_ONCE]))
+        _send_descriptors(connection, descriptors[start : start + _AT_ONCE])
+
+
+def send_if_ready(connection: socket.socket, message: Any) -> None:
+    """Send a short message that may be lost, but to whom does not read what came before.
+
+    Raises:
+        OSError: the other end has gone.
+    """
+    if select.select([], [connection], [], 0)[1]:
+        send(connection, message)
+
+
+def _send_descriptors(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    deadline = time.monotonic() + _SEND_S
+    while True:
+        try:
+            socket.send_fds(connection, [b"d"], list(descriptors))
+        except OSError as exc:
+            # More are on their way than a user may have open, until others have taken theirs.
+            if exc.errno != errno.ETOOMANYREFS or time.monotonic() >= deadline:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
 
 
 def receive(connection: socket.socket, deadline: float) -> Any:
@@ -108,18 +167,25 @@ def receive_descriptors(connection: socket.socket, count: int, deadline: float) 
 
     Raises:
         OSError: the other end has gone, or too many files are open.
+        TimeoutError: the deadline, of time.monotonic(), has passed.
     """
     found: list[int] = []
-    while len(found) < count:
-        _wait(connection, deadline)
-        data, descriptors, flags, _ = socket.recv_fds(connection, 1, _AT_ONCE)
-        found += descriptors
-        if not data or flags & socket.MSG_CTRUNC:
-            for descriptor in found:
-                os.close(descriptor)
-            raise OSError("this process may not open so many files (ulimit -n)")
-    for descriptor in found:
-        os.set_inheritable(descriptor, False)
+    try:
+        while len(found) < count:
+            _wait(connection, deadline)
+            # Not socket.recv_fds, which ignores the flag.
+            space = socket.CMSG_SPACE(_AT_ONCE * _NUMBER_NBYTES)
+            data, ancillary, flags, _ = connection.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+            for _, _, numbers in ancillary:
+                found += array.array("i", numbers)
+            if flags & socket.MSG_CTRUNC:
+                raise OSError("this process may not open so many files (ulimit -n)")
+            if not data:
+                raise OSError("the agent of this host has ended")
+    except OSError:
+        for descriptor in found:
+            os.close(descriptor)
+        raise
     return found
 
 

@@ -8,6 +8,7 @@ that a rank of pycoll-run inherits. From then on nothing is different.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher import doors
@@ -46,7 +47,9 @@ def meeting(size: int, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
     process = _start(command, (), subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
-    with process.stdin as leash, process.stdout as told:
+    told = process.stdout
+    with process.stdin as leash, contextlib.ExitStack() as stack:
+        stack.callback(told.close)
         with contextlib.suppress(BrokenPipeError):
             leash.write(key.hex().encode() + b"\n")
             leash.flush()
@@ -56,6 +59,18 @@ def meeting(size: int, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
             why = " ".join(words) or "it has not started; see above"
             raise BootstrapError(f"rank 0 cannot let the ranks of this job meet: {why}")
         yield Ticket(key, int(words[1]), words[2].split(",") if len(words) > 2 else [])
+        stack.pop_all()
+        atexit.register(_outstay, told, os.getpid())
+
+
+def _outstay(told: IO[bytes], pid: int) -> None:
+    """Let rank 0's process end after those of all others.
+
+    What is left when it has ended, the meeting too, is killed by many who start ranks: Slurm with
+    the last task on a host, a container with its first process.
+    """
+    if os.getpid() == pid:
+        told.read()  # its end
 
 
 def enter(ticket: Ticket, rank: int, size: int, timeout: float) -> dict[str, str]:
@@ -141,13 +156,8 @@ def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:
     began = time.monotonic()
     deadline = began + timeout
     while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(name)
-        except ConnectionRefusedError:
-            connection.close()
-        else:
-            return connection
+        with contextlib.suppress(ConnectionRefusedError):
+            return doors.connect(name, deadline)
         door = socket.socket(socket.AF_UNIX)
         try:
             door.bind(name)

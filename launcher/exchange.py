@@ -7,6 +7,8 @@ must not be guessed from what others can read, such as a job's id, names or port
 from __future__ import annotations
 
 import contextlib
+import hmac
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -18,13 +20,25 @@ from pycoll.ports import agreed_port
 if TYPE_CHECKING:
     from pycoll.launcher.doors import Ticket
 
+
+class _Launcher(NamedTuple):
+    who: str
+    size: str  # the variables that it sets
+    rank: str
+    mark: str  # without this one, it is not that launcher
+
+
 _FOREIGN = (
-    ("WORLD_SIZE", "RANK", "torchrun"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
-    ("PMI_SIZE", "PMI_RANK", "an MPI launcher (PMI)"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "srun"),
+    _Launcher("torchrun", "WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID"),
+    _Launcher(
+        "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+    ),
+    _Launcher("an MPI launcher (PMI)", "PMI_SIZE", "PMI_RANK", "PMI_SIZE"),
+    _Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    # As torch.distributed reads them, by whomever they are set; also in many a batch script.
+    _Launcher("a launcher of torch.distributed", "WORLD_SIZE", "RANK", "WORLD_SIZE"),
 )
-"""(size, rank, who sets them): launchers, the most special first."""
+"""The most special first."""
 
 
 class Launched(NamedTuple):
@@ -52,9 +66,9 @@ def find(environ: Mapping[str, str]) -> Launched | None:
     Raises:
         BootstrapError: its variables make no sense.
     """
-    for size_name, rank_name, who in _FOREIGN:
+    for who, size_name, rank_name, mark in _FOREIGN:
         text = environ.get(size_name)
-        if text is None or text.strip() == "1":
+        if text is None or text.strip() == "1" or mark not in environ:
             continue
         try:
             rank, size = int(environ.get(rank_name, "?")), int(text)
@@ -75,14 +89,17 @@ def join(environ: Mapping[str, str], launched: Launched, timeout: float) -> dict
     Raises:
         BootstrapError: its ranks can share no secret, or could not meet.
     """
-    if key := environ.get("PYCOLL_KEY"):
-        return join_at(_first_host(environ, launched), key, launched.rank, launched.size, timeout)
+    if environ.get("PYCOLL_KEY"):
+        where, key = _agreed_meeting(environ, launched)
+        return join_at(where, key, launched.rank, launched.size, timeout)
     from pycoll.launcher import entering  # not sooner: it takes long
 
+    deadline = time.monotonic() + timeout
     try:
         board = _board(environ, launched)
         with _meeting(board, launched, timeout) as ticket:
-            return entering.enter(ticket, launched.rank, launched.size, timeout)
+            left = deadline - time.monotonic()
+            return entering.enter(ticket, launched.rank, launched.size, left)
     except OSError as exc:
         raise BootstrapError(
             f"rank {launched.rank} of {launched.size}, started by {launched.who}, cannot join its "
@@ -130,24 +147,28 @@ def _read_key(text: str) -> bytes:
     return key
 
 
-def _first_host(environ: Mapping[str, str], launched: Launched) -> str:
-    """Where rank 0 lets the others meet, if they have a key already: its host, and a port.
+def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str, str]:
+    """Where the ranks meet that have PYCOLL_KEY already, and with which key.
 
     Raises:
-        BootstrapError: the launcher has not named the host.
+        BootstrapError: the launcher has not said on which host rank 0 is.
     """
-    if "SLURM_STEP_NODELIST" in environ:
+    key = _read_key(environ["PYCOLL_KEY"])
+    if launched.who == "srun" and "SLURM_STEP_NODELIST" in environ:
         host = expand(environ["SLURM_STEP_NODELIST"])[0]
+        # Steps with the same variables follow one another, and the last may still be leaving.
+        step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+        key = hmac.digest(key, step.encode(), "sha256")
     elif "MASTER_ADDR" in environ:
         host = environ["MASTER_ADDR"]
     else:
         raise BootstrapError(
             f"PYCOLL_KEY is set, and {launched.who} started this process as rank {launched.rank} "
             f"of {launched.size}, but not where rank 0 is: set PYCOLL_RENDEZVOUS, too "
-            "(tcp://HOST:PORT of rank 0), PYCOLL_RANK and PYCOLL_SIZE"
+            "(tcp://HOST:PORT of rank 0), PYCOLL_RANK and PYCOLL_SIZE; or unset PYCOLL_KEY"
         )
-    port = agreed_port(_read_key(environ["PYCOLL_KEY"]))
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    port = agreed_port(key)
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", key.hex()
 
 
 @contextlib.contextmanager
@@ -177,10 +198,11 @@ def _board(environ: Mapping[str, str], launched: Launched) -> Board:
     Raises:
         BootstrapError: nothing that is secret.
     """
-    if "TORCHELASTIC_RUN_ID" in environ:
+    why = ""
+    if launched.who == "torchrun":
         from pycoll.launcher.torch_store import TorchStore
 
-        return TorchStore(environ, launched.rank)
+        return TorchStore(environ, launched.rank, launched.size)
     if "PMI_FD" in environ:
         from pycoll.launcher.pmi import Pmi
 
@@ -188,17 +210,24 @@ def _board(environ: Mapping[str, str], launched: Launched) -> Board:
     if "PMIX_NAMESPACE" in environ:
         from pycoll.launcher.pmix import Pmix
 
-        return Pmix(environ)
+        try:
+            return Pmix(environ)
+        except OSError as exc:  # Slurm sets its variables where a site has made it the default
+            if launched.who != "srun":
+                raise
+            why = f" ({exc})"
     if launched.who == "srun":
         from pycoll.launcher.munge import Munge, why_not
 
-        if not why_not():
+        no_munge = why_not()
+        if not no_munge:
             return Munge(environ, launched.rank, launched.size)
+        why += f" ({no_munge})"
     raise BootstrapError(
         f"{launched.who} started this process as rank {launched.rank} of {launched.size}, but has "
-        f"nothing by which its ranks could share a secret. Start the program with pycoll-run -n "
-        f"{launched.size}, or with torchrun, mpirun, mpiexec, srun --mpi=pmi2, or srun where there "
-        "is munge; or set PYCOLL_KEY (64 hexadecimal digits, random, of this job) and, if neither "
-        "srun nor torchrun does it, where rank 0 is: PYCOLL_RANK, PYCOLL_SIZE, PYCOLL_RENDEZVOUS "
-        "(tcp://HOST:PORT)"
+        f"nothing by which its ranks could share a secret{why}. Start the program with "
+        f"pycoll-run -n {launched.size}, or with torchrun, mpirun, mpiexec, srun --mpi=pmi2, or "
+        "srun where there is munge; or set PYCOLL_KEY (64 hexadecimal digits, random, of this job) "
+        "and, if neither srun nor torchrun does it, where rank 0 is: PYCOLL_RANK, PYCOLL_SIZE, "
+        "PYCOLL_RENDEZVOUS (tcp://HOST:PORT)"
     )

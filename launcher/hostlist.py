@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -100,6 +101,18 @@ def spread(slots: Sequence[Slots], size: int) -> list[Slots]:
 
 
 def is_here(name: str) -> bool:
-    """Return whether a host is the one that this process is on."""
+    """Return whether a host is the one that this process is on: its name, or an address."""
     own = socket.gethostname()
-    return name in ("localhost", own, own.partition(".")[0])
+    if name in ("localhost", own, own.partition(".")[0]):
+        return True
+    try:
+        address = ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True

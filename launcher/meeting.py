@@ -2,13 +2,15 @@
 
 `python -m pycoll.launcher.meeting SIZE PORT`, which rank 0 starts (`entering`): standard input has
 the key; that it ends before all ranks have come means that rank 0 has given up. It says where it
-listens, and goes on in the background until all ranks have ended. Agents come to it (`adopting`),
+listens, goes on in the background until all ranks have ended, and closes its standard output when
+all but rank 0 have. Agents come to it (`adopting`),
 and it does with them what `hosts` does with those that pycoll-run has started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -36,6 +38,7 @@ _ABORT_S = 1.0  # for a rank that has called abort to end
 _KILL_S = 2.0  # then from SIGTERM to SIGKILL for the others
 _SWEEP_S = 8.0  # for agents to say that they are done
 _MAX_ADDRESSES = 16  # a ticket has at most 1024 characters, or PMI would not take it
+_LISTEN_S, _PAUSE_S = 3.0, 0.05  # for a port that is taken, and between trials
 _TELL_MISSING_S = 0.5  # at least, between telling ranks who is missing
 
 
@@ -78,6 +81,7 @@ class Meeting:
         self._ended: set[int] = set()
         self._told_missing: list[int] = []
         self._tell_missing_at = 0.0
+        self._keeps_rank_0 = True
         self._aborter = -1  # the rank that has called abort
         self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
         self._why = ""  # there will be no meeting
@@ -89,6 +93,7 @@ class Meeting:
             self._selector.register(leash, selectors.EVENT_READ, lambda: self._slip(leash))
             self._selector.register(self._router.fileno(), selectors.EVENT_READ, self._hear)
             self._selector.register(self._server.fileno(), selectors.EVENT_READ, _nothing)
+            self._dismiss()  # where it is alone
             while len(self._ended) < self._size and not self._why and not signals:
                 wake = self._act(time.monotonic())
                 if self._listen():
@@ -253,8 +258,17 @@ class Meeting:
         if status == UNKNOWN and not clean:
             text += " without pycoll.finalize()"
         self._server.rank_ended(rank, text, clean)
+        self._dismiss()
         if rank == self._aborter:
             self._abort(time.monotonic())
+
+    def _dismiss(self) -> None:
+        """When all others have ended, let rank 0 end, which waits for that (`entering`)."""
+        if len(self._ended - {0}) == self._size - 1 and self._keeps_rank_0:
+            self._keeps_rank_0 = False
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.close(nowhere)
 
     def lost(self, rank: int) -> None:
         """Hear that the process that joined as a rank has ended; its parent lives on."""
@@ -316,7 +330,9 @@ class Meeting:
         for rank in host.ranks:
             if rank not in self._ended:
                 self._ended.add(rank)
-                self._server.rank_ended(rank, reason, False)
+                # A container ends, with its agent, when its first process does.
+                self._server.rank_ended(rank, reason, rank in self._left)
+        self._dismiss()
 
 
 def _nothing() -> None:
@@ -326,24 +342,37 @@ def _nothing() -> None:
 def main(size: str, port: str) -> int:
     """Listen, say where, and serve the job in the background."""
     key = bytes.fromhex(sys.stdin.readline())
+    if os.fork():
+        os._exit(0)  # rank 0 waits for what this says, and no longer
+    outlive_signals()
     try:
-        listener = listen_everywhere(int(port))
+        listener = _listen(int(port))
+        meeting = Meeting(int(size), key, listener)
     except OSError as exc:
-        print(f"cannot listen at port {port}: {exc.strerror}", flush=True)
+        print(f"cannot listen at port {port}: {exc.strerror or exc}", flush=True)
+        return 1
+    except Error as exc:
+        print(exc, flush=True)
         return 1
     addresses = ",".join(one.address for one in own_addresses()[:_MAX_ADDRESSES])
     print("port", listener.getsockname()[1], addresses, flush=True)
-    if os.fork():
-        os._exit(0)  # rank 0 need not wait for it
-    outlive_signals()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
     try:
-        return Meeting(int(size), key, listener).run(0)
+        return meeting.run(0)
     except Error as exc:
         print(f"pycoll: {exc}", file=sys.stderr, flush=True)
         return 1
+
+
+def _listen(port: int) -> socket.socket:
+    """Listen at a port; the meeting of the job before, of the same variables, may still leave."""
+    deadline = time.monotonic() + _LISTEN_S
+    while True:
+        try:
+            return listen_everywhere(port)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                raise
+        time.sleep(_PAUSE_S)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,26 @@
 A credential of munge can be read by the user for whom it is made, on hosts that have the cluster's
 key. So rank 0 listens at a port that all can work out, and whoever shows a credential of the same
 user there gets one with the text. The port is no secret, and who listens there in rank 0's place
-gets nothing: its answer must be a credential of the same user, made for this job, too.
+gets nothing. A talk has three lines, of which the first two are credentials:
+
+    a rank asks    ask STEP RANK NONCE
+    rank 0 says    told NONCE TOKEN TEXT      only this user can read it; the nonce is the rank's
+    a rank says    TOKEN                      so it, and nobody between, has read it
+
 Source: https://github.com/dun/munge/wiki/Man-1-munge
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
+import secrets
+import select
 import shutil
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 
@@ -24,13 +33,20 @@ from pycoll.ports import agreed_port
 
 _TRIES = 8  # ports, of which another job may have some
 _TALK_S = 5.0
+_MAX_TALKS = 256  # at once; who comes then must come again
 _PAUSE_S = 0.05  # while rank 0 does not listen yet
 _MAX_NBYTES = 16 << 10
 
 
 def why_not() -> str:
-    """Why munge cannot be used; "" if it can, for what is known here."""
-    return "" if shutil.which("munge") and shutil.which("unmunge") else "there is no munge here"
+    """Why munge cannot be used here; "": it can."""
+    if not (shutil.which("munge") and shutil.which("unmunge")):
+        return "there is no munge here"
+    try:
+        _encode("")
+    except OSError as exc:
+        return str(exc)
+    return ""
 
 
 class Munge:
@@ -60,31 +76,9 @@ class Munge:
         deadline = time.monotonic() + timeout
         if self._rank:
             return self._ask(deadline)
-        self._serve(text, deadline)
+        with self._listen() as listener:
+            Gate(listener, self._step, self._size, text).serve(deadline)
         return text
-
-    def _serve(self, text: str, deadline: float) -> None:
-        """Tell all other ranks."""
-        listener = self._listen()
-        waiting = set(range(1, self._size))
-        with listener:
-            while waiting:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    count = len(waiting)
-                    raise TimeoutError(f"{count} of {self._size} ranks have not asked rank 0")
-                listener.settimeout(min(remaining, 3600.0))
-                try:
-                    asking = listener.accept()[0]
-                except TimeoutError:
-                    continue
-                with asking, contextlib.suppress(OSError, ValueError):
-                    asking.settimeout(_TALK_S)
-                    step, rank = _decode(_line(asking)).split()
-                    if step == self._step:
-                        asking.sendall(_encode(f"{self._step} {text}") + b"\n")
-                        if _line(asking) == b"thanks":
-                            waiting.discard(int(rank))
 
     def _listen(self) -> socket.socket:
         for port in self._ports:
@@ -93,40 +87,121 @@ class Munge:
         raise OSError(f"none of the ports {self._ports} is free on {self._host}")
 
     def _ask(self, deadline: float) -> str:
-        why = ""
-        while time.monotonic() < deadline:
+        while True:
+            failures = []
             for port in self._ports:
                 try:
                     return self._ask_at(port)
                 except (OSError, ValueError) as exc:
-                    why = f"port {port}: {exc}"
+                    failures.append(f"port {port}: {exc}")
+                if time.monotonic() >= deadline:
+                    # Nobody has taken the first port, unless there is another job.
+                    raise TimeoutError(
+                        f"rank 0's host {self._host} does not tell where to meet ({failures[0]})"
+                    )
             time.sleep(_PAUSE_S)
-        raise TimeoutError(f"rank 0's host {self._host} does not tell where to meet ({why})")
 
     def _ask_at(self, port: int) -> str:
+        until = time.monotonic() + _TALK_S
         with socket.create_connection((self._host, port), _TALK_S) as connection:
-            connection.sendall(_encode(f"{self._step} {self._rank}") + b"\n")
-            step, _, text = _decode(_line(connection)).partition(" ")
-            if step != self._step:
-                raise ValueError("another job listens there")
-            connection.sendall(b"thanks\n")
+            nonce = secrets.token_hex(16)
+            connection.sendall(_encode(f"ask {self._step} {self._rank} {nonce}") + b"\n")
+            kind, said, token, text = _decode(_line(connection, until)).split(" ", 3)
+            if (kind, said) != ("told", nonce):
+                raise ValueError("who listens there is not rank 0 of this job")
+            connection.sendall(f"{token}\n".encode())
             return text
 
 
-def _line(connection: socket.socket) -> bytes:
+class Gate:
+    """Where rank 0 tells the others. Each talk is a thread: nobody holds up another.
+
+    Args:
+        listener: where they come.
+        step: what they must name.
+        size: number of ranks.
+        text: what they are told.
+    """
+
+    def __init__(self, listener: socket.socket, step: str, size: int, text: str) -> None:
+        self._listener, self._step, self._size, self._text = listener, step, size, text
+        self._lock = threading.Lock()
+        self._waiting = set(range(1, size))
+        self._heard, self._told = socket.socketpair()  # a byte for each rank that was told
+        self._failure = ""
+
+    def serve(self, deadline: float) -> None:
+        """Return when all have been told.
+
+        Raises:
+            TimeoutError: the deadline, of time.monotonic(), has passed before that.
+        """
+        talks: list[threading.Thread] = []
+        try:
+            while self._waiting:
+                remaining = min(deadline - time.monotonic(), 3600.0)
+                if remaining <= 0:
+                    text = f"{len(self._waiting)} of {self._size} ranks have not asked rank 0"
+                    raise TimeoutError(text + (f" ({self._failure})" if self._failure else ""))
+                ready = select.select([self._listener, self._heard], [], [], remaining)[0]
+                if self._heard in ready:
+                    self._heard.recv(1)
+                if self._listener in ready:
+                    connection = self._listener.accept()[0]
+                    talks = [talk for talk in talks if talk.is_alive()]
+                    if len(talks) < _MAX_TALKS:
+                        talk = threading.Thread(target=self._talk, args=[connection], daemon=True)
+                        talk.start()
+                        talks.append(talk)
+                    else:
+                        connection.close()
+        finally:
+            with self._lock:
+                self._waiting = set()
+                self._heard.close()
+                self._told.close()
+
+    def _talk(self, connection: socket.socket) -> None:
+        until = time.monotonic() + _TALK_S
+        with connection:
+            try:
+                kind, step, rank, nonce = _decode(_line(connection, until)).split(" ")
+                if (kind, step) != ("ask", self._step):
+                    return
+                token = secrets.token_hex(16)
+                connection.settimeout(_TALK_S)
+                connection.sendall(_encode(f"told {nonce} {token} {self._text}") + b"\n")
+                if not hmac.compare_digest(_line(connection, until), token.encode()):
+                    return
+                number = int(rank)
+            except (OSError, ValueError) as exc:
+                self._failure = f"one has asked in vain: {exc}"
+                return
+        with self._lock:
+            if number in self._waiting:
+                self._waiting.remove(number)
+                self._told.send(b".")
+
+
+def _line(connection: socket.socket, until: float) -> bytes:
+    """Read one line, of which the end is not returned; until a time of time.monotonic()."""
     data = b""
     while not data.endswith(b"\n"):
+        connection.settimeout(max(0.001, until - time.monotonic()))
         part = connection.recv(4096)
         if not part or len(data) > _MAX_NBYTES:
-            raise ConnectionError("who listens there has cut the connection")
+            raise ConnectionError("the other end has cut the connection, or says too much")
         data += part
     return data.strip()
 
 
 def _encode(text: str) -> bytes:
-    """A credential that only this user can read."""
-    command = ["munge", f"--restrict-uid={os.geteuid()}"]
-    return _call(command, text.encode()).strip()
+    """A credential that only this user can read.
+
+    Raises:
+        OSError: munge makes none.
+    """
+    return _call(["munge", f"--restrict-uid={os.geteuid()}"], text.encode()).stdout.strip()
 
 
 def _decode(credential: bytes) -> str:
@@ -135,18 +210,18 @@ def _decode(credential: bytes) -> str:
     Raises:
         OSError: it is none, or another's.
     """
-    metadata = ["--keys=UID", "--metadata=/dev/stderr"]
-    done = subprocess.run(["unmunge", *metadata], input=credential, capture_output=True)
-    if done.returncode:
-        raise OSError(f"unmunge: {done.stderr.decode().strip()}")
+    done = _call(["unmunge", "--keys=UID", "--metadata=/dev/stderr"], credential)
     uid = done.stderr.decode().rpartition("(")[2].partition(")")[0]
     if uid != str(os.geteuid()):
         raise OSError("unmunge: the credential is another user's")
     return done.stdout.decode()
 
 
-def _call(command: list[str], data: bytes) -> bytes:
-    done = subprocess.run(command, input=data, capture_output=True)
+def _call(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, timeout=_TALK_S)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{command[0]} does not answer in {_TALK_S:g} s") from None
     if done.returncode:
-        raise OSError(f"{command[0]}: {done.stderr.decode().strip()}")
-    return done.stdout
+        raise OSError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()}")
+    return done

@@ -11,6 +11,7 @@ import ctypes
 import glob
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,6 +47,26 @@ class Pmix:
 
     def share(self, text: str, timeout: float) -> str:
         """See `Board`. The launcher ends the job if a process does not come."""
+        found: list[str] = []
+        failures: list[Exception] = []
+
+        def share() -> None:
+            try:
+                found.append(self._share(text))
+            except Exception as exc:
+                failures.append(exc)
+
+        # The library cannot be told to give up.
+        thread = threading.Thread(target=share, name="pycoll PMIx", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if failures:
+            raise failures[0]
+        if not found:
+            raise TimeoutError("PMIx does not answer, or not all ranks have come to it")
+        return found[0]
+
+    def _share(self, text: str) -> str:
         me = _Proc()
         none = ctypes.c_size_t(0)
         self._call("PMIx_Init", ctypes.byref(me), None, none)
@@ -58,12 +79,12 @@ class Pmix:
             first = _Proc(me.nspace, 0)
             out = ctypes.POINTER(_Value)()
             self._call("PMIx_Get", ctypes.byref(first), _KEY, None, none, ctypes.byref(out))
-            found: bytes = out.contents.string
+            given: bytes = out.contents.string
             # Or rank 0 may be gone before another has asked for what it gave.
             self._call("PMIx_Fence", None, none, None, none)
         finally:
             self._library.PMIx_Finalize(None, none)
-        return found.decode()
+        return given.decode()
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)

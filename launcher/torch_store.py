@@ -21,13 +21,13 @@ class TorchStore:
 
     Args:
         environ: this process's environment.
-        rank: this rank.
+        rank, size: this rank, and how many there are.
 
     Raises:
         BootstrapError: there is no torch here, or torchrun's variables make no sense.
     """
 
-    def __init__(self, environ: Mapping[str, str], rank: int) -> None:
+    def __init__(self, environ: Mapping[str, str], rank: int, size: int) -> None:
         try:
             from torch import distributed
         except ImportError as exc:
@@ -39,7 +39,7 @@ class TorchStore:
                 f"torchrun has not set MASTER_ADDR and MASTER_PORT: {exc}"
             ) from exc
         self._type: Any = vars(distributed)["TCPStore"]  # which it does not export by name
-        self._rank = rank
+        self._rank, self._size = rank, size
         # The store is one of torchrun's own processes, or it expects rank 0 to have it.
         self._serves = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._key = f"pycoll/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -53,6 +53,13 @@ class TorchStore:
             if text:
                 store.set(self._key, text)
             found: bytes = store.get(self._key)
+            if self._serves:  # the store ends here: not before all have read it
+                store.wait([self._read_key(rank) for rank in range(1, self._size)])
+            else:
+                store.set(self._read_key(self._rank), "1")
         except RuntimeError as exc:  # of which torch's own errors are
             raise OSError(f"torchrun's store at {host}:{port}: {exc}") from exc
         return found.decode()
+
+    def _read_key(self, rank: int) -> str:
+        return f"{self._key}/read/{rank}"

@@ -313,8 +313,23 @@ def test_silence_is_noticed(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     two = ends()
     now = time.monotonic()
     assert not two.connection.is_silent(now)
+    for second in range(1, int(connection.LOST_S)):
+        assert not two.connection.is_silent(now + second)
     assert two.connection.is_silent(now + connection.LOST_S + 1)
     assert two.connection.beat_at() <= now + connection.BEAT_S
+
+
+def test_time_in_which_one_was_stopped_itself_is_no_silence(ends: Any) -> None:
+    two = ends()
+    now = time.monotonic()
+    assert not two.connection.is_silent(now + 1)
+    resumed = now + 1000
+    assert not two.connection.is_silent(resumed)
+    for second in range(1, 4):
+        assert not two.connection.is_silent(resumed + second)
+    for second in range(4, 12):
+        lost = two.connection.is_silent(resumed + second)
+    assert lost
 
 
 # How hosts reach each other.

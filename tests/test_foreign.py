@@ -380,7 +380,12 @@ def test_a_launcher_that_ends_is_no_answer() -> None:
         ({}, None),
         ({"WORLD_SIZE": "1", "RANK": "0"}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
-        ({"WORLD_SIZE": "4", "RANK": "3"}, ("torchrun", 3, 4)),
+        ({"WORLD_SIZE": "4", "RANK": "3", "TORCHELASTIC_RUN_ID": "x"}, ("torchrun", 3, 4)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, ("a launcher of torch.distributed", 3, 4)),
+        (
+            {"WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"},
+            ("srun", 1, 3),  # a variable of a batch script
+        ),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, ("Open MPI's mpirun", 2, 4)),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"}, ("an MPI launcher (PMI)", 1, 2)),
         ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"}, ("srun", 1, 3)),

@@ -531,8 +531,14 @@ def test_transfers_that_time_out_half_way_lose_and_double_nothing(ranks: Any) ->
         return attempts
 
     for impatient in (0, 1):
-        attempts = ranks(program, impatient)
-        assert attempts[impatient] > attempts[1 - impatient] == 4
+        number = 0
+        for _ in range(10):  # who is put aside for long finds that all has been done in time
+            attempts = ranks(program, impatient)
+            assert attempts[1 - impatient] == 4
+            number = max(number, attempts[impatient])
+            if number > 4:
+                break
+        assert number > 4
 
 
 @sizes(2)
