@@ -1,34 +1,33 @@
 #!/usr/bin/env python3
-"""A job of four ranks on two machines, over RDMA.
+"""A job of pycoll-run with four ranks on two machines, over RDMA; `tests/rdma/run` starts it.
 
-    tests/rdma/two_machines.py 0 ADDRESS    on the machine that has ADDRESS, and
-    tests/rdma/two_machines.py 1 ADDRESS    on the other, at about the same time
+    tests/rdma/two_machines.py 0 FOLDER    on the machine where pycoll-run runs, 192.0.2.1
+    tests/rdma/two_machines.py 1 FOLDER    on the other, 192.0.2.2, which has an sshd for it
 
-Machine 0 lets the ranks meet; the other learns from it where. Ranks 0 and 1 are here, 2 and 3
-there. Rank 3 is killed at the end. Prints a line for each thing that was right, and ends with
-status 0 on both machines if all was.
+FOLDER has what `prepare` has put there. Ranks 0 and 1 are on the first, 2 and 3 on the other. Rank
+3 is killed at the end. Prints a line for each thing that was right, and ends with status 0 on both
+machines if all was.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import secrets
-import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+OTHER = "192.0.2.2"
+SSH_PORT = 2222
 PORT = 7471
-"""Where machine 0 tells the other how to join."""
+"""Where the other machine is told that all is over."""
 
-SIZE, HERE = 4, 2
+HERE = 2
 VICTIM = 3
 
 LIMIT_S = 240.0
@@ -36,140 +35,95 @@ MEETING_S = 60.0
 FAILURE_S = 20.0
 """Within this everybody knows of a failure: 5 s, but a virtual machine is a slow one."""
 
+_SSHD = """\
+Port {port}
+HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+UsePAM no
+StrictModes no
+PermitRootLogin prohibit-password
+"""
+_SSH = """\
+#!/bin/sh
+exec /usr/bin/ssh -p {port} -i {folder}/key -o UserKnownHostsFile=/dev/null \
+    -o StrictHostKeyChecking=no -o LogLevel=ERROR "$@"
+"""
+
 
 # --- the machines ------------------------------------------------------------------------------
 
 
-class Ranks:
-    """The processes of one machine's ranks."""
-
-    def __init__(self, node: int, rendezvous: str, key: str) -> None:
-        self.statuses: dict[int, int] = {}
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        for local_rank in range(HERE):
-            rank = node * HERE + local_rank
-            place = {
-                "PYCOLL_RANK": rank,
-                "PYCOLL_SIZE": SIZE,
-                "PYCOLL_LOCAL_RANK": local_rank,
-                "PYCOLL_LOCAL_SIZE": HERE,
-                "PYCOLL_NODE": node,
-                "PYCOLL_RENDEZVOUS": rendezvous,
-                "PYCOLL_KEY": key,
-                "PYCOLL_TRANSPORT": "rdma",
-                "PYCOLL_OP_TIMEOUT": MEETING_S,
-            }
-            environment = os.environ | {name: str(value) for name, value in place.items()}
-            command = [sys.executable, __file__, "rank"]
-            self.processes[rank] = subprocess.Popen(command, env=environment)
-
-    def watch(self, selector: selectors.BaseSelector, ended: Callable[[int, int], None]) -> None:
-        """Have `ended(rank, status)` called by whoever selects."""
-        for rank, process in self.processes.items():
-            descriptor = os.pidfd_open(process.pid)
-            reap = functools.partial(self._reap, rank, descriptor, selector, ended)
-            selector.register(descriptor, selectors.EVENT_READ, reap)
-
-    def _reap(
-        self,
-        rank: int,
-        descriptor: int,
-        selector: selectors.BaseSelector,
-        ended: Callable[[int, int], None],
-    ) -> None:
-        selector.unregister(descriptor)
-        os.close(descriptor)
-        self.statuses[rank] = self.processes[rank].wait()
-        ended(rank, self.statuses[rank])
-
-    @property
-    def have_ended(self) -> bool:
-        return len(self.statuses) == len(self.processes)
-
-    @property
-    def were_right(self) -> bool:
-        """Whether each ended as it should."""
-        return self.statuses == {
-            rank: -signal.SIGKILL if rank == VICTIM else 0 for rank in self.processes
-        }
-
-    def kill(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+def prepare(folder: Path) -> None:
+    """Puts a key for ssh, its daemon's configuration and a command `ssh` into a folder."""
+    key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key")]
+    subprocess.run(key, check=True)
+    (folder / "sshd_config").write_text(_SSHD.format(port=SSH_PORT, folder=folder))
+    (folder / "ssh").write_text(_SSH.format(port=SSH_PORT, folder=folder))
+    (folder / "ssh").chmod(0o755)
 
 
-def drive(selector: selectors.BaseSelector, until: Callable[[], bool]) -> None:
-    """Call what is ready until the condition holds."""
-    deadline = time.monotonic() + LIMIT_S
-    while not until():
-        ready = selector.select(max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise TimeoutError(f"not over after {LIMIT_S:g} s")
-        for key, _ in ready:
-            key.data()
+def first_machine(folder: Path) -> bool:
+    """Have pycoll-run start the job; returns whether it ended as it should."""
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    _connected(SSH_PORT).close()
+    options = ["-H", f"{socket.gethostname()}:{HERE},{OTHER}:{HERE}", "--transport", "rdma"]
+    options += ["--op-timeout", str(MEETING_S), "--timeout", str(LIMIT_S)]
+    command = [sys.executable, "-m", "pycoll.launcher", *options, __file__, "rank"]
+    job = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(job.stdout, end="")
+    with _connected(PORT) as other:
+        other.sendall(b"over\n")
+    print(f"machine 0: pycoll-run ended with {job.returncode}", flush=True)
+    told = [
+        f"right: rank {rank} was told of the death of rank {VICTIM}" in job.stdout
+        for rank in range(VICTIM)
+    ]
+    return job.returncode == 128 + signal.SIGKILL and all(told)
 
 
-def first_machine(address: str) -> bool:
-    """Be the machine where the ranks meet; returns whether all was right here."""
-    from pycoll.launcher.rendezvous_server import Server
-
-    key = secrets.token_bytes(32)
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Server(SIZE, key, host=address))
-        listener = stack.enter_context(socket.create_server((address, PORT)))
-        listener.settimeout(MEETING_S)
-        other = stack.enter_context(listener.accept()[0])
-        other.sendall(f"{server.endpoint} {key.hex()}\n".encode())
-        reports = other.makefile("r")  # "RANK STATUS" of each rank that has ended there
-        open_reports = {reports}
-
-        def ended(rank: int, status: int) -> None:
-            server.progress()  # what it said last
-            reason = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-            server.rank_ended(rank, reason, clean=status == 0)
-
-        def read_report() -> None:
-            words = reports.readline().split()
-            if words:
-                ended(int(words[0]), int(words[1]))
-            else:
-                selector.unregister(other)
-                open_reports.clear()
-
-        ranks = Ranks(0, server.endpoint, key.hex())
-        stack.callback(ranks.kill)
-        selector = stack.enter_context(selectors.DefaultSelector())
-        selector.register(server, selectors.EVENT_READ, server.progress)
-        selector.register(other, selectors.EVENT_READ, read_report)
-        ranks.watch(selector, ended)
-        drive(selector, lambda: ranks.have_ended and not open_reports)
-        return ranks.were_right
+def second_machine(folder: Path) -> bool:
+    """Let the first one in, until it says that the job is over; returns whether nothing is left."""
+    os.makedirs("/run/sshd", exist_ok=True)
+    with socket.create_server(("", PORT)) as listener:
+        sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+        assert sshd is not None, "there is no sshd: tests/rdma/run --install"
+        daemon = subprocess.Popen([sshd, "-D", "-e", "-f", f"{folder}/sshd_config"])
+        try:
+            listener.settimeout(LIMIT_S + MEETING_S)
+            with listener.accept()[0] as first:
+                first.settimeout(LIMIT_S)
+                assert first.recv(16) == b"over\n"
+            deadline = time.monotonic() + FAILURE_S
+            while (left := _processes()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        finally:
+            daemon.terminate()
+            daemon.wait()
+    if left:
+        print("machine 1: left:", *left, sep="\n    ", flush=True)
+    return not left
 
 
-def second_machine(address: str) -> bool:
-    """Be the other one; returns whether all was right here."""
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(_connected(address))
-        rendezvous, key = first.makefile("r").readline().split()
-        ranks = Ranks(1, rendezvous, key)
-        stack.callback(ranks.kill)
-
-        def ended(rank: int, status: int) -> None:
-            first.sendall(f"{rank} {status}\n".encode())
-
-        selector = stack.enter_context(selectors.DefaultSelector())
-        ranks.watch(selector, ended)
-        drive(selector, lambda: ranks.have_ended)
-        return ranks.were_right
+def _processes() -> list[str]:
+    """The processes of the job that are here."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if "pycoll.launcher" in words or f"{__file__} rank" in words:
+            found.append(words)
+    return found
 
 
-def _connected(address: str) -> socket.socket:
-    """A connection to the first machine, which may not be ready yet."""
+def _connected(port: int) -> socket.socket:
+    """A connection to the other machine, which may not be ready yet."""
     deadline = time.monotonic() + MEETING_S
     while True:
         try:
-            return socket.create_connection((address, PORT), MEETING_S)
+            return socket.create_connection((OTHER, port), MEETING_S)
         except OSError:
             if time.monotonic() > deadline:
                 raise
@@ -255,7 +209,7 @@ def rank_program() -> None:
             start = time.monotonic()
         except pycoll.PeerFailed as caught:
             error = caught
-    assert (error.rank, error.reason) == (VICTIM, "killed by signal 9"), repr(error)
+    assert (error.rank, error.reason) == (VICTIM, "killed by signal 9 (SIGKILL)"), repr(error)
     assert time.monotonic() - start < FAILURE_S
     # The others still reach each other.
     got = survivors.all_gather(large[: 1 << 20])
@@ -270,8 +224,8 @@ def main() -> int:
     if sys.argv[1:] == ["rank"]:
         rank_program()
         return 0
-    number, address = sys.argv[1:]
-    was_right = second_machine(address) if int(number) else first_machine(address)
+    number, folder = int(sys.argv[1]), Path(sys.argv[2])
+    was_right = second_machine(folder) if number else first_machine(folder)
     print(f"machine {number}: {'all was right' if was_right else 'WRONG'}", flush=True)
     return 0 if was_right else 1
 
