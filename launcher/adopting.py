@@ -21,14 +21,12 @@ import contextlib
 import errno
 import os
 import resource
-import select
 import selectors
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -39,10 +37,8 @@ from pycoll.launcher.connection import Hear, Line
 from pycoll.launcher.environment import Place, rank_environment, usable_cores
 from pycoll.launcher.host import Events, OwnHost, Program
 from pycoll.launcher.host_memory import JobMemory
-from pycoll.launcher.network_line import LinkLine
+from pycoll.launcher.network_line import LinkLine, reach
 from pycoll.launcher.process import doing as process_doing
-from pycoll.launcher.rendezvous_link import Link
-from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
 from pycoll.launcher.signals import caught_signals, outlive_signals
 
 UNKNOWN = 256
@@ -50,8 +46,6 @@ UNKNOWN = 256
 
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
 _FIRST_S = 10.0  # for the first rank to come to the door
-_REACH_S = 10.0  # for an address of the meeting to answer
-_PAUSE_S = 0.2  # between trials to reach it
 _REFUSE_S, _REFUSE_MAX_S = 1.0, 10.0  # for one more to come who is told that none can, and for all
 
 
@@ -294,60 +288,6 @@ class AdoptingAgent(Agent):
         self._door.close()
 
 
-def reach(ticket: doors.Ticket, size: int, deadline: float, starter: int) -> Link:
-    """Connect to the meeting, at whichever of its addresses works; it may not be there yet.
-
-    Args:
-        ticket: where it is.
-        size: number of ranks.
-        deadline: how long to try, of time.monotonic().
-        starter: a descriptor of the process that wants it: when that has ended, so does this.
-
-    Raises:
-        BootstrapError: none works; what each says.
-    """
-    while True:
-        found = _reach_once(ticket, size)
-        if isinstance(found, Link):
-            return found
-        pause = min(_PAUSE_S, deadline - time.monotonic())
-        if pause <= 0 or select.select([starter], [], [], pause)[0]:
-            raise BootstrapError(f"{socket.gethostname()} cannot reach rank 0: {'; '.join(found)}")
-
-
-def _reach_once(ticket: doors.Ticket, size: int) -> Link | list[str]:
-    addresses = list(dict.fromkeys([*ticket.addresses, "127.0.0.1"]))
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        tried = list(pool.map(lambda address: _try(address, ticket.port), addresses))
-    failures = []
-    for address, failure in zip(addresses, tried, strict=True):
-        why = failure
-        if why is None:
-            host = f"[{address}]" if ":" in address else address
-            endpoint = f"tcp://{host}:{ticket.port}"
-            max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
-            link = Link(endpoint, ticket.key, None, max_nbytes, -1, size)
-            try:
-                link.connect(_REACH_S)
-            except BootstrapError as exc:
-                link.close(0.0)
-                why = str(exc)
-            else:
-                return link
-        failures.append(f"{address} port {ticket.port}: {why}")
-    return failures
-
-
-def _try(address: str, port: int) -> str | None:
-    try:
-        socket.create_connection((address, port), _REACH_S).close()
-    except TimeoutError:
-        return f"no answer in {_REACH_S:g} s (a firewall?)"
-    except OSError as exc:
-        return exc.strerror or str(exc)
-    return None
-
-
 def main(descriptor: str, size: str, deadline: str) -> int:
     """Be the agent, in the background."""
     ticket = doors.Ticket.read(sys.stdin.readline())
@@ -361,7 +301,7 @@ def main(descriptor: str, size: str, deadline: str) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
         try:
-            link = reach(ticket, int(size), float(deadline), starter)
+            link = reach(ticket, "rank 0", int(size), float(deadline), [starter], signals)
         except BootstrapError as exc:
             return _refuse_all(door, str(exc))
         finally:

@@ -25,6 +25,7 @@ for a while, it ends the ranks.
     lost rank                     the process that joined as this rank has ended
     output rank, stream, data     what it has written; nothing: that was all
     said text                     what happens, for `--verbose`
+    leaving signal                it ends because of it
     beat states                   of each rank the native call it waits in, what its process does
 """
 
@@ -37,12 +38,13 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pycoll.launcher.connection import LOST_S, Connection, Hear, Line
 from pycoll.launcher.environment import Place, free_port, personal, usable_cores
 from pycoll.launcher.host import LocalHost, OwnHost, Program, reserve_descriptors
+from pycoll.launcher.outcome import signal_name
 from pycoll.launcher.reach import Doorman, Reach, Target, Trial, own_addresses
 from pycoll.launcher.rendezvous_pairs import Pairs
 from pycoll.launcher.rendezvous_wire import WIRE_VERSION
@@ -95,7 +97,7 @@ class Agent:
     Args:
         selector: its loop.
         open_line: opens the line to the launcher, when given what hears frames, and of its end.
-        starter: what has started this process: "ssh", "srun", "rank".
+        starter: what has started this process: "ssh", "srun", "rank", "call".
     """
 
     def __init__(
@@ -129,6 +131,8 @@ class Agent:
                 self._carry()  # what a rank said last comes before its end
                 for key, _ in ready:
                     key.data()
+            if signals:
+                self._line.send("leaving", signal_name(signals[0]))
             if self._host is not None:
                 self._host.sweep()
         self._line.flush(time.monotonic() + _FLUSH_S)
@@ -218,12 +222,14 @@ class Agent:
         wanted = [Target(*target) for target in targets]
         Trial(self._selector, tell, wanted, self._key, measures=measures)
 
-    def _start(self, argv: list[str], environment: dict[str, str], bind: bool) -> None:
+    def _start(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> None:
         assert self._host is not None
         self._doorman.close()
-        own = {**personal(os.environ), **environment}
-        self._host.start(Program(argv, own, bind=bind, stdin=None))
+        self._host.start(self._program(argv, {**personal(os.environ), **environment}, bind))
         self._line.send("started")
+
+    def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
+        return Program(argv, environment, bind=bind, stdin=None)
 
     def _taken(self, rank: int, number: int, nbytes: int) -> None:
         output = self._outputs.get((rank, number))

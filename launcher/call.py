@@ -44,6 +44,12 @@ class Ticket(NamedTuple):
     def __str__(self) -> str:
         return f"{self.task}:{','.join(map(str, self.reports))}"
 
+    @classmethod
+    def read(cls, text: str) -> Ticket:
+        """Read what `str` gives."""
+        task, _, reports = text.partition(":")
+        return cls(int(task), [int(number) for number in reports.split(",")])
+
 
 class Parcel(NamedTuple):
     """A parcel that was read; `load` unpickles its value, arrays in it are writable."""
@@ -107,21 +113,21 @@ def _read(fd: int, at: int, length: int) -> bytearray:
 
 def own_report(ticket: str) -> int:
     """Return the descriptor of this rank's report, and close all others on a ticket."""
-    task, _, reports = ticket.partition(":")
+    task, reports = Ticket.read(ticket)
     own = 0
-    for rank, fd in enumerate(map(int, reports.split(","))):
+    for rank, fd in enumerate(reports):
         if rank == int(os.environ["PYCOLL_RANK"]):
             own = fd
             os.set_inheritable(fd, False)
         else:
             os.close(fd)
-    os.close(int(task))
+    os.close(task)
     return own
 
 
 def read_task(ticket: str) -> Parcel:
     """Return the task that a ticket names; all ranks read the same one."""
-    parcel = read_parcel(int(ticket.partition(":")[0]))
+    parcel = read_parcel(Ticket.read(ticket).task)
     assert parcel is not None
     return parcel
 

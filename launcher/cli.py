@@ -14,6 +14,7 @@ from pycoll.errors import Error, TransportError
 from pycoll.launcher import slurm
 from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, usable_cores
 from pycoll.launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
+from pycoll.launcher.nodes import Node, find_node
 from pycoll.launcher.spawn import Job, Options
 from pycoll.launcher.starters import NamedHost, named_host
 
@@ -175,9 +176,13 @@ def _program(argv: Sequence[str]) -> list[str]:
     return [sys.executable, *argv]
 
 
-def _hosts(args: argparse.Namespace) -> tuple[list[NamedHost], list[int]]:
+def _hosts(args: argparse.Namespace, node: Node | None) -> tuple[list[NamedHost], list[int]]:
     """The hosts of the job, and by rank the index of its host; none: this one."""
     environ = os.environ
+    if node is not None:
+        if args.hosts or args.hostfile or args.emulate_hosts:
+            raise _UsageError("-H, --hostfile and --emulate-hosts do not go with PYCOLL_NODES")
+        return node.hosts(args.size or node.nodes * usable_cores())
     allocated = slurm.allocation(environ) if slurm.is_allocation(environ) else []
     if args.hosts is not None and args.hostfile is not None:
         raise _UsageError("--hostfile does not go together with -H")
@@ -211,8 +216,9 @@ def _address(text: str | None) -> str:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    hosts, nodes = _hosts(args)
-    size = len(nodes) or args.size or usable_cores()
+    node = find_node(os.environ)
+    hosts, of_rank = _hosts(args, node)
+    size = len(of_rank) or args.size or usable_cores()
     if args.emulate_hosts is not None and args.emulate_hosts > size:
         raise _UsageError(
             f"--emulate-hosts {args.emulate_hosts} needs as many ranks, there are {size}"
@@ -238,7 +244,8 @@ def _options(args: argparse.Namespace) -> Options:
         interface=args.interface or "",
         address=_address(args.address),
         checks=args.check,
-        nodes=nodes,
+        nodes=of_rank,
+        calls=node.calls() if node is not None else None,
         verbose=args.verbose,
         exports=exports,
     )
@@ -278,6 +285,9 @@ def _run(argv: Sequence[str]) -> int:
     if args.check:
         return _check(args, argv[split:])
     command = _program(argv[split:])
+    node = find_node(os.environ)
+    if node is not None and node.number:
+        return node.serve()
     outcome = Job(command, _options(args)).run()
     if outcome.report:
         _tell(outcome.report)

@@ -81,6 +81,12 @@ FOREIGN = (
     Variable("SLURM_JOB_ID", "with SLURM_STEP_ID: which step, for munge"),
     Variable("SLURM_STEP_ID", "which step"),
 )
+NODES = (
+    Variable("PYCOLL_NODES", "number of nodes, on each of which pycoll-run is called"),
+    Variable("PYCOLL_NODE", "which of them this is, from 0"),
+    Variable("PYCOLL_RENDEZVOUS", "where the others reach node 0: tcp://HOST:PORT"),
+    Variable("PYCOLL_KEY", "64 random hexadecimal digits, of this job only"),
+)
 SLURM = (
     Variable("SLURM_JOB_NODELIST", "the hosts of the allocation, which the job gets"),
     Variable("SLURM_TASKS_PER_NODE", "how many ranks each of them has, without -n"),
@@ -94,6 +100,7 @@ VARIABLES: dict[str, tuple[Variable, ...]] = {
     "set by pycoll-run for every rank, for torch.distributed": TORCH,
     "passed on to every rank": SETTINGS,
     "read by pycoll-run": LAUNCHER,
+    "read by pycoll-run where it is called on every node": NODES,
     "of Slurm, read by pycoll-run": SLURM,
     "of other launchers, read by pycoll.init()": FOREIGN,
     "set by pycoll.init() for child processes, where another launcher has started it": CHILDREN,

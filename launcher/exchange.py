@@ -121,21 +121,36 @@ def join_at(rendezvous: str, key: str, rank: int, size: int, timeout: float) -> 
     from pycoll.launcher import entering
     from pycoll.launcher.doors import Ticket
 
-    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise BootstrapError(f"PYCOLL_RENDEZVOUS is {rendezvous!r}, not as tcp://HOST:PORT")
-    secret = _read_key(key)
-    ticket = Ticket(secret, int(port), [host.strip("[]")])
+    host, port = read_address(rendezvous)
+    secret = read_key(key)
+    ticket = Ticket(secret, port, [host])
     try:
         if rank:
             return entering.enter(ticket, rank, size, timeout)
-        with entering.meeting(size, int(port), secret):
+        with entering.meeting(size, port, secret):
             return entering.enter(ticket, rank, size, timeout)
     except OSError as exc:
         raise BootstrapError(f"rank {rank} of {size} cannot join the job: {exc}") from exc
 
 
-def _read_key(text: str) -> bytes:
+def read_address(rendezvous: str) -> tuple[str, int]:
+    """Read PYCOLL_RENDEZVOUS: host and port.
+
+    Raises:
+        BootstrapError: it is no address.
+    """
+    host, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise BootstrapError(f"PYCOLL_RENDEZVOUS is {rendezvous!r}, not as tcp://HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def read_key(text: str) -> bytes:
+    """Read PYCOLL_KEY.
+
+    Raises:
+        BootstrapError: it is no key.
+    """
     try:
         key = bytes.fromhex(text)
     except ValueError:
@@ -153,7 +168,7 @@ def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str
     Raises:
         BootstrapError: the launcher has not said on which host rank 0 is.
     """
-    key = _read_key(environ["PYCOLL_KEY"])
+    key = read_key(environ["PYCOLL_KEY"])
     if launched.who == "srun" and "SLURM_STEP_NODELIST" in environ:
         host = expand(environ["SLURM_STEP_NODELIST"])[0]
         # Steps with the same variables follow one another, and the last may still be leaving.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll.launcher.environment import (
+    Place,
     blocks,
     free_port,
     personal,
@@ -27,12 +28,14 @@ from pycoll.launcher.rendezvous_server import Server
 from pycoll.launcher.starters import NamedHost
 
 if TYPE_CHECKING:
+    from pycoll.launcher.lobby import Calls, Lobby
     from pycoll.launcher.reach import Reach
-    from pycoll.launcher.remote import RemoteHost, StartedHost
+    from pycoll.launcher.remote import RemoteHost
     from pycoll.launcher.ways import Way, Ways
 
 _LOOPBACK = "127.0.0.1"
 _QUICK_S, _PROGRESS_S = 2.0, 5.0  # before, and between, words on who is not there yet
+_LOOK_S = 0.25  # between questions to an engine
 _SWEEP_S = 8.0  # for other hosts to end what is left there, and to pass on what was printed
 
 
@@ -45,6 +48,7 @@ class Plan(NamedTuple):
         size: number of ranks.
         hosts: the hosts, and how their agents are started; none: this one.
         nodes: by rank the index of its host in `hosts`.
+        calls: how the agents call that nothing here starts; None: there are none.
         emulate_hosts: number of hosts to pretend, without `hosts`.
         argv: the program of every rank and its arguments.
         transport, op_timeout_s, exports: see `environment.shared_environment`.
@@ -60,6 +64,7 @@ class Plan(NamedTuple):
     size: int
     hosts: Sequence[NamedHost]
     nodes: Sequence[int]
+    calls: Calls | None
     emulate_hosts: int
     argv: Sequence[str]
     transport: str
@@ -126,7 +131,7 @@ class Hosts:
         self._server = server
         self.have_started = False
         self._here: LocalHost | None = None
-        self._remotes: list[StartedHost] = []
+        self._remotes: list[RemoteHost] = []
         self._all: list[Host] = []
         self._num_opened = self._num_started = 0  # of the remotes
         self._ways: Ways | None = None
@@ -136,21 +141,44 @@ class Hosts:
         self._progress_at = time.monotonic() + _QUICK_S
         nodes = plan.nodes or blocks(plan.size, plan.emulate_hosts)
         where = dict(enumerate(places(nodes)))
-        for index, (name, command) in enumerate(hosts):
+        self._lobby: Lobby | None = None
+        self._look_at = 0.0
+        for index, host in enumerate(hosts):
             mine = {r: at for r, at in where.items() if not plan.hosts or at.node == index}
-            if not command:
-                self._here = LocalHost(
-                    plan.job, mine, selector, events, server.open_link, relay.add, stack
-                )
-                self._all.append(self._here)
-            else:
-                from pycoll.launcher.remote import StartedHost  # most jobs have none
-
-                events.say(f"{name}: its agent is started by {command[0]}")
-                remote = StartedHost(command, selector, stack, name, mine, self, relay, server.hear)
-                self._remotes.append(remote)
-                self._all.append(remote)
+            self._all.append(self._make(index, host, mine, relay))
         self._of_rank = [self._all[at.node if plan.hosts else 0] for at in where.values()]
+
+    def _make(self, node: int, host: NamedHost, places: Mapping[int, Place], relay: Relay) -> Host:
+        plan, name, command = self._plan, host.name, host.command
+        if not command and not host.calls:
+            self._here = LocalHost(
+                plan.job,
+                places,
+                self._selector,
+                self._events,
+                self._server.open_link,
+                relay.add,
+                self._stack,
+            )
+            return self._here
+        from pycoll.launcher.remote import RemoteHost, StartedHost  # most jobs have none
+
+        remote: RemoteHost
+        if host.calls:
+            from pycoll.launcher.lobby import Lobby
+
+            assert plan.calls is not None
+            if self._lobby is None:
+                self._lobby = Lobby(plan.calls, self._selector, self._stack)
+            remote = RemoteHost(name, places, self, relay, self._server.hear, plan.calls.wait_s)
+            self._lobby.expect(node, remote)
+        else:
+            self._events.say(f"{name}: its agent is started by {command[0]}")
+            remote = StartedHost(
+                command, self._selector, self._stack, name, places, self, relay, self._server.hear
+            )
+        self._remotes.append(remote)
+        return remote
 
     def start(self) -> None:
         """Start the ranks, now or when all hosts are there.
@@ -170,6 +198,7 @@ class Hosts:
         wake = [host.update(now) for host in self._remotes]
         if not self.have_started and self._remotes:
             wake.append(self._show_progress(now))
+            wake.append(self._look_for_failures(now))
         if self._here is not None:
             wake.append(now + self._here.poll())
         return min(wake)
@@ -214,6 +243,17 @@ class Hosts:
                 self._events.progress(f"{there}, not {', '.join(absent[:8])}")
         return self._progress_at
 
+    def _look_for_failures(self, now: float) -> float:
+        """Ask whoever starts the agents that call whether one will not."""
+        calls = self._plan.calls
+        if calls is None:
+            return float("inf")
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            if failure := calls.failure():
+                self._events.unreachable([failure])
+        return self._look_at
+
     def _start_ranks(self) -> None:
         plan = self._plan
         first = self.of(0)
@@ -242,7 +282,7 @@ class Hosts:
             host.start(Program(plan.argv, environment, plan.pass_fds, plan.bind, plan.stdin))
         self.have_started = not self._remotes
 
-    def _remote(self, host: Host) -> StartedHost:
+    def _remote(self, host: Host) -> RemoteHost:
         return next(remote for remote in self._remotes if remote is host)
 
     def _address(self, by: Host, host: Host) -> str:
@@ -297,6 +337,7 @@ class Hosts:
 
     def here(self, host: RemoteHost) -> None:
         """Hear that an agent is there; when all are, they may open."""
+        self._names[self._all.index(host)] = host.name
         self.say(f"{host.name}: its agent is process {host.hello['pid']}")
         if all(each.hello for each in self._remotes):
             for each in self._remotes:

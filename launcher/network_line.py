@@ -6,14 +6,23 @@ other end is a `CallerLine` on a `Router`.
 
 from __future__ import annotations
 
+import select
 import selectors
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+from pycoll.errors import BootstrapError
 from pycoll.launcher.connection import Hear, Line
+from pycoll.launcher.doors import Ticket
 from pycoll.launcher.rendezvous_link import Link
 from pycoll.launcher.rendezvous_router import Caller
+from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
 
 _LINGER_S = 1.0  # for the last frames
+_REACH_S = 10.0  # for an address to answer
+_PAUSE_S = 0.2  # between trials to reach it
 
 
 class LinkLine(Line):
@@ -83,3 +92,66 @@ class CallerLine(Line):
 
     def _put(self, frame: bytes) -> None:
         self._caller.send(frame)
+
+
+def reach(
+    ticket: Ticket,
+    whom: str,
+    size: int,
+    deadline: float,
+    leashes: Sequence[int],
+    signals: Sequence[int],
+) -> Link:
+    """Connect to the other end, at whichever of its addresses works; it may not be there yet.
+
+    Args:
+        ticket: where it is.
+        whom: its name, for errors.
+        size: number of ranks, at most.
+        deadline: how long to try, of time.monotonic().
+        leashes: descriptors; when one can be read, nobody wants it any more.
+        signals: when one has come, neither.
+
+    Raises:
+        BootstrapError: no address works; what each says.
+    """
+    while True:
+        found = _reach_once(ticket, size)
+        if isinstance(found, Link):
+            return found
+        pause = min(_PAUSE_S, deadline - time.monotonic())
+        if pause <= 0 or signals or select.select(leashes, [], [], pause)[0]:
+            raise BootstrapError(f"{socket.gethostname()} cannot reach {whom}: {'; '.join(found)}")
+
+
+def _reach_once(ticket: Ticket, size: int) -> Link | list[str]:
+    addresses = list(dict.fromkeys([*ticket.addresses, "127.0.0.1"]))
+    with ThreadPoolExecutor(len(addresses)) as pool:
+        tried = list(pool.map(lambda address: _try(address, ticket.port), addresses))
+    failures = []
+    for address, failure in zip(addresses, tried, strict=True):
+        why = failure
+        if why is None:
+            host = f"[{address}]" if ":" in address else address
+            endpoint = f"tcp://{host}:{ticket.port}"
+            max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
+            link = Link(endpoint, ticket.key, None, max_nbytes, -1, size)
+            try:
+                link.connect(_REACH_S)
+            except BootstrapError as exc:
+                link.close(0.0)
+                why = str(exc)
+            else:
+                return link
+        failures.append(f"{address} port {ticket.port}: {why}")
+    return failures
+
+
+def _try(address: str, port: int) -> str | None:
+    try:
+        socket.create_connection((address, port), _REACH_S).close()
+    except TimeoutError:
+        return f"no answer in {_REACH_S:g} s (a firewall?)"
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return None

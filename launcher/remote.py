@@ -24,7 +24,9 @@ from pycoll.launcher.output import Relay
 from pycoll.launcher.reach import Reach, Target
 from pycoll.launcher.rendezvous_server import Peer
 
-_START_S = 60.0  # for the agent to say who it is
+START_S = 60.0
+"""For an agent to say who it is."""
+
 _MESSAGE_LINES = 6  # of what the starter writes to standard error, in an error
 _MAX_MESSAGE_NBYTES = 64 << 10
 _GOODBYE_S = 1.0  # for a starter to end when its agent has
@@ -75,6 +77,7 @@ class RemoteHost:
         events: hears what happens.
         relay: gets what the ranks write; None: they write for themselves.
         meeting: gets what the ranks say to the launcher, and from whom.
+        start_s: how long the agent may take to come.
 
     Attributes:
         hello: what the agent has said of itself; see `agent`.
@@ -92,6 +95,7 @@ class RemoteHost:
         events: RemoteEvents,
         relay: Relay | None,
         meeting: Callable[[Peer, bytes], object],
+        start_s: float = START_S,
     ) -> None:
         self.name, self.places = name, places
         self._events, self._relay = events, relay
@@ -103,7 +107,8 @@ class RemoteHost:
         self._states: dict[int, tuple[str, str]] = {}
         self._owed: dict[tuple[int, int], int] = {}  # output that was taken, and not told so
         self._links: dict[int, _Link] = {}
-        self._give_up_at = time.monotonic() + _START_S
+        self._start_s = start_s
+        self._give_up_at = time.monotonic() + start_s
         self._is_ending = False
 
     @property
@@ -179,7 +184,7 @@ class RemoteHost:
                 self.line.send("taken", rank, number, nbytes)
         if not self.hello:
             if now >= self._give_up_at:
-                self._fail(f"nothing has come from it for {_START_S:g} s")
+                self._fail(f"nothing has come from it for {self._start_s:g} s")
             return self._give_up_at
         if self.line.is_silent(now):
             self._fail(f"no sign of life for {LOST_S:g} s")
@@ -221,6 +226,8 @@ class RemoteHost:
         elif kind == "refused":
             number, text, file = fields
             self._events.refused(self, OSError(number, text, file))
+        elif kind == "leaving":
+            self.lose(f"its agent was ended by {fields[0]}")
         elif kind == "over":
             self._finish()
 
@@ -236,7 +243,7 @@ class RemoteHost:
         self._events.here(self)
 
     def lose(self, why: str) -> None:
-        """Hear that nothing can come any more."""
+        """Hear that nothing can come from there, or will: why, "" if it is just gone."""
         if not self._is_ending:
             self._fail(why or "its agent is gone")
         self.is_over = True

@@ -31,6 +31,7 @@ from pycoll.launcher.wait_table import PREFIX
 from pycoll.launcher.watch import Watch
 
 if TYPE_CHECKING:
+    from pycoll.launcher.lobby import Calls
     from pycoll.launcher.ways import Way
 
 _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
@@ -53,7 +54,7 @@ class Options(NamedTuple):
         emulate_hosts: number of hosts to pretend (None: the one this is).
         hosts: the job's hosts; none: this one.
         nodes: by rank the index of its host in `hosts`.
-        interface, address, checks: see `hosts.Plan`.
+        calls, interface, address, checks: see `hosts.Plan`.
         verbose: tell on standard error what happens.
         exports: variables for the ranks' environment.
     """
@@ -68,6 +69,7 @@ class Options(NamedTuple):
     emulate_hosts: int | None = None
     hosts: Sequence[NamedHost] = ()
     nodes: Sequence[int] = ()
+    calls: Calls | None = None
     interface: str = ""
     address: str = ""
     checks: bool = False
@@ -188,6 +190,7 @@ class Job:
             size=options.size,
             hosts=options.hosts,
             nodes=options.nodes,
+            calls=options.calls,
             emulate_hosts=options.emulate_hosts or 1,
             argv=self._argv,
             transport=options.transport,

@@ -21,11 +21,13 @@ class NamedHost(NamedTuple):
 
     Attributes:
         name: as the user calls it.
-        command: starts its agent; (): it is this host, and needs none.
+        command: starts its agent; (): it is this host, and needs none, or it calls.
+        calls: somebody else starts its agent, which then calls (`lobby`).
     """
 
     name: str
     command: Sequence[str] = ()
+    calls: bool = False
 
 
 def named_host(name: str, environ: Mapping[str, str], allocated: Collection[str]) -> NamedHost:

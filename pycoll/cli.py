@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pycoll import bench, tune
+from pycoll import bench, k8s, tune
 
 if TYPE_CHECKING:
     from pycoll.cuda import Gpu
@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_options(timing)
     tuning = commands.add_parser("tune", help="measure the algorithms, for choosing among them")
     tune.add_options(tuning)
+    kubernetes = commands.add_parser("k8s", help="print what Kubernetes needs to run a job")
+    k8s.add_options(kubernetes)
     arguments = parser.parse_args(argv)
     if arguments.command == "info":
         return _info()
@@ -62,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return tune.main(arguments)
         except ValueError as exc:
             tuning.error(str(exc))
+    if arguments.command == "k8s":
+        try:
+            return k8s.main(arguments)
+        except ValueError as exc:
+            kubernetes.error(str(exc))
     from pycoll.schedules import TABLE, find, names
 
     try:
