@@ -225,11 +225,11 @@ class Agent:
     def _start(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> None:
         assert self._host is not None
         self._doorman.close()
-        self._host.start(self._program(argv, {**personal(os.environ), **environment}, bind))
+        self._host.start(self._program(argv, environment, bind))
         self._line.send("started")
 
     def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
-        return Program(argv, environment, bind=bind, stdin=None)
+        return Program(argv, {**personal(os.environ), **environment}, bind=bind, stdin=None)
 
     def _taken(self, rank: int, number: int, nbytes: int) -> None:
         output = self._outputs.get((rank, number))

@@ -68,12 +68,14 @@ class CallingAgent(Agent):
         return {**super()._hello(), "node": self._node}
 
     def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
+        # Whoever has started this has given it an environment, with its GPUs for example.
+        own = {**os.environ, **environment}
         if self._task is None:
-            return super()._program(argv, environment, bind)
+            return Program(argv, own, bind=bind, stdin=None)
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command = [sys.executable, *flags, call.__file__, str(self._task)]
         inherited = (self._task.task, *self._task.reports)
-        return Program(command, environment, inherited, bind, subprocess.DEVNULL)
+        return Program(command, own, inherited, bind, subprocess.DEVNULL)
 
 
 def serve(

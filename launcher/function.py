@@ -29,9 +29,15 @@ from pycoll.launcher import call
 from pycoll.launcher.outcome import Outcome
 from pycoll.launcher.spawn import Job, Options
 
-_TIMED_OUT = 124  # the status of a job that took too long
+TIMED_OUT = 124
+"""The status of a job that took too long."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that end a job
 _pickling = threading.Lock()  # what cloudpickle pickles by value is one setting for the process
+
+
+WriteTask = Callable[[int, call.Ticket], None]
+"""Writes a parcel that `call.main` understands into a descriptor; the ranks have the ticket."""
 
 
 @edge
@@ -69,15 +75,34 @@ def run(
         KeyboardInterrupt: the ranks have been ended; a note says what each rank was doing, if one
             waited for others.
     """
+    options = checked_options(fn, n, timeout, transport)
+    return results("pycoll.run", run_ranks(options, task(fn, args)), options)
+
+
+def checked_options(
+    fn: Callable[..., Any], n: int, timeout: float | None, transport: str | None
+) -> Options:
+    """Return the options of a job from what `run` is given.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
     if not callable(fn):
         raise TypeError(f"fn must be callable: fn(comm, *args), not a {type(fn).__name__}")
     if transport is not None and not isinstance(transport, str):
         raise TypeError(f"transport is the name of one, not a {type(transport).__name__}")
-    options = Options(
+    return Options(
         size=_check_size(n),
         timeout_s=_check_timeout(timeout),
         transport=default_transport() if transport is None else transport,
     )
+
+
+def task(fn: Callable[..., Any], args: Sequence[Any]) -> WriteTask:
+    """Return what writes the parcel of a call of a function into a descriptor.
+
+    It raises TypeError if they cannot be pickled.
+    """
 
     def write_task(fd: int, ticket: call.Ticket) -> None:
         sources: dict[str, list[str]] = {}
@@ -93,13 +118,7 @@ def run(
 
         call.write_parcel(fd, head, write)
 
-    ended = run_ranks(options, write_task)
-    if ended.timed_out:
-        raise OperationTimeout(
-            f"pycoll.run on {n} ranks took longer than {timeout:g} s; what each rank did:"
-            f"{_rows(ended.table)}"
-        )
-    return _results(ended)
+    return write_task
 
 
 class Ended(NamedTuple):
@@ -116,7 +135,7 @@ class Ended(NamedTuple):
     @property
     def timed_out(self) -> bool:
         """Whether it was ended because it took too long."""
-        return self.outcome.culprit is None and self.outcome.status == _TIMED_OUT
+        return self.outcome.culprit is None and self.outcome.status == TIMED_OUT
 
     @property
     def table(self) -> list[str]:
@@ -124,20 +143,19 @@ class Ended(NamedTuple):
         return list(self.outcome.table)
 
 
-def run_ranks(options: Options, write_task: Callable[[int, call.Ticket], None]) -> Ended:
+def run_ranks(options: Options, write_task: WriteTask) -> Ended:
     """Run a job whose ranks do a task and report.
 
     Args:
         options: how to run it.
-        write_task: called with a descriptor, to write a parcel there that `call.main` understands,
-            and with the ticket of the ranks.
+        write_task: writes the task.
 
     Raises:
         Error: the ranks could not be started, or their output cannot be written.
         KeyboardInterrupt: by Ctrl-C; other signals that ended the job take their course.
     """
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(_memfd()) for _ in range(options.size + 1)]
+        files = [stack.enter_context(memfd()) for _ in range(options.size + 1)]
         descriptors = [file.fileno() for file in files]
         ticket = call.Ticket(descriptors[0], descriptors[1:])
         write_task(descriptors[0], ticket)
@@ -150,8 +168,8 @@ def run_ranks(options: Options, write_task: Callable[[int, call.Ticket], None]) 
             stdin=subprocess.DEVNULL,
         )
         outcome = job.run()
-        if outcome.culprit is None and outcome.status not in (0, _TIMED_OUT):
-            _raise_ended(outcome)
+        if outcome.culprit is None and outcome.status not in (0, TIMED_OUT):
+            raise_ended(outcome)
         reports = []
         for file in files[1:]:
             reports.append(call.read_parcel(file.fileno()))
@@ -172,11 +190,12 @@ def path() -> list[str]:
     return [entry for entry in entries if isinstance(entry, str)]
 
 
-def _memfd() -> IO[bytes]:
+def memfd() -> IO[bytes]:
+    """Return a file in memory, without a name."""
     return os.fdopen(os.memfd_create("pycoll"), "r+b", buffering=0)
 
 
-def _raise_ended(outcome: Outcome) -> NoReturn:
+def raise_ended(outcome: Outcome) -> NoReturn:
     """Raise what is due when the job was ended by something else than its ranks."""
     for signum in _SIGNALS:
         if outcome.status == 128 + signum:
@@ -312,10 +331,24 @@ def _find(name: str) -> ModuleSpec | None:
 # The results.
 
 
-def _results(ended: Ended) -> list[Any]:
-    """Return what the ranks have returned, or raise for the one that was the cause."""
+def results(name: str, ended: Ended, options: Options) -> list[Any]:
+    """Return what the ranks have returned, or raise for the one that was the cause.
+
+    Args:
+        name: of the function that has run them.
+        ended: what came of it.
+        options: how they ran.
+
+    Raises:
+        Exception: see `run`.
+    """
     outcome, reports = ended.outcome, ended.reports
     size = len(reports)
+    if ended.timed_out:
+        raise OperationTimeout(
+            f"{name} on {size} ranks took longer than {options.timeout_s:g} s; what each rank did:"
+            f"{_rows(ended.table)}"
+        )
     if outcome.culprit is not None:
         report = reports[outcome.culprit]
         if report is None or report.head["kind"] != "raised":

@@ -258,15 +258,12 @@ class Hosts:
         plan = self._plan
         first = self.of(0)
         port = free_port() if first is self._here else self._remote(first).hello["port"]
-        environ: Mapping[str, str] = os.environ
-        if self._remotes:
-            environ = sent(os.environ)
-            names = " ".join(sorted({*environ, *plan.exports}))
+        if self._remotes and plan.calls is None:
+            names = " ".join(sorted({*sent(os.environ), *plan.exports}))
             self._events.say(f"all ranks have of this environment: {names}")
         for host in self._all:
-            own = personal(os.environ) if self._remotes and host is self._here else {}
             environment = shared_environment(
-                {**own, **environ},
+                self._base(host),
                 plan.size,
                 job=plan.job,
                 key=plan.key,
@@ -281,6 +278,16 @@ class Hosts:
                 environment["PYCOLL_ADDRESSES"] = ",".join(seen)
             host.start(Program(plan.argv, environment, plan.pass_fds, plan.bind, plan.stdin))
         self.have_started = not self._remotes
+
+    def _base(self, host: Host) -> Mapping[str, str]:
+        """The environment of the ranks of a host, but for what makes them ranks."""
+        if not self._remotes:
+            return os.environ
+        if self._plan.calls is not None:  # who starts something on each host says what is there
+            if host is self._here:
+                return os.environ
+            return {name: os.environ[name] for name in os.environ if name.startswith("PYCOLL_")}
+        return {**(personal(os.environ) if host is self._here else {}), **sent(os.environ)}
 
     def _remote(self, host: Host) -> RemoteHost:
         return next(remote for remote in self._remotes if remote is host)

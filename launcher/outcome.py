@@ -19,6 +19,7 @@ class Outcome(NamedTuple):
         report: what to print about it.
         reason: what became of the culprit, for example "exit status 3".
         table: what each rank was doing when the job's time was over.
+        is_lost: nothing can come of the culprit any more, nor of its host.
     """
 
     status: int
@@ -26,6 +27,7 @@ class Outcome(NamedTuple):
     report: str
     reason: str = ""
     table: tuple[str, ...] = ()
+    is_lost: bool = False
 
 
 class Decision(NamedTuple):
@@ -156,7 +158,9 @@ def judge(
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     detail = cause.raised.text if cause.raised else stderr_of(cause.rank)
     report = _join(head, last_lines(detail), _others(ranks, cause))
-    return Outcome(cause.job_status, cause.rank, report, cause.describe())
+    return Outcome(
+        cause.job_status, cause.rank, report, cause.describe(), is_lost=bool(cause.gone)
+    )
 
 
 def _others(ranks: Iterable[RankState], cause: RankState | None) -> str:

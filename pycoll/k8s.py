@@ -104,7 +104,7 @@ def manifest(arguments: argparse.Namespace) -> str:
             "spec": {
                 "clusterIP": "None",  # a name for each pod
                 "publishNotReadyAddresses": True,
-                "selector": {"batch.kubernetes.io/job-name": name},
+                "selector": {"job-name": name},
             },
         },
         {

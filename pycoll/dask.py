@@ -1,0 +1,123 @@
+"""Ranks on the workers of a Dask cluster: `pycoll.dask.run`. Needs ``pip install 'pycoll[dask]'``.
+
+One task of Dask's on each host starts an agent of pycoll's there, and the ranks are the agent's
+processes: so ranks of a host share memory, and a host that is lost is noticed by pycoll's own
+heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+try:
+    from distributed import Client
+except ImportError as exc:
+    raise ImportError("pycoll.dask needs Dask: pip install 'pycoll[dask]'") from exc
+
+from pycoll.edge import edge
+from pycoll.launcher import engines, function
+
+
+@edge
+def run(
+    client: Client,
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    per_node: int | None = None,
+    timeout: float | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """Call ``fn(comm, *args)`` on n ranks, each a fresh interpreter on a host of a Dask cluster.
+
+    As `pycoll.run`, but for where the ranks are. pycoll, and whatever modules `fn` needs, must be
+    there on all hosts; ranks have the environment of the workers, and ``PYCOLL_*`` of this process.
+    The workers must reach this process by TCP. A thread of one worker on each host is taken while
+    the ranks run; what else runs on the cluster is not looked at.
+
+    Args:
+        client: of the cluster.
+        fn: called with the world communicator and `args`. ``sys.exit()`` in it returns None.
+        n: number of ranks. Those of a host have consecutive numbers.
+        args: passed on to `fn`.
+        per_node: so many ranks on each host, but the last; None: on as few hosts as have room, of
+            which each has for as many as its workers have threads.
+        timeout: seconds for everything; None: no limit.
+        transport: as in `pycoll.init`; None: that of the environment.
+
+    Returns:
+        What `fn` has returned, by rank.
+
+    Raises:
+        Error: the cluster has no room for so many ranks, or a host does not come within 60 s.
+        PeerFailed: a rank died, or a host was lost, which is noticed within 10 s.
+        Exception: as by `pycoll.run`.
+    """
+    options = function.checked_options(fn, n, timeout, transport)
+    write_task = function.task(fn, args)
+    hosts = _hosts(client)
+    nodes = engines.spread(options.size, [room for room, _ in hosts], per_node)
+    engine = _Workers(client, [worker for _, worker in hosts])
+    try:
+        ended = engines.run_ranks_on(engine, nodes, options, write_task)
+    finally:
+        engine.cancel()
+    return function.results("pycoll.dask.run", ended, options)
+
+
+def _hosts(client: Client) -> list[tuple[int, str]]:
+    """Of each host how many threads its workers have, and one of these; the most threads first."""
+    hosts: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for address, threads in client.nthreads().items():
+        hosts[urlsplit(address).hostname or address].append((threads, address))
+    found = [(sum(threads for threads, _ in each), min(each)[1]) for each in hosts.values()]
+    return sorted(found, key=lambda each: (-each[0], each[1]))
+
+
+class _Workers:
+    """An `engines.Engine`: a task on a worker of each host."""
+
+    def __init__(self, client: Client, workers: Sequence[str]) -> None:
+        self._client, self._workers = client, workers
+        self._futures: list[Any] = []
+
+    def start(self, works: Sequence[engines.Work]) -> None:
+        """See `engines.Engine`."""
+        for work, worker in zip(works, self._workers, strict=False):
+            future = self._client.submit(
+                engines.serve,
+                work,
+                workers=[worker],
+                allow_other_workers=False,
+                pure=False,
+                retries=0,
+                key=f"pycoll-{work.node}-{time.time_ns()}",
+            )
+            self._futures.append(future)
+
+    def failure(self) -> str:
+        """See `engines.Engine`."""
+        there = self._client.nthreads()
+        for node, future in enumerate(self._futures):
+            if future.status in ("error", "cancelled", "lost"):
+                exc = future.exception() if future.status == "error" else future.status
+                return f"Dask, worker {self._workers[node]}: {type(exc).__name__}: {exc}"
+            if self._workers[node] not in there:
+                return f"Dask, worker {self._workers[node]}: it has gone"
+        return ""
+
+    def collect(self, node: int, timeout: float | None) -> Mapping[int, engines.Report]:
+        """See `engines.Engine`."""
+        found: Mapping[int, engines.Report] = self._futures[node].result(timeout)
+        return found
+
+    def cancel(self) -> None:
+        """Forget what still runs: it ends by itself, as its launcher has gone."""
+        for future in self._futures:
+            with contextlib.suppress(Exception):
+                future.cancel()

@@ -1,0 +1,155 @@
+"""Ranks on the nodes of a Ray cluster: `pycoll.ray.run`. Needs Ray: ``pip install 'pycoll[ray]'``.
+
+One task of Ray's a node starts an agent of pycoll's there, and the ranks are the agent's processes:
+so ranks of a node share memory, and a node that is lost is noticed by pycoll's own heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as exc:
+    raise ImportError("pycoll.ray needs Ray: pip install 'pycoll[ray]'") from exc
+
+from pycoll.edge import edge
+from pycoll.errors import Error
+from pycoll.launcher import engines, function
+
+_PLACE_S = 60.0  # for the cluster to have room
+
+
+@edge
+def run(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    per_node: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    timeout: float | None = None,
+    transport: str | None = None,
+) -> list[Any]:
+    """Call ``fn(comm, *args)`` on n ranks, each a fresh interpreter on a node of a Ray cluster.
+
+    As `pycoll.run`, but for where the ranks are. `ray.init` must have been called, or is called
+    with nothing. pycoll, and whatever modules `fn` needs, must be there on all nodes, as by a
+    ``runtime_env`` of `ray.init`; ranks have the environment that Ray gives to its tasks, and
+    ``PYCOLL_*`` of this process. The nodes must reach this process by TCP.
+
+    Args:
+        fn: called with the world communicator and `args`. ``sys.exit()`` in it returns None.
+        n: number of ranks. Those of a node have consecutive numbers.
+        args: passed on to `fn`.
+        per_node: so many ranks on each node, but the last; None: on as few nodes as have room.
+        resources: what Ray reserves for each rank; default: ``{"CPU": 1}``. With ``{"GPU": 1}``
+            the ranks of a node see all GPUs that it got: choose by `comm.local_rank`.
+        timeout: seconds for everything, from when Ray has room; None: no limit.
+        transport: as in `pycoll.init`; None: that of the environment.
+
+    Returns:
+        What `fn` has returned, by rank.
+
+    Raises:
+        Error: the cluster has no room for so many ranks, or not in 60 s; or a node does not come.
+        PeerFailed: a rank died, or a node was lost, which is noticed within 10 s.
+        Exception: as by `pycoll.run`.
+    """
+    options = function.checked_options(fn, n, timeout, transport)
+    write_task = function.task(fn, args)
+    if not ray.is_initialized():
+        ray.init()
+    wanted = dict({"CPU": 1.0} if resources is None else resources)
+    nodes = engines.spread(options.size, _rooms(wanted), per_node)
+    with _placed(nodes, wanted) as engine:
+        ended = engines.run_ranks_on(engine, nodes, options, write_task)
+    return function.results("pycoll.ray.run", ended, options)
+
+
+def _rooms(wanted: Mapping[str, float]) -> list[int]:
+    """For how many ranks each node has room, the largest first."""
+    rooms = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"]
+            room = [has.get(name, 0.0) // each for name, each in wanted.items() if each > 0]
+            rooms.append(int(min(room, default=os.cpu_count() or 1)))
+    return sorted((room for room in rooms if room), reverse=True)
+
+
+@contextlib.contextmanager
+def _placed(nodes: Sequence[int], wanted: Mapping[str, float]) -> Iterator[_Nodes]:
+    """Reserve what the ranks want, each node's on another node."""
+    ranks = [nodes.count(node) for node in range(max(nodes) + 1)]
+    bundles = [{name: count * each for name, each in wanted.items()} for count in ranks]
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
+    engine = _Nodes(group, bundles)
+    try:
+        if not ray.wait([group.ready()], timeout=_PLACE_S)[0]:
+            raise Error(
+                f"Ray has had no room for {bundles} on {len(bundles)} nodes for {_PLACE_S:g} s "
+                "(ray status shows who has it)"
+            )
+        yield engine
+    finally:
+        engine.cancel()
+        remove_placement_group(group)
+
+
+class _Nodes:
+    """An `engines.Engine`: a task a bundle of a placement group."""
+
+    def __init__(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> None:
+        self._group, self._bundles = group, bundles
+        self._refs: list[Any] = []
+
+    def start(self, works: Sequence[engines.Work]) -> None:
+        """See `engines.Engine`."""
+        remote = ray.remote(_serve)
+        for node, (work, bundle) in enumerate(zip(works, self._bundles, strict=True)):
+            rest = {name: each for name, each in bundle.items() if name not in ("CPU", "GPU")}
+            strategy = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=node
+            )
+            task = remote.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources=rest,
+                max_retries=0,
+                scheduling_strategy=strategy,
+                name=f"pycoll node {node}",
+            )
+            self._refs.append(task.remote(work))
+
+    def failure(self) -> str:
+        """See `engines.Engine`."""
+        done, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
+        for ref in done:
+            try:
+                ray.get(ref)
+            except Exception as exc:
+                cause = getattr(exc, "cause", None) or exc
+                return f"Ray, node {self._refs.index(ref)}: {type(cause).__name__}: {cause}"
+        return ""
+
+    def collect(self, node: int, timeout: float | None) -> Mapping[int, engines.Report]:
+        """See `engines.Engine`."""
+        found: Mapping[int, engines.Report] = ray.get(self._refs[node], timeout=timeout)
+        return found
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for ref in self._refs:
+            with contextlib.suppress(Exception):
+                ray.cancel(ref, force=True)
+
+
+def _serve(work: engines.Work) -> dict[int, engines.Report]:
+    # Ray has set it to the cores of the node's part; each rank is to have its share.
+    os.environ.pop("OMP_NUM_THREADS", None)
+    return engines.serve(work)
