@@ -135,8 +135,8 @@ def main(node: str, task: str = "") -> int:
         return 1
 
 
-WAIT_S = 60.0
-"""How long a worker tries to reach the launcher that has started it."""
+WAIT_S = 5.0
+"""How long a worker tries to reach the launcher that has started it, which was there before."""
 
 
 if __name__ == "__main__":

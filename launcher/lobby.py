@@ -84,7 +84,7 @@ class Lobby:
         host = self._hosts.get(node)
         why = ""
         if host is None:
-            why = f"the job has {len(self._hosts) + 1} nodes, there is no node {node}"
+            why = f"the job has no node {node}"
         elif host in self._guests.values():
             why = f"another agent, on {host.name}, is node {node} already"
         if host is None or why:

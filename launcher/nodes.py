@@ -78,7 +78,7 @@ class Node(NamedTuple):
 
         status = calling.serve(self.ticket, f"node 0 ({_NEEDED[2]})", self.number, WAIT_S)
         if status:
-            raise Error(f"node {self.number}: node 0 is gone, or this was ended by a signal")
+            raise Error(f"node {self.number}: node 0 is gone, or a signal has ended this")
         return status
 
 

@@ -158,9 +158,7 @@ def judge(
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     detail = cause.raised.text if cause.raised else stderr_of(cause.rank)
     report = _join(head, last_lines(detail), _others(ranks, cause))
-    return Outcome(
-        cause.job_status, cause.rank, report, cause.describe(), is_lost=bool(cause.gone)
-    )
+    return Outcome(cause.job_status, cause.rank, report, cause.describe(), is_lost=bool(cause.gone))
 
 
 def _others(ranks: Iterable[RankState], cause: RankState | None) -> str:

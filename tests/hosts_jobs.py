@@ -37,7 +37,8 @@ for count in (1, 1000, 300_000):
     equal(comm.sendrecv(own[me], after, before), own[before])
 local = comm.split_by_host()
 assert local.size == comm.local_size and local.rank == comm.local_rank
-print(me, comm.node, comm.local_rank, comm.local_size, os.uname().nodename, flush=True)
+where = f"{me} {comm.node} {comm.local_rank} {comm.local_size} {os.uname().nodename}\\n"
+print(where, end="", flush=True)  # at once: others may write to the same pipe
 """
 
 # Says "ready" and then calls for ever; what ends it is shown.
