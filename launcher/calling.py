@@ -1,8 +1,8 @@
 """An agent that calls the launcher, because no starter carries what the two say: see `lobby`.
 
-`python -m pycoll.launcher.calling NODE [TASK]`: standard input has the ticket (`doors.Ticket`) in a
-line, and when it ends, this does. TASK are descriptors that the ranks inherit, with what they do
-(`call.Ticket`); without, the launcher says what they run. Beside what an agent hears (`agent`):
+`python -m pycoll.launcher.calling NODE FDS PROGRAM [ARGUMENTS]`: standard input has the ticket
+(`doors.Ticket`) in a line, and when it ends, this does. FDS are descriptors that the ranks inherit,
+as 3,4; the program is theirs, whatever the launcher says. Beside what an agent hears (`agent`):
 
     turn_away why                  there is no place for it in the job
 """
@@ -13,14 +13,12 @@ import contextlib
 import os
 import selectors
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pycoll.errors import BootstrapError
-from pycoll.launcher import call
 from pycoll.launcher.agent import Agent
 from pycoll.launcher.connection import Hear, Line
 from pycoll.launcher.doors import Ticket
@@ -37,7 +35,8 @@ class CallingAgent(Agent):
     Args:
         selector, open_line: see `Agent`.
         node: the number of this host.
-        task: what the ranks inherit, with what they do; None: the launcher says it.
+        inherited: descriptors that the ranks inherit.
+        command: their program and its arguments; (): the launcher says it.
 
     Attributes:
         refusal: why it was turned away; "": it was not.
@@ -48,10 +47,11 @@ class CallingAgent(Agent):
         selector: selectors.BaseSelector,
         open_line: Callable[[Hear, Callable[[str], None]], Line],
         node: int,
-        task: call.Ticket | None,
+        inherited: Sequence[int],
+        command: Sequence[str],
     ) -> None:
         super().__init__(selector, open_line, "call")
-        self._node, self._task = node, task
+        self._node, self._inherited, self._command = node, inherited, command
         self.refusal = ""
 
     def _hear(self, kind: str, fields: list[Any]) -> None:
@@ -70,12 +70,7 @@ class CallingAgent(Agent):
     def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
         # Whoever has started this has given it an environment, with its GPUs for example.
         own = {**os.environ, **environment}
-        if self._task is None:
-            return Program(argv, own, bind=bind, stdin=None)
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        command = [sys.executable, *flags, call.__file__, str(self._task)]
-        inherited = (self._task.task, *self._task.reports)
-        return Program(command, own, inherited, bind, subprocess.DEVNULL)
+        return Program(self._command or argv, own, self._inherited, bind, None)
 
 
 def serve(
@@ -84,7 +79,8 @@ def serve(
     node: int,
     wait_s: float,
     leash: int = -1,
-    task: call.Ticket | None = None,
+    inherited: Sequence[int] = (),
+    command: Sequence[str] = (),
 ) -> int:
     """Be the agent of this host until the job is over.
 
@@ -94,7 +90,7 @@ def serve(
         node: the number of this host.
         wait_s: how long to try to reach it.
         leash: a descriptor: when it can be read, this ends; -1: none.
-        task: see `CallingAgent`.
+        inherited, command: see `CallingAgent`.
 
     Returns:
         The exit status: 0 if the launcher said that the job is over.
@@ -110,7 +106,7 @@ def serve(
         def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
             return LinkLine(link, selector, hear, lost)
 
-        agent = CallingAgent(selector, open_line, node, task)
+        agent = CallingAgent(selector, open_line, node, inherited, command)
         for each in leashes:
             selector.register(each, selectors.EVENT_READ, lambda: signals.append(signal.SIGHUP))
         status = agent.run(signals)
@@ -119,16 +115,15 @@ def serve(
     return status
 
 
-def main(node: str, task: str = "") -> int:
+def main(node: str, descriptors: str, *command: str) -> int:
     """Be the agent of whoever holds the other end of standard input."""
     ticket = Ticket.read(sys.stdin.readline())
-    inherited = None
-    if task:
-        inherited = call.Ticket.read(task)
-        for descriptor in (inherited.task, *inherited.reports):
-            os.set_inheritable(descriptor, False)
+    inherited = [int(number) for number in descriptors.split(",")]
+    for number in inherited:
+        os.set_inheritable(number, False)
+    leash = sys.stdin.fileno()
     try:
-        return serve(ticket, "the launcher", int(node), WAIT_S, sys.stdin.fileno(), inherited)
+        return serve(ticket, "the launcher", int(node), WAIT_S, leash, inherited, command)
     except BootstrapError as exc:
         with contextlib.suppress(OSError):
             print(f"pycoll: node {node}: {exc}", file=sys.stderr, flush=True)

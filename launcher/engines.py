@@ -133,10 +133,12 @@ def serve(work: Work) -> dict[int, Report]:
         # own. A worker need not have the launcher's folders.
         path = list(dict.fromkeys([*map(str, sys.path), *work.head["path"]]))
         call.write_parcel(numbers[0], {**work.head, "path": path}, _writer(work.pieces))
-        task = str(call.Ticket(numbers[0], numbers[1:]))
-        words = [sys.executable, "-P", "-m", "pycoll.launcher.calling", str(work.node), task]
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        ticket = call.Ticket(numbers[0], numbers[1:])
+        rank = [sys.executable, *flags, call.__file__, str(ticket)]
+        agent = [sys.executable, "-P", "-m", "pycoll.launcher.calling", str(work.node)]
         process = subprocess.Popen(
-            words,
+            [*agent, ",".join(map(str, numbers)), *rank],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=said,
