@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -141,6 +142,40 @@ def test_the_end_of_a_rank_is_told_to_the_others(before: str, status: int, told:
         assert said.splitlines()[-1].startswith("PeerFailed 1 ")
         assert told in said
     until_no_helpers(environments[0]["PYCOLL_KEY"])
+
+
+EARLY = """
+import sys, time
+import pycoll
+comm = pycoll.init()
+others = comm.split(int(comm.rank > 0))
+if comm.rank:
+    for _ in range(20):
+        others.barrier()
+        time.sleep(0.05)
+print(time.monotonic(), flush=True)
+"""
+
+
+def test_rank_0_ends_after_all_others() -> None:
+    ranks = Ranks(EARLY, plain(3))
+    first, *others = (os.pidfd_open(process.pid) for process in ranks.processes)
+    try:
+        waiting = {first, *others}
+        order = []
+        while waiting:
+            ready = select.select(waiting, [], [], LIMIT_S)[0]
+            assert ready
+            order += sorted(ready, key=lambda pidfd: pidfd == first)
+            waiting -= set(ready)
+        assert order[-1] == first
+    finally:
+        for pidfd in (first, *others):
+            os.close(pidfd)
+    ended = ranks.end()
+    assert [status for status, *_ in ended] == [0] * 3, ended
+    said = [float(text) for _, text, _ in ended]
+    assert said[0] + 0.5 < min(said[1:])  # it was ready long before
 
 
 def test_a_job_may_have_one_rank() -> None:
