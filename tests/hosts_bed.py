@@ -2,7 +2,8 @@
 
 Each has network, processes, name, /dev/shm and /run of its own, and is reached by ssh from every
 other; files are shared. Addresses are 10.77.0.1, .2, ..., and fd77::1, ...; there is no way out.
-What they cannot show: bits that get lost, and a clock or a kernel of their own.
+Each has a boot_id of its own, by which pycoll takes it for a machine. What they cannot show: bits
+that get lost, cores, a clock or a kernel of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +32,7 @@ hostname "$name"
 mount -t tmpfs -o mode=755 tmpfs /run; mkdir -p /run/sshd
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount --bind hosts /etc/hosts
+mount --bind "$name.boot_id" /proc/sys/kernel/random/boot_id
 mkdir -p ~/.ssh; mount --bind dotssh ~/.ssh
 for file in .bashrc .profile .bash_profile; do [ -e ~/$file ] && mount --bind bashrc ~/$file; done
 ip link set lo up
@@ -180,6 +183,7 @@ class Bed:
         go = self.folder / f"{name}.go"
         os.mkfifo(go)
         (self.folder / f"{name}.log").touch()
+        (self.folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
         apart = [
             "unshare",
             "-n",
