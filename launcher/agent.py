@@ -11,6 +11,7 @@ for a while, it ends the ranks.
     start {argv, environment,     started; or refused. `environment` is all that the ranks have,
       bind}                       beside what is the host's own (HOME and its like)
     link number, frame            for the rank at the other end of that link
+    links numbers, frame          for several of them
     joined rank, pid              watches that process, too
     signal number                 to every process of the job here
     failure                       wakes the ranks: one of the job has failed
@@ -166,11 +167,12 @@ class Agent:
             self._try(lambda: self._start(**fields[0]))
         elif kind == "reach":
             self._reach(*fields)
-        elif kind == "link":
+        elif kind in ("link", "links"):
             assert self._pairs is not None
-            pair = self._pairs.find(fields[0])
-            if pair is not None:
-                pair.send(fields[1])
+            for number in [fields[0]] if kind == "link" else fields[0]:
+                pair = self._pairs.find(number)
+                if pair is not None:
+                    pair.send(fields[1])
         elif kind == "joined":
             self._pids[fields[0]] = fields[1]
             host.watch_joined(*fields)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pycoll.launcher import agent
 from pycoll.launcher.connection import LOST_S, Connection, Line
@@ -22,7 +22,7 @@ from pycoll.launcher.environment import Place
 from pycoll.launcher.host import Events, Program
 from pycoll.launcher.output import Relay
 from pycoll.launcher.reach import Reach, Target
-from pycoll.launcher.rendezvous_server import Peer
+from pycoll.launcher.rendezvous_server import Peer, Relayed
 
 START_S = 60.0
 """For an agent to say who it is."""
@@ -55,17 +55,6 @@ class RemoteEvents(Events, Protocol):
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show the user what is not a rank's."""
-
-
-class _Link(NamedTuple):
-    """A rank's link to the launcher: a `rendezvous_server.Peer`."""
-
-    line: Line
-    number: int
-
-    def send(self, frame: bytes) -> None:
-        """See `rendezvous_server.Peer`."""
-        self.line.send("link", self.number, frame)
 
 
 class RemoteHost:
@@ -106,7 +95,7 @@ class RemoteHost:
         self.is_over = False
         self._states: dict[int, tuple[str, str]] = {}
         self._owed: dict[tuple[int, int], int] = {}  # output that was taken, and not told so
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Relayed] = {}
         self._start_s = start_s
         self._give_up_at = time.monotonic() + start_s
         self._is_ending = False
@@ -201,7 +190,7 @@ class RemoteHost:
             self._meet(fields[0])
         elif kind == "link":
             number, frame = fields
-            link = self._links.setdefault(number, _Link(self.line, number))
+            link = self._links.setdefault(number, Relayed(self.line, number))
             self._meeting(link, frame)
         elif kind == "output" and self._relay is not None:
             rank, number, data = fields

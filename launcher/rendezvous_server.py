@@ -30,6 +30,29 @@ class Peer(Protocol):
         """Send; never blocks. Nothing if the connection is gone."""
 
 
+class Carries(Protocol):
+    """A connection to another host, for all ranks there."""
+
+    def send(self, kind: str, *fields: Any) -> None:
+        """Send "link", number, frame; or "links", numbers, frame: the same for several ranks."""
+
+
+class Relayed(NamedTuple):
+    """A rank on another host: a `Peer`. What all ranks there are told goes there once.
+
+    Attributes:
+        line: the connection to that host.
+        number: the rank's, there.
+    """
+
+    line: Carries
+    number: int
+
+    def send(self, frame: bytes) -> None:
+        """See `Peer`."""
+        self.line.send("link", self.number, frame)
+
+
 class Carrier(Protocol):
     """A way for frames from and to several processes."""
 
@@ -153,7 +176,7 @@ class Server:
         self._num_missing = size
         self._met = False
         self._over: str | None = None  # why the job cannot meet any more
-        self._round = 0  # of exchange
+        self._round, self._num_come = 0, 0  # of exchange, and how many ranks have come to it
         self._gone = ""  # why there can be no exchange any more
         self.calls = Calls()
         self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
@@ -399,7 +422,7 @@ class Server:
         frame = wire.pack("met", {"infos": infos})
         for entry in self._ranks:
             entry.info = b""
-            self._push(entry, frame)
+        self._push_all(self._ranks, frame)
         if self._has_router and not any(self._came_by_port(entry.peer) for entry in self._ranks):
             self._close_router()
             self._epoll.register(self._listener, select.EPOLLIN)
@@ -442,25 +465,26 @@ class Server:
             return  # it gave up, and asks again for what was sent to it meanwhile
         if self._gone:
             return self._refuse(peer, self._gone)
+        self._num_come += self._ranks[rank].round_info is None
         self._ranks[rank].round_info = info
-        infos = [entry.round_info for entry in self._ranks]
-        if None not in infos:
+        if self._num_come == len(self._ranks):
+            infos = [entry.round_info for entry in self._ranks]
             self._round += 1
-            frame = wire.pack("exchanged", {"round": number, "infos": infos})
+            self._num_come = 0
             for entry in self._ranks:
                 entry.round_info = None
-                self._push(entry, frame)
+            self._push_all(self._ranks, wire.pack("exchanged", {"round": number, "infos": infos}))
 
     def _lose(self, message: str) -> None:
         """End the exchange under way, and all that would follow: a rank is gone."""
         if self._gone:
             return
         self._gone = message
-        frame = wire.pack("refused", {"message": message})
-        for entry in self._ranks:
-            if entry.round_info is not None:
-                entry.round_info = None
-                self._push(entry, frame)
+        waiting = [entry for entry in self._ranks if entry.round_info is not None]
+        for entry in waiting:
+            entry.round_info = None
+        self._num_come = 0
+        self._push_all(waiting, wire.pack("refused", {"message": message}))
 
     def _post(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         entry = self._ranks[rank]
@@ -505,16 +529,12 @@ class Server:
         """Tell the members that a communicator is broken; only the first cause counts."""
         members = fields.pop("members")
         if self.calls.note_broken(fields["context"]):
-            frame = wire.pack("broken", fields)
-            for rank in members:
-                self._push(self._ranks[rank], frame)
+            self._push_all((self._ranks[rank] for rank in members), wire.pack("broken", fields))
 
     def _end_meeting(self, message: str) -> None:
         if self._over is None:
             self._over = message
-            frame = wire.pack("refused", {"message": message})
-            for entry in self._ranks:
-                self._push(entry, frame)
+            self._push_all(self._ranks, wire.pack("refused", {"message": message}))
 
     def _fail(self, rank: int, reason: str, detail: str) -> None:
         entry = self._ranks[rank]
@@ -528,10 +548,19 @@ class Server:
             self._on_failure()
 
     def _push_others(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
-        frame = wire.pack(kind, fields)
-        for other, entry in enumerate(self._ranks):
-            if other != rank:
+        others = (entry for other, entry in enumerate(self._ranks) if other != rank)
+        self._push_all(others, wire.pack(kind, fields))
+
+    def _push_all(self, entries: Iterable[_Rank], frame: bytes) -> None:
+        together: dict[int, tuple[Carries, list[int]]] = {}
+        for entry in entries:
+            peer = entry.peer
+            if isinstance(peer, Relayed) and entry.ended is None:
+                together.setdefault(id(peer.line), (peer.line, []))[1].append(peer.number)
+            else:
                 self._push(entry, frame)
+        for line, numbers in together.values():
+            line.send("links", numbers, frame)
 
     def _push(self, entry: _Rank, frame: bytes) -> None:
         if entry.peer is not None and entry.ended is None:

@@ -313,3 +313,77 @@ assert comm.all_reduce(np.ones(1))[0] == 32 == comm.size
 assert comm.local_size == 4
 """))  # fmt: skip
         assert done.returncode == 0, done.stderr
+
+
+SENT = """
+import numpy as np
+import pycoll
+
+def sent():
+    with open("/proc/self/net/dev") as file:
+        return next(int(line.split()[9]) for line in file if line.startswith(("  eth0:", "eth0:")))
+
+comm = pycoll.init()
+x = np.ones(1 << 19)  # 4 MiB
+for name in (None, "ring"):
+    comm.all_reduce(x, algorithm=name)
+    comm.barrier()
+    before = sent()
+    comm.all_reduce(x, algorithm=name)
+    comm.barrier()
+    mine = sent() - before if comm.local_rank == 0 else 0
+    total = comm.all_reduce(mine)
+    if comm.rank == 0:
+        print(name, comm.explain("all_reduce", x.nbytes).algorithm, total / x.nbytes, flush=True)
+"""
+
+
+def test_hosts_send_each_other_no_more_than_they_must(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    done = run(hosts, "--no-tag-output", "-H", "hosta:4,hostb:4", script(SENT))
+    assert done.returncode == 0, done.stderr
+    (_, name, chosen), (_, _, ring) = (line.split() for line in done.stdout.splitlines())
+    assert name == "hierarchical"
+    # Each of two hosts sends the other the half that this has to reduce, and the half that it has
+    # reduced: two values in all. A ring of 8 sends 7/4 values over each of its two cables.
+    assert 2.0 <= float(chosen) < 2.1
+    assert 3.5 <= float(ring) < 3.7
+
+
+def test_a_job_that_is_suspended_goes_on(hosts: Bed, script: Callable[[str], str]) -> None:
+    with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
+        everything = "script.py|pycoll.launcher|guardian"
+        for name in ("hosta", "hostb"):
+            hosts.signal(name, signal.SIGSTOP, everything)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(15.0)  # longer than it takes to be taken for lost
+        for name in ("hosta", "hostb"):
+            hosts.signal(name, signal.SIGCONT, everything)
+        running.process.send_signal(signal.SIGCONT)  # nsenter, which stops with its command
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(12.0)
+        assert "failed" not in running.said
+        hosts.signal("hosta", signal.SIGTERM, "pycoll.launcher -H")
+        assert running.end(10.0) == 143
+
+
+def test_a_firewall_is_named_with_the_port(hosts: Bed, script: Callable[[str], str]) -> None:
+    # A route that drops what is for one host, as a firewall would: no answer comes.
+    assert hosts.run("hostb", "ip", "route", "add", "blackhole", "10.77.0.3/32").returncode == 0
+    assert hosts.run("hostb", "ip", "-6", "route", "add", "blackhole", "fd77::3").returncode == 0
+    try:
+        done = run(hosts, "-H", "hosta,hostb,hostc", script(ORACLE))
+    finally:
+        hosts.run("hostb", "ip", "route", "del", "blackhole", "10.77.0.3/32")
+        hosts.run("hostb", "ip", "-6", "route", "del", "blackhole", "fd77::3")
+    assert done.returncode == 2
+    assert re.search(r"hostb cannot reach hostc: .*10\.77\.0\.3 port \d+: ", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_an_address_of_this_host_needs_no_ssh(hosts: Bed, script: Callable[[str], str]) -> None:
+    done = run(hosts, "--verbose", "-H", "10.77.0.1:2,10.77.0.2:2", script(ORACLE))
+    assert done.returncode == 0, done.stderr
+    assert "10.77.0.2: its agent is started by ssh" in done.stderr
+    assert "10.77.0.1: its agent" not in done.stderr

@@ -32,7 +32,7 @@ from pycoll.errors import BootstrapError
 from pycoll.launcher import rendezvous_wire as wire
 from pycoll.launcher.rendezvous import Client, Event
 from pycoll.launcher.rendezvous_pairs import link_variable
-from pycoll.launcher.rendezvous_server import Notice, Server
+from pycoll.launcher.rendezvous_server import Notice, Relayed, Server
 from pycoll.launcher.rendezvous_wire import WIRE_VERSION
 from pycoll.launcher.rendezvous_zmq import derive_keys
 
@@ -1281,3 +1281,48 @@ def test_a_forked_child_that_closes_its_copy_leaves_the_parents_connection_alone
 )
 def test_ranks_are_named_for_people(ranks: list[int], name: str) -> None:
     assert wire.name_ranks(ranks) == name
+
+
+class Host:
+    """The connection to another host, as the server has it."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+
+    def send(self, kind: str, *fields: Any) -> None:
+        self.sent.append((kind, *fields))
+
+
+def test_what_all_ranks_are_told_goes_to_another_host_once() -> None:
+    hosts = [Host(), Host()]
+    peers = [Relayed(hosts[rank // 3], 10 + rank % 3) for rank in range(6)]
+    with Server(6, KEY) as server:
+
+        def say(who: int, kind: str, **fields: Any) -> None:
+            server.hear(peers[who], wire.pack(kind, fields))
+
+        def told() -> list[list[tuple[str, Any, str]]]:
+            found = []
+            for host in hosts:
+                frames = [(k, to, wire.unpack(frame, 10)[0]) for k, to, frame in host.sent]
+                found.append(frames)
+                host.sent.clear()
+            return found
+
+        version = wire.WIRE_VERSION
+        for rank in range(6):
+            say(rank, "join", version=version, rank=rank, size=6, pid=100 + rank, info=b"\x80")
+        assert told() == [[("links", [10, 11, 12], "met")]] * 2
+        for number in range(2):
+            for rank in range(6):
+                say(rank, "exchange", round=number, info=b"\x80")
+            assert told() == [[("links", [10, 11, 12], "exchanged")]] * 2
+        say(4, "who")
+        assert told() == [[], [("link", 11, "who")]]
+        say(0, "exchange", round=2, info=b"\x80")
+        say(0, "exchange", round=2, info=b"\x80")  # it had given up, and asks again
+        server.rank_ended(1, "killed", clean=False)
+        assert told() == [
+            [("links", [10, 12], "failed"), ("links", [10], "refused")],
+            [("links", [10, 11, 12], "failed")],
+        ]
