@@ -79,7 +79,7 @@ def _parser() -> _Parser:
     )
     add = parser.add_argument_group("options").add_argument
     add("-n", "-np", dest="size", metavar="N", type=_whole, help="ranks (default: usable cores)")
-    add("-H", "--hosts", metavar="a:4,b:4", help="hosts, and how many ranks each has (by ssh)")
+    add("-H", "--hosts", metavar="a:4,b:4", help="hosts, and how many ranks each has")
     add("--hostfile", metavar="F", help="a file with a host a line: a slots=4")
     add("--interface", metavar="NAME", help="hosts use each other's addresses of this interface")
     add("--address", metavar="IP", help="other hosts reach this one there")
@@ -298,6 +298,8 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Show how the hosts of -H or --hostfile reach each other."""
     if rest:
         raise _UsageError("--check starts no program")
+    if find_node(os.environ) is not None:
+        raise _UsageError("--check does not go with PYCOLL_NODES: name the hosts with -H")
     options = _options(args)
     if len(options.hosts) < 2:
         raise _UsageError("--check needs hosts: -H a,b or --hostfile F")

@@ -176,12 +176,17 @@ def spread(n: int, rooms: Sequence[int], per_node: int | None) -> list[int]:
     Args:
         n: number of ranks.
         rooms: how many ranks each node has room for, the largest first.
-        per_node: so many on each node, but the last; None: on as few nodes as have room.
+        per_node: on each node, of which the last may have fewer; None: as few nodes as possible.
 
     Raises:
+        TypeError, ValueError: `per_node` is no number of ranks.
         Error: there is no room.
     """
     if per_node is not None:
+        if isinstance(per_node, bool) or not isinstance(per_node, int):
+            raise TypeError(f"per_node is a number of ranks, not a {type(per_node).__name__}")
+        if per_node < 1:
+            raise ValueError(f"per_node is a number of ranks, at least 1, not {per_node}")
         count = -(-n // per_node)
         if count > sum(room >= per_node for room in rooms):
             raise Error(

@@ -1,4 +1,4 @@
-"""The command `pycoll`: what this machine offers, the proof of the algorithms, and benchmarks."""
+"""The command `pycoll`: what this machine offers, proofs, benchmarks, manifests."""
 
 from __future__ import annotations
 

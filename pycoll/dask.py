@@ -1,8 +1,7 @@
-"""Ranks on the workers of a Dask cluster: `pycoll.dask.run`. Needs ``pip install 'pycoll[dask]'``.
+"""Ranks on the hosts of a Dask cluster: `pycoll.dask.run`. Needs ``pip install distributed``.
 
-One task of Dask's on each host starts an agent of pycoll's there, and the ranks are the agent's
-processes: so ranks of a host share memory, and a host that is lost is noticed by pycoll's own
-heartbeats.
+On each host one Dask task starts a pycoll agent, which starts the ranks: so ranks of a host share
+memory, and a host that is lost is noticed by pycoll's own heartbeats.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 try:
     from distributed import Client
 except ImportError as exc:
-    raise ImportError("pycoll.dask needs Dask: pip install 'pycoll[dask]'") from exc
+    raise ImportError("pycoll.dask needs Dask: pip install distributed") from exc
 
 from pycoll.edge import edge
 from pycoll.launcher import engines, function
@@ -37,16 +36,17 @@ def run(
 
     As `pycoll.run`, but for where the ranks are. pycoll, and whatever modules `fn` needs, must be
     there on all hosts; ranks have the environment of the workers, and ``PYCOLL_*`` of this process.
-    The workers must reach this process by TCP. A thread of one worker on each host is taken while
-    the ranks run; what else runs on the cluster is not looked at.
+    They are no tasks: collections of Dask are of no use there. The workers must reach this process
+    by TCP. A thread of one worker on each host is taken while the ranks run; nothing else is
+    reserved: other tasks may use the same cores.
 
     Args:
         client: of the cluster.
         fn: called with the world communicator and `args`. ``sys.exit()`` in it returns None.
         n: number of ranks. Those of a host have consecutive numbers.
         args: passed on to `fn`.
-        per_node: so many ranks on each host, but the last; None: on as few hosts as have room, of
-            which each has for as many as its workers have threads.
+        per_node: ranks on each host, of which the last may have fewer; None: as few hosts as
+            possible. A host has room for as many ranks as its workers have threads.
         timeout: seconds for everything; None: no limit.
         transport: as in `pycoll.init`; None: that of the environment.
 

@@ -26,7 +26,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     manifest = actions.add_parser(
         "manifest",
         help="print the YAML of a job",
-        description="Print a Secret, a Service and an Indexed Job: ... | kubectl apply -f -",
+        description="Print the YAML of a job, for kubectl apply -f -. Options of pycoll-run go "
+        "between -- and the script.",
         usage="pycoll k8s manifest --image I [options] [-- options of pycoll-run] script.py ...",
     )
     add = manifest.add_argument

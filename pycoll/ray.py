@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Ray cluster: `pycoll.ray.run`. Needs Ray: ``pip install 'pycoll[ray]'``.
+"""Ranks on the nodes of a Ray cluster: `pycoll.ray.run`. Needs Ray: ``pip install ray``.
 
-One task of Ray's a node starts an agent of pycoll's there, and the ranks are the agent's processes:
-so ranks of a node share memory, and a node that is lost is noticed by pycoll's own heartbeats.
+On each node one Ray task starts a pycoll agent, which starts the ranks: so ranks of a node share
+memory, and a node that is lost is noticed by pycoll's own heartbeats.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ try:
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as exc:
-    raise ImportError("pycoll.ray needs Ray: pip install 'pycoll[ray]'") from exc
+    raise ImportError("pycoll.ray needs Ray: pip install ray") from exc
 
 from pycoll.edge import edge
 from pycoll.errors import Error
@@ -37,18 +37,21 @@ def run(
 ) -> list[Any]:
     """Call ``fn(comm, *args)`` on n ranks, each a fresh interpreter on a node of a Ray cluster.
 
-    As `pycoll.run`, but for where the ranks are. `ray.init` must have been called, or is called
-    with nothing. pycoll, and whatever modules `fn` needs, must be there on all nodes, as by a
+    As `pycoll.run`, but for where the ranks are. If `ray.init` has not been called, it is called
+    without arguments. pycoll, and whatever modules `fn` needs, must be there on all nodes, as by a
     ``runtime_env`` of `ray.init`; ranks have the environment that Ray gives to its tasks, and
-    ``PYCOLL_*`` of this process. The nodes must reach this process by TCP.
+    ``PYCOLL_*`` of this process. They are no tasks: references of Ray are of no use there. The
+    nodes must reach this process by TCP.
 
     Args:
         fn: called with the world communicator and `args`. ``sys.exit()`` in it returns None.
         n: number of ranks. Those of a node have consecutive numbers.
         args: passed on to `fn`.
-        per_node: so many ranks on each node, but the last; None: on as few nodes as have room.
-        resources: what Ray reserves for each rank; default: ``{"CPU": 1}``. With ``{"GPU": 1}``
-            the ranks of a node see all GPUs that it got: choose by `comm.local_rank`.
+        per_node: ranks on each node, of which the last may have fewer; None: as few nodes as
+            possible.
+        resources: all that Ray reserves for each rank; default: ``{"CPU": 1}``. With
+            ``{"CPU": 1, "GPU": 1}`` the ranks of a node see all GPUs that it got: choose by
+            `comm.local_rank`.
         timeout: seconds for everything, from when Ray has room; None: no limit.
         transport: as in `pycoll.init`; None: that of the environment.
 
@@ -56,7 +59,8 @@ def run(
         What `fn` has returned, by rank.
 
     Raises:
-        Error: the cluster has no room for so many ranks, or not in 60 s; or a node does not come.
+        Error: the nodes that are alive have no room for so many ranks, or others use it for 60 s;
+            or a node does not come.
         PeerFailed: a rank died, or a node was lost, which is noticed within 10 s.
         Exception: as by `pycoll.run`.
     """
@@ -112,13 +116,15 @@ class _Nodes:
         """See `engines.Engine`."""
         remote = ray.remote(_serve)
         for node, (work, bundle) in enumerate(zip(works, self._bundles, strict=True)):
-            rest = {name: each for name, each in bundle.items() if name not in ("CPU", "GPU")}
+            own = ("CPU", "GPU", "memory")  # which have arguments of their own
+            rest = {name: each for name, each in bundle.items() if name not in own}
             strategy = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=node
             )
             task = remote.options(
                 num_cpus=bundle.get("CPU", 0),
                 num_gpus=bundle.get("GPU", 0),
+                memory=bundle.get("memory"),
                 resources=rest,
                 max_retries=0,
                 scheduling_strategy=strategy,
