@@ -8,15 +8,15 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from pycoll.errors import Error, TransportError
-from pycoll.launcher import slurm
 from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, usable_cores
-from pycoll.launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
-from pycoll.launcher.nodes import Node, find_node
+from pycoll.launcher.host import NamedHost
 from pycoll.launcher.spawn import Job, Options
-from pycoll.launcher.starters import NamedHost, named_host
+
+if TYPE_CHECKING:
+    from pycoll.launcher.nodes import Node
 
 _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "rdma")
@@ -183,6 +183,13 @@ def _hosts(args: argparse.Namespace, node: Node | None) -> tuple[list[NamedHost]
         if args.hosts or args.hostfile or args.emulate_hosts:
             raise _UsageError("-H, --hostfile and --emulate-hosts do not go with PYCOLL_NODES")
         return node.hosts(args.size or node.nodes * usable_cores())
+    if args.hosts is None and args.hostfile is None and "SLURM_JOB_ID" not in environ:
+        return [], []
+    # Not at the top: most jobs have one host.
+    from pycoll.launcher import slurm
+    from pycoll.launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
+    from pycoll.launcher.starters import named_host
+
     allocated = slurm.allocation(environ) if slurm.is_allocation(environ) else []
     if args.hosts is not None and args.hostfile is not None:
         raise _UsageError("--hostfile does not go together with -H")
@@ -206,6 +213,15 @@ def _hosts(args: argparse.Namespace, node: Node | None) -> tuple[list[NamedHost]
     return hosts, nodes
 
 
+def _node() -> Node | None:
+    """Which of several nodes this is, on each of which pycoll-run is called; None: no such."""
+    if "PYCOLL_NODES" not in os.environ:
+        return None
+    from pycoll.launcher.nodes import find_node
+
+    return find_node(os.environ)
+
+
 def _address(text: str | None) -> str:
     import ipaddress  # not at the top: hardly anybody says this
 
@@ -216,7 +232,7 @@ def _address(text: str | None) -> str:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    node = find_node(os.environ)
+    node = _node()
     hosts, of_rank = _hosts(args, node)
     size = len(of_rank) or args.size or usable_cores()
     if args.emulate_hosts is not None and args.emulate_hosts > size:
@@ -285,7 +301,7 @@ def _run(argv: Sequence[str]) -> int:
     if args.check:
         return _check(args, argv[split:])
     command = _program(argv[split:])
-    node = find_node(os.environ)
+    node = _node()
     if node is not None and node.number:
         return node.serve()
     outcome = Job(command, _options(args)).run()
@@ -298,7 +314,7 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Show how the hosts of -H or --hostfile reach each other."""
     if rest:
         raise _UsageError("--check starts no program")
-    if find_node(os.environ) is not None:
+    if _node() is not None:
         raise _UsageError("--check does not go with PYCOLL_NODES: name the hosts with -H")
     options = _options(args)
     if len(options.hosts) < 2:

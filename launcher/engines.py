@@ -25,10 +25,10 @@ from pycoll.launcher.function import (
     memfd,
     raise_ended,
 )
+from pycoll.launcher.host import NamedHost
 from pycoll.launcher.lobby import Calls
 from pycoll.launcher.reach import listen_everywhere, own_addresses
 from pycoll.launcher.spawn import Job, Options
-from pycoll.launcher.starters import NamedHost
 
 _WAIT_S = 60.0  # for all nodes to be there
 _COLLECT_S = 10.0  # for what the ranks of a node that failed have said

@@ -29,6 +29,20 @@ _SPARE = 16  # kept for the end: to look at processes takes two or three
 _EXIT_STATUS = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
+class NamedHost(NamedTuple):
+    """A host of a job.
+
+    Attributes:
+        name: as the user calls it.
+        command: starts its agent (`starters`); (): it is this host, or its agent calls.
+        calls: somebody else starts its agent, which then calls (`lobby`).
+    """
+
+    name: str
+    command: Sequence[str] = ()
+    calls: bool = False
+
+
 class Program(NamedTuple):
     """What every rank of a host runs.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -105,6 +104,8 @@ def is_here(name: str) -> bool:
     own = socket.gethostname()
     if name in ("localhost", own, own.partition(".")[0]):
         return True
+    import ipaddress  # not at the top: most jobs have one host
+
     try:
         address = ipaddress.ip_address(name.strip("[]"))
     except ValueError:

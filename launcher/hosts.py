@@ -22,10 +22,9 @@ from pycoll.launcher.environment import (
     sent,
     shared_environment,
 )
-from pycoll.launcher.host import Events, Host, LocalHost, Program
+from pycoll.launcher.host import Events, Host, LocalHost, NamedHost, Program
 from pycoll.launcher.output import Relay
 from pycoll.launcher.rendezvous_server import Server
-from pycoll.launcher.starters import NamedHost
 
 if TYPE_CHECKING:
     from pycoll.launcher.lobby import Calls, Lobby

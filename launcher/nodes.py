@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll.errors import Error
-from pycoll.launcher.starters import NamedHost
+from pycoll.launcher.host import NamedHost
 
 if TYPE_CHECKING:
     from pycoll.launcher.doors import Ticket

@@ -19,14 +19,13 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pycoll.errors import Error
 from pycoll.launcher.environment import warn_after
-from pycoll.launcher.host import reserve_descriptors
+from pycoll.launcher.host import NamedHost, reserve_descriptors
 from pycoll.launcher.hosts import Hosts, Plan
 from pycoll.launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
 from pycoll.launcher.outcome import signal_name as name_of
 from pycoll.launcher.output import Relay, Target
 from pycoll.launcher.rendezvous_server import Notice, Server
 from pycoll.launcher.signals import caught_signals
-from pycoll.launcher.starters import NamedHost
 from pycoll.launcher.wait_table import PREFIX
 from pycoll.launcher.watch import Watch
 

@@ -9,25 +9,11 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 from pycoll.launcher import slurm
+from pycoll.launcher.host import NamedHost
 from pycoll.launcher.hostlist import is_here
-
-
-class NamedHost(NamedTuple):
-    """A host of a job.
-
-    Attributes:
-        name: as the user calls it.
-        command: starts its agent; (): it is this host, and needs none, or it calls.
-        calls: somebody else starts its agent, which then calls (`lobby`).
-    """
-
-    name: str
-    command: Sequence[str] = ()
-    calls: bool = False
 
 
 def named_host(name: str, environ: Mapping[str, str], allocated: Collection[str]) -> NamedHost:
