@@ -13,6 +13,7 @@ import contextlib
 import os
 import selectors
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +71,8 @@ class CallingAgent(Agent):
     def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
         # Whoever has started this has given it an environment, with its GPUs for example.
         own = {**os.environ, **environment}
-        return Program(self._command or argv, own, self._inherited, bind, None)
+        command = self._command or argv
+        return Program(command, own, self._inherited, bind, subprocess.DEVNULL)
 
 
 def serve(

@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, NamedTuple, Protocol
 
 from pycoll.errors import BootstrapError, Error
@@ -116,8 +117,20 @@ def _sort(found: Mapping[int, Report], reports: list[call.Parcel | None]) -> Non
         reports[rank] = call.Parcel(head, [bytearray(piece) for piece in pieces])
 
 
-def serve(work: Work) -> dict[int, Report]:
+# Not by PYTHONPATH, which would be that of the ranks, and of other interpreters that they start.
+_AGENT = """
+import runpy, sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+runpy.run_module("pycoll.launcher.calling", run_name="__main__", alter_sys=True)
+"""
+
+
+def serve(work: Work, environment: Mapping[str, str] = MappingProxyType({})) -> dict[int, Report]:
     """Be a node, until the job is over; an engine calls it, in a worker of its own.
+
+    Args:
+        work: what to do.
+        environment: variables that the ranks have beside this process's.
 
     Returns:
         By rank what the ranks of this node have reported.
@@ -136,14 +149,14 @@ def serve(work: Work) -> dict[int, Report]:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         ticket = call.Ticket(numbers[0], numbers[1:])
         rank = [sys.executable, *flags, call.__file__, str(ticket)]
-        agent = [sys.executable, "-P", "-m", "pycoll.launcher.calling", str(work.node)]
+        agent = [sys.executable, "-c", _AGENT, "\n".join(path), str(work.node)]
         process = subprocess.Popen(
             [*agent, ",".join(map(str, numbers)), *rank],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=said,
             pass_fds=numbers,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+            env={**os.environ, **environment},
             start_new_session=True,
         )
         assert process.stdin is not None
@@ -188,7 +201,8 @@ def spread(n: int, rooms: Sequence[int], per_node: int | None) -> list[int]:
         if per_node < 1:
             raise ValueError(f"per_node is a number of ranks, at least 1, not {per_node}")
         count = -(-n // per_node)
-        if count > sum(room >= per_node for room in rooms):
+        wanted = [per_node] * (count - 1) + [n - (count - 1) * per_node]
+        if count > len(rooms) or any(rooms[k] < wanted[k] for k in range(count)):
             raise Error(
                 f"{n} ranks, {per_node} a node, need {count} nodes with room for so many; there is "
                 f"room for {', '.join(map(str, rooms)) or 'none'}"

@@ -60,17 +60,26 @@ def meeting(size: int, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
             raise BootstrapError(f"rank 0 cannot let the ranks of this job meet: {why}")
         yield Ticket(key, int(words[1]), words[2].split(",") if len(words) > 2 else [])
         stack.pop_all()
-        atexit.register(_outstay, told, os.getpid())
+        _meetings.append(told)
 
 
-def _outstay(told: IO[bytes], pid: int) -> None:
-    """Let rank 0's process end after those of all others.
+_meetings: list[IO[bytes]] = []  # what the meeting of this rank says; its end is all that comes
+
+
+def outlast() -> None:
+    """Let this process, if it is rank 0's, end after those of all others.
 
     What is left when it has ended, the meeting too, is killed by many who start ranks: Slurm with
-    the last task on a host, a container with its first process.
+    the last task on a host, a container with its first process. If this rank fails, it need not
+    wait.
     """
+    if _meetings:
+        atexit.register(_wait_for_end, _meetings.pop(), os.getpid())
+
+
+def _wait_for_end(told: IO[bytes], pid: int) -> None:
     if os.getpid() == pid:
-        told.read()  # its end
+        told.read()
 
 
 def enter(ticket: Ticket, rank: int, size: int, timeout: float) -> dict[str, str]:

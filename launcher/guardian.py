@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 
 JOB_VARIABLE = "PYCOLL_JOB"
-_LATE_S = 3.0  # a process that wakes so late was stopped, or its machine was
+_LATE_S = 2.0  # for a launcher that is continued to say something
 _SWEEP_S = 5.0  # longest time a sweep may take: a process in an uninterruptible call dies later
 _PASS_S = 0.2  # longest wait for the processes killed in one pass
 _END_S = 1.0  # longest time for the guardian itself to end when its work is done
@@ -269,11 +269,9 @@ def _guard(launcher: int, silent_s: float) -> set[int] | None:
         if dead or silent or b"sweep\n" in told:
             whole = told[: told.rfind(b"\n") + 1].splitlines()
             return {int(line.split()[1]) for line in whole if line.startswith(b"session")}
-        asked_at = time.monotonic()
         silent = not poller.poll(1000 * silent_s if silent_s else None)
-        # Whoever suspends a job stops this process, too: then that time does not count.
-        if silent and time.monotonic() > asked_at + silent_s + _LATE_S:
-            silent = not poller.poll(1000 * silent_s)
+        # Whoever suspends a job stops this process, too, and may continue it first.
+        silent = silent and not poller.poll(1000 * _LATE_S)
 
 
 def main() -> None:

@@ -57,7 +57,8 @@ class Lobby:
     def expect(self, node: int, host: RemoteHost) -> None:
         """Let the agent of this number be that of a host."""
         self._hosts[node] = host
-        host.line = Line(host.hear, host.lose)  # nobody is there yet
+        host.line = Line(host.hear, host.lose)
+        host.line.close()  # nobody is there yet
 
     def _hear(self) -> None:
         for caller, frame in self._router.receive():

@@ -137,6 +137,8 @@ class Meeting:
 
     def _note(self, notice: Notice) -> None:
         rank = notice.rank
+        if rank == 0 and notice.kind in ("raised", "abort"):
+            self._release()  # or its launcher would not see that it has failed
         if notice.kind == "joined":
             self._of[rank].watch_joined(rank, int(notice.fields["pid"]))
         elif notice.kind == "left":
@@ -264,7 +266,11 @@ class Meeting:
 
     def _dismiss(self) -> None:
         """When all others have ended, let rank 0 end, which waits for that (`entering`)."""
-        if len(self._ended - {0}) == self._size - 1 and self._keeps_rank_0:
+        if len(self._ended - {0}) == self._size - 1:
+            self._release()
+
+    def _release(self) -> None:
+        if self._keeps_rank_0:
             self._keeps_rank_0 = False
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)

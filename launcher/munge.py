@@ -171,6 +171,7 @@ class Gate:
                 token = secrets.token_hex(16)
                 connection.settimeout(_TALK_S)
                 connection.sendall(_encode(f"told {nonce} {token} {self._text}") + b"\n")
+                until = time.monotonic() + 2 * _TALK_S  # munge may be slow there, too
                 if not hmac.compare_digest(_line(connection, until), token.encode()):
                     return
                 number = int(rank)

@@ -6,12 +6,13 @@ other end is a `CallerLine` on a `Router`.
 
 from __future__ import annotations
 
+import queue
 import select
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from pycoll.errors import BootstrapError
 from pycoll.launcher.connection import Hear, Line
@@ -23,6 +24,7 @@ from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
 _LINGER_S = 1.0  # for the last frames
 _REACH_S = 10.0  # for an address to answer
 _PAUSE_S = 0.2  # between trials to reach it
+_LOOPBACK = "127.0.0.1"
 
 
 class LinkLine(Line):
@@ -125,33 +127,55 @@ def reach(
 
 
 def _reach_once(ticket: Ticket, size: int) -> Link | list[str]:
-    addresses = list(dict.fromkeys([*ticket.addresses, "127.0.0.1"]))
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        tried = list(pool.map(lambda address: _try(address, ticket.port), addresses))
+    """Try all addresses at once, and take the first that answers; else say why not."""
+    answers: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
+    addresses = list(dict.fromkeys([*ticket.addresses, _LOOPBACK]))
+    for address in addresses:  # of no thread it is waited for that it ends
+        threading.Thread(target=_try, args=[address, ticket.port, answers], daemon=True).start()
     failures = []
-    for address, failure in zip(addresses, tried, strict=True):
-        why = failure
-        if why is None:
-            host = f"[{address}]" if ":" in address else address
-            endpoint = f"tcp://{host}:{ticket.port}"
-            max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
-            link = Link(endpoint, ticket.key, None, max_nbytes, -1, size)
-            try:
-                link.connect(_REACH_S)
-            except BootstrapError as exc:
-                link.close(0.0)
-                why = str(exc)
-            else:
-                return link
-        failures.append(f"{address} port {ticket.port}: {why}")
+    last = []  # what listens at this host's own loopback address may be something else
+    for _ in addresses:
+        answer = answers.get()
+        if answer[0] == _LOOPBACK and _LOOPBACK not in ticket.addresses:
+            last.append(answer)
+            continue
+        link = _link(ticket, size, *answer)
+        if isinstance(link, Link):
+            return link
+        failures.append(link)
+    for answer in last:
+        link = _link(ticket, size, *answer)
+        if isinstance(link, Link):
+            return link
+        failures.append(link)
     return failures
 
 
-def _try(address: str, port: int) -> str | None:
+def _link(ticket: Ticket, size: int, address: str, found: str, why: str) -> Link | str:
+    """Connect to an address that answers; else say why not."""
+    if not why:
+        host = f"[{found}]" if ":" in found else found
+        max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
+        endpoint = f"tcp://{host}:{ticket.port}"
+        link = Link(endpoint, ticket.key, None, max_nbytes, -1, size)
+        try:
+            link.connect(_REACH_S)
+        except BootstrapError as exc:
+            link.close(0.0)
+            why = str(exc)
+        else:
+            return link
+    return f"{address} port {ticket.port}: {why}"
+
+
+def _try(address: str, port: int, answers: queue.SimpleQueue[tuple[str, str, str]]) -> None:
+    """Put the address there, what it stands for if it is a name, and why it does not answer."""
+    found, why = "", ""
     try:
-        socket.create_connection((address, port), _REACH_S).close()
+        with socket.create_connection((address, port), _REACH_S) as connection:
+            found = connection.getpeername()[0]
     except TimeoutError:
-        return f"no answer in {_REACH_S:g} s (a firewall?)"
+        why = f"no answer in {_REACH_S:g} s (a firewall?)"
     except OSError as exc:
-        return exc.strerror or str(exc)
-    return None
+        why = exc.strerror or str(exc)
+    answers.put((address, found, why))

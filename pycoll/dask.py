@@ -19,7 +19,10 @@ except ImportError as exc:
     raise ImportError("pycoll.dask needs Dask: pip install distributed") from exc
 
 from pycoll.edge import edge
+from pycoll.errors import Error
 from pycoll.launcher import engines, function
+
+_LOOK_S = 1.0  # between looks at whether a worker is still there
 
 
 @edge
@@ -102,19 +105,33 @@ class _Workers:
 
     def failure(self) -> str:
         """See `engines.Engine`."""
-        there = self._client.nthreads()
-        for node, future in enumerate(self._futures):
-            if future.status in ("error", "cancelled", "lost"):
-                exc = future.exception() if future.status == "error" else future.status
-                return f"Dask, worker {self._workers[node]}: {type(exc).__name__}: {exc}"
-            if self._workers[node] not in there:
-                return f"Dask, worker {self._workers[node]}: it has gone"
-        return ""
+        return next(filter(None, map(self._failure, range(len(self._futures)))), "")
+
+    def _failure(self, node: int) -> str:
+        """Why nothing can come of a node, as far as this client has heard."""
+        future, status = self._futures[node], self._futures[node].status
+        if status not in ("error", "cancelled", "lost"):
+            return ""
+        why = status
+        if status == "error":
+            exc = future.exception()
+            why = f"{type(exc).__name__}: {exc}"
+        return f"Dask, worker {self._workers[node]}: {why}"
 
     def collect(self, node: int, timeout: float | None) -> Mapping[int, engines.Report]:
         """See `engines.Engine`."""
-        found: Mapping[int, engines.Report] = self._futures[node].result(timeout)
-        return found
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                found: Mapping[int, engines.Report] = self._futures[node].result(_LOOK_S)
+            except TimeoutError:
+                # Dask waits for ever for a worker that has gone.
+                if self._workers[node] not in self._client.nthreads():
+                    raise Error(f"Dask, worker {self._workers[node]}: it has gone") from None
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+            else:
+                return found
 
     def cancel(self) -> None:
         """Forget what still runs: it ends by itself, as its launcher has gone."""

@@ -7,6 +7,7 @@ memory, and a node that is lost is noticed by pycoll's own heartbeats.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -68,7 +69,9 @@ def run(
     write_task = function.task(fn, args)
     if not ray.is_initialized():
         ray.init()
-    wanted = dict({"CPU": 1.0} if resources is None else resources)
+    wanted = {name: each for name, each in (resources or {"CPU": 1.0}).items() if each}
+    if not wanted or min(wanted.values()) < 0:
+        raise ValueError(f"resources are what each rank needs, above 0, not {resources}")
     nodes = engines.spread(options.size, _rooms(wanted), per_node)
     with _placed(nodes, wanted) as engine:
         ended = engines.run_ranks_on(engine, nodes, options, write_task)
@@ -81,8 +84,9 @@ def _rooms(wanted: Mapping[str, float]) -> list[int]:
     for node in ray.nodes():
         if node["Alive"]:
             has = node["Resources"]
-            room = [has.get(name, 0.0) // each for name, each in wanted.items() if each > 0]
-            rooms.append(int(min(room, default=os.cpu_count() or 1)))
+            # A rounded quotient: 1 / 0.1 is 10.
+            room = [int(has.get(name, 0.0) / each + 1e-6) for name, each in wanted.items()]
+            rooms.append(min(room))
     return sorted((room for room in rooms if room), reverse=True)
 
 
@@ -90,9 +94,9 @@ def _rooms(wanted: Mapping[str, float]) -> list[int]:
 def _placed(nodes: Sequence[int], wanted: Mapping[str, float]) -> Iterator[_Nodes]:
     """Reserve what the ranks want, each node's on another node."""
     ranks = [nodes.count(node) for node in range(max(nodes) + 1)]
-    bundles = [{name: count * each for name, each in wanted.items()} for count in ranks]
+    bundles = [{name: _whole(count * each) for name, each in wanted.items()} for count in ranks]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
-    engine = _Nodes(group, bundles)
+    engine = _Nodes(group, bundles, ranks)
     try:
         if not ray.wait([group.ready()], timeout=_PLACE_S)[0]:
             raise Error(
@@ -105,11 +109,18 @@ def _placed(nodes: Sequence[int], wanted: Mapping[str, float]) -> Iterator[_Node
         remove_placement_group(group)
 
 
+def _whole(amount: float) -> float:
+    """An amount as Ray takes it: above 1 a whole number."""
+    return float(math.ceil(amount - 1e-6)) if amount > 1 else amount
+
+
 class _Nodes:
     """An `engines.Engine`: a task a bundle of a placement group."""
 
-    def __init__(self, group: Any, bundles: Sequence[Mapping[str, float]]) -> None:
-        self._group, self._bundles = group, bundles
+    def __init__(
+        self, group: Any, bundles: Sequence[Mapping[str, float]], ranks: Sequence[int]
+    ) -> None:
+        self._group, self._bundles, self._ranks = group, bundles, ranks
         self._refs: list[Any] = []
 
     def start(self, works: Sequence[engines.Work]) -> None:
@@ -130,7 +141,8 @@ class _Nodes:
                 scheduling_strategy=strategy,
                 name=f"pycoll node {node}",
             )
-            self._refs.append(task.remote(work))
+            cores = int(bundle.get("CPU", 0))
+            self._refs.append(task.remote(work, cores, max(1, cores // self._ranks[node])))
 
     def failure(self) -> str:
         """See `engines.Engine`."""
@@ -155,7 +167,9 @@ class _Nodes:
                 ray.cancel(ref, force=True)
 
 
-def _serve(work: engines.Work) -> dict[int, engines.Report]:
-    # Ray has set it to the cores of the node's part; each rank is to have its share.
-    os.environ.pop("OMP_NUM_THREADS", None)
-    return engines.serve(work)
+def _serve(work: engines.Work, cores: int, share: int) -> dict[int, engines.Report]:
+    own = {}
+    # Ray sets it to the cores of a task, unless it is set: each rank is to have its share of them.
+    if os.environ.get("OMP_NUM_THREADS") == str(cores):
+        own["OMP_NUM_THREADS"] = str(share)
+    return engines.serve(work, own)

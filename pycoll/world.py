@@ -150,6 +150,8 @@ def init(
         _session.engine = engine
         _session.options = options
         _session.comm = WorldCommunicator(world, group)
+        if (entering := sys.modules.get("pycoll.launcher.entering")) is not None:
+            entering.outlast()  # registered first, it comes last
         _install_hooks()
         engine.interrupts.install()
         return _session.comm

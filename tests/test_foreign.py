@@ -56,12 +56,15 @@ except pycoll.PeerFailed as error:
 class Ranks:
     """Processes that have the variables of ranks."""
 
-    def __init__(self, script: str, environments: list[Mapping[str, str]]) -> None:
+    def __init__(
+        self, script: str, environments: list[Mapping[str, str]], stdin: int | None = None
+    ) -> None:
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOLL_", "SLURM_"))}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", script],
                 env={**own, **environment},
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -176,6 +179,24 @@ def test_rank_0_ends_after_all_others() -> None:
     assert [status for status, *_ in ended] == [0] * 3, ended
     said = [float(text) for _, text, _ in ended]
     assert said[0] + 0.5 < min(said[1:])  # it was ready long before
+
+
+def test_rank_0_does_not_wait_for_others_if_it_fails() -> None:
+    script = """
+import sys, time
+import pycoll
+comm = pycoll.init()
+comm.barrier()
+if comm.rank == 0:
+    raise ValueError("mine")
+sys.stdin.read()  # in something that is not pycoll
+"""
+    ranks = Ranks(script, plain(2), stdin=subprocess.PIPE)
+    assert ranks.processes[0].wait(LIMIT_S) == 1
+    assert ranks.processes[1].poll() is None
+    for process in reversed(ranks.processes):  # who has rank 0's standard error ends with the last
+        process.communicate(timeout=LIMIT_S)
+    assert [process.returncode for process in ranks.processes] == [1, 0]
 
 
 def test_a_job_may_have_one_rank() -> None:

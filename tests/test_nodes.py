@@ -403,18 +403,34 @@ def test_a_node_that_cannot_start_is_an_error_at_once() -> None:
     assert time.monotonic() - began < LIMIT_S
 
 
-def test_a_node_whose_launcher_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = engines.Work(f"{'ab' * 32};{free_port()};127.0.0.1", 0, 1, {"path": []}, [b""])
-    real = subprocess.Popen
-
-    def popen(words: list[str], **options: Any) -> Any:
-        code = "import sys; from pycoll.launcher import calling; calling.WAIT_S = 0.1\n"
-        code += "sys.exit(calling.main(*sys.argv[1:]))"
-        return real([words[0], "-P", "-c", code, *words[4:]], **options)
-
-    monkeypatch.setattr(engines.subprocess, "Popen", popen)
+def test_a_node_whose_launcher_is_gone_says_so() -> None:
+    work = engines.Work(f"{'ab' * 32};{free_port()};127.0.0.1", 0, 1, {"path": sys.path}, [b""])
     with pytest.raises(BootstrapError, match="cannot reach the launcher"):
         engines.serve(work)
+
+
+def test_a_rank_on_an_engine_has_no_input_and_no_path_of_ours() -> None:
+    def fn(comm: Any) -> Any:
+        return sys.stdin.read(), os.environ.get("PYTHONPATH")
+
+    assert run_on(Pool(), fn, [0]) == [("", os.environ.get("PYTHONPATH"))]
+
+
+def test_time_passes_before_all_nodes_have_come() -> None:
+    def serve(work: engines.Work) -> Any:
+        return engines.serve(work) if work.node == 0 else time.sleep(4.0)
+
+    with pytest.raises(Error, match="took longer than 2 s"):
+        run_on(Pool(serve), print, [0, 1], timeout=2.0)
+
+
+def test_node_0_may_be_ended_before_the_others_come(nodes: Any, script: Any) -> None:
+    job = nodes(2)
+    job.start(0, "-n", "2", script(WAIT))
+    until_listening(job.port)
+    job.processes[0].terminate()
+    status, _, err = job.end(0)
+    assert (status, err[:32]) == (143, "pycoll-run: ended by SIGTERM aft")
 
 
 @pytest.mark.parametrize(
@@ -425,6 +441,8 @@ def test_a_node_whose_launcher_is_gone_says_so(monkeypatch: pytest.MonkeyPatch) 
         (10, [8, 2, 2], None, [0] * 8 + [1] * 2),
         (4, [2, 2], 2, [0, 0, 1, 1]),
         (3, [4, 4], 2, [0, 0, 1]),
+        (6, [4, 2], 4, [0, 0, 0, 0, 1, 1]),
+        (2, [2], 4, [0, 0]),
         (3, [1, 1, 1], 1, [0, 1, 2]),
     ],
 )
