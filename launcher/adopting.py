@@ -229,7 +229,13 @@ class AdoptingAgent(Agent):
         mine = {rank: ranks[rank] for rank in places if rank in ranks}
         return AdoptedHost(places, mine, self._selector, self, open_link, self._stack)
 
-    def _start(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> None:
+    def _start(
+        self,
+        argv: Sequence[str],
+        environment: dict[str, str],
+        bind: bool,
+        has_input: bool = False,
+    ) -> None:
         assert self._host is not None
         self._doorman.close()
         self._have_entered = True

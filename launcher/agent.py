@@ -9,7 +9,8 @@ for a while, it ends the ranks.
       places}                     {errno, text, file}
     reach targets, measures       reached: see `reach.reach_all`
     start {argv, environment,     started; or refused. `environment` is all that the ranks have,
-      bind}                       beside what is the host's own (HOME and its like)
+      bind, has_input}            beside what is the host's own (HOME and its like)
+    input bytes                   for rank 0's standard input; none: that was all
     link number, frame            for the rank at the other end of that link
     links numbers, frame          for several of them
     joined rank, pid              watches that process, too
@@ -25,6 +26,7 @@ for a while, it ends the ranks.
     ended rank, status            its process has ended: exit status, or minus the signal
     lost rank                     the process that joined as this rank has ended
     output rank, stream, data     what it has written; nothing: that was all
+    drank nbytes                  so much of its input rank 0 has got; -1: it wants no more
     said text                     what happens, for `--verbose`
     leaving signal                it ends because of it
     beat states                   of each rank the native call it waits in, what its process does
@@ -37,6 +39,7 @@ import os
 import platform
 import selectors
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +48,7 @@ from typing import Any
 from pycoll.launcher.connection import LOST_S, Connection, Hear, Line
 from pycoll.launcher.environment import Place, free_port, personal, usable_cores
 from pycoll.launcher.host import LocalHost, OwnHost, Program, reserve_descriptors
+from pycoll.launcher.input import Feed
 from pycoll.launcher.outcome import signal_name
 from pycoll.launcher.reach import Doorman, Reach, Target, Trial, own_addresses
 from pycoll.launcher.rendezvous_pairs import Pairs
@@ -114,6 +118,7 @@ class Agent:
         self._pairs: Pairs | None = None
         self._outputs: dict[tuple[int, int], _Output] = {}
         self._pids: dict[int, int] = {}  # that have joined, by rank
+        self._feed: Feed | None = None
         self._is_over = False
 
     def run(self, signals: list[int]) -> int:
@@ -182,6 +187,8 @@ class Agent:
             host.tell_failure()
         elif kind == "taken":
             self._taken(*fields)
+        elif kind == "input" and self._feed is not None:
+            self._feed.put(fields[0])
         elif kind == "end":
             self._end(host)
 
@@ -224,14 +231,30 @@ class Agent:
         wanted = [Target(*target) for target in targets]
         Trial(self._selector, tell, wanted, self._key, measures=measures)
 
-    def _start(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> None:
+    def _start(
+        self,
+        argv: Sequence[str],
+        environment: dict[str, str],
+        bind: bool,
+        has_input: bool = False,
+    ) -> None:
         assert self._host is not None
         self._doorman.close()
-        self._host.start(self._program(argv, environment, bind))
+        program = self._program(argv, environment, bind)
+        if has_input:
+            self._feed = Feed(self._selector, lambda nbytes: self._line.send("drank", nbytes))
+            self._stack.callback(self._feed.close)
+            program = program._replace(stdin=self._feed.reading)
+        try:
+            self._host.start(program)
+        finally:
+            if self._feed is not None:
+                os.close(self._feed.reading)
         self._line.send("started")
 
     def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
-        return Program(argv, {**personal(os.environ), **environment}, bind=bind, stdin=None)
+        own = {**personal(os.environ), **environment}
+        return Program(argv, own, bind=bind, stdin=subprocess.DEVNULL)
 
     def _taken(self, rank: int, number: int, nbytes: int) -> None:
         output = self._outputs.get((rank, number))

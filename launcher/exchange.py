@@ -36,7 +36,7 @@ _FOREIGN = (
     _Launcher("an MPI launcher (PMI)", "PMI_SIZE", "PMI_RANK", "PMI_SIZE"),
     _Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     # As torch.distributed reads them, by whomever they are set; also in many a batch script.
-    _Launcher("a launcher of torch.distributed", "WORLD_SIZE", "RANK", "WORLD_SIZE"),
+    _Launcher("torchrun (or what sets its variables)", "WORLD_SIZE", "RANK", "WORLD_SIZE"),
 )
 """The most special first."""
 

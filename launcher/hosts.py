@@ -27,6 +27,7 @@ from pycoll.launcher.output import Relay
 from pycoll.launcher.rendezvous_server import Server
 
 if TYPE_CHECKING:
+    from pycoll.launcher.input import Input
     from pycoll.launcher.lobby import Calls, Lobby
     from pycoll.launcher.reach import Reach
     from pycoll.launcher.remote import RemoteHost
@@ -134,6 +135,7 @@ class Hosts:
         self._all: list[Host] = []
         self._num_opened = self._num_started = 0  # of the remotes
         self._ways: Ways | None = None
+        self._input: Input | None = None
         hosts = plan.hosts or [NamedHost("localhost")]
         self._names = [host.name for host in hosts]
         self._stack = stack
@@ -151,7 +153,7 @@ class Hosts:
         plan, name, command = self._plan, host.name, host.command
         if not command and not host.calls:
             self._here = LocalHost(
-                plan.job,
+                self._job(node),
                 places,
                 self._selector,
                 self._events,
@@ -200,6 +202,8 @@ class Hosts:
             wake.append(self._look_for_failures(now))
         if self._here is not None:
             wake.append(now + self._here.poll())
+        if self._input is not None:
+            wake.append(self._input.update(now))
         return min(wake)
 
     def clocks(self) -> dict[str, float]:
@@ -260,11 +264,11 @@ class Hosts:
         if self._remotes and plan.calls is None:
             names = " ".join(sorted({*sent(os.environ), *plan.exports}))
             self._events.say(f"all ranks have of this environment: {names}")
-        for host in self._all:
+        for node, host in enumerate(self._all):
             environment = shared_environment(
                 self._base(host),
                 plan.size,
-                job=plan.job,
+                job=self._job(node),
                 key=plan.key,
                 rendezvous=self._server.endpoint,
                 transport=plan.transport,
@@ -275,8 +279,21 @@ class Hosts:
             if len(self._all) > 1:
                 seen = [f"{node}={self._address(host, o)}" for node, o in enumerate(self._all)]
                 environment["PYCOLL_ADDRESSES"] = ",".join(seen)
+            if host is first and host is not self._here and plan.stdin is None:
+                self._read_input(self._remote(first))
             host.start(Program(plan.argv, environment, plan.pass_fds, plan.bind, plan.stdin))
         self.have_started = not self._remotes
+
+    def _job(self, node: int) -> str:
+        """The id of the part on a host: two may be one machine, and have a guardian each."""
+        return f"{self._plan.job}.{node}" if len(self._plan.hosts) > 1 else self._plan.job
+
+    def _read_input(self, host: RemoteHost) -> None:
+        """Pass standard input on to rank 0, which is there."""
+        from pycoll.launcher.input import Input
+
+        host.input = self._input = Input(0, self._selector, host.line)
+        self._stack.callback(self._input.close)
 
     def _base(self, host: Host) -> Mapping[str, str]:
         """The environment of the ranks of a host, but for what makes them ranks."""
@@ -347,7 +364,8 @@ class Hosts:
         self.say(f"{host.name}: its agent is process {host.hello['pid']}")
         if all(each.hello for each in self._remotes):
             for each in self._remotes:
-                each.open(self._plan.job, self._plan.key, self._all.index(each))
+                node = self._all.index(each)
+                each.open(self._job(node), self._plan.key, node)
 
     def opened(self, host: RemoteHost) -> None:
         """Hear that a host has everything but the ranks; when all have, ways are tried."""

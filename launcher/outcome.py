@@ -155,6 +155,8 @@ def judge(
         report = _join(text, _others(ranks, None)) if text else ""
         return Outcome(decision.status, None, report, table=decision.table)
     at, cause = first or failed[0]
+    if first is None:  # the others may know of a lost host before the launcher does
+        cause = next((rank for rank in ranks if rank.gone), cause)
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
     detail = cause.raised.text if cause.raised else stderr_of(cause.rank)
     report = _join(head, last_lines(detail), _others(ranks, cause))

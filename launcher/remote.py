@@ -20,6 +20,7 @@ from pycoll.launcher import agent
 from pycoll.launcher.connection import LOST_S, Connection, Line
 from pycoll.launcher.environment import Place
 from pycoll.launcher.host import Events, Program
+from pycoll.launcher.input import Input
 from pycoll.launcher.output import Relay
 from pycoll.launcher.reach import Reach, Target
 from pycoll.launcher.rendezvous_server import Peer, Relayed
@@ -73,9 +74,11 @@ class RemoteHost:
         heard_at: when that was, of time.time().
         port: where others may try to reach it; 0: not open yet.
         is_over: nothing more will come: it has ended, or is lost.
+        input: what its rank 0 reads, if that is passed on; whoever reads it sets this.
     """
 
     line: Line
+    input: Input | None = None
 
     def __init__(
         self,
@@ -131,6 +134,7 @@ class RemoteHost:
             "argv": list(program.argv),
             "environment": dict(program.environment),
             "bind": program.bind,
+            "has_input": self.input is not None,
         }
         self.line.send("start", fields)
 
@@ -215,6 +219,8 @@ class RemoteHost:
         elif kind == "refused":
             number, text, file = fields
             self._events.refused(self, OSError(number, text, file))
+        elif kind == "drank" and self.input is not None:
+            self.input.taken(fields[0])
         elif kind == "leaving":
             self.lose(f"its agent was ended by {fields[0]}")
         elif kind == "over":

@@ -94,7 +94,8 @@ class Job:
         stdin: standard input of rank 0 (None: this process's); the other ranks have none.
 
     Attributes:
-        id: the value of PYCOLL_JOB in every process of the job.
+        id: the value of PYCOLL_JOB in every process of the job; on several hosts with the number
+            of the host behind it.
         server: where the ranks meet; made by `run`.
         ways: how the hosts reach each other, if that was to be found out.
         clocks: then also by how many seconds their clocks are ahead of this host's.

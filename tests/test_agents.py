@@ -5,6 +5,8 @@ What needs real hosts is in test_hosts.py.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
 import selectors
@@ -24,6 +26,7 @@ from pycoll.errors import Error
 from pycoll.launcher import connection, reach
 from pycoll.launcher.connection import MARKER, Connection
 from pycoll.launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
+from pycoll.launcher.input import WINDOW_NBYTES, Input
 from pycoll.launcher.reach import Doorman, Reach, Target, reach_all
 from pycoll.launcher.reach_table import lines
 from pycoll.launcher.ways import Way
@@ -44,7 +47,11 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`pycoll-run` with words, and a script; `before` is what ssh does before the agent."""
 
     def run(
-        *words: str, script: str = "", before: str = "", **variables: str
+        *words: str,
+        script: str = "",
+        before: str = "",
+        stdin: Any = subprocess.DEVNULL,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         ssh = tmp_path / "ssh"
         ssh.write_text(SSH.replace("BEFORE", before))
@@ -55,6 +62,7 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(
             [sys.executable, "-P", "-m", "pycoll.launcher", *words, *([program] if script else [])],
             env={**os.environ, "PATH": path, **variables},
+            stdin=stdin,
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -243,6 +251,141 @@ class Ends:
         self.connection.close()
         self.theirs.close()
         self.selector.close()
+
+
+# Standard input of a rank 0 on another host.
+
+
+READS = """
+import hashlib, sys
+import pycoll
+comm = pycoll.init()
+data = sys.stdin.buffer.read()
+print(comm.rank, len(data), hashlib.sha256(data).hexdigest()[:8], flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["a file", "a pipe"])
+def test_rank_0_has_the_input_wherever_it_is(run: Any, tmp_path: Path, kind: str) -> None:
+    data = os.urandom(3_000_000)
+    (tmp_path / "data").write_bytes(data)
+    with contextlib.ExitStack() as stack:
+        stdin: Any = stack.enter_context((tmp_path / "data").open("rb"))
+        if kind == "a pipe":
+            cat = stack.enter_context(
+                subprocess.Popen(["cat"], stdin=stdin, stdout=subprocess.PIPE)
+            )
+            stdin = cat.stdout
+        done = run("-H", "far:2,away:1", script=READS, stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    digest = hashlib.sha256(data).hexdigest()[:8]
+    nothing = hashlib.sha256(b"").hexdigest()[:8]
+    wanted = [f"0 3000000 {digest}", f"1 0 {nothing}", f"2 0 {nothing}"]
+    assert sorted(done.stdout.splitlines()) == wanted
+
+
+def test_input_that_nobody_reads_holds_nothing_up(run: Any) -> None:
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+        script = "import pycoll\npycoll.init().barrier()"
+        done = run("-H", "far:1,away:1", script=script, stdin=endless.stdout)
+        endless.kill()
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_rank_may_close_its_input_and_go_on(run: Any) -> None:
+    script = """
+import os, sys, time
+import pycoll
+comm = pycoll.init()
+if comm.rank == 0:
+    print(os.read(0, 4), flush=True)
+    os.close(0)
+for _ in range(20):
+    comm.barrier()
+    time.sleep(0.01)
+"""
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+        done = run("-H", "far:1,away:1", script=script, stdin=endless.stdout)
+        endless.kill()
+    assert (done.returncode, done.stdout) == (0, "b'y\\ny\\n'\n"), done.stderr
+
+
+def test_there_may_be_no_input(run: Any) -> None:
+    closed = os.open(os.devnull, os.O_WRONLY)  # which cannot be read
+    try:
+        done = run("-H", "far:1", script=READS, stdin=closed)
+    finally:
+        os.close(closed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 0 ")
+
+
+class Line:
+    """What an input is passed on by."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, kind: str, data: bytes) -> None:
+        assert kind == "input"
+        self.sent.append(data)
+
+
+def test_no_more_input_is_on_the_way_than_the_window() -> None:
+    reading, writing = os.pipe()
+    line = Line()
+    with selectors.DefaultSelector() as selector, open(reading, "rb"), open(writing, "wb") as end:
+        one = Input(reading, selector, line)  # type: ignore[arg-type]
+
+        def read_all() -> None:
+            while True:
+                one.update(0.0)
+                ready = selector.select(0) if selector.get_map() else []
+                if not ready:
+                    return
+                for key, _ in ready:
+                    key.data()
+
+        for _ in range(20):
+            end.write(bytes(60_000))
+            end.flush()
+            read_all()
+            if len(b"".join(line.sent)) >= WINDOW_NBYTES:
+                break
+        assert len(b"".join(line.sent)) == WINDOW_NBYTES
+        read_all()
+        assert len(b"".join(line.sent)) == WINDOW_NBYTES
+        one.taken(1000)
+        read_all()
+        assert len(b"".join(line.sent)) == WINDOW_NBYTES + 1000
+        one.taken(-1)
+        read_all()
+        assert len(b"".join(line.sent)) == WINDOW_NBYTES + 1000
+        one.close()
+
+
+def test_a_terminal_is_read_only_in_the_foreground(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = os.openpty()
+    line = Line()
+    try:
+        with selectors.DefaultSelector() as selector:
+            one = Input(theirs, selector, line)  # type: ignore[arg-type]
+            os.write(ours, b"first\n")
+            monkeypatch.setattr(os, "tcgetpgrp", lambda fd: os.getpgrp() + 1)
+            assert one.update(10.0) < 12.0
+            assert not selector.get_map()
+            monkeypatch.setattr(os, "tcgetpgrp", lambda fd: os.getpgrp())
+            assert one.update(11.0) < 13.0
+            for key, _ in selector.select(10.0):
+                key.data()
+            assert line.sent == [b"first\n"]
+            monkeypatch.setattr(os, "tcgetpgrp", lambda fd: os.getpgrp() + 1)
+            one.update(12.0)
+            assert not selector.get_map()
+            one.close()
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 @pytest.fixture

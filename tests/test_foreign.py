@@ -437,7 +437,7 @@ def test_a_launcher_that_ends_is_no_answer() -> None:
         ({"WORLD_SIZE": "1", "RANK": "0"}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),
         ({"WORLD_SIZE": "4", "RANK": "3", "TORCHELASTIC_RUN_ID": "x"}, ("torchrun", 3, 4)),
-        ({"WORLD_SIZE": "4", "RANK": "3"}, ("a launcher of torch.distributed", 3, 4)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, ("torchrun (or what sets its variables)", 3, 4)),
         (
             {"WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"},
             ("srun", 1, 3),  # a variable of a batch script

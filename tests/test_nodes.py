@@ -175,6 +175,18 @@ def test_a_node_that_is_ended_is_named_at_once(nodes: Any, script: Any) -> None:
     job.end(1)
 
 
+def test_a_node_that_is_killed_takes_only_its_own_ranks_along(nodes: Any, script: Any) -> None:
+    job, path = nodes(2), script(WAIT)
+    for node in range(2):
+        job.start(node, "-n", "2", path)
+    until("ready", job.processes[0], 2)
+    job.processes[1].kill()  # its guardian sweeps, and both nodes are on this machine
+    status, _, err = job.end(0)
+    assert status == 1, err
+    assert re.search("rank 1 failed after .* s: lost with its host .*: no sign of life", err), err
+    job.end(1)
+
+
 def test_the_end_of_node_0_ends_the_others(nodes: Any, script: Any) -> None:
     job, path = nodes(2), script(WAIT)
     for node in range(2):
