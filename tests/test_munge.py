@@ -50,8 +50,8 @@ class Job:
     def __init__(self, size: int, text: str) -> None:
         self.ranks = [munge.Munge(ENVIRON, rank, size) for rank in range(size)]
         self.failures: list[Exception] = []
-        self._thread = threading.Thread(target=self._serve, args=[text])
-        self._thread.start()
+        self.thread = threading.Thread(target=self._serve, args=[text])
+        self.thread.start()
 
     def _serve(self, text: str) -> None:
         try:
@@ -60,7 +60,7 @@ class Job:
             self.failures.append(exc)
 
     def end(self) -> None:
-        self._thread.join()
+        self.thread.join()
         assert not self.failures
 
 
@@ -142,7 +142,9 @@ def test_who_cannot_read_the_answer_does_not_stand_for_a_rank() -> None:
         assert answer.readline()
         relay.sendall(b"thanks\n")
         assert answer.read() == b""
-    assert job.ranks[1].share("", 20.0) == "secret"  # rank 0 is still there
+    job.thread.join(0.5)
+    assert job.thread.is_alive()  # rank 0 waits for the rank itself
+    assert job.ranks[1].share("", 20.0) == "secret"
     job.end()
 
 
