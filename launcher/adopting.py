@@ -203,9 +203,6 @@ class AdoptingAgent(Agent):
             self._tell(found, {"refused": why})
             for visitor in found:
                 self._forget(visitor)
-        elif kind == "end" and self._host is None:
-            self._line.send("over")
-            self._is_over = True
         else:
             super()._hear(kind, fields)
 

@@ -166,6 +166,8 @@ class Agent:
         host = self._host
         if kind == "open":
             self._try(lambda: self._open(**fields[0]))
+        elif kind == "end":
+            self._end()
         elif host is None:
             pass
         elif kind == "start":
@@ -189,8 +191,6 @@ class Agent:
             self._taken(*fields)
         elif kind == "input" and self._feed is not None:
             self._feed.put(fields[0])
-        elif kind == "end":
-            self._end(host)
 
     def _lose(self, why: str) -> None:
         """The launcher is gone: `run` ends, and with it the ranks."""
@@ -263,8 +263,9 @@ class Agent:
                 self._watch(output)
             output.window += nbytes
 
-    def _end(self, host: OwnHost) -> None:
-        host.sweep()
+    def _end(self) -> None:
+        if self._host is not None:
+            self._host.sweep()
         self._carry()
         for output in list(self._outputs.values()):
             for _ in range(_LAST_READS):

@@ -59,9 +59,6 @@ class CallingAgent(Agent):
         if kind == "turn_away":
             self.refusal = fields[0]
             self._is_over = True
-        elif kind == "end" and self._host is None:
-            self._line.send("over")
-            self._is_over = True
         else:
             super()._hear(kind, fields)
 

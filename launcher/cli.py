@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -304,7 +305,9 @@ def _run(argv: Sequence[str]) -> int:
     node = _node()
     if node is not None and node.number:
         return node.serve()
-    outcome = Job(command, _options(args)).run()
+    # Closed, its number is that of something else by now.
+    stdin = subprocess.DEVNULL if sys.stdin is None else None
+    outcome = Job(command, _options(args), stdin=stdin).run()
     if outcome.report:
         _tell(outcome.report)
     return outcome.status

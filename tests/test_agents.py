@@ -310,6 +310,44 @@ for _ in range(20):
     assert (done.returncode, done.stdout) == (0, "b'y\\ny\\n'\n"), done.stderr
 
 
+def test_input_that_is_closed_is_none(tmp_path: Path, run: Any) -> None:
+    run("-H", "far:1", script=READS)  # writes ssh and the script
+    words = [sys.executable, "-P", "-m", "pycoll.launcher", "-H", "far:2", tmp_path / "script.py"]
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh", *words]
+    done = subprocess.run(shell, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line[:4] for line in done.stdout.splitlines()) == ["0 0 ", "1 0 "]
+
+
+def test_an_agent_without_ranks_ends_when_it_is_told() -> None:
+    # As where another host did not come: else the launcher would wait for this one, too.
+    ours, theirs = socket.socketpair()
+    heard: list[str] = []
+    with theirs:
+        words = [sys.executable, "-P", "-m", "pycoll.launcher.agent", "ssh"]
+        agent = subprocess.Popen(words, stdin=theirs, stdout=theirs)
+    with selectors.DefaultSelector() as selector:
+        end = ours.detach()
+        line = Connection(
+            end,
+            end,
+            selector,
+            lambda kind, fields: heard.append(kind),
+            lambda why: heard.append("lost"),
+            skips=True,
+        )
+        line.send("end")
+        while not {"over", "lost"} & set(heard):
+            ready = selector.select(LIMIT_S)
+            assert ready
+            for key, _ in ready:
+                key.data()
+        line.close()
+    assert agent.wait(LIMIT_S) == 0
+    assert "over" in heard
+
+
 def test_there_may_be_no_input(run: Any) -> None:
     closed = os.open(os.devnull, os.O_WRONLY)  # which cannot be read
     try:
