@@ -111,6 +111,7 @@ def _parser() -> _Parser:
         type=_whole,
         help="pretend K hosts: blocks of N/K ranks, no shared memory across",
     )
+    add("--share-arrays", action="store_true", help="NumPy's arrays lie where all ranks reach them")
     add("--verbose", action="store_true", help="tell what the launcher does")
     add("--version", action="store_true", help="print the version and exit")
     add("-h", "--help", action="store_true", help="print this text and exit")
@@ -241,6 +242,8 @@ def _options(args: argparse.Namespace) -> Options:
             f"--emulate-hosts {args.emulate_hosts} needs as many ranks, there are {size}"
         )
     exports = dict(args.exports)
+    if args.share_arrays:
+        exports.setdefault("PYCOLL_SHARE_ARRAYS", "1")
     # Inside a rank of another job, the environment has that job's options.
     settings = {} if "PYCOLL_JOB" in os.environ else os.environ
     transport = args.transport or settings.get("PYCOLL_TRANSPORT") or "auto"

@@ -49,6 +49,7 @@ TORCH = (
 # What the user may set; pycoll-run sets these for the ranks only as said here.
 SETTINGS = (
     Variable("PYCOLL_OP_TIMEOUT", "seconds an operation may take (option --op-timeout)"),
+    Variable("PYCOLL_SHARE_ARRAYS", "1: as --share-arrays; or from how many bytes on, as 64K"),
     Variable("PYCOLL_ALGORITHM", "algorithms to use or (^) not to: all_reduce:ring;reduce:^tree"),
     Variable("PYCOLL_SEGMENT", "bytes of a segment of a large message, as 256K; 0: never cut"),
     Variable("PYCOLL_COSTS", "file with costs, by which algorithms are chosen (pycoll tune)"),
@@ -149,6 +150,7 @@ def shared_environment(
     environment = dict(environ)
     if "PYCOLL_JOB" in environment:  # inside a rank of another job, whose options are not ours
         environment.pop("PYCOLL_OP_TIMEOUT", None)
+        environment.pop("PYCOLL_SHARE_ARRAYS", None)
     for name in (*IDENTITY, *TORCH, *CHILDREN):
         environment.pop(name.name, None)
     environment.setdefault("PYTHONUNBUFFERED", "1")

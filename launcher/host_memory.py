@@ -12,6 +12,7 @@ all ranks of the host. They make it larger and lay it out; the launcher knows tw
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import struct
@@ -46,9 +47,12 @@ class HostMemory:
         self._eventfds: list[int] = []
         self._page: mmap.mmap | None = None
         try:
-            self._memfd = os.memfd_create("host.pycoll", os.MFD_CLOEXEC)
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            self._memfd = os.memfd_create("host.pycoll", flags)
             self.descriptors.append(self._memfd)
             os.ftruncate(self._memfd, _PAGE)
+            # It only grows: where a rank has mapped it there is always something.
+            fcntl.fcntl(self._memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._page = mmap.mmap(self._memfd, _PAGE)
             for _ in range(local_size):
                 self._eventfds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))

@@ -200,6 +200,7 @@ class Client:
 
         The kinds and their fields (contexts are int, str or bytes):
             "raised" {error, text, peer_failed}, "abort" {code}, "left" {links, calls, error},
+            "note" {text}, for `--verbose`,
             "broken" {context, error, rank, reason, message, members},
             "waiting" {context, number, call, where, members, waited_s, name, serial},
             "running" {},

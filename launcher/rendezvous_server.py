@@ -67,11 +67,11 @@ class Carrier(Protocol):
 
 
 class Notice(NamedTuple):
-    """What the launcher must know: `kind` is "joined", "raised", "abort" or "left".
+    """What the launcher must know: `kind` is "joined", "raised", "abort", "note" or "left".
 
     The fields are those that the rank sent: joined {pid}, raised {error, text, peer_failed},
-    abort {code}, left {links, calls, error}. A rank makes each kind at most once, but may join
-    again after it gave up waiting.
+    abort {code}, note {text}, left {links, calls, error}. A rank makes each kind at most once, but
+    may join again after it gave up waiting.
     """
 
     kind: str
@@ -88,6 +88,7 @@ class _Rank:
         self.info = b""
         self.since = 0.0
         self.left = False
+        self.noted = False
         self.raised = False
         self.aborted = False
         self.trouble = ""  # why it failed or is about to end, while its process lives
@@ -500,6 +501,9 @@ class Server:
                 self._notices.append(Notice(kind, rank, fields))
                 entry.trouble = f"called abort({fields['code']})"
                 self._fail(rank, entry.trouble, "")
+            case "note" if not entry.noted:
+                entry.noted = True
+                self._notices.append(Notice(kind, rank, fields))
             case "left" if not entry.left:
                 entry.left = True
                 self.calls.stop(rank)

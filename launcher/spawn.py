@@ -294,6 +294,8 @@ class Job:
                 self._hosts.of(rank.rank).watch_joined(rank.rank, rank.joined)
             case "left":
                 rank.left = True
+            case "note":
+                self.say(f"rank {rank.rank}: {notice.fields['text']}")
             case "raised":
                 fields = notice.fields
                 rank.raised = Raised(fields["error"], fields["text"], fields["peer_failed"])

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pycoll.ops import Op
     from pycoll.registration import algorithms, prove, register_algorithm
     from pycoll.request import Request, test_all, wait_all, wait_any, wait_some
+    from pycoll.shared_arrays import empty, empty_like, share_arrays, zeros
     from pycoll.world import finalize, init
 
 __version__ = "0.1.0"
@@ -56,15 +57,19 @@ __all__ = [
     "TruncationError",
     "algorithms",
     "compute_dims",
+    "empty",
+    "empty_like",
     "finalize",
     "init",
     "prove",
     "register_algorithm",
     "run",
+    "share_arrays",
     "test_all",
     "wait_all",
     "wait_any",
     "wait_some",
+    "zeros",
 ]
 
 # Imported when first used, so that `import pycoll` costs next to nothing.
@@ -79,15 +84,19 @@ _HOMES = {
     "Status": "pycoll.context",
     "algorithms": "pycoll.registration",
     "compute_dims": "pycoll.grid",
+    "empty": "pycoll.shared_arrays",
+    "empty_like": "pycoll.shared_arrays",
     "finalize": "pycoll.world",
     "init": "pycoll.world",
     "prove": "pycoll.registration",
     "register_algorithm": "pycoll.registration",
     "run": "pycoll.launcher.function",
+    "share_arrays": "pycoll.shared_arrays",
     "test_all": "pycoll.request",
     "wait_all": "pycoll.request",
     "wait_any": "pycoll.request",
     "wait_some": "pycoll.request",
+    "zeros": "pycoll.shared_arrays",
 }
 
 

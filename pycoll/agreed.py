@@ -247,12 +247,21 @@ def parse_segment(text: str) -> int:
     Raises:
         ValueError: it is none.
     """
+    return parse_bytes(text, "PYCOLL_SEGMENT", "0 cuts nothing")
+
+
+def parse_bytes(text: str, variable: str, otherwise: str) -> int:
+    """Read a variable that is a number of bytes, as ``262144`` or ``256K``.
+
+    Raises:
+        ValueError: it is none; the text ends with `otherwise`.
+    """
     digits = text.strip().upper()
     unit = digits[-1:] if digits[-1:] in _UNITS else ""
     digits = digits.removesuffix(unit)
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 16):
         raise ValueError(
-            f"PYCOLL_SEGMENT is {text!r}, which is no length: write bytes, as 262144 or 256K; "
-            "0 cuts nothing"
+            f"{variable} is {text!r}, which is no length: write bytes, as 262144 or 256K; "
+            f"{otherwise}"
         )
     return int(digits) * _UNITS[unit]

@@ -237,6 +237,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, default="float32", metavar="D", help=f"{', '.join(DTYPES)}")
     add("--alias", default="0", metavar="D", help="bytes from source to result, modulo 4096 (0)")
     add("--rounds", type=int, default=5, metavar="R", help="default: 5")
+    add("--share", action="store_true", help="measure arrays that the ranks have mapped, too")
     add("--algorithm", metavar="A", help="force one of pycoll's algorithms")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for a job (300)")
     add("--plot", type=Path, metavar="F", help="draw the times: .png, .svg or .pdf")
@@ -306,7 +307,10 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         aliases=parse_aliases(arguments.alias, DTYPES[arguments.dtype]),
         timeout_s=arguments.timeout,
     )
-    names = [*(f"pycoll {name}" for name in transports), *peers]
+    ours = [f"pycoll {name}" for name in transports]
+    if arguments.share:
+        ours = [name for plain in ours for name in (f"{plain}, shared", plain)]
+    names = [*ours, *peers]
     return conditions, collectives, [Side(name) for name in dict.fromkeys(names)]
 
 

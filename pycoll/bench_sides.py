@@ -53,6 +53,8 @@ PEERS = {
     "gloo": Peer("gloo", ("torch==2.13.0", "numpy"), library="gloo"),
 }
 
+_SHARED_FROM = "4K"
+
 _MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -66,12 +68,15 @@ class Side:
     """Something to measure.
 
     Attributes:
-        name: of a transport of pycoll as ``"pycoll shm"``, or of a peer.
+        name: of a transport of pycoll as ``"pycoll shm"``, or ``"pycoll shm, shared"`` for arrays
+            that the ranks have mapped; or of a peer.
         is_peer: not pycoll.
     """
 
     def __init__(self, name: str) -> None:
-        ours, _, self._transport = name.partition(" ")
+        ours, _, how = name.partition(" ")
+        self._transport, _, shared = how.partition(", ")
+        self._shares = shared == "shared"
         self.name = name
         self.is_peer = ours != "pycoll"
         self._peer = PEERS[name] if self.is_peer else None
@@ -134,6 +139,8 @@ class Side:
         if self.library == "gloo":
             # What torchrun sets; and the host's name may lead to an address outside.
             return safe | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        if self._shares:
+            return safe | {"PYCOLL_SHARE_ARRAYS": _SHARED_FROM}
         return safe | (_MPI_AS_ROOT if self.is_peer else {})
 
     def run(self, ranks: int, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:

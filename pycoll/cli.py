@@ -167,11 +167,32 @@ def _info() -> int:
         if name == "rdma" and reason is None:
             text += f": {find(os.environ)}"
         rows.append((f"transport {name}", text))
+    rows.append(("shared arrays", _shared_arrays()))
     rows += [*_rdma_ports(os.environ), *_gpus()]
     width = max(16, *(len(label) for label, _ in rows))
     for label, text in rows:
         print(f"{label:<{width}} {text}".rstrip())
     return 0
+
+
+def _shared_arrays() -> str:
+    """Say what `pycoll.share_arrays` can do here."""
+    from pycoll import transports
+
+    reason = transports.reasons()["shm"]
+    if reason is not None:
+        return f"not usable: {reason}"
+    from pycoll import shared_arrays
+
+    if not shared_arrays.can_be_made():
+        return "not usable: NumPy's allocator cannot be replaced"
+    pages = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    try:
+        with open(pages, encoding="ascii") as file:
+            chosen = file.read().partition("[")[2].partition("]")[0]
+    except OSError:
+        chosen = "unknown"
+    return f"usable; large pages: {chosen} ({pages})"
 
 
 def _rdma_ports(environ: Mapping[str, str], root: str = "/") -> list[tuple[str, str]]:

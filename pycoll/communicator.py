@@ -30,7 +30,7 @@ from pycoll.words import OF_COMMUNICATORS, Hinting
 if TYPE_CHECKING:
     import numpy as np
 
-    from pycoll import arguments, explain, p2p
+    from pycoll import arguments, explain, p2p, shared_arrays
     from pycoll import grid as grids
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 else:  # a program that only calls barrier() imports no NumPy
     arguments, grids = Late("pycoll.arguments"), Late("pycoll.grid")
     explain, p2p = Late("pycoll.explain"), Late("pycoll.p2p")
+    shared_arrays = Late("pycoll.shared_arrays")
 
 COLLECTIVES = (
     "barrier",
@@ -869,6 +870,52 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             lambda native: subgroups.exchange_native(native, text, row),
         )
         return subgroups.split(group, self._run(prepared, timeout), name)
+
+    # --- shared arrays ---------------------------------------------------------------------
+
+    def share(self, x: Any, *, timeout: float | None = None) -> tuple[np.ndarray[Any, Any], ...]:
+        """Return every rank's `x` as an array of this process; a collective call.
+
+        All ranks are on one host. What one writes to its array the others read in theirs, without
+        a call: `barrier()` says when. An array stays as long as a rank holds it, or a view of it,
+        also when its owner has deleted it or has ended. The call returns when all have made it.
+
+        Args:
+            x: NumPy array or PyTorch tensor in shared memory: from `pycoll.empty` or `zeros`, or
+                made after `pycoll.share_arrays()`; or a view of one, of any strides. Shapes and
+                dtypes may differ.
+            timeout: seconds.
+
+        Returns:
+            NumPy arrays by rank; that of this rank is `x` itself. Which can be written to depends
+            on what their owners passed.
+
+        Raises:
+            ValueError: on all ranks: an `x` does not lie in shared memory, or is no array.
+        """
+        group = self._group
+        if group.size > 1 and group.native is None:
+            raise ValueError(
+                "share(): these ranks do not share memory; comm.split_by_host() gives those of "
+                "one host, which do"
+            )
+        own, said = shared_arrays.lend(x, group.rank, group.size)
+        prepared = self._calls.all_gather(said)._replace(text="share()")
+        all_said = self._run(prepared, timeout)
+        for rank, other in enumerate(all_said):
+            if other.refused:
+                shared_arrays.take_back(own)
+                raise ValueError(f"rank {rank}: {other.refused}")
+        memory = group.engine.shared_memory
+        assert own is not None
+        found = []
+        for rank, other in enumerate(all_said):
+            if rank == group.rank or memory is None:
+                found.append(own)
+                continue
+            local = memory.ranks.index(group.members[rank])
+            found.append(shared_arrays.borrow(memory.host, local, other, group.rank, group.size))
+        return tuple(found)
 
     def explain(
         self, collective: str, nbytes: int = 0, op: Reducer = "sum", *, blocking: bool = True

@@ -140,6 +140,7 @@ def init(
         environ = _environment(timeout)
         place = read_place(environ)
         timeout = max(0.0, timeout - (time.monotonic() - began))
+        _share_arrays(environ)
         try:
             engine = _join(place, timeout, chosen, deadline)
         except OSError as exc:
@@ -155,6 +156,17 @@ def init(
         _install_hooks()
         engine.interrupts.install()
         return _session.comm
+
+
+def _share_arrays(environ: Mapping[str, str]) -> None:
+    text = environ.get("PYCOLL_SHARE_ARRAYS", "")
+    if text not in ("", "0"):
+        from pycoll import shared_arrays  # imports NumPy
+
+        try:
+            shared_arrays.from_environment(text)
+        except ValueError as exc:
+            raise BootstrapError(str(exc)) from None
 
 
 def finalize() -> None:
@@ -187,6 +199,8 @@ def _leave(why: str, compare: bool, keep_control: bool = False) -> None:
     if last_words is not None:
         last_words.close(1.0)
     if engine is not None:
+        if engine.control is not None and (text := _without_place()):
+            engine.control.post("note", text=text)
         error = engine.close(why, CLOSE_TIMEOUT_S, keep_control)
         engine.interrupts.uninstall()
         if error is not None and compare:
@@ -194,6 +208,19 @@ def _leave(why: str, compare: bool, keep_control: bool = False) -> None:
             raise error
         if error is not None and not keep_control and engine.control is not None:
             engine.control.close(1.0)
+
+
+def _without_place() -> str:
+    """Say which arrays could not lie in shared memory; "": none."""
+    try:
+        from pycoll.transports._core import shared_use
+    except ImportError:
+        return ""
+    *_, arrays, nbytes = shared_use()
+    if not arrays:
+        return ""
+    text = f"{arrays} arrays, {nbytes} bytes in all, found no place in shared memory"
+    return f"{text} and were in ordinary memory"
 
 
 _NEEDED = ("PYCOLL_RANK", "PYCOLL_SIZE", "PYCOLL_RENDEZVOUS", "PYCOLL_KEY")

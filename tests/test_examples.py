@@ -96,6 +96,14 @@ def test_heat_has_the_same_bits_on_any_grid_of_ranks(size: int, tmp_path: Path) 
     assert "the same bits as computed alone: True" in output
 
 
+@pytest.mark.parametrize("size", few([3], [1]))
+def test_heat_in_shared_memory_has_the_same_bits(size: int, tmp_path: Path) -> None:
+    uneven = ("--height", "20", "--width", "34", "--steps", "40")
+    output = run_example("heat_shared.py", size, tmp_path, *uneven)
+    assert f"{size} strips, 20 x 34 cells, 40 steps" in output
+    assert "the same bits as computed alone: True" in output
+
+
 def test_heat_draws_its_plate(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run_example("heat.py", 2, tmp_path, "--steps", "10", "--picture", "heat.png")

@@ -19,7 +19,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pycoll.errors import PeerFailed
 from pycoll.transports.base import (
@@ -76,6 +76,46 @@ def open_host(
         return reason
     from pycoll.transports._core import Host
 
+    handed = _handed_on(environ, local_rank, local_size)
+    if isinstance(handed, str):
+        return handed
+    try:
+        for descriptor in (handed.descriptor, *handed.doorbells):
+            os.set_inheritable(descriptor, False)
+        host = Host(handed.descriptor, local_rank, handed.doorbells, handed.cores)
+        return host, handed.doorbells[local_rank]
+    except OSError as exc:
+        return f"the memory shared with the other ranks cannot be used: {exc}"
+
+
+class Handed(NamedTuple):
+    """The memory of this host, as the launcher hands it on.
+
+    Attributes:
+        descriptor: of the memory file.
+        rank, size: this process's rank on the host, and their number.
+        doorbells: a descriptor for each rank.
+        cores: how many cores they may use together.
+    """
+
+    descriptor: int
+    rank: int
+    size: int
+    doorbells: list[int]
+    cores: int
+
+
+def handed_on(environ: Mapping[str, str]) -> Handed | None:
+    """Return what pycoll-run has handed on to a rank, before it joins; None: nothing."""
+    try:
+        place = int(environ["PYCOLL_LOCAL_RANK"]), int(environ["PYCOLL_LOCAL_SIZE"])
+    except (KeyError, ValueError):
+        return None
+    handed = _handed_on(environ, *place)
+    return handed if isinstance(handed, Handed) else None
+
+
+def _handed_on(environ: Mapping[str, str], local_rank: int, local_size: int) -> Handed | str:
     text = environ.get("PYCOLL_SHM", "")
     if not text:
         return "there is no memory shared with the other ranks (PYCOLL_SHM is not set)"
@@ -85,31 +125,28 @@ def open_host(
     try:
         inode, numbers, cores = rest.split(":")
         memory, doorbells = int(first), [int(number) for number in numbers.split(",")]
-        if len(doorbells) != local_size or not 0 <= local_rank < local_size:
-            return (
-                f"PYCOLL_SHM has doorbells for {len(doorbells)} ranks, but this is rank "
-                f"{local_rank} of {local_size} on its host"
-            )
-        if not _is_there(memory, int(inode), doorbells):
-            return (
-                "the descriptors of the memory shared with the other ranks (PYCOLL_SHM) were "
-                "closed on the way from pycoll-run; what runs between them must leave them open"
-            )
-        for descriptor in (memory, *doorbells):
-            os.set_inheritable(descriptor, False)
-        return Host(memory, local_rank, doorbells, int(cores)), doorbells[local_rank]
+        handed = Handed(memory, local_rank, local_size, doorbells, int(cores))
     except ValueError:
         return f"PYCOLL_SHM is {text!r}, which makes no sense"
-    except OSError as exc:
-        return f"the memory shared with the other ranks cannot be used: {exc}"
+    if len(doorbells) != local_size or not 0 <= local_rank < local_size:
+        return (
+            f"PYCOLL_SHM has doorbells for {len(doorbells)} ranks, but this is rank "
+            f"{local_rank} of {local_size} on its host"
+        )
+    if not _is_there(memory, inode, doorbells):
+        return (
+            "the descriptors of the memory shared with the other ranks (PYCOLL_SHM) were "
+            "closed on the way from pycoll-run; what runs between them must leave them open"
+        )
+    return handed
 
 
-def _is_there(memory: int, inode: int, doorbells: list[int]) -> bool:
+def _is_there(memory: int, inode: str, doorbells: list[int]) -> bool:
     """Whether the descriptors are open, and the memory is the launcher's."""
     try:
         for descriptor in doorbells:
             os.fstat(descriptor)
-        return os.fstat(memory).st_ino == inode
+        return str(os.fstat(memory).st_ino) == inode
     except OSError:
         return False
 

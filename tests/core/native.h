@@ -24,6 +24,7 @@ struct rank {
     struct waiting waiting;
     struct rank *all; /* of this communicator */
     uint64_t seed;
+    bool gives_up; /* it ends a call in which it has to sleep */
 };
 
 /* native_sleep.c: a rank's sleep, and who must have been woken. */

@@ -20,6 +20,12 @@
 #define PC_CHOICE_FROM ((size_t)1)
 #define PC_TURNS_BETWEEN 2
 #define PC_CALLS_A_TURN 2
+/* So that work on shared arrays has several pieces, and some go past the caches. */
+#define PC_WORK_PIECE ((size_t)512)
+#define PC_WORK_BLOCK ((size_t)256)
+#define PC_PAST_CACHE_NBYTES ((size_t)8 << 10)
+/* So that clocks which run away end no wait for a piece. */
+#define PC_LONGEST_PIECE_NS UINT64_MAX
 
 /* A copy with, now and then, a pause in the middle; the regions may overlap if `to` is the lower one. */
 void *hook_memcpy(void *to, const void *from, size_t nbytes);

@@ -7,6 +7,9 @@
    calls, the same on all ranks, with delays that are not; then comes another one, of another size, with chunks
    of another size. Every result is compared, byte by byte, with what it must be.
 
+   Ranks have arrays in ordinary memory and in an arena, which is one for all, since all is one process here: each takes
+   for each call the one or the other.
+
    The arrays are used again by the next call, as they may be. What is compared is copied out first: to
    ThreadSanitizer a copy is one access, and comparing the copies is none. */
 #include "native.h"
@@ -97,6 +100,11 @@ unsigned char *pc_scratch(pc_comm *comm, size_t nbytes) {
     }
     return comm->scratch;
 }
+
+struct pc_own_arena pc_own_arena;
+static pc_flag64 native_given_up;
+static pthread_barrier_t all_here;
+bool pc_window_open(pc_host *host, int rank) { return host->windows[rank] != NULL; }
 
 int pc_mismatch(pc_collective *call, int rank, uint64_t number) {
     native_fail("a false mismatch: rank %d, in call %llu, takes call %llu of rank %d for another one\n", call->comm->rank,
@@ -296,17 +304,66 @@ static void run_call(struct rank *rank, const struct call *call, unsigned char *
     compare(call, me, copy);
 }
 
+/* The last call of a communicator: on shared arrays, and any rank may give up when it has to sleep; then all do. Whose
+   call has failed has its arrays for itself, and writes to them: who is still at work on them is found out. */
+static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
+    static const int kinds[] = {PC_ALL_REDUCE, PC_ALL_GATHER, PC_GATHER, PC_REDUCE, PC_ALL_TO_ALL, PC_BROADCAST};
+    uint64_t seed = rank->seed;
+    pc_comm *comm = &rank->comm;
+    struct call call = {.ident = 1, .kind = kinds[native_random(&seed) % 6], .dtype = U64, .size = comm->size};
+    call.count = MAX_GIVEN / 8 / (pc_is_split(call.kind) ? (size_t)comm->size : 1);
+    struct pc_header header = {.nbytes = call.count * 8, .address = (uintptr_t)x};
+    struct pc_slot *slot;
+    pc_collective native;
+    begin(&native, rank, &call);
+    native.x = x;
+    native.out = out;
+    native.nbytes = call.count * 8;
+    native_impatient = native_random(&native_seed) % 2 == 0;
+    rank->gives_up = true;
+    int status = 0;
+    if (!pc_is_announced(call.kind)) {
+        status = pc_run(&native);
+    } else if (comm->rank == call.root) {
+        status = pc_announce(&native, &header, "");
+    } else {
+        status = pc_hear(&native, &slot);
+        if (status == 0)
+            status = pc_receive(&native, slot);
+    }
+    if (status < 0) { /* as pc_call_end does */
+        pc_hold(&native.call);
+        pc_publish(&pc_progress_of(comm, comm->rank)->given_up, 1);
+        pc_wake_others(comm); /* Python tells them */
+        if (native.placed)
+            pc_abandon(&native);
+        atomic_thread_fence(memory_order_seq_cst);
+        atomic_fetch_add(&native_given_up, 1);
+    }
+    pc_hold(&native.call);
+    memset(out, 0x77, MAX_GIVEN);
+    if (status < 0)
+        memset(x, 0x77, MAX_GIVEN);
+}
+
 static void *be_rank(void *argument) {
     struct rank *rank = argument;
     uint64_t seed = rank->seed;
     unsigned char *x = malloc(MAX_NBYTES), *out = malloc(MAX_NBYTES), *copy = malloc(MAX_NBYTES);
+    unsigned char *shared_x = pc_own_arena.base + (size_t)(2 * rank->comm.rank) * MAX_NBYTES;
+    unsigned char *shared_out = shared_x + MAX_NBYTES;
     native_rank = rank;
     native_seed = seed * MAX_RANKS + (uint64_t)rank->comm.rank;
     for (uint64_t number = 1; number <= CALLS_A_COMM; number++) {
         struct call call = choose_call(&seed, rank->seed + number, rank->comm.size, rank->comm.chunk_nbytes);
         native_impatient = native_random(&native_seed) % 16 == 0;
-        run_call(rank, &call, x, out, copy);
+        uint64_t chance = native_random(&native_seed) % 16; /* mostly all are shared, or none */
+        bool shares = number / 8 % 2 == 0;
+        run_call(rank, &call, chance == 0 || !shares ? x : shared_x, chance == 1 || !shares ? out : shared_out, copy);
     }
+    pthread_barrier_wait(&all_here); /* who gives up breaks earlier calls, too */
+    if (rank->comm.together)
+        give_up(rank, shared_x, shared_out);
     free(x);
     free(out);
     free(copy);
@@ -333,6 +390,7 @@ static void run_comm(uint64_t seed) {
     pthread_t threads[MAX_RANKS];
     pc_comm layout = {.size = size, .entry = -1};
     layout.direct = native_random(&seed) % 2;
+    layout.together = native_random(&seed) % 4 > 0;
     layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
     layout.slots_offset = pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE);
     layout.big_offset = pc_round_up(layout.slots_offset + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
@@ -343,9 +401,15 @@ static void run_comm(uint64_t seed) {
     pc_host host = {.size = size, .fd = -1, .doorbells = doorbells, .mapped = PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES};
     host.spins = spins[native_random(&seed) % 3];
     host.base = map(host.mapped);
+    unsigned char *windows[MAX_RANKS];
+    host.windows = windows;
+    host.arena_nbytes = pc_own_arena.nbytes = pc_own_arena.shared_nbytes = 2 * MAX_RANKS * MAX_NBYTES;
+    pc_own_arena.base = map(pc_own_arena.nbytes);
     for (int rank = 0; rank < size; rank++) {
         local[rank] = size - 1 - rank; /* not the same numbers on the host */
         pids[rank] = getpid();
+        windows[rank] = pc_own_arena.base;
+        atomic_store(&pc_host_record(&host, rank)->arena, (uint64_t)(uintptr_t)pc_own_arena.base);
         doorbells[rank] = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     }
     for (int rank = 0; rank < size; rank++) {
@@ -356,12 +420,15 @@ static void run_comm(uint64_t seed) {
         made->comm.host = &made->host;
         made->comm.compared = calloc((size_t)size, sizeof *made->comm.compared);
     }
+    pthread_barrier_init(&all_here, NULL, (unsigned)size);
     for (int rank = 0; rank < size; rank++)
         pthread_create(&threads[rank], NULL, be_rank, &ranks[rank]);
     for (int rank = 0; rank < size; rank++)
         pthread_join(threads[rank], NULL);
+    pthread_barrier_destroy(&all_here);
     for (int rank = 0; rank < size; rank++)
         close(doorbells[rank]);
+    munmap(pc_own_arena.base, pc_own_arena.nbytes);
     munmap(layout.region, layout.region_nbytes);
     munmap(host.base, host.mapped);
 }
@@ -373,7 +440,7 @@ int main(int argc, char **argv) {
     uint64_t seed = (uint64_t)atol(argv[2]);
     for (; done < operations; done += CALLS_A_COMM)
         run_comm(native_random(&seed));
-    printf("%ld operations, %llu sleeps, %llu of them until their end\n", done, (unsigned long long)native_sleeps,
-           (unsigned long long)native_timeouts);
+    printf("%ld operations, %llu sleeps, %llu of them until their end, %llu given up\n", done,
+           (unsigned long long)native_sleeps, (unsigned long long)native_timeouts, (unsigned long long)native_given_up);
     return 0;
 }

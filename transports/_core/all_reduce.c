@@ -45,10 +45,12 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
     pc_release(&call->call);
     if (put(call, base, 0, call->nbytes < unit ? call->nbytes : unit) < 0)
         return -1;
-    if (slot != NULL)
+    if (slot != NULL) {
+        pc_place_set(&slot->place, call->number, 0, 0, false);
         pc_enter_end(call, slot);
-    else
+    } else {
         pc_wake_others(comm);
+    }
     for (uint64_t index = 0; index < chunks; index++) {
         uint64_t chunk = base + index;
         size_t offset = index * unit, rest = call->nbytes - offset, length = rest < unit ? rest : unit;

@@ -201,6 +201,39 @@ bool pc_channel_reaches(pc_channel *channel, int rank) {
     return can;
 }
 
+bool pc_channel_can_fetch(pc_channel *channel, int rank, uint64_t address, size_t nbytes) {
+    return pc_channel_reaches(channel, rank) || pc_reach_here(channel->host, rank, address, nbytes) != NULL;
+}
+
+int pc_channel_fetch(pc_channel *channel, int rank, struct pc_parts theirs, size_t offset, void *into, size_t nbytes,
+                     size_t whole) {
+    const struct iovec *part = theirs.parts;
+    const unsigned char *here = NULL;
+    if (theirs.num_parts == 1 && offset <= part->iov_len && nbytes <= part->iov_len - offset)
+        here = pc_reach_here(channel->host, rank, (uintptr_t)part->iov_base + offset, nbytes);
+    if (here == NULL)
+        return pc_copy_from(channel->peers[rank].pid, theirs, offset, into, nbytes);
+    pc_copy_shared(into, here, nbytes, whole);
+    return 0;
+}
+
+/* Whether that may work: what has been claimed and cannot be copied makes the receiver late. */
+static bool can_store(pc_channel *channel, int rank, uint64_t into, size_t nbytes) {
+    return pc_channel_reaches(channel, rank) || pc_reach_here(channel->host, rank, into, nbytes) != NULL;
+}
+
+int pc_channel_store(pc_channel *channel, int rank, uint64_t into, struct pc_parts ours, size_t offset, size_t nbytes,
+                     size_t whole) {
+    unsigned char *here = pc_reach_here(channel->host, rank, into, nbytes);
+    if (here == NULL)
+        return pc_copy_to(channel->peers[rank].pid, into, ours, offset, nbytes);
+    if (ours.num_parts == 1)
+        pc_copy_shared(here, (const char *)ours.parts->iov_base + offset, nbytes, whole);
+    else
+        pc_copy_parts(here, ours, offset, nbytes);
+    return 0;
+}
+
 /* --- items ------------------------------------------------------------------------------------------- */
 
 static void link_to(pc_channel *channel, int rank) {
@@ -389,6 +422,10 @@ bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t h
     return true;
 }
 
+static bool is_shared(const struct pc_send *send) {
+    return send->parts.num_parts == 1 && pc_arena_has(send->parts.parts->iov_base, send->nbytes);
+}
+
 uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void *header, size_t header_nbytes) {
     send->mode = PC_OFFERED;
     send->sent = 0;
@@ -400,7 +437,7 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void 
         PyErr_NoMemory();
         return 0;
     }
-    if (channel->num_free_transfers > 0 && channel->single_copy) {
+    if (channel->num_free_transfers > 0 && (channel->single_copy || is_shared(send))) {
         send->transfer = channel->free_transfers[--channel->num_free_transfers];
         pc_transfer_begin(pc_transfer_of(channel->heap.base, send->transfer), send->id, send->watched);
     }
@@ -488,7 +525,6 @@ bool pc_send_unwatch(pc_channel *channel, struct pc_send *send) {
 
 bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget) {
     struct pc_transfer *transfer = transfer_of(channel, send);
-    struct pc_peer *peer = &channel->peers[send->peer];
     size_t piece_nbytes = pc_piece_nbytes(send->nbytes), copied = 0;
     bool more = true;
     while (copied < budget) {
@@ -500,7 +536,7 @@ bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget) {
         size_t offset = (size_t)piece * piece_nbytes;
         size_t nbytes = send->nbytes - offset < piece_nbytes ? send->nbytes - offset : piece_nbytes;
         uint64_t into = atomic_load_explicit(&transfer->into, memory_order_relaxed);
-        if (pc_copy_to(peer->pid, into + offset, send->parts, offset, nbytes) != 0) {
+        if (!can_store(channel, send->peer, into + offset, nbytes) || pc_channel_store(channel, send->peer, into + offset, send->parts, offset, nbytes, send->nbytes) != 0) {
             pc_transfer_return(transfer, piece);
             more = false;
             break;

@@ -10,6 +10,7 @@
 #ifndef PC_CHANNEL_H
 #define PC_CHANNEL_H
 
+#include "arena.h"
 #include "copy.h"
 #include "heap.h"
 #include "host.h"
@@ -170,7 +171,16 @@ void pc_channel_free(pc_channel *channel);
 void pc_channel_wait(pc_channel *channel);
 PyThreadState *pc_channel_leave(pc_channel *channel);
 void pc_channel_return(pc_channel *channel, PyThreadState *state);
+/* Whether the kernel lets the processes copy from and to each other's memory. */
 bool pc_channel_reaches(pc_channel *channel, int peer);
+/* Whether a payload in one piece, at `address` in the peer's memory, can be copied from there. */
+bool pc_channel_can_fetch(pc_channel *channel, int peer, uint64_t address, size_t nbytes);
+/* Copy bytes from `offset` of a peer's payload of `whole` bytes to `into`, or of our payload to `into` in the peer's
+   memory: by ourselves where it is mapped, else by the kernel. As pc_copy_from. */
+int pc_channel_fetch(pc_channel *channel, int peer, struct pc_parts theirs, size_t offset, void *into, size_t nbytes,
+                     size_t whole);
+int pc_channel_store(pc_channel *channel, int peer, uint64_t into, struct pc_parts ours, size_t offset, size_t nbytes,
+                     size_t whole);
 
 /* Post a message; false: there is no room or no credit. */
 bool pc_channel_post(pc_channel *channel, int peer, const void *header, size_t header_nbytes, struct pc_parts parts,

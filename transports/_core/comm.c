@@ -166,6 +166,8 @@ PyObject *pc_call_end(pc_collective *call, int status, PyObject *result) {
     call->comm->usable = false; /* ranks may disagree now where they are */
     if (call->comm->entry >= 0 && !pc_host_forked(call->comm->host)) {
         pc_publish(&pc_progress_of(call->comm, call->comm->rank)->given_up, 1);
+        if (call->placed)
+            pc_abandon(call);
         atomic_thread_fence(memory_order_seq_cst); /* before what the caller does to its arrays */
     }
     give_up(call->comm);
@@ -193,11 +195,13 @@ static int gather_all(pc_comm *comm, const void *x, void *out, size_t nbytes) {
     return status;
 }
 
-/* Find out whether every rank can read every other's memory, which all must know alike. */
+enum { READS = 1, MAPS = 2 }; /* what a rank can do with every other's memory */
+
+/* Find out whether every rank can read every other's memory, and has mapped its arena, which all must know alike. */
 static int probe(pc_comm *comm, bool allowed) {
     size_t size = (size_t)comm->size;
     struct greeting own, greetings[size];
-    char able = allowed, all[size];
+    char able = allowed ? READS | MAPS : MAPS, all[size];
     own.pid = getpid();
     own.address = (uintptr_t)&own.nonce;
     own.nonce = pc_now_ns() ^ (uint64_t)own.pid << 32;
@@ -207,13 +211,18 @@ static int probe(pc_comm *comm, bool allowed) {
         uint64_t nonce = 0;
         struct iovec local = {&nonce, sizeof nonce}, remote = {(void *)(uintptr_t)greetings[rank].address, sizeof nonce};
         comm->pids[rank] = (int)greetings[rank].pid;
-        if (able && (process_vm_readv(comm->pids[rank], &local, 1, &remote, 1, 0) != sizeof nonce ||
-                     nonce != greetings[rank].nonce))
-            able = 0;
+        if (able & READS && (process_vm_readv(comm->pids[rank], &local, 1, &remote, 1, 0) != sizeof nonce ||
+                             nonce != greetings[rank].nonce))
+            able &= ~READS;
+        if ((int)rank != comm->rank && !pc_window_open(comm->host, comm->local[rank]))
+            able &= ~MAPS;
     }
     if (gather_all(comm, &able, all, 1) < 0)
         return -1;
-    comm->direct = memchr(all, 0, size) == NULL;
+    for (size_t rank = 0; rank < size; rank++)
+        able &= all[rank];
+    comm->direct = able & READS;
+    comm->together = able & MAPS;
     return 0;
 }
 

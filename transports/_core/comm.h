@@ -13,22 +13,36 @@
 #ifndef PC_COMM_H
 #define PC_COMM_H
 
+#include "arena.h"
 #include "arrays.h"
 #include "reduce.h"
+#include "transfer.h"
 #include "wait.h"
 
 #include <pthread.h>
 
 #define PC_SLOTS 8
-#define PC_SLOT_NBYTES (8192 + 2 * PC_LINE) /* no power of two: slots would share sets of the caches */
+#define PC_SLOT_NBYTES (8192 + 5 * PC_LINE) /* no power of two: slots would share sets of the caches */
 #define PC_CHUNKS 8
+
+/* Where the arrays of a rank are in a large call; and its part of the work, if all ranks work on all arrays. */
+struct pc_place {
+    pc_flag64 number;  /* of the call that this is for; then the rest may be read */
+    uint64_t x, out;   /* addresses in the rank's memory; 0: others are not to look there */
+    uint64_t together; /* 1: the rank works together with the others, if they do */
+    pc_flag64 working; /* 1: it may be at a piece, of its own or of another's */
+    uint64_t unused[3];
+    struct pc_transfer work; /* its pieces: those that were claimed, and those that are done */
+};
 
 struct pc_slot {
     pc_flag64 number;
     uint64_t signature;
-    unsigned char data[PC_SLOT_NBYTES - 16 - PC_LINE];
+    unsigned char data[PC_SLOT_NBYTES - 16 - PC_LINE - sizeof(struct pc_place)];
     int64_t shape[8]; /* number of dimensions, and the first of them: read only if calls differ */
+    struct pc_place place;
 };
+_Static_assert(offsetof(struct pc_slot, place) % PC_LINE == 0, "places are whole lines");
 
 struct pc_progress { /* of one rank; only that rank writes it */
     _Alignas(2 * PC_LINE) pc_flag64 produced; /* chunks it has put into its big slots, ever */
@@ -60,6 +74,7 @@ typedef struct pc_comm {
     size_t slots_offset, big_offset;
     int entry;       /* in the host's table; -1: not attached */
     bool direct;     /* every rank may read every other's memory */
+    bool together;   /* every rank has mapped every other's arena */
     bool usable;     /* attached, not broken, no default deadline: the short way may be taken */
     pthread_t caller; /* the thread that is in a call of Python's, which comes here for parts of it; */
     bool claimed;     /* whether there is one */
@@ -87,6 +102,7 @@ typedef struct pc_collective {
     void *out;
     size_t nbytes; /* of a unit: what one rank has for all, or for one other */
     uint64_t number, signature;
+    bool placed;      /* others may be at work on its arrays */
     pc_choice *trial; /* this call is one of a trial, or NULL */
     uint64_t entered; /* when, if there is a trial and it took time to find out that this may be one of its calls; or 0 */
     const struct pc_collective *within; /* the user's call of which this one is a part: others are shown that; or NULL */
@@ -118,6 +134,19 @@ static inline uint64_t *pc_signature_of(pc_comm *comm, int rank, uint64_t number
 static inline struct pc_slot *pc_slot_of(pc_comm *comm, int rank, uint64_t number) {
     size_t index = (size_t)rank * PC_SLOTS + number % PC_SLOTS;
     return (struct pc_slot *)(comm->region + comm->slots_offset + index * sizeof(struct pc_slot));
+}
+static inline struct pc_place *pc_place_of(pc_comm *comm, int rank, uint64_t number) {
+    return &pc_slot_of(comm, rank, number)->place;
+}
+/* Say where this rank's arrays are, before the call is entered. */
+static inline void pc_place_set(struct pc_place *place, uint64_t number, uint64_t x, uint64_t out, bool together) {
+    place->x = x;
+    place->out = out;
+    place->together = together;
+    atomic_store_explicit(&place->working, 0, memory_order_relaxed);
+    pc_transfer_begin(&place->work, number, false);
+    atomic_store_explicit(&place->work.next, 0, memory_order_relaxed);
+    pc_publish(&place->number, number); /* that of what a root announces is waited for */
 }
 static inline unsigned char *pc_big_slot_of(pc_comm *comm, int rank, uint64_t chunk) {
     size_t index = (size_t)rank * PC_CHUNKS + chunk % PC_CHUNKS;
@@ -180,8 +209,10 @@ static inline int pc_await_big_slot(pc_collective *call, uint64_t chunk) {
     return pc_await_consumed(call, chunk - PC_CHUNKS + 1);
 }
 
-/* direct.c: reading the other ranks' arrays. The slot was begun, not ended. */
+/* direct.c: reading the other ranks' arrays. The slot was begun, not ended; NULL: the call was entered, with a place. */
 int pc_direct(pc_collective *call, struct pc_slot *slot);
+int pc_check_given_up(pc_collective *call); /* -1 with an exception: a rank has given up a call of this communicator */
+void pc_reach(pc_collective *call, uint64_t step); /* say how far this rank is in a call without slots; see `phase` */
 bool pc_can_be_read(const void *array, size_t nbytes); /* by others, of this process */
 int pc_direct_receive(pc_collective *call, uint64_t address);
 int pc_direct_serve(pc_collective *call); /* the root's: wait until all have read */
@@ -196,6 +227,15 @@ struct pc_piece {
 
 /* Read pieces of the others' memory when all have entered the call; nobody leaves before all have read. */
 int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count);
+
+/* together.c: if all arrays that are needed lie where every rank has mapped them, the ranks divide the work on them. */
+bool pc_may_work_together(const pc_collective *call); /* as far as this rank's arrays go */
+/* Enter the call. 1: done; 0: it must go another way, and was entered, with a place; -1 with an exception. */
+int pc_work_together(pc_collective *call, struct pc_slot *slot);
+bool pc_is_open(const pc_collective *call, uint64_t address); /* a value that its root announces at `address` */
+int pc_serve_together(pc_collective *call); /* the root's part, when that is announced; and elsewhere: */
+int pc_receive_together(pc_collective *call, uint64_t address);
+void pc_abandon(pc_collective *call); /* nobody is at work on this rank's arrays any more; the call has failed */
 
 /* choice.c: whether a large call goes by direct.c (1) or by streaming (0); all ranks choose alike. -1 with an exception. */
 int pc_choose(pc_collective *call);

@@ -18,6 +18,13 @@ struct pc_parts {
 #define PC_LOOP_NBYTES ((size_t)2048)
 #endif
 
+/* Values from so many bytes on are written past the caches, which saves reading what is overwritten: 16 MiB take 0.76
+   ms against 1.2, but 4 MiB, which a cache holds, 154 us against 92. */
+#ifndef PC_PAST_CACHE_NBYTES
+#define PC_PAST_CACHE_NBYTES ((size_t)8 << 20)
+#endif
+
+void pc_copy_past(void *to, const void *from, size_t nbytes);
 void pc_copy_long(void *to, const void *from, size_t nbytes, size_t whole);
 
 /* Copy within this process a part of a value of `whole` bytes: if no cache holds that, it goes past the caches. The
@@ -29,6 +36,14 @@ static inline void pc_copy_part(void *to, const void *from, size_t nbytes, size_
         pc_copy_long(to, from, nbytes, whole);
 }
 static inline void pc_copy(void *to, const void *from, size_t nbytes) { pc_copy_part(to, from, nbytes, nbytes); }
+/* The same in memory that several processes have mapped. Between their caches a copy past them pays everywhere, and not
+   only where memmove is slow. */
+static inline void pc_copy_shared(void *to, const void *from, size_t nbytes, size_t whole) {
+    if (whole < PC_PAST_CACHE_NBYTES)
+        pc_copy(to, from, nbytes);
+    else
+        pc_copy_past(to, from, nbytes);
+}
 /* The same from `offset` of a payload. */
 void pc_copy_parts(void *into, struct pc_parts parts, size_t offset, size_t nbytes);
 

@@ -21,6 +21,7 @@
 /* Bytes that processors move between their caches as one. */
 #define PC_LINE 64
 #define PC_PAGE 4096
+#define PC_HUGE_PAGE ((size_t)2 << 20)
 
 #define PC_LIKELY(condition) __builtin_expect(!!(condition), 1)
 #define PC_UNLIKELY(condition) __builtin_expect(!!(condition), 0)

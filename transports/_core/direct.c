@@ -7,10 +7,6 @@
 /* Bytes read at a time when they are to be reduced: small enough to stay in the cache. */
 #define PIECE ((size_t)512 << 10)
 
-struct addresses { /* in the slot of a direct call; x 0: the kernel would not let others read these arrays */
-    uint64_t x, out;
-};
-
 /* A process that cannot be read any more has ended, or nearly so: Python will hear of it. */
 static PC_COLD int cannot_read(pc_collective *call, int rank, int error) {
     for (int tries = 0; tries < 30; tries++) {
@@ -24,13 +20,19 @@ static PC_COLD int cannot_read(pc_collective *call, int rank, int error) {
     return -1;
 }
 
-static int read_from(pc_collective *call, int rank, void *to, uint64_t address, size_t nbytes) {
+/* `whole`: bytes of the value of which this is a part. */
+static int read_from(pc_collective *call, int rank, void *to, uint64_t address, size_t nbytes, size_t whole) {
+    const void *here = pc_here(call->comm->host, call->comm->local[rank], address, nbytes);
+    if (here != NULL) {
+        pc_copy_shared(to, here, nbytes, whole);
+        return 0;
+    }
     struct iovec theirs = {(void *)(uintptr_t)address, nbytes};
     int error = pc_copy_from(call->comm->pids[rank], (struct pc_parts){&theirs, 1}, 0, to, nbytes);
     return error == 0 ? 0 : cannot_read(call, rank, error);
 }
 
-static void reach(pc_collective *call, uint64_t step) {
+void pc_reach(pc_collective *call, uint64_t step) {
     pc_comm *comm = call->comm;
     pc_publish(&pc_progress_of(comm, comm->rank)->phase, 2 * call->number + step);
     pc_wake_others(comm);
@@ -42,6 +44,8 @@ static int await_phase(pc_collective *call, int rank, uint64_t step) {
 
 /* What a device maps into this process (page-locked memory of some drivers, say) is not read for others. */
 bool pc_can_be_read(const void *array, size_t nbytes) {
+    if (pc_arena_has(array, nbytes))
+        return true;
     unsigned char read[2];
     struct iovec ours = {read, 2}, ends[2] = {{(void *)(uintptr_t)array, 1}, {(char *)(uintptr_t)array + nbytes - 1, 1}};
     return pc_copy_from(getpid(), (struct pc_parts){ends, 2}, 0, ours.iov_base, 2) == 0;
@@ -62,7 +66,7 @@ static int await_root(pc_collective *call) {
 
 /* Whoever has given up may have changed its arrays while they were read here. Python hears, or has heard, of
    that: wait for it. */
-static int check_given_up(pc_collective *call) {
+int pc_check_given_up(pc_collective *call) {
     atomic_thread_fence(memory_order_seq_cst);
     for (int rank = 0; rank < call->comm->size; rank++) {
         pc_flag64 *given_up = &pc_progress_of(call->comm, rank)->given_up;
@@ -102,7 +106,7 @@ static int reduce_range(pc_collective *call, const uint64_t *theirs, size_t begi
                 continue;
             }
             inputs[rank] = scratch + rank * piece;
-            if (read_from(call, (int)rank, scratch + rank * piece, theirs[rank] + offset, length) < 0)
+            if (read_from(call, (int)rank, scratch + rank * piece, theirs[rank] + offset, length, 0) < 0)
                 return -1;
         }
         reduce(out + (offset - begin), inputs, comm->size, length / pc_itemsize(call->dtype), comm->size);
@@ -122,14 +126,14 @@ static int all_reduce(pc_collective *call, const uint64_t *xs, const uint64_t *o
     size_t begin = bounds[comm->rank], end = bounds[comm->rank + 1];
     if (reduce_range(call, xs, begin, end, out + begin) < 0)
         return -1;
-    reach(call, 1);
+    pc_reach(call, 1);
     for (size_t step = 1; step < size; step++) {
         size_t rank = ((size_t)comm->rank + step) % size;
         if (await_phase(call, (int)rank, 1) < 0)
             return -1;
         pc_release(&call->call);
         begin = bounds[rank];
-        if (read_from(call, (int)rank, out + begin, outs[rank] + begin, bounds[rank + 1] - begin) < 0)
+        if (read_from(call, (int)rank, out + begin, outs[rank] + begin, bounds[rank + 1] - begin, call->nbytes) < 0)
             return -1;
     }
     return 0;
@@ -141,12 +145,14 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
     const unsigned char *x = call->x;
     unsigned char *out = call->out;
     uint64_t xs[size], outs[size];
-    struct addresses own = {(uintptr_t)call->x, (uintptr_t)call->out};
-    if (!pc_can_be_read(x, pc_given_nbytes(call, nbytes)) || (call->kind == PC_ALL_REDUCE && !pc_can_be_read(out, nbytes)))
-        own.x = 0;
-    bool readable = own.x != 0;
-    memcpy(slot->data, &own, sizeof own);
-    pc_enter_end(call, slot);
+    struct pc_place *own = pc_place_of(comm, comm->rank, call->number);
+    if (slot != NULL) {
+        bool shown = pc_can_be_read(x, pc_given_nbytes(call, nbytes)) &&
+                     (call->kind != PC_ALL_REDUCE || pc_can_be_read(out, nbytes));
+        pc_place_set(own, call->number, shown ? (uintptr_t)x : 0, (uintptr_t)out, false);
+        pc_enter_end(call, slot);
+    }
+    bool readable = own->x != 0;
     bool to_root = call->kind == PC_GATHER || call->kind == PC_REDUCE;
     if (to_root && comm->rank != call->root)
         return await_root(call);
@@ -157,20 +163,20 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
         pc_copy(out + me * nbytes, x + me * nbytes, nbytes);
     for (size_t rank = 0; rank < size; rank++) {
         struct pc_slot *theirs;
-        struct addresses said = own;
+        const struct pc_place *place = own;
         if (rank != me) {
             if (pc_await_entry(call, (int)rank, &theirs) < 0)
                 return -1;
-            memcpy(&said, theirs->data, sizeof said);
+            place = &theirs->place;
         }
-        readable = readable && said.x != 0;
-        xs[rank] = said.x;
-        outs[rank] = said.out;
+        readable = readable && place->x != 0;
+        xs[rank] = place->x;
+        outs[rank] = place->out;
     }
     comm->entered_by_all = call->number;
     if (PC_UNLIKELY(!readable)) {
         if (to_root)
-            reach(call, 1);
+            pc_reach(call, 1);
         return stream_instead(call);
     }
     pc_release(&call->call);
@@ -187,12 +193,12 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
         for (size_t step = 1; status == 0 && step < size; step++) {
             size_t rank = (me + step) % size;
             uint64_t address = xs[rank] + (call->kind == PC_ALL_TO_ALL ? me * nbytes : 0);
-            status = read_from(call, (int)rank, out + rank * nbytes, address, nbytes);
+            status = read_from(call, (int)rank, out + rank * nbytes, address, nbytes, nbytes);
         }
     }
-    if (status < 0 || check_given_up(call) < 0)
+    if (status < 0 || pc_check_given_up(call) < 0)
         return -1;
-    reach(call, 2);
+    pc_reach(call, 2);
     return to_root ? 0 : await_all(call);
 }
 
@@ -200,9 +206,9 @@ int pc_direct_receive(pc_collective *call, uint64_t address) {
     pc_release(&call->call);
     if (call->kind == PC_SCATTER)
         address += (uint64_t)call->comm->rank * call->nbytes;
-    if (read_from(call, call->root, call->out, address, call->nbytes) < 0 || check_given_up(call) < 0)
+    if (read_from(call, call->root, call->out, address, call->nbytes, call->nbytes) < 0 || pc_check_given_up(call) < 0)
         return -1;
-    reach(call, 2);
+    pc_reach(call, 2);
     return 0;
 }
 
@@ -223,11 +229,11 @@ int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
     pc_release(&call->call);
     for (size_t index = 0; index < count; index++) {
         const struct pc_piece *piece = &pieces[index];
-        if (read_from(call, piece->rank, piece->into, piece->address, piece->nbytes) < 0)
+        if (read_from(call, piece->rank, piece->into, piece->address, piece->nbytes, piece->nbytes) < 0)
             return -1;
     }
-    if (check_given_up(call) < 0)
+    if (pc_check_given_up(call) < 0)
         return -1;
-    reach(call, 2);
+    pc_reach(call, 2);
     return await_all(call);
 }

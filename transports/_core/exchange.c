@@ -219,10 +219,12 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
     }
     if (giver && put(call, base, 0, call->nbytes < unit ? call->nbytes : unit) < 0)
         return -1;
-    if (slot != NULL)
+    if (slot != NULL) {
+        pc_place_set(&slot->place, call->number, 0, 0, false);
         pc_enter_end(call, slot);
-    else
+    } else {
         pc_wake_others(comm);
+    }
     for (uint64_t index = 0; index < chunks; index++) {
         size_t offset = index * unit, rest = call->nbytes - offset, length = rest < unit ? rest : unit;
         if (giver && index + 1 < chunks) {
@@ -264,6 +266,15 @@ static int all_reduce_in_pieces(pc_collective *call, bool direct) {
     const unsigned char *x = call->x;
     unsigned char *out = call->out;
     size_t nbytes = call->nbytes;
+    bool entered = false;
+    if (pc_may_work_together(call)) {
+        if (pc_enter_begin(call, &slot) < 0)
+            return -1;
+        int done = pc_work_together(call, slot);
+        if (done != 0)
+            return done < 0 ? -1 : 0;
+        entered = true;
+    }
     for (size_t offset = 0; offset < nbytes; offset += PC_PIECE_NBYTES) {
         if (call->gate != NULL && call->pass(call, offset) < 0)
             return -1;
@@ -271,8 +282,11 @@ static int all_reduce_in_pieces(pc_collective *call, bool direct) {
         call->out = out + offset;
         call->nbytes = nbytes - offset < PC_PIECE_NBYTES ? nbytes - offset : PC_PIECE_NBYTES;
         comm->internal += offset > 0;
-        if (pc_enter_begin(call, &slot) < 0 ||
-            (direct ? pc_direct(call, slot) : pc_all_reduce_stream(call, slot)) < 0)
+        if (!entered && pc_enter_begin(call, &slot) < 0)
+            return -1;
+        slot = entered ? NULL : slot;
+        entered = false;
+        if ((direct ? pc_direct(call, slot) : pc_all_reduce_stream(call, slot)) < 0)
             return -1;
     }
     return 0;
@@ -306,6 +320,12 @@ static int run_large(pc_collective *call, bool direct) {
         return all_reduce_in_pieces(call, direct);
     if (pc_enter_begin(call, &slot) < 0)
         return -1;
+    if (pc_may_work_together(call)) {
+        int done = pc_work_together(call, slot);
+        if (done != 0)
+            return done < 0 ? -1 : 0;
+        slot = NULL;
+    }
     if (direct)
         return pc_direct(call, slot);
     return call->kind == PC_ALL_REDUCE ? pc_all_reduce_stream(call, slot) : pc_stream(call, slot);
@@ -338,6 +358,7 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
     int direct = small || header->form == PC_OTHER_WAY ? 0 : pc_choose(call);
     if (direct < 0 || pc_enter_begin(call, &slot) < 0)
         return -1;
+    bool together = !small && header->form != PC_OTHER_WAY && pc_is_open(call, header->address);
     if (direct && !pc_can_be_read(call->x, pc_given_nbytes(call, call->nbytes)))
         direct = said.address = 0; /* all stream */
     memcpy(slot->data, &said, sizeof said);
@@ -359,7 +380,7 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
     }
     if (small)
         return 0;
-    if ((direct ? pc_direct_serve(call) : pc_stream(call, NULL)) < 0)
+    if ((together ? pc_serve_together(call) : direct ? pc_direct_serve(call) : pc_stream(call, NULL)) < 0)
         return -1;
     return pc_chosen(call);
 }
@@ -379,8 +400,13 @@ int pc_receive(pc_collective *call, struct pc_slot *slot) {
     call->nbytes = header.nbytes;
     if (!fits_behind_header(call, header.description_nbytes, header.nbytes)) {
         int direct = pc_choose(call);
-        direct = direct > 0 && header.address == 0 ? 0 : direct;
-        if (direct < 0 || (direct ? pc_direct_receive(call, header.address) : pc_stream(call, NULL)) < 0)
+        if (direct < 0)
+            return -1;
+        if (header.address == 0)
+            direct = 0;
+        if ((pc_is_open(call, header.address) ? pc_receive_together(call, header.address)
+             : direct                         ? pc_direct_receive(call, header.address)
+                                              : pc_stream(call, NULL)) < 0)
             return -1;
         return pc_chosen(call);
     }

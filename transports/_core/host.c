@@ -8,6 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "arena.h"
 #include "channel.h"
 #include "comm.h"
 
@@ -120,11 +121,11 @@ void pc_host_detach(pc_host *host, int index, int size, unsigned char *region, s
 
 /* --- the Python type --------------------------------------------------------------------------------- */
 
-static void lay_out(pc_host *host) {
-    size_t size = (size_t)host->size;
+void pc_host_lay_out(pc_host *host, int ranks) {
+    size_t size = (size_t)ranks;
     size_t offset = pc_round_up(PC_PAGE + size * PC_RECORD_NBYTES, PC_PAGE);
     host->rings_offset = offset;
-    host->ring_nbytes = pc_ring_nbytes(host->size);
+    host->ring_nbytes = pc_ring_nbytes(ranks);
     offset += size * size * host->ring_nbytes;
     host->heaps_offset = offset;
     host->heap_nbytes = PC_HEAP_NBYTES;
@@ -132,9 +133,11 @@ static void lay_out(pc_host *host) {
     host->table_offset = offset;
     offset += pc_round_up(PC_COMMS * sizeof(struct pc_entry), PC_PAGE);
     host->regions_offset = offset;
-    host->region_nbytes = pc_round_up(pc_region_nbytes(host->size), PC_PAGE);
+    host->region_nbytes = pc_round_up(pc_region_nbytes(ranks), PC_PAGE);
     host->mapped = offset;
-    host->file_nbytes = offset + PC_COMMS * host->region_nbytes;
+    host->arena_nbytes = pc_arena_nbytes(ranks);
+    host->arenas_offset = pc_round_up(offset + PC_COMMS * host->region_nbytes, PC_HUGE_PAGE);
+    host->file_nbytes = host->arenas_offset + size * host->arena_nbytes;
 }
 
 static PyObject *host_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -168,7 +171,10 @@ static PyObject *host_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         if (PyErr_Occurred())
             goto failed;
     }
-    lay_out(host);
+    host->windows = PyMem_Calloc((size_t)size, sizeof *host->windows);
+    if (host->windows == NULL)
+        goto failed;
+    pc_host_lay_out(host, host->size);
     if (ftruncate(fd, (off_t)host->file_nbytes) < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
         goto failed;
@@ -183,6 +189,7 @@ static PyObject *host_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
     host->forks = pc_forks;
+    pc_arena_host(host, true);
     return (PyObject *)host;
 failed:
     Py_DECREF(host);
@@ -193,6 +200,8 @@ static void host_dealloc(pc_host *host) {
     PyTypeObject *type = Py_TYPE((PyObject *)host);
     if (host->base != NULL)
         munmap(host->base, host->mapped);
+    pc_arena_host(host, false);
+    PyMem_Free(host->windows);
     PyMem_Free(host->doorbells);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(host);
     Py_DECREF(type);
@@ -225,7 +234,23 @@ static PyObject *host_see_failure(pc_host *host, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+/* window(rank, address, nbytes) -> memoryview of bytes in the arena of a rank; None: there are none such. */
+static PyObject *host_window(pc_host *host, PyObject *args) {
+    int rank;
+    unsigned long long address;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "iKn", &rank, &address, &nbytes))
+        return NULL;
+    if (rank < 0 || rank >= host->size || nbytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "there is no such rank, or length");
+        return NULL;
+    }
+    unsigned char *here = pc_reach_here(host, rank, address, (size_t)nbytes);
+    return here != NULL ? PyMemoryView_FromMemory((char *)here, nbytes, PyBUF_WRITE) : Py_NewRef(Py_None);
+}
+
 static PyMethodDef host_methods[] = {
+    {"window", (PyCFunction)host_window, METH_VARARGS, "Bytes in the arena of a rank, as they are mapped here."},
     {"sleep", (PyCFunction)host_sleep, METH_NOARGS, "Announce that a thread goes to sleep until the doorbell rings."},
     {"awake", (PyCFunction)host_awake, METH_NOARGS, "Take that back."},
     {"set_status", (PyCFunction)host_set_status, METH_O, "Say in the control memory what this rank is doing."},

@@ -8,6 +8,7 @@
        rings         a ring for each ordered pair of ranks (channel.h)
        heaps         a heap for each rank: payloads of buffered messages (channel.h)
        regions       a region for each communicator that uses native collectives (comm.h)
+       arenas        an arena for each rank: arrays that all ranks have mapped (arena.h)
 
    Ranks here are numbers on this host, from 0. */
 #ifndef PC_HOST_H
@@ -38,7 +39,9 @@ struct pc_page {
 
 struct pc_record {
     pc_flag32 asleep; /* 1: ring its doorbell after publishing what it may wait for */
-    char pad[PC_STATUS_OFFSET - 4 - 4];
+    char pad[4];
+    pc_flag64 arena; /* where the rank has mapped its arena; 0: nowhere yet */
+    char pad2[PC_STATUS_OFFSET - 16 - 4];
     pc_flag32 status_sequence; /* odd: the text is being written */
     char status[PC_STATUS_NBYTES];
     char rest[PC_RECORD_NBYTES - PC_STATUS_OFFSET - PC_STATUS_NBYTES];
@@ -59,8 +62,8 @@ typedef struct pc_host {
     unsigned char *base; /* of the mapping, up to the regions */
     size_t mapped;
     size_t rings_offset, ring_nbytes, heaps_offset, heap_nbytes, table_offset, regions_offset, region_nbytes;
-    size_t file_nbytes;
-    void *ndarray; /* see arrays.h */
+    size_t arenas_offset, arena_nbytes, file_nbytes;
+    unsigned char **windows; /* by rank: its arena, as it is mapped here; NULL: it is not */
 } pc_host;
 
 extern PyType_Spec pc_host_spec;
@@ -80,6 +83,9 @@ static inline bool pc_host_failed(pc_host *host) {
     return atomic_load_explicit(&pc_host_page(host)->epoch, memory_order_relaxed) != host->seen_epoch ||
            pc_host_forked(host);
 }
+
+/* Where things are in the memory of a host of so many ranks: sets the offsets and lengths. */
+void pc_host_lay_out(pc_host *host, int size);
 
 void pc_host_ring(pc_host *host, int rank); /* ring the doorbell of a rank */
 

@@ -1,4 +1,5 @@
 /* The compiled core of pycoll: what Python cannot do. See README.md in this folder. */
+#include "array_memory.h"
 #include "channel.h"
 #include "comm.h"
 #include "p2p.h"
@@ -29,6 +30,13 @@ static int execute(PyObject *module) {
 }
 
 static PyMethodDef methods[] = {
+    {"hook_numpy", pc_hook_numpy, METH_O, "Have NumPy ask here for the memory of its arrays."},
+    {"open_arena", pc_open_arena, METH_VARARGS, "Map this process's arena in its host's memory."},
+    {"share_arrays", pc_share_arrays, METH_O, "Arrays of so many bytes lie in the arena; returns what it was."},
+    {"share_next", pc_share_next, METH_O, "Whether all arrays that this thread makes lie in the arena."},
+    {"retire_arrays", pc_retire_arrays, METH_NOARGS, "The process ends: what it frees is not used again."},
+    {"shared_use", pc_shared_use, METH_NOARGS, "What lies in the arena, and what found no place."},
+    {"is_shared", pc_is_shared, METH_VARARGS, "Whether bytes lie in this process's arena."},
     {"use_numpy", pc_use_numpy, METH_VARARGS, "Look at NumPy arrays directly, if their fields are where they should be."},
     {"add_dtype", pc_add_dtype, METH_VARARGS, "Arrays of this NumPy dtype hold elements of that type."},
     {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL, "Reduce arrays, from left to right."},

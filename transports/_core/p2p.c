@@ -35,6 +35,11 @@ static const char KIND_NAME[5] = "numpy";
 
 /* Bytes from which copying once is quicker: 48 KiB take 4.5 us against 6.3. */
 #define COPY_ONCE_NBYTES ((size_t)32 << 10)
+/* The same for an array that the receiver has mapped; and how long its receiver may take to come for it, which is less
+   than what is saved. */
+#define SHARED_ONCE_NBYTES ((size_t)8 << 10)
+#define COMES_NS 2000u
+#define BRIEF_NBYTES ((size_t)128 << 10)
 
 enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, ARGUMENTS };
 static const char *const names[ARGUMENTS] = {"x", "dest", "source", "tag", "out", "status", "timeout"};
@@ -110,6 +115,23 @@ static inline bool is_awaited(pc_channel *channel, int rank) {
     return pc_load(&channel->peers[rank].desk->awaited) == (uint64_t)channel->rank + 1;
 }
 
+/* Whether it is worth while to have the receiver copy an array that could be buffered: it waits for it, or comes at
+   once. */
+static bool rather_once(pc_channel *channel, int rank, const struct pc_array *x) {
+    bool shared = pc_arena_has(x->data, x->nbytes);
+    if (x->nbytes <= (shared ? SHARED_ONCE_NBYTES : COPY_ONCE_NBYTES) || x->nbytes > channel->eager_limit)
+        return false;
+    if (is_awaited(channel, rank) || !shared || channel->host->spins == 0)
+        return is_awaited(channel, rank);
+    uint64_t started = pc_now_ns();
+    do {
+        pc_relax();
+        if (is_awaited(channel, rank))
+            return true;
+    } while (pc_now_ns() - started < COMES_NS);
+    return false;
+}
+
 /* Wait until an offered message is taken by its receiver, which is looking for it; false: it is not, and never
    will be. */
 static bool taken_soon(pc_channel *channel, struct pc_send *send) {
@@ -127,24 +149,33 @@ static bool taken_soon(pc_channel *channel, struct pc_send *send) {
     return true;
 }
 
+/* Whether a payload is copied in less time than it takes to give up the interpreter's lock and get it back. */
+static bool is_brief(const struct iovec *payload, uint64_t pieces) {
+    return pieces <= 1 || (payload->iov_len <= BRIEF_NBYTES && pc_arena_has(payload->iov_base, payload->iov_len));
+}
+
 /* Look at an offered message until its receiver has it; false: it is late. */
 static bool watch(pc_channel *channel, struct pc_send *send) {
     pc_host *host = channel->host;
     struct pc_transfer *transfer = pc_transfer_of(channel->heap.base, send->transfer);
     uint64_t done = pc_phase_of(send->id, PC_DONE);
-    for (int spins = send->pieces > 1 ? 0 : host->spins; spins > 0; spins--) {
+    bool helps = true;
+    for (int spins = is_brief(&send->one, send->pieces) ? host->spins : 0; spins > 0; spins--) {
         if (pc_load(&transfer->state) == done)
             return true;
-        pc_relax();
+        if (helps && pc_load(&transfer->next) < send->pieces)
+            helps = pc_send_help(channel, send, PC_BUDGET);
+        else
+            pc_relax();
     }
     PyThreadState *state = pc_channel_leave(channel);
     uint64_t started = pc_now_ns();
     unsigned looks = 0;
     bool finished;
     while (!(finished = pc_load(&transfer->state) == done)) {
-        if (pc_load(&transfer->next) < send->pieces) {
+        if (helps && pc_load(&transfer->next) < send->pieces) {
             if (send->pieces > 1)
-                pc_send_help(channel, send, PC_BUDGET);
+                helps = pc_send_help(channel, send, PC_BUDGET);
             started = pc_now_ns();
             continue;
         }
@@ -161,6 +192,11 @@ static bool watch(pc_channel *channel, struct pc_send *send) {
     return finished;
 }
 
+/* Whether the receiver can copy the array from where it is. */
+static bool can_be_fetched(pc_channel *channel, int rank, const struct pc_array *x) {
+    return pc_channel_reaches(channel, rank) || pc_arena_has(x->data, x->nbytes);
+}
+
 /* Offer an array, and look at it for a while. 1: it is received, 0: it is late, -1 with an exception. With `soon`
    it must be taken at once; 2: it was not, and has been taken back. */
 static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct pc_array *x, const void *header,
@@ -175,7 +211,7 @@ static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct
     send->one = (struct iovec){x->data, x->nbytes};
     send->parts = (struct pc_parts){&send->one, x->nbytes > 0};
     send->owner = Py_NewRef(x_object);
-    send->watched = channel->num_free_transfers > 0 && pc_channel_reaches(channel, rank);
+    send->watched = channel->num_free_transfers > 0 && can_be_fetched(channel, rank, x);
     *id = pc_channel_offer(channel, send, header, header_nbytes);
     if (*id == 0)
         return -1;
@@ -196,8 +232,8 @@ static PyObject *send_array(pc_p2p *p2p, PyObject **values, const struct pc_arra
     struct iovec memory = {x->data, x->nbytes};
     uint64_t id;
     int status = 2;
-    if (x->nbytes > COPY_ONCE_NBYTES && x->nbytes <= channel->eager_limit && is_awaited(channel, rank) &&
-        channel->num_free_transfers > 0 && pc_channel_reaches(channel, rank))
+    if (PC_UNLIKELY(x->nbytes > SHARED_ONCE_NBYTES) && rather_once(channel, rank, x) &&
+        channel->num_free_transfers > 0 && can_be_fetched(channel, rank, x))
         status = offer(channel, rank, values[X], x, header, header_nbytes, true, &id);
     if (status == 2) {
         if (PC_LIKELY(pc_channel_post(channel, rank, header, header_nbytes, (struct pc_parts){&memory, 1}, x->nbytes)))
@@ -271,7 +307,7 @@ static bool matches(const pc_p2p *p2p, const unsigned char *header, size_t heade
 /* Have an offered array copied to `out`; false: leave it to Python. */
 static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, const struct pc_array *out) {
     if (offer->transfer < 0 || offer->transfer >= PC_TRANSFERS || offer->num_parts != 1 ||
-        !pc_channel_reaches(channel, rank))
+        !pc_channel_can_fetch(channel, rank, offer->address, offer->nbytes))
         return false;
     struct pc_transfer *transfer = pc_transfer_of(channel->peers[rank].heap, offer->transfer);
     if (!pc_transfer_step(transfer, offer->id, PC_WAITING, PC_TAKEN))
@@ -290,10 +326,14 @@ static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, co
     enum pc_outcome outcome = PC_TOO_LATE;
     if (pc_transfer_open(transfer, (uint64_t)(uintptr_t)out->data, 0)) {
         PyThreadState *state = NULL;
+        const void *here = receive.nbytes <= BRIEF_NBYTES
+                               ? pc_reach_here(channel->host, rank, offer->address, offer->nbytes)
+                               : NULL;
         if (receive.pieces > 1) {
             if (pc_load(&transfer->watched) == 0 && pc_channel_tell(channel, rank, PC_TAKE, offer->id) < 0)
                 PyErr_Clear(); /* then nobody helps */
-            state = pc_channel_leave(channel);
+            if (here == NULL)
+                state = pc_channel_leave(channel);
         }
         do {
             outcome = pc_receive_copy(channel, &receive, SIZE_MAX);

@@ -27,7 +27,6 @@ static size_t piece_of(const struct pc_receive *receive, int64_t piece, size_t *
 
 enum pc_outcome pc_receive_copy(pc_channel *channel, struct pc_receive *receive, size_t budget) {
     struct pc_transfer *transfer = receive->transfer;
-    pid_t pid = channel->peers[receive->peer].pid;
     int looks = 0;
     for (size_t copied = 0; copied < budget;) {
         int64_t piece = pc_transfer_claim(transfer, receive->pieces);
@@ -47,7 +46,8 @@ enum pc_outcome pc_receive_copy(pc_channel *channel, struct pc_receive *receive,
             continue;
         }
         size_t offset, nbytes = piece_of(receive, piece, &offset);
-        int error = pc_copy_from(pid, receive->parts, offset, receive->into + offset, nbytes);
+        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
+                                     receive->nbytes);
         pc_transfer_copied(transfer); /* also if not: then the count only says that nobody is at it */
         if (error != 0)
             return error == ESRCH ? PC_GONE : PC_FAILED;
@@ -135,6 +135,11 @@ static bool read_parts(pc_channel *channel, struct pc_receive *receive, const st
     return total == offer->nbytes;
 }
 
+static bool can_fetch(pc_channel *channel, int rank, const struct pc_offer *offer) {
+    return offer->num_parts == 1 ? pc_channel_can_fetch(channel, rank, offer->address, offer->nbytes)
+                                 : pc_channel_reaches(channel, rank);
+}
+
 int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer) {
     struct pc_transfer *transfer = NULL;
     receive->id = offer->id;
@@ -145,7 +150,7 @@ int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const str
         if (!pc_transfer_step(transfer, offer->id, PC_WAITING, PC_TAKEN))
             return pc_load(&transfer->state) == pc_phase_of(offer->id, PC_LEFT) ? -2 : -1;
     }
-    if (transfer != NULL && pc_channel_reaches(channel, receive->peer) && read_parts(channel, receive, offer)) {
+    if (transfer != NULL && can_fetch(channel, receive->peer, offer) && read_parts(channel, receive, offer)) {
         receive->transfer = transfer;
         receive->mode = PC_COPYING;
         if (!pc_transfer_open(transfer, (uint64_t)(uintptr_t)receive->into, 0)) {
@@ -197,8 +202,8 @@ int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigne
     size_t offset, nbytes, claimed = pc_load(&transfer->next) & ~PC_MARKS;
     if (returned >= 0) { /* the sender could not copy it */
         nbytes = piece_of(receive, returned, &offset);
-        pid_t pid = channel->peers[receive->peer].pid;
-        int error = pc_copy_from(pid, receive->parts, offset, receive->into + offset, nbytes);
+        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
+                                     receive->nbytes);
         pc_transfer_copied(transfer);
         if (error != 0) { /* nor can we */
             receive->into = into;

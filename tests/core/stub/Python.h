@@ -82,5 +82,7 @@ PyObject *PyLong_FromLong(long number);
 PyObject *PyBool_FromLong(long number);
 void *PyType_GetSlot(PyTypeObject *type, int slot);
 const char *PyUnicode_AsUTF8AndSize(PyObject *text, Py_ssize_t *nbytes);
+PyObject *PyMemoryView_FromMemory(char *memory, Py_ssize_t nbytes, int flags);
+#define PyBUF_WRITE 0x200
 
 #endif
