@@ -14,6 +14,9 @@ As root on Debian a tier's packages are installed, and there a test that is skip
 tools can be had is a failure. Ends with a table of what ran, how long, and what did not, and why.
 The exit status is 1 if anything failed. A failure of the default tier ends it all at once.
 
+No step may hang. A tier that takes three times its minutes is ended, and has failed; after 80
+minutes the tier under way is ended, and the table says so. What a step leaves running is killed.
+
 Up to three tests that failed in a run of pytest are run once more, alone in one process. Those that
 pass then do not fail the run, which other load on the machine may have disturbed, but the table
 names them as unsteady: each is a fault, of the test or of pycoll, that waits to be found.
@@ -37,8 +40,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from processes import adopt_orphans, end_descendants, reap_until  # noqa: E402
+
 MINUTES = 60
 """No tier is begun that would end later than this."""
+LAST_MINUTE = 80
+"""The tier under way is ended then."""
+HANGS = 3
+"""A tier that takes so many times its minutes does not end."""
 DEFAULT_MINUTES = 20
 """What the default tier should take at most; more is said in the table."""
 WITHOUT_A_BASE_S = 12 * 3600
@@ -71,11 +81,13 @@ EXAMPLES = [
 
 
 class Failed(Exception):
-    """A step failed; its text says which and how, and its second argument is the exit status."""
+    """A step failed; its text says which and how, and its second argument is the exit status,
+    None if it did not end.
+    """
 
 
 class NotHere(Exception):
-    """A tier cannot run on this machine; its text says why."""
+    """A tier cannot run on this machine, or not to its end; its text says why."""
 
 
 @dataclass
@@ -150,6 +162,7 @@ class Run:
         self.folder = folder
         self.started = time.monotonic()
         self.rows: list[Row] = []
+        self.limit = 0.0  # minutes after the start when the tier under way hangs
         self.unsteady: list[str] = []
         self.python = os.environ.get("PYTHON") or sys.executable
         self.may_install = os.geteuid() == 0 and shutil.which("apt-get") is not None
@@ -167,7 +180,14 @@ class Run:
         if environment is not None:
             variables["PATH"] = f"{environment / 'bin'}:{variables['PATH']}"
         words = ["bash", "-euo", "pipefail", "-c", command]
-        status = subprocess.run(words, cwd=ROOT, env=variables, check=False).returncode
+        process = subprocess.Popen(words, cwd=ROOT, env=variables)
+        minutes = min(self.limit, LAST_MINUTE)
+        status = reap_until(process, self.started + 60 * minutes)
+        end_descendants()
+        if status is None and minutes == LAST_MINUTE:
+            raise NotHere(f"stopped half-way, {LAST_MINUTE} minutes after the start")
+        if status is None:
+            raise Failed(f"no end: {command}", None)
         if status == UNSTEADY:
             self.unsteady.append(f"some of {command} (above)")
         elif status:
@@ -256,6 +276,7 @@ class Run:
         """Run a tier; return whether it did not fail."""
         before = self.minutes()
         outcome, known = "passed", len(self.unsteady)
+        self.limit = before + HANGS * tier.minutes
         print(f"\nci: {tier.name}: {tier.says}", flush=True)
         try:
             self.install(tier)
@@ -333,6 +354,7 @@ def main() -> int:
             print(f"{tier.name:12} {tier.minutes:3.0f} min  {tier.says}")
         return 0
     default, *further = known.values()
+    adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="pycoll-ci.") as folder:
         run = Run(Path(folder))
         print(f"ci: {run.python} on {os.uname().machine}, {os.cpu_count()} cores; in {folder}")

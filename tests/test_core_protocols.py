@@ -160,7 +160,11 @@ def test_a_fault_planted_in_the_core_is_found(
     text = file.read_text()
     assert text.count(fault["right"]) == 1, f"{file.name} has changed: plant the fault elsewhere"
     file.write_text(text.replace(fault["right"], fault["wrong"]))
-    run = call([*prefix, build(tmp_path, core, THREAD), "100000", "1"], tmp_path)
+    program = build(tmp_path, core, THREAD)
+    for seed in ("1", "2", "3", "4", "5"):  # the calls are the same each time, what meets is not
+        run = call([*prefix, program, "100000", seed], tmp_path)
+        if run.returncode != 0:
+            break
     assert run.returncode in (3, 66), run.stdout  # the program's word, and ThreadSanitizer's
 
 

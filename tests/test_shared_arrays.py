@@ -131,7 +131,8 @@ ok()
 def test_bench_measures_them_beside_ordinary_ones() -> None:
     plain, shared = Side("pycoll shm"), Side("pycoll shm, shared")
     assert plain.command(2, ["x"]) == shared.command(2, ["x"])
-    assert "PYCOLL_SHARE_ARRAYS" in shared.variables() and not shared.is_peer
+    assert "PYCOLL_SHARE_ARRAYS" in shared.variables()
+    assert not shared.is_peer
     assert "PYCOLL_SHARE_ARRAYS" not in plain.variables()
 
 
