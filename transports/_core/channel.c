@@ -17,59 +17,10 @@ size_t pc_ring_nbytes(int size) {
     return nbytes;
 }
 
-/* --- tables ------------------------------------------------------------------------------------------ */
-
-/* A number is a generation, which makes it unlike any before, and a place. */
-#define PLACE_BITS 20
-#define PLACE_MASK (((uint64_t)1 << PLACE_BITS) - 1)
-
-static uint64_t table_add(struct pc_table *table, void *thing) {
-    if (table->first_free == 0) {
-        uint32_t size = table->size == 0 ? 64 : table->size * 2;
-        if (size > PLACE_MASK + 1)
-            return 0;
-        void **things = realloc(table->things, size * sizeof *things);
-        if (things == NULL)
-            return 0;
-        table->things = things;
-        uint64_t *numbers = realloc(table->numbers, size * sizeof *numbers);
-        if (numbers == NULL)
-            return 0;
-        table->numbers = numbers;
-        for (uint32_t place = size; place-- > table->size;) {
-            things[place] = NULL;
-            numbers[place] = table->first_free;
-            table->first_free = place + 1;
-        }
-        table->size = size;
-    }
-    uint32_t place = table->first_free - 1;
-    table->first_free = (uint32_t)table->numbers[place];
-    table->things[place] = thing;
-    table->numbers[place] = ++table->generation << PLACE_BITS | place;
-    table->used++;
-    return table->numbers[place];
-}
-
-void *pc_table_get(struct pc_table *table, uint64_t number) {
-    uint64_t place = number & PLACE_MASK;
-    if (place >= table->size || table->things[place] == NULL || table->numbers[place] != number)
-        return NULL;
-    return table->things[place];
-}
-
-static void table_remove(struct pc_table *table, uint64_t number) {
-    uint64_t place = number & PLACE_MASK;
-    table->things[place] = NULL;
-    table->numbers[place] = table->first_free;
-    table->first_free = (uint32_t)place + 1;
-    table->used--;
-}
-
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive) {
-    return table_add(&channel->receives, receive);
+    return pc_table_add(&channel->receives, receive);
 }
-void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) { table_remove(&channel->receives, handle); }
+void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) { pc_table_remove(&channel->receives, handle); }
 
 bool pc_list_add(struct pc_list *list, uint64_t number) {
     if (list->count == list->size) {
@@ -140,11 +91,6 @@ int pc_channel_open(pc_channel *channel) {
     return 0;
 }
 
-static void free_table(struct pc_table *table) {
-    free(table->things);
-    free(table->numbers);
-}
-
 void pc_channel_free(pc_channel *channel) {
     for (int rank = 0; channel->peers != NULL && rank < channel->size; rank++)
         for (struct pc_note *note = channel->peers[rank].first, *next; note != NULL; note = next) {
@@ -154,8 +100,8 @@ void pc_channel_free(pc_channel *channel) {
     for (uint32_t place = 0; place < channel->sends.size; place++)
         if (channel->sends.things[place] != NULL)
             pc_send_free(channel->sends.things[place]);
-    free_table(&channel->sends);
-    free_table(&channel->receives);
+    pc_table_free(&channel->sends);
+    pc_table_free(&channel->receives);
     free(channel->sending.numbers);
     free(channel->receiving.numbers);
     free(channel->peers);
@@ -431,7 +377,7 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void 
     send->sent = 0;
     send->transfer = -1;
     send->pieces = pc_pieces(send->nbytes);
-    send->id = table_add(&channel->sends, send);
+    send->id = pc_table_add(&channel->sends, send);
     if (send->id == 0) {
         pc_send_free(send);
         PyErr_NoMemory();
@@ -470,7 +416,7 @@ void pc_send_free(struct pc_send *send) {
 }
 
 void pc_send_end(pc_channel *channel, struct pc_send *send, bool reuse_transfer) {
-    table_remove(&channel->sends, send->id);
+    pc_table_remove(&channel->sends, send->id);
     pc_list_remove(&channel->sending, send->id);
     if (send->transfer >= 0 && reuse_transfer)
         channel->free_transfers[channel->num_free_transfers++] = (int16_t)send->transfer;

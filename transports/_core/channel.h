@@ -15,6 +15,7 @@
 #include "heap.h"
 #include "host.h"
 #include "ring.h"
+#include "table.h"
 #include "transfer.h"
 
 #include <pthread.h>
@@ -119,13 +120,6 @@ struct pc_receive {
     uint64_t pieces;
 };
 
-struct pc_table { /* things by number; a number is not used twice */
-    void **things;
-    uint64_t *numbers; /* of a free place: the next free one + 1 */
-    uint32_t size, first_free, used;
-    uint64_t generation;
-};
-
 struct pc_list { /* numbers of what progress has to look at */
     uint64_t *numbers;
     uint32_t count, size;
@@ -161,7 +155,6 @@ bool pc_is_channel(PyObject *object);
 size_t pc_ring_nbytes(int size);
 
 /* channel.c */
-void *pc_table_get(struct pc_table *table, uint64_t number);
 bool pc_list_add(struct pc_list *list, uint64_t number);
 void pc_list_remove(struct pc_list *list, uint64_t number);
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive);

@@ -5,6 +5,7 @@
 #include "p2p.h"
 
 extern PyType_Spec pc_guard_spec;
+extern PyType_Spec pc_tcp_spec;
 void pc_guard_init(void);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
@@ -24,7 +25,7 @@ static int execute(PyObject *module) {
     pc_guard_init();
     if (add_type(module, &pc_host_spec) < 0 || add_type(module, pc_comm_spec()) < 0 ||
         add_type(module, &pc_channel_spec) < 0 || add_type(module, &pc_p2p_spec) < 0 ||
-        add_type(module, &pc_guard_spec) < 0)
+        add_type(module, &pc_guard_spec) < 0 || add_type(module, &pc_tcp_spec) < 0)
         return -1;
     return 0;
 }
