@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from pycoll.errors import Error, TransportError
-from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, usable_cores
+from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, encrypts, usable_cores
 from pycoll.launcher.host import NamedHost
 from pycoll.launcher.spawn import Job, Options
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pycoll.launcher.nodes import Node
 
 _PROGRAM = "pycoll-run"
-_TRANSPORTS = ("auto", "shm", "tcp", "rdma")
+_TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
 _NOT_YET = ("--survive", "--restarts", "--trace")
 _OWN = {variable.name for variable in (*IDENTITY, *TORCH)} - {"MASTER_ADDR", "MASTER_PORT"}
 _USAGE = f"""\
@@ -86,6 +86,7 @@ def _parser() -> _Parser:
     add("--address", metavar="IP", help="other hosts reach this one there")
     add("--check", action="store_true", help="show how the hosts reach each other; no program")
     add("--transport", choices=_TRANSPORTS, metavar="|".join(_TRANSPORTS), help="how bytes move")
+    add("--encrypt", action="store_true", help="encrypt what travels outside shared memory")
     add(
         "-x",
         dest="exports",
@@ -248,12 +249,16 @@ def _options(args: argparse.Namespace) -> Options:
     settings = {} if "PYCOLL_JOB" in os.environ else os.environ
     transport = args.transport or settings.get("PYCOLL_TRANSPORT") or "auto"
     source = "--transport" if args.transport else "PYCOLL_TRANSPORT"
+    encrypt = args.encrypt or encrypts(settings)
+    if encrypt:
+        _check_encryption(transport, source)
     _check_transport(transport, source, {**os.environ, **exports})
     if args.op_timeout is None or "PYCOLL_OP_TIMEOUT" in exports:
         _check_op_timeout({**settings, **exports}.get("PYCOLL_OP_TIMEOUT"))
     return Options(
         size=size,
         transport=transport,
+        encrypt=encrypt,
         op_timeout_s=args.op_timeout,
         timeout_s=args.timeout,
         tag_output=args.tag_output,
@@ -269,6 +274,14 @@ def _options(args: argparse.Namespace) -> Options:
         verbose=args.verbose,
         exports=exports,
     )
+
+
+def _check_encryption(name: str, source: str) -> None:
+    """Refuse a transport that does not encrypt."""
+    from pycoll.network import why_not_encrypted  # not sooner: few jobs are encrypted
+
+    if reason := why_not_encrypted(name):
+        raise _UsageError(f"{source} {reason}")
 
 
 def _check_transport(name: str, source: str, environ: Mapping[str, str]) -> None:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pycoll.errors import Error
+from pycoll.errors import BootstrapError, Error
 
 
 class Variable(NamedTuple):
@@ -36,6 +36,7 @@ IDENTITY = (
     Variable("PYCOLL_LINK", "its socket to pycoll-run, an inherited descriptor: NUMBER:INODE"),
     Variable("PYCOLL_SHM", "its host's shared memory: inherited descriptors, or why there is none"),
     Variable("PYCOLL_TRANSPORT", "name of the transport, or auto (option --transport)"),
+    Variable("PYCOLL_ENCRYPT", "1: what travels between ranks is encrypted (option --encrypt)"),
 )
 # The same for programs written for torch.distributed.
 TORCH = (
@@ -62,6 +63,7 @@ SETTINGS = (
 )
 LAUNCHER = (
     Variable("PYCOLL_TRANSPORT", "default of --transport"),
+    Variable("PYCOLL_ENCRYPT", "1: as --encrypt"),
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )
@@ -142,6 +144,7 @@ def shared_environment(
     key: bytes,
     rendezvous: str,
     transport: str,
+    encrypt: bool,
     op_timeout_s: float | None,
     exports: Mapping[str, str],
     master: tuple[str, int],
@@ -162,6 +165,7 @@ def shared_environment(
     environment["PYCOLL_KEY"] = key.hex()
     environment["PYCOLL_JOB"] = job
     environment["PYCOLL_TRANSPORT"] = transport
+    environment["PYCOLL_ENCRYPT"] = "1" if encrypt else "0"
     environment["PYCOLL_SIZE"] = environment["WORLD_SIZE"] = str(size)
     return environment
 
@@ -224,6 +228,18 @@ def sent(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in _SENT or name.startswith(_SENT_PREFIXES)
     }
+
+
+def encrypts(environ: Mapping[str, str]) -> bool:
+    """Whether PYCOLL_ENCRYPT asks for encryption.
+
+    Raises:
+        BootstrapError: it is neither 1 nor 0.
+    """
+    text = environ.get("PYCOLL_ENCRYPT", "")
+    if text not in ("", "0", "1"):
+        raise BootstrapError(f"PYCOLL_ENCRYPT is {text!r}, but must be 1 or 0")
+    return text == "1"
 
 
 def warn_after(environ: Mapping[str, str]) -> float:

@@ -26,6 +26,7 @@ import cloudpickle
 from pycoll.edge import edge
 from pycoll.errors import Error, OperationTimeout, PeerFailed
 from pycoll.launcher import call
+from pycoll.launcher.environment import encrypts
 from pycoll.launcher.outcome import Outcome
 from pycoll.launcher.spawn import Job, Options
 
@@ -95,6 +96,7 @@ def checked_options(
         size=_check_size(n),
         timeout_s=_check_timeout(timeout),
         transport=default_transport() if transport is None else transport,
+        encrypt=default_encryption(),
     )
 
 
@@ -182,6 +184,15 @@ def default_transport() -> str:
     if "PYCOLL_JOB" in os.environ:  # what the environment says is about an outer job
         return "auto"
     return os.environ.get("PYCOLL_TRANSPORT") or "auto"
+
+
+def default_encryption() -> bool:
+    """Whether what travels between ranks is encrypted.
+
+    Raises:
+        BootstrapError: PYCOLL_ENCRYPT makes no sense.
+    """
+    return "PYCOLL_JOB" not in os.environ and encrypts(os.environ)
 
 
 def path() -> list[str]:

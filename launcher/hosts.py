@@ -51,7 +51,7 @@ class Plan(NamedTuple):
         calls: how the agents call that nothing here starts; None: there are none.
         emulate_hosts: number of hosts to pretend, without `hosts`.
         argv: the program of every rank and its arguments.
-        transport, op_timeout_s, exports: see `environment.shared_environment`.
+        transport, encrypt, op_timeout_s, exports: see `environment.shared_environment`.
         interface: other hosts use only the addresses of this interface ("": all).
         address: they reach this host at this one ("": those that they find).
         checks: no ranks are started, but the ways between the hosts are measured.
@@ -68,6 +68,7 @@ class Plan(NamedTuple):
     emulate_hosts: int
     argv: Sequence[str]
     transport: str
+    encrypt: bool
     op_timeout_s: float | None
     exports: Mapping[str, str]
     interface: str
@@ -272,6 +273,7 @@ class Hosts:
                 key=plan.key,
                 rendezvous=self._server.endpoint,
                 transport=plan.transport,
+                encrypt=plan.encrypt,
                 op_timeout_s=plan.op_timeout_s,
                 exports=plan.exports,
                 master=(self._address(host, first), port),

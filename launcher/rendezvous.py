@@ -201,6 +201,7 @@ class Client:
         The kinds and their fields (contexts are int, str or bytes):
             "raised" {error, text, peer_failed}, "abort" {code}, "left" {links, calls, error},
             "note" {text}, for `--verbose`,
+            "unencrypted" {}: what travels between hosts is not encrypted,
             "broken" {context, error, rank, reason, message, members},
             "waiting" {context, number, call, where, members, waited_s, name, serial},
             "running" {},

@@ -67,11 +67,11 @@ class Carrier(Protocol):
 
 
 class Notice(NamedTuple):
-    """What the launcher must know: `kind` is "joined", "raised", "abort", "note" or "left".
+    """What the launcher must know: `kind` is one of those below.
 
     The fields are those that the rank sent: joined {pid}, raised {error, text, peer_failed},
-    abort {code}, note {text}, left {links, calls, error}. A rank makes each kind at most once, but
-    may join again after it gave up waiting.
+    abort {code}, note {text}, unencrypted {}, left {links, calls, error}. A rank makes each kind at
+    most once, but may join again after it gave up waiting; "unencrypted" comes once a job.
     """
 
     kind: str
@@ -182,6 +182,7 @@ class Server:
         self.calls = Calls()
         self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
         self._notices: list[Notice] = []
+        self._told_unencrypted = False
         self._on_failure, self._waits_natively = on_failure, doing
         self._closed = False
         try:
@@ -503,6 +504,9 @@ class Server:
                 self._fail(rank, entry.trouble, "")
             case "note" if not entry.noted:
                 entry.noted = True
+                self._notices.append(Notice(kind, rank, fields))
+            case "unencrypted" if not self._told_unencrypted:
+                self._told_unencrypted = True
                 self._notices.append(Notice(kind, rank, fields))
             case "left" if not entry.left:
                 entry.left = True

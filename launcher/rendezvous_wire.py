@@ -296,6 +296,7 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
     "raised": {"error": _text(_SHORT_TEXT), "text": _text(_LONG_TEXT), "peer_failed": _flag},
     "abort": {"code": _number},
     "note": {"text": _text(_SHORT_TEXT)},
+    "unencrypted": {},
     "left": {"links": _ranks, "calls": _calls, "error": _text(_SHORT_TEXT)},
     "broken": {
         "context": _context, "error": _broken_error, "rank": _rank,

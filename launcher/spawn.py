@@ -37,6 +37,10 @@ _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
 _LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
 _NEVER = float("inf")
+_UNENCRYPTED = (
+    "connections between hosts are authenticated, not encrypted; --encrypt (or PYCOLL_ENCRYPT=1) "
+    "encrypts them"
+)
 
 
 class Options(NamedTuple):
@@ -45,6 +49,7 @@ class Options(NamedTuple):
     Attributes:
         size: number of ranks.
         transport: name of the transport, or "auto".
+        encrypt: what travels outside shared memory is encrypted.
         op_timeout_s: default deadline of every operation (None: none).
         timeout_s: longest time for the whole job (None: unlimited).
         tag_output: put the rank before each line of output (None: on a terminal).
@@ -60,6 +65,7 @@ class Options(NamedTuple):
 
     size: int
     transport: str = "auto"
+    encrypt: bool = False
     op_timeout_s: float | None = None
     timeout_s: float | None = None
     tag_output: bool | None = None
@@ -194,6 +200,7 @@ class Job:
             emulate_hosts=options.emulate_hosts or 1,
             argv=self._argv,
             transport=options.transport,
+            encrypt=options.encrypt,
             op_timeout_s=options.op_timeout_s,
             exports=options.exports,
             interface=options.interface,
@@ -296,6 +303,8 @@ class Job:
                 rank.left = True
             case "note":
                 self.say(f"rank {rank.rank}: {notice.fields['text']}")
+            case "unencrypted":
+                self.tell([_UNENCRYPTED])
             case "raised":
                 fields = notice.fields
                 rank.raised = Raised(fields["error"], fields["text"], fields["peer_failed"])

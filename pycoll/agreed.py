@@ -2,7 +2,8 @@
 
 Rank 0's settings count for all: PYCOLL_ALGORITHM, PYCOLL_SEGMENT and the table of costs. It says
 them when the ranks meet, if they are not pycoll's own. Each rank says which cores it may use, and
-all take the same number for a host.
+all take the same number for a host. Each rank also says whether it encrypts (PYCOLL_ENCRYPT), and
+all must do the same.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll.errors import BootstrapError
 from pycoll.late import Late
+from pycoll.launcher.environment import encrypts
 
 if TYPE_CHECKING:
     from pycoll import costs, schedules
@@ -102,6 +104,8 @@ def said(environ: Mapping[str, str], rank: int) -> dict[str, Any]:
         BootstrapError: a setting makes no sense; the message names it, and what there is.
     """
     own = _cores_here() | {"machine": _machine()}
+    if encrypts(environ):
+        own["encrypt"] = True
     return own | _settings(environ) if rank == 0 else own
 
 
@@ -151,8 +155,9 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
 
     Raises:
         BootstrapError: rank 0's settings make no sense to this rank: it has registered other
-            algorithms.
+            algorithms; or only some ranks encrypt.
     """
+    _check_encryption(infos)
     hosts: dict[int, list[Mapping[str, Any]]] = {}
     machines: dict[bytes, list[Mapping[str, Any]]] = {}
     for info in infos:
@@ -176,6 +181,25 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
         machines={host: here[0].get("machine", b"") for host, here in hosts.items()},
         networks={host: found for host, here in hosts.items() if (found := _network(here))},
     )
+
+
+def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
+    """Raise BootstrapError if only some ranks encrypt."""
+    encrypting = [rank for rank, info in enumerate(infos) if info.get("encrypt")]
+    if encrypting and len(encrypting) < len(infos):
+        others = [rank for rank in range(len(infos)) if rank not in set(encrypting)]
+        raise BootstrapError(
+            f"{_ranks(encrypting)} with PYCOLL_ENCRYPT=1, but {_ranks(others)} without; "
+            "set it for all ranks or for none"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return a few ranks in words."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"ranks {shown} are"
 
 
 def _network(here: Sequence[Mapping[str, Any]]) -> str | None:

@@ -37,7 +37,7 @@ COLLECTIVES = (
     "barrier",
     "send",
 )
-TRANSPORTS = ("auto", "shm", "tcp", "rdma")
+TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
 # Bytes of an element.
 DTYPES = {"float32": 4, "float64": 8, "int8": 1, "int32": 4, "int64": 8, "uint8": 1}
 # All that every dtype's items divide.
@@ -232,7 +232,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("-n", "--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
     add("--sizes", default=_DEFAULT_SIZES, metavar="S", help=f"default: {_DEFAULT_SIZES}")
-    add("--transport", default="auto", metavar="T", help="one or more of shm,tcp,rdma,auto")
+    add("--transport", default="auto", metavar="T", help="one or more of shm,tcp,zmq,rdma,auto")
     add("--against", metavar="P", help=f"one or more of {','.join(PEERS)}")
     add("--dtype", choices=DTYPES, default="float32", metavar="D", help=f"{', '.join(DTYPES)}")
     add("--alias", default="0", metavar="D", help="bytes from source to result, modulo 4096 (0)")

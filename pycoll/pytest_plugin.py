@@ -169,7 +169,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:  # noqa: D103
     item, size = pyfuncitem, _size_of(pyfuncitem)
     if size is None or not _starts_ranks(item):
         return None
-    from pycoll.launcher.function import default_transport, run_ranks
+    from pycoll.launcher.function import default_encryption, default_transport, run_ranks
     from pycoll.launcher.spawn import Options
     from pycoll.pytest_verdict import Verdict
 
@@ -181,6 +181,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:  # noqa: D103
         size=size,
         timeout_s=None if timeout == math.inf else timeout,
         transport=default_transport(),
+        encrypt=default_encryption(),
         tag_output=True,
         exports={"PYTEST_ADDOPTS": ""},  # the ranks are given the options that came of it
     )

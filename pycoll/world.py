@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pycoll import agreed, transports
+from pycoll import agreed, network, transports
 from pycoll.arguments import check_timeout
 from pycoll.communicator import Communicator, World
 from pycoll.edge import edge
 from pycoll.engine import Engine
 from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
 from pycoll.group import Group
+from pycoll.launcher.environment import encrypts
 from pycoll.launcher.rendezvous import Client
 from pycoll.launcher.rendezvous_wire import already_joined
 from pycoll.membership import NoVerdict
@@ -109,9 +110,9 @@ def init(
         timeout: seconds for the whole job to meet; after 10 it prints who is missing.
         op_timeout: default deadline of every operation, seconds; None: that of `pycoll-run`,
             or none.
-        transport: "auto", "shm", "rdma" or "tcp"; None: that of `pycoll-run`. Automatic is shared
-            memory between ranks on one host and RDMA between hosts, where they can be used, else
-            TCP.
+        transport: "auto", "shm", "rdma", "tcp" or "zmq"; None: that of `pycoll-run`. Automatic is
+            shared memory between ranks on one host and RDMA between hosts, where they can be used,
+            else tcp; in an encrypted job (`pycoll-run --encrypt`) zmq.
 
     Raises:
         BootstrapError: the job could not meet, or the launcher's variables make no sense.
@@ -135,6 +136,8 @@ def init(
         deadline = _op_timeout(op_timeout)
         chosen = transport or os.environ.get("PYCOLL_TRANSPORT") or "auto"
         if chosen != "auto":
+            if encrypts(os.environ) and (reason := network.why_not_encrypted(chosen)):
+                raise TransportError(reason)
             transports.check(chosen)
         began = time.monotonic()
         environ = _environment(timeout)
@@ -422,10 +425,12 @@ class _Meeting:
         self._rank = place.rank
         self._shm: Transport | None = None
         self._rdma: Transport | None = None
-        self._tcp: Transport | None = None
-        self._tcp_addresses: list[dict[str, Any]] = []
+        self._net: Transport | None = None
+        self._net_addresses: list[dict[str, Any]] = []
+        encrypt = encrypts(os.environ)
         own: dict[str, Any] = {"node": place.node, **agreed.said(os.environ, place.rank)}
         if place.size > 1:
+            own |= network.said(chosen)
             memory = _open_shared_memory(place, chosen)
             if isinstance(memory, str):
                 self.no_shared_memory = memory
@@ -433,7 +438,7 @@ class _Meeting:
                 self.shared_memory, self._shm = memory
                 opened.append(self._shm)
                 own["shm"] = self._shm.address()
-            self._rdma = _open_rdma(place, chosen)
+            self._rdma = None if encrypt else _open_rdma(place, chosen)
             if self._rdma is not None:
                 opened.append(self._rdma)
                 own["rdma"] = self._rdma.address()
@@ -441,14 +446,18 @@ class _Meeting:
         agreed.settle(agreed.agree(self._infos))
         self.hosts = nodes = tuple(info["node"] for info in self._infos)
         sharing = ["shm" in info for info in self._infos]
-        if self._needs_tcp(all(sharing)):
-            self._tcp = _open_tcp(place)
-            opened.append(self._tcp)
-            said = control.exchange(self._tcp.address(), timeout)
-            self._tcp_addresses = [
+        if self._needs_network(all(sharing)):
+            name = network.choose(self._infos, encrypt)
+            self._net = network.open_network(name, place.rank, place.key, place.addresses, encrypt)
+            opened.append(self._net)
+            said = control.exchange(self._net.address(), timeout)
+            self._net_addresses = [
                 _seen_from_here(address, place.addresses.get(node))
                 for address, node in zip(said, nodes, strict=True)
             ]
+            # zmq encrypts between real hosts also when nobody has asked for that.
+            if place.rank == 0 and place.addresses and self._net.name != network.ZMQ:
+                self._tell_unencrypted(control)
         if self.shared_memory is not None:
             peers = [rank for rank, node in enumerate(nodes) if node == place.node]
             if not all(sharing[rank] for rank in peers):
@@ -459,21 +468,28 @@ class _Meeting:
                 self.no_shared_memory = "there is one rank on this host"
                 self.shared_memory = None
 
-    def _needs_tcp(self, all_share: bool) -> bool:
+    def _tell_unencrypted(self, control: Client) -> None:
+        """Have the launcher tell the user, if the network connects hosts."""
+        if "PYCOLL_JOB" in os.environ and self._is_between_hosts():
+            control.post("unencrypted")
+
+    def _is_between_hosts(self) -> bool:
+        """Whether the network connects ranks of different hosts, since RDMA does not."""
+        networks = {self._network(rank) for rank in range(len(self._infos))}
+        return len(set(self.hosts)) > 1 and (None in networks or len(networks) > 1)
+
+    def _needs_network(self, all_share: bool) -> bool:
         """Whether there are two ranks in the job that neither shared memory nor RDMA connects.
 
         Raises:
             TransportError: the user wants RDMA alone.
         """
         networks = [self._network(rank) for rank in range(len(self._infos))]
-        connected = None not in networks and len(set(networks)) == 1
         if self._chosen == "rdma" and len(networks) > 1:
-            if not connected:
+            if None in networks or len(set(networks)) > 1:
                 raise TransportError(_apart(networks))
             return False
-        if len(set(self.hosts)) > 1 and not connected:
-            return True
-        return not all_share and len(networks) > 1
+        return self._is_between_hosts() or (not all_share and len(networks) > 1)
 
     def _network(self, rank: int) -> str | None:
         """Return in which network a rank can be reached by RDMA."""
@@ -489,8 +505,8 @@ class _Meeting:
             own = self._network(self._rank)
             if own == self._network(rank):
                 return self._rdma
-        assert self._tcp is not None
-        return self._tcp
+        assert self._net is not None
+        return self._net
 
     def start(self, engine: Engine) -> None:
         """Start what was opened."""
@@ -501,8 +517,8 @@ class _Meeting:
                 self._shm.start([info.get("shm", {}) for info in self._infos], engine)
         if self._rdma is not None:
             self._rdma.start([info.get("rdma", {}) for info in self._infos], engine)
-        if self._tcp is not None:
-            self._tcp.start(self._tcp_addresses, engine)
+        if self._net is not None:
+            self._net.start(self._net_addresses, engine)
 
 
 def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transport] | str:
@@ -511,18 +527,18 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
     Raises:
         TransportError: the user wants nothing else.
     """
-    if chosen in ("tcp", "rdma"):
+    if chosen in (*network.NETWORKS, "rdma"):
         return f"the transport is {chosen}"
     from pycoll.transports.shm import ShmTransport, open_host
 
     found = open_host({"PYCOLL_SHM": place.memory}, place.local_rank, place.local_size)
     if chosen == "shm":
         if isinstance(found, str):
-            raise TransportError(f"shm: {found}; use --transport auto (or tcp)")
+            raise TransportError(f"shm: {found}; use --transport auto")
         if place.local_size < place.size:
             raise TransportError(
                 f"shm: {place.size - place.local_size} ranks are on other hosts; "
-                "use --transport auto, which takes tcp between hosts"
+                "use --transport auto, which uses the network between hosts"
             )
     if isinstance(found, str):
         if place.local_rank == 0 and found.startswith("the compiled core"):
@@ -536,17 +552,6 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
     single_copy = os.environ.get("PYCOLL_SINGLE_COPY") != "0"
     transport = ShmTransport(host, doorbell, place.rank, ranks, single_copy)
     return SharedMemory(host, ranks, single_copy, transport), transport
-
-
-def _open_tcp(place: Place) -> Transport:
-    from pycoll.transports.tcp import TcpTransport
-
-    if not place.addresses:
-        return TcpTransport(place.rank)
-    from pycoll.zap import Keys
-
-    everywhere = "::" if any(":" in address for address in place.addresses.values()) else "0.0.0.0"
-    return TcpTransport(place.rank, everywhere, Keys.derive(place.key, b"pycoll tcp"))
 
 
 def _seen_from_here(said: dict[str, Any], host: str | None) -> dict[str, Any]:

@@ -21,9 +21,9 @@ def say(script: str, *before: str) -> str:
     return done.stdout
 
 
-OPEN_TCP = """
+OPEN_ZMQ = """
 try:
-    TcpTransport(3)
+    ZmqTransport(3)
 except pycoll.errors.TransportError as error:
     print(error)
 """
@@ -33,21 +33,21 @@ def test_a_limit_on_threads_is_said_where_zeromq_would_end_the_process() -> None
     # It does not hold for root.
     said = say(f"""
 import os, resource, pycoll.errors
-from pycoll.transports.tcp import TcpTransport
+from pycoll.transports.zeromq import ZmqTransport
 if os.getuid() == 0:
     os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-{OPEN_TCP}""")
-    assert said.startswith("tcp: rank 3 cannot listen on 127.0.0.1: no thread can be started"), said
+{OPEN_ZMQ}""")
+    assert said.startswith("zmq: rank 3 cannot listen on 127.0.0.1: no thread can be started"), said
     assert "pids.max" in said
 
 
 def test_a_limit_on_open_files_is_said_where_zeromq_would_end_the_process() -> None:
     said = say(f"""
 import os, resource, pycoll.errors
-from pycoll.transports.tcp import TcpTransport
+from pycoll.transports.zeromq import ZmqTransport
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8,) * 2)
-{OPEN_TCP}""")
+{OPEN_ZMQ}""")
     assert "Too many open files" in said
     assert "ulimit -n" in said
 
@@ -93,8 +93,8 @@ def test_a_loopback_interface_that_is_down_is_said() -> None:
     said = say(
         f"""
 import pycoll.errors
-from pycoll.transports.tcp import TcpTransport
-{OPEN_TCP}
+from pycoll.transports.zeromq import ZmqTransport
+{OPEN_ZMQ}
 from pycoll.launcher.rendezvous import Client
 try:
     Client("tcp://127.0.0.1:1", bytes(32), 1, 2).join({{}}, 30.0)

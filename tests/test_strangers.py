@@ -26,7 +26,7 @@ from pycoll.launcher.rendezvous_pairs import link_variable
 from pycoll.launcher.rendezvous_server import Server
 from pycoll.launcher.rendezvous_wire import late_question, unpack
 from pycoll.launcher.spawn import Job, Options
-from pycoll.transports.tcp import TcpTransport
+from pycoll.transports.zeromq import ZmqTransport
 
 RUN = [sys.executable, "-m", "pycoll.launcher"]
 LIMIT_S = 60
@@ -91,7 +91,7 @@ def num_descriptors() -> int:
 
 
 def test_silent_connections_take_no_descriptor_of_a_rank() -> None:
-    with TcpTransportOpened() as transport:
+    with ZmqTransportOpened() as transport:
         host, port = transport.address()["endpoint"].removeprefix("tcp://").split(":")
         before = num_descriptors()
         strangers = [socket.create_connection((host, int(port))) for _ in range(100)]
@@ -104,9 +104,9 @@ def test_silent_connections_take_no_descriptor_of_a_rank() -> None:
         assert taken <= 101
 
 
-class TcpTransportOpened:
-    def __enter__(self) -> TcpTransport:
-        self.transport = TcpTransport(0)
+class ZmqTransportOpened:
+    def __enter__(self) -> ZmqTransport:
+        self.transport = ZmqTransport(0)
         return self.transport
 
     def __exit__(self, *exc_info: object) -> None:
@@ -200,10 +200,10 @@ def test_a_rank_that_zeromq_fails_says_so_and_gives_everything_back(
     def fail(*arguments: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
-    monkeypatch.setattr(TcpTransport, "_open", fail)
+    monkeypatch.setattr(ZmqTransport, "_open", fail)
     before = num_descriptors()
     with pytest.raises(TransportError, match=r"rank 3 cannot listen on .*Too many open files"):
-        TcpTransport(3)
+        ZmqTransport(3)
     assert num_descriptors() == before
 
 

@@ -28,10 +28,11 @@ from pycoll.transports.base import (
     Withdrawn,
 )
 from pycoll.transports.shm import missing_core
-from pycoll.transports.tcp import AHEAD, SEGMENT, WINDOW, TcpTransport
+from pycoll.transports.zeromq import AHEAD, SEGMENT, WINDOW, ZmqTransport
 
+NETWORKS = ["zmq", "zmq with CURVE"]
 BETWEEN_PROCESSES = [
-    "tcp",
+    *NETWORKS,
     "rdma, simulated",
     *([] if missing_core() else ["shm", "shm in segments"]),
 ]
@@ -237,9 +238,10 @@ def large_transfer(world: World) -> tuple[Transfer, Transfer, bytearray]:
     return sending, receiving, into
 
 
-@pytest.fixture
-def tcp() -> Iterator[World]:
-    made = World("tcp", 2)
+@pytest.fixture(params=NETWORKS)
+def network(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Two ranks with a transport that works between hosts."""
+    made = World(request.param, 2)
     yield made
     made.close()
 
@@ -288,36 +290,37 @@ def test_close_delivers_what_was_buffered_and_then_says_goodbye(world: World) ->
     assert [a.header for a in world.nodes[1].arrivals] == [b"%d" % i for i in range(number)]
 
 
-def test_what_is_sent_over_a_lost_link_waits_for_the_verdict(tcp: World) -> None:
-    tcp.send(0, 1, b"", b"link")
-    tcp.arrivals(1, 1)
-    tcp.nodes[1].transport.close(0.0)
-    tcp.run(lambda: 1 in tcp.nodes[0].lost_peers, ranks=[0])
-    transfers = [tcp.send(0, 1, b"", bytes(nbytes)) for nbytes in (1, EAGER_LIMIT + 1)]
+def test_what_is_sent_over_a_lost_link_waits_for_the_verdict(network: World) -> None:
+    network.send(0, 1, b"", b"link")
+    network.arrivals(1, 1)
+    network.nodes[1].transport.close(0.0)
+    network.run(lambda: 1 in network.nodes[0].lost_peers, ranks=[0])
+    transfers = [network.send(0, 1, b"", bytes(nbytes)) for nbytes in (1, EAGER_LIMIT + 1)]
     assert not any(transfer.done for transfer in transfers)
-    tcp.nodes[0].transport.forget(1, "killed")
+    network.nodes[0].transport.forget(1, "killed")
     assert [str(transfer.error) for transfer in transfers] == ["rank 1 failed: killed"] * 2
 
 
-def test_what_is_pushed_is_buffered_within_a_credit_of_its_own(tcp: World) -> None:
-    transport = tcp.nodes[0].transport
-    assert isinstance(transport, TcpTransport)
+@pytest.mark.parametrize("network", ["zmq", "zmq with CURVE"], indirect=True)
+def test_what_is_pushed_is_buffered_within_a_credit_of_its_own(network: World) -> None:
+    transport = network.nodes[0].transport
+    assert isinstance(transport, ZmqTransport)
     first, second = pattern(AHEAD - 2), pattern(EAGER_LIMIT + 1)
     data = bytearray(first)
     assert transport.push(1, b"first", [memoryview(data)[:10], memoryview(data)[10:]]).done
     data[:] = bytes(len(data))  # it is the caller's again
     waiting = transport.push(1, b"second", [memoryview(second)])
     assert not waiting.done
-    assert tcp.send(0, 1, b"small", b"small").done
-    arrivals = tcp.arrivals(1, 3)
+    assert network.send(0, 1, b"small", b"small").done
+    arrivals = network.arrivals(1, 3)
     assert [arrival.header for arrival in arrivals] == [b"first", b"second", b"small"]
-    assert [tcp.receive(arrival) for arrival in arrivals] == [first, second, b"small"]
-    tcp.run(lambda: waiting.done)
-    tcp.quiet(0, 1)
+    assert [network.receive(arrival) for arrival in arrivals] == [first, second, b"small"]
+    network.run(lambda: waiting.done)
+    network.quiet(0, 1)
     again = transport.push(1, b"again", [memoryview(first)])
     assert again.done
-    tcp.arrivals(1, 4)[-1].release()
-    tcp.quiet(0, 1)
+    network.arrivals(1, 4)[-1].release()
+    network.quiet(0, 1)
     assert transport.push(1, b"", [memoryview(first)]).done
 
 
@@ -367,14 +370,14 @@ def test_a_close_leaves_no_descriptor_behind() -> None:
 
 VICTIM = """
 import json, sys
-from pycoll.transports.tcp import TcpTransport
+from pycoll.transports.zeromq import ZmqTransport
 import select
 class Deaf:
     def arrived(self, arrival): print("got", arrival.nbytes, flush=True)
     def withdrawn(self, arrival): pass
     def finished(self, peer): pass
     def lost(self, peer, reason): pass
-transport = TcpTransport(1)
+transport = ZmqTransport(1)
 print(json.dumps(transport.address()), flush=True)
 transport.start([json.loads(sys.stdin.readline()), {}], Deaf())
 poller = select.poll()
@@ -387,7 +390,7 @@ while True:
 
 
 def test_the_death_of_a_process_is_reported_once() -> None:
-    node = Node(TcpTransport(0))
+    node = Node(ZmqTransport(0))
     with subprocess.Popen(
         [sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as victim:
@@ -414,7 +417,7 @@ def test_the_death_of_a_process_is_reported_once() -> None:
 
 
 def test_a_wrong_token_gets_nowhere() -> None:
-    here, there = Node(TcpTransport(0)), Node(TcpTransport(1))
+    here, there = Node(ZmqTransport(0)), Node(ZmqTransport(1))
     address = {**there.transport.address(), "token": "guess"}
     here.transport.start([{}, address], here)
     there.transport.start([{}, {}], there)
@@ -439,8 +442,9 @@ def test_the_table_names_its_transports_and_says_why_one_is_not_there(
     monkeypatch.setenv("PYCOLL_RDMA_DEVICE", "none:such")
     assert transports.check("auto") == "tcp"
     reasons = transports.reasons()
-    assert list(reasons) == ["shm", "rdma", "tcp"]
+    assert list(reasons) == ["shm", "rdma", "tcp", "zmq"]
     assert reasons["tcp"] is None
+    assert reasons["zmq"] is None
     for name, reason in (("shm", "for a test|core is missing"), ("rdma", "no (RDMA )?device")):
         with pytest.raises(TransportError, match=rf"{name}: .*({reason}).*; use --transport auto"):
             transports.check(name)

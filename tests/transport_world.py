@@ -17,7 +17,8 @@ from pycoll.transports.base import Arrival, Transfer, Transport
 from pycoll.transports.inproc import Hub, InprocTransport
 from pycoll.transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
 from pycoll.transports.shm import ShmTransport
-from pycoll.transports.tcp import TcpTransport
+from pycoll.transports.zeromq import ZmqTransport
+from pycoll.zap import Keys
 
 DEADLINE_S = 30.0 * PATIENCE
 
@@ -75,8 +76,11 @@ class World:
         if kind == "inproc":
             hub = Hub(size)
             return [InprocTransport(hub, rank) for rank in range(size)]
-        if kind == "tcp":
-            return [TcpTransport(rank) for rank in range(size)]
+        if kind == "zmq":
+            return [ZmqTransport(rank) for rank in range(size)]
+        if kind == "zmq with CURVE":
+            keys = Keys.derive(bytes(32), b"pycoll zmq")
+            return [ZmqTransport(rank, keys=keys) for rank in range(size)]
         if kind == "rdma, simulated":
             self.fabric = Fabric(seed=size)
             limits = receives_for(size - 1), completions_for(size - 1)

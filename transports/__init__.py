@@ -3,7 +3,8 @@
     inproc  ranks as threads of one process, and the link of a rank to itself
     shm     shared memory: the processes of one host
     rdma    InfiniBand and RoCE, by pyverbs: between hosts that have such a device
-    tcp     ZeroMQ over TCP: works between any two processes
+    tcp     works between any two processes
+    zmq     ZeroMQ over TCP: the same, and the only one that encrypts
 
 `reasons` says why a transport cannot be used, `check` refuses one with that reason.
 """
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 
 from pycoll.errors import TransportError
 
-TRANSPORTS = ("shm", "rdma", "tcp")
+TRANSPORTS = ("shm", "rdma", "tcp", "zmq")
 """Names that `--transport` takes beside "auto", best first."""
 
 
@@ -59,6 +60,10 @@ def _no_rdma(environ: Mapping[str, str]) -> str | None:
 
 
 def _no_tcp(environ: Mapping[str, str]) -> str | None:
+    return _no_zmq(environ)  # `pycoll.network.open_network` opens ZeroMQ for both
+
+
+def _no_zmq(environ: Mapping[str, str]) -> str | None:
     try:
         import zmq  # noqa: F401
     except ImportError as exc:
@@ -66,4 +71,4 @@ def _no_tcp(environ: Mapping[str, str]) -> str | None:
     return None
 
 
-_REASONS = {"shm": _no_shm, "rdma": _no_rdma, "tcp": _no_tcp}
+_REASONS = {"shm": _no_shm, "rdma": _no_rdma, "tcp": _no_tcp, "zmq": _no_zmq}

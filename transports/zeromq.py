@@ -1,4 +1,4 @@
-"""TCP through ZeroMQ: the transport that works between any two processes.
+"""ZeroMQ over TCP: works between any two processes, and encrypts where it is asked to.
 
 Every rank has two sockets. The *inbox* is a DEALER bound to a free port, from which all that
 others send is read. The *outbox* is a ROUTER with one connection to each rank it has sent to,
@@ -120,7 +120,7 @@ class _Send(Transfer):
 
     __slots__ = ("id", "peer", "pending", "sent", "taken", "transport")
 
-    def __init__(self, transport: TcpTransport, peer: int, number: int, parts: Parts) -> None:
+    def __init__(self, transport: ZmqTransport, peer: int, number: int, parts: Parts) -> None:
         super().__init__()
         self.transport = transport
         self.peer = peer
@@ -149,7 +149,7 @@ class _Receive(Transfer):
     __slots__ = ("filled", "id", "into", "nbytes", "peer", "stored", "transport")
 
     def __init__(
-        self, transport: TcpTransport, peer: int, number: int, nbytes: int, into: memoryview
+        self, transport: ZmqTransport, peer: int, number: int, nbytes: int, into: memoryview
     ) -> None:
         super().__init__()
         self.transport = transport
@@ -170,12 +170,12 @@ class _Receive(Transfer):
         self.into = into
 
 
-class _TcpArrival(Arrival):
+class _ZmqArrival(Arrival):
     __slots__ = ("ahead", "id", "transport")
 
     def __init__(
         self,
-        transport: TcpTransport,
+        transport: ZmqTransport,
         peer: int,
         header: bytes | memoryview,
         nbytes: int,
@@ -204,8 +204,8 @@ class _TcpArrival(Arrival):
                 self.transport.consumed(self.peer, self.nbytes + MESSAGE_COST)
 
 
-class TcpTransport(Transport):
-    """The tcp transport of one rank; see the module's text.
+class ZmqTransport(Transport):
+    """The zmq transport of one rank; see the module's text.
 
     Args:
         rank: this rank's number in the job.
@@ -213,7 +213,7 @@ class TcpTransport(Transport):
         keys: with these CURVE secures the connections; None: PLAIN does, on loopback only.
     """
 
-    name = "tcp"
+    name = "zmq"
 
     def __init__(self, rank: int, host: str = "127.0.0.1", keys: Keys | None = None) -> None:
         if keys is None and host not in ("127.0.0.1", "::1"):
@@ -222,12 +222,12 @@ class TcpTransport(Transport):
         self._keys = keys
         self._token = secrets.token_hex(16)
         if why := why_unreachable(host):
-            raise TransportError(f"tcp: rank {rank} cannot be reached at {host}: {why}")
+            raise TransportError(f"zmq: rank {rank} cannot be reached at {host}: {why}")
         try:
             self._open_all(host)
         except (OSError, zmq.ZMQError) as exc:
             raise TransportError(
-                f"tcp: rank {rank} cannot listen on {host}: {exc.strerror}"
+                f"zmq: rank {rank} cannot listen on {host}: {exc.strerror}"
             ) from exc
         self._poller.register(self._inbox.fileno(), select.EPOLLIN)
         self._poller.register(self._monitor_fd, select.EPOLLIN)
@@ -248,7 +248,7 @@ class TcpTransport(Transport):
         self._next_id = 0
         self._sends: dict[int, _Send] = {}
         self._receives: dict[tuple[int, int], _Receive] = {}
-        self._waiting: dict[tuple[int, int], _TcpArrival] = {}
+        self._waiting: dict[tuple[int, int], _ZmqArrival] = {}
         self._pid = os.getpid()
         self._closed = False
 
@@ -413,7 +413,7 @@ class TcpTransport(Transport):
 
     # --- receiving -------------------------------------------------------------------------
 
-    def accept(self, arrival: _TcpArrival, into: memoryview) -> Transfer:
+    def accept(self, arrival: _ZmqArrival, into: memoryview) -> Transfer:
         """Let the sender of `arrival` go on, into `into`."""
         receive = _Receive(self, arrival.peer, arrival.id, arrival.nbytes, into)
         key = (arrival.peer, arrival.id)
@@ -427,7 +427,7 @@ class TcpTransport(Transport):
         self.tell(arrival.peer, _GO, arrival.id)
         return receive
 
-    def drop(self, arrival: _TcpArrival) -> None:
+    def drop(self, arrival: _ZmqArrival) -> None:
         """Tell the sender that nobody wants its message."""
         if self._waiting.pop((arrival.peer, arrival.id), None) is not None:
             self.tell(arrival.peer, _DROP, arrival.id)
@@ -473,7 +473,7 @@ class TcpTransport(Transport):
         if kind == _EAGER:
             start = HEAD.size + value
             header, payload = first[HEAD.size : start], first[start:]
-            self._handler.arrived(_TcpArrival(self, peer, header, len(payload), payload, 0))
+            self._handler.arrived(_ZmqArrival(self, peer, header, len(payload), payload, 0))
         elif kind == _DATA:
             self._store(peer, number, value)
         elif kind == _AHEAD:
@@ -481,7 +481,7 @@ class TcpTransport(Transport):
             payload = self._inbox.recv(copy=False).buffer
             header = first[HEAD.size :]
             self._handler.arrived(
-                _TcpArrival(self, peer, header, len(payload), payload, 0, ahead=True)
+                _ZmqArrival(self, peer, header, len(payload), payload, 0, ahead=True)
             )
         elif kind == _TAKEN:
             send = self._sends.get(number)
@@ -491,7 +491,7 @@ class TcpTransport(Transport):
         elif kind == _CREDIT:
             (self._ahead if number else self._owed)[peer] -= value
         elif kind == _READY:
-            arrival = _TcpArrival(self, peer, first[HEAD.size :], value, None, number)
+            arrival = _ZmqArrival(self, peer, first[HEAD.size :], value, None, number)
             self._waiting[peer, number] = arrival
             self._handler.arrived(arrival)
         elif kind == _GO:

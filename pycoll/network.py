@@ -1,0 +1,97 @@
+"""The transport between ranks that neither shared memory nor RDMA connects: tcp or zmq.
+
+All ranks of a job use the same one. It is zmq if a rank has chosen that, if a rank has no compiled
+core, or if the job is encrypted; otherwise it is tcp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pycoll.errors import BootstrapError, TransportError
+from pycoll.transports.base import Transport
+
+NETWORKS = TCP, ZMQ = "tcp", "zmq"
+_CANNOT_ENCRYPT = "tcp", "rdma"
+
+
+def why_not_encrypted(name: str) -> str | None:
+    """Return why the transport `name` cannot be used in an encrypted job, or None if it can."""
+    if name not in _CANNOT_ENCRYPT:
+        return None
+    return f"{name}: it does not encrypt, and the job is encrypted; use --transport auto or zmq"
+
+
+def said(chosen: str) -> dict[str, str]:
+    """Return what a rank says when the ranks meet, for `choose`.
+
+    Args:
+        chosen: the transport that the user wants, or "auto".
+    """
+    if chosen in NETWORKS:
+        return {"network": chosen}
+    if chosen == "auto":
+        from pycoll.transports.shm import missing_core  # as shared memory needs it, too
+
+        if missing_core():
+            return {"network": ZMQ}
+    return {}
+
+
+def choose(infos: Sequence[Mapping[str, Any]], encrypt: bool) -> str:
+    """Return the network of a job, from what all ranks have said, in order of rank.
+
+    Raises:
+        BootstrapError: ranks want different ones; the message names two of them.
+    """
+    if encrypt:
+        return ZMQ
+    first: dict[str, int] = {}
+    for rank, info in enumerate(infos):
+        if "network" in info:
+            first.setdefault(info["network"], rank)
+    if len(first) > 1:
+        raise BootstrapError(
+            f"rank {first[TCP]} uses the transport tcp, but rank {first[ZMQ]} uses zmq; "
+            "choose one for all ranks with pycoll-run --transport"
+        )
+    return next(iter(first), TCP)
+
+
+def open_network(
+    name: str, rank: int, key: bytes, addresses: Mapping[int, str], encrypt: bool
+) -> Transport:
+    """Open the transport `name`, which is "tcp" or "zmq".
+
+    Args:
+        rank: this rank.
+        key: the job's.
+        addresses: by number of a host its address, as this host reaches it; empty if the job has
+            one real host: then it listens on loopback only.
+        encrypt: the user wants encryption. zmq also encrypts without that between real hosts.
+
+    Raises:
+        TransportError: it cannot listen, or cannot encrypt.
+    """
+    host = "127.0.0.1"
+    if addresses:
+        host = "::" if any(":" in address for address in addresses.values()) else "0.0.0.0"
+    # The transport tcp is ZeroMQ as well: a tcp of its own is opened here, for `name == TCP`.
+    return _open_zmq(rank, host, key if encrypt or addresses else None)
+
+
+def _open_zmq(rank: int, host: str, key: bytes | None) -> Transport:
+    import zmq
+
+    from pycoll.transports.zeromq import ZmqTransport
+    from pycoll.zap import Keys
+
+    try:
+        keys = None if key is None else Keys.derive(key, b"pycoll zmq")
+    except zmq.ZMQError as exc:
+        raise TransportError(
+            f"zmq: rank {rank} cannot encrypt: this libzmq has no CURVE ({exc.strerror}); "
+            "install pyzmq from its wheel (pip install pyzmq)"
+        ) from exc
+    return ZmqTransport(rank, host, keys)
