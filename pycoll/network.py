@@ -60,12 +60,13 @@ def choose(infos: Sequence[Mapping[str, Any]], encrypt: bool) -> str:
 
 
 def open_network(
-    name: str, rank: int, key: bytes, addresses: Mapping[int, str], encrypt: bool
+    name: str, rank: int, size: int, key: bytes, addresses: Mapping[int, str], encrypt: bool
 ) -> Transport:
     """Open the transport `name`, which is "tcp" or "zmq".
 
     Args:
         rank: this rank.
+        size: number of ranks in the job.
         key: the job's.
         addresses: by number of a host its address, as this host reaches it; empty if the job has
             one real host: then it listens on loopback only.
@@ -77,7 +78,10 @@ def open_network(
     host = "127.0.0.1"
     if addresses:
         host = "::" if any(":" in address for address in addresses.values()) else "0.0.0.0"
-    # The transport tcp is ZeroMQ as well: a tcp of its own is opened here, for `name == TCP`.
+    if name == TCP:
+        from pycoll.transports.tcp import TcpTransport
+
+        return TcpTransport(rank, size, key, host)
     return _open_zmq(rank, host, key if encrypt or addresses else None)
 
 

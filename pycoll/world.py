@@ -448,7 +448,9 @@ class _Meeting:
         sharing = ["shm" in info for info in self._infos]
         if self._needs_network(all(sharing)):
             name = network.choose(self._infos, encrypt)
-            self._net = network.open_network(name, place.rank, place.key, place.addresses, encrypt)
+            self._net = network.open_network(
+                name, place.rank, place.size, place.key, place.addresses, encrypt
+            )
             opened.append(self._net)
             said = control.exchange(self._net.address(), timeout)
             self._net_addresses = [

@@ -34,7 +34,7 @@ NETWORKS = ["zmq", "zmq with CURVE"]
 BETWEEN_PROCESSES = [
     *NETWORKS,
     "rdma, simulated",
-    *([] if missing_core() else ["shm", "shm in segments"]),
+    *([] if missing_core() else ["shm", "shm in segments", "tcp", "tcp with lanes"]),
 ]
 KINDS = ["inproc", *BETWEEN_PROCESSES]
 

@@ -17,6 +17,7 @@ from pycoll.transports.base import Arrival, Transfer, Transport
 from pycoll.transports.inproc import Hub, InprocTransport
 from pycoll.transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
 from pycoll.transports.shm import ShmTransport
+from pycoll.transports.tcp import TcpTransport
 from pycoll.transports.zeromq import ZmqTransport
 from pycoll.zap import Keys
 
@@ -76,6 +77,9 @@ class World:
         if kind == "inproc":
             hub = Hub(size)
             return [InprocTransport(hub, rank) for rank in range(size)]
+        if kind in ("tcp", "tcp with lanes"):
+            lanes = 1 if kind == "tcp" else 3
+            return [TcpTransport(rank, size, bytes(32), lanes=lanes) for rank in range(size)]
         if kind == "zmq":
             return [ZmqTransport(rank) for rank in range(size)]
         if kind == "zmq with CURVE":

@@ -3,7 +3,7 @@
     inproc  ranks as threads of one process, and the link of a rank to itself
     shm     shared memory: the processes of one host
     rdma    InfiniBand and RoCE, by pyverbs: between hosts that have such a device
-    tcp     works between any two processes
+    tcp     plain sockets: works between any two processes
     zmq     ZeroMQ over TCP: the same, and the only one that encrypts
 
 `reasons` says why a transport cannot be used, `check` refuses one with that reason.
@@ -60,7 +60,9 @@ def _no_rdma(environ: Mapping[str, str]) -> str | None:
 
 
 def _no_tcp(environ: Mapping[str, str]) -> str | None:
-    return _no_zmq(environ)  # `pycoll.network.open_network` opens ZeroMQ for both
+    from pycoll.transports.shm import missing_core
+
+    return missing_core()
 
 
 def _no_zmq(environ: Mapping[str, str]) -> str | None:

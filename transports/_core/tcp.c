@@ -88,7 +88,7 @@ int pc_tcp_watch(struct pc_tcp *tcp, int fd) {
 
 int pc_tcp_attach(struct pc_tcp *tcp, int number, int index, int fd) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
-    if (peer->lost || peer->forgotten || tcp->closing)
+    if (peer->lost || peer->forgotten || tcp->epoll < 0)
         return ENOTCONN;
     if (peer->lanes == NULL) {
         peer->lanes = calloc((size_t)tcp->num_lanes, sizeof *peer->lanes);

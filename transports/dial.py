@@ -1,0 +1,374 @@
+"""Connections between ranks: who connects to whom, and which connection becomes a link.
+
+Two ranks have one link, for both directions. The one that first has something to send dials the
+other. If both dial at once the connection of the lower rank counts: asked by a higher one while it
+is dialing itself, the lower answers BUSY; the higher one always accepts. A link of several lanes
+has that many connections, which the dialer of the first makes.
+
+A stranger is never believed: see handshake.py. Of connections that have not proved who they are
+only so many are kept; the oldest goes. Who of the job is cut so dials again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pycoll.transports.handshake import (
+    BUSY,
+    HELLO_NBYTES,
+    LINKED,
+    PROOF_NBYTES,
+    REFUSED,
+    REPLY_NBYTES,
+    Hello,
+    Secret,
+    check_proof,
+    check_reply,
+    make_hello,
+    make_proof,
+    make_reply,
+    read_hello,
+)
+
+TRIES = 100
+"""How often a rank dials another that closes the connection before it is a link: as a listener does
+whom strangers flood."""
+
+UNPROVED_BEYOND = 16
+"""How many connections of strangers are kept, beyond two for each rank of the job and lane."""
+
+NOT_SENT = 512 * 1024
+"""Bytes that the kernel takes beyond what is under way: more would delay what comes next."""
+
+_ACCEPTED_AT_ONCE = 64
+
+
+class Link(NamedTuple):
+    """Which connection: the other rank, and the number of the lane."""
+
+    peer: int
+    lane: int
+
+
+class _Dial:
+    """A connection that this rank makes."""
+
+    def __init__(self, link: Link, connection: socket.socket, hello: bytes) -> None:
+        self.link = link
+        self.connection = connection
+        self.hello = hello
+        self.received = b""
+        self.connected = False
+        self.proved = False
+
+
+class _Caller:
+    """A connection that another one has made."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.received = b""
+        self.hello = b""
+        self.reply = b""
+        self.says: Hello | None = None
+
+
+class Dialer:
+    """Makes the links of one rank, and accepts those that others make.
+
+    Args:
+        rank: this rank.
+        size: number of ranks in the job.
+        lanes: connections that a link may have.
+        listener: a listening socket that does not block; it belongs to this from now on.
+        secret: of the job.
+        keepalive: how many times the kernel asks, each second, a peer that has been silent for two
+            seconds, before the connection counts as cut.
+        linked: called with a link and its connection, which does not block and is the callee's.
+        failed: called with a rank to which no link can be made, and why.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        lanes: int,
+        listener: socket.socket,
+        secret: Secret,
+        keepalive: int,
+        linked: Callable[[Link, socket.socket], None],
+        failed: Callable[[int, str], None],
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._lanes = lanes
+        self._listener = listener
+        self._secret = secret
+        self._keepalive = keepalive
+        self._on_link = linked
+        self._on_failure = failed
+        self._most_callers = 2 * size * lanes + UNPROVED_BEYOND
+        self._poller = select.epoll()
+        self._poller.register(listener.fileno(), select.EPOLLIN)
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._dials: dict[int, _Dial] = {}
+        self._callers: dict[int, _Caller] = {}  # oldest first
+        self._dialing: dict[Link, tuple[str, int]] = {}  # where, and how often it was tried
+        self._linked: set[Link] = set()
+        self._waits: set[Link] = set()  # the other rank's connection will come
+        self._gone: set[int] = set()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `progress` has something to do."""
+        return self._poller.fileno()
+
+    def dial(self, link: Link, endpoint: str) -> None:
+        """Make a link to a rank that listens at ``tcp://host:port``, unless there is one."""
+        if link in self._linked or link in self._dialing or link in self._waits:
+            return
+        self._dialing[link] = endpoint, 0
+        self._connect(link)
+
+    def _connect(self, link: Link) -> None:
+        endpoint, tries = self._dialing[link]
+        self._dialing[link] = endpoint, tries + 1
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as exc:
+            self._fail(link, f"no connection to it can be made ({exc.strerror})")
+            return
+        connection.setblocking(False)
+        hello = make_hello(self._secret, Hello(self._rank, link.peer, link.lane))
+        self._dials[connection.fileno()] = dial = _Dial(link, connection, hello)
+        self._poller.register(connection.fileno(), select.EPOLLOUT)
+        status = connection.connect_ex((host, int(port)))
+        if status not in (0, errno.EINPROGRESS):
+            self._dial_failed(dial, status)
+
+    def progress(self) -> None:
+        """Go on with what has come, without blocking."""
+        for descriptor, _ in self._poller.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif (dial := self._dials.get(descriptor)) is not None:
+                self._go_on(dial)
+            elif (caller := self._callers.get(descriptor)) is not None:
+                self._listen_to(caller)
+
+    def forget(self, peer: int) -> None:
+        """Make no link to a rank any more."""
+        self._gone.add(peer)
+        for dial in [dial for dial in self._dials.values() if dial.link.peer == peer]:
+            self._close(dial)
+        for link in [link for link in self._dialing if link.peer == peer]:
+            del self._dialing[link]
+
+    def close(self) -> None:
+        """Close what is not a link yet, and listen no more."""
+        unfinished: list[_Dial | _Caller] = [*self._dials.values(), *self._callers.values()]
+        for one in unfinished:
+            one.connection.close()
+        self._dials.clear()
+        self._callers.clear()
+        self._poller.close()
+        self._listener.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+
+    def _close(self, one: _Dial | _Caller) -> None:
+        descriptor = one.connection.fileno()
+        if descriptor >= 0:
+            self._dials.pop(descriptor, None)
+            self._callers.pop(descriptor, None)
+            one.connection.close()
+
+    def _is_up(self, link: Link, one: _Dial | _Caller) -> None:
+        descriptor = one.connection.fileno()
+        self._dials.pop(descriptor, None)
+        self._callers.pop(descriptor, None)
+        self._poller.unregister(descriptor)
+        self._linked.add(link)
+        self._waits.discard(link)
+        self._set_up(one.connection)
+        self._on_link(link, one.connection)
+
+    def _set_up(self, connection: socket.socket) -> None:
+        options = [
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, self._keepalive),
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT),
+        ]
+        for level, option, value in options:
+            with contextlib.suppress(OSError):  # a sandbox may not know one: it does without
+                connection.setsockopt(level, option, value)
+
+    # --- connections that this rank makes ----------------------------------------------------
+
+    def _go_on(self, dial: _Dial) -> None:
+        try:
+            if not dial.connected:
+                if status := dial.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    self._dial_failed(dial, status)
+                    return
+                dial.connected = True
+                self._poller.modify(dial.connection.fileno(), select.EPOLLIN)
+                self._say(dial.connection, dial.hello)
+                return
+            wanted = 1 if dial.proved else REPLY_NBYTES
+            part = dial.connection.recv(wanted - len(dial.received))
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self._dial_failed(dial, exc.errno or 0)
+            return
+        if not part:
+            self._dial_failed(dial, errno.ECONNRESET)
+            return
+        dial.received += part
+        if len(dial.received) < wanted:
+            return
+        if dial.proved:
+            self._answered(dial)
+        elif not check_reply(self._secret, dial.hello, dial.received):
+            self._close(dial)
+            self._fail(dial.link, "who listens at its address does not know the key of the job")
+        else:
+            proof = make_proof(self._secret, dial.hello, dial.received)
+            dial.proved, dial.received = True, b""
+            try:
+                self._say(dial.connection, proof)
+            except OSError as exc:
+                self._dial_failed(dial, exc.errno or 0)
+
+    def _answered(self, dial: _Dial) -> None:
+        link, answer = dial.link, dial.received
+        self._dialing.pop(link, None)
+        if answer == LINKED and link not in self._linked:
+            self._is_up(link, dial)
+            return
+        self._close(dial)
+        if answer == BUSY:
+            if link not in self._linked:
+                self._waits.add(link)
+        elif answer != LINKED:
+            self._fail(link, "it refused this rank")
+
+    def _dial_failed(self, dial: _Dial, status: int) -> None:
+        link = dial.link
+        self._close(dial)
+        if link in self._linked:  # the other rank's connection counts
+            self._dialing.pop(link, None)
+            return
+        _, tries = self._dialing[link]
+        cut = dial.connected and status in (errno.ECONNRESET, errno.EPIPE)
+        if cut and tries < TRIES:
+            self._connect(link)
+        elif cut:
+            self._fail(link, f"it closed the connection {tries} times before it was made")
+        elif status == errno.ECONNREFUSED:
+            self._fail(link, "it does not answer (connection refused)")
+        else:
+            self._fail(link, f"it cannot be reached ({os.strerror(status)})")
+
+    def _fail(self, link: Link, why: str) -> None:
+        self._dialing.pop(link, None)
+        if link.peer not in self._gone:
+            self._gone.add(link.peer)
+            self._on_failure(link.peer, why)
+
+    # --- connections that others make --------------------------------------------------------
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as exc:
+                if exc.errno in (errno.EMFILE, errno.ENFILE):
+                    self._turn_one_away()
+                return
+            connection.setblocking(False)
+            while len(self._callers) >= self._most_callers:
+                self._close(next(iter(self._callers.values())))
+            self._callers[connection.fileno()] = _Caller(connection)
+            self._poller.register(connection.fileno(), select.EPOLLIN)
+
+    def _turn_one_away(self) -> None:
+        """Close the first who waits, for want of descriptors: who is of the job comes again."""
+        if self._callers:
+            self._close(next(iter(self._callers.values())))
+            return
+        if self._spare < 0:
+            return
+        os.close(self._spare)
+        self._spare = -1
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _listen_to(self, caller: _Caller) -> None:
+        wanted = PROOF_NBYTES if caller.hello else HELLO_NBYTES
+        try:
+            part = caller.connection.recv(wanted - len(caller.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        caller.received += part
+        if not part:
+            self._close(caller)
+        elif len(caller.received) == wanted:
+            try:
+                self._answer(caller)
+            except OSError:
+                self._close(caller)
+
+    def _answer(self, caller: _Caller) -> None:
+        if not caller.hello:
+            says = read_hello(self._secret, caller.received)
+            if says is None or not self._may_be(says):
+                self._close(caller)
+                return
+            caller.says, caller.hello, caller.received = says, caller.received, b""
+            caller.reply = make_reply(self._secret, caller.hello)
+            self._say(caller.connection, caller.reply)
+            return
+        if not check_proof(self._secret, caller.hello, caller.reply, caller.received):
+            self._close(caller)
+            return
+        assert caller.says is not None
+        link = Link(caller.says.source, caller.says.lane)
+        if link.peer in self._gone:
+            self._say(caller.connection, REFUSED)
+            self._close(caller)
+        elif link in self._linked or (link in self._dialing and self._rank < link.peer):
+            self._say(caller.connection, BUSY)
+            self._close(caller)
+        else:
+            self._say(caller.connection, LINKED)
+            self._is_up(link, caller)
+
+    def _may_be(self, says: Hello) -> bool:
+        is_other = says.source < self._size and says.source != self._rank
+        return is_other and says.dest == self._rank and says.lane < self._lanes
+
+    @staticmethod
+    def _say(connection: socket.socket, message: bytes) -> None:
+        # It fits into what the kernel takes at once from any new connection.
+        if connection.send(message) != len(message):
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
