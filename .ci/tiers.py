@@ -1,6 +1,6 @@
 """The checks of a change, from nothing: every environment is made new, in a temporary folder.
 
-    .ci/run                 the tier `default`, then further tiers while an hour lasts
+    .ci/run                 the tier `default`, then further tiers while 50 minutes last
     .ci/run --minutes 30    the same, while half an hour lasts
     .ci/run default         this tier alone; also several: .ci/run exhaustive rdma
     .ci/run --list          the tiers, what they are for and how long they take
@@ -14,7 +14,7 @@ As root on Debian a tier's packages are installed, and there a test that is skip
 tools can be had is a failure. Ends with a table of what ran, how long, and what did not, and why.
 The exit status is 1 if anything failed. A failure of the default tier ends it all at once.
 
-No step may hang. A tier that takes three times its minutes is ended, and has failed; after 80
+No step may hang. A tier that takes three times its minutes is ended, and has failed; after 70
 minutes the tier under way is ended, and the table says so. What a step leaves running is killed.
 
 Up to three tests that failed in a run of pytest are run once more, alone in one process. Those that
@@ -43,9 +43,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 from processes import adopt_orphans, end_descendants, reap_until  # noqa: E402
 
-MINUTES = 60
+MINUTES = 50
 """No tier is begun that would end later than this."""
-LAST_MINUTE = 80
+LAST_MINUTE = 70
 """The tier under way is ended then."""
 HANGS = 3
 """A tier that takes so many times its minutes does not end."""
