@@ -142,6 +142,20 @@ def test_nodes_find_each_other_whoever_is_first(nodes: Any, script: Any, first: 
     assert job.end(1) == (0, "", "")
 
 
+def test_the_ranks_of_all_nodes_encrypt_if_node_0_says_so(nodes: Any, script: Any) -> None:
+    text = """
+import pycoll
+comm = pycoll.init()
+assert comm.all_reduce(1) == 3
+found = {(t.name, t._keys is not None) for t in comm._group.engine.transports if t.name == "zmq"}
+assert found == {("zmq", True)}, found
+"""
+    job, path = nodes(2), script(text)
+    job.start(0, "--encrypt", "-n", "3", path)
+    job.start(1, "-n", "3", path)
+    assert [job.end(0), job.end(1)] == [(0, "", "")] * 2
+
+
 def until_listening(port: int) -> None:
     deadline = time.monotonic() + LIMIT_S
     while True:
