@@ -37,7 +37,7 @@ _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
 _LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
 _NEVER = float("inf")
-_UNENCRYPTED = (
+UNENCRYPTED = (
     "connections between hosts are authenticated, not encrypted; --encrypt (or PYCOLL_ENCRYPT=1) "
     "encrypts them"
 )
@@ -304,7 +304,7 @@ class Job:
             case "note":
                 self.say(f"rank {rank.rank}: {notice.fields['text']}")
             case "unencrypted":
-                self.tell([_UNENCRYPTED])
+                self.tell([UNENCRYPTED])
             case "raised":
                 fields = notice.fields
                 rank.raised = Raised(fields["error"], fields["text"], fields["peer_failed"])

@@ -189,7 +189,7 @@ def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
     if encrypting and len(encrypting) < len(infos):
         others = [rank for rank in range(len(infos)) if rank not in set(encrypting)]
         raise BootstrapError(
-            f"{_ranks(encrypting)} with PYCOLL_ENCRYPT=1, but {_ranks(others)} without; "
+            f"PYCOLL_ENCRYPT=1 is set for {_ranks(encrypting)}, but not for {_ranks(others)}; "
             "set it for all ranks or for none"
         )
 
@@ -197,9 +197,8 @@ def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
 def _ranks(ranks: Sequence[int]) -> str:
     """Return a few ranks in words."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]} is"
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"ranks {shown} are"
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
 
 
 def _network(here: Sequence[Mapping[str, Any]]) -> str | None:

@@ -24,6 +24,7 @@ from pycoll import bench_machine as machine
 from pycoll import bench_report as report
 from pycoll.bench_report import Sample
 from pycoll.bench_sides import PEERS, BenchError, Side
+from pycoll.network import ZMQ
 
 COLLECTIVES = (
     "all_reduce",
@@ -238,6 +239,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--alias", default="0", metavar="D", help="bytes from source to result, modulo 4096 (0)")
     add("--rounds", type=int, default=5, metavar="R", help="default: 5")
     add("--share", action="store_true", help="measure arrays that the ranks have mapped, too")
+    add("--encrypt", action="store_true", help="measure zmq with pycoll-run --encrypt, too")
     add("--algorithm", metavar="A", help="force one of pycoll's algorithms")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for a job (300)")
     add("--plot", type=Path, metavar="F", help="draw the times: .png, .svg or .pdf")
@@ -308,6 +310,10 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         timeout_s=arguments.timeout,
     )
     ours = [f"pycoll {name}" for name in transports]
+    if arguments.encrypt:
+        if ZMQ not in transports:
+            raise ValueError("--encrypt: only zmq encrypts on one machine; add it to --transport")
+        ours.insert(ours.index(f"pycoll {ZMQ}") + 1, f"pycoll {ZMQ}, encrypted")
     if arguments.share:
         ours = [name for plain in ours for name in (f"{plain}, shared", plain)]
     names = [*ours, *peers]

@@ -69,14 +69,15 @@ class Side:
 
     Attributes:
         name: of a transport of pycoll as ``"pycoll shm"``, or ``"pycoll shm, shared"`` for arrays
-            that the ranks have mapped; or of a peer.
+            that the ranks have mapped, ``"pycoll zmq, encrypted"``; or of a peer.
         is_peer: not pycoll.
     """
 
     def __init__(self, name: str) -> None:
         ours, _, how = name.partition(" ")
-        self._transport, _, shared = how.partition(", ")
-        self._shares = shared == "shared"
+        self._transport, *more = how.split(", ")
+        self._shares = "shared" in more
+        self._encrypts = "encrypted" in more
         self.name = name
         self.is_peer = ours != "pycoll"
         self._peer = PEERS[name] if self.is_peer else None
@@ -118,7 +119,8 @@ class Side:
         """The command that starts `program` (for its Python: a file, or -m module) on `ranks`."""
         if self._peer is None:
             launcher = [sys.executable, "-m", "pycoll.launcher", "-n", str(ranks)]
-            return [*launcher, "--transport", self._transport, *program]
+            encrypt = ["--encrypt"] if self._encrypts else []
+            return [*launcher, "--transport", self._transport, *encrypt, *program]
         # -I: the folder of the file holds modules named like some of the standard library, and
         # PYTHONPATH is meant for the Python that runs this one.
         rank = [str(self.python), "-I", *program]
@@ -135,7 +137,7 @@ class Side:
         """The environment of the launcher."""
         # Without it `python -m` would look for pycoll in the current folder first: in a folder of
         # its sources it would find them, without the compiled core.
-        safe = os.environ | {"PYTHONSAFEPATH": "1"}
+        safe = os.environ | {"PYTHONSAFEPATH": "1", "PYCOLL_ENCRYPT": "0"}
         if self.library == "gloo":
             # What torchrun sets; and the host's name may lead to an address outside.
             return safe | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -284,7 +284,7 @@ def _core() -> str:
     try:
         from pycoll.transports._core import reduce_level
     except ImportError as exc:
-        return f"missing ({exc}): NumPy reduces, and ranks of one host communicate by TCP"
+        return f"missing ({exc}): NumPy reduces, and ranks of one host communicate by zmq"
     levels = ("any processor", "AVX2 and F16C", "AVX-512")
     return f"loaded, reductions for {levels[reduce_level(-1)]}"
 

@@ -544,7 +544,7 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
             )
     if isinstance(found, str):
         if place.local_rank == 0 and found.startswith("the compiled core"):
-            text = f"{found}. The ranks of this host communicate by TCP, which is much slower."
+            text = f"{found}. The ranks of this host communicate by zmq, which is much slower."
             warnings.warn(text, RuntimeWarning, stacklevel=5)
         return found
     from pycoll.memory import SharedMemory

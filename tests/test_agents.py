@@ -29,6 +29,7 @@ from pycoll.launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
 from pycoll.launcher.input import WINDOW_NBYTES, Input
 from pycoll.launcher.reach import Doorman, Reach, Target, reach_all
 from pycoll.launcher.reach_table import lines
+from pycoll.launcher.spawn import UNENCRYPTED
 from pycoll.launcher.ways import Way
 
 LIMIT_S = 60 * PATIENCE
@@ -88,6 +89,34 @@ def test_ranks_may_be_anywhere(run: Run) -> None:
     assert sorted(done.stdout.splitlines()) == [
         "0 0 0 2", "1 1 0 2", "2 1 1 2", "3 0 1 2", "4 2 0 1",
     ]  # fmt: skip
+
+
+# The transport between hosts has the name of one that does not encrypt, if the job does not.
+ENCRYPTION = """
+import os, pycoll, pycoll.network
+open_network = pycoll.network.open_network
+def open_named(name, *more):
+    opened = open_network(name, *more)
+    opened.name = name
+    return opened
+pycoll.network.open_network = open_named
+comm = pycoll.init()
+assert comm.all_reduce(1) == comm.size
+names = {t.name for t in comm._group.engine.transports} - {"inproc", "shm"}
+print(os.environ["PYCOLL_ENCRYPT"], *names)
+"""
+
+
+def test_it_is_said_once_that_connections_between_hosts_are_not_encrypted(run: Run) -> None:
+    done = run("-H", "localhost:2,other:2", script=ENCRYPTION)
+    assert (done.returncode, done.stderr) == (0, f"pycoll-run: {UNENCRYPTED}\n")
+    assert set(done.stdout.splitlines()) == {"0 tcp"}
+
+
+def test_the_ranks_of_all_hosts_encrypt_if_the_launcher_says_so(run: Run) -> None:
+    done = run("--encrypt", "-H", "localhost:2,other:2", script=ENCRYPTION)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(done.stdout.splitlines()) == {"1 zmq"}
 
 
 def test_the_first_rank_that_fails_gives_the_exit_status(run: Run) -> None:
@@ -289,7 +318,8 @@ def test_input_that_nobody_reads_holds_nothing_up(run: Any) -> None:
         script = "import pycoll\npycoll.init().barrier()"
         done = run("-H", "far:1,away:1", script=script, stdin=endless.stdout)
         endless.kill()
-    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stderr.removeprefix(f"pycoll-run: {UNENCRYPTED}\n")
+    assert (done.returncode, said) == (0, "")
 
 
 def test_a_rank_may_close_its_input_and_go_on(run: Any) -> None:

@@ -134,5 +134,20 @@ def test_a_rank_that_knows_other_algorithms_than_rank_0_says_so() -> None:
         agree([rank_on(0) | {"algorithm": "reduce:mine"}, rank_on(0)])
 
 
+def test_ranks_of_which_only_some_encrypt_are_named() -> None:
+    encrypting, other = rank_on(0) | {"encrypt": True}, rank_on(0)
+    agree([encrypting, encrypting])
+    with pytest.raises(BootstrapError, match="is set for rank 1, but not for ranks 0, 2;"):
+        agree([other, encrypting, other])
+    with pytest.raises(BootstrapError, match="is set for ranks 0, 1, but not for rank 2;"):
+        agree([encrypting, encrypting, other])
+
+
+@pytest.mark.parametrize("text", ["yes", "2", " 1"])
+def test_an_encryption_that_is_neither_1_nor_0_is_refused(text: str) -> None:
+    with pytest.raises(BootstrapError, match=r"PYCOLL_ENCRYPT is .*, but must be 1 or 0"):
+        said({"PYCOLL_ENCRYPT": text}, 1)
+
+
 def test_without_a_job_nothing_was_agreed() -> None:
     assert agreed.Agreed().costs is costs.shipped()

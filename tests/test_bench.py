@@ -269,6 +269,16 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert 0 < figures[0]["copy_seconds"] < figures[1]["copy_seconds"]
 
 
+def test_the_price_of_encryption_is_measured_beside_what_it_costs_without(tmp_path: Path) -> None:
+    done = run_bench(
+        *("send", "-n", "2", "--sizes", "64K", "--transport", "zmq", "--encrypt"),
+        *("--rounds", "1"),
+        TMPDIR=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"pycoll zmq +pycoll zmq, encrypted", done.stdout), done.stdout
+
+
 def test_a_peer_that_is_not_there_is_named_with_what_to_run(tmp_path: Path) -> None:
     done = run_bench("--against", "mpich", PYCOLL_BENCH_PEERS=str(tmp_path))
     assert done.returncode == 1
@@ -282,6 +292,7 @@ def test_a_peer_that_is_not_there_is_named_with_what_to_run(tmp_path: Path) -> N
         ["all_redice"],
         ["--against", "openmpy"],
         ["--transport", "udp"],
+        ["--transport", "tcp", "--encrypt"],
         ["--sizes", "12"],
         ["--rounds", "0"],
         ["send", "-n", "1"],

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import few
 
 import pycoll
 
 Comm = Any
 
 of_two = pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
-on_every_transport = pytest.mark.parametrize("transport", ["shm", "tcp"])
+on_every_transport = pytest.mark.parametrize("transport", few(["shm", "tcp"], ["zmq"]))
 
 BEFORE = """
 comm.barrier()  # the first call of a communicator in shared memory meets all ranks

@@ -338,6 +338,8 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["--survive", __file__], "does not have the option --survive yet"),
         (["--restarts", "3", __file__], "does not have the option --restarts yet"),
         (["--trace", "f", __file__], "does not have the option --trace yet"),
+        (["--encrypt", "--transport", "tcp", __file__], "--transport tcp: it does not encrypt"),
+        (["--transport", "rdma", "--encrypt", __file__], "use --transport auto or zmq"),
     ],
 )
 def test_a_wrong_command_line_gives_one_line_and_status_2(
@@ -355,6 +357,7 @@ def test_a_wrong_command_line_gives_one_line_and_status_2(
     ("name", "value", "words"),
     [
         ("PYCOLL_TRANSPORT", "pigeon", "PYCOLL_TRANSPORT pigeon: no such transport"),
+        ("PYCOLL_ENCRYPT", "yes", "PYCOLL_ENCRYPT is 'yes', but must be 1 or 0"),
         ("PYCOLL_OP_TIMEOUT", "abc", "PYCOLL_OP_TIMEOUT must be a number of seconds"),
         ("PYCOLL_OP_TIMEOUT", "-1", "from 0 up, not '-1'"),
         ("PYCOLL_OP_TIMEOUT", "nan", "from 0 up, not 'nan'"),
@@ -488,6 +491,18 @@ def test_options_reach_the_ranks(environments: Environments) -> None:
     (rank,) = environments(1, *options, B="given")
     assert (rank["PYCOLL_TRANSPORT"], rank["PYCOLL_OP_TIMEOUT"]) == ("tcp", "2.5")
     assert (rank["A"], rank["B"], rank["C"]) == ("b=c", "given", "")
+    assert rank["PYCOLL_ENCRYPT"] == "0"
+
+
+def test_encryption_is_an_option_or_a_setting(environments: Environments) -> None:
+    chosen = [
+        environments(1, "--encrypt"),
+        environments(1, PYCOLL_ENCRYPT="1"),
+        environments(1, "--transport", "zmq", "--encrypt", PYCOLL_ENCRYPT="0"),
+    ]
+    assert [rank["PYCOLL_ENCRYPT"] for (rank,) in chosen] == ["1", "1", "1"]
+    (rank,) = environments(1, PYCOLL_ENCRYPT="1", PYCOLL_JOB="outer")
+    assert rank["PYCOLL_ENCRYPT"] == "0"
 
 
 def test_settings_of_the_user_stay(environments: Environments) -> None:

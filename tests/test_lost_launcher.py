@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import few
 
 from pycoll.launcher import guardian
 
@@ -25,7 +26,7 @@ def guardian_of(launcher: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", few(["shm", "tcp"], ["zmq"]))
 def test_communicators_made_after_launcher_and_guardian_were_killed_fail_too(
     job: Any, tmp_path: Path, transport: str
 ) -> None:

@@ -26,6 +26,7 @@ from pycoll import k8s
 from pycoll.errors import BootstrapError, Error
 from pycoll.launcher import engines, function
 from pycoll.launcher.nodes import find_node
+from pycoll.launcher.spawn import UNENCRYPTED
 
 LIMIT_S = 30 * PATIENCE
 RUN = [sys.executable, "-P", "-m", "pycoll.launcher"]
@@ -133,13 +134,27 @@ def test_nodes_find_each_other_whoever_is_first(nodes: Any, script: Any, first: 
         until_listening(job.port)
     job.start(1 - first, "-n", "3", path)
     status, out, err = job.end(0, "from the terminal")
-    assert (status, err) == (0, "")
+    assert (status, err.removeprefix(f"pycoll-run: {UNENCRYPTED}\n")) == (0, "")
     assert sorted(line.split(maxsplit=6) for line in out.splitlines()) == [
         ["0", "3", "0", "0", "2", "site0", "from the terminal"],
         ["1", "3", "0", "1", "2", "site0"],
         ["2", "3", "1", "0", "1", "site1"],  # an environment of its own, and no standard input
     ]
     assert job.end(1) == (0, "", "")
+
+
+def test_the_ranks_of_all_nodes_encrypt_if_node_0_says_so(nodes: Any, script: Any) -> None:
+    text = """
+import pycoll
+comm = pycoll.init()
+assert comm.all_reduce(1) == 3
+found = {(t.name, t._keys is not None) for t in comm._group.engine.transports if t.name == "zmq"}
+assert found == {("zmq", True)}, found
+"""
+    job, path = nodes(2), script(text)
+    job.start(0, "--encrypt", "-n", "3", path)
+    job.start(1, "-n", "3", path)
+    assert [job.end(0), job.end(1)] == [(0, "", "")] * 2
 
 
 def until_listening(port: int) -> None:

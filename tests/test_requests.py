@@ -624,7 +624,7 @@ ok()
 # --- the end ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", few(["shm", "tcp"], ["zmq"]))
 def test_a_send_that_a_broken_communicator_dropped_is_no_success(job: Any, transport: str) -> None:
     done = job(
         3,
@@ -792,7 +792,7 @@ ok()
     assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
 
 
-# --- over tcp --------------------------------------------------------------------------------
+# --- over networks ---------------------------------------------------------------------------
 
 
 PROGRAM = """
@@ -817,13 +817,16 @@ ok()
 """
 
 
-@pytest.mark.parametrize("options", few([("--transport", "tcp")], [("--emulate-hosts", "2")]))
+OTHERS = ("--transport", "tcp"), ("--transport", "zmq"), ("--transport", "zmq", "--encrypt")
+
+
+@pytest.mark.parametrize("options", few(OTHERS, [("--emulate-hosts", "2")]))
 def test_over_other_transports(job: Any, options: tuple[str, ...]) -> None:
     done = job(4, PROGRAM, *options)
     assert (done.status, done.stderr, done.content) == (0, "", [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", few(["shm", "tcp"], ["zmq"]))
 def test_a_message_that_is_taken_back_leaves_receives_in_their_order(
     job: Any, transport: str
 ) -> None:

@@ -144,7 +144,7 @@ def test_dev_shm_is_not_needed(job: Any) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_the_compiled_core_jobs_take_tcp_and_get_the_same_bits(
+def test_without_the_compiled_core_jobs_take_zmq_and_get_the_same_bits(
     job: Any, tmp_path: Path
 ) -> None:
     import pycoll
@@ -158,7 +158,8 @@ for dtype in "f2", "f4", "f8", "c8", "i2", "?":
         if not (dtype == "c8" and op == "max"):
             x = (draw.standard_normal(999) * 3).astype(dtype)
             bits.update(comm.all_reduce(x, op, algorithm="linear").tobytes())
-sys.stdout.write(f"{rank} {bits.hexdigest()} {native is not None}\\n")
+names = {t.name for t in comm._group.engine.transports} - {"inproc"}
+sys.stdout.write(f"{rank} {bits.hexdigest()} {native is not None} {names}\\n")
 """
     # A copy of the package whose core is hidden.
     source = Path(pycoll.__file__).resolve().parent
@@ -180,8 +181,8 @@ sys.stdout.write(f"{rank} {bits.hexdigest()} {native is not None}\\n")
         said[hidden] = sorted(line.split() for line in done.stdout.splitlines())
         assert done.stderr.count("compiled core") == (1 if hidden else 0), done.stderr
     assert [row[:2] for row in said[True]] == [row[:2] for row in said[False]]
-    assert {row[2] for row in said[True]} == {"False"}
-    assert {row[2] for row in said[False]} == {"True"}
+    assert {tuple(row[2:]) for row in said[True]} == {("False", "{'zmq'}")}
+    assert {tuple(row[2:]) for row in said[False]} == {("True", "{'shm'}")}
 
 
 def test_ranks_of_several_hosts_do_without_it_but_the_parts_of_a_host_take_it(job: Any) -> None:

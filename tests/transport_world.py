@@ -69,6 +69,10 @@ class World:
         self.nodes: list[Node] = []
         for rank, transport in enumerate(self.make(kind, size)):
             self.nodes.append(Node(transport, self.nodes, rank))
+        self.start()
+
+    def start(self) -> None:
+        """Tell each transport where the others are."""
         addresses = [node.transport.address() for node in self.nodes]
         for node in self.nodes:
             node.transport.start(addresses, node)

@@ -1,11 +1,11 @@
-"""ZeroMQ over TCP: works between any two processes, and encrypts where it is asked to.
+"""ZeroMQ over TCP: the transport that works between any two processes and can encrypt.
 
 Every rank has two sockets. The *inbox* is a DEALER bound to a free port, from which all that
 others send is read. The *outbox* is a ROUTER with one connection to each rank it has sent to,
 made by the first message. So a connection carries messages one way, and two ranks that talk both
 ways have two. Connections are authenticated before a byte of theirs is believed: on one machine by
-PLAIN, a random token per inbox, handed out by the rendezvous; between machines by CURVE, with keys
-that all ranks derive from the job's, which encrypts, too.
+PLAIN, a random token per inbox, handed out by the rendezvous; between machines, and everywhere in
+an encrypted job, by CURVE, with keys that all ranks derive from the job's, which encrypts, too.
 
 ZeroMQ queues without limit here (its high-water marks drop or block by the message, not by the
 byte); what bounds memory are the credits of the transport contract and the window below. ZeroMQ
