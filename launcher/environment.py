@@ -54,6 +54,9 @@ SETTINGS = (
     Variable("PYCOLL_ALGORITHM", "algorithms to use or (^) not to: all_reduce:ring;reduce:^tree"),
     Variable("PYCOLL_SEGMENT", "bytes of a segment of a large message, as 256K; 0: never cut"),
     Variable("PYCOLL_COSTS", "file with costs, by which algorithms are chosen (pycoll tune)"),
+    Variable(
+        "PYCOLL_TCP_LINKS", "connections of tcp between two ranks (1); more for fast networks"
+    ),
     Variable("PYCOLL_RDMA_DEVICE", "RDMA device to use, or one port of it: mlx5_0 or mlx5_0:1"),
     Variable("PYCOLL_RDMA_GID", "index of the RDMA port's address to use (pycoll info lists them)"),
     Variable("PYCOLL_CUDA_IPC", "0: ranks that share a GPU do not read each other's memory there"),

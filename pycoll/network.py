@@ -6,6 +6,7 @@ core, or if the job is encrypted; otherwise it is tcp.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from pycoll.errors import BootstrapError, TransportError
 from pycoll.transports.base import Transport
 
 NETWORKS = TCP, ZMQ = "tcp", "zmq"
+MAX_LANES = 16
+"""Connections between two ranks, at most."""
+
 _CANNOT_ENCRYPT = "tcp", "rdma"
 
 
@@ -59,6 +63,20 @@ def choose(infos: Sequence[Mapping[str, Any]], encrypt: bool) -> str:
     return next(iter(first), TCP)
 
 
+def lanes(environ: Mapping[str, str]) -> int:
+    """Return how many connections two ranks have, from PYCOLL_TCP_LINKS; 1 if it is not set.
+
+    Raises:
+        BootstrapError: it is no number from 1 to 16.
+    """
+    text = environ.get("PYCOLL_TCP_LINKS") or "1"
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_LANES:
+        raise BootstrapError(
+            f"PYCOLL_TCP_LINKS is {text!r}: two ranks have 1 to {MAX_LANES} connections"
+        )
+    return int(text)
+
+
 def open_network(
     name: str, rank: int, size: int, key: bytes, addresses: Mapping[int, str], encrypt: bool
 ) -> Transport:
@@ -73,6 +91,7 @@ def open_network(
         encrypt: the user wants encryption. zmq also encrypts without that between real hosts.
 
     Raises:
+        BootstrapError: PYCOLL_TCP_LINKS makes no sense.
         TransportError: it cannot listen, or cannot encrypt.
     """
     host = "127.0.0.1"
@@ -81,8 +100,13 @@ def open_network(
     if name == TCP:
         from pycoll.transports.tcp import TcpTransport
 
-        return TcpTransport(rank, size, key, host)
+        return TcpTransport(rank, size, key, host, lanes(os.environ))
     return _open_zmq(rank, host, key if encrypt or addresses else None)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address is this machine's own, as in a job of several launchers on one."""
+    return address.startswith("127.") or address == "::1"
 
 
 def _open_zmq(rank: int, host: str, key: bytes | None) -> Transport:
