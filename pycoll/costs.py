@@ -40,6 +40,9 @@ WHOLE, CUT = "whole", "cut"
 MAX_NBYTES = 1 << 20
 """No table is larger: it would be something else."""
 
+MAX_LANES = 16
+"""Connections by tcp between two ranks, at most."""
+
 MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6
 """Between what a table says and what was measured."""
 
@@ -96,6 +99,7 @@ class Table(NamedTuple):
         sizes: in bytes, ascending: those of the factors.
         factors: (link, collective, algorithm, WHOLE or CUT) -> {ranks: by size, measured time by
             that of the formula}. A row of one factor holds for all sizes.
+        lanes: connections by tcp between two ranks with which large messages were quickest.
     """
 
     origin: str
@@ -103,6 +107,7 @@ class Table(NamedTuple):
     links: dict[str, Link]
     sizes: tuple[int, ...]
     factors: dict[tuple[str, str, str, str], dict[int, tuple[float, ...]]]
+    lanes: int = 1
 
     def seconds(self, *works: tuple[str, Work]) -> float:
         """Return what the formula says of a call that takes so much work on these links."""
@@ -163,6 +168,7 @@ class Table(NamedTuple):
             "version": VERSION,
             "origin": self.origin,
             "cores": self.cores,
+            "tcp_links": self.lanes,
             "links": links,
             "sizes": list(self.sizes),
         }
@@ -270,6 +276,7 @@ def _table(data: object) -> Table:
         links=links,
         sizes=tuple(sizes),
         factors=factors,
+        lanes=int(_number({"tcp_links": 1, **top}, "tcp_links", "it", 1.0, MAX_LANES)),
     )
 
 
@@ -279,10 +286,13 @@ def _map(value: object, what: str) -> dict[str, Any]:
     return value
 
 
-def _number(row: dict[str, Any], key: str, what: str, least: float = 0.0) -> float:
+def _number(
+    row: dict[str, Any], key: str, what: str, least: float = 0.0, most: float = 1e9
+) -> float:
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
-        raise ValueError(f"{key} of {what} is {value!r}, which is no number from {least:g} up")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        limits = f"from {least:g} up" if most == 1e9 else f"from {least:g} to {most:g}"
+        raise ValueError(f"{key} of {what} is {value!r}, which is no number {limits}")
     return float(value)
 
 

@@ -10,13 +10,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pycoll import agreed
+from pycoll.costs import MAX_LANES
 from pycoll.errors import BootstrapError, TransportError
 from pycoll.transports.base import Transport
 
 NETWORKS = TCP, ZMQ = "tcp", "zmq"
-MAX_LANES = 16
-"""Connections between two ranks, at most."""
-
 _CANNOT_ENCRYPT = "tcp", "rdma"
 
 
@@ -64,12 +63,17 @@ def choose(infos: Sequence[Mapping[str, Any]], encrypt: bool) -> str:
 
 
 def lanes(environ: Mapping[str, str]) -> int:
-    """Return how many connections two ranks have, from PYCOLL_TCP_LINKS; 1 if it is not set.
+    """Return how many connections two ranks have.
+
+    From PYCOLL_TCP_LINKS; if that is not set, what rank 0's table of costs says, else 1.
 
     Raises:
         BootstrapError: it is no number from 1 to 16.
     """
-    text = environ.get("PYCOLL_TCP_LINKS") or "1"
+    text = environ.get("PYCOLL_TCP_LINKS")
+    if not text:
+        table = agreed.current().table
+        return 1 if table is None else table.lanes
     if not text.isdecimal() or not 1 <= int(text) <= MAX_LANES:
         raise BootstrapError(
             f"PYCOLL_TCP_LINKS is {text!r}: two ranks have 1 to {MAX_LANES} connections"

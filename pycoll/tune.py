@@ -47,6 +47,12 @@ QUICK_SIZES = "8,4K,256K,4M"
 LARGEST_NBYTES = 64 << 20
 """Blocks of one rank have at most so many bytes together."""
 
+LANES = 1, 2, 4
+"""Connections by tcp that are tried."""
+
+LANES_CALLS = 9
+LANES_MUST_GAIN = 0.1
+
 JOB_TIMEOUT_S = 900.0
 
 # Between hosts nothing is measured: what the network adds to TCP inside a host is an estimate, one
@@ -171,6 +177,33 @@ class Tuning(NamedTuple):
                 yield Sample(CORE, size, collective, SHARED_MEMORY, 1, nbytes)
 
 
+def count_lanes(rounds: int, show: Callable[[str], None]) -> int:
+    """Return with how many connections between two ranks large messages by tcp are quickest.
+
+    More than one must gain a tenth: each takes memory, and descriptors of both ranks.
+    """
+    seconds: dict[int, list[float]] = {lanes: [] for lanes in LANES}
+    for _ in range(rounds):
+        for lanes, found in seconds.items():
+            show(f"send, 2 ranks, tcp, {lanes} connections")
+            os.environ["PYCOLL_TCP_LINKS"] = str(lanes)
+            try:
+                answers = pycoll.run(
+                    tune_worker.measure_send,
+                    2,
+                    LARGEST_NBYTES,
+                    LANES_CALLS,
+                    timeout=JOB_TIMEOUT_S,
+                    transport=TCP,
+                )
+            finally:
+                del os.environ["PYCOLL_TCP_LINKS"]
+            found += answers[0]
+    medians = {lanes: statistics.median(found) for lanes, found in seconds.items()}
+    best = min(medians, key=medians.__getitem__)
+    return best if medians[best] < (1 - LANES_MUST_GAIN) * medians[1] else 1
+
+
 def _time(transport: str, size: int, samples: Sequence[Sample]) -> list[list[float]]:
     """Run a job; return for each sample the seconds of each of its calls."""
     lengths = sorted({sample.nbytes for sample in samples})
@@ -224,7 +257,8 @@ def make_table(base: Table, samples: Sequence[Sample], origin: str, cores: int) 
         links[NET] = tcp._replace(step=tcp.step + NET_STEP_S, path=tcp.path + NET_BYTE_S)
     if SHM in measured:
         links[RDMA] = costs.estimated_rdma(links[SHM])
-    table = Table(origin, cores, links, tuple(sorted({s.nbytes for s in samples} - {0})), {})
+    sizes = tuple(sorted({s.nbytes for s in samples} - {0}))
+    table = Table(origin, cores, links, sizes, {}, base.lanes)
     if base.cores == cores and base.sizes == table.sizes:
         kept = {row: rows for row, rows in base.factors.items() if row[0] not in measured}
         table = table._replace(factors=kept)
@@ -283,7 +317,7 @@ def main(arguments: argparse.Namespace) -> int:
     output = arguments.output or _default_output()
     # What is measured is for jobs without settings; and a table may be measured because the one in
     # the home folder is of another version.
-    for name in ("PYCOLL_ALGORITHM", "PYCOLL_SEGMENT"):
+    for name in ("PYCOLL_ALGORITHM", "PYCOLL_SEGMENT", "PYCOLL_TCP_LINKS"):
         os.environ.pop(name, None)
     os.environ["PYCOLL_COSTS"] = str(costs.SHIPPED)
     here = machine.describe()
@@ -298,6 +332,8 @@ def main(arguments: argparse.Namespace) -> int:
             samples = tuning.measure(None, progress.show)
             table = make_table(costs.shipped(), samples, origin, here.cores)
             table = add_factors(table, tuning.measure(table, progress.show))
+            if TCP in tuning.transports:
+                table = table._replace(lanes=count_lanes(tuning.rounds, progress.show))
     except (pycoll.Error, KeyboardInterrupt) as exc:
         _say(f"nothing was written: {str(exc) or 'interrupted'}")
         return 1 if isinstance(exc, pycoll.Error) else 128 + signal.SIGINT

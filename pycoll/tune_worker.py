@@ -50,6 +50,23 @@ def measure(comm: Communicator, plans: Sequence[Plan]) -> list[list[list[float]]
     return [_measure(comm, plan) for plan in plans]
 
 
+def measure_send(comm: Communicator, nbytes: int, count: int) -> list[float]:
+    """Time messages of so many bytes from rank 0 to rank 1, each until it is answered."""
+    x = np.zeros(nbytes, np.uint8)
+    answer = np.zeros(1, np.uint8)
+    seconds = []
+    for _ in range(count + 1):
+        start = time.perf_counter()
+        if comm.rank == 0:
+            comm.send(x, 1)
+            comm.recv(1, out=answer)
+        else:
+            comm.recv(0, out=x)
+            comm.send(answer, 0)
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]  # the first makes the connections
+
+
 def _measure(comm: Communicator, plan: Plan) -> list[list[float]]:
     lengths = {way.segment_nbytes for way in plan.ways if way.segment_nbytes is not None}
     cutting = {nbytes: _cutting(comm, nbytes) for nbytes in sorted(lengths)}
