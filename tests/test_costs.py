@@ -199,3 +199,12 @@ def test_hosts_that_were_not_looked_at_are_like_the_others() -> None:
     inside, across = flows.between_hosts(find("barrier", "dissemination"), hosts, cores)
     # To the neighbor one of a host's two ranks sends across, to ranks farther away both do.
     assert (inside.ends, across.load) == (2 * 1 / 2, 1 + 2 + 2 + 2)
+
+
+def test_a_table_says_how_many_connections_tcp_has() -> None:
+    text = table(lanes=4).as_json()
+    assert costs.parse(text, "it").lanes == 4
+    without = {key: value for key, value in json.loads(text).items() if key != "tcp_links"}
+    assert costs.parse(json.dumps(without), "it").lanes == 1
+    with pytest.raises(ValueError, match="tcp_links of it is 17, which is no number from 1 to 16"):
+        costs.parse(json.dumps({**without, "tcp_links": 17}), "it")
