@@ -6,16 +6,16 @@ core, or if the job is encrypted; otherwise it is tcp.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pycoll import agreed
-from pycoll.costs import MAX_LANES
 from pycoll.errors import BootstrapError, TransportError
 from pycoll.transports.base import Transport
 
 NETWORKS = TCP, ZMQ = "tcp", "zmq"
+MAX_LANES = 16
+"""Connections by tcp between two ranks, at most."""
+
 _CANNOT_ENCRYPT = "tcp", "rdma"
 
 
@@ -62,18 +62,18 @@ def choose(infos: Sequence[Mapping[str, Any]], encrypt: bool) -> str:
     return next(iter(first), TCP)
 
 
-def lanes(environ: Mapping[str, str]) -> int:
-    """Return how many connections two ranks have.
+def lanes(environ: Mapping[str, str], found: int) -> int:
+    """Return how many connections two ranks have by tcp: PYCOLL_TCP_LINKS, if that is set.
 
-    From PYCOLL_TCP_LINKS; if that is not set, what rank 0's table of costs says, else 1.
+    Args:
+        found: what the table of costs says.
 
     Raises:
-        BootstrapError: it is no number from 1 to 16.
+        BootstrapError: the variable is no number from 1 to 16.
     """
     text = environ.get("PYCOLL_TCP_LINKS")
     if not text:
-        table = agreed.current().table
-        return 1 if table is None else table.lanes
+        return min(found, MAX_LANES)
     if not text.isdecimal() or not 1 <= int(text) <= MAX_LANES:
         raise BootstrapError(
             f"PYCOLL_TCP_LINKS is {text!r}: two ranks have 1 to {MAX_LANES} connections"
@@ -82,7 +82,13 @@ def lanes(environ: Mapping[str, str]) -> int:
 
 
 def open_network(
-    name: str, rank: int, size: int, key: bytes, addresses: Mapping[int, str], encrypt: bool
+    name: str,
+    rank: int,
+    size: int,
+    key: bytes,
+    addresses: Mapping[int, str],
+    encrypt: bool,
+    num_lanes: int = 1,
 ) -> Transport:
     """Open the transport `name`, which is "tcp" or "zmq".
 
@@ -93,9 +99,9 @@ def open_network(
         addresses: by number of a host its address, as this host reaches it; empty if the job has
             one real host: then it listens on loopback only.
         encrypt: the user wants encryption. zmq also encrypts without that between real hosts.
+        num_lanes: see `lanes`.
 
     Raises:
-        BootstrapError: PYCOLL_TCP_LINKS makes no sense.
         TransportError: it cannot listen, or cannot encrypt.
     """
     host = "127.0.0.1"
@@ -104,7 +110,7 @@ def open_network(
     if name == TCP:
         from pycoll.transports.tcp import TcpTransport
 
-        return TcpTransport(rank, size, key, host, lanes(os.environ))
+        return TcpTransport(rank, size, key, host, num_lanes)
     return _open_zmq(rank, host, key if encrypt or addresses else None)
 
 

@@ -448,8 +448,10 @@ class _Meeting:
         sharing = ["shm" in info for info in self._infos]
         if self._needs_network(all(sharing)):
             name = network.choose(self._infos, encrypt)
+            table = agreed.current().table
+            lanes = network.lanes(os.environ, 1 if table is None else table.lanes)
             self._net = network.open_network(
-                name, place.rank, place.size, place.key, place.addresses, encrypt
+                name, place.rank, place.size, place.key, place.addresses, encrypt, lanes
             )
             opened.append(self._net)
             said = control.exchange(self._net.address(), timeout)
