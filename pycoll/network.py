@@ -114,11 +114,6 @@ def open_network(
     return _open_zmq(rank, host, key if encrypt or addresses else None)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an IP address is this machine's own, as in a job of several launchers on one."""
-    return address.startswith("127.") or address == "::1"
-
-
 def _open_zmq(rank: int, host: str, key: bytes | None) -> Transport:
     import zmq
 

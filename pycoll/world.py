@@ -460,8 +460,7 @@ class _Meeting:
                 for address, node in zip(said, nodes, strict=True)
             ]
             # zmq encrypts between real hosts also when nobody has asked for that.
-            elsewhere = not all(map(network.is_loopback, place.addresses.values()))
-            if place.rank == 0 and elsewhere and self._net.name != network.ZMQ:
+            if place.rank == 0 and place.addresses and self._net.name != network.ZMQ:
                 self._tell_unencrypted(control)
         if self.shared_memory is not None:
             peers = [rank for rank, node in enumerate(nodes) if node == place.node]
