@@ -69,7 +69,7 @@ class Side:
 
     Attributes:
         name: of a transport of pycoll as ``"pycoll shm"``, or ``"pycoll shm, shared"`` for arrays
-            that the ranks have mapped; or of a peer.
+            that the ranks have mapped; ``"pycoll hosts"`` for two emulated hosts; or of a peer.
         is_peer: not pycoll.
     """
 
@@ -90,7 +90,7 @@ class Side:
         """Say why it cannot be measured here and what to do; None if it can."""
         if self._peer is None:
             try:
-                transports.check(self._transport)
+                transports.check("auto" if self._transport == "hosts" else self._transport)
             except TransportError as exc:
                 return str(exc)
             return None
@@ -118,6 +118,8 @@ class Side:
         """The command that starts `program` (for its Python: a file, or -m module) on `ranks`."""
         if self._peer is None:
             launcher = [sys.executable, "-m", "pycoll.launcher", "-n", str(ranks)]
+            if self._transport == "hosts":
+                return [*launcher, "--emulate-hosts", "2", *program]
             return [*launcher, "--transport", self._transport, *program]
         # -I: the folder of the file holds modules named like some of the standard library, and
         # PYTHONPATH is meant for the Python that runs this one.
