@@ -15,7 +15,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,9 @@ COLLECTIVES = (
     "barrier",
     "send",
 )
-TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
+# What is started and waited for at once; halo: messages to and from both neighbors on a ring.
+REQUESTS = ("halo", "iall_reduce", "iall_gather", "ibarrier")
+TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma", "hosts")
 # Bytes of an element.
 DTYPES = {"float32": 4, "float64": 8, "int8": 1, "int32": 4, "int64": 8, "uint8": 1}
 # All that every dtype's items divide.
@@ -52,11 +54,14 @@ _DEFAULT_FACTOR = 4
 _DISTURBED_CORES = 0.2
 
 _EPILOG = """\
-sizes:   bytes of one rank's value in all_reduce, broadcast, reduce and send; of one block, which
-         one rank has for or from one other, in all_gather, gather, scatter, reduce_scatter and
-         all_to_all. 8:64M is 8, 32, 128, ... and 64M; 8:64M:2 doubles; 8,1K,64M is a list.
+sizes:   bytes of one rank's value in all_reduce, broadcast, reduce, send and halo; of one block,
+         which one rank has for or from one other, in all_gather, gather, scatter, reduce_scatter
+         and all_to_all. 8:64M is 8, 32, 128, ... and 64M; 8:64M:2 doubles; 8,1K,64M is a list.
 time:    of a call on the slowest rank; of send: from rank 0 to rank 1, half of there and back.
          Arrays for the results exist (`out=`); broadcast fills the same array again and again.
+         iall_reduce, iall_gather and ibarrier are started and waited for at once. halo starts
+         messages from and to both neighbors on a ring of ranks, and waits for all four.
+hosts:   --transport hosts emulates two hosts: tcp between them, shared memory on each.
 alias:   arrays begin with a page. --alias 0,16,32 measures each size also where the array of the
          result lies so many bytes behind the source's, modulo 4096: 1 to 31 is slow on many
          processors, and where arrays that are allocated one after the other often lie.
@@ -71,6 +76,7 @@ class Conditions(NamedTuple):
         algorithm: of pycoll, None: its own choice.
         aliases: where the array of a result begins behind a page; what is sent begins with one.
         timeout_s: after which a job is ended.
+        usage: measure processor time and bytes on the loopback interface, too.
     """
 
     ranks: int
@@ -80,6 +86,7 @@ class Conditions(NamedTuple):
     algorithm: str | None = None
     aliases: tuple[int, ...] = (0,)
     timeout_s: float = 300.0
+    usage: bool = False
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -150,22 +157,40 @@ def measure(
     Raises:
         BenchError: a job failed, took too long, or got wrong values.
     """
+    return measure_together({collective: conditions.sizes}, sides, conditions, progress)
+
+
+def measure_together(
+    sizes: Mapping[str, Sequence[int]],
+    sides: Sequence[Side],
+    conditions: Conditions,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Sample]:
+    """Like `measure`, with several collectives in each job.
+
+    Args:
+        sizes: bytes, by collective; they are measured instead of those of the conditions.
+    """
     samples = []
+    plan = {
+        "sizes": dict(sizes),
+        "dtype": conditions.dtype,
+        "algorithm": conditions.algorithm,
+        "aliases": conditions.aliases,
+        "usage": conditions.usage,
+    }
     for number in range(1, conditions.rounds + 1):
         for side in sides:
-            progress(f"{collective}, round {number} of {conditions.rounds}: {side.name}")
-            plan = {
-                "collective": collective,
-                "sizes": conditions.sizes if collective != "barrier" else (0,),
-                "dtype": conditions.dtype,
-                "algorithm": conditions.algorithm,
-                "aliases": conditions.aliases if collective != "barrier" else (0,),
-                "copy": not side.is_peer,
-            }
+            names = ", ".join(sizes)
+            progress(f"{names}, round {number} of {conditions.rounds}: {side.name}")
             clock = machine.CpuClock()
-            result = side.run(conditions.ranks, plan, conditions.timeout_s)
-            job = collective, conditions.ranks, number, side.name, clock.others()
-            samples.append(Sample(*job, result["figures"], result["versions"]))
+            job = plan | {"copy": not side.is_peer}
+            result = side.run(conditions.ranks, job, conditions.timeout_s)
+            others = clock.others()
+            for name in sizes:
+                figures = [f for f in result["figures"] if f["collective"] == name]
+                about = name, conditions.ranks, number, side.name, others
+                samples.append(Sample(*about, figures, result["versions"]))
     return samples
 
 
@@ -200,8 +225,8 @@ def warn_if_disturbed(samples: Sequence[Sample]) -> None:
     disturbed = [s.others_cores for s in samples if s.others_cores > _DISTURBED_CORES]
     if disturbed:
         say(
-            f"warning: in {len(disturbed)} of {len(samples)} jobs other processes used up to "
-            f"{max(disturbed):.1f} cores: do not trust the figures"
+            f"warning: in {len(disturbed)} of {len(samples)} measurements other processes used "
+            f"up to {max(disturbed):.1f} cores: do not trust the figures"
         )
 
 
@@ -229,11 +254,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "collectives",
         nargs="*",
         metavar="COLLECTIVE",
-        help=f"{', '.join(COLLECTIVES)} (default: all_reduce)",
+        help=f"{', '.join((*COLLECTIVES, *REQUESTS))} (default: all_reduce)",
     )
     add("-n", "--ranks", type=int, default=2, metavar="N", help="ranks (default: 2)")
     add("--sizes", default=_DEFAULT_SIZES, metavar="S", help=f"default: {_DEFAULT_SIZES}")
-    add("--transport", default="auto", metavar="T", help="one or more of shm,tcp,zmq,rdma,auto")
+    add(
+        "--transport",
+        default="auto",
+        metavar="T",
+        help="one or more of shm,tcp,zmq,rdma,auto,hosts",
+    )
     add("--against", metavar="P", help=f"one or more of {','.join(PEERS)}")
     add("--dtype", choices=DTYPES, default="float32", metavar="D", help=f"{', '.join(DTYPES)}")
     add("--alias", default="0", metavar="D", help="bytes from source to result, modulo 4096 (0)")
@@ -287,7 +317,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], list[Side]]:
     collectives = arguments.collectives or ["all_reduce"]
-    _known("collective", collectives, COLLECTIVES)
+    _known("collective", collectives, (*COLLECTIVES, *REQUESTS))
     transports = arguments.transport.split(",")
     _known("transport", transports, TRANSPORTS)
     peers = arguments.against.split(",") if arguments.against else []
@@ -298,7 +328,8 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         raise ValueError(f"--rounds {arguments.rounds}: at least 1")
     if arguments.algorithm is not None:
         for collective in collectives:
-            known = pycoll.algorithms(collective) if collective != "send" else []
+            of_messages = collective in ("send", "halo")
+            known = [] if of_messages else pycoll.algorithms(collective.removeprefix("i"))
             _known(f"algorithm of {collective}", [arguments.algorithm], known)
     conditions = Conditions(
         ranks=arguments.ranks,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 
 KiB = 1024
 # Where a size is that of one rank's whole value; elsewhere it is that of one block.
-OF_A_VALUE = frozenset({"broadcast", "reduce", "all_reduce", "send"})
+OF_A_VALUE = frozenset({"broadcast", "reduce", "all_reduce", "iall_reduce", "send", "halo"})
 
 
 class Sample(NamedTuple):
@@ -21,7 +21,8 @@ class Sample(NamedTuple):
         side: as in `bench_sides.Side.name`.
         others_cores: cores that processes of others used meanwhile, on average.
         figures: for each size `nbytes` and distance `alias`, `seconds` a call, `calls` in the
-            timed loop, and from pycoll `copy_seconds`: one pass of NumPy over the same bytes.
+            timed loop, and from pycoll `copy_seconds`: one pass of NumPy over the same bytes. With
+            `Conditions.usage`, of a call: `cpu_seconds` of all ranks, and `wire_bytes`.
         versions: of what was measured.
     """
 
@@ -163,7 +164,7 @@ class Table(NamedTuple):
 def table(found: Sequence[Row]) -> Table:
     """The table of one collective: median (smallest-largest) of every side, and the ratios."""
     first = found[0]
-    size = "" if first.collective == "barrier" else f"; size: {size_meaning(first.collective)}"
+    size = "" if not first.nbytes else f"; size: {size_meaning(first.collective)}"
     several = len(first.ours) > 1
     aliased = any(row.alias for row in found)
     heads = ["size", *(["alias"] if aliased else []), "", *first.sides]

@@ -69,7 +69,8 @@ class Side:
 
     Attributes:
         name: of a transport of pycoll as ``"pycoll shm"``, or ``"pycoll shm, shared"`` for arrays
-            that the ranks have mapped, ``"pycoll zmq, encrypted"``; or of a peer.
+            that the ranks have mapped, ``"pycoll zmq, encrypted"``, or ``"pycoll hosts"`` for two
+            emulated hosts; or of a peer.
         is_peer: not pycoll.
     """
 
@@ -91,7 +92,7 @@ class Side:
         """Say why it cannot be measured here and what to do; None if it can."""
         if self._peer is None:
             try:
-                transports.check(self._transport)
+                transports.check("auto" if self._transport == "hosts" else self._transport)
             except TransportError as exc:
                 return str(exc)
             return None
@@ -120,6 +121,8 @@ class Side:
         if self._peer is None:
             launcher = [sys.executable, "-m", "pycoll.launcher", "-n", str(ranks)]
             encrypt = ["--encrypt"] if self._encrypts else []
+            if self._transport == "hosts":
+                return [*launcher, "--emulate-hosts", "2", *encrypt, *program]
             return [*launcher, "--transport", self._transport, *encrypt, *program]
         # -I: the folder of the file holds modules named like some of the standard library, and
         # PYTHONPATH is meant for the Python that runs this one.

@@ -1,4 +1,4 @@
-"""A rank of a benchmark job: times one collective of pycoll, of MPI, or of gloo.
+"""A rank of a benchmark job: times calls of pycoll, of MPI, or of gloo.
 
     python bench_worker.py PLAN RESULT
 
@@ -15,10 +15,11 @@ import itertools
 import json
 import math
 import platform
+import resource
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +43,11 @@ PAGE = 4096
 # Collectives whose argument has a row for every rank.
 SPLITTING = frozenset({"scatter", "reduce_scatter", "all_to_all"})
 # Collectives whose result has a row of every rank.
-STACKING = frozenset({"gather", "all_gather", "all_to_all"})
+STACKING = frozenset({"gather", "all_gather", "all_to_all", "iall_gather"})
+# Those that only wait: without values and results.
+BARRIERS = frozenset({"barrier", "ibarrier"})
+# Non-blocking collectives: each is started and waited for at once.
+NON_BLOCKING = frozenset({"ibarrier", "iall_reduce", "iall_gather"})
 
 
 class Side(ABC):
@@ -62,7 +67,8 @@ class Side(ABC):
         """What is timed; the root is rank 0.
 
         Args:
-            collective: its name in pycoll, or "send": there and back between ranks 0 and 1.
+            collective: its name in pycoll; "send": there and back between ranks 0 and 1; "halo":
+                non-blocking messages to both neighbors on a ring, and from them.
             source: what this rank contributes.
             target: where the result goes; `source` itself if the collective is in `in_place`.
         """
@@ -82,6 +88,10 @@ class Side(ABC):
     @abstractmethod
     def versions(self) -> dict[str, str]:
         """What is measured."""
+
+    def neighbors(self) -> tuple[int, int]:
+        """The ranks on the left and on the right of this one, on a ring."""
+        return (self.rank - 1) % self.size, (self.rank + 1) % self.size
 
     def turn(self, first: Call, second: Call) -> Call:
         """The call of rank 0, of rank 1, or, elsewhere, nothing."""
@@ -107,9 +117,15 @@ class Pycoll(Side):
                 lambda: (send(source, 1), recv(1, out=target)),
                 lambda: (recv(0, out=target), send(source, 0)),
             )
+        if collective == "halo":
+            return self._halo(source, target)
         method = getattr(self.comm, collective)
         if self.algorithm is not None:
             method = functools.partial(method, algorithm=self.algorithm)
+        if collective == "ibarrier":
+            return lambda: method().wait()
+        if collective in NON_BLOCKING:
+            return lambda: method(source, out=target).wait()
         if collective == "barrier":
             return lambda: method()
         if collective == "broadcast":
@@ -117,6 +133,20 @@ class Pycoll(Side):
         if collective == "scatter" and self.rank != 0:
             return lambda: method(None, out=target)
         return lambda: method(source, out=target)
+
+    def _halo(self, source: Array, target: Array) -> Call:
+        from pycoll import wait_all
+
+        isend, irecv, (left, right) = self.comm.isend, self.comm.irecv, self.neighbors()
+        first, second = target
+        return lambda: wait_all(
+            [
+                irecv(left, 0, out=first),
+                irecv(right, 1, out=second),
+                isend(source, right, 0),
+                isend(source, left, 1),
+            ]
+        )
 
     def barrier(self) -> None:
         self.comm.barrier()
@@ -149,6 +179,9 @@ class Mpi(Side):
         "reduce_scatter": "Reduce_scatter_block",
         "all_to_all": "Alltoall",
         "barrier": "Barrier",
+        "iall_reduce": "Iallreduce",
+        "iall_gather": "Iallgather",
+        "ibarrier": "Ibarrier",
     }
     _TYPES: ClassVar = {
         "float32": "FLOAT",
@@ -174,7 +207,13 @@ class Mpi(Side):
             return self.turn(
                 lambda: (send(here, 1), recv(there, 1)), lambda: (recv(there, 0), send(here, 0))
             )
+        if collective == "halo":
+            return self._halo(here, [[row, datatype] for row in target])
         method = getattr(comm, self._METHODS[collective])
+        if collective == "ibarrier":
+            return lambda: method().Wait()
+        if collective in NON_BLOCKING:
+            return lambda: method(here, there).Wait()
         if collective == "barrier":
             return lambda: method()
         if collective == "broadcast":
@@ -184,6 +223,19 @@ class Mpi(Side):
         if collective in ("reduce", "gather") and self.rank != 0:
             return lambda: method(here, None)
         return lambda: method(here, there)
+
+    def _halo(self, here: Any, rows: list[Any]) -> Call:
+        isend, irecv, wait_all = self.comm.Isend, self.comm.Irecv, self.mpi.Request.Waitall
+        left, right = self.neighbors()
+        first, second = rows
+        return lambda: wait_all(
+            [
+                irecv(first, left, 0),
+                irecv(second, right, 1),
+                isend(here, right, 0),
+                isend(here, left, 1),
+            ]
+        )
 
     def barrier(self) -> None:
         self.comm.Barrier()
@@ -203,7 +255,7 @@ class Mpi(Side):
 class Gloo(Side):
     """torch.distributed with the gloo backend, on tensors; its reductions are in place."""
 
-    in_place = frozenset({"broadcast", "reduce", "all_reduce"})
+    in_place = frozenset({"broadcast", "reduce", "all_reduce", "iall_reduce"})
 
     def __init__(self) -> None:
         import torch
@@ -228,6 +280,8 @@ class Gloo(Side):
         if collective == "scatter":
             rows = list(here) if root else None
             return lambda: dist.scatter(there, rows, 0)
+        if collective == "halo":
+            return self._halo(here, list(there))
         whole, result = here.view(-1), there.view(-1)  # these want no axis of ranks
         calls: dict[str, Call] = {
             "broadcast": lambda: dist.broadcast(here, 0),
@@ -237,8 +291,27 @@ class Gloo(Side):
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(result, whole),
             "all_to_all": lambda: dist.all_to_all_single(result, whole),
             "barrier": lambda: dist.barrier(),
+            "iall_reduce": lambda: dist.all_reduce(here, async_op=True).wait(),
+            "iall_gather": lambda: dist.all_gather_into_tensor(result, whole, async_op=True).wait(),
+            "ibarrier": lambda: dist.barrier(async_op=True).wait(),
         }
         return calls[collective]
+
+    def _halo(self, here: Any, rows: list[Any]) -> Call:
+        isend, irecv, (left, right) = self.dist.isend, self.dist.irecv, self.neighbors()
+        first, second = rows
+
+        def exchange() -> None:
+            requests = [
+                irecv(first, left, tag=0),
+                irecv(second, right, tag=1),
+                isend(here, right, tag=0),
+                isend(here, left, tag=1),
+            ]
+            for request in requests:
+                request.wait()
+
+        return exchange
 
     def barrier(self) -> None:
         self.dist.barrier()
@@ -270,7 +343,7 @@ class Case:
         self._cycle = np.tile(np.arange(61, dtype=dtype), count // 61 + 1)[:count]
         in_place = collective in side.in_place
         behind = alias if in_place and side.rank != 0 else 0
-        source = self._array(collective in SPLITTING, behind)
+        source = self._array(side.size if collective in SPLITTING else None, behind)
         for index, row in enumerate(source.reshape(-1, max(1, count))):  # 0: a barrier
             row[...] = self._row(side.rank, index)
         if in_place:
@@ -278,15 +351,16 @@ class Case:
             if collective == "broadcast" and side.rank != 0:
                 source.fill(dtype.type(0))
         else:
-            self._target = self._array(collective in STACKING, alias)
+            stacked = side.size if collective in STACKING else None
+            self._target = self._array(2 if collective == "halo" else stacked, alias)
             self._target.fill(dtype.type(0))
         # What is reduced in place over and over would run into infinity.
         self._exhausts = in_place and collective != "broadcast"
         self.call = side.call(collective, source, self._target)
 
-    def _array(self, rows: bool, behind: int) -> Array:
-        """An array that begins so many bytes behind the beginning of a page."""
-        shape = (self._size, len(self._cycle)) if rows else (len(self._cycle),)
+    def _array(self, rows: int | None, behind: int) -> Array:
+        """An array, of rows or without, that begins so many bytes behind that of a page."""
+        shape = (rows, len(self._cycle)) if rows is not None else (len(self._cycle),)
         nbytes = math.prod(shape) * self._cycle.itemsize
         memory = np.empty(nbytes + 2 * PAGE, np.uint8)
         begin = -memory.ctypes.data % PAGE + behind
@@ -300,8 +374,10 @@ class Case:
     def _expected(self) -> Iterable[Array]:
         """The rows of the result on this rank."""
         collective, rank, row, ranks = self._collective, self._rank, self._row, range(self._size)
-        if collective == "barrier" or (collective in ("reduce", "gather") and rank != 0):
+        if collective in BARRIERS or (collective in ("reduce", "gather") and rank != 0):
             return []
+        if collective == "halo":
+            return [row((rank + step) % self._size, 0) for step in (-1, 1)]
         if collective == "send":
             return [row(1 - rank, 0)] if rank < 2 else []
         if collective in ("broadcast", "scatter"):
@@ -363,23 +439,56 @@ def copy_pass(side: Side, count: int, dtype: np.dtype[Any]) -> float:
     return seconds
 
 
+def loopback_bytes() -> int:
+    """What this machine, or its network namespace, has sent to itself by TCP/IP, in bytes."""
+    for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    return 0
+
+
+def usage(side: Side, call: Call) -> dict[str, float]:
+    """What a call uses besides time: processor time of all ranks, and bytes on the loopback."""
+    side.barrier()
+    wire, before = loopback_bytes(), resource.getrusage(resource.RUSAGE_SELF)
+    loop(call, MIN_CALLS)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    wire = loopback_bytes() - wire
+    mine = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds = [side.largest(mine if side.rank == rank else 0.0) for rank in range(side.size)]
+    return {"cpu_seconds": sum(seconds) / MIN_CALLS, "wire_bytes": wire / MIN_CALLS}
+
+
 def figures(side: Side, plan: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """Time the plan's collective in each of its sizes.
+    """Time the plan's collectives, each in its sizes.
 
     Raises:
         RuntimeError: a result was wrong; on all ranks.
     """
-    collective, dtype = plan["collective"], np.dtype(plan["dtype"])
-    for nbytes, alias in itertools.product(plan["sizes"], plan["aliases"]):
+    for collective, sizes in plan["sizes"].items():
+        yield from figures_of(side, collective, sizes, plan)
+
+
+def figures_of(
+    side: Side, collective: str, sizes: Sequence[int], plan: dict[str, Any]
+) -> Iterable[dict[str, Any]]:
+    """Time one collective in some sizes."""
+    dtype = np.dtype(plan["dtype"])
+    cases = itertools.product(sizes, plan["aliases"])
+    for nbytes, alias in [(0, 0)] if collective in BARRIERS else cases:
         count = nbytes // dtype.itemsize
         case = Case(side, collective, count, dtype, alias)
         wrong = side.largest(-1.0 if case.check() else float(side.rank))
         if wrong >= 0:
             raise RuntimeError(f"{collective} of {nbytes} bytes: rank {wrong:.0f} got wrong values")
         seconds, calls = measure(functools.partial(joint_loop, side, case.call))
-        figure = {"nbytes": nbytes, "alias": alias, "seconds": seconds, "calls": calls}
+        figure = {"collective": collective, "nbytes": nbytes, "alias": alias}
+        figure |= {"seconds": seconds, "calls": calls}
         if collective == "send":
             figure["seconds"] = seconds / 2  # there and back
+        if plan["usage"]:
+            figure |= usage(side, case.call)
         if plan["copy"]:
             figure["copy_seconds"] = copy_pass(side, count, dtype)
         yield figure

@@ -289,6 +289,7 @@ class Context:
         self.in_core: InCore | None = None
         self.unheard = False
         self._history: dict[int, bytes] = {}
+        self._newest = b""  # the call begun last; the history may have it no more
         self._left: dict[int, LastCall] = {}
         # Each message is in the queues of all its patterns.
         self._messages: Queues[Message] = Queues()
@@ -403,7 +404,7 @@ class Context:
         """Start a collective call; returns its number. Messages that came early are compared."""
         number = self.next_number
         self.next_number += 1
-        self.calls[number] = call
+        self.calls[number] = self._newest = call
         for rank, last in self._left.items():
             if last.number == number:
                 self._check_same(number, call, rank, last.call.encode())
@@ -564,9 +565,7 @@ class Context:
 
     def last_call(self) -> LastCall:
         """Return what to tell of the last call."""
-        number = self.next_number - 1
-        call = self.recent_calls().get(number, b"").decode()
-        return LastCall(self.ident, self.num_calls, number, call)
+        return LastCall(self.ident, self.num_calls, self.next_number - 1, self._newest.decode())
 
     def peer_left(self, rank: int, last: LastCall) -> None:
         """Hear from a rank that leaves what it has called last."""

@@ -101,12 +101,13 @@ def verdicts(comm: pycoll.Communicator, names: list[str], idle: bool) -> list[bo
 
 
 def test_results_of_pycoll_are_found_right() -> None:
-    names = list(bench.COLLECTIVES)
+    names = [*bench.COLLECTIVES, *bench.REQUESTS]
     assert pycoll.run(verdicts, 3, names, False) == [[True] * len(names)] * 3
 
 
 def test_results_of_a_library_that_does_nothing_are_found_wrong() -> None:
-    names = [name for name in bench.COLLECTIVES if name != "barrier"]
+    every = {*bench.COLLECTIVES, *bench.REQUESTS}
+    names = sorted(every - bench_worker.BARRIERS)
     wrong = np.logical_not(pycoll.run(verdicts, 3, names, True))
     somewhere = wrong.any(axis=0)
     assert dict(zip(names, somewhere, strict=True)) == dict.fromkeys(names, True)
@@ -324,6 +325,70 @@ def test_a_benchmark_that_is_ended_ends_its_job(tmp_path: Path) -> None:
     with pytest.raises(ProcessLookupError):
         signal.pidfd_send_signal(descriptor, 0)
     os.close(descriptor)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def run_messages(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "benchmarks/messages", *map(str, arguments)],
+        env=os.environ | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60 * PATIENCE,
+        check=False,
+    )
+
+
+def test_messages_are_timed_beside_the_peers_that_are_there(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = run_messages(
+        *("halo", "iall_gather", "ibarrier", "--transport", "tcp,hosts", "--ranks", "2,3"),
+        *("--rounds", "1", "--json", file),
+        PYCOLL_BENCH_PEERS=str(tmp_path),
+        TMPDIR=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    for peer in ("openmpi", "openmpi-tcp", "gloo"):
+        assert f"left out: {peer} is not in {tmp_path}" in done.stderr
+    titles = [line for line in done.stdout.splitlines() if line.startswith("pycoll ")]
+    assert titles == [
+        f"pycoll {transport}, {ranks} ranks; us"
+        for ranks in (2, 3)
+        for transport in ("tcp", "hosts")
+    ]
+    rows = [line.split()[:3] for line in done.stdout.splitlines() if "halo" in line]
+    assert rows == [["halo", "8", "B"], ["halo", "1", "MiB"]] * 4
+    found = json.loads(file.read_text(encoding="utf-8"))["results"]
+    measured = [(row["ranks"], row["collective"], row["nbytes"]) for row in found]
+    calls = [("halo", 8), ("halo", MIB), ("iall_gather", 8), ("iall_gather", 64 * KIB)]
+    assert measured == [(ranks, *call) for ranks in (2, 3) for call in [*calls, ("ibarrier", 0)]]
+    for row in found:
+        for times in row["seconds"].values():
+            assert 0 < times["low"] <= times["median"] < 10
+
+
+def test_what_a_large_message_uses_is_counted_and_a_missing_tool_is_named(tmp_path: Path) -> None:
+    done = run_messages(
+        *("--counts", "--transport", "tcp", "--ranks", "2", "--rounds", "1", "--against", ""),
+        PATH=str(tmp_path),
+        TMPDIR=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "benchmarks/instructions: skipped: no valgrind on this machine" in done.stdout
+    [line] = [line for line in done.stdout.splitlines() if line.split()[:2] == ["pycoll", "tcp"]]
+    microseconds, ratio = map(float, line.split()[2:])
+    assert microseconds > 0
+    assert 1 <= ratio < 3  # other programs may use the loopback interface, too
+
+
+def test_what_messages_does_not_know_is_refused() -> None:
+    for arguments in (["send", "--transport", "udp"], ["--against", "mvapich"], ["sendd"]):
+        done = run_messages(*arguments)
+        assert done.returncode == 2
+        assert re.search(r"error: .*(udp|mvapich|sendd)", done.stderr)
 
 
 # ---------------------------------------------------------------- the targets

@@ -187,3 +187,26 @@ else:
 """,
     )
     assert (done.status, done.content) == (0, [0, 1, 2]), done.stderr
+
+
+@on_every_transport
+def test_the_last_call_is_told_though_many_before_it_ended_later(job: Any, transport: str) -> None:
+    done = job(
+        2,
+        """
+if rank == 0:
+    comm.recv(1)
+requests = [comm.iall_reduce(i) for i in range(20)]
+requests.append(comm.igather(np.ones(2)))
+if rank == 1:
+    # What it sends is buffered: its share in the gather has ended before the sums.
+    assert requests[-1].wait() is None
+    comm.send("started", 0)
+pycoll.wait_all(requests)
+pycoll.finalize()
+ok()
+""",
+        "--transport",
+        transport,
+    )
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
