@@ -51,7 +51,8 @@ static struct pc_tcp_out *make_out(struct pc_tcp *tcp, const struct iovec *piece
 
 /* Put it behind what waits for the first lane, or for the link. */
 static void append(struct pc_tcp_peer *peer, struct pc_tcp_out *out) {
-    bool linked = peer->lanes != NULL;
+    /* Another lane may be there before the first one. */
+    bool linked = peer->lanes != NULL && peer->lanes[0].fd >= 0;
     struct pc_tcp_out **first = linked ? &peer->lanes[0].first : &peer->first;
     struct pc_tcp_out **last = linked ? &peer->lanes[0].last : &peer->last;
     if (*first == NULL)
