@@ -37,6 +37,11 @@
 #define PC_TCP_LONG ((size_t)64 << 10)
 #endif
 
+/* Bytes read or written by one call, which must come back to look at the other things. */
+#ifndef PC_TCP_BUDGET
+#define PC_TCP_BUDGET ((size_t)4 << 20)
+#endif
+
 enum pc_tcp_kind {
     PC_TCP_EAGER = 1, /* header, payload */
     PC_TCP_AHEAD,     /* header, payload: pushed */

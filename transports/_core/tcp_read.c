@@ -6,9 +6,6 @@
 #include <string.h>
 #include <sys/socket.h>
 
-/* Bytes read by one call, which must come back to look at the other things. */
-#define BUDGET ((size_t)4 << 20)
-
 #define NONSENSE "it sent what makes no sense"
 
 /* --- frames ------------------------------------------------------------------------------------------ */
@@ -202,7 +199,7 @@ static bool use(struct pc_tcp *tcp, int number, int index) {
 
 void pc_tcp_read(struct pc_tcp *tcp, int number, int index) {
     struct pc_tcp_lane *lane = &tcp->peers[number].lanes[index];
-    size_t budget = BUDGET;
+    size_t budget = PC_TCP_BUDGET;
     while (use(tcp, number, index) && budget > 0) {
         if (lane->start > 0) {
             memmove(lane->buffer, lane->buffer + lane->start, lane->end - lane->start);

@@ -9,9 +9,6 @@
 
 #define PIECES 64 /* of memory, in one call of the kernel */
 
-/* Bytes written by one call, which must come back to look at the other things. */
-#define BUDGET ((size_t)4 << 20)
-
 static bool unreachable(const struct pc_tcp_peer *peer) { return peer->lost || peer->bye || peer->forgotten; }
 
 static void free_out(struct pc_tcp *tcp, struct pc_tcp_out *out) {
@@ -54,7 +51,8 @@ static struct pc_tcp_out *make_out(struct pc_tcp *tcp, const struct iovec *piece
 
 /* Put it behind what waits for the first lane, or for the link. */
 static void append(struct pc_tcp_peer *peer, struct pc_tcp_out *out) {
-    bool linked = peer->lanes != NULL;
+    /* Another lane may be there before the first one. */
+    bool linked = peer->lanes != NULL && peer->lanes[0].fd >= 0;
     struct pc_tcp_out **first = linked ? &peer->lanes[0].first : &peer->first;
     struct pc_tcp_out **last = linked ? &peer->lanes[0].last : &peer->last;
     if (*first == NULL)
@@ -297,7 +295,7 @@ void pc_tcp_write(struct pc_tcp *tcp, int number, int index) {
     if (peer->lanes == NULL)
         return;
     struct pc_tcp_lane *lane = &peer->lanes[index];
-    size_t budget = BUDGET;
+    size_t budget = PC_TCP_BUDGET;
     while (lane->fd >= 0 && !lane->full && budget > 0) {
         if (lane->first == NULL)
             lane->first = lane->last = pull(tcp, peer);
