@@ -2,12 +2,14 @@
 #include "tcp.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <linux/sockios.h>
 #include <unistd.h>
 
@@ -366,7 +368,8 @@ static void resume(struct pc_tcp *tcp, int number, int index) {
     pc_tcp_read(tcp, number, index);
 }
 
-bool pc_tcp_progress(struct pc_tcp *tcp) {
+/* Look once at everything. */
+static bool look(struct pc_tcp *tcp) {
     struct epoll_event events[EVENTS];
     bool worked = false;
     for (int peer = 0; tcp->restless > 0 && peer < tcp->size; peer++) {
@@ -397,6 +400,39 @@ bool pc_tcp_progress(struct pc_tcp *tcp) {
         }
     }
     return worked || count > 0;
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Wait for a moment until there is something to do. */
+static bool wait_a_moment(struct pc_tcp *tcp) {
+    struct pollfd here = {.fd = tcp->epoll, .events = POLLIN};
+    struct timespec moment = {.tv_nsec = PC_TCP_MOMENT_NS};
+    tcp->up->leave(tcp->owner);
+    int count = ppoll(&here, 1, &moment, NULL);
+    tcp->up->enter(tcp->owner);
+    return count > 0;
+}
+
+bool pc_tcp_progress(struct pc_tcp *tcp) {
+    tcp->told = false;
+    tcp->moved = 0;
+    bool worked = look(tcp);
+    /* While much of large payloads moves, and nobody needs to be told of anything, the way back to the caller and from
+       there would take longer than the next part. */
+    for (uint64_t start = 0; tcp->moved >= PC_TCP_LONG && !tcp->told && !tcp->closing;) {
+        uint64_t now = now_ns();
+        start = start == 0 ? now : start;
+        if (now - start > PC_TCP_AT_ONCE_NS || !wait_a_moment(tcp))
+            break;
+        tcp->moved = 0;
+        look(tcp);
+    }
+    return worked;
 }
 
 bool pc_tcp_idle(struct pc_tcp *tcp) { return tcp->restless == 0; }

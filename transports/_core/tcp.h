@@ -42,6 +42,14 @@
 #define PC_TCP_BUDGET ((size_t)4 << 20)
 #endif
 
+/* While large payloads move, progress waits so long for more of them, and goes on for so long. */
+#ifndef PC_TCP_MOMENT_NS
+#define PC_TCP_MOMENT_NS 100000
+#endif
+#ifndef PC_TCP_AT_ONCE_NS
+#define PC_TCP_AT_ONCE_NS 1000000
+#endif
+
 enum pc_tcp_kind {
     PC_TCP_EAGER = 1, /* header, payload */
     PC_TCP_AHEAD,     /* header, payload: pushed */
@@ -154,6 +162,8 @@ struct pc_tcp {
     uint64_t starting; /* the send that is being started: who starts it learns otherwise that it is done */
     int behind;   /* things that wait to be written */
     int restless; /* lanes that are stalled, links in doubt: progress has something to do */
+    size_t moved; /* bytes of payloads, since progress has looked last */
+    bool told;    /* set by the caller when it is told something: progress returns soon */
     bool closing;
 };
 

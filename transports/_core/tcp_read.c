@@ -152,6 +152,7 @@ static void count(struct pc_tcp *tcp, struct pc_tcp_lane *lane, size_t nbytes) {
     if (receive == NULL)
         return;
     receive->filled += nbytes;
+    tcp->moved += nbytes;
     if (receive->filled >= receive->nbytes && receive->spare == NULL) {
         tcp->up->received(tcp->owner, receive->handle);
         pc_tcp_end_receive(tcp, receive);

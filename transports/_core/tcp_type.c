@@ -31,6 +31,7 @@ static void views_release(struct views *views) {
 enum event { ARRIVED, OFFERED, PUSHED, SENT, RECEIVED, CANCELLED, BYE, LOST, WATCHED };
 
 static void add(pc_tcp_object *self, PyObject *event) {
+    self->tcp.told = true;
     if (event != NULL && self->events == NULL)
         self->events = PyList_New(0);
     if (event == NULL || self->events == NULL || PyList_Append(self->events, event) < 0)

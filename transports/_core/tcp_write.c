@@ -321,6 +321,8 @@ void pc_tcp_write(struct pc_tcp *tcp, int number, int index) {
         lane->full = written < 0 || (size_t)written < nbytes;
         if (written > 0)
             advance(tcp, lane, (size_t)written);
+        if (is_long && written > 0)
+            tcp->moved += (size_t)written;
         budget -= written > 0 && (size_t)written < budget ? (size_t)written : budget;
     }
     pc_tcp_watch_lane(tcp, number, index);
