@@ -7,19 +7,13 @@ They are listed in planted_faults.toml.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import tomllib
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from patience import PATIENCE
+from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, THREAD, call, needs_gcc, prefix_of
 from tiers import exhaustive
-
-TESTS = Path(__file__).resolve().parent / "core"
-CORE = TESTS.parent.parent / "transports" / "_core"
 
 # The files whose protocols these are; the others need Python.
 SOURCES = (
@@ -34,43 +28,12 @@ SOURCES = (
 )
 PROGRAM = ("native_tsan.c", "native_sleep.c", "native_python.c")
 
-THREAD = ("-O2", "-fsanitize=thread", "-Wno-tsan")
-ADDRESS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-PLAIN = ("-O2",)
-
-OPTIONS = {
-    "TSAN_OPTIONS": "halt_on_error=1",
-    # Looking for leaks takes ptrace, which containers may forbid.
-    "ASAN_OPTIONS": "detect_leaks=0",
-    "UBSAN_OPTIONS": "print_stacktrace=1",
-}
-
-# Far more than a run takes: a machine may be busy.
-LIMIT_S = 100 * PATIENCE
-
-pytestmark = pytest.mark.skipif(
-    shutil.which("gcc") is None or not CORE.is_dir(),
-    reason="needs gcc and a checkout's sources of the core",
-)
-
-
-def call(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **OPTIONS},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        errors="replace",
-        text=True,
-        timeout=LIMIT_S,
-    )
+pytestmark = needs_gcc
 
 
 def build(tmp_path: Path, core: Path, flags: tuple[str, ...]) -> Path:
     """Build the program with the sources in `core`, which may be a copy with a fault."""
-    compiler = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-fno-strict-aliasing"]
-    common: list[str | Path] = [*compiler, *flags, "-I", TESTS / "stub", "-I", TESTS, "-I", core]
+    common: list[str | Path] = [*COMPILER, *flags, "-I", TESTS / "stub", "-I", TESTS, "-I", core]
     hooks: list[str | Path] = ["-include", TESTS / "native_hooks.h"]
     made = call([*common, *hooks, "-c", *(core / name for name in SOURCES)], tmp_path)
     assert made.returncode == 0, made.stdout
@@ -85,39 +48,6 @@ def build(tmp_path: Path, core: Path, flags: tuple[str, ...]) -> Path:
     return program
 
 
-@pytest.fixture(scope="module")
-def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], list[str]]:
-    """Return what to put before a program built with these flags; skip if none runs here."""
-    known: dict[tuple[str, ...], list[str] | str] = {PLAIN: []}
-
-    def find(flags: tuple[str, ...]) -> list[str] | str:
-        folder = tmp_path_factory.mktemp("probe")
-        (folder / "probe.c").write_text("int main(void) { return 0; }\n")
-        made = call(["gcc", *flags, "probe.c", "-o", "probe"], folder)
-        if made.returncode != 0:
-            return f"gcc {' '.join(flags)} cannot link: {made.stdout.strip()[-200:]}"
-        # Where the kernel places memory too much at random, ThreadSanitizer does not start.
-        text = ""
-        for prefix in ([], ["setarch", "-R"]):
-            if prefix and shutil.which(prefix[0]) is None:
-                continue
-            run = call([*prefix, folder / "probe"], folder)
-            if run.returncode == 0:
-                return prefix
-            text = run.stdout
-        return f"a program built with {' '.join(flags)} does not start: {text.strip()[-200:]}"
-
-    def prefix_of(flags: tuple[str, ...]) -> list[str]:
-        if flags not in known:
-            known[flags] = find(flags)
-        prefix = known[flags]
-        if isinstance(prefix, str):
-            pytest.skip(prefix)
-        return prefix
-
-    return prefix_of
-
-
 @pytest.mark.parametrize(
     ("flags", "operations"),
     [
@@ -129,11 +59,10 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, 
 )
 def test_random_calls_of_ranks_as_threads_are_right_and_nobody_sleeps_on(
     tmp_path: Path,
-    sanitized: Callable[[tuple[str, ...]], list[str]],
     flags: tuple[str, ...],
     operations: int,
 ) -> None:
-    prefix = sanitized(flags)
+    prefix = prefix_of(flags)
     program = build(tmp_path, CORE, flags)
     run = call([*prefix, program, str(operations), "1"], tmp_path)
     assert run.returncode == 0, run.stdout
@@ -150,10 +79,8 @@ FAULTS = [fault for fault in LISTED["fault"] if fault["test"].startswith(NATIVE)
 
 @exhaustive
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["what"])
-def test_a_fault_planted_in_the_core_is_found(
-    tmp_path: Path, sanitized: Callable[[tuple[str, ...]], list[str]], fault: dict[str, str]
-) -> None:
-    prefix = sanitized(THREAD)
+def test_a_fault_planted_in_the_core_is_found(tmp_path: Path, fault: dict[str, str]) -> None:
+    prefix = prefix_of(THREAD)
     core = tmp_path / "core"
     shutil.copytree(CORE, core)
     file = core / Path(fault["file"]).name

@@ -542,7 +542,7 @@ static void attach(int a, int b, int lane) {
             continue;
         int fd = waiting[from][to][lane];
         waiting[from][to][lane] = -1;
-        if (ranks[from].closed || pc_tcp_attach(&ranks[from].tcp, to, lane, fd) != 0)
+        if (pc_tcp_attach(&ranks[from].tcp, to, lane, fd) != 0)
             close(fd);
     }
 }

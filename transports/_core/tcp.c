@@ -308,7 +308,7 @@ void pc_tcp_explain(int error, char *why, size_t room) {
 void pc_tcp_lane_ended(struct pc_tcp *tcp, int number, int index, const char *why) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     struct pc_tcp_lane *lane = &peer->lanes[index];
-    if (index == 0 || peer->bye) {
+    if (peer->bye || (index == 0 && !peer->leaving)) {
         pc_tcp_lose(tcp, number, why);
         return;
     }
@@ -321,13 +321,17 @@ void pc_tcp_lane_ended(struct pc_tcp *tcp, int number, int index, const char *wh
     peer->doubtful = true;
 }
 
-/* A link of which one lane has ended is lost if there is no goodbye in what has come by the first. */
+/* A link of which one lane has ended is lost if there is no goodbye in what has come by the first; after a goodbye, if
+   no lane is left that could bring what is missing. */
 static void decide(struct pc_tcp *tcp, int number) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     struct pc_tcp_lane *first = &peer->lanes[0];
     int waiting = 0;
     if (first->fd >= 0 && (first->stalled || ioctl(first->fd, FIONREAD, &waiting) < 0 || waiting > 0))
         return;
+    for (int lane = 1; peer->leaving && !peer->bye && lane < tcp->num_lanes; lane++)
+        if (peer->lanes[lane].fd >= 0)
+            return;
     pc_tcp_lose(tcp, number, "one of its connections was closed");
 }
 
@@ -443,7 +447,7 @@ void pc_tcp_say_goodbye(struct pc_tcp *tcp) {
     for (int peer = 0; peer < tcp->size; peer++) {
         tcp->peers[peer].active = NULL;
         if (tcp->peers[peer].used && !tcp->peers[peer].lost)
-            pc_tcp_tell(tcp, peer, PC_TCP_BYE, 0, 0);
+            pc_tcp_tell(tcp, peer, PC_TCP_BYE, 0, tcp->peers[peer].given);
     }
     tcp->closing = true;
 }

@@ -59,7 +59,7 @@ enum pc_tcp_kind {
     PC_TCP_DROP,      /* id: nobody wants it, or not any more */
     PC_TCP_CANCEL,    /* id was taken back */
     PC_TCP_CREDIT,    /* value: bytes that were consumed; id 1: of pushed ones */
-    PC_TCP_BYE,       /* nothing more will come */
+    PC_TCP_BYE,       /* nothing more will come; value: bytes of payloads that went by all lanes, small ones aside */
 };
 
 /* What every frame begins with; the numbers have the order of bytes of both sides, little-endian. */
@@ -124,7 +124,10 @@ struct pc_tcp_peer {
     uint64_t owed[2];  /* bytes that wait at the peer: buffered, pushed */
     uint64_t held[2];  /* the peer's that wait here */
     uint64_t unrepaid; /* consumed, and it was not told */
+    uint64_t given, taken; /* bytes of payloads, small ones aside: that lanes have to write, and have read */
+    uint64_t in_all;   /* of those, how many come before the goodbye */
     bool used;         /* something was sent */
+    bool leaving;      /* it has said goodbye, and other lanes may still bring payloads */
     bool bye, lost, forgotten;
     bool doubtful;     /* a lane has ended: either a goodbye comes, or it is lost */
 };

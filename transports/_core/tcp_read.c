@@ -8,6 +8,15 @@
 
 #define NONSENSE "it sent what makes no sense"
 
+/* A goodbye is told when all payloads have come, by whatever lane. */
+static void say_bye(struct pc_tcp *tcp, int number) {
+    struct pc_tcp_peer *peer = &tcp->peers[number];
+    if (peer->leaving && !peer->bye && peer->taken == peer->in_all) {
+        peer->bye = true;
+        tcp->up->bye(tcp->owner, number);
+    }
+}
+
 /* --- frames ------------------------------------------------------------------------------------------ */
 
 static bool credited(struct pc_tcp *tcp, struct pc_tcp_peer *peer, bool pushed, size_t nbytes) {
@@ -91,7 +100,8 @@ static bool take(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, const
     struct pc_tcp_peer *peer = &tcp->peers[number];
     bool is_first = lane == peer->lanes;
     bool has_header = frame->kind == PC_TCP_EAGER || frame->kind == PC_TCP_AHEAD || frame->kind == PC_TCP_READY;
-    if (peer->bye || (!is_first && frame->kind != PC_TCP_DATA) || (!has_header && frame->header > 0))
+    if (peer->bye || (is_first && peer->leaving) || (!is_first && frame->kind != PC_TCP_DATA) ||
+        (!has_header && frame->header > 0))
         return false;
     switch (frame->kind) {
     case PC_TCP_EAGER:
@@ -118,8 +128,9 @@ static bool take(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, const
     case PC_TCP_CREDIT:
         return take_credit(peer, frame);
     case PC_TCP_BYE:
-        peer->bye = true;
-        tcp->up->bye(tcp->owner, number);
+        peer->leaving = true;
+        peer->in_all = frame->value;
+        say_bye(tcp, number);
         return true;
     default:
         return false;
@@ -145,18 +156,19 @@ static unsigned char *place(struct pc_tcp *tcp, const struct pc_tcp_lane *lane) 
 }
 
 /* Count bytes that have come to their place. */
-static void count(struct pc_tcp *tcp, struct pc_tcp_lane *lane, size_t nbytes) {
+static void count(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, size_t nbytes) {
     struct pc_tcp_receive *receive = pc_table_get(&tcp->receives, lane->handle);
     lane->offset += nbytes;
     lane->rest -= nbytes;
-    if (receive == NULL)
-        return;
-    receive->filled += nbytes;
+    tcp->peers[number].taken += nbytes;
     tcp->moved += nbytes;
-    if (receive->filled >= receive->nbytes && receive->spare == NULL) {
+    if (receive != NULL)
+        receive->filled += nbytes;
+    if (receive != NULL && receive->filled >= receive->nbytes && receive->spare == NULL) {
         tcp->up->received(tcp->owner, receive->handle);
         pc_tcp_end_receive(tcp, receive);
     }
+    say_bye(tcp, number);
 }
 
 /* --- reading ----------------------------------------------------------------------------------------- */
@@ -178,7 +190,7 @@ static bool use(struct pc_tcp *tcp, int number, int index) {
             if (to != NULL)
                 memcpy(to, lane->buffer + lane->start, nbytes);
             lane->start += nbytes;
-            count(tcp, lane, nbytes);
+            count(tcp, number, lane, nbytes);
             continue;
         }
         struct pc_tcp_frame frame;
@@ -237,7 +249,7 @@ void pc_tcp_read(struct pc_tcp *tcp, int number, int index) {
         size_t got = (size_t)nbytes, placed = got < direct ? got : direct;
         lane->end += got - placed;
         if (placed > 0)
-            count(tcp, lane, placed);
+            count(tcp, number, lane, placed);
         budget -= got < budget ? got : budget;
         bool drained = got < direct || (direct == 0 && lane->end < tcp->buffer_nbytes);
         if (drained) {

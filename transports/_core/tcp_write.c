@@ -143,6 +143,7 @@ static int64_t start(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *h
     peer->used = true;
     if (send->pushed) {
         peer->owed[1] += send->nbytes;
+        peer->given += send->nbytes;
         out->send = send;
         out->nbytes = send->next = send->nbytes;
         send->under_way = 1;
@@ -203,6 +204,7 @@ static struct pc_tcp_out *pull(struct pc_tcp *tcp, struct pc_tcp_peer *peer) {
     out->nbytes = nbytes;
     send->next += nbytes;
     send->under_way++;
+    peer->given += nbytes;
     peer->active = send->next_active;
     send->next_active = NULL;
     if (send->next < send->nbytes) {

@@ -1,0 +1,79 @@
+"""Programs in C that tests build of the core's sources, with GCC's sanitizers or without."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from patience import PATIENCE
+
+TESTS = Path(__file__).resolve().parent / "core"
+CORE = TESTS.parent.parent / "transports" / "_core"
+
+COMPILER = ("gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-fno-strict-aliasing")
+
+THREAD = ("-O2", "-fsanitize=thread", "-Wno-tsan")
+ADDRESS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+PLAIN = ("-O2",)
+
+OPTIONS = {
+    "TSAN_OPTIONS": "halt_on_error=1",
+    # Looking for leaks takes ptrace, which containers may forbid.
+    "ASAN_OPTIONS": "detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
+# Far more than a run takes: a machine may be busy.
+LIMIT_S = 100 * PATIENCE
+
+needs_gcc = pytest.mark.skipif(
+    shutil.which("gcc") is None or not CORE.is_dir(),
+    reason="needs gcc and a checkout's sources of the core",
+)
+
+
+def call(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **OPTIONS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        errors="replace",
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def prefix_of(flags: tuple[str, ...]) -> list[str]:
+    """Return what to put before a program built with these flags; skip if none runs here."""
+    prefix = [] if flags == PLAIN else _find_prefix(flags)
+    if isinstance(prefix, str):
+        pytest.skip(prefix)
+    return prefix
+
+
+@functools.cache
+def _find_prefix(flags: tuple[str, ...]) -> list[str] | str:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "probe.c").write_text("int main(void) { return 0; }\n")
+        made = call(["gcc", *flags, "probe.c", "-o", "probe"], folder)
+        if made.returncode != 0:
+            return f"gcc {' '.join(flags)} cannot link: {made.stdout.strip()[-200:]}"
+        # Where the kernel places memory too much at random, ThreadSanitizer does not start.
+        text = ""
+        for prefix in ([], ["setarch", "-R"]):
+            if prefix and shutil.which(prefix[0]) is None:
+                continue
+            run = call([*prefix, folder / "probe"], folder)
+            if run.returncode == 0:
+                return prefix
+            text = run.stdout
+    return f"a program built with {' '.join(flags)} does not start: {text.strip()[-200:]}"
