@@ -9,6 +9,9 @@ array at first), received where they must end up, and reduced from the frame the
 
 A `Pipeline` runs the same schedule on one segment of every chunk after the other, several at a
 time, each on a lane of its own: while a rank hands one segment on, the next comes in.
+
+What else must happen around the messages, such as copies to and from a GPU, is put into the steps
+beforehand (`external`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, KIND_LENT, Context, Key, readable
 from pycoll.engine import Engine
 from pycoll.errors import Error, MismatchError
+from pycoll.external import External, Table
 from pycoll.late import Late
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.scratch import new_bytes
@@ -66,6 +70,7 @@ class Binding(NamedTuple):
         combine: the reduction, None if nothing is reduced.
         whole: the chunks as pieces of one value, if they are.
         finish: what is left to do in a target when its value is there, or None.
+        on_gpu: what is lent goes to the arrays on a GPU, and not to their images, the targets.
     """
 
     nbytes: list[int | None]
@@ -74,6 +79,7 @@ class Binding(NamedTuple):
     combine: Combine | None = None
     whole: Whole | None = None
     finish: Callable[[memoryview], None] | None = None
+    on_gpu: bool = False
 
     def cut(self, index: int, count: int, granule: int) -> Binding:
         """Return segment `index` of `count` of every chunk; `granule` bytes stay together.
@@ -115,18 +121,21 @@ class Run(Operation):
         call: the call as text, compared by every receiver.
         schedule: this rank's steps.
         binding: where the chunks are; the memory belongs to the run until it is done.
+
+    Attributes:
+        engine, context, binding: as given.
+        location: where the value of each chunk is now; None: it has none yet.
     """
 
     __slots__ = (
         "_arrivals",
-        "_binding",
+        "_begun",
         "_call",
-        "_context",
         "_draining",
-        "_engine",
         "_incoming",
         "_keys",
         "_lane",
+        "_last",
         "_left",
         "_number",
         "_open",
@@ -135,9 +144,13 @@ class Run(Operation):
         "_ready",
         "_scattered",
         "_schedule",
+        "_settled",
         "_transfers",
         "_unopened",
         "_waits",
+        "binding",
+        "context",
+        "engine",
         "location",
     )
 
@@ -147,20 +160,22 @@ class Run(Operation):
         context: Context,
         address: tuple[int, int],
         call: bytes,
-        schedule: Schedule,
+        schedule: Schedule | Table,
         binding: Binding,
     ) -> None:
         super().__init__()
-        self._engine = engine
-        self._context = context
+        self.engine = engine
+        self.context = context
         self._number, self._lane = address
         self._call = call
         self._schedule = schedule
-        self._binding = binding
+        self.binding = binding
         self.location: list[Parts | None] = list(binding.source)
         self._waits = list(schedule.waits)
         self._left = len(schedule.steps)
         self._ready: deque[int] = deque()
+        self._begun: deque[tuple[int, Operation]] = deque()  # external, to be followed
+        self._last: deque[tuple[int, Operation]] = deque()  # so, when all others are done
         self._draining = False
         self._unopened: deque[int] = deque()
         self._open = 0
@@ -171,6 +186,7 @@ class Run(Operation):
         self._scattered: dict[int, memoryview] = {}  # what must go from scratch to several chunks
         self._keys: set[Key] = set()
         self._transfers: dict[int, Operation] = {}
+        self._settled: set[int] = set()
 
     def awaited(self) -> Collection[int]:
         """Return ranks that must all be in the call before this can be done."""
@@ -188,11 +204,11 @@ class Run(Operation):
         super().cancel()
         self._left = -1
         self._unopened.clear()
-        for transfer in self._transfers.values():
+        transfers, self._transfers = self._transfers, {}
+        for transfer in transfers.values():  # others may be found to have ended by this
             transfer.cancel()
-        self._transfers.clear()
         for key in self._keys:
-            self._context.forget(key)
+            self.context.forget(key)
         self._keys.clear()
         for arrival in self._arrivals.values():
             arrival.release()
@@ -205,20 +221,32 @@ class Run(Operation):
             return
         self._draining = True
         try:
-            while self._ready and self._left > 0:
-                self._post(self._ready.popleft())
+            while self._left > 0:
+                if self._ready:
+                    self._post(self._ready.popleft())
+                elif self._begun:
+                    self._follow(*self._begun.popleft())
+                elif self._left == len(self._last):
+                    self._follow(*self._last.popleft())
+                else:
+                    break
+            if self._left == 0 and not self.done:
+                for chunk in range(len(self.location)):
+                    self.settle(chunk)
         except BaseException as exc:  # a user's operator, or a full memory
             self.abort(exc)
         finally:
             self._draining = False
-        if self._left == 0 and not self.done and self._conclude():
+        if self._left == 0:
             self.finish()
 
     def _post(self, position: int) -> None:
         step, chunks = self._schedule.steps[position], self._schedule.chunks[position]
         match step:
             case Send(peer):
-                self._send(position, peer, chunks)
+                message = self.header(self._schedule.number[position])
+                world, parts = self.context.members[peer], self.values(chunks)
+                self._follow(position, self.engine.send(self.context, world, message, parts))
             case Recv(_, _, scratch=True):
                 self._unopened.append(position)
                 self._open_receives()
@@ -227,9 +255,16 @@ class Run(Operation):
             case Reduce(_, incoming_first):
                 self._reduce(position, chunks, incoming_first)
             case Copy(source):
-                destination = self._destination(chunks[0], self._binding.nbytes[chunks[0]] or 0)
-                fill_from(self._value(source), destination)
+                destination = self.destination(chunks[0], self.binding.nbytes[chunks[0]] or 0)
+                fill_from(self.values((source,)), destination)
                 self._complete(position)
+            case External(start, at_end):
+                operation = start(self)
+                if operation is None:
+                    self._complete(position)
+                else:
+                    self._transfers[position] = operation
+                    (self._last if at_end else self._begun).append((position, operation))
 
     def _complete(self, position: int) -> None:
         if self._left < 0:
@@ -241,42 +276,29 @@ class Run(Operation):
                 self._ready.append(later)
         self._drain()
 
-    def _conclude(self) -> bool:
-        """Do what is left when all steps are done; whether that was all."""
-        for chunk in range(len(self.location)):
-            self._settle(chunk)
-        return True
-
-    def _settle(self, chunk: int) -> None:
-        """Have the target of a chunk hold its value, which no step has put there, perhaps."""
-        location, target = self.location[chunk], self._binding.target[chunk]
-        if target is None:
+    def settle(self, chunk: int) -> None:
+        """Have the target of a chunk hold its value, once; no step uses the chunk any more."""
+        location, target = self.location[chunk], self.binding.target[chunk]
+        if target is None or chunk in self._settled:
             return
+        self._settled.add(chunk)
         if location is not None and location[0] is not target:
             fill_from(location, target)
-        if self._binding.finish is not None and len(target):
-            self._binding.finish(target)
+        if self.binding.finish is not None and len(target):
+            self.binding.finish(target)
 
     # --- steps -----------------------------------------------------------------------------
 
-    def _send(self, position: int, peer: int, chunks: Sequence[int]) -> None:
-        header = self._header(position, KIND_COLLECTIVE)
-        world = self._context.members[peer]
-        parts = self._value(chunks[0]) if len(chunks) == 1 else self._values(chunks)
-        self._follow(
-            position,
-            self._engine.send(self._context, world, header + self._call, parts),
-        )
-
-    def _header(self, position: int, kind: int) -> bytes:
-        number = self._schedule.number[position]
-        return COLLECTIVE.pack(kind, self._context.ident, self._number, self._lane, number)
+    def header(self, number: int, kind: int = KIND_COLLECTIVE, more: bytes = b"") -> bytes:
+        """Return the header of the message to a peer before which there were `number`."""
+        header = COLLECTIVE.pack(kind, self.context.ident, self._number, self._lane, number)
+        return header + more + self._call
 
     def _receive(
         self, position: int, peer: int, place: Callable[[Arrival], memoryview | None]
     ) -> None:
         """Wait for a message; `place` says where it goes (None: it has been taken as it is)."""
-        world = self._context.members[peer]
+        world = self.context.members[peer]
         key = (self._number, self._lane, world, self._schedule.number[position])
 
         def wanted(arrival: Arrival | None, error: BaseException | None) -> None:
@@ -287,7 +309,7 @@ class Run(Operation):
                 return
             try:
                 into = place(arrival)
-                transfer = self._accept(position, arrival, into) if into is not None else None
+                transfer = self._accept(arrival, into) if into is not None else None
             except Exception as exc:
                 arrival.release()
                 self.abort(exc)
@@ -298,26 +320,24 @@ class Run(Operation):
                 self._follow(position, transfer)
 
         self._keys.add(key)
-        self._context.collect(key, wanted)
+        self.context.collect(key, wanted)
 
-    def _accept(self, position: int, arrival: Arrival, into: memoryview) -> Operation:
+    def _accept(self, arrival: Arrival, into: memoryview) -> Operation:
         """Have the value of a message written to `into`."""
         if arrival.header[0] != KIND_LENT:
             return arrival.accept(into)
-        borrowing = lending.Borrowing(
-            self._engine, self._context, arrival, lending.offered(arrival), into
-        )
-        borrowing.start()
-        return borrowing
+        return lending.borrow(self.engine, self.context, arrival, into, self.binding.on_gpu)
 
     def _follow(self, position: int, transfer: Operation) -> None:
         def done(operation: Operation) -> None:
             self._transfers.pop(position, None)
+            if self._left < 0:
+                return
             if operation.error is None:
                 if position in self._scattered:
                     scratch = self._scattered.pop(position)
                     self._fill_chunks(self._schedule.chunks[position], scratch)
-                    self._engine.scratch.give_back(scratch)
+                    self.engine.scratch.give_back(scratch)
                 self._complete(position)
             elif not isinstance(operation.error, Withdrawn):
                 self.abort(operation.error)
@@ -333,7 +353,7 @@ class Run(Operation):
         def place(arrival: Arrival) -> memoryview | None:
             self._check_length(arrival, chunks)
             if len(chunks) == 1:
-                return self._destination(chunks[0], arrival.nbytes)
+                return self.destination(chunks[0], arrival.nbytes)
             into = self._destination_of_all(chunks)
             if into is not None:
                 return into
@@ -341,7 +361,7 @@ class Run(Operation):
                 self._fill_chunks(chunks, arrival.payload)
                 arrival.release()
                 return None
-            self._scattered[position] = scratch = self._engine.scratch.take(arrival.nbytes)
+            self._scattered[position] = scratch = self.engine.scratch.take(arrival.nbytes)
             return scratch[: arrival.nbytes]
 
         return place
@@ -350,7 +370,7 @@ class Run(Operation):
         begin = 0
         for chunk in chunks:
             end = begin + self._length(chunk)
-            self._destination(chunk, end - begin)[:] = data[begin:end]
+            self.destination(chunk, end - begin)[:] = data[begin:end]
             begin = end
 
     def _open_receives(self) -> None:
@@ -368,7 +388,7 @@ class Run(Operation):
                 self._arrivals[position] = arrival
                 self._incoming[position] = arrival.payload
                 return None
-            scratch = self._engine.scratch.take(arrival.nbytes)
+            scratch = self.engine.scratch.take(arrival.nbytes)
             self._incoming[position] = scratch
             return scratch[: arrival.nbytes]
 
@@ -381,13 +401,13 @@ class Run(Operation):
         for own, nbytes, destination in self._operands(chunks):
             operand = incoming[begin : begin + nbytes]
             left, right = (operand, own) if incoming_first else (own, operand)
-            if nbytes and self._binding.combine is not None:
-                self._binding.combine(left, right, destination)
+            if nbytes and self.binding.combine is not None:
+                self.binding.combine(left, right, destination)
             begin += nbytes
         if arrival is not None:
             arrival.release()
         else:
-            self._engine.scratch.give_back(incoming)
+            self.engine.scratch.give_back(incoming)
         self._open -= 1
         self._complete(position)
         self._open_receives()
@@ -403,19 +423,21 @@ class Run(Operation):
             )
         return value
 
-    def _values(self, chunks: Sequence[int]) -> Parts:
-        """Return several chunks, in one part if they lie one behind the other."""
+    def values(self, chunks: Sequence[int]) -> Parts:
+        """Return the values of chunks, in one part if they lie one behind the other."""
+        if len(chunks) == 1:
+            return self._value(chunks[0])
         whole = self._whole_of(chunks)
         if whole is not None:
             return (whole,)
         return tuple([part for chunk in chunks for part in self._value(chunk)])
 
     def _whole_of(self, chunks: Sequence[int]) -> memoryview | None:
-        whole = self._binding.whole
+        whole = self.binding.whole
         if whole is None or not are_neighbors(chunks):
             return None
         piece = slice(whole.ends[chunks[0]], whole.ends[chunks[-1] + 1])
-        binding, location = self._binding, self.location
+        binding, location = self.binding, self.location
         if whole.source is not None and all(
             [location[chunk] is binding.source[chunk] for chunk in chunks]
         ):
@@ -431,19 +453,19 @@ class Run(Operation):
             return self._own_whole[piece]
         return None
 
-    def _destination(self, chunk: int, nbytes: int) -> memoryview:
+    def destination(self, chunk: int, nbytes: int) -> memoryview:
         """Return the memory in which `chunk` has its value from now on."""
         destination = self._memory(chunk, nbytes)
         self.location[chunk] = (destination,)
         return destination
 
     def _memory(self, chunk: int, nbytes: int) -> memoryview:
-        target = self._binding.target[chunk]
+        target = self.binding.target[chunk]
         if target is not None:
             return target
         own = self._own.get(chunk)
         if own is None:
-            whole = self._binding.whole
+            whole = self.binding.whole
             if whole is None:
                 own = new_bytes(nbytes)
             else:
@@ -455,14 +477,14 @@ class Run(Operation):
 
     def _destination_of_all(self, chunks: Sequence[int]) -> memoryview | None:
         """Return one piece of memory for several chunks; None: they have none in common."""
-        whole = self._binding.whole
+        whole = self.binding.whole
         if whole is None or not are_neighbors(chunks):
             return None
-        has_target = {self._binding.target[chunk] is not None for chunk in chunks}
+        has_target = {self.binding.target[chunk] is not None for chunk in chunks}
         if len(has_target) == 2:
             return None
         for chunk in chunks:
-            self._destination(chunk, self._length(chunk))
+            self.destination(chunk, self._length(chunk))
         memory = whole.target if has_target == {True} else self._own_whole
         assert memory is not None
         return memory[whole.ends[chunks[0]] : whole.ends[chunks[-1] + 1]]
@@ -477,21 +499,21 @@ class Run(Operation):
                 return
         for chunk in chunks:
             own = self._value(chunk)[0]
-            yield own, self._length(chunk), self._destination(chunk, self._length(chunk))
+            yield own, self._length(chunk), self.destination(chunk, self._length(chunk))
 
     def _length(self, chunk: int) -> int:
-        nbytes = self._binding.nbytes[chunk]
+        nbytes = self.binding.nbytes[chunk]
         assert nbytes is not None, f"nobody said how long chunk {chunk} is"
         return nbytes
 
     def _check_length(self, arrival: Arrival, chunks: Sequence[int]) -> None:
-        lengths = [self._binding.nbytes[chunk] for chunk in chunks]
+        lengths = [self.binding.nbytes[chunk] for chunk in chunks]
         known = [length for length in lengths if length is not None]
         expected = sum(known)
         if len(known) == len(lengths) and arrival.nbytes != expected:
             raise MismatchError(
                 f"rank {arrival.peer} sent {arrival.nbytes} bytes in {readable(self._call)}, "
-                f"where rank {self._context.me} expects {expected}"
+                f"where rank {self.context.me} expects {expected}"
             )
 
 
