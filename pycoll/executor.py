@@ -17,8 +17,8 @@ beforehand (`external`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, KIND_LENT, Context, Key, readable
@@ -46,20 +46,6 @@ Combine = Callable[[memoryview, memoryview, memoryview], None]
 """(left, right, out): byte views of equal length; out may be left or right."""
 
 
-class Whole(NamedTuple):
-    """Chunks that lie one behind the other, so that neighbors are one piece of memory.
-
-    Attributes:
-        ends: chunk c is bytes ``ends[c]`` to ``ends[c + 1]``.
-        source: the values of all chunks at the start, or None.
-        target: the memory of all chunks at the end, or None.
-    """
-
-    ends: Sequence[int]
-    source: memoryview | None
-    target: memoryview | None
-
-
 class Binding(NamedTuple):
     """Where the chunks of one run are; lists by chunk.
 
@@ -68,7 +54,9 @@ class Binding(NamedTuple):
         source: the value at the start, or None. Never written, unless it is also the target.
         target: where the value must be at the end, or None if it is not needed then.
         combine: the reduction, None if nothing is reduced.
-        whole: the chunks as pieces of one value, if they are.
+        blocks: all sources as one block of memory, and all targets, where the chunks lie one behind
+            the other: what neighbors have there is sent, received and reduced in one piece.
+            None: every chunk is by itself.
         finish: what is left to do in a target when its value is there, or None.
         on_gpu: what is lent goes to the arrays on a GPU, and not to their images, the targets.
     """
@@ -77,7 +65,7 @@ class Binding(NamedTuple):
     source: list[Parts | None]
     target: list[memoryview | None]
     combine: Combine | None = None
-    whole: Whole | None = None
+    blocks: tuple[memoryview | None, memoryview | None] | None = None
     finish: Callable[[memoryview], None] | None = None
     on_gpu: bool = False
 
@@ -132,6 +120,7 @@ class Run(Operation):
         "_begun",
         "_call",
         "_draining",
+        "_ends",
         "_incoming",
         "_keys",
         "_lane",
@@ -140,7 +129,7 @@ class Run(Operation):
         "_number",
         "_open",
         "_own",
-        "_own_whole",
+        "_own_block",
         "_ready",
         "_scattered",
         "_schedule",
@@ -182,8 +171,9 @@ class Run(Operation):
         self._incoming: dict[int, memoryview] = {}
         self._arrivals: dict[int, Arrival] = {}
         self._own: dict[int, memoryview] = {}
-        self._own_whole: memoryview | None = None
-        self._scattered: dict[int, memoryview] = {}  # what must go from scratch to several chunks
+        self._own_block: memoryview | None = None
+        self._ends = list(accumulate([n or 0 for n in binding.nbytes], initial=0))
+        self._scattered: dict[int, tuple[memoryview, list[memoryview]]] = {}  # scratch, and whither
         self._keys: set[Key] = set()
         self._transfers: dict[int, Operation] = {}
         self._settled: set[int] = set()
@@ -335,8 +325,8 @@ class Run(Operation):
                 return
             if operation.error is None:
                 if position in self._scattered:
-                    scratch = self._scattered.pop(position)
-                    self._fill_chunks(self._schedule.chunks[position], scratch)
+                    scratch, views = self._scattered.pop(position)
+                    fill_all(views, scratch)
                     self.engine.scratch.give_back(scratch)
                 self._complete(position)
             elif not isinstance(operation.error, Withdrawn):
@@ -354,24 +344,19 @@ class Run(Operation):
             self._check_length(arrival, chunks)
             if len(chunks) == 1:
                 return self.destination(chunks[0], arrival.nbytes)
-            into = self._destination_of_all(chunks)
+            views = [self.destination(chunk, self._length(chunk)) for chunk in chunks]
+            into = self._piece_of(chunks)
             if into is not None:
                 return into
             if arrival.payload is not None:
-                self._fill_chunks(chunks, arrival.payload)
+                fill_all(views, arrival.payload)
                 arrival.release()
                 return None
-            self._scattered[position] = scratch = self.engine.scratch.take(arrival.nbytes)
+            scratch = self.engine.scratch.take(arrival.nbytes)
+            self._scattered[position] = scratch, views
             return scratch[: arrival.nbytes]
 
         return place
-
-    def _fill_chunks(self, chunks: Sequence[int], data: memoryview) -> None:
-        begin = 0
-        for chunk in chunks:
-            end = begin + self._length(chunk)
-            self.destination(chunk, end - begin)[:] = data[begin:end]
-            begin = end
 
     def _open_receives(self) -> None:
         while self._unopened and self._open < WINDOW:
@@ -397,13 +382,18 @@ class Run(Operation):
     def _reduce(self, position: int, chunks: Sequence[int], incoming_first: bool) -> None:
         incoming = self._incoming.pop(position - 1)
         arrival = self._arrivals.pop(position - 1, None)
+        own, piece = [self._value(chunk)[0] for chunk in chunks], self._piece_of(chunks)
+        out = [self.destination(chunk, self._length(chunk)) for chunk in chunks]
+        into = self._piece_of(chunks)
+        if piece is not None and into is not None:
+            own, out = [piece], [into]
         begin = 0
-        for own, nbytes, destination in self._operands(chunks):
-            operand = incoming[begin : begin + nbytes]
-            left, right = (operand, own) if incoming_first else (own, operand)
-            if nbytes and self.binding.combine is not None:
-                self.binding.combine(left, right, destination)
-            begin += nbytes
+        for mine, result in zip(own, out, strict=True):
+            operand = incoming[begin : begin + len(result)]
+            left, right = (operand, mine) if incoming_first else (mine, operand)
+            if len(result) and self.binding.combine is not None:
+                self.binding.combine(left, right, result)
+            begin += len(result)
         if arrival is not None:
             arrival.release()
         else:
@@ -427,79 +417,43 @@ class Run(Operation):
         """Return the values of chunks, in one part if they lie one behind the other."""
         if len(chunks) == 1:
             return self._value(chunks[0])
-        whole = self._whole_of(chunks)
-        if whole is not None:
-            return (whole,)
-        return tuple([part for chunk in chunks for part in self._value(chunk)])
+        parts = [part for chunk in chunks for part in self._value(chunk)]
+        piece = self._piece_of(chunks)
+        return tuple(parts) if piece is None else (piece,)
 
-    def _whole_of(self, chunks: Sequence[int]) -> memoryview | None:
-        whole = self.binding.whole
-        if whole is None or not are_neighbors(chunks):
+    def _piece_of(self, chunks: Sequence[int]) -> memoryview | None:
+        """Return the values of several chunks as one piece of a block; None: they are none."""
+        if self.binding.blocks is None or len(chunks) == 1 or not are_neighbors(chunks):
             return None
-        piece = slice(whole.ends[chunks[0]], whole.ends[chunks[-1] + 1])
-        binding, location = self.binding, self.location
-        if whole.source is not None and all(
-            [location[chunk] is binding.source[chunk] for chunk in chunks]
-        ):
-            return whole.source[piece]
-        views = [self._value(chunk)[0] for chunk in chunks]
-        if whole.target is not None and all(
-            [view is binding.target[chunk] for view, chunk in zip(views, chunks, strict=True)]
-        ):
-            return whole.target[piece]
-        if self._own_whole is not None and all(
-            [view is self._own.get(chunk) for view, chunk in zip(views, chunks, strict=True)]
-        ):
-            return self._own_whole[piece]
-        return None
+        block = self._block_of(chunks[0])
+        if block is None or any([self._block_of(chunk) is not block for chunk in chunks]):
+            return None
+        return block[self._ends[chunks[0]] : self._ends[chunks[-1] + 1]]
+
+    def _block_of(self, chunk: int) -> memoryview | None:
+        """Return the block of which the value of a chunk is a piece."""
+        assert self.binding.blocks is not None
+        source, target = self.binding.blocks
+        value = self.location[chunk]
+        if value is None or value is self.binding.source[chunk]:
+            return source
+        return target if value[0] is self.binding.target[chunk] else self._own_block
 
     def destination(self, chunk: int, nbytes: int) -> memoryview:
         """Return the memory in which `chunk` has its value from now on."""
-        destination = self._memory(chunk, nbytes)
-        self.location[chunk] = (destination,)
-        return destination
-
-    def _memory(self, chunk: int, nbytes: int) -> memoryview:
-        target = self.binding.target[chunk]
-        if target is not None:
-            return target
-        own = self._own.get(chunk)
-        if own is None:
-            whole = self.binding.whole
-            if whole is None:
-                own = new_bytes(nbytes)
+        memory = self.binding.target[chunk]
+        if memory is None:
+            memory = self._own.get(chunk)
+        if memory is None:
+            if self.binding.blocks is None:
+                memory = new_bytes(nbytes)
             else:
-                if self._own_whole is None:  # pages that are not touched cost nothing
-                    self._own_whole = new_bytes(whole.ends[-1])
-                own = self._own_whole[whole.ends[chunk] : whole.ends[chunk + 1]]
-            self._own[chunk] = own
-        return own
-
-    def _destination_of_all(self, chunks: Sequence[int]) -> memoryview | None:
-        """Return one piece of memory for several chunks; None: they have none in common."""
-        whole = self.binding.whole
-        if whole is None or not are_neighbors(chunks):
-            return None
-        has_target = {self.binding.target[chunk] is not None for chunk in chunks}
-        if len(has_target) == 2:
-            return None
-        for chunk in chunks:
-            self.destination(chunk, self._length(chunk))
-        memory = whole.target if has_target == {True} else self._own_whole
-        assert memory is not None
-        return memory[whole.ends[chunks[0]] : whole.ends[chunks[-1] + 1]]
-
-    def _operands(self, chunks: Sequence[int]) -> Iterator[tuple[memoryview, int, memoryview]]:
-        """Give the own operand, its length and where the result goes, for as few pieces as can."""
-        if len(chunks) > 1:
-            own = self._whole_of(chunks)
-            into = self._destination_of_all(chunks) if own is not None else None
-            if own is not None and into is not None:
-                yield own, len(own), into
-                return
-        for chunk in chunks:
-            own = self._value(chunk)[0]
-            yield own, self._length(chunk), self.destination(chunk, self._length(chunk))
+                if self._own_block is None:  # pages that are not touched cost nothing
+                    self._own_block = new_bytes(self._ends[-1])
+                memory = self._own_block[self._ends[chunk] : self._ends[chunk + 1]]
+            self._own[chunk] = memory
+        self.location[chunk] = (memory,)
+        return memory
 
     def _length(self, chunk: int) -> int:
         nbytes = self.binding.nbytes[chunk]
@@ -572,6 +526,14 @@ class Pipeline(Operation):
 def are_neighbors(chunks: Sequence[int]) -> bool:
     """Whether chunks follow each other."""
     return all(after == before + 1 for before, after in pairwise(chunks))
+
+
+def fill_all(views: Sequence[memoryview], data: memoryview) -> None:
+    """Copy the front of `data` to several places, one after the other."""
+    begin = 0
+    for view in views:
+        view[:] = data[begin : begin + len(view)]
+        begin += len(view)
 
 
 def fill_from(parts: Parts, into: memoryview) -> None:

@@ -63,8 +63,8 @@ def fits(engine: Engine, context: Context, schedule: Schedule, binding: Binding)
 def _is_piece_of_target(binding: Binding, chunks: Sequence[int]) -> bool:
     """Whether several chunks of a message lie one behind the other when all are in their places."""
     return (
-        binding.whole is not None
-        and binding.whole.target is not None
+        binding.blocks is not None
+        and binding.blocks[1] is not None
         and are_neighbors(chunks)
         and all([binding.target[chunk] is not None for chunk in chunks])
     )
