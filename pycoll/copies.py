@@ -233,12 +233,12 @@ class Push(_Failing):
 
 
 class Begun(Operation):
-    """A copy as a step of a run: nobody looks at it before somebody asks for its end.
+    """A copy that is a step of a run: it is not looked at before `then` is called.
 
     Args:
-        copy: it is under way.
-        give_up: called if it fails, or nobody wants it any more. Of what is the caller's that is
-            `copy.settle`: nothing is written there after the call.
+        copy: the copy, under way.
+        give_up: called when the copy fails or is cancelled. If it writes to memory of the caller's
+            that is `copy.settle`, so that nothing is written there after the call.
     """
 
     __slots__ = ("_copy", "_give_up")

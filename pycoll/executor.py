@@ -116,7 +116,6 @@ class Run(Operation):
     """
 
     __slots__ = (
-        "_arrivals",
         "_begun",
         "_call",
         "_draining",
@@ -168,8 +167,7 @@ class Run(Operation):
         self._draining = False
         self._unopened: deque[int] = deque()
         self._open = 0
-        self._incoming: dict[int, memoryview] = {}
-        self._arrivals: dict[int, Arrival] = {}
+        self._incoming: dict[int, tuple[memoryview, Arrival | None]] = {}  # to be combined
         self._own: dict[int, memoryview] = {}
         self._own_block: memoryview | None = None
         self._ends = list(accumulate([n or 0 for n in binding.nbytes], initial=0))
@@ -200,9 +198,10 @@ class Run(Operation):
         for key in self._keys:
             self.context.forget(key)
         self._keys.clear()
-        for arrival in self._arrivals.values():
-            arrival.release()
-        self._arrivals.clear()
+        for _, arrival in self._incoming.values():
+            if arrival is not None:
+                arrival.release()
+        self._incoming.clear()
 
     # --- the loop --------------------------------------------------------------------------
 
@@ -241,7 +240,7 @@ class Run(Operation):
                 self._unopened.append(position)
                 self._open_receives()
             case Recv(peer):
-                self._receive(position, peer, self._to_chunks(position, chunks))
+                self._receive(position, peer, self._to_chunks)
             case Reduce(_, incoming_first):
                 self._reduce(position, chunks, incoming_first)
             case Copy(source):
@@ -285,7 +284,7 @@ class Run(Operation):
         return header + more + self._call
 
     def _receive(
-        self, position: int, peer: int, place: Callable[[Arrival], memoryview | None]
+        self, position: int, peer: int, place: Callable[[int, Arrival], memoryview | None]
     ) -> None:
         """Wait for a message; `place` says where it goes (None: it has been taken as it is)."""
         world = self.context.members[peer]
@@ -298,7 +297,8 @@ class Run(Operation):
                 self.abort(error)
                 return
             try:
-                into = place(arrival)
+                self._check_length(arrival, self._schedule.chunks[position])
+                into = place(position, arrival)
                 transfer = self._accept(arrival, into) if into is not None else None
             except Exception as exc:
                 arrival.release()
@@ -337,26 +337,21 @@ class Run(Operation):
             self._transfers[position] = transfer
         transfer.then(done)
 
-    def _to_chunks(
-        self, position: int, chunks: Sequence[int]
-    ) -> Callable[[Arrival], memoryview | None]:
-        def place(arrival: Arrival) -> memoryview | None:
-            self._check_length(arrival, chunks)
-            if len(chunks) == 1:
-                return self.destination(chunks[0], arrival.nbytes)
-            views = [self.destination(chunk, self._length(chunk)) for chunk in chunks]
-            into = self._piece_of(chunks)
-            if into is not None:
-                return into
-            if arrival.payload is not None:
-                fill_all(views, arrival.payload)
-                arrival.release()
-                return None
-            scratch = self.engine.scratch.take(arrival.nbytes)
-            self._scattered[position] = scratch, views
-            return scratch[: arrival.nbytes]
-
-        return place
+    def _to_chunks(self, position: int, arrival: Arrival) -> memoryview | None:
+        chunks = self._schedule.chunks[position]
+        if len(chunks) == 1:
+            return self.destination(chunks[0], arrival.nbytes)
+        views = [self.destination(chunk, self._length(chunk)) for chunk in chunks]
+        into = self._piece_of(chunks)
+        if into is not None:
+            return into
+        if arrival.payload is not None:
+            fill_all(views, arrival.payload)
+            arrival.release()
+            return None
+        scratch = self.engine.scratch.take(arrival.nbytes)
+        self._scattered[position] = scratch, views
+        return scratch[: arrival.nbytes]
 
     def _open_receives(self) -> None:
         while self._unopened and self._open < WINDOW:
@@ -364,24 +359,18 @@ class Run(Operation):
             step = self._schedule.steps[position]
             assert isinstance(step, Recv)
             self._open += 1
-            self._receive(position, step.peer, self._to_scratch(position))
+            self._receive(position, step.peer, self._to_scratch)
 
-    def _to_scratch(self, position: int) -> Callable[[Arrival], memoryview | None]:
-        def place(arrival: Arrival) -> memoryview | None:
-            self._check_length(arrival, self._schedule.chunks[position])
-            if arrival.payload is not None:
-                self._arrivals[position] = arrival
-                self._incoming[position] = arrival.payload
-                return None
-            scratch = self.engine.scratch.take(arrival.nbytes)
-            self._incoming[position] = scratch
-            return scratch[: arrival.nbytes]
-
-        return place
+    def _to_scratch(self, position: int, arrival: Arrival) -> memoryview | None:
+        if arrival.payload is not None:
+            self._incoming[position] = arrival.payload, arrival
+            return None
+        scratch = self.engine.scratch.take(arrival.nbytes)
+        self._incoming[position] = scratch, None
+        return scratch[: arrival.nbytes]
 
     def _reduce(self, position: int, chunks: Sequence[int], incoming_first: bool) -> None:
-        incoming = self._incoming.pop(position - 1)
-        arrival = self._arrivals.pop(position - 1, None)
+        incoming, arrival = self._incoming.pop(position - 1)
         own, piece = [self._value(chunk)[0] for chunk in chunks], self._piece_of(chunks)
         out = [self.destination(chunk, self._length(chunk)) for chunk in chunks]
         into = self._piece_of(chunks)

@@ -1,8 +1,8 @@
-"""The steps of a run: those of a schedule, and what happens outside of its messages.
+"""Steps outside of the messages: a fifth kind, which no author of an algorithm sees.
 
-No author of an algorithm sees the fifth kind of step. It is put into a schedule that was compiled:
-a copy between a GPU and host memory, for example, which some steps wait for and which waits for
-others. The executor runs the result as it runs any schedule.
+Such a step is put into a compiled schedule: a copy between a GPU and host memory, for example. It
+waits for steps of the schedule, or they wait for it. The executor runs the result as it runs any
+schedule.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 from pycoll.schedule import Schedule, Step
 from pycoll.transports.base import Operation
 
-Start = Callable[[Any], Operation | None]
-"""Begins something for a run (`executor.Run`); None: it is done."""
-
 
 class External(NamedTuple):
-    """Do something else: the step is done when the operation is that `start` gives.
+    """Something that is done outside of the messages.
 
-    That is cancelled with the run. Nobody asks for its end (`Operation.then`) as long as other
-    steps can be started; with `at_end` not before all others are done, as to ask may cost time.
+    Attributes:
+        start: begins it for a run (`executor.Run`). The step is done when the operation is that it
+            returns; None: at once. The operation is cancelled with the run.
+        at_end: the run asks for its end (`Operation.then`) when all other steps are done; else when
+            no other step can begin. For operations of which it takes time to ask.
     """
 
-    start: Start
+    start: Callable[[Any], Operation | None]
     at_end: bool = False
 
 

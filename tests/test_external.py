@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pycoll.executor import Binding, Run
+from pycoll.executor import Binding, Pipeline, Run
 from pycoll.external import Draft, External, Table
 from pycoll.schedule import Copy, Recv, Reduce, Send, compile_schedule, recv_reduce, users_of
 from pycoll.transports.base import Operation
@@ -210,6 +210,24 @@ def test_what_cannot_begin_ends_the_run() -> None:
     assert ended == [run]
     assert str(run.error) == "no copy can begin"
     assert first.is_cancelled
+
+
+def test_a_segment_whose_step_cannot_begin_ends_all_segments() -> None:
+    jobs: list[Job] = []
+
+    def begin(_run: Run) -> Job:
+        if len(jobs) == 2:
+            raise RuntimeError("no third copy")
+        jobs.append(Job())
+        return jobs[-1]
+
+    draft = Draft(compile_schedule([]))
+    draft.add(External(begin))
+    table = draft.table()
+    pipeline = Pipeline(lambda _: run_of(table), 4)
+    pipeline.start()
+    assert str(pipeline.error) == "no third copy"
+    assert [job.is_cancelled for job in jobs] == [True, True]
 
 
 def test_a_chunk_that_a_step_has_settled_is_finished_once() -> None:
