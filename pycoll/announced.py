@@ -17,7 +17,7 @@ from pycoll.arrays import Value
 from pycoll.collectives import piece_ends, rows, type_text
 from pycoll.dtypes import DType
 from pycoll.errors import MismatchError
-from pycoll.executor import Binding, Whole
+from pycoll.executor import Binding
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.p2p import Outgoing, contiguous, pulled
@@ -205,7 +205,7 @@ def _spread(
         nbytes=[span.stop - span.start for span in spans],
         source=source,
         target=[target[span] for span in spans] if target is not None else [None] * count,
-        whole=Whole(ends, value, target),
+        blocks=(value, target),
     )
     how = "broadcast", announcement.choice, root
     yield from group.run((number, 1), call, how, binding)

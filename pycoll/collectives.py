@@ -15,7 +15,7 @@ import numpy as np
 from pycoll import arrays, ops, schedules
 from pycoll.arrays import Value
 from pycoll.dtypes import Array, DType
-from pycoll.executor import Binding, Combine, Whole
+from pycoll.executor import Binding, Combine
 from pycoll.group import Group, How
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
@@ -116,7 +116,7 @@ def bind_pieces(
         source=[(source[span],) for span in spans],
         target=[target[span] for span in spans] if target is not None else [None] * count,
         combine=combine,
-        whole=Whole(ends, source, target),
+        blocks=(source, target),
     )
 
 
@@ -134,7 +134,7 @@ def reduce_scatter(
         source=_sources(source),
         target=target,
         combine=combiner(reduction.op, x.dtype, x.array.shape[1:]),
-        whole=_whole_rows(array) if reduction.op.elementwise else None,
+        blocks=(arrays.as_bytes(array), None) if reduction.op.elementwise else None,
         finish=finisher(reduction.op, x.dtype, group.size),
     )
     how = "reduce_scatter", reduction.choice
@@ -170,7 +170,7 @@ def _gather_blocks(
         nbytes=[len(own)] * group.size,
         source=source,
         target=list(rows(result)) if result is not None else [None] * group.size,
-        whole=Whole([len(own) * i for i in range(group.size + 1)], None, target),
+        blocks=(None, target),
     )
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)
@@ -228,11 +228,6 @@ def rows(array: Array) -> list[memoryview]:
 
 def _lengths(views: Sequence[memoryview]) -> list[int | None]:
     return [len(view) for view in views]
-
-
-def _whole_rows(array: Array) -> Whole:
-    step = array.nbytes // len(array)
-    return Whole([step * i for i in range(len(array) + 1)], arrays.as_bytes(array), None)
 
 
 def _sources(views: Sequence[memoryview]) -> list[Any]:

@@ -232,6 +232,37 @@ class Push(_Failing):
                 self._copy.then(lambda copy: self.finish(copy.error))
 
 
+class Begun(Operation):
+    """A copy that is a step of a run: it is not looked at before `then` is called.
+
+    Args:
+        copy: the copy, under way.
+        give_up: called when the copy fails or is cancelled. If it writes to memory of the caller's
+            that is `copy.settle`, so that nothing is written there after the call.
+    """
+
+    __slots__ = ("_copy", "_give_up")
+
+    def __init__(self, copy: Copy | Push, give_up: Callable[[], None]) -> None:
+        super().__init__()
+        self._copy = copy
+        self._give_up = give_up
+
+    def then(self, callback: Callable[[Operation], None]) -> None:
+        super().then(callback)
+        self._copy.then(self._ended)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._give_up()
+
+    def _ended(self, copy: Operation) -> None:
+        error = copy.error
+        if error is not None:
+            self._give_up()
+        self.finish(error)
+
+
 class Lane:
     """A side stream, and a thread that sleeps until what was put into it is done.
 

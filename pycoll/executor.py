@@ -9,18 +9,22 @@ array at first), received where they must end up, and reduced from the frame the
 
 A `Pipeline` runs the same schedule on one segment of every chunk after the other, several at a
 time, each on a lane of its own: while a rank hands one segment on, the next comes in.
+
+What else must happen around the messages, such as copies to and from a GPU, is put into the steps
+beforehand (`external`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, KIND_LENT, Context, Key, readable
 from pycoll.engine import Engine
 from pycoll.errors import Error, MismatchError
+from pycoll.external import External, Table
 from pycoll.late import Late
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.scratch import new_bytes
@@ -42,20 +46,6 @@ Combine = Callable[[memoryview, memoryview, memoryview], None]
 """(left, right, out): byte views of equal length; out may be left or right."""
 
 
-class Whole(NamedTuple):
-    """Chunks that lie one behind the other, so that neighbors are one piece of memory.
-
-    Attributes:
-        ends: chunk c is bytes ``ends[c]`` to ``ends[c + 1]``.
-        source: the values of all chunks at the start, or None.
-        target: the memory of all chunks at the end, or None.
-    """
-
-    ends: Sequence[int]
-    source: memoryview | None
-    target: memoryview | None
-
-
 class Binding(NamedTuple):
     """Where the chunks of one run are; lists by chunk.
 
@@ -64,16 +54,20 @@ class Binding(NamedTuple):
         source: the value at the start, or None. Never written, unless it is also the target.
         target: where the value must be at the end, or None if it is not needed then.
         combine: the reduction, None if nothing is reduced.
-        whole: the chunks as pieces of one value, if they are.
+        blocks: all sources as one block of memory, and all targets, where the chunks lie one behind
+            the other: what neighbors have there is sent, received and reduced in one piece.
+            None: every chunk is by itself.
         finish: what is left to do in a target when its value is there, or None.
+        on_gpu: what is lent goes to the arrays on a GPU, and not to their images, the targets.
     """
 
     nbytes: list[int | None]
     source: list[Parts | None]
     target: list[memoryview | None]
     combine: Combine | None = None
-    whole: Whole | None = None
+    blocks: tuple[memoryview | None, memoryview | None] | None = None
     finish: Callable[[memoryview], None] | None = None
+    on_gpu: bool = False
 
     def cut(self, index: int, count: int, granule: int) -> Binding:
         """Return segment `index` of `count` of every chunk; `granule` bytes stay together.
@@ -115,29 +109,36 @@ class Run(Operation):
         call: the call as text, compared by every receiver.
         schedule: this rank's steps.
         binding: where the chunks are; the memory belongs to the run until it is done.
+
+    Attributes:
+        engine, context, binding: as given.
+        location: where the value of each chunk is now; None: it has none yet.
     """
 
     __slots__ = (
-        "_arrivals",
-        "_binding",
+        "_begun",
         "_call",
-        "_context",
         "_draining",
-        "_engine",
+        "_ends",
         "_incoming",
         "_keys",
         "_lane",
+        "_last",
         "_left",
         "_number",
         "_open",
         "_own",
-        "_own_whole",
+        "_own_block",
         "_ready",
         "_scattered",
         "_schedule",
+        "_settled",
         "_transfers",
         "_unopened",
         "_waits",
+        "binding",
+        "context",
+        "engine",
         "location",
     )
 
@@ -147,30 +148,33 @@ class Run(Operation):
         context: Context,
         address: tuple[int, int],
         call: bytes,
-        schedule: Schedule,
+        schedule: Schedule | Table,
         binding: Binding,
     ) -> None:
         super().__init__()
-        self._engine = engine
-        self._context = context
+        self.engine = engine
+        self.context = context
         self._number, self._lane = address
         self._call = call
         self._schedule = schedule
-        self._binding = binding
+        self.binding = binding
         self.location: list[Parts | None] = list(binding.source)
         self._waits = list(schedule.waits)
         self._left = len(schedule.steps)
         self._ready: deque[int] = deque()
+        self._begun: deque[tuple[int, Operation]] = deque()  # external, to be followed
+        self._last: deque[tuple[int, Operation]] = deque()  # so, when all others are done
         self._draining = False
         self._unopened: deque[int] = deque()
         self._open = 0
-        self._incoming: dict[int, memoryview] = {}
-        self._arrivals: dict[int, Arrival] = {}
+        self._incoming: dict[int, tuple[memoryview, Arrival | None]] = {}  # to be combined
         self._own: dict[int, memoryview] = {}
-        self._own_whole: memoryview | None = None
-        self._scattered: dict[int, memoryview] = {}  # what must go from scratch to several chunks
+        self._own_block: memoryview | None = None
+        self._ends = list(accumulate([n or 0 for n in binding.nbytes], initial=0))
+        self._scattered: dict[int, tuple[memoryview, list[memoryview]]] = {}  # scratch, and whither
         self._keys: set[Key] = set()
         self._transfers: dict[int, Operation] = {}
+        self._settled: set[int] = set()
 
     def awaited(self) -> Collection[int]:
         """Return ranks that must all be in the call before this can be done."""
@@ -188,15 +192,16 @@ class Run(Operation):
         super().cancel()
         self._left = -1
         self._unopened.clear()
-        for transfer in self._transfers.values():
+        transfers, self._transfers = self._transfers, {}
+        for transfer in transfers.values():  # others may be found to have ended by this
             transfer.cancel()
-        self._transfers.clear()
         for key in self._keys:
-            self._context.forget(key)
+            self.context.forget(key)
         self._keys.clear()
-        for arrival in self._arrivals.values():
-            arrival.release()
-        self._arrivals.clear()
+        for _, arrival in self._incoming.values():
+            if arrival is not None:
+                arrival.release()
+        self._incoming.clear()
 
     # --- the loop --------------------------------------------------------------------------
 
@@ -205,31 +210,50 @@ class Run(Operation):
             return
         self._draining = True
         try:
-            while self._ready and self._left > 0:
-                self._post(self._ready.popleft())
+            while self._left > 0:
+                if self._ready:
+                    self._post(self._ready.popleft())
+                elif self._begun:
+                    self._follow(*self._begun.popleft())
+                elif self._left == len(self._last):
+                    self._follow(*self._last.popleft())
+                else:
+                    break
+            if self._left == 0 and not self.done:
+                for chunk in range(len(self.location)):
+                    self.settle(chunk)
         except BaseException as exc:  # a user's operator, or a full memory
             self.abort(exc)
         finally:
             self._draining = False
-        if self._left == 0 and not self.done and self._conclude():
+        if self._left == 0:
             self.finish()
 
     def _post(self, position: int) -> None:
         step, chunks = self._schedule.steps[position], self._schedule.chunks[position]
         match step:
             case Send(peer):
-                self._send(position, peer, chunks)
+                message = self.header(self._schedule.number[position])
+                world, parts = self.context.members[peer], self.values(chunks)
+                self._follow(position, self.engine.send(self.context, world, message, parts))
             case Recv(_, _, scratch=True):
                 self._unopened.append(position)
                 self._open_receives()
             case Recv(peer):
-                self._receive(position, peer, self._to_chunks(position, chunks))
+                self._receive(position, peer, self._to_chunks)
             case Reduce(_, incoming_first):
                 self._reduce(position, chunks, incoming_first)
             case Copy(source):
-                destination = self._destination(chunks[0], self._binding.nbytes[chunks[0]] or 0)
-                fill_from(self._value(source), destination)
+                destination = self.destination(chunks[0], self.binding.nbytes[chunks[0]] or 0)
+                fill_from(self.values((source,)), destination)
                 self._complete(position)
+            case External(start, at_end):
+                operation = start(self)
+                if operation is None:
+                    self._complete(position)
+                else:
+                    self._transfers[position] = operation
+                    (self._last if at_end else self._begun).append((position, operation))
 
     def _complete(self, position: int) -> None:
         if self._left < 0:
@@ -241,42 +265,29 @@ class Run(Operation):
                 self._ready.append(later)
         self._drain()
 
-    def _conclude(self) -> bool:
-        """Do what is left when all steps are done; whether that was all."""
-        for chunk in range(len(self.location)):
-            self._settle(chunk)
-        return True
-
-    def _settle(self, chunk: int) -> None:
-        """Have the target of a chunk hold its value, which no step has put there, perhaps."""
-        location, target = self.location[chunk], self._binding.target[chunk]
-        if target is None:
+    def settle(self, chunk: int) -> None:
+        """Have the target of a chunk hold its value, once; no step uses the chunk any more."""
+        location, target = self.location[chunk], self.binding.target[chunk]
+        if target is None or chunk in self._settled:
             return
+        self._settled.add(chunk)
         if location is not None and location[0] is not target:
             fill_from(location, target)
-        if self._binding.finish is not None and len(target):
-            self._binding.finish(target)
+        if self.binding.finish is not None and len(target):
+            self.binding.finish(target)
 
     # --- steps -----------------------------------------------------------------------------
 
-    def _send(self, position: int, peer: int, chunks: Sequence[int]) -> None:
-        header = self._header(position, KIND_COLLECTIVE)
-        world = self._context.members[peer]
-        parts = self._value(chunks[0]) if len(chunks) == 1 else self._values(chunks)
-        self._follow(
-            position,
-            self._engine.send(self._context, world, header + self._call, parts),
-        )
-
-    def _header(self, position: int, kind: int) -> bytes:
-        number = self._schedule.number[position]
-        return COLLECTIVE.pack(kind, self._context.ident, self._number, self._lane, number)
+    def header(self, number: int, kind: int = KIND_COLLECTIVE, more: bytes = b"") -> bytes:
+        """Return the header of the message to a peer before which there were `number`."""
+        header = COLLECTIVE.pack(kind, self.context.ident, self._number, self._lane, number)
+        return header + more + self._call
 
     def _receive(
-        self, position: int, peer: int, place: Callable[[Arrival], memoryview | None]
+        self, position: int, peer: int, place: Callable[[int, Arrival], memoryview | None]
     ) -> None:
         """Wait for a message; `place` says where it goes (None: it has been taken as it is)."""
-        world = self._context.members[peer]
+        world = self.context.members[peer]
         key = (self._number, self._lane, world, self._schedule.number[position])
 
         def wanted(arrival: Arrival | None, error: BaseException | None) -> None:
@@ -286,8 +297,9 @@ class Run(Operation):
                 self.abort(error)
                 return
             try:
-                into = place(arrival)
-                transfer = self._accept(position, arrival, into) if into is not None else None
+                self._check_length(arrival, self._schedule.chunks[position])
+                into = place(position, arrival)
+                transfer = self._accept(arrival, into) if into is not None else None
             except Exception as exc:
                 arrival.release()
                 self.abort(exc)
@@ -298,26 +310,24 @@ class Run(Operation):
                 self._follow(position, transfer)
 
         self._keys.add(key)
-        self._context.collect(key, wanted)
+        self.context.collect(key, wanted)
 
-    def _accept(self, position: int, arrival: Arrival, into: memoryview) -> Operation:
+    def _accept(self, arrival: Arrival, into: memoryview) -> Operation:
         """Have the value of a message written to `into`."""
         if arrival.header[0] != KIND_LENT:
             return arrival.accept(into)
-        borrowing = lending.Borrowing(
-            self._engine, self._context, arrival, lending.offered(arrival), into
-        )
-        borrowing.start()
-        return borrowing
+        return lending.borrow(self.engine, self.context, arrival, into, self.binding.on_gpu)
 
     def _follow(self, position: int, transfer: Operation) -> None:
         def done(operation: Operation) -> None:
             self._transfers.pop(position, None)
+            if self._left < 0:
+                return
             if operation.error is None:
                 if position in self._scattered:
-                    scratch = self._scattered.pop(position)
-                    self._fill_chunks(self._schedule.chunks[position], scratch)
-                    self._engine.scratch.give_back(scratch)
+                    scratch, views = self._scattered.pop(position)
+                    fill_all(views, scratch)
+                    self.engine.scratch.give_back(scratch)
                 self._complete(position)
             elif not isinstance(operation.error, Withdrawn):
                 self.abort(operation.error)
@@ -327,31 +337,21 @@ class Run(Operation):
             self._transfers[position] = transfer
         transfer.then(done)
 
-    def _to_chunks(
-        self, position: int, chunks: Sequence[int]
-    ) -> Callable[[Arrival], memoryview | None]:
-        def place(arrival: Arrival) -> memoryview | None:
-            self._check_length(arrival, chunks)
-            if len(chunks) == 1:
-                return self._destination(chunks[0], arrival.nbytes)
-            into = self._destination_of_all(chunks)
-            if into is not None:
-                return into
-            if arrival.payload is not None:
-                self._fill_chunks(chunks, arrival.payload)
-                arrival.release()
-                return None
-            self._scattered[position] = scratch = self._engine.scratch.take(arrival.nbytes)
-            return scratch[: arrival.nbytes]
-
-        return place
-
-    def _fill_chunks(self, chunks: Sequence[int], data: memoryview) -> None:
-        begin = 0
-        for chunk in chunks:
-            end = begin + self._length(chunk)
-            self._destination(chunk, end - begin)[:] = data[begin:end]
-            begin = end
+    def _to_chunks(self, position: int, arrival: Arrival) -> memoryview | None:
+        chunks = self._schedule.chunks[position]
+        if len(chunks) == 1:
+            return self.destination(chunks[0], arrival.nbytes)
+        views = [self.destination(chunk, self._length(chunk)) for chunk in chunks]
+        into = self._piece_of(chunks)
+        if into is not None:
+            return into
+        if arrival.payload is not None:
+            fill_all(views, arrival.payload)
+            arrival.release()
+            return None
+        scratch = self.engine.scratch.take(arrival.nbytes)
+        self._scattered[position] = scratch, views
+        return scratch[: arrival.nbytes]
 
     def _open_receives(self) -> None:
         while self._unopened and self._open < WINDOW:
@@ -359,35 +359,34 @@ class Run(Operation):
             step = self._schedule.steps[position]
             assert isinstance(step, Recv)
             self._open += 1
-            self._receive(position, step.peer, self._to_scratch(position))
+            self._receive(position, step.peer, self._to_scratch)
 
-    def _to_scratch(self, position: int) -> Callable[[Arrival], memoryview | None]:
-        def place(arrival: Arrival) -> memoryview | None:
-            self._check_length(arrival, self._schedule.chunks[position])
-            if arrival.payload is not None:
-                self._arrivals[position] = arrival
-                self._incoming[position] = arrival.payload
-                return None
-            scratch = self._engine.scratch.take(arrival.nbytes)
-            self._incoming[position] = scratch
-            return scratch[: arrival.nbytes]
-
-        return place
+    def _to_scratch(self, position: int, arrival: Arrival) -> memoryview | None:
+        if arrival.payload is not None:
+            self._incoming[position] = arrival.payload, arrival
+            return None
+        scratch = self.engine.scratch.take(arrival.nbytes)
+        self._incoming[position] = scratch, None
+        return scratch[: arrival.nbytes]
 
     def _reduce(self, position: int, chunks: Sequence[int], incoming_first: bool) -> None:
-        incoming = self._incoming.pop(position - 1)
-        arrival = self._arrivals.pop(position - 1, None)
+        incoming, arrival = self._incoming.pop(position - 1)
+        own, piece = [self._value(chunk)[0] for chunk in chunks], self._piece_of(chunks)
+        out = [self.destination(chunk, self._length(chunk)) for chunk in chunks]
+        into = self._piece_of(chunks)
+        if piece is not None and into is not None:
+            own, out = [piece], [into]
         begin = 0
-        for own, nbytes, destination in self._operands(chunks):
-            operand = incoming[begin : begin + nbytes]
-            left, right = (operand, own) if incoming_first else (own, operand)
-            if nbytes and self._binding.combine is not None:
-                self._binding.combine(left, right, destination)
-            begin += nbytes
+        for mine, result in zip(own, out, strict=True):
+            operand = incoming[begin : begin + len(result)]
+            left, right = (operand, mine) if incoming_first else (mine, operand)
+            if len(result) and self.binding.combine is not None:
+                self.binding.combine(left, right, result)
+            begin += len(result)
         if arrival is not None:
             arrival.release()
         else:
-            self._engine.scratch.give_back(incoming)
+            self.engine.scratch.give_back(incoming)
         self._open -= 1
         self._complete(position)
         self._open_receives()
@@ -403,95 +402,61 @@ class Run(Operation):
             )
         return value
 
-    def _values(self, chunks: Sequence[int]) -> Parts:
-        """Return several chunks, in one part if they lie one behind the other."""
-        whole = self._whole_of(chunks)
-        if whole is not None:
-            return (whole,)
-        return tuple([part for chunk in chunks for part in self._value(chunk)])
+    def values(self, chunks: Sequence[int]) -> Parts:
+        """Return the values of chunks, in one part if they lie one behind the other."""
+        if len(chunks) == 1:
+            return self._value(chunks[0])
+        parts = [part for chunk in chunks for part in self._value(chunk)]
+        piece = self._piece_of(chunks)
+        return tuple(parts) if piece is None else (piece,)
 
-    def _whole_of(self, chunks: Sequence[int]) -> memoryview | None:
-        whole = self._binding.whole
-        if whole is None or not are_neighbors(chunks):
+    def _piece_of(self, chunks: Sequence[int]) -> memoryview | None:
+        """Return the values of several chunks as one piece of a block; None: they are none."""
+        if self.binding.blocks is None or len(chunks) == 1 or not are_neighbors(chunks):
             return None
-        piece = slice(whole.ends[chunks[0]], whole.ends[chunks[-1] + 1])
-        binding, location = self._binding, self.location
-        if whole.source is not None and all(
-            [location[chunk] is binding.source[chunk] for chunk in chunks]
-        ):
-            return whole.source[piece]
-        views = [self._value(chunk)[0] for chunk in chunks]
-        if whole.target is not None and all(
-            [view is binding.target[chunk] for view, chunk in zip(views, chunks, strict=True)]
-        ):
-            return whole.target[piece]
-        if self._own_whole is not None and all(
-            [view is self._own.get(chunk) for view, chunk in zip(views, chunks, strict=True)]
-        ):
-            return self._own_whole[piece]
-        return None
+        block = self._block_of(chunks[0])
+        if block is None or any([self._block_of(chunk) is not block for chunk in chunks]):
+            return None
+        return block[self._ends[chunks[0]] : self._ends[chunks[-1] + 1]]
 
-    def _destination(self, chunk: int, nbytes: int) -> memoryview:
+    def _block_of(self, chunk: int) -> memoryview | None:
+        """Return the block of which the value of a chunk is a piece."""
+        assert self.binding.blocks is not None
+        source, target = self.binding.blocks
+        value = self.location[chunk]
+        if value is None or value is self.binding.source[chunk]:
+            return source
+        return target if value[0] is self.binding.target[chunk] else self._own_block
+
+    def destination(self, chunk: int, nbytes: int) -> memoryview:
         """Return the memory in which `chunk` has its value from now on."""
-        destination = self._memory(chunk, nbytes)
-        self.location[chunk] = (destination,)
-        return destination
-
-    def _memory(self, chunk: int, nbytes: int) -> memoryview:
-        target = self._binding.target[chunk]
-        if target is not None:
-            return target
-        own = self._own.get(chunk)
-        if own is None:
-            whole = self._binding.whole
-            if whole is None:
-                own = new_bytes(nbytes)
+        memory = self.binding.target[chunk]
+        if memory is None:
+            memory = self._own.get(chunk)
+        if memory is None:
+            if self.binding.blocks is None:
+                memory = new_bytes(nbytes)
             else:
-                if self._own_whole is None:  # pages that are not touched cost nothing
-                    self._own_whole = new_bytes(whole.ends[-1])
-                own = self._own_whole[whole.ends[chunk] : whole.ends[chunk + 1]]
-            self._own[chunk] = own
-        return own
-
-    def _destination_of_all(self, chunks: Sequence[int]) -> memoryview | None:
-        """Return one piece of memory for several chunks; None: they have none in common."""
-        whole = self._binding.whole
-        if whole is None or not are_neighbors(chunks):
-            return None
-        has_target = {self._binding.target[chunk] is not None for chunk in chunks}
-        if len(has_target) == 2:
-            return None
-        for chunk in chunks:
-            self._destination(chunk, self._length(chunk))
-        memory = whole.target if has_target == {True} else self._own_whole
-        assert memory is not None
-        return memory[whole.ends[chunks[0]] : whole.ends[chunks[-1] + 1]]
-
-    def _operands(self, chunks: Sequence[int]) -> Iterator[tuple[memoryview, int, memoryview]]:
-        """Give the own operand, its length and where the result goes, for as few pieces as can."""
-        if len(chunks) > 1:
-            own = self._whole_of(chunks)
-            into = self._destination_of_all(chunks) if own is not None else None
-            if own is not None and into is not None:
-                yield own, len(own), into
-                return
-        for chunk in chunks:
-            own = self._value(chunk)[0]
-            yield own, self._length(chunk), self._destination(chunk, self._length(chunk))
+                if self._own_block is None:  # pages that are not touched cost nothing
+                    self._own_block = new_bytes(self._ends[-1])
+                memory = self._own_block[self._ends[chunk] : self._ends[chunk + 1]]
+            self._own[chunk] = memory
+        self.location[chunk] = (memory,)
+        return memory
 
     def _length(self, chunk: int) -> int:
-        nbytes = self._binding.nbytes[chunk]
+        nbytes = self.binding.nbytes[chunk]
         assert nbytes is not None, f"nobody said how long chunk {chunk} is"
         return nbytes
 
     def _check_length(self, arrival: Arrival, chunks: Sequence[int]) -> None:
-        lengths = [self._binding.nbytes[chunk] for chunk in chunks]
+        lengths = [self.binding.nbytes[chunk] for chunk in chunks]
         known = [length for length in lengths if length is not None]
         expected = sum(known)
         if len(known) == len(lengths) and arrival.nbytes != expected:
             raise MismatchError(
                 f"rank {arrival.peer} sent {arrival.nbytes} bytes in {readable(self._call)}, "
-                f"where rank {self._context.me} expects {expected}"
+                f"where rank {self.context.me} expects {expected}"
             )
 
 
@@ -550,6 +515,14 @@ class Pipeline(Operation):
 def are_neighbors(chunks: Sequence[int]) -> bool:
     """Whether chunks follow each other."""
     return all(after == before + 1 for before, after in pairwise(chunks))
+
+
+def fill_all(views: Sequence[memoryview], data: memoryview) -> None:
+    """Copy the front of `data` to several places, one after the other."""
+    begin = 0
+    for view in views:
+        view[:] = data[begin : begin + len(view)]
+        begin += len(view)
 
 
 def fill_from(parts: Parts, into: memoryview) -> None:

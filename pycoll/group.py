@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pycoll import executor, lending, lent_run, schedules, select, staged_run
     from pycoll.agreed import Agreed
     from pycoll.executor import Binding, Pipeline, Run
+    from pycoll.external import Table
     from pycoll.native import Native
     from pycoll.schedule import Schedule
     from pycoll.select import Request, Selector
@@ -234,19 +235,23 @@ class Group:
         """
         collective, choice, *root = how
         schedule = self.schedule(collective, choice.name, *root)
-        make: type[Run] = executor.Run
+        if choice.segments > 1:
+            binding = binding.joined()
+        steps: Schedule | Table = schedule
         if "pycoll.staging" in sys.modules and staged_run.is_staged(binding):
             fits = lent_run.fits(self.engine, self.context, schedule, binding)
-            make = lent_run.LentRun if fits and choice.segments == 1 else staged_run.StagedRun
+            if fits and choice.segments == 1:
+                steps, binding = lent_run.lent(schedule, binding)
+            else:
+                steps = staged_run.staged(schedule, binding)
         if choice.segments == 1:
-            return make(self.engine, self.context, address, call, schedule, binding)
+            return executor.Run(self.engine, self.context, address, call, steps, binding)
         number, lane = address
-        joined = binding.joined()
 
         def segment(index: int) -> Run:
-            piece = joined.cut(index, choice.segments, granule)
+            piece = binding.cut(index, choice.segments, granule)
             here = number, lane + index
-            return make(self.engine, self.context, here, call, schedule, piece)
+            return executor.Run(self.engine, self.context, here, call, steps, piece)
 
         return executor.Pipeline(segment, choice.segments)
 

@@ -245,6 +245,23 @@ class Borrowing(Operation):
         return None
 
 
+def borrow(
+    engine: Engine, context: Context, arrival: Arrival, into: memoryview, on_gpu: bool
+) -> Borrowing:
+    """Begin to copy the value of a collective's message.
+
+    Args:
+        engine, context, arrival: see `Borrowing`.
+        into: host memory of its length.
+        on_gpu: the array on a GPU whose image that is shall have it, if that is the same GPU.
+    """
+    stage = staging.stage_of(into) if on_gpu else None
+    begin = stage.offset(into) if stage is not None else 0
+    borrowing = Borrowing(engine, context, arrival, offered(arrival), into, stage, begin)
+    borrowing.start()
+    return borrowing
+
+
 def heard(engine: Engine, context: Context, arrival: Arrival) -> None:
     """Take a question, or an answer."""
     _, _, what = LENDING.unpack_from(arrival.header)

@@ -2,25 +2,25 @@
 
 Each message is lent (`lending`): its receiver copies the value out of the sender's array into its
 own. What a rank cannot lend it stages, and every run can receive either: so each rank may decide
-alone.
+alone. Sends and copies become external steps; what was received, but not lent, is pushed by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from pycoll import lending
 from pycoll.context import KIND_LENT, Context
-from pycoll.copies import Copy, Push
+from pycoll.copies import Begun
 from pycoll.engine import Engine
 from pycoll.errors import TransportError
 from pycoll.executor import Binding, Run, are_neighbors
-from pycoll.lending import MIN_NBYTES, Borrowing, Offer
-from pycoll.schedule import Copy as CopyStep
-from pycoll.schedule import Reduce, Schedule, Send
+from pycoll.external import Draft, External, Table
+from pycoll.lending import MIN_NBYTES, Offer
+from pycoll.schedule import Copy, Reduce, Schedule, Send, users_of
 from pycoll.staging import Stage, stage_of
-from pycoll.transports.base import Arrival, Operation
+from pycoll.transports.base import Operation
 
 Place = tuple[Stage, int]
 """An array, and where in it some bytes are."""
@@ -38,8 +38,10 @@ def fits(engine: Engine, context: Context, schedule: Schedule, binding: Binding)
             lent.add((tuple(chunks), context.members[step.peer]))
         if len(chunks) > 1 and not _is_piece_of_target(binding, chunks):
             return False
-        if not isinstance(step, Send) and binding.target[chunks[0]] is None:
-            return False  # it passes through this rank's host memory
+        if not isinstance(step, Send) and any(
+            [binding.target[chunk] is None or binding.source[chunk] for chunk in chunks]
+        ):
+            return False  # it passes through this rank's host memory, or replaces a value
     stages = _stages(binding)
     if None in stages or max([nbytes or 0 for nbytes in binding.nbytes]) < MIN_NBYTES:
         return False
@@ -61,8 +63,8 @@ def fits(engine: Engine, context: Context, schedule: Schedule, binding: Binding)
 def _is_piece_of_target(binding: Binding, chunks: Sequence[int]) -> bool:
     """Whether several chunks of a message lie one behind the other when all are in their places."""
     return (
-        binding.whole is not None
-        and binding.whole.target is not None
+        binding.blocks is not None
+        and binding.blocks[1] is not None
         and are_neighbors(chunks)
         and all([binding.target[chunk] is not None for chunk in chunks])
     )
@@ -81,157 +83,95 @@ def _stages(binding: Binding) -> set[Stage | None]:
     }
 
 
-class LentRun(Run):
-    """A run whose chunks stay on a GPU."""
-
-    __slots__ = ("_copies", "_from_host", "_is_in_place", "_unready")
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._copies: list[Copy | Push] = []
-        self._is_in_place = False
-        self._from_host: dict[int, Place] = {}  # by position: what has come to an image
-        self._unready = 0
-
-    def start(self) -> None:
-        self._await([stage.ready(self._engine) for stage in _stages(self._binding) if stage])
-
-    def cancel(self) -> None:
-        super().cancel()
-        for copy in self._copies:  # nothing of the caller's is written after the call
-            copy.settle()
-
-    def _await(self, copies: Sequence[Copy | Push]) -> None:
-        """Go on with the start when these are done."""
-        self._unready = len(copies)
-        for copy in copies:
-            copy.then(self._was_ready)
-
-    def _was_ready(self, copy: Operation) -> None:
-        if self._left < 0 or self.done:
-            return
-        if copy.error is not None:
-            self.abort(copy.error)
-            return
-        self._unready -= 1
-        if self._unready:
-            return
-        if self._is_in_place or not any([len(chunks) > 1 for chunks in self._schedule.chunks]):
-            super().start()
-            return
-        self._is_in_place = True  # messages of several chunks take them from there
-        try:
-            for chunk in range(len(self.location)):
-                self._settle(chunk)
-        except TransportError as exc:
-            self.abort(exc)
-            return
-        copies = list(self._copies)
-        if copies:
-            self._await(copies)
+def lent(schedule: Schedule, binding: Binding) -> tuple[Table, Binding]:
+    """Return a schedule, and a binding, whose values stay on the GPU."""
+    draft = Draft(schedule)
+    everything = range(len(schedule.steps))
+    ready = [
+        draft.add(External(partial(_ready, stage)), before=everything) for stage in _stages(binding)
+    ]
+    together = {chunk for chunks in schedule.chunks if len(chunks) > 1 for chunk in chunks}
+    for chunk, steps in users_of(schedule, len(binding.nbytes)).items():
+        if not binding.source[chunk] or not binding.target[chunk]:
+            continue
+        if chunk in together:  # messages of several chunks take them from their places
+            draft.add(External(partial(_put, chunk)), after=ready, before=steps)
         else:
-            super().start()
-
-    def _place(self, view: memoryview) -> Place:
-        stage = stage_of(view)
-        assert stage is not None, "this chunk is not on a GPU"
-        return stage, stage.offset(view)
-
-    # --- steps -----------------------------------------------------------------------------
-
-    def _post(self, position: int) -> None:
-        step, chunks = self._schedule.steps[position], self._schedule.chunks[position]
-        if not isinstance(step, CopyStep):
-            super()._post(position)
-            return
-        source = self._value(step.source)[0]
-        copy = self._fill(self._destination(chunks[0], len(source)), source)
-        copy.then(lambda copy: self._copied(position, copy))
-
-    def _send(self, position: int, peer: int, chunks: Sequence[int]) -> None:
-        world = self._context.members[peer]
-        parts = self._value(chunks[0]) if len(chunks) == 1 else self._values(chunks)
-        assert len(parts) == 1, "chunks of one message are not in one place"
-        stage, begin = self._place(parts[0])
-        found = lending.offer(self._engine, self._context, stage, world)
-        if found is None:
-            raise TransportError("an array on a GPU that could be lent cannot any more")
-        header = self._header(position, KIND_LENT)
-        header += Offer(found.uuid, found.handle, found.offset + begin).pack()
-        self._follow(position, self._engine.hold(self._context, world, header + self._call, parts))
-
-    def _accept(self, position: int, arrival: Arrival, into: memoryview) -> Operation:
-        stage, begin = self._place(into)
-        if arrival.header[0] != KIND_LENT:
-            self._from_host[position] = stage, begin
-            return arrival.accept(into)
-        found = lending.offered(arrival)
-        borrowing = Borrowing(self._engine, self._context, arrival, found, into, stage, begin)
-        if not borrowing.is_on_gpu:
-            self._from_host[position] = stage, begin
-        borrowing.start()
-        return borrowing
-
-    def _complete(self, position: int) -> None:
-        place = self._from_host.pop(position, None)
-        if place is None or self._left < 0:
-            super()._complete(position)
-            return
-        stage, begin = place
-        nbytes = sum([self._length(chunk) for chunk in self._schedule.chunks[position]])
-        try:
-            copy = stage.push(self._engine, begin, begin + nbytes)
-        except TransportError as exc:
-            self.abort(exc)
-            return
-        self._copies.append(copy)
-        copy.then(lambda copy: self._copied(position, copy))
-
-    def _copied(self, position: int, copy: Operation) -> None:
-        if self._left < 0 or self.done:
-            return
-        if copy.error is not None:
-            self.abort(copy.error)
+            draft.add(External(partial(_put, chunk), at_end=True), after=[*ready, *steps])
+    for position, step in enumerate(schedule.steps):
+        chunks = schedule.chunks[position]
+        if isinstance(step, Send):
+            lend = partial(_lend, step.peer, chunks, schedule.number[position])
+            draft.replace(position, External(lend))
+        elif isinstance(step, Copy):
+            draft.replace(position, External(partial(_copy, step.source, chunks[0])))
         else:
-            super()._complete(position)
+            push = External(partial(_push, chunks))
+            draft.add(push, after=[position], before=schedule.successors[position])
+    return draft.table(), binding._replace(on_gpu=True)
 
-    # --- the end ---------------------------------------------------------------------------
 
-    def _settle(self, chunk: int) -> None:
-        location, target = self.location[chunk], self._binding.target[chunk]
-        if target is not None and len(target) and location and location[0] is not target:
-            self.location[chunk] = (target,)
-            self._fill(target, location[0])
+# --- the external steps ------------------------------------------------------------------------
 
-    def _fill(self, into: memoryview, source: memoryview) -> Copy:
-        """Copy on the GPU."""
-        if not len(into):
-            return Copy(self._engine, None, None, None)
-        stage, begin = self._place(into)
-        other, offset = self._place(source)
-        end, address = begin + len(into), other.pointer + offset
-        if stage.pointer + begin == address:  # in place
-            copy = stage.keep(begin, end)
-        else:
-            copy = stage.fill(self._engine, address, begin, end)
-        self._copies.append(copy)
-        return copy
 
-    def _conclude(self) -> bool:
-        try:
-            super()._conclude()
-        except TransportError as exc:
-            self.abort(exc)
-            return False
-        for copy in self._copies:
-            if not copy.done:
-                copy.then(self._ended)
-                if not copy.done:
-                    return False
-            if copy.error is not None:
-                self.abort(copy.error)
-        return not self.done
+def _ready(stage: Stage | None, run: Run) -> Operation | None:
+    return stage.ready(run.engine) if stage is not None else None
 
-    def _ended(self, copy: Operation) -> None:
-        if self._left >= 0 and not self.done:
-            self._drain()
+
+def _put(chunk: int, run: Run) -> Begun | None:
+    """Copy the value of a chunk to its place, if it is not there."""
+    location, target = run.location[chunk], run.binding.target[chunk]
+    if target is None or location is None or location[0] is target:
+        return None
+    run.location[chunk] = (target,)
+    return _fill(run.engine, target, location[0])
+
+
+def _copy(source: int, chunk: int, run: Run) -> Begun | None:
+    (value,) = run.values((source,))
+    return _fill(run.engine, run.destination(chunk, len(value)), value)
+
+
+def _fill(engine: Engine, into: memoryview, source: memoryview) -> Begun | None:
+    """Copy on the GPU."""
+    if not len(into):
+        return None
+    stage, begin = _place(into)
+    other, offset = _place(source)
+    end, address = begin + len(into), other.pointer + offset
+    if stage.pointer + begin == address:  # in place
+        stage.keep(begin, end)
+        return None
+    copy = stage.fill(engine, address, begin, end)
+    return Begun(copy, copy.settle)
+
+
+def _push(chunks: Sequence[int], run: Run) -> Begun | None:
+    """Have what was received go on to the GPU, if it was not lent."""
+    (value,) = run.values(chunks)
+    if not len(value):
+        return None
+    stage, begin = _place(value)
+    end = begin + len(value)
+    if stage.has(begin, end):
+        return None
+    copy = stage.push(run.engine, begin, end)
+    return Begun(copy, copy.settle)
+
+
+def _lend(peer: int, chunks: Sequence[int], number: int, run: Run) -> Operation:
+    world, parts = run.context.members[peer], run.values(chunks)
+    assert len(parts) == 1, "chunks of one message are not in one place"
+    stage, begin = _place(parts[0])
+    found = lending.offer(run.engine, run.context, stage, world)
+    if found is None:
+        raise TransportError("an array on a GPU that could be lent cannot any more")
+    offer = Offer(found.uuid, found.handle, found.offset + begin)
+    message = run.header(number, KIND_LENT, offer.pack())
+    return run.engine.hold(run.context, world, message, parts)
+
+
+def _place(view: memoryview) -> Place:
+    stage = stage_of(view)
+    assert stage is not None, "this chunk is not on a GPU"
+    return stage, stage.offset(view)

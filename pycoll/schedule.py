@@ -162,3 +162,15 @@ def compile_schedule(steps: Iterable[Step]) -> Schedule:
         waits=tuple(waits),
         successors=tuple([tuple(later) for later in successors]),
     )
+
+
+def users_of(schedule: Schedule, num_chunks: int) -> dict[int, list[int]]:
+    """Return for each chunk the steps that name it; chunks in the order of their first use."""
+    users: dict[int, list[int]] = {}
+    for position, step in enumerate(schedule.steps):
+        chunks = schedule.chunks[position]
+        for chunk in (*chunks, step.source) if isinstance(step, Copy) else chunks:
+            users.setdefault(chunk, []).append(position)
+    for chunk in range(num_chunks):
+        users.setdefault(chunk, [])
+    return users

@@ -141,6 +141,10 @@ class Stage:
         self._pushed.append((begin, end, copy))
         return copy
 
+    def has(self, begin: int, end: int) -> bool:
+        """Whether `fill`, `keep` or `push` was called for just these bytes."""
+        return any([pushed[:2] == (begin, end) for pushed in self._pushed])
+
     def follow(self, other: Stage) -> None:
         """Push nothing before all of `other`, of the same memory, is pulled."""
         self._before.append(other.pull(None))

@@ -1,0 +1,241 @@
+"""External steps: where they stand in a schedule, and how a run does them (pycoll/external.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pycoll.executor import Binding, Pipeline, Run
+from pycoll.external import Draft, External, Table
+from pycoll.schedule import Copy, Recv, Reduce, Send, compile_schedule, recv_reduce, users_of
+from pycoll.transports.base import Operation
+
+
+def nothing(_run: Any) -> None:
+    """What is done at once."""
+
+
+class Job(Operation):
+    """Something that is under way until the test ends it; knows what became of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = self.is_cancelled = False
+
+    def then(self, callback: Callable[[Operation], None]) -> None:
+        self.is_asked = True
+        super().then(callback)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.is_cancelled = True
+
+
+def run_of(table: Table, *values: bytes) -> Run:
+    """A run without messages, on chunks of one byte."""
+    binding = Binding(
+        nbytes=[1] * len(values),
+        source=[(memoryview(value),) for value in values],
+        target=[memoryview(bytearray(1)) for _ in values],
+    )
+    engine: Any = None
+    return Run(engine, engine, (0, 0), b"call", table, binding)
+
+
+# --- the steps -----------------------------------------------------------------------------------
+
+
+def test_a_draft_without_changes_is_the_schedule() -> None:
+    schedule = compile_schedule([Send(1, 0), *recv_reduce(2, 0), Send(3, (0, 1)), Copy(0, 1)])
+    assert Draft(schedule).table() == Table(*schedule)
+
+
+def test_what_is_added_comes_first_and_hazards_move_along() -> None:
+    schedule = compile_schedule([*recv_reduce(1, 0), Send(1, 0)])
+    draft = Draft(schedule)
+    before, after = External(nothing), External(nothing, at_end=True)
+    first = draft.add(before, before=[1, 2])
+    draft.add(after, after=[2, first])
+    table = draft.table()
+    assert table.steps == (before, after, Recv(1, 0, True), Reduce(0, False), Send(1, 0))
+    assert table.chunks == ((), (), (0,), (0,), (0,))
+    assert table.successors == ((1, 3, 4), (), (3,), (4,), (1,))
+    assert table.waits == (0, 2, 0, 2, 2)
+
+
+def test_messages_keep_their_numbers() -> None:
+    schedule = compile_schedule([Send(1, 0), Send(1, 1), Send(2, 0), Send(1, 2)])
+    draft = Draft(schedule)
+    draft.add(External(nothing))
+    draft.replace(0, External(nothing))
+    assert draft.table().number == (0, 0, 1, 0, 2)
+
+
+def test_what_replaces_a_step_has_its_hazards() -> None:
+    schedule = compile_schedule([Recv(1, 0), Send(2, 0), Recv(1, 0)])
+    draft = Draft(schedule)
+    draft.replace(1, External(nothing))
+    table = draft.table()
+    assert table.steps[1] == External(nothing)
+    assert (table.waits, table.successors) == (schedule.waits, schedule.successors)
+
+
+def test_the_users_of_a_chunk_are_known_in_the_order_of_first_use() -> None:
+    schedule = compile_schedule([Send(1, 2), Copy(1, 2), *recv_reduce(1, (1, 0))])
+    assert list(users_of(schedule, 4).items()) == [
+        (2, [0, 1]),
+        (1, [1, 2, 3]),
+        (0, [2, 3]),
+        (3, []),
+    ]
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+def test_a_step_waits_for_an_external_one_and_that_for_another() -> None:
+    draft = Draft(compile_schedule([Copy(0, 1)]))
+    job, order = Job(), []
+
+    def late(run: Run) -> None:
+        order.append(bytes(run.values((1,))[0]))
+
+    draft.add(External(lambda _: job), before=[0])
+    draft.add(External(late), after=[0])
+    run = run_of(draft.table(), b"a", b"b")
+    run.start()
+    assert not order
+    assert not run.done
+    job.finish()
+    assert order == [b"a"]
+    assert run.done
+    assert run.error is None
+
+
+def test_all_that_can_begin_has_begun_before_somebody_asks_for_an_end() -> None:
+    draft = Draft(compile_schedule([]))
+    jobs: list[Job] = []
+
+    def begin(_run: Run) -> Job:
+        assert not any(job.is_asked for job in jobs)
+        jobs.append(Job())
+        return jobs[-1]
+
+    last = draft.add(External(nothing))
+    for _ in range(3):
+        draft.add(External(begin), before=[last])
+    run = run_of(draft.table())
+    run.start()
+    assert [job.is_asked for job in jobs] == [True] * 3
+    assert not run.done
+
+
+def test_what_may_end_last_is_asked_when_all_else_is_done() -> None:
+    draft = Draft(compile_schedule([]))
+    last, other = [Job(), Job()], Job()
+    for job in last:
+        draft.add(External(lambda _, job=job: job, at_end=True))
+    draft.add(External(lambda _: other))
+    run = run_of(draft.table())
+    run.start()
+    assert (other.is_asked, last[0].is_asked) == (True, False)
+    other.finish()
+    assert [job.is_asked for job in last] == [True, False]
+    last[1].finish()
+    last[0].finish()
+    assert run.done
+    assert run.error is None
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_run_that_is_given_up_gives_up_what_has_begun(at_end: bool) -> None:
+    draft = Draft(compile_schedule([Copy(0, 1)]))
+    jobs, later = [Job(), Job()], []
+    draft.add(External(lambda _: jobs[0]), before=[0])
+    draft.add(External(lambda _: jobs[1], at_end=at_end))
+    draft.add(External(later.append), after=[0])
+    run = run_of(draft.table(), b"a", b"b")
+    run.start()
+    run.cancel()
+    assert [job.is_cancelled for job in jobs] == [True, True]
+    jobs[0].finish()
+    assert not later
+
+
+def test_an_error_ends_the_run_and_cancels_the_rest() -> None:
+    draft = Draft(compile_schedule([]))
+    bad, other, last = Job(), Job(), Job()
+    draft.add(External(lambda _: bad))
+    draft.add(External(lambda _: other))
+    draft.add(External(lambda _: last, at_end=True))
+    run = run_of(draft.table())
+    run.start()
+    bad.finish(RuntimeError("the copy failed"))
+    assert str(run.error) == "the copy failed"
+    assert (other.is_cancelled, last.is_cancelled) == (True, True)
+
+
+def test_what_is_found_to_have_failed_while_the_run_is_given_up_changes_nothing() -> None:
+    class Telling(Job):
+        def cancel(self) -> None:
+            super().cancel()
+            other.finish(RuntimeError("too late"))
+
+    draft = Draft(compile_schedule([]))
+    bad, telling, other, ended = Job(), Telling(), Job(), []
+    for job in (bad, telling, other):
+        draft.add(External(lambda _, job=job: job))
+    run = run_of(draft.table())
+    run.then(ended.append)
+    run.start()
+    bad.finish(RuntimeError("the first"))
+    assert ended == [run]
+    assert str(run.error) == "the first"
+
+
+def test_what_cannot_begin_ends_the_run() -> None:
+    draft = Draft(compile_schedule([]))
+    first, ended = Job(), []
+
+    def fail(_run: Run) -> None:
+        raise RuntimeError("no copy can begin")
+
+    draft.add(External(lambda _: first))
+    draft.add(External(fail))
+    run = run_of(draft.table())
+    run.then(ended.append)
+    run.start()
+    assert ended == [run]
+    assert str(run.error) == "no copy can begin"
+    assert first.is_cancelled
+
+
+def test_a_segment_whose_step_cannot_begin_ends_all_segments() -> None:
+    jobs: list[Job] = []
+
+    def begin(_run: Run) -> Job:
+        if len(jobs) == 2:
+            raise RuntimeError("no third copy")
+        jobs.append(Job())
+        return jobs[-1]
+
+    draft = Draft(compile_schedule([]))
+    draft.add(External(begin))
+    table = draft.table()
+    pipeline = Pipeline(lambda _: run_of(table), 4)
+    pipeline.start()
+    assert str(pipeline.error) == "no third copy"
+    assert [job.is_cancelled for job in jobs] == [True, True]
+
+
+def test_a_chunk_that_a_step_has_settled_is_finished_once() -> None:
+    draft = Draft(compile_schedule([]))
+    finished: list[bytes] = []
+    draft.add(External(lambda run: run.settle(1)))
+    run = run_of(draft.table(), b"a", b"b")
+    run.binding = run.binding._replace(finish=lambda view: finished.append(bytes(view)))
+    run.start()
+    assert finished == [b"b", b"a"]
+    assert [bytes(view or b"") for view in run.binding.target] == [b"a", b"b"]
