@@ -327,7 +327,10 @@ def test_after_another_job_has_cut_it_so_often_a_rank_gives_up_and_says_so() -> 
     with ranks(one, other):
         one.dialer.dial(Link(1, 0), other.endpoint)
         run(lambda: bool(one.failures), one, other)
-        assert one.failures == {1: f"it closed the connection {TRIES} times before it was made"}
+        reason = (
+            f"it closed the connection {TRIES} times before it was made (is it of another job?)"
+        )
+        assert one.failures == {1: reason}
 
 
 def test_a_connection_that_is_refused_says_so() -> None:
@@ -384,3 +387,38 @@ def test_two_who_dial_at_once_get_one_link(seed: int) -> None:
             assert one.failures == other.failures == {}
             one.links[Link(1, 0)].sendall(LINKED)
             assert read(other.links[Link(0, 0)], 1, one, other) == LINKED
+
+
+def test_an_event_of_a_connection_that_is_closed_is_not_taken_for_the_next_one() -> None:
+    """The kernel gives the number of a closed descriptor to the next one that is opened."""
+    rank, others = Rank(0), [Rank(1), Rank(2)]
+    with ranks(rank, *others), socket.create_connection(rank.address) as stranger:
+        stranger.sendall(b"h")
+        run(lambda: len(rank.dialer._callers) == 1, rank)
+        (caller,) = rank.dialer._callers.values()
+        descriptor = caller.connection.fileno()
+        stranger.sendall(b"e")
+
+        class Poller:
+            """The dialer's, which says first that somebody calls: for who is cut, another dials."""
+
+            def __init__(self, poller: select.epoll) -> None:
+                self.poller = poller
+                self.register, self.close = poller.register, poller.close
+                self.modify, self.unregister = poller.modify, poller.unregister
+
+            def poll(self, timeout: float) -> list[tuple[int, int]]:
+                rank.dialer._poller = self.poller
+                return [(rank.dialer._listener.fileno(), 1), (descriptor, 1)]
+
+        def accept() -> None:
+            rank.dialer._close(caller)
+            rank.dialer.dial(Link(1, 0), others[0].endpoint)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rank.dialer, "_accept", accept)
+            patch.setattr(rank.dialer, "_poller", Poller(rank.dialer._poller))
+            rank.dialer.progress()
+        assert list(rank.dialer._dials) == [descriptor]
+        assert not rank.dialer._dials[descriptor].connected
+        run(lambda: bool(rank.links), rank, *others)
