@@ -156,13 +156,19 @@ class Dialer:
 
     def progress(self) -> None:
         """Go on with what has come, without blocking."""
-        for descriptor, _ in self._poller.poll(0):
-            if descriptor == self._listener.fileno():
+        listener = self._listener.fileno()
+        # By the connection: while these are handled a descriptor may become another one's.
+        found = [
+            (descriptor, self._dials.get(descriptor) or self._callers.get(descriptor))
+            for descriptor, _ in self._poller.poll(0)
+        ]
+        for descriptor, one in found:
+            if descriptor == listener:
                 self._accept()
-            elif (dial := self._dials.get(descriptor)) is not None:
-                self._go_on(dial)
-            elif (caller := self._callers.get(descriptor)) is not None:
-                self._listen_to(caller)
+            elif isinstance(one, _Dial) and self._dials.get(descriptor) is one:
+                self._go_on(one)
+            elif isinstance(one, _Caller) and self._callers.get(descriptor) is one:
+                self._listen_to(one)
 
     def forget(self, peer: int) -> None:
         """Make no link to a rank any more."""
@@ -277,7 +283,10 @@ class Dialer:
         if cut and tries < TRIES:
             self._connect(link)
         elif cut:
-            self._fail(link, f"it closed the connection {tries} times before it was made")
+            self._fail(
+                link,
+                f"it closed the connection {tries} times before it was made (is it of another job?)",
+            )
         elif status == errno.ECONNREFUSED:
             self._fail(link, "it does not answer (connection refused)")
         else:
