@@ -547,7 +547,7 @@ class Context:
         Who waits until it is received goes on if this communicator was closed. If it is broken the
         sender will hear why, and must not believe until then that all went well.
         """
-        if self._closed or arrival.payload is not None:
+        if self._closed or not arrival.sender_waits:
             arrival.release()
 
     # --- sameness --------------------------------------------------------------------------

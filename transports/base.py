@@ -188,6 +188,7 @@ class Arrival(ABC):
         header: its header.
         nbytes: length of its payload.
         payload: the payload, if it is here; valid until `release` or `accept`.
+        sender_waits: whether the sender may wait until it is accepted.
     """
 
     __slots__ = ("header", "nbytes", "payload", "peer")
@@ -199,6 +200,10 @@ class Arrival(ABC):
         self.header = header
         self.nbytes = nbytes
         self.payload = payload
+
+    @property
+    def sender_waits(self) -> bool:
+        return self.payload is None
 
     @abstractmethod
     def accept(self, into: memoryview) -> Transfer:
@@ -274,7 +279,7 @@ class Transport(ABC):
     def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         """Start sending a message that is never buffered, however short: its header only.
 
-        The transfer is done when the receiver has accepted it and has it.
+        The transfer is done when the receiver has accepted it and the payload's memory is free.
         """
 
     def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:

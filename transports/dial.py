@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pycoll.transports._core import timer_open, timer_set
 from pycoll.transports.handshake import (
     BUSY,
     HELLO_NBYTES,
@@ -36,12 +37,15 @@ from pycoll.transports.handshake import (
     read_hello,
 )
 
-TRIES = 100
+TRIES = 40
 """How often a rank dials another that closes the connection before it is a link: as a listener does
 whom strangers flood."""
 
-UNPROVED_BEYOND = 16
-"""How many connections of strangers are kept, beyond two for each rank of the job and lane."""
+SILENT = 64
+"""How many connections are kept that have not said yet which rank they are."""
+
+PAUSE_NS, LONGEST_PAUSE_NS = 2_000_000, 128_000_000
+"""How long a rank waits before it dials again: the first time; then twice as long, and so on."""
 
 NOT_SENT = 512 * 1024
 """Bytes that the kernel takes beyond what is under way: more would delay what comes next."""
@@ -90,7 +94,8 @@ class Dialer:
         secret: of the job.
         keepalive: how many times the kernel asks, each second, a peer that has been silent for two
             seconds, before the connection counts as cut.
-        linked: called with a link and its connection, which does not block and is the callee's.
+        linked: called with a link, its connection, which does not block and is the callee's, and
+            whether this rank has made it.
         failed: called with a rank to which no link can be made, and why.
     """
 
@@ -102,7 +107,7 @@ class Dialer:
         listener: socket.socket,
         secret: Secret,
         keepalive: int,
-        linked: Callable[[Link, socket.socket], None],
+        linked: Callable[[Link, socket.socket, bool], None],
         failed: Callable[[int, str], None],
     ) -> None:
         self._rank = rank
@@ -113,10 +118,14 @@ class Dialer:
         self._keepalive = keepalive
         self._on_link = linked
         self._on_failure = failed
-        self._most_callers = 2 * size * lanes + UNPROVED_BEYOND
+        self._most_callers = 2 * size * lanes + SILENT
         self._poller = select.epoll()
         self._poller.register(listener.fileno(), select.EPOLLIN)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._listens = True
+        self._timer = timer_open()
+        self._poller.register(self._timer, select.EPOLLIN)
+        self._again: list[Link] = []  # to be dialed when the timer rings
         self._dials: dict[int, _Dial] = {}
         self._callers: dict[int, _Caller] = {}  # oldest first
         self._dialing: dict[Link, tuple[str, int]] = {}  # where, and how often it was tried
@@ -144,15 +153,43 @@ class Dialer:
         try:
             connection = socket.socket(family, socket.SOCK_STREAM)
         except OSError as exc:
-            self._fail(link, f"no connection to it can be made ({exc.strerror})")
+            self._without_connection(link, exc)
             return
-        connection.setblocking(False)
         hello = make_hello(self._secret, Hello(self._rank, link.peer, link.lane))
         self._dials[connection.fileno()] = dial = _Dial(link, connection, hello)
-        self._poller.register(connection.fileno(), select.EPOLLOUT)
-        status = connection.connect_ex((host, int(port)))
+        try:
+            connection.setblocking(False)
+            self._poller.register(connection.fileno(), select.EPOLLOUT)
+            status = connection.connect_ex((host, int(port)))
+        except OSError as exc:
+            self._close(dial)
+            self._without_connection(link, exc)
+            return
         if status not in (0, errno.EINPROGRESS):
             self._dial_failed(dial, status)
+
+    def _without_connection(self, link: Link, exc: OSError) -> None:
+        """Try again when a descriptor may be free, or give up."""
+        if exc.errno in (errno.EMFILE, errno.ENFILE) and self._dialing[link][1] < TRIES:
+            self._drop_a_caller()
+            self._dial_later(link)
+        else:
+            self._fail(link, f"no connection to it can be made ({exc.strerror})")
+
+    def _dial_later(self, link: Link) -> None:
+        _, tries = self._dialing[link]
+        if not self._again:
+            timer_set(self._timer, min(PAUSE_NS << min(tries, 16), LONGEST_PAUSE_NS))
+        self._again.append(link)
+
+    def _dial_again(self) -> None:
+        timer_set(self._timer, 0)
+        again, self._again = self._again, []
+        for link in again:
+            if link in self._linked:
+                self._dialing.pop(link, None)
+            elif link in self._dialing:
+                self._connect(link)
 
     def progress(self) -> None:
         """Go on with what has come, without blocking."""
@@ -165,6 +202,8 @@ class Dialer:
         for descriptor, one in found:
             if descriptor == listener:
                 self._accept()
+            elif descriptor == self._timer:
+                self._dial_again()
             elif isinstance(one, _Dial) and self._dials.get(descriptor) is one:
                 self._go_on(one)
             elif isinstance(one, _Caller) and self._callers.get(descriptor) is one:
@@ -187,9 +226,10 @@ class Dialer:
         self._callers.clear()
         self._poller.close()
         self._listener.close()
-        if self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
+        for descriptor in (self._spare, self._timer):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._spare = self._timer = -1
 
     def _close(self, one: _Dial | _Caller) -> None:
         descriptor = one.connection.fileno()
@@ -197,6 +237,7 @@ class Dialer:
             self._dials.pop(descriptor, None)
             self._callers.pop(descriptor, None)
             one.connection.close()
+            self._listen_again()
 
     def _is_up(self, link: Link, one: _Dial | _Caller) -> None:
         descriptor = one.connection.fileno()
@@ -206,7 +247,7 @@ class Dialer:
         self._linked.add(link)
         self._waits.discard(link)
         self._set_up(one.connection)
-        self._on_link(link, one.connection)
+        self._on_link(link, one.connection, isinstance(one, _Dial))
 
     def _set_up(self, connection: socket.socket) -> None:
         options = [
@@ -229,8 +270,8 @@ class Dialer:
                 if status := dial.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     self._dial_failed(dial, status)
                     return
-                dial.connected = True
                 self._poller.modify(dial.connection.fileno(), select.EPOLLIN)
+                dial.connected = True
                 self._say(dial.connection, dial.hello)
                 return
             wanted = 1 if dial.proved else REPLY_NBYTES
@@ -281,11 +322,11 @@ class Dialer:
         _, tries = self._dialing[link]
         cut = dial.connected and status in (errno.ECONNRESET, errno.EPIPE)
         if cut and tries < TRIES:
-            self._connect(link)
+            self._dial_later(link)
         elif cut:
             self._fail(
                 link,
-                f"it closed the connection {tries} times before it was made (is it of another job?)",
+                f"it closed the connection {tries} times before it was made: is it of another job?",
             )
         elif status == errno.ECONNREFUSED:
             self._fail(link, "it does not answer (connection refused)")
@@ -294,7 +335,7 @@ class Dialer:
 
     def _fail(self, link: Link, why: str) -> None:
         self._dialing.pop(link, None)
-        if link.peer not in self._gone:
+        if link.lane == 0 and link.peer not in self._gone:  # another lane can be done without
             self._gone.add(link.peer)
             self._on_failure(link.peer, why)
 
@@ -310,25 +351,49 @@ class Dialer:
                 if exc.errno in (errno.EMFILE, errno.ENFILE):
                     self._turn_one_away()
                 return
-            connection.setblocking(False)
-            while len(self._callers) >= self._most_callers:
-                self._close(next(iter(self._callers.values())))
-            self._callers[connection.fileno()] = _Caller(connection)
-            self._poller.register(connection.fileno(), select.EPOLLIN)
+            self._callers[connection.fileno()] = caller = _Caller(connection)
+            try:
+                connection.setblocking(False)
+                self._poller.register(connection.fileno(), select.EPOLLIN)
+            except OSError:
+                self._close(caller)
+                continue
+            self._listen_to(caller)  # what it says first is mostly here
+            silent = [one for one in self._callers.values() if not one.hello]
+            if len(silent) > SILENT:
+                self._close(silent[0])
+            if len(self._callers) > self._most_callers:
+                self._close(next(one for one in self._callers.values() if one.hello))
+
+    def _drop_a_caller(self) -> bool:
+        """Close the one who has waited longest, preferably one that has not said who it is."""
+        silent = (one for one in self._callers.values() if not one.hello)
+        first = next(silent, None) or next(iter(self._callers.values()), None)
+        if first is not None:
+            self._close(first)
+        return first is not None
 
     def _turn_one_away(self) -> None:
-        """Close the first who waits, for want of descriptors: who is of the job comes again."""
-        if self._callers:
-            self._close(next(iter(self._callers.values())))
+        """Close one that waits, for want of descriptors: who is of the job comes again."""
+        if self._drop_a_caller():
             return
-        if self._spare < 0:
-            return
-        os.close(self._spare)
-        self._spare = -1
-        with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
-        with contextlib.suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+            with contextlib.suppress(OSError):
+                self._listener.accept()[0].close()
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        if self._spare < 0:  # others take every one: wait for one of ours
+            self._poller.unregister(self._listener.fileno())
+            self._listens = False
+
+    def _listen_again(self) -> None:
+        if not self._listens and self._listener.fileno() >= 0:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                self._poller.register(self._listener.fileno(), select.EPOLLIN)
+                self._listens = True
 
     def _listen_to(self, caller: _Caller) -> None:
         wanted = PROOF_NBYTES if caller.hello else HELLO_NBYTES
@@ -379,5 +444,7 @@ class Dialer:
     @staticmethod
     def _say(connection: socket.socket, message: bytes) -> None:
         # It fits into what the kernel takes at once from any new connection.
-        if connection.send(message) != len(message):
-            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+        with contextlib.suppress(BlockingIOError):
+            if connection.send(message) == len(message):
+                return
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))

@@ -10,11 +10,14 @@ Between hosts the ranks authenticate, but nothing is encrypted: zeromq.py does t
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import select
 import socket
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,6 +50,9 @@ _KEEPALIVE, _KEEPALIVE_BETWEEN_HOSTS = 3, 6  # a cable may be out for 3 s
 
 _SHORT_S = 0.001
 
+_WATCHED = 8
+"""The number of the event that the dialer has something to do."""
+
 
 class _Send(Transfer):
     """A message that was offered, or one that was pushed and is not written yet."""
@@ -76,7 +82,9 @@ class _Receive(Transfer):
 
     __slots__ = ("handle", "key", "peer", "transport")
 
-    def __init__(self, transport: TcpTransport, peer: int, key: tuple[int, int]) -> None:
+    def __init__(
+        self, transport: TcpTransport, peer: int, key: tuple[int, int] | None = None
+    ) -> None:
         super().__init__()
         self.transport = transport
         self.peer = peer
@@ -121,6 +129,10 @@ class _Pushed(Arrival):
         super().__init__(peer, header, nbytes, None)
         self._transport = transport
         self._handle = handle
+
+    @property
+    def sender_waits(self) -> bool:
+        return False
 
     def accept(self, into: memoryview) -> Transfer:
         handle, self._handle = self._handle, 0
@@ -180,35 +192,39 @@ class TcpTransport(Transport):
         self._rank = rank
         self._lanes = lanes
         self._closed = False
+        self._unhandled: deque[tuple[Any, ...]] = deque()
         is_local = host in ("127.0.0.1", "::1")
         try:
-            listener = listen(host)
-            self._endpoint = endpoint_of(listener)
-            self.core: Tcp = Tcp(rank, size, lanes, EAGER_LIMIT, AHEAD, CREDIT, MESSAGE_COST)
-            self._dialer = Dialer(
-                rank,
-                size,
-                lanes,
-                listener,
-                Secret.derive(key),
-                _KEEPALIVE if is_local else _KEEPALIVE_BETWEEN_HOSTS,
-                self._linked,
-                self._unreachable,
-            )
-            self.core.watch(self._dialer.fileno())
+            with contextlib.ExitStack() as undo:
+                listener = undo.enter_context(listen(host))
+                self._endpoint = endpoint_of(listener)
+                self._dialer = Dialer(
+                    rank,
+                    size,
+                    lanes,
+                    listener,
+                    Secret.derive(key),
+                    _KEEPALIVE if is_local else _KEEPALIVE_BETWEEN_HOSTS,
+                    self._linked,
+                    self._unreachable,
+                )
+                undo.callback(self._dialer.close)
+                limits = EAGER_LIMIT, AHEAD, CREDIT, MESSAGE_COST
+                self.core: Tcp = Tcp(rank, size, lanes, *limits, self._unhandled)
+                self.core.watch(self._dialer.fileno())
+                undo.pop_all()
         except OSError as exc:
             raise TransportError(
                 f"tcp: rank {rank} cannot listen on {host}: {exc.strerror}"
             ) from exc
         self._addresses: Sequence[dict[str, Any]] = ()
         self._handler: Handler | None = None
-        self._dialed: set[int] = set()
+        self._begun: set[int] = set()  # ranks to which there is a link, or will be
         self._forgotten: dict[int, str] = {}
         self._sends: dict[int, _Send] = {}
         self._receives: dict[int, _Receive] = {}
         self._accepted: dict[tuple[int, int], _Receive] = {}
         self._waiting: dict[tuple[int, int], _Offered] = {}
-        self._unhandled: list[tuple[Any, ...]] = []
         self._pid = os.getpid()
         # By the number of the event.
         self._events = (
@@ -234,23 +250,23 @@ class TcpTransport(Transport):
     # --- links -----------------------------------------------------------------------------
 
     def _dial(self, peer: int) -> None:
-        self._dialed.add(peer)
+        self._begun.add(peer)
         self._dialer.dial(Link(peer, 0), self._addresses[peer]["endpoint"])
 
-    def _linked(self, link: Link, connection: socket.socket) -> None:
+    def _linked(self, link: Link, connection: socket.socket, dialed: bool) -> None:
+        self._begun.add(link.peer)
         descriptor = connection.detach()
-        dials = link.lane == 0 and link.peer in self._dialed
-        self._dialed.add(link.peer)
         try:
             self.core.attach(link.peer, link.lane, descriptor)
-        except OSError:  # it has ended meanwhile
+        except OSError as exc:
             os.close(descriptor)
+            if exc.errno != errno.ENOTCONN and link.lane == 0:  # else it has ended meanwhile
+                self.core.lose(link.peer, f"its link cannot be used ({exc.strerror})")
             return
-        if dials:
-            lanes = min(self._lanes, self._addresses[link.peer].get("lanes", 1))
-            for lane in range(1, lanes):
-                endpoint = self._addresses[link.peer]["endpoint"]
-                self._dialer.dial(Link(link.peer, lane), endpoint)
+        if dialed and link.lane == 0 and not self._closed:
+            address = self._addresses[link.peer]
+            for lane in range(1, min(self._lanes, address.get("lanes", 1))):
+                self._dialer.dial(Link(link.peer, lane), address["endpoint"])
 
     def _unreachable(self, peer: int, why: str) -> None:
         self.core.lose(peer, why)
@@ -271,10 +287,10 @@ class TcpTransport(Transport):
         return self._start(peer, header, parts, True)
 
     def _start(self, peer: int, header: bytes, parts: Parts, may_push: bool) -> Transfer:
-        if peer not in self._dialed:
-            self._dial(peer)
         if peer in self._forgotten:
             return self._failed(peer)
+        if peer not in self._begun:
+            self._dial(peer)
         number = self.core.send(peer, header, parts, may_push)
         if number:
             return self._started(peer, number)
@@ -283,10 +299,10 @@ class TcpTransport(Transport):
         return transfer
 
     def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
-        if peer not in self._dialed:
-            self._dial(peer)
         if peer in self._forgotten:
             return self._failed(peer)
+        if peer not in self._begun:
+            self._dial(peer)
         return self._started(peer, self.core.offer(peer, header, parts))
 
     def _started(self, peer: int, number: int) -> Transfer:
@@ -315,15 +331,12 @@ class TcpTransport(Transport):
             receive.finish(Withdrawn())
             return receive
         receive.handle = self.core.accept(peer, arrival.id, arrival.nbytes, into)
-        if not receive.handle:
-            receive.finish()
-            return receive
         self._receives[receive.handle] = self._accepted[key] = receive
         return receive
 
     def place(self, peer: int, handle: int, into: memoryview) -> Transfer:
         """Have what was pushed written to `into`."""
-        receive = _Receive(self, peer, (peer, 0))
+        receive = _Receive(self, peer)
         if self.core.place(handle, into):
             receive.finish()
         elif peer in self._forgotten:
@@ -341,22 +354,20 @@ class TcpTransport(Transport):
     def give_up(self, receive: _Receive) -> None:
         """Give up a receive."""
         if self._receives.pop(receive.handle, None) is not None:
-            self._accepted.pop(receive.key, None)
+            if receive.key is not None:
+                del self._accepted[receive.key]
             self.core.give_up(receive.handle)
 
     # --- progress --------------------------------------------------------------------------
 
     def progress(self) -> bool:
         # A handler may let this transport progress, too: then first with what came before.
-        events = self.core.progress()
-        if events is None and not self._unhandled:
-            return False
-        if events:
-            self._unhandled += events
+        worked = self.core.progress()
         while self._unhandled:
-            kind, *event = self._unhandled.pop(0)
+            worked = True
+            kind, *event = self._unhandled.popleft()
             self._events[kind](*event)
-        return True
+        return worked
 
     def _arrived(self, peer: int, header: bytes, payload: bytes) -> None:
         assert self._handler is not None
@@ -379,7 +390,8 @@ class TcpTransport(Transport):
     def _received(self, handle: int) -> None:
         receive = self._receives.pop(handle, None)
         if receive is not None:
-            self._accepted.pop(receive.key, None)
+            if receive.key is not None:
+                del self._accepted[receive.key]
             receive.finish()
 
     def _cancelled(self, peer: int, number: int) -> None:
@@ -398,6 +410,7 @@ class TcpTransport(Transport):
 
     def _lost(self, peer: int, why: str) -> None:
         assert self._handler is not None
+        self._dialer.forget(peer)
         self._handler.lost(peer, why)
 
     @property
@@ -445,8 +458,8 @@ class TcpTransport(Transport):
         poller = select.poll()
         poller.register(self.fileno(), select.POLLIN)
         while not self.core.flush():
-            for kind, *_ in self.core.progress() or ():
-                if self._events[kind] == self._dialer.progress:
+            while self._unhandled:
+                if self._unhandled.popleft()[0] == _WATCHED:
                     self._dialer.progress()
             if time.monotonic() >= deadline:
                 return

@@ -336,13 +336,8 @@ static void accept_one(struct message *message) {
     }
     int64_t handle = pc_tcp_accept(&rank->tcp, message->source, message->offer, message->place->memory,
                                    message->nbytes, message->place);
-    check(handle >= 0 && (handle == 0) == (message->nbytes == 0), "this cannot be accepted", message->nbytes);
+    check(handle > 0, "this cannot be accepted", message->nbytes);
     message->handle = (uint64_t)handle;
-    if (handle == 0) {
-        message->place->released = true;
-        num_owners--;
-        finish(message);
-    }
 }
 
 static void drop_one(struct message *message) {

@@ -169,7 +169,6 @@ static bool keep_pieces(struct pc_tcp_out *out, struct pc_tcp_send *send) {
             offset -= length < offset ? length : offset;
         }
         out->send = NULL;
-        send->under_way--;
     }
     return true;
 }
@@ -206,10 +205,6 @@ void pc_tcp_take_back(struct pc_tcp *tcp, uint64_t id) {
 /* --- receives ---------------------------------------------------------------------------------------- */
 
 int64_t pc_tcp_accept(struct pc_tcp *tcp, int peer, uint64_t id, void *into, size_t nbytes, void *owner) {
-    if (nbytes == 0) {
-        pc_tcp_tell(tcp, peer, PC_TCP_GO, id, 0);
-        return 0;
-    }
     struct pc_tcp_receive *receive = calloc(1, sizeof *receive);
     uint64_t handle = receive != NULL ? pc_table_add(&tcp->receives, receive) : 0;
     if (handle == 0) {
@@ -275,12 +270,14 @@ void pc_tcp_drop(struct pc_tcp *tcp, int peer, uint64_t id) { pc_tcp_tell(tcp, p
 void pc_tcp_repay(struct pc_tcp *tcp, int number, bool pushed, size_t nbytes) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     peer->held[pushed] -= nbytes;
-    uint64_t *due = pushed ? &(uint64_t){nbytes} : &peer->unrepaid;
-    if (!pushed)
-        *due += nbytes;
-    if (pushed || *due >= tcp->limits.credit / 4) {
-        pc_tcp_tell(tcp, number, PC_TCP_CREDIT, pushed, *due);
-        *due = 0;
+    if (pushed) {
+        pc_tcp_tell(tcp, number, PC_TCP_CREDIT, 1, nbytes);
+        return;
+    }
+    peer->unrepaid += nbytes;
+    if (peer->unrepaid >= tcp->limits.credit / 4) {
+        pc_tcp_tell(tcp, number, PC_TCP_CREDIT, 0, peer->unrepaid);
+        peer->unrepaid = 0;
     }
 }
 
@@ -308,11 +305,10 @@ void pc_tcp_explain(int error, char *why, size_t room) {
 void pc_tcp_lane_ended(struct pc_tcp *tcp, int number, int index, const char *why) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     struct pc_tcp_lane *lane = &peer->lanes[index];
-    if (peer->bye || (index == 0 && !peer->leaving)) {
+    if (peer->bye || (tcp->num_lanes == 1 && !peer->leaving)) {
         pc_tcp_lose(tcp, number, why);
         return;
     }
-    /* A goodbye is in order on the first lane, and reaches this host before the end of another one. */
     close(lane->fd);
     lane->fd = -1;
     lane->ended = true;
@@ -321,18 +317,29 @@ void pc_tcp_lane_ended(struct pc_tcp *tcp, int number, int index, const char *wh
     peer->doubtful = true;
 }
 
-/* A link of which one lane has ended is lost if there is no goodbye in what has come by the first; after a goodbye, if
-   no lane is left that could bring what is missing. */
+static bool has_unread(const struct pc_tcp_lane *lane) {
+    int waiting = 0;
+    return lane->fd >= 0 && (lane->stalled || (ioctl(lane->fd, FIONREAD, &waiting) == 0 && waiting > 0));
+}
+
+/* A lane has ended, of a link with several. First comes all that is here; a goodbye is in it, if there is one: who says
+   it closes nothing before the kernel of this host has it. Without one the link is lost. After one, the lanes that are
+   left bring what is missing. */
 static void decide(struct pc_tcp *tcp, int number) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
-    struct pc_tcp_lane *first = &peer->lanes[0];
-    int waiting = 0;
-    if (first->fd >= 0 && (first->stalled || ioctl(first->fd, FIONREAD, &waiting) < 0 || waiting > 0))
+    bool is_more = has_unread(&peer->lanes[0]), is_open = false;
+    for (int lane = 1; lane < tcp->num_lanes; lane++) {
+        is_more = is_more || has_unread(&peer->lanes[lane]);
+        is_open = is_open || peer->lanes[lane].fd >= 0;
+    }
+    if (is_more)
         return;
-    for (int lane = 1; peer->leaving && !peer->bye && lane < tcp->num_lanes; lane++)
-        if (peer->lanes[lane].fd >= 0)
-            return;
-    pc_tcp_lose(tcp, number, "one of its connections was closed");
+    if (peer->leaving && is_open) { /* the end of another lane asks again */
+        peer->doubtful = false;
+        tcp->restless--;
+        return;
+    }
+    pc_tcp_lose(tcp, number, "its link was closed");
 }
 
 void pc_tcp_forget(struct pc_tcp *tcp, int number) {
@@ -423,7 +430,6 @@ static bool wait_a_moment(struct pc_tcp *tcp) {
 }
 
 bool pc_tcp_progress(struct pc_tcp *tcp) {
-    tcp->told = false;
     tcp->moved = 0;
     bool worked = look(tcp);
     /* While much of large payloads moves, and nobody needs to be told of anything, the way back to the caller and from
@@ -446,7 +452,7 @@ bool pc_tcp_idle(struct pc_tcp *tcp) { return tcp->restless == 0; }
 void pc_tcp_say_goodbye(struct pc_tcp *tcp) {
     for (int peer = 0; peer < tcp->size; peer++) {
         tcp->peers[peer].active = NULL;
-        if (tcp->peers[peer].used && !tcp->peers[peer].lost)
+        if ((tcp->peers[peer].used || tcp->peers[peer].lanes != NULL) && !tcp->peers[peer].lost)
             pc_tcp_tell(tcp, peer, PC_TCP_BYE, 0, tcp->peers[peer].given);
     }
     tcp->closing = true;

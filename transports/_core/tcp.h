@@ -75,7 +75,6 @@ struct pc_tcp_send {
     int peer;
     bool pushed, accepted, stopped;
     size_t nbytes, next, written; /* of the payload: in all, given to lanes, with the kernel */
-    int under_way;                /* pieces that lanes have */
     uint64_t theirs;              /* the receiver's number */
     struct iovec *parts;          /* of the payload; freed with this */
     size_t num_parts;
@@ -166,7 +165,7 @@ struct pc_tcp {
     int behind;   /* things that wait to be written */
     int restless; /* lanes that are stalled, links in doubt: progress has something to do */
     size_t moved; /* bytes of payloads, since progress has looked last */
-    bool told;    /* set by the caller when it is told something: progress returns soon */
+    bool told;    /* set by the caller if it has been told something that it has not handled: progress returns soon */
     bool closing;
 };
 
@@ -189,7 +188,7 @@ bool pc_tcp_stop(struct pc_tcp *tcp, uint64_t id);
 /* Give up a send: its memory is not used any more. */
 void pc_tcp_take_back(struct pc_tcp *tcp, uint64_t id);
 
-/* Accept what was offered. The handle; 0: there is nothing to come; -1: no memory. */
+/* Accept what was offered. The handle; -1: no memory. */
 int64_t pc_tcp_accept(struct pc_tcp *tcp, int peer, uint64_t id, void *into, size_t nbytes, void *owner);
 /* Give what was pushed its place. True: it is there, and `handle` is free; false: it will be, or there is no such. */
 bool pc_tcp_place(struct pc_tcp *tcp, uint64_t handle, void *into, void *owner);
@@ -216,14 +215,11 @@ bool pc_tcp_flush(struct pc_tcp *tcp);
 void pc_tcp_close(struct pc_tcp *tcp);
 
 /* tcp_write.c */
-/* Append something to be written, of which the head is copied; `send`'s piece, or none. NULL: no memory. */
-struct pc_tcp_out *pc_tcp_append(struct pc_tcp *tcp, int peer, const struct pc_tcp_frame *frame, const void *header,
-                                 size_t header_nbytes, const struct iovec *parts, size_t num_parts, size_t nbytes);
 void pc_tcp_tell(struct pc_tcp *tcp, int peer, enum pc_tcp_kind kind, uint64_t id, uint64_t value);
 void pc_tcp_write(struct pc_tcp *tcp, int peer, int lane);
 void pc_tcp_write_all(struct pc_tcp *tcp, int peer);
 void pc_tcp_free_outs(struct pc_tcp *tcp, struct pc_tcp_out *first);
-/* Whether a lane has something to write; the descriptor is watched for room if so. */
+/* Watch a lane for room to write if it has something to write, and only then. */
 void pc_tcp_watch_lane(struct pc_tcp *tcp, int peer, int lane);
 void pc_tcp_end_send(struct pc_tcp *tcp, struct pc_tcp_send *send);
 void pc_tcp_free_send(struct pc_tcp *tcp, struct pc_tcp_send *send);

@@ -17,6 +17,30 @@ static void say_bye(struct pc_tcp *tcp, int number) {
     }
 }
 
+/* --- payloads ---------------------------------------------------------------------------------------- */
+
+/* Where the next byte of the payload belongs that a lane reads; NULL: nobody wants it any more. */
+static unsigned char *place(struct pc_tcp *tcp, const struct pc_tcp_lane *lane) {
+    struct pc_tcp_receive *receive = pc_table_get(&tcp->receives, lane->handle);
+    return receive != NULL ? receive->into + lane->offset : NULL;
+}
+
+/* Count bytes that have come to their place. */
+static void count(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, size_t nbytes) {
+    struct pc_tcp_receive *receive = pc_table_get(&tcp->receives, lane->handle);
+    lane->offset += nbytes;
+    lane->rest -= nbytes;
+    tcp->peers[number].taken += nbytes;
+    tcp->moved += nbytes;
+    if (receive != NULL)
+        receive->filled += nbytes;
+    if (receive != NULL && receive->filled >= receive->nbytes && receive->spare == NULL) {
+        tcp->up->received(tcp->owner, receive->handle);
+        pc_tcp_end_receive(tcp, receive);
+    }
+    say_bye(tcp, number);
+}
+
 /* --- frames ------------------------------------------------------------------------------------------ */
 
 static bool credited(struct pc_tcp *tcp, struct pc_tcp_peer *peer, bool pushed, size_t nbytes) {
@@ -53,7 +77,10 @@ static bool take_data(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, 
     lane->handle = frame->id; /* without a receive, which was given up: it is read and forgotten */
     lane->offset = frame->value;
     lane->rest = frame->nbytes;
-    return frame->nbytes > 0;
+    bool is_empty = receive != NULL && receive->nbytes == 0;
+    if (is_empty)
+        count(tcp, number, lane, 0);
+    return frame->nbytes > 0 || receive == NULL || is_empty;
 }
 
 static bool take_go(struct pc_tcp *tcp, int number, const struct pc_tcp_frame *frame) {
@@ -65,10 +92,6 @@ static bool take_go(struct pc_tcp *tcp, int number, const struct pc_tcp_frame *f
         return false;
     send->accepted = true;
     send->theirs = frame->value;
-    if (send->nbytes == 0) {
-        pc_tcp_end_send(tcp, send);
-        return true;
-    }
     struct pc_tcp_send **last = &peer->active;
     while (*last != NULL)
         last = &(*last)->next_active;
@@ -145,30 +168,6 @@ static size_t extent(const struct pc_tcp *tcp, const struct pc_tcp_frame *frame)
     if (frame->kind == PC_TCP_EAGER)
         return frame->nbytes <= tcp->limits.eager ? nbytes + frame->nbytes : 0;
     return nbytes;
-}
-
-/* --- payloads ---------------------------------------------------------------------------------------- */
-
-/* Where the next byte of the payload belongs that a lane reads; NULL: nobody wants it any more. */
-static unsigned char *place(struct pc_tcp *tcp, const struct pc_tcp_lane *lane) {
-    struct pc_tcp_receive *receive = pc_table_get(&tcp->receives, lane->handle);
-    return receive != NULL ? receive->into + lane->offset : NULL;
-}
-
-/* Count bytes that have come to their place. */
-static void count(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, size_t nbytes) {
-    struct pc_tcp_receive *receive = pc_table_get(&tcp->receives, lane->handle);
-    lane->offset += nbytes;
-    lane->rest -= nbytes;
-    tcp->peers[number].taken += nbytes;
-    tcp->moved += nbytes;
-    if (receive != NULL)
-        receive->filled += nbytes;
-    if (receive != NULL && receive->filled >= receive->nbytes && receive->spare == NULL) {
-        tcp->up->received(tcp->owner, receive->handle);
-        pc_tcp_end_receive(tcp, receive);
-    }
-    say_bye(tcp, number);
 }
 
 /* --- reading ----------------------------------------------------------------------------------------- */

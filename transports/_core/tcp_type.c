@@ -15,7 +15,7 @@ struct views {
 typedef struct {
     PyObject_HEAD
     struct pc_tcp tcp;
-    PyObject *events; /* a list, or NULL: nothing has happened */
+    PyObject *events; /* a deque of the owner's: what has happened and was not handled */
     bool failed;      /* an event could not be made */
     PyThreadState *state;
 } pc_tcp_object;
@@ -30,12 +30,15 @@ static void views_release(struct views *views) {
 
 enum event { ARRIVED, OFFERED, PUSHED, SENT, RECEIVED, CANCELLED, BYE, LOST, WATCHED };
 
+/* Straight into what the owner has: a signal handler that raises when a call of ours returns loses nothing. */
 static void add(pc_tcp_object *self, PyObject *event) {
+    PyObject *none = event != NULL ? PyObject_CallMethod(self->events, "append", "(O)", event) : NULL;
     self->tcp.told = true;
-    if (event != NULL && self->events == NULL)
-        self->events = PyList_New(0);
-    if (event == NULL || self->events == NULL || PyList_Append(self->events, event) < 0)
+    if (none == NULL) {
         self->failed = true;
+        PyErr_Clear();
+    }
+    Py_XDECREF(none);
     Py_XDECREF(event);
 }
 
@@ -80,11 +83,12 @@ static PyObject *fail(int error) {
 }
 
 static PyObject *tcp_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"rank", "size", "lanes", "eager_limit", "ahead_limit", "credit", "message_cost", NULL};
+    static char *names[] = {"rank", "size", "lanes", "eager_limit", "ahead_limit", "credit", "message_cost", "events", NULL};
+    PyObject *events;
     int rank, size, lanes;
     Py_ssize_t eager, ahead, credit, cost;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiinnnn", names, &rank, &size, &lanes, &eager, &ahead, &credit,
-                                     &cost))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiinnnnO", names, &rank, &size, &lanes, &eager, &ahead, &credit,
+                                     &cost, &events))
         return NULL;
     if (size < 1 || rank < 0 || rank >= size || lanes < 1 || lanes > PC_TCP_LANES || eager < 0 || ahead < 0 ||
         credit < 0 || cost < 0 || ahead > UINT32_MAX || eager > ahead) {
@@ -102,6 +106,7 @@ static PyObject *tcp_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
         .up = &up,
         .owner = self,
     };
+    self->events = Py_NewRef(events);
     int error = pc_tcp_open(&self->tcp);
     if (error != 0) {
         Py_DECREF(self);
@@ -118,20 +123,17 @@ static void tcp_dealloc(pc_tcp_object *self) {
     Py_DECREF(type);
 }
 
-static int rank_of(pc_tcp_object *self, PyObject *number) {
-    long rank = PyLong_AsLong(number);
-    if (rank >= 0 && rank < self->tcp.size && rank != self->tcp.rank)
-        return (int)rank;
-    if (!PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "there is no such other rank");
-    return -1;
-}
-
-static bool is_rank(pc_tcp_object *self, int rank) {
+static bool is_rank(pc_tcp_object *self, long rank) {
     if (rank >= 0 && rank < self->tcp.size && rank != self->tcp.rank)
         return true;
-    PyErr_SetString(PyExc_ValueError, "there is no such other rank");
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "there is no such other rank");
     return false;
+}
+
+static int rank_of(pc_tcp_object *self, PyObject *number) {
+    long rank = PyLong_AsLong(number);
+    return is_rank(self, rank) ? (int)rank : -1;
 }
 
 static PyObject *tcp_attach(pc_tcp_object *self, PyObject *args) {
@@ -173,6 +175,7 @@ static struct views *view(PyObject *into, Py_ssize_t nbytes) {
         return NULL;
     }
     views->count = 1;
+    views->nbytes = (size_t)views->views[0].len;
     if (views->views[0].len < nbytes) {
         PyErr_SetString(PyExc_ValueError, "there is not enough room for the payload");
         views_release(views);
@@ -347,22 +350,21 @@ static PyObject *tcp_consumed(pc_tcp_object *self, PyObject *args) {
 
 static PyObject *tcp_progress(pc_tcp_object *self, PyObject *unused) {
     (void)unused;
+    Py_ssize_t waiting = PyObject_Size(self->events);
+    self->tcp.told = waiting > 0;
     bool worked = self->tcp.epoll >= 0 && pc_tcp_progress(&self->tcp);
-    PyObject *events = self->events;
-    self->events = NULL;
+    if (waiting < 0)
+        return NULL;
     if (self->failed) {
         self->failed = false;
-        Py_XDECREF(events);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+        return PyErr_NoMemory();
     }
-    if (events != NULL)
-        return events;
-    return worked ? PyList_New(0) : Py_NewRef(Py_None);
+    return PyBool_FromLong(worked);
 }
 
 static PyObject *tcp_is_idle(pc_tcp_object *self, PyObject *unused) {
     (void)unused;
-    return PyBool_FromLong(self->events == NULL && pc_tcp_idle(&self->tcp));
+    return PyBool_FromLong(pc_tcp_idle(&self->tcp));
 }
 
 static PyObject *tcp_is_behind(pc_tcp_object *self, PyObject *unused) {
@@ -429,14 +431,14 @@ static PyMethodDef tcp_methods[] = {
     {"stop", (PyCFunction)tcp_stop, METH_O, "stop(number) -> bool: a send goes no further; False: it is too late."},
     {"take_back", (PyCFunction)tcp_take_back, METH_O, "take_back(number): give up a send."},
     {"accept", (PyCFunction)tcp_accept, METH_VARARGS,
-     "accept(rank, number, nbytes, into) -> int: a handle; 0: it is done."},
+     "accept(rank, number, nbytes, into) -> int: a handle."},
     {"place", (PyCFunction)tcp_place, METH_VARARGS,
      "place(handle, into) -> bool: what was pushed goes there; True: it is there already."},
     {"redirect", (PyCFunction)tcp_redirect, METH_VARARGS, "redirect(handle, into): let a receive go on elsewhere."},
     {"give_up", (PyCFunction)tcp_give_up, METH_O, "give_up(handle): end a receive, or drop what was pushed."},
     {"drop", (PyCFunction)tcp_drop, METH_VARARGS, "drop(rank, number): nobody wants what was offered."},
     {"consumed", (PyCFunction)tcp_consumed, METH_VARARGS, "consumed(rank, nbytes): a buffered message was used."},
-    {"progress", (PyCFunction)tcp_progress, METH_NOARGS, "Do what can be done; a list of events, None: nothing."},
+    {"progress", (PyCFunction)tcp_progress, METH_NOARGS, "Do what can be done, and append what has happened to `events`."},
     {"is_idle", (PyCFunction)tcp_is_idle, METH_NOARGS, "Whether only the descriptor tells of more to do."},
     {"is_behind", (PyCFunction)tcp_is_behind, METH_NOARGS, "Whether something waits to be written."},
     {"forget", (PyCFunction)tcp_forget, METH_O, "forget(rank): it has ended; its transfers are gone."},

@@ -20,8 +20,6 @@ static void free_out(struct pc_tcp *tcp, struct pc_tcp_out *out) {
 void pc_tcp_free_outs(struct pc_tcp *tcp, struct pc_tcp_out *out) {
     for (struct pc_tcp_out *next; out != NULL; out = next) {
         next = out->next;
-        if (out->send != NULL)
-            out->send->under_way--;
         free_out(tcp, out);
     }
 }
@@ -146,7 +144,6 @@ static int64_t start(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *h
         peer->given += send->nbytes;
         out->send = send;
         out->nbytes = send->next = send->nbytes;
-        send->under_way = 1;
     }
     append(peer, out);
     tcp->starting = send->id;
@@ -203,7 +200,6 @@ static struct pc_tcp_out *pull(struct pc_tcp *tcp, struct pc_tcp_peer *peer) {
     out->from = send->next;
     out->nbytes = nbytes;
     send->next += nbytes;
-    send->under_way++;
     peer->given += nbytes;
     peer->active = send->next_active;
     send->next_active = NULL;
@@ -271,7 +267,6 @@ static void advance(struct pc_tcp *tcp, struct pc_tcp_lane *lane, size_t written
         lane->first = out->next;
         struct pc_tcp_send *send = out->send;
         if (send != NULL) {
-            send->under_way--;
             send->written += out->nbytes;
             if (send->written == send->nbytes)
                 pc_tcp_end_send(tcp, send);
@@ -315,6 +310,12 @@ void pc_tcp_write(struct pc_tcp *tcp, int number, int index) {
             tcp->up->enter(tcp->owner);
         if (written < 0 && error == EINTR)
             continue;
+        if (written < 0 && error != EAGAIN && error != EPIPE && error != ECONNRESET && error != ETIMEDOUT) {
+            char why[128]; /* as EFAULT, of memory that is gone: half a frame may be out */
+            pc_tcp_explain(error, why, sizeof why);
+            pc_tcp_lose(tcp, number, why);
+            return;
+        }
         if (written < 0 && error != EAGAIN) {
             /* Reading tells why, after all that has come. */
             pc_tcp_free_outs(tcp, lane->first);
