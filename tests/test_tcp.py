@@ -73,7 +73,7 @@ class TcpWorld(World):
         return socket.socket(fileno=os.dup(self.lanes[rank, peer, lane]))
 
     def buffer(self, nbytes: int) -> None:
-        """Have the kernel take so much from who writes before the other one reads, or not much more."""
+        """Have the kernel take about so much of what is written and not read yet."""
         for key in self.lanes:
             with self.connection(*key) as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
