@@ -51,7 +51,7 @@ class Rank:
         self.failures: dict[int, str] = {}
         self.dialer = Dialer(rank, size, lanes, listener, secret, 3, self.linked, self.failed)
 
-    def linked(self, link: Link, connection: socket.socket) -> None:
+    def linked(self, link: Link, connection: socket.socket, dialed: bool) -> None:
         assert link not in self.links
         self.links[link] = connection
 

@@ -324,10 +324,8 @@ class Dialer:
         if cut and tries < TRIES:
             self._dial_later(link)
         elif cut:
-            self._fail(
-                link,
-                f"it closed the connection {tries} times before it was made: is it of another job?",
-            )
+            why = f"it closed the connection {tries} times before it was made"
+            self._fail(link, f"{why} (is it of another job?)")
         elif status == errno.ECONNREFUSED:
             self._fail(link, "it does not answer (connection refused)")
         else:

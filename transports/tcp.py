@@ -80,15 +80,20 @@ class _Send(Transfer):
 class _Receive(Transfer):
     """A message that was accepted and is not here yet."""
 
-    __slots__ = ("handle", "key", "peer", "transport")
+    __slots__ = ("handle", "into", "key", "peer", "transport")
 
     def __init__(
-        self, transport: TcpTransport, peer: int, key: tuple[int, int] | None = None
+        self,
+        transport: TcpTransport,
+        peer: int,
+        into: memoryview,
+        key: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.transport = transport
         self.peer = peer
         self.key = key
+        self.into = into
         self.handle = 0
 
     def cancel(self) -> None:
@@ -96,8 +101,11 @@ class _Receive(Transfer):
         self.transport.give_up(self)
 
     def redirect(self, into: memoryview) -> None:
-        if self.handle:
-            self.transport.core.redirect(self.handle, into)
+        # What has ended, though that was not handled yet, is all here.
+        if self.handle and not self.transport.core.redirect(self.handle, into):
+            nbytes = min(len(into), len(self.into))
+            into[:nbytes] = self.into[:nbytes]
+        self.into = into
 
 
 class _Buffered(Arrival):
@@ -326,7 +334,7 @@ class TcpTransport(Transport):
         peer, key = arrival.peer, (arrival.peer, arrival.id)
         if peer in self._forgotten:
             return self._failed(peer)
-        receive = _Receive(self, peer, key)
+        receive = _Receive(self, peer, into, key)
         if self._waiting.pop(key, None) is None:
             receive.finish(Withdrawn())
             return receive
@@ -336,7 +344,7 @@ class TcpTransport(Transport):
 
     def place(self, peer: int, handle: int, into: memoryview) -> Transfer:
         """Have what was pushed written to `into`."""
-        receive = _Receive(self, peer)
+        receive = _Receive(self, peer, into)
         if self.core.place(handle, into):
             receive.finish()
         elif peer in self._forgotten:

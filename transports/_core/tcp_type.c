@@ -309,15 +309,13 @@ static PyObject *tcp_redirect(pc_tcp_object *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KO", &handle, &into))
         return NULL;
     struct pc_tcp_receive *receive = pc_table_get(&self->tcp.receives, handle);
-    if (receive == NULL) {
-        PyErr_SetString(PyExc_ValueError, "there is no such receive");
-        return NULL;
-    }
+    if (receive == NULL)
+        Py_RETURN_FALSE;
     struct views *views = view(into, (Py_ssize_t)receive->nbytes);
     if (views == NULL)
         return NULL;
     pc_tcp_redirect(&self->tcp, handle, views->views[0].buf, views);
-    Py_RETURN_NONE;
+    Py_RETURN_TRUE;
 }
 
 static PyObject *tcp_give_up(pc_tcp_object *self, PyObject *number) {
@@ -434,7 +432,7 @@ static PyMethodDef tcp_methods[] = {
      "accept(rank, number, nbytes, into) -> int: a handle."},
     {"place", (PyCFunction)tcp_place, METH_VARARGS,
      "place(handle, into) -> bool: what was pushed goes there; True: it is there already."},
-    {"redirect", (PyCFunction)tcp_redirect, METH_VARARGS, "redirect(handle, into): let a receive go on elsewhere."},
+    {"redirect", (PyCFunction)tcp_redirect, METH_VARARGS, "redirect(handle, into) -> bool: let a receive go on elsewhere; False: it has ended."},
     {"give_up", (PyCFunction)tcp_give_up, METH_O, "give_up(handle): end a receive, or drop what was pushed."},
     {"drop", (PyCFunction)tcp_drop, METH_VARARGS, "drop(rank, number): nobody wants what was offered."},
     {"consumed", (PyCFunction)tcp_consumed, METH_VARARGS, "consumed(rank, nbytes): a buffered message was used."},
