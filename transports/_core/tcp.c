@@ -356,7 +356,7 @@ void pc_tcp_forget(struct pc_tcp *tcp, int number) {
     for (uint32_t place = 0; place < tcp->receives.size; place++) {
         struct pc_tcp_receive *receive = tcp->receives.things[place];
         /* What was pushed, and is here, may still be accepted. */
-        if (receive == NULL || receive->peer != number || receive->filled == receive->nbytes)
+        if (receive == NULL || receive->peer != number || (receive->pushed && receive->filled == receive->nbytes))
             continue;
         pc_table_remove(&tcp->receives, receive->handle);
         free_receive(tcp, receive);
