@@ -19,6 +19,7 @@ from patience import PATIENCE
 from tiers import few
 
 from pycoll.transports import handshake
+from pycoll.transports.dial import SILENT
 from pycoll.transports.handshake import HELLO_NBYTES, Hello, Secret
 from pycoll.transports.shm import missing_core
 
@@ -245,4 +246,4 @@ def test_a_job_computes_on_and_makes_links_while_strangers_come(
     for (memory, descriptors), (most_memory, most_descriptors) in zip(before, highest, strict=True):
         # Values, links and their buffers; and the strangers that a rank keeps.
         assert most_memory - memory < 24 * 1024**2
-        assert most_descriptors - descriptors <= 2 * RANKS + 16 + RANKS + 4
+        assert most_descriptors - descriptors <= 2 * RANKS + SILENT + RANKS + 4
