@@ -40,16 +40,12 @@ from pycoll.transports import tcp
 
 folder = Path(sys.argv[1])
 
-def say(name, what=""):
-    (folder / f"{name}.new").write_text(what)
-    (folder / f"{name}.new").rename(folder / name)
-
 comm = pycoll.init()
 rank = comm.rank
 (transport,) = tcp._open
-say(f"rank{rank}", json.dumps({
-    "pid": os.getpid(), "endpoint": transport.address()["endpoint"],
-    "job": transport._dialer._secret.job.hex()}))
+print(json.dumps({
+    "rank": rank, "pid": os.getpid(), "endpoint": transport.address()["endpoint"],
+    "job": transport._dialer._secret.job.hex()}), flush=True)
 
 def check(value, turn, peer):
     assert len(value) == (turn * 7919) % 300_000, turn
@@ -77,15 +73,15 @@ if rank < 2:
             for peer in (2, 3):  # each has had no link so far
                 comm.send(turn, peer)
                 exchange(peer, turn)
-            say(f"linked{rank}")
+            (folder / f"linked{rank}").touch()
         turn += 1
         if turn == 5:
-            say(f"ready{rank}")
+            print("ready", flush=True)
 else:
     for peer in (0, 1):
         exchange(peer, comm.recv(peer))
     exchange(5 - rank, 5)
-    say(f"linked{rank}")
+    (folder / f"linked{rank}").touch()
 total = comm.all_reduce(np.arange(1000) + rank)
 assert (total == 4 * np.arange(1000) + 6).all()
 """
@@ -114,11 +110,15 @@ class Job:
         return all((self.folder / name).exists() for name in names)
 
     def start(self) -> None:
-        while not self.has("ready0", "ready1", *(f"rank{rank}" for rank in range(RANKS))):
-            time.sleep(0.01)
-        self.ranks = [
-            json.loads((self.folder / f"rank{rank}").read_text()) for rank in range(RANKS)
-        ]
+        """Wait until two ranks compute, and all have said who they are."""
+        assert self.process.stdout is not None
+        said: list[str] = []
+        while len(said) < RANKS + 2:
+            line = self.process.stdout.readline()
+            assert line, f"the job has ended: {said}"
+            said.append(line)
+        found = [json.loads(line) for line in said if line.startswith("{")]
+        self.ranks = sorted(found, key=lambda rank: int(rank["rank"]))
 
     def costs(self) -> list[tuple[int, int]]:
         """Bytes of memory and open descriptors of each rank."""
@@ -134,6 +134,11 @@ class Job:
         (self.folder / "stop").touch()
         output, _ = self.process.communicate(timeout=LIMIT_S)
         assert self.process.returncode == 0, output
+
+    def close(self) -> None:
+        self.process.kill()
+        if self.process.stdout is not None and not self.process.stdout.closed:
+            self.process.communicate()
 
 
 class Strangers:
@@ -241,8 +246,7 @@ def test_a_job_computes_on_and_makes_links_while_strangers_come(
         strangers.close()
         job.end()
     finally:
-        job.process.kill()
-        job.process.wait()
+        job.close()
     for (memory, descriptors), (most_memory, most_descriptors) in zip(before, highest, strict=True):
         # Values, links and their buffers; and the strangers that a rank keeps.
         assert most_memory - memory < 24 * 1024**2

@@ -23,7 +23,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST_INPUT 2048
+#define MOST_INPUT 4096
 #define MOST_INPUTS 4000
 #define MOST_PENDING 16
 
