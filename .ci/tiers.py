@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -162,7 +163,7 @@ class Run:
         self.folder = folder
         self.started = time.monotonic()
         self.rows: list[Row] = []
-        self.limit = 0.0  # minutes after the start when the tier under way hangs
+        self.limit = math.inf  # minutes after the start when the tier under way hangs
         self.unsteady: list[str] = []
         self.python = os.environ.get("PYTHON") or sys.executable
         self.may_install = os.geteuid() == 0 and shutil.which("apt-get") is not None

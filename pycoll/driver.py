@@ -110,7 +110,7 @@ class Driver(ABC):
         self._control_poller = select.poll()
         if control is not None:
             self._control_poller.register(control.fileno(), select.POLLIN)
-        self._front, self._back = self._seat(), self._seat()
+        self._front, self._back = self._seat(yields=True), self._seat(yields=False)
 
     @abstractmethod
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -120,11 +120,11 @@ class Driver(ABC):
     def _fail_all(self, error: BaseException) -> None:
         """End everything that is under way."""
 
-    def _seat(self) -> Seat:
+    def _seat(self, yields: bool) -> Seat:
         descriptors = [transport.fileno() for transport in self._distinct]
         if self.control is not None:
             descriptors.append(self.control.fileno())
-        return Seat(descriptors)
+        return Seat(descriptors, yields)
 
     # --- the lock --------------------------------------------------------------------------
 

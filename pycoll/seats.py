@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 from collections.abc import Iterable
 
 from pycoll.transports.base import Operation
@@ -13,6 +14,12 @@ from pycoll.transports.base import Operation
 PATIENCE_NS = 100_000
 """Time that a caller who has started a request gets to come back and wait for it, before the
 background thread is woken: two threads that take turns cost more than a small message."""
+
+
+YIELDS_S = 50e-6
+"""How long a thread that waits lets others run and looks again before it sleeps: what it waits for
+is mostly about to come, and to be woken takes as long. 8 bytes by tcp took 97 us without, 55 with
+this (2 ranks, half a round trip)."""
 
 
 class Sleeper:
@@ -29,15 +36,20 @@ class Sleeper:
 class Seat:
     """Where a thread that drives sleeps: on everything that can come, and a bell of its own.
 
+    Args:
+        descriptors: what can come makes one of them readable.
+        yields: whether the thread looks again for a moment before it sleeps.
+
     Attributes:
         asleep: whether a thread sleeps here.
         sleeper: which one.
         operation: what it waits for, if it waits for one.
     """
 
-    __slots__ = ("asleep", "bell", "operation", "poller", "sleeper")
+    __slots__ = ("_yields", "asleep", "bell", "operation", "poller", "sleeper")
 
-    def __init__(self, descriptors: Iterable[int]) -> None:
+    def __init__(self, descriptors: Iterable[int], yields: bool) -> None:
+        self._yields = yields
         self.asleep = False
         self.sleeper = 0
         self.operation: Operation | None = None
@@ -53,10 +65,19 @@ class Seat:
 
     def poll(self, timeout_ms: float | None) -> None:
         """Sleep until something comes."""
-        for descriptor, _ in self.poller.poll(timeout_ms):
+        ready = self._look_again() if self._yields and timeout_ms != 0 else None
+        for descriptor, _ in ready or self.poller.poll(timeout_ms):
             if descriptor == self.bell:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self.bell)
+
+    def _look_again(self) -> list[tuple[int, int]]:
+        ready = self.poller.poll(0)
+        until = time.perf_counter() + YIELDS_S
+        while not ready and time.perf_counter() < until:
+            os.sched_yield()
+            ready = self.poller.poll(0)
+        return ready
 
     def close(self) -> None:
         """Give the bell back."""

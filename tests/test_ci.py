@@ -23,6 +23,12 @@ def listed() -> list[dict[str, Any]]:
     return [table["default"] | {"name": "default"}, *table["tier"]]
 
 
+def copy_ci(to: Path) -> None:
+    shutil.copytree(ROOT / ".ci", to / ".ci")
+    (to / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "processes.py", to / "scripts")
+
+
 @pytest.mark.parametrize("by", [[], ["sh"], ["bash"]], ids=["itself", "sh", "bash"])
 def test_it_starts_by_itself_and_by_a_shell(
     by: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,7 +77,7 @@ def test_without_another_base_the_change_is_that_of_half_a_day(tmp_path: Path) -
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     git("init", "--quiet")
-    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    copy_ci(tmp_path)
     for name, hours in (("old", 0), ("new", 13), ("last", 14)):
         (tmp_path / name).touch()
         git("add", name)
@@ -108,7 +114,7 @@ def test_other(): pass
 def test_few_tests_that_failed_run_once_more(
     tests: int, passes: bool, says: str, tmp_path: Path
 ) -> None:
-    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    copy_ci(tmp_path)
     (tmp_path / "test_a.py").write_text(FAILS_ONCE.format(tests=tests, passes=passes))
     script = """if True:
         import pathlib, sys
@@ -128,3 +134,26 @@ def test_few_tests_that_failed_run_once_more(
     at = 0
     for part in says.split("|"):
         at = done.stdout.index(part, at)
+
+
+def test_a_step_that_hangs_is_ended_and_what_it_leaves_running(tmp_path: Path) -> None:
+    copy_ci(tmp_path)
+    script = """if True:
+        import pathlib, sys
+        sys.path.insert(0, ".ci")
+        import tiers
+        tiers.adopt_orphans()
+        run = tiers.Run(pathlib.Path("folder"))
+        run.step("sleep 1000 & echo $! > left")
+        run.limit = run.minutes() + 0.005
+        try:
+            run.step("sleep 1000")
+        except tiers.Failed as failure:
+            print(failure.args[0])
+    """
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script],
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "no end: sleep 1000" in done.stdout
+    assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}").exists()

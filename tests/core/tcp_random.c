@@ -482,8 +482,7 @@ static void handle(int number, struct event *event) {
         counts[BYES]++;
         break;
     case GONE:
-        check(!rank->lost[event->peer] && !rank->byes[event->peer] && !rank->forgotten[event->peer],
-              "a link is lost twice", (uint64_t)event->peer);
+        check(!rank->lost[event->peer] && !rank->forgotten[event->peer], "a link is lost twice", (uint64_t)event->peer);
         rank->lost[event->peer] = true;
         counts[LOST]++;
         break;

@@ -293,7 +293,7 @@ void pc_tcp_lose(struct pc_tcp *tcp, int number, const char *why) {
         return;
     peer->lost = true;
     unlink_peer(tcp, peer);
-    if (!peer->bye && !peer->forgotten && !tcp->closing)
+    if (!peer->forgotten && !tcp->closing) /* after a goodbye, too */
         tcp->up->lost(tcp->owner, number, why);
 }
 
