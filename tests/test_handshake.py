@@ -20,7 +20,7 @@ from patience import PATIENCE
 
 from pycoll.ports import endpoint_of
 from pycoll.transports import handshake
-from pycoll.transports.dial import TRIES, Dialer, Link
+from pycoll.transports.dial import SILENT, TRIES, Dialer, Link
 from pycoll.transports.handshake import (
     HELLO_NBYTES,
     LINKED,
@@ -357,6 +357,25 @@ def test_only_so_many_strangers_are_kept_and_the_oldest_goes() -> None:
         other.dialer.dial(Link(0, 0), rank.endpoint)
         run(lambda: bool(other.links and rank.links), rank, other)
         assert rank.failures == other.failures == {}
+
+
+def test_only_so_many_are_kept_that_have_said_who_they_would_be() -> None:
+    one, most = Rank(0), 2 * 3 * 2 + SILENT
+    with ranks(one), contextlib.ExitStack() as stack:
+        callers = []
+        for _ in range(most + 5):
+            caller = stack.enter_context(socket.create_connection(one.address))
+            send(caller, handshake.make_hello(SECRET, Hello(1, 0, 0)))
+            callers.append(caller)
+            one.dialer.progress()
+        for caller in callers[:5]:  # their replies, and then the end
+            assert len(read(caller, REPLY_NBYTES + 1, one)) == REPLY_NBYTES
+        for caller in callers[5:]:
+            assert len(read(caller, REPLY_NBYTES, one)) == REPLY_NBYTES
+        last = callers[-1]
+        last.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            last.recv(1)
 
 
 @pytest.mark.parametrize("seed", range(5))
