@@ -412,11 +412,11 @@ def test_an_event_of_a_connection_that_is_closed_is_not_taken_for_the_next_one()
     """The kernel gives the number of a closed descriptor to the next one that is opened."""
     rank, others = Rank(0), [Rank(1), Rank(2)]
     with ranks(rank, *others), socket.create_connection(rank.address) as stranger:
-        stranger.sendall(b"h")
+        stranger.sendall(b"p")
         run(lambda: len(rank.dialer._callers) == 1, rank)
         (caller,) = rank.dialer._callers.values()
         descriptor = caller.connection.fileno()
-        stranger.sendall(b"e")
+        stranger.sendall(b"y")
 
         class Poller:
             """The dialer's, which says first that somebody calls: for who is cut, another dials."""

@@ -34,6 +34,7 @@ from pycoll.transports.handshake import (
     make_hello,
     make_proof,
     make_reply,
+    may_be_hello,
     read_hello,
 )
 
@@ -402,7 +403,7 @@ class Dialer:
         except OSError:
             part = b""
         caller.received += part
-        if not part:
+        if not part or not (caller.hello or may_be_hello(caller.received)):
             self._close(caller)
         elif len(caller.received) == wanted:
             try:

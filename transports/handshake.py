@@ -62,6 +62,11 @@ def make_hello(secret: Secret, hello: Hello) -> bytes:
     return _HELLO.pack(_MAGIC, secret.job, *hello, secrets.token_bytes(_NONCE_NBYTES))
 
 
+def may_be_hello(message: bytes) -> bool:
+    """Whether a first message may begin so: who speaks something else is cut at once."""
+    return message.startswith(_MAGIC[: len(message)])
+
+
 def read_hello(secret: Secret, message: bytes) -> Hello | None:
     """Return what a stranger says that it is, if it is of this job; None: it is not."""
     if len(message) != HELLO_NBYTES:

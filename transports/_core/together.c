@@ -302,10 +302,10 @@ static void copy_pieces(pc_collective *call, int rank, const unsigned char *from
 
 int pc_serve_together(pc_collective *call) {
     pc_comm *comm = call->comm;
+    pc_place_set(pc_place_of(comm, comm->rank, call->number), call->number, 0, 0, true);
+    call->placed = true; /* if it gives up it waits for those who read its array */
     if (comm->host->spins == 0) /* the others need this core */
         return pc_direct_serve(call);
-    pc_place_set(pc_place_of(comm, comm->rank, call->number), call->number, 0, 0, true);
-    call->placed = true;
     if (call->nbytes >= RELEASE_FROM)
         pc_release(&call->call);
     for (int step = 1; step < comm->size; step++) {
