@@ -42,7 +42,7 @@ def build(tmp_path: Path, program: str, core: Path, flags: tuple[str, ...], *of_
     [
         pytest.param(ADDRESS, 200, id="few"),
         pytest.param(ADDRESS, 5_000, marks=exhaustive, id="address"),
-        pytest.param(PLAIN, 20_000, marks=exhaustive, id="plain"),
+        pytest.param(PLAIN, 5_000, marks=exhaustive, id="plain"),
     ],
 )
 def test_random_calls_of_linked_ranks_deliver_every_byte_and_touch_no_other(

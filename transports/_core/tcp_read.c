@@ -74,7 +74,9 @@ static bool take_data(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, 
     if (receive != NULL && (receive->peer != number || receive->pushed || frame->value > receive->nbytes ||
                             frame->nbytes > receive->nbytes - frame->value))
         return false;
-    lane->handle = frame->id; /* without a receive, which was given up: it is read and forgotten */
+    /* Without a receive, which was given up, it is read and forgotten. No number stays: a peer that invents one would
+       else have chosen the offset in the receive that gets it next. */
+    lane->handle = receive != NULL ? frame->id : 0;
     lane->offset = frame->value;
     lane->rest = frame->nbytes;
     bool is_empty = receive != NULL && receive->nbytes == 0;
