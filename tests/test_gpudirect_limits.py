@@ -299,6 +299,9 @@ class Exchange:
         for request, values in receiving:
             self.check(request.wait(), values)
         pycoll.wait_all(sending)
+        # Who gives up a receive may have to ask its peer whether that has all it was sent: a rank
+        # answers while it is in a call.
+        comm.barrier()
 
     @staticmethod
     def check(got: Any, values: np.ndarray) -> None:
