@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -16,10 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 from tiers import few
 from transport_world import DEADLINE_S, World
 
@@ -591,3 +594,40 @@ def test_links_that_fail_leave_no_descriptor_behind() -> None:
             "tcp with lanes", 1, reset
         )
     assert num_descriptors() == before
+
+
+CUT = """
+import os, re, subprocess, sys
+import numpy as np
+import pycoll
+comm = pycoll.init()
+x = np.ones(100_000)
+assert comm.all_reduce(x)[0] == 2
+if comm.rank == 0:
+    listed = subprocess.run(["ss", "-tnpH"], capture_output=True, text=True).stdout
+    (port,) = re.findall(rf":(\\d+) .*pid={os.getpid()},", listed)
+    done = subprocess.run(["ss", "-K", "-tnH", "sport", "=", port], capture_output=True, text=True)
+    print("cut" if done.stdout else "this kernel cuts nothing", flush=True)
+try:
+    while True:
+        comm.all_reduce(x)
+except pycoll.PeerFailed as error:
+    print(f"rank {comm.rank}: {error}", flush=True)
+"""
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("ss") is None, reason="needs root and ss (iproute2)"
+)
+def test_a_link_that_the_system_cuts_is_a_failed_peer_on_both_sides(tmp_path: Path) -> None:
+    program = tmp_path / "cut.py"
+    program.write_text(CUT)
+    done = subprocess.run(
+        [sys.executable, "-m", "pycoll.launcher", "-n", "2", "--transport", "tcp",
+         "--timeout", str(30 * PATIENCE), str(program)],
+        capture_output=True, text=True, timeout=40 * PATIENCE,
+    )  # fmt: skip
+    if "cuts nothing" in done.stdout:
+        pytest.skip("ss -K does nothing: a kernel without INET_DIAG_DESTROY")
+    assert "rank 0: rank 1 failed: its link was closed" in done.stdout, done.stdout + done.stderr
+    assert "rank 1: rank 0 failed: its link was closed" in done.stdout
