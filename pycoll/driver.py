@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -414,17 +414,31 @@ class Driver(ABC):
     def _call_background(self) -> None:
         """Have the background thread drive soon, unless a caller comes to wait before that."""
         if self._alarm is None:
-            try:
-                self._alarm = Alarm()
-            except OSError:  # no descriptors any more: then who waits drives
-                return
-            self._background = threading.Thread(target=self._work, name="pycoll", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no threads any more: then who waits drives
-                self._background.start()
-        self._alarm.set()
+            self._start_background(())
+        if self._alarm is not None:
+            self._alarm.set()
+
+    def _start_background(self, callers: Collection[int]) -> None:
+        try:
+            self._alarm = Alarm(callers)
+        except OSError:  # no descriptors any more: then who waits drives
+            return
+        self._background = threading.Thread(target=self._work, name="pycoll", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no threads any more: then who waits drives
+            self._background.start()
+
+    def admit(self) -> None:
+        """From now on, let other ranks make their links while no thread here is in a call."""
+        callers = [transport.callers_fileno() for transport in self._distinct]
+        callers = [descriptor for descriptor in callers if descriptor >= 0]
+        if callers:
+            self._start_background(callers)
 
     def _work(self) -> None:
-        """Drive while something is pending and nobody waits; the whole life of a thread."""
+        """Drive while something is pending and nobody waits; the whole life of a thread.
+
+        Links that other ranks want are made whoever drives.
+        """
         assert self._alarm is not None
         while self.closed is None:
             self._alarm.wait()
@@ -432,6 +446,8 @@ class Driver(ABC):
             self._alarm.is_set = False
             self._backing = True
             try:
+                if self.closed is None:
+                    self._progress()
                 while self._is_pending() and not self._driving and self.closed is None:
                     if self._wanted:
                         self._make_room()

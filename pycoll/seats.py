@@ -92,11 +92,14 @@ class Alarm:
     It rings a little later, and without waking any thread if it is set while it is set already.
     Without the compiled core it rings at once.
 
+    Args:
+        callers: descriptors that are readable while there is something to do for other ranks.
+
     Attributes:
         is_set: whether it will ring. Whoever has waited for it clears that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, callers: Iterable[int] = ()) -> None:
         self.is_set = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._timer = -1
@@ -107,6 +110,8 @@ class Alarm:
 
             self._timer, self._set_timer = timer_open(), timer_set
             self._poller.register(self._timer, select.POLLIN)
+        for descriptor in callers:
+            self._poller.register(descriptor, select.POLLIN)
 
     def set(self) -> None:
         """Ring soon."""
@@ -129,11 +134,11 @@ class Alarm:
         os.eventfd_write(self._bell, 1)
 
     def wait(self) -> None:
-        """Sleep until it rings."""
+        """Sleep until it rings, or there is something to do for other ranks."""
         for descriptor, _ in self._poller.poll():
             if descriptor == self._timer:
                 self._set_timer(self._timer, 0)
-            else:
+            elif descriptor == self._bell:
                 os.eventfd_read(self._bell)
 
     def close(self) -> None:

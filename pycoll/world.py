@@ -523,6 +523,7 @@ class _Meeting:
             self._rdma.start([info.get("rdma", {}) for info in self._infos], engine)
         if self._net is not None:
             self._net.start(self._net_addresses, engine)
+        engine.admit()
 
 
 def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transport] | str:

@@ -193,6 +193,40 @@ if rank == 2:
     assert done.content == [0, 1, 2]
 
 
+@pytest.mark.parametrize("transport", ["tcp", "zmq"])
+def test_a_rank_that_computes_hears_who_has_sent_for_the_first_time_and_left(
+    job: Any, transport: str
+) -> None:
+    # Rank 1 is in no call, from before the link is wanted until long after its peer has ended.
+    done = job(
+        2,
+        """
+file = os.path.join(sys.argv[1], "sender")
+if rank == 0:
+    with open(file + ".part", "w") as part:
+        part.write(str(os.getpid()))
+    os.rename(file + ".part", file)
+    comm.send("on its own", 1)
+    comm.isend(np.arange(5000.0), 1)
+    pycoll.finalize()
+    ok()
+if rank == 1:
+    while not os.path.exists(file):
+        pass
+    with open(file) as whole:
+        await_end(int(whole.read()))
+    assert comm.recv(0) == "on its own"
+    assert (comm.recv(0) == np.arange(5000.0)).all()
+    peer_failed(0, "exit status 0", comm.recv, 0)
+    ok()
+""",
+        "--transport",
+        transport,
+    )
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [0, 1]
+
+
 def test_what_is_in_shared_memory_outlives_its_sender(job: Any) -> None:
     done = job(
         3,

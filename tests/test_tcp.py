@@ -605,9 +605,10 @@ x = np.ones(100_000)
 assert comm.all_reduce(x)[0] == 2
 if comm.rank == 0:
     listed = subprocess.run(["ss", "-tnpH"], capture_output=True, text=True).stdout
-    (port,) = re.findall(rf":(\\d+) .*pid={os.getpid()},", listed)
-    done = subprocess.run(["ss", "-K", "-tnH", "sport", "=", port], capture_output=True, text=True)
-    print("cut" if done.stdout else "this kernel cuts nothing", flush=True)
+    cut = ""  # a connection that does not count, as both have dialed, may be there still
+    for port in re.findall(rf":(\\d+) .*pid={os.getpid()},", listed):
+        cut += subprocess.check_output(["ss", "-K", "-tnH", "sport", "=", port], text=True)
+    print("cut" if cut else "this kernel cuts nothing", flush=True)
 try:
     while True:
         comm.all_reduce(x)
@@ -629,5 +630,7 @@ def test_a_link_that_the_system_cuts_is_a_failed_peer_on_both_sides(tmp_path: Pa
     )  # fmt: skip
     if "cuts nothing" in done.stdout:
         pytest.skip("ss -K does nothing: a kernel without INET_DIAG_DESTROY")
-    assert "rank 0: rank 1 failed: its link was closed" in done.stdout, done.stdout + done.stderr
-    assert "rank 1: rank 0 failed: its link was closed" in done.stdout
+    # Whoever hears of it first may have ended before the other one looks.
+    for rank in range(2):
+        assert f"rank {rank}: rank {1 - rank} failed: " in done.stdout, done.stdout + done.stderr
+    assert "failed: its link was closed" in done.stdout

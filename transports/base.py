@@ -321,6 +321,14 @@ class Transport(ABC):
         Only between `sleep` and `awake`, which a thread calls around its sleep.
         """
 
+    def callers_fileno(self) -> int:
+        """Return a descriptor that is readable while another rank waits for a link to this one.
+
+        Then somebody should call `progress` even if no thread of this rank is in a call. -1: no
+        rank has to wait.
+        """
+        return -1
+
     def sleep(self) -> bool:
         """Announce that a thread is going to sleep; False: something has come meanwhile."""
         return self.is_idle()

@@ -432,6 +432,9 @@ class TcpTransport(Transport):
     def fileno(self) -> int:
         return self.core.fileno()
 
+    def callers_fileno(self) -> int:
+        return self._dialer.fileno()
+
     def is_idle(self) -> bool:
         return not self._unhandled and self.core.is_idle()
 
