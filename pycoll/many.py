@@ -42,8 +42,8 @@ ALONE_NBYTES = 512 << 10
 On a machine with 2 cores, in ms, arrays alone, and in buckets of 1 MiB and of 4 MiB:
 
     arrays               500 of 4 KiB      64 of 64 KiB      16 of 256 KiB
-    tcp, 2 ranks         32   4.0  3.9     10.9  4.9  4.9    5.1   4.9  5.4
-    tcp, 4 ranks         87   8.2  7.2     31    12   8.2    15    12   9.5
+    zmq, 2 ranks         32   4.0  3.9     10.9  4.9  4.9    5.1   4.9  5.4
+    zmq, 4 ranks         87   8.2  7.2     31    12   8.2    15    12   9.5
     messages in shared
     memory, 2 ranks      24   2.9  2.5     7.2   2.9  2.7    1.8   2.8  2.6
     4 ranks              51   5.1  5.7     17    5.0  3.9    9.5   4.9  4.4
