@@ -122,6 +122,32 @@ def test_who_asks_before_giving_up_is_told_of_what_came_over_a_lane_that_is_gone
     world.close()
 
 
+def test_who_leaves_says_what_it_has_of_what_came_over_a_lane_that_is_gone() -> None:
+    world, unknown = not_known_to_be_here()
+    missing = world.send(0, 1, b"", bytes(EAGER_LIMIT + 1))
+    # It leaves before it hears of the new lane.
+    world.link(1, 0)._meet_lane = lambda *_: None  # type: ignore[method-assign]
+    world.nodes[1].transport.close(5.0)
+    world.run(lambda: world.link(0, 1).has_ended, ranks=[0])
+    assert all(sending.done and sending.error is None for sending in unknown)
+    world.transport(0).forget(1, "it has left")
+    assert isinstance(missing.error, PeerFailed)
+    world.nodes[0].transport.close(0.0)
+
+
+def test_who_leaves_does_not_say_that_it_has_what_it_still_waits_for() -> None:
+    world = World(2)
+    world.connect()
+    started = world.under_way()
+    assert not started.done
+    world.link(0, 1)._renew_lane()
+    world.nodes[1].transport.close(5.0)
+    world.run(lambda: world.link(0, 1).has_ended, ranks=[0])
+    world.transport(0).forget(1, "it has left")
+    assert isinstance(started.sending.error, PeerFailed)
+    world.nodes[0].transport.close(0.0)
+
+
 def test_the_end_of_one_that_had_arrived_may_give_up_another() -> None:
     world, (first, second, *_) = not_known_to_be_here()
     first.then(lambda _: second.cancel())

@@ -21,14 +21,14 @@ a receive have come, so that credits of those that were lost are not.
     CREDIT  number = buffered bytes consumed
     LANE    id = epoch of a new lane, number = last writes received so far; body = its queue pair
     USE     id = epoch: that lane's other end is connected, and all that still waits has said GO
-    BYE     nothing more will come
+    BYE     nothing more will come; body = ids that were accepted and are not here
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pycoll.errors import PeerFailed, TransportError
@@ -471,6 +471,8 @@ class Link:
             self._use_lane(number)
         elif kind == _BYE:
             self.has_ended = True
+            missing = {number for (number,) in struct.iter_unpack("<I", message.body)}
+            self._finish_written(missing)
             handler.finished(self.peer)
         else:
             raise ValueError(f"a message of kind {kind}")
@@ -558,9 +560,17 @@ class Link:
         if self._lane is None or epoch != self._epoch:
             return
         self._lane.is_ready = True
+        self._finish_written(())
+
+    def _finish_written(self, missing: Collection[int]) -> None:
+        """Finish what the peer had before the last lane ended: it has said what it still waits for.
+
+        Args:
+            missing: ids that it waits for and has not said GO for again.
+        """
         for send in [send for send in self._sends.values() if send.is_written and not send.write]:
-            # It had all of it before the last lane ended. The end of one may cancel others.
-            if self._sends.pop(send.id, None) is not None:
+            # The end of one may cancel others.
+            if send.id not in missing and self._sends.pop(send.id, None) is not None:
                 send.finish()
 
     def lane_failed(self, status: int) -> None:
@@ -593,9 +603,13 @@ class Link:
                 self._transport.fail(self, str(exc))
 
     def say_goodbye(self) -> None:
-        """Send BYE, the last message."""
+        """Send BYE, the last message.
+
+        It says what this rank still waits for: its peer may not know yet that it has the rest.
+        """
         self.frames.is_last = True
-        self.frames.put(_BYE)
+        missing = struct.pack(f"<{len(self._receives)}I", *self._receives)
+        self.frames.put(_BYE, parts=(missing,))
 
     def close(self, reason: str) -> None:
         """Destroy the queue pairs: nothing moves on this link any more."""
