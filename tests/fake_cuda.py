@@ -30,6 +30,8 @@ from typing import Any, SupportsInt
 
 from patience import PATIENCE
 
+from pycoll import cuda
+
 SOURCES = Path(__file__).resolve().parent / "fake_cuda"
 NAME = "libcuda.so.1"
 FLAGS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden")
@@ -79,6 +81,7 @@ def load(path: Path, *, devices: int = 2, seed: int = 1) -> None:
             ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
         finally:
             del os.environ["FAKE_CUDA_DEVICES"], os.environ["FAKE_CUDA_SEED"]
+        cuda.is_usable.cache_clear()  # another module's tests may have asked when it was not
     if not hasattr(ctypes.CDLL(NAME), "fake_seed"):
         raise RuntimeError("this process has loaded another CUDA driver")
 
