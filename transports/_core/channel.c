@@ -9,14 +9,6 @@
    may be small. */
 #define INLINE_LIMIT 2048
 
-/* Of up to 16 ranks each ring holds as many messages as credit allows, of up to 128 ranks all rings are 64 MiB. */
-size_t pc_ring_nbytes(int size) {
-    size_t nbytes = (size_t)256 << 10;
-    while (nbytes > PC_PAGE && nbytes * (size_t)size * (size_t)size > ((size_t)64 << 20))
-        nbytes /= 2;
-    return nbytes;
-}
-
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive) {
     return pc_table_add(&channel->receives, receive);
 }

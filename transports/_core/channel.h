@@ -10,6 +10,8 @@
 #ifndef PC_CHANNEL_H
 #define PC_CHANNEL_H
 
+#include "py.h"
+
 #include "arena.h"
 #include "copy.h"
 #include "heap.h"
@@ -128,6 +130,7 @@ struct pc_list { /* numbers of what progress has to look at */
 typedef struct pc_channel {
     PyObject_HEAD
     pc_host *host;
+    PyObject *host_object; /* which has it */
     int rank, size;
     bool single_copy, closed;
     bool away;
@@ -152,7 +155,6 @@ typedef struct pc_channel {
 extern PyType_Spec pc_channel_spec;
 
 bool pc_is_channel(PyObject *object);
-size_t pc_ring_nbytes(int size);
 
 /* channel.c */
 bool pc_list_add(struct pc_list *list, uint64_t number);

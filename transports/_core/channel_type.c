@@ -1,6 +1,8 @@
 /* Channels as Python sees them: `_core.Channel`. */
 #include "channel.h"
 
+#include "host_type.h"
+
 #include <stdlib.h>
 
 static int check_rank(pc_channel *channel, int rank) {
@@ -18,17 +20,14 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onnnp", names, &host, &eager_limit, &credit, &message_cost,
                                      &single_copy))
         return NULL;
-    PyObject *name = PyObject_GetAttrString((PyObject *)Py_TYPE(host), "__name__");
-    bool is_host = name != NULL && PyUnicode_CompareWithASCIIString(name, "Host") == 0;
-    Py_XDECREF(name);
-    if (!is_host) {
-        PyErr_SetString(PyExc_TypeError, "host must be a Host");
+    pc_host *memory = pc_host_of(host);
+    if (memory == NULL)
         return NULL;
-    }
     pc_channel *channel = (pc_channel *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (channel == NULL)
         return NULL;
-    channel->host = (pc_host *)Py_NewRef(host);
+    channel->host = memory;
+    channel->host_object = Py_NewRef(host);
     channel->eager_limit = (size_t)eager_limit;
     channel->credit = (uint64_t)credit;
     channel->message_cost = (uint64_t)message_cost;
@@ -43,7 +42,7 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 static void channel_dealloc(pc_channel *channel) {
     PyTypeObject *type = Py_TYPE((PyObject *)channel);
     pc_channel_free(channel);
-    Py_XDECREF((PyObject *)channel->host);
+    Py_XDECREF(channel->host_object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(channel);
     Py_DECREF(type);
 }

@@ -1,4 +1,6 @@
 /* Links over TCP as Python sees them: `_core.Tcp`. */
+#include "py.h"
+
 #include "core.h"
 #include "tcp.h"
 
