@@ -1,6 +1,6 @@
 /* The compiled core of pycoll: what Python cannot do. See README.md in this folder. */
 #include "array_memory.h"
-#include "channel.h"
+#include "channel_type.h"
 #include "comm.h"
 #include "host_type.h"
 #include "p2p.h"
