@@ -32,10 +32,12 @@ int native_sleep(pc_call *call, int peer, uint64_t waited_ns, bool last);
 /* This rank may now be away for any time, since it `does` something: end the program if another one sleeps, what
    it waits for is here, and its doorbell has not been rung. */
 void native_check_rung(struct rank *rank, const char *does);
+/* native_python.c: that, and a lock of each thread's own, which must be held and given up in turn. */
+extern const struct pc_call_up native_up;
 extern _Thread_local struct rank *native_rank;
 extern pc_flag64 native_sleeps, native_timeouts;
 
-/* native_python.c: chance, delays, and the interpreter's lock. */
+/* native_python.c: chance, delays, and whether the lock is held. */
 extern _Thread_local uint64_t native_seed; /* of this thread's delays */
 extern _Thread_local bool native_impatient;
 uint64_t native_random(uint64_t *seed);

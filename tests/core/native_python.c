@@ -1,4 +1,4 @@
-/* The hooks of native_hooks.h and the functions of stub/Python.h. */
+/* The hooks of native_hooks.h, a lock as the interpreter has one, and the functions of stub/Python.h. */
 #include "native.h"
 
 #include <errno.h>
@@ -12,7 +12,7 @@ static _Thread_local bool has_lock = true;
 static _Thread_local uint64_t runaway_ns;
 
 PyObject stub_none;
-PyObject *PyExc_OSError, *PyExc_ValueError, *PyExc_RuntimeError, *PyExc_MemoryError, *PyExc_BlockingIOError;
+PyObject *PyExc_OSError;
 
 void native_fail(const char *format, ...) {
     va_list args;
@@ -80,23 +80,20 @@ ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, cons
 
 bool native_has_lock(void) { return has_lock; }
 
-PyThreadState *PyEval_SaveThread(void) {
+static void *leave(void) {
     if (!has_lock)
-        native_fail("the interpreter's lock was given up twice\n");
+        native_fail("the lock was given up twice\n");
     has_lock = false;
-    return (PyThreadState *)&has_lock;
+    return &has_lock;
 }
 
-void PyEval_RestoreThread(PyThreadState *state) {
-    if (has_lock || state != (PyThreadState *)&has_lock)
-        native_fail("the interpreter's lock was taken twice, or by another thread\n");
+static void enter(void *left) {
+    if (has_lock || left != &has_lock)
+        native_fail("the lock was taken twice, or by another thread\n");
     has_lock = true;
 }
 
-void PyErr_SetString(PyObject *type, const char *text) {
-    (void)type;
-    native_fail("an exception%s: %s\n", has_lock ? "" : ", without the lock", text);
-}
+const struct pc_call_up native_up = {native_sleep, leave, enter};
 
 PyObject *PyErr_SetFromErrno(PyObject *type) {
     (void)type;

@@ -235,7 +235,7 @@ static unsigned char *x_within(const struct call *call, int rank, unsigned char 
 static void begin(pc_collective *native, struct rank *rank, const struct call *call) {
     memset(native, 0, sizeof *native);
     native->call.host = &rank->host;
-    native->call.sleep = native_sleep;
+    native->call.up = &native_up;
     native->comm = &rank->comm;
     native->kind = call->kind;
     native->op = call->op;

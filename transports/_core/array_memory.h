@@ -2,7 +2,7 @@
 #ifndef PC_ARRAY_MEMORY_H
 #define PC_ARRAY_MEMORY_H
 
-#include "core.h"
+#include "py.h"
 
 PyObject *pc_hook_numpy(PyObject *module, PyObject *api);
 PyObject *pc_open_arena(PyObject *module, PyObject *args);

@@ -3,6 +3,8 @@
 #ifndef PC_ARRAYS_H
 #define PC_ARRAYS_H
 
+#include "py.h"
+
 #include "core.h"
 
 struct pc_array {

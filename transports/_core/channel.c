@@ -1,6 +1,7 @@
 /* The sending side of channels, and what both sides share. See channel.h. */
 #include "channel.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <sys/random.h>
 #include <unistd.h>
@@ -8,14 +9,6 @@
 /* What is written into a ring in one item. More goes to the heap, where a copy costs the same, so that rings
    may be small. */
 #define INLINE_LIMIT 2048
-
-/* Of up to 16 ranks each ring holds as many messages as credit allows, of up to 128 ranks all rings are 64 MiB. */
-size_t pc_ring_nbytes(int size) {
-    size_t nbytes = (size_t)256 << 10;
-    while (nbytes > PC_PAGE && nbytes * (size_t)size * (size_t)size > ((size_t)64 << 20))
-        nbytes /= 2;
-    return nbytes;
-}
 
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive) {
     return pc_table_add(&channel->receives, receive);
@@ -55,17 +48,12 @@ int pc_channel_open(pc_channel *channel) {
     size_t size = (size_t)host->size;
     channel->rank = host->rank;
     channel->size = host->size;
-    if (host->ring_nbytes < sizeof(struct pc_desk) + (size + 63) / 64 * 8) {
-        PyErr_SetString(PyExc_OSError, "too many ranks on one host for shared memory");
-        return -1;
-    }
-    pthread_mutex_init(&channel->lock, NULL);
+    if (host->ring_nbytes < sizeof(struct pc_desk) + (size + 63) / 64 * 8)
+        return E2BIG;
     channel->peers = calloc(size, sizeof *channel->peers);
     channel->active = calloc(size, sizeof *channel->active);
-    if (channel->peers == NULL || channel->active == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
+    if (channel->peers == NULL || channel->active == NULL)
+        return ENOMEM;
     channel->inline_limit = INLINE_LIMIT < host->ring_nbytes / 8 ? INLINE_LIMIT : host->ring_nbytes / 8;
     for (int rank = 0; rank < host->size; rank++) {
         struct pc_peer *peer = &channel->peers[rank];
@@ -79,10 +67,8 @@ int pc_channel_open(pc_channel *channel) {
     channel->heap.base = channel->peers[channel->rank].heap;
     for (int index = PC_TRANSFERS; index-- > 0;)
         channel->free_transfers[channel->num_free_transfers++] = (int16_t)index;
-    if (getrandom(&channel->nonce, sizeof channel->nonce, 0) != sizeof channel->nonce) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        return -1;
-    }
+    if (getrandom(&channel->nonce, sizeof channel->nonce, 0) != sizeof channel->nonce)
+        return errno;
     pc_allow_copies();
     struct pc_desk *desk = channel->peers[channel->rank].desk;
     desk->nonce = channel->nonce;
@@ -99,36 +85,13 @@ void pc_channel_free(pc_channel *channel) {
         }
     for (uint32_t place = 0; place < channel->sends.size; place++)
         if (channel->sends.things[place] != NULL)
-            pc_send_free(channel->sends.things[place]);
+            pc_send_free(channel, channel->sends.things[place]);
     pc_table_free(&channel->sends);
     pc_table_free(&channel->receives);
     free(channel->sending.numbers);
     free(channel->receiving.numbers);
     free(channel->peers);
     free(channel->active);
-}
-
-void pc_channel_wait(pc_channel *channel) {
-    while (channel->away) {
-        atomic_fetch_add(&channel->wanted, 1);
-        PyThreadState *state = PyEval_SaveThread();
-        pthread_mutex_lock(&channel->lock);
-        pthread_mutex_unlock(&channel->lock);
-        PyEval_RestoreThread(state);
-        atomic_fetch_sub(&channel->wanted, 1);
-    }
-}
-
-PyThreadState *pc_channel_leave(pc_channel *channel) {
-    channel->away = true;
-    pthread_mutex_lock(&channel->lock);
-    return PyEval_SaveThread();
-}
-
-void pc_channel_return(pc_channel *channel, PyThreadState *state) {
-    PyEval_RestoreThread(state);
-    channel->away = false;
-    pthread_mutex_unlock(&channel->lock);
 }
 
 bool pc_channel_reaches(pc_channel *channel, int rank) {
@@ -237,10 +200,8 @@ static int put_or_note(pc_channel *channel, int rank, uint32_t kind, const void 
     if (peer->first == NULL && put(channel, rank, kind, body, body_nbytes, header, header_nbytes, 0))
         return 0;
     struct pc_note *note = malloc(sizeof *note + body_nbytes + header_nbytes);
-    if (note == NULL) {
-        PyErr_NoMemory();
+    if (note == NULL)
         return -1;
-    }
     *note = (struct pc_note){.kind = kind, .body_nbytes = body_nbytes, .header_nbytes = header_nbytes};
     memcpy(note->bytes, body, body_nbytes);
     if (header_nbytes > 0)
@@ -379,8 +340,7 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void 
     send->pieces = pc_pieces(send->nbytes);
     send->id = pc_table_add(&channel->sends, send);
     if (send->id == 0) {
-        pc_send_free(send);
-        PyErr_NoMemory();
+        pc_send_free(channel, send);
         return 0;
     }
     if (channel->num_free_transfers > 0 && (channel->single_copy || is_shared(send))) {
@@ -402,15 +362,15 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void 
 }
 
 /* The caller may do what it likes with its memory again. */
-static void let_go(struct pc_send *send) {
-    for (; send->num_views > 0; send->num_views--)
-        PyBuffer_Release(&send->views[send->num_views - 1]);
-    Py_CLEAR(send->owner);
+static void let_go(pc_channel *channel, struct pc_send *send) {
+    void *owner = send->owner;
+    send->owner = NULL;
+    if (owner != NULL)
+        channel->up->release(channel->owner, owner);
 }
 
-void pc_send_free(struct pc_send *send) {
-    let_go(send);
-    free(send->views);
+void pc_send_free(pc_channel *channel, struct pc_send *send) {
+    let_go(channel, send);
     free(send->table);
     free(send);
 }
@@ -420,7 +380,7 @@ void pc_send_end(pc_channel *channel, struct pc_send *send, bool reuse_transfer)
     pc_list_remove(&channel->sending, send->id);
     if (send->transfer >= 0 && reuse_transfer)
         channel->free_transfers[channel->num_free_transfers++] = (int16_t)send->transfer;
-    pc_send_free(send);
+    pc_send_free(channel, send);
 }
 
 static struct pc_transfer *transfer_of(pc_channel *channel, struct pc_send *send) {
@@ -447,12 +407,12 @@ void pc_send_give_up(pc_channel *channel, struct pc_send *send) {
     if (taken) { /* the record is in use until the receiver says that it is not */
         send->mode = PC_ABANDONED;
         pc_list_remove(&channel->sending, id);
-        let_go(send);
+        let_go(channel, send);
     } else {
         pc_send_end(channel, send, true);
     }
-    if (stopped && pc_channel_tell(channel, rank, PC_CANCEL, id) < 0)
-        PyErr_Clear();
+    if (stopped)
+        pc_channel_tell(channel, rank, PC_CANCEL, id); /* without memory the receiver waits in vain */
 }
 
 bool pc_send_unwatch(pc_channel *channel, struct pc_send *send) {
@@ -482,7 +442,8 @@ bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget) {
         size_t offset = (size_t)piece * piece_nbytes;
         size_t nbytes = send->nbytes - offset < piece_nbytes ? send->nbytes - offset : piece_nbytes;
         uint64_t into = atomic_load_explicit(&transfer->into, memory_order_relaxed);
-        if (!can_store(channel, send->peer, into + offset, nbytes) || pc_channel_store(channel, send->peer, into + offset, send->parts, offset, nbytes, send->nbytes) != 0) {
+        if (!can_store(channel, send->peer, into + offset, nbytes) ||
+            pc_channel_store(channel, send->peer, into + offset, send->parts, offset, nbytes, send->nbytes) != 0) {
             pc_transfer_return(transfer, piece);
             more = false;
             break;
@@ -502,6 +463,11 @@ void pc_channel_use(pc_channel *channel, int rank, size_t nbytes) {
         return;
     peer->repaid = peer->used;
     atomic_store_explicit(&peer->in.head->repaid, peer->used, memory_order_release);
+}
+
+void pc_channel_consume(pc_channel *channel, int rank, size_t nbytes, const struct pc_block *block) {
+    pc_block_give_back(channel->peers[rank].heap, block);
+    pc_channel_use(channel, rank, nbytes);
 }
 
 /* --- ends -------------------------------------------------------------------------------------------- */

@@ -5,8 +5,8 @@
    returns. A large one, or one that finds no room, is *offered*: its header goes, and the payload follows when
    the receiver accepts it; straight from memory to memory if the kernel allows that, else in segments.
 
-   Everything here is called with the interpreter's lock. Who gives that up in the middle of something, to copy
-   or to wait, is `away`; another thread that comes meanwhile waits in `pc_channel_enter`, and is `wanted`. */
+   Plain C, which knows nothing of Python. Nothing here locks: the caller does, for everything. While something long is
+   copied or waited for `leave` has been called, and `enter` when it is over; nobody else may come here in between. */
 #ifndef PC_CHANNEL_H
 #define PC_CHANNEL_H
 
@@ -18,7 +18,7 @@
 #include "table.h"
 #include "transfer.h"
 
-#include <pthread.h>
+#include <sys/types.h>
 
 #define PC_SEGMENT_NBYTES ((size_t)128 << 10)
 
@@ -98,9 +98,7 @@ struct pc_send {
     struct pc_parts parts;
     struct iovec *table; /* of the parts */
     struct iovec one;
-    Py_buffer *views;
-    Py_ssize_t num_views;
-    PyObject *owner; /* of memory without a view */
+    void *owner;     /* of the memory: up to the caller; NULL: nobody needs to hear when it is used no more */
     int transfer;    /* index, -1: none */
     bool watched;    /* the sender looks at the transfer itself (p2p.c) */
     uint64_t pieces;
@@ -112,7 +110,7 @@ struct pc_receive {
     enum pc_mode mode;
     size_t nbytes, filled;
     unsigned char *into;
-    Py_buffer view;
+    void *owner;
     struct pc_parts parts;
     struct iovec *table;
     struct iovec one;
@@ -125,14 +123,31 @@ struct pc_list { /* numbers of what progress has to look at */
     uint32_t count, size;
 };
 
+/* What is told to the caller, in the order in which it happens: all but the last three by progress alone. A pointer is
+   good for the call only, but a block is the caller's until `pc_channel_consume`. */
+struct pc_channel_up {
+    void (*arrived)(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
+                    size_t nbytes);
+    void (*arrived_in_block)(void *owner, int peer, const void *header, size_t header_nbytes,
+                             const unsigned char *payload, size_t nbytes, const struct pc_block *block);
+    void (*offered)(void *owner, int peer, const void *header, size_t header_nbytes, const struct pc_offer *offer);
+    void (*sent)(void *owner, uint64_t id);
+    void (*cancelled)(void *owner, int peer, uint64_t id);
+    void (*received)(void *owner, uint64_t handle);
+    void (*withdrawn)(void *owner, uint64_t handle);
+    void (*bye)(void *owner, int peer);
+    void (*lost)(void *owner, int peer);
+    void (*release)(void *owner, void *memory); /* the owner of memory that is used no more */
+    void (*leave)(void *owner);
+    void (*enter)(void *owner);
+};
+
 typedef struct pc_channel {
-    PyObject_HEAD
     pc_host *host;
+    const struct pc_channel_up *up;
+    void *owner;
     int rank, size;
     bool single_copy, closed;
-    bool away;
-    atomic_int wanted;    /* threads that wait for who is away */
-    pthread_mutex_t lock; /* held while away */
     size_t eager_limit, inline_limit;
     uint64_t credit, message_cost;
     struct pc_peer *peers;
@@ -149,21 +164,17 @@ typedef struct pc_channel {
     uint64_t nonce;
 } pc_channel;
 
-extern PyType_Spec pc_channel_spec;
-
-bool pc_is_channel(PyObject *object);
-size_t pc_ring_nbytes(int size);
-
 /* channel.c */
 bool pc_list_add(struct pc_list *list, uint64_t number);
 void pc_list_remove(struct pc_list *list, uint64_t number);
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive);
 void pc_channel_remove_receive(pc_channel *channel, uint64_t handle);
+/* `channel` has host, up, owner, limits, single_copy, and else zeros. 0, or an errno; E2BIG: the host has too many
+   ranks. It is to be freed whatever the result. */
 int pc_channel_open(pc_channel *channel);
 void pc_channel_free(pc_channel *channel);
-void pc_channel_wait(pc_channel *channel);
-PyThreadState *pc_channel_leave(pc_channel *channel);
-void pc_channel_return(pc_channel *channel, PyThreadState *state);
+static inline void pc_channel_leave(pc_channel *channel) { channel->up->leave(channel->owner); }
+static inline void pc_channel_return(pc_channel *channel) { channel->up->enter(channel->owner); }
 /* Whether the kernel lets the processes copy from and to each other's memory. */
 bool pc_channel_reaches(pc_channel *channel, int peer);
 /* Whether a payload in one piece, at `address` in the peer's memory, can be copied from there. */
@@ -178,12 +189,12 @@ int pc_channel_store(pc_channel *channel, int peer, uint64_t into, struct pc_par
 /* Post a message; false: there is no room or no credit. */
 bool pc_channel_post(pc_channel *channel, int peer, const void *header, size_t header_nbytes, struct pc_parts parts,
                      size_t nbytes);
-/* Offer one. `send` has peer, parts, nbytes and what keeps them alive; it belongs to the channel from now on.
-   Its id, or 0 with an exception: no memory. */
+/* Offer one. `send` has peer, parts, nbytes, owner; it belongs to the channel from now on. Its id; 0: there is no
+   memory, and it has been freed. */
 uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void *header, size_t header_nbytes);
 /* Free an offered message that needs no more; `finished` by its receiver, or taken back before it was taken. */
 void pc_send_end(pc_channel *channel, struct pc_send *send, bool reuse_transfer);
-void pc_send_free(struct pc_send *send);
+void pc_send_free(pc_channel *channel, struct pc_send *send);
 /* Stop it if that is possible; false: the receiver has it, or will have it. */
 bool pc_send_stop(pc_channel *channel, struct pc_send *send);
 void pc_send_give_up(pc_channel *channel, struct pc_send *send);
@@ -192,12 +203,14 @@ bool pc_send_unwatch(pc_channel *channel, struct pc_send *send);
 /* Copy up to `budget` bytes into the receiver's memory; false: nothing is left to copy. Needs no lock. */
 bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget);
 
-/* Say something about a message: kind, and its id. */
+/* Say something about a message: kind, and its id. 0; -1: there is no memory. */
 int pc_channel_tell(pc_channel *channel, int peer, enum pc_message kind, uint64_t id);
 /* Count what was used of a peer's credit. */
 void pc_channel_use(pc_channel *channel, int peer, size_t nbytes);
+/* A buffered message was used that has come in a block. */
+void pc_channel_consume(pc_channel *channel, int peer, size_t nbytes, const struct pc_block *block);
 
-/* Accept an offer. 1: it goes on; 0: done; -1: taken back; -2: the sender has left; -3 with an exception. */
+/* Accept an offer. 1: it goes on; 0: done; -1: taken back; -2: the sender has left; -3: no memory. */
 int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer);
 /* The steps of that, for who copies by himself (p2p.c). Where a copy stands: */
 enum pc_outcome { PC_MORE, PC_WAITS, PC_COMPLETE, PC_TOO_LATE, PC_FAILED, PC_GONE };
@@ -210,12 +223,12 @@ void pc_receive_finish(pc_channel *channel, struct pc_receive *receive, bool com
 
 void pc_receive_end(pc_channel *channel, struct pc_receive *receive);
 void pc_receive_give_up(pc_channel *channel, struct pc_receive *receive);
-/* 0, or -1 with an exception. */
-int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into);
+/* Have it go on elsewhere; what was there is copied, and its owner released. 0; -1: no memory. */
+int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into, void *owner);
 
 void pc_channel_forget(pc_channel *channel, int peer);
-/* Do what can be done; `events` becomes a list if something was done. -1 with an exception. */
-int pc_channel_progress(pc_channel *channel, PyObject **events);
+/* Do what can be done without waiting. 1: that was something; 0: nothing; -1: no memory. */
+int pc_channel_progress(pc_channel *channel);
 /* Whether progress would find something. */
 bool pc_channel_ready(pc_channel *channel);
 /* Whether the first note for a rank would find room now. */
@@ -225,29 +238,11 @@ bool pc_channel_flush(pc_channel *channel);
 /* End: nobody copies from or to this rank's memory any more. */
 void pc_channel_close(pc_channel *channel);
 
-/* What progress tells: the first number of an event. */
-enum pc_event {
-    PC_EVENT_EAGER,     /* peer, header, payload: bytes */
-    PC_EVENT_BLOCK,     /* peer, header, first byte in the heaps, nbytes, unit, number */
-    PC_EVENT_READY,     /* peer, header, nbytes, id, address, num_parts, transfer */
-    PC_EVENT_SENT,      /* id */
-    PC_EVENT_CANCEL,    /* peer, id */
-    PC_EVENT_RECEIVED,  /* handle */
-    PC_EVENT_WITHDRAWN, /* handle */
-    PC_EVENT_BYE,       /* peer */
-    PC_EVENT_LOST,      /* peer */
-};
-
 static inline struct pc_transfer *pc_transfer_of(unsigned char *heap, int index) {
     return (struct pc_transfer *)pc_heap_at(heap, PC_TRANSFERS_UNIT) + index;
 }
 static inline uint64_t pc_credit_left(pc_channel *channel, struct pc_peer *peer) {
     return channel->credit - (peer->charged - pc_load(&peer->out.head->repaid));
-}
-/* Wait until whoever gave up the interpreter's lock in the middle of something is back. */
-static inline void pc_channel_enter(pc_channel *channel) {
-    if (PC_UNLIKELY(channel->away))
-        pc_channel_wait(channel);
 }
 
 #endif

@@ -1,7 +1,108 @@
 /* Channels as Python sees them: `_core.Channel`. */
-#include "channel.h"
+#include "channel_type.h"
 
+#include "host_type.h"
+#include "views.h"
+
+#include <errno.h>
 #include <stdlib.h>
+
+/* --- the interpreter's lock -------------------------------------------------------------------------- */
+
+static void leave(void *owner) {
+    pc_channel_object *self = owner;
+    self->away = true;
+    pthread_mutex_lock(&self->lock);
+    self->state = PyEval_SaveThread();
+}
+
+static void enter(void *owner) {
+    pc_channel_object *self = owner;
+    PyEval_RestoreThread(self->state);
+    self->away = false;
+    pthread_mutex_unlock(&self->lock);
+}
+
+static PC_COLD void await_return(pc_channel_object *self) {
+    while (self->away) {
+        atomic_fetch_add(&self->wanted, 1);
+        PyThreadState *state = PyEval_SaveThread();
+        pthread_mutex_lock(&self->lock);
+        pthread_mutex_unlock(&self->lock);
+        PyEval_RestoreThread(state);
+        atomic_fetch_sub(&self->wanted, 1);
+    }
+}
+
+/* The channel, when whoever gave up the interpreter's lock in the middle of something is back. */
+static inline pc_channel *come(pc_channel_object *self) {
+    if (PC_UNLIKELY(self->away))
+        await_return(self);
+    return &self->channel;
+}
+
+/* --- what happens ------------------------------------------------------------------------------------ */
+
+enum event {
+    EAGER,     /* peer, header, payload: bytes */
+    BLOCK,     /* peer, header, first byte in the heaps, nbytes, unit, number */
+    READY,     /* peer, header, nbytes, id, address, num_parts, transfer */
+    SENT,      /* id */
+    CANCEL,    /* peer, id */
+    RECEIVED,  /* handle */
+    WITHDRAWN, /* handle */
+    BYE,       /* peer */
+    LOST,      /* peer */
+};
+
+/* Takes the reference. */
+static void add(pc_channel_object *self, PyObject *event) {
+    if (event == NULL || (self->events == NULL && (self->events = PyList_New(0)) == NULL) ||
+        PyList_Append(self->events, event) < 0) {
+        self->failed = true;
+        PyErr_Clear();
+    }
+    Py_XDECREF(event);
+}
+
+static void arrived(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
+                    size_t nbytes) {
+    add(owner, Py_BuildValue("iiy#y#", EAGER, peer, header, (Py_ssize_t)header_nbytes, payload, (Py_ssize_t)nbytes));
+}
+static void arrived_in_block(void *owner, int peer, const void *header, size_t header_nbytes,
+                             const unsigned char *payload, size_t nbytes, const struct pc_block *block) {
+    pc_host *host = ((pc_channel_object *)owner)->channel.host;
+    add(owner, Py_BuildValue("iiy#nnIK", BLOCK, peer, header, (Py_ssize_t)header_nbytes,
+                             (Py_ssize_t)(payload - (host->base + host->heaps_offset)), (Py_ssize_t)nbytes,
+                             (unsigned)block->unit, (unsigned long long)block->number));
+}
+static void offered(void *owner, int peer, const void *header, size_t header_nbytes, const struct pc_offer *offer) {
+    add(owner, Py_BuildValue("iiy#nKKIi", READY, peer, header, (Py_ssize_t)header_nbytes, (Py_ssize_t)offer->nbytes,
+                             (unsigned long long)offer->id, (unsigned long long)offer->address,
+                             (unsigned)offer->num_parts, (int)offer->transfer));
+}
+static void sent(void *owner, uint64_t id) { add(owner, Py_BuildValue("iK", SENT, (unsigned long long)id)); }
+static void cancelled(void *owner, int peer, uint64_t id) {
+    add(owner, Py_BuildValue("iiK", CANCEL, peer, (unsigned long long)id));
+}
+static void received(void *owner, uint64_t handle) {
+    add(owner, Py_BuildValue("iK", RECEIVED, (unsigned long long)handle));
+}
+static void withdrawn(void *owner, uint64_t handle) {
+    add(owner, Py_BuildValue("iK", WITHDRAWN, (unsigned long long)handle));
+}
+static void bye(void *owner, int peer) { add(owner, Py_BuildValue("ii", BYE, peer)); }
+static void lost(void *owner, int peer) { add(owner, Py_BuildValue("ii", LOST, peer)); }
+
+static void release(void *owner, void *memory) {
+    (void)owner;
+    pc_views_release(memory);
+}
+
+static const struct pc_channel_up up = {arrived,   arrived_in_block, offered, sent,    cancelled, received,
+                                        withdrawn, bye,              lost,    release, leave,     enter};
+
+/* --- life -------------------------------------------------------------------------------------------- */
 
 static int check_rank(pc_channel *channel, int rank) {
     if (rank >= 0 && rank < channel->size && rank != channel->rank)
@@ -18,82 +119,81 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onnnp", names, &host, &eager_limit, &credit, &message_cost,
                                      &single_copy))
         return NULL;
-    PyObject *name = PyObject_GetAttrString((PyObject *)Py_TYPE(host), "__name__");
-    bool is_host = name != NULL && PyUnicode_CompareWithASCIIString(name, "Host") == 0;
-    Py_XDECREF(name);
-    if (!is_host) {
-        PyErr_SetString(PyExc_TypeError, "host must be a Host");
+    pc_host *memory = pc_host_of(host);
+    if (memory == NULL)
         return NULL;
-    }
-    pc_channel *channel = (pc_channel *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (channel == NULL)
+    pc_channel_object *self = (pc_channel_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
         return NULL;
-    channel->host = (pc_host *)Py_NewRef(host);
+    pthread_mutex_init(&self->lock, NULL);
+    self->host = Py_NewRef(host);
+    pc_channel *channel = &self->channel;
+    channel->host = memory;
+    channel->up = &up;
+    channel->owner = self;
     channel->eager_limit = (size_t)eager_limit;
     channel->credit = (uint64_t)credit;
     channel->message_cost = (uint64_t)message_cost;
     channel->single_copy = single_copy != 0;
-    if (pc_channel_open(channel) < 0) {
-        Py_DECREF(channel);
+    int error = pc_channel_open(channel);
+    if (error != 0) {
+        Py_DECREF(self);
+        errno = error;
+        if (error == E2BIG)
+            PyErr_SetString(PyExc_OSError, "too many ranks on one host for shared memory");
+        else
+            PyErr_SetFromErrno(PyExc_OSError);
         return NULL;
     }
-    return (PyObject *)channel;
+    return (PyObject *)self;
 }
 
-static void channel_dealloc(pc_channel *channel) {
-    PyTypeObject *type = Py_TYPE((PyObject *)channel);
-    pc_channel_free(channel);
-    Py_XDECREF((PyObject *)channel->host);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(channel);
+static void channel_dealloc(pc_channel_object *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    pc_channel_free(&self->channel);
+    pthread_mutex_destroy(&self->lock);
+    Py_XDECREF(self->events);
+    Py_XDECREF(self->host);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
 /* The heaps of all ranks, to look at the payloads there. */
 static int channel_getbuffer(PyObject *self, Py_buffer *view, int flags) {
-    pc_host *host = ((pc_channel *)self)->host;
+    pc_host *host = ((pc_channel_object *)self)->channel.host;
     return PyBuffer_FillInfo(view, self, host->base + host->heaps_offset,
                              (Py_ssize_t)((size_t)host->size * host->heap_nbytes), 1, flags);
 }
 
 /* --- sending ----------------------------------------------------------------------------------------- */
 
-/* Get hold of the parts of a payload that are not empty. NULL with an exception. */
+/* A send of the parts that are not empty, which owns their views; NULL with an exception. */
 static struct pc_send *send_of(PyObject *parts) {
-    Py_ssize_t count = PySequence_Size(parts);
-    struct pc_send *send = count >= 0 ? calloc(1, sizeof *send) : NULL;
-    if (send == NULL)
-        return PyErr_Occurred() ? NULL : (struct pc_send *)PyErr_NoMemory();
-    struct iovec *table = &send->one;
-    if (count > 1)
-        table = send->table = malloc((size_t)count * sizeof *table);
-    send->views = malloc((size_t)(count > 0 ? count : 1) * sizeof *send->views);
-    if (table == NULL || send->views == NULL) {
-        PyErr_NoMemory();
-        goto failed;
+    struct pc_views *views = pc_view_parts(parts);
+    if (views == NULL)
+        return NULL;
+    struct pc_send *send = calloc(1, sizeof *send);
+    struct iovec *table = send != NULL ? &send->one : NULL;
+    if (send != NULL && views->count > 1)
+        table = send->table = malloc((size_t)views->count * sizeof *table);
+    if (table == NULL) {
+        free(send);
+        pc_views_release(views);
+        return (struct pc_send *)PyErr_NoMemory();
     }
+    send->owner = views;
+    send->nbytes = views->nbytes;
     send->parts.parts = table;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        Py_buffer *view = &send->views[send->num_views];
-        PyObject *part = PySequence_GetItem(parts, index);
-        if (part == NULL)
-            goto failed;
-        int status = PyObject_GetBuffer(part, view, PyBUF_SIMPLE);
-        Py_DECREF(part);
-        if (status < 0)
-            goto failed;
-        send->num_views++;
+    for (Py_ssize_t index = 0; index < views->count; index++) {
+        Py_buffer *view = &views->views[index];
         if (view->len > 0)
             table[send->parts.num_parts++] = (struct iovec){view->buf, (size_t)view->len};
-        send->nbytes += (size_t)view->len;
     }
     return send;
-failed:
-    pc_send_free(send);
-    return NULL;
 }
 
-static PyObject *start_send(pc_channel *channel, PyObject *const *args, Py_ssize_t count, bool may_post) {
-    pc_channel_enter(channel);
+static PyObject *start_send(pc_channel_object *self, PyObject *const *args, Py_ssize_t count, bool may_post) {
+    pc_channel *channel = come(self);
     if (count != 3) {
         PyErr_SetString(PyExc_TypeError, "arguments are rank, header, parts");
         return NULL;
@@ -113,20 +213,20 @@ static PyObject *start_send(pc_channel *channel, PyObject *const *args, Py_ssize
     if (send == NULL)
         return NULL;
     if (may_post && pc_channel_post(channel, rank, header, (size_t)header_nbytes, send->parts, send->nbytes)) {
-        pc_send_free(send);
+        pc_send_free(channel, send);
         return PyLong_FromLong(0);
     }
     send->peer = rank;
     uint64_t id = pc_channel_offer(channel, send, header, (size_t)header_nbytes);
-    return id != 0 ? PyLong_FromUnsignedLongLong(id) : NULL;
+    return id != 0 ? PyLong_FromUnsignedLongLong(id) : PyErr_NoMemory();
 }
 
-static PyObject *channel_send(pc_channel *channel, PyObject *const *args, Py_ssize_t count) {
-    return start_send(channel, args, count, true);
+static PyObject *channel_send(pc_channel_object *self, PyObject *const *args, Py_ssize_t count) {
+    return start_send(self, args, count, true);
 }
 
-static PyObject *channel_offer(pc_channel *channel, PyObject *const *args, Py_ssize_t count) {
-    return start_send(channel, args, count, false);
+static PyObject *channel_offer(pc_channel_object *self, PyObject *const *args, Py_ssize_t count) {
+    return start_send(self, args, count, false);
 }
 
 static struct pc_send *find_send(pc_channel *channel, PyObject *number) {
@@ -134,22 +234,22 @@ static struct pc_send *find_send(pc_channel *channel, PyObject *number) {
     return PyErr_Occurred() ? NULL : pc_table_get(&channel->sends, id);
 }
 
-static PyObject *channel_stop(pc_channel *channel, PyObject *id) {
-    pc_channel_enter(channel);
+static PyObject *channel_stop(pc_channel_object *self, PyObject *id) {
+    pc_channel *channel = come(self);
     struct pc_send *send = find_send(channel, id);
     if (PyErr_Occurred())
         return NULL;
     return PyBool_FromLong(send != NULL && pc_send_stop(channel, send));
 }
 
-static PyObject *channel_holds(pc_channel *channel, PyObject *id) {
-    pc_channel_enter(channel);
+static PyObject *channel_holds(pc_channel_object *self, PyObject *id) {
+    pc_channel *channel = come(self);
     struct pc_send *send = find_send(channel, id);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(send != NULL);
 }
 
-static PyObject *channel_take_back(pc_channel *channel, PyObject *id) {
-    pc_channel_enter(channel);
+static PyObject *channel_take_back(pc_channel_object *self, PyObject *id) {
+    pc_channel *channel = come(self);
     struct pc_send *send = find_send(channel, id);
     if (PyErr_Occurred())
         return NULL;
@@ -160,8 +260,8 @@ static PyObject *channel_take_back(pc_channel *channel, PyObject *id) {
 
 /* --- receiving --------------------------------------------------------------------------------------- */
 
-static PyObject *channel_accept(pc_channel *channel, PyObject *args) {
-    pc_channel_enter(channel);
+static PyObject *channel_accept(pc_channel_object *self, PyObject *args) {
+    pc_channel *channel = come(self);
     int rank;
     Py_ssize_t nbytes;
     unsigned long long id, address;
@@ -171,34 +271,26 @@ static PyObject *channel_accept(pc_channel *channel, PyObject *args) {
     if (!PyArg_ParseTuple(args, "inKKIiO", &rank, &nbytes, &id, &address, &num_parts, &transfer, &into) ||
         check_rank(channel, rank) < 0)
         return NULL;
-    struct pc_receive *receive = calloc(1, sizeof *receive);
-    if (receive == NULL)
-        return PyErr_NoMemory();
-    if (PyObject_GetBuffer(into, &receive->view, PyBUF_WRITABLE) < 0) {
-        free(receive);
+    struct pc_views *views = pc_view_into(into, nbytes);
+    if (views == NULL)
         return NULL;
-    }
-    if (receive->view.len < nbytes) {
-        PyErr_SetString(PyExc_ValueError, "there is not enough room for the payload");
-        goto failed;
+    struct pc_receive *receive = calloc(1, sizeof *receive);
+    uint64_t handle = receive != NULL ? pc_channel_add_receive(channel, receive) : 0;
+    if (handle == 0) {
+        free(receive);
+        pc_views_release(views);
+        return PyErr_NoMemory();
     }
     receive->peer = rank;
-    receive->into = receive->view.buf;
-    receive->handle = pc_channel_add_receive(channel, receive);
-    if (receive->handle == 0) {
-        PyErr_NoMemory();
-        goto failed;
-    }
+    receive->into = views->views[0].buf;
+    receive->owner = views;
+    receive->handle = handle;
     struct pc_offer offer = {id, (uint64_t)nbytes, address, num_parts, transfer};
     int status = pc_channel_accept(channel, receive, &offer);
     if (status > 0)
-        return PyLong_FromUnsignedLongLong(receive->handle);
+        return PyLong_FromUnsignedLongLong(handle);
     pc_receive_end(channel, receive);
-    return status == -3 ? NULL : PyLong_FromLong(status);
-failed:
-    PyBuffer_Release(&receive->view);
-    free(receive);
-    return NULL;
+    return status == -3 ? PyErr_NoMemory() : PyLong_FromLong(status);
 }
 
 static struct pc_receive *find_receive(pc_channel *channel, PyObject *number) {
@@ -206,8 +298,8 @@ static struct pc_receive *find_receive(pc_channel *channel, PyObject *number) {
     return PyErr_Occurred() ? NULL : pc_table_get(&channel->receives, handle);
 }
 
-static PyObject *channel_give_up(pc_channel *channel, PyObject *handle) {
-    pc_channel_enter(channel);
+static PyObject *channel_give_up(pc_channel_object *self, PyObject *handle) {
+    pc_channel *channel = come(self);
     struct pc_receive *receive = find_receive(channel, handle);
     if (PyErr_Occurred())
         return NULL;
@@ -216,41 +308,36 @@ static PyObject *channel_give_up(pc_channel *channel, PyObject *handle) {
     Py_RETURN_NONE;
 }
 
-static PyObject *channel_redirect(pc_channel *channel, PyObject *args) {
-    pc_channel_enter(channel);
+static PyObject *channel_redirect(pc_channel_object *self, PyObject *args) {
+    pc_channel *channel = come(self);
     PyObject *handle, *into;
-    Py_buffer view;
-    if (!PyArg_ParseTuple(args, "OO", &handle, &into) || PyObject_GetBuffer(into, &view, PyBUF_WRITABLE) < 0)
+    if (!PyArg_ParseTuple(args, "OO", &handle, &into))
         return NULL;
     struct pc_receive *receive = find_receive(channel, handle);
-    int status = 0;
-    if (receive == NULL || (size_t)view.len < receive->nbytes) {
-        PyBuffer_Release(&view);
+    if (receive == NULL) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "there is no such receive, or not enough room for it");
+            PyErr_SetString(PyExc_ValueError, "there is no such receive");
         return NULL;
     }
-    status = pc_receive_redirect(channel, receive, view.buf);
-    Py_buffer old = receive->view;
-    receive->view = view;
-    PyBuffer_Release(&old);
-    if (status < 0)
+    struct pc_views *views = pc_view_into(into, (Py_ssize_t)receive->nbytes);
+    if (views == NULL)
         return NULL;
+    if (pc_receive_redirect(channel, receive, views->views[0].buf, views) < 0)
+        return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
-static PyObject *channel_drop(pc_channel *channel, PyObject *args) {
-    pc_channel_enter(channel);
+static PyObject *channel_drop(pc_channel_object *self, PyObject *args) {
+    pc_channel *channel = come(self);
     int rank;
     unsigned long long id;
-    if (!PyArg_ParseTuple(args, "iK", &rank, &id) || check_rank(channel, rank) < 0 ||
-        pc_channel_tell(channel, rank, PC_FINISHED, id) < 0)
+    if (!PyArg_ParseTuple(args, "iK", &rank, &id) || check_rank(channel, rank) < 0)
         return NULL;
-    Py_RETURN_NONE;
+    return pc_channel_tell(channel, rank, PC_FINISHED, id) < 0 ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
-static PyObject *channel_use(pc_channel *channel, PyObject *args) {
-    pc_channel_enter(channel);
+static PyObject *channel_use(pc_channel_object *self, PyObject *args) {
+    pc_channel *channel = come(self);
     int rank;
     Py_ssize_t nbytes;
     struct pc_block block = {0};
@@ -259,40 +346,43 @@ static PyObject *channel_use(pc_channel *channel, PyObject *args) {
         return NULL;
     block.number = number;
     if (number != 0 && pc_block_valid(&block, 0))
-        pc_block_give_back(channel->peers[rank].heap, &block);
-    pc_channel_use(channel, rank, (size_t)nbytes);
+        pc_channel_consume(channel, rank, (size_t)nbytes, &block);
+    else
+        pc_channel_use(channel, rank, (size_t)nbytes);
     Py_RETURN_NONE;
 }
 
 /* --- both -------------------------------------------------------------------------------------------- */
 
-static PyObject *channel_progress(pc_channel *channel, PyObject *unused) {
+static PyObject *channel_progress(pc_channel_object *self, PyObject *unused) {
     (void)unused;
-    pc_channel_enter(channel);
-    PyObject *events = NULL;
-    if (pc_channel_progress(channel, &events) < 0) {
-        Py_XDECREF(events);
-        return NULL;
+    pc_channel *channel = come(self);
+    int worked = pc_channel_progress(channel);
+    if (worked < 0 || self->failed) {
+        self->failed = false;
+        return PyErr_NoMemory(); /* the next call has the events that could be made */
     }
-    if (events == NULL)
-        Py_RETURN_NONE;
-    return events;
+    PyObject *events = self->events;
+    self->events = NULL;
+    if (events != NULL)
+        return events;
+    return worked ? PyList_New(0) : Py_NewRef(Py_None);
 }
 
-static PyObject *channel_ready(pc_channel *channel, PyObject *unused) {
+static PyObject *channel_ready(pc_channel_object *self, PyObject *unused) {
     (void)unused;
-    pc_channel_enter(channel);
+    pc_channel *channel = come(self);
     return PyBool_FromLong(pc_channel_ready(channel));
 }
 
-static PyObject *channel_flush(pc_channel *channel, PyObject *unused) {
+static PyObject *channel_flush(pc_channel_object *self, PyObject *unused) {
     (void)unused;
-    pc_channel_enter(channel);
+    pc_channel *channel = come(self);
     return PyBool_FromLong(pc_channel_flush(channel));
 }
 
-static PyObject *channel_forget(pc_channel *channel, PyObject *number) {
-    pc_channel_enter(channel);
+static PyObject *channel_forget(pc_channel_object *self, PyObject *number) {
+    pc_channel *channel = come(self);
     int rank = (int)PyLong_AsLong(number);
     if ((rank == -1 && PyErr_Occurred()) || check_rank(channel, rank) < 0)
         return NULL;
@@ -300,8 +390,9 @@ static PyObject *channel_forget(pc_channel *channel, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-static PyObject *channel_links(pc_channel *channel, PyObject *unused) {
+static PyObject *channel_links(pc_channel_object *self, PyObject *unused) {
     (void)unused;
+    pc_channel *channel = &self->channel;
     PyObject *links = PyList_New(0);
     for (int rank = 0; links != NULL && rank < channel->size; rank++) {
         if (!channel->peers[rank].linked && channel->peers[rank].first == NULL)
@@ -314,19 +405,19 @@ static PyObject *channel_links(pc_channel *channel, PyObject *unused) {
     return links;
 }
 
-static PyObject *channel_say_goodbye(pc_channel *channel, PyObject *unused) {
+static PyObject *channel_say_goodbye(pc_channel_object *self, PyObject *unused) {
     (void)unused;
-    pc_channel_enter(channel);
+    pc_channel *channel = come(self);
     for (int rank = 0; rank < channel->size; rank++)
         if ((channel->peers[rank].linked || channel->peers[rank].first != NULL) &&
             pc_channel_tell(channel, rank, PC_BYE, 0) < 0)
-            return NULL;
+            return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
-static PyObject *channel_close(pc_channel *channel, PyObject *unused) {
+static PyObject *channel_close(pc_channel_object *self, PyObject *unused) {
     (void)unused;
-    pc_channel_enter(channel);
+    pc_channel *channel = come(self);
     pc_channel_close(channel);
     Py_RETURN_NONE;
 }
@@ -372,7 +463,7 @@ static PyType_Slot channel_slots[] = {
 
 PyType_Spec pc_channel_spec = {
     .name = "pycoll.transports._core.Channel",
-    .basicsize = sizeof(pc_channel),
+    .basicsize = sizeof(pc_channel_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = channel_slots,
 };

@@ -1,37 +1,11 @@
 #include "comm.h"
 
+#include "host_type.h"
+
+#include <errno.h>
 #include <stdlib.h>
 #include <sys/uio.h>
 #include <unistd.h>
-
-/* Eight chunks of 256 KiB a rank: what is written again has then left the other cores' second-level caches, from
-   which it would come slowly. Measured on 2 cores, broadcast of 1 MiB: 29 us; with four chunks of 256 KiB 45, of 128
-   KiB 89. With many ranks chunks are smaller, so that a communicator's big slots take at most 8 MiB up to 64 ranks;
-   but they hold a cache line for each rank, which is what a chunk is cut in at most. */
-size_t pc_chunk_nbytes(int size) {
-    size_t nbytes = ((size_t)8 << 20) / PC_CHUNKS / (size_t)size, least = pc_round_up((size_t)size * PC_LINE, PC_PAGE);
-    if (nbytes > (size_t)256 << 10)
-        nbytes = (size_t)256 << 10;
-    nbytes = nbytes < (size_t)16 << 10 ? (size_t)16 << 10 : nbytes / PC_PAGE * PC_PAGE;
-    return nbytes < least ? least : nbytes;
-}
-
-static size_t slots_offset(int size) { return pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE); }
-static size_t big_offset(int size) {
-    return pc_round_up(slots_offset(size) + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
-}
-static size_t region_nbytes_of(int size) {
-    return big_offset(size) + (size_t)size * PC_CHUNKS * pc_chunk_nbytes(size);
-}
-
-/* The largest region that a communicator of at most `size` ranks can have. */
-size_t pc_region_nbytes(int size) {
-    size_t largest = 0;
-    for (int ranks = 1; ranks <= size; ranks++)
-        if (region_nbytes_of(ranks) > largest)
-            largest = region_nbytes_of(ranks);
-    return largest;
-}
 
 unsigned char *pc_scratch(pc_comm *comm, size_t nbytes) {
     if (comm->scratch_nbytes < nbytes) {
@@ -124,10 +98,14 @@ static int sleep_in_python(pc_call *base, int peer, uint64_t waited_ns, bool las
     return verdict;
 }
 
+static void *leave(void) { return PyEval_SaveThread(); }
+static void enter(void *left) { PyEval_RestoreThread(left); }
+static const struct pc_call_up call_up = {sleep_in_python, leave, enter};
+
 int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
     memset(call, 0, sizeof *call);
     call->call.host = comm->host;
-    call->call.sleep = sleep_in_python;
+    call->call.up = &call_up;
     call->comm = comm;
     call->kind = kind;
     call->root = root;
@@ -226,10 +204,31 @@ static int probe(pc_comm *comm, bool allowed) {
     return 0;
 }
 
+static int map_region(pc_comm *comm) {
+    pc_host *host = comm->host;
+    int error;
+    while ((error = pc_host_attach(host, comm->ident, comm->region_nbytes, &comm->entry, &comm->region)) == EBUSY) {
+        if (PyErr_CheckSignals() != 0)
+            return -1;
+        if (pc_host_failed(host)) {
+            PyErr_SetString(PyExc_BlockingIOError, "a rank has failed, perhaps with the lock of the table");
+            return -1;
+        }
+    }
+    if (error == 0)
+        return 0;
+    errno = error;
+    if (error == ENOSPC)
+        PyErr_Format(PyExc_OSError, "more than %d communicators use shared memory: close some", PC_COMMS);
+    else
+        PyErr_SetFromErrno(PyExc_OSError);
+    return -1;
+}
+
 /* attach(direct): map the region, meet the others there. */
 static PyObject *comm_attach(pc_comm *comm, PyObject *allowed) {
     if (comm->entry < 0) {
-        if (pc_host_attach(comm->host, comm->ident, comm->region_nbytes, &comm->entry, &comm->region) < 0)
+        if (map_region(comm) < 0)
             return NULL;
         if (probe(comm, PyObject_IsTrue(allowed) == 1) < 0)
             return NULL;
@@ -546,10 +545,14 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     Py_ssize_t size = PySequence_Size(ranks);
     if (size < 0)
         return NULL;
+    pc_host *memory = pc_host_of(host);
+    if (memory == NULL)
+        return NULL;
     pc_comm *comm = (pc_comm *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (comm == NULL)
         return NULL;
-    comm->host = (pc_host *)Py_NewRef(host);
+    comm->host = memory;
+    comm->host_object = Py_NewRef(host);
     comm->ident = ident;
     comm->rank = rank;
     comm->size = (int)size;
@@ -558,9 +561,9 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     comm->mismatch = Py_NewRef(mismatch);
     comm->give_up = Py_NewRef(give_up);
     comm->chunk_nbytes = pc_chunk_nbytes(comm->size);
-    comm->slots_offset = slots_offset(comm->size);
-    comm->big_offset = big_offset(comm->size);
-    comm->region_nbytes = region_nbytes_of(comm->size);
+    comm->slots_offset = pc_slots_offset(comm->size);
+    comm->big_offset = pc_big_offset(comm->size);
+    comm->region_nbytes = pc_region_nbytes(comm->size);
     comm->local = PyMem_Calloc((size_t)size, sizeof *comm->local);
     comm->pids = PyMem_Calloc((size_t)size, sizeof *comm->pids);
     comm->compared = PyMem_Calloc((size_t)size, sizeof *comm->compared);
@@ -605,7 +608,7 @@ static void comm_dealloc(pc_comm *comm) {
     PyObject_GC_UnTrack(comm);
     detach(comm);
     comm_clear(comm);
-    Py_CLEAR(comm->host);
+    Py_CLEAR(comm->host_object);
     PyMem_Free(comm->local);
     PyMem_Free(comm->pids);
     PyMem_Free(comm->compared);

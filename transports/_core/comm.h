@@ -1,58 +1,17 @@
-/* The native side of one communicator: its region of shared memory, and the calls of its collectives.
-
-   Every collective call has a number, the same on all ranks. A rank *enters* call m by publishing m in the
-   first line of its slot m % PC_SLOTS, together with the call's signature and, if that is small, its data.
-   So small collectives are one exchange of slots. Larger ones stream through big slots in chunks that stay
-   in the cache, and the largest read the other ranks' arrays directly (process_vm_readv).
-
-       when a slot may be written again   PC_SLOTS calls later, when every rank has entered the call after
-                                          the one that last used it: then nobody reads it any more
-       when a big slot may be             when every rank has consumed the chunk that was in it
-
-   Region: a struct pc_progress a rank, PC_SLOTS slots a rank, PC_CHUNKS big slots a rank. */
+/* The native side of one communicator: its region of shared memory, and the calls of its collectives. See region.h for
+   what lies there. */
 #ifndef PC_COMM_H
 #define PC_COMM_H
+
+#include "py.h"
 
 #include "arena.h"
 #include "arrays.h"
 #include "reduce.h"
-#include "transfer.h"
+#include "region.h"
 #include "wait.h"
 
 #include <pthread.h>
-
-#define PC_SLOTS 8
-#define PC_SLOT_NBYTES (8192 + 5 * PC_LINE) /* no power of two: slots would share sets of the caches */
-#define PC_CHUNKS 8
-
-/* Where the arrays of a rank are in a large call; and its part of the work, if all ranks work on all arrays. */
-struct pc_place {
-    pc_flag64 number;  /* of the call that this is for; then the rest may be read */
-    uint64_t x, out;   /* addresses in the rank's memory; 0: others are not to look there */
-    uint64_t together; /* 1: the rank works together with the others, if they do */
-    pc_flag64 working; /* 1: it may be at a piece, of its own or of another's */
-    uint64_t unused[3];
-    struct pc_transfer work; /* its pieces: those that were claimed, and those that are done */
-};
-
-struct pc_slot {
-    pc_flag64 number;
-    uint64_t signature;
-    unsigned char data[PC_SLOT_NBYTES - 16 - PC_LINE - sizeof(struct pc_place)];
-    int64_t shape[8]; /* number of dimensions, and the first of them: read only if calls differ */
-    struct pc_place place;
-};
-_Static_assert(offsetof(struct pc_slot, place) % PC_LINE == 0, "places are whole lines");
-
-struct pc_progress { /* of one rank; only that rank writes it */
-    _Alignas(2 * PC_LINE) pc_flag64 produced; /* chunks it has put into its big slots, ever */
-    pc_flag64 reduced;  /* chunks of which it has reduced its part */
-    pc_flag64 consumed; /* chunks of which it needs nothing any more */
-    pc_flag64 phase;    /* direct calls: 2 m + 1: its part of call m is in its array; 2 m + 2: it has read all */
-    pc_flag64 given_up; /* 1: it has left a call with an error, and its arrays are its caller's again */
-    /* Of its calls: none is overwritten before all have compared it, for nobody can be so far ahead. */
-    _Alignas(PC_LINE) uint64_t signatures[2 * PC_SLOTS];
-};
 
 enum pc_kind {
     PC_BARRIER, PC_BROADCAST, PC_REDUCE, PC_ALL_REDUCE, PC_GATHER, PC_ALL_GATHER, PC_SCATTER,
@@ -65,6 +24,7 @@ typedef struct pc_choice pc_choice;
 typedef struct pc_comm {
     PyObject_HEAD
     pc_host *host;
+    PyObject *host_object; /* which has it */
     uint64_t ident;
     int rank, size;
     int *local;      /* rank on the host, by rank here */
@@ -121,9 +81,6 @@ typedef struct pc_collective {
 #ifndef PC_LENT_NBYTES
 #define PC_LENT_NBYTES ((size_t)1 << 20) /* from so many bytes on, ranks may rather lend their arrays to each other */
 #endif
-
-size_t pc_chunk_nbytes(int size);
-size_t pc_region_nbytes(int size);
 
 static inline struct pc_progress *pc_progress_of(pc_comm *comm, int rank) {
     return (struct pc_progress *)comm->region + rank;

@@ -1,16 +1,11 @@
-/* What every file of the core needs: sizes, atomics, and how a processor waits politely. */
+/* What every file of the core needs: sizes, atomics, and how a processor waits politely. Plain C: what Python calls
+   includes py.h, too. */
 #ifndef PC_CORE_H
 #define PC_CORE_H
 
-#ifndef Py_LIMITED_API
-#define Py_LIMITED_API 0x030B0000
-#endif
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>

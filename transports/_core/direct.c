@@ -11,7 +11,7 @@
 static PC_COLD int cannot_read(pc_collective *call, int rank, int error) {
     for (int tries = 0; tries < 30; tries++) {
         pc_hold(&call->call);
-        int verdict = call->call.sleep(&call->call, rank, 0, tries > 10);
+        int verdict = call->call.up->sleep(&call->call, rank, 0, tries > 10);
         if (verdict < 0)
             return -1;
     }

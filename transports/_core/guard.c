@@ -1,7 +1,7 @@
 /* Guard(owner): holds the owner's lock in a `with` statement, and lets go of it whatever happens. Python lets a signal
    handler raise when a Python function begins, also when an `__exit__` does; not so here. So what ends a guard is
    called twice: `leave`, which one signal may keep from doing its work, and then `undo`. */
-#include "core.h"
+#include "py.h"
 
 typedef struct {
     PyObject_HEAD

@@ -7,10 +7,10 @@
        4096          a record of 1024 bytes a rank: is it asleep, what is it doing
        rings         a ring for each ordered pair of ranks (channel.h)
        heaps         a heap for each rank: payloads of buffered messages (channel.h)
-       regions       a region for each communicator that uses native collectives (comm.h)
+       regions       a region for each communicator that uses native collectives (region.h)
        arenas        an arena for each rank: arrays that all ranks have mapped (arena.h)
 
-   Ranks here are numbers on this host, from 0. */
+   Ranks here are numbers on this host, from 0. Nothing here locks: the caller does. */
 #ifndef PC_HOST_H
 #define PC_HOST_H
 
@@ -50,7 +50,6 @@ _Static_assert(sizeof(struct pc_record) == PC_RECORD_NBYTES, "records are 1024 b
 _Static_assert(offsetof(struct pc_record, status) == PC_STATUS_OFFSET, "the launcher reads it there");
 
 typedef struct pc_host {
-    PyObject_HEAD
     int fd;
     int rank, size;
     int spins;         /* looks at a flag before yielding; 0 with more ranks than cores */
@@ -66,7 +65,10 @@ typedef struct pc_host {
     unsigned char **windows; /* by rank: its arena, as it is mapped here; NULL: it is not */
 } pc_host;
 
-extern PyType_Spec pc_host_spec;
+/* Map the memory of a host of so many ranks, in file `fd`, for one of them. 0, or an errno; the descriptors stay the
+   caller's. `host` is all zero, and to be closed whatever the result. */
+int pc_host_open(pc_host *host, int fd, int rank, int size, const int *doorbells, int cores);
+void pc_host_close(pc_host *host);
 
 static inline struct pc_page *pc_host_page(pc_host *host) { return (struct pc_page *)host->base; }
 static inline struct pc_record *pc_host_record(pc_host *host, int rank) {
@@ -95,14 +97,14 @@ static inline void pc_host_wake(pc_host *host, int rank) {
         pc_host_ring(host, rank);
 }
 
-/* Announce that a thread of this process is going to sleep; look at what it waits for once more after this.
-   With the interpreter's lock. */
+/* Announce that a thread of this process is going to sleep; look at what it waits for once more after this. */
 void pc_host_sleep(pc_host *host);
 void pc_host_awake(pc_host *host);
 
 void pc_host_set_status(pc_host *host, const char *text, size_t nbytes);
 
-/* Map the region of a communicator, all its ranks the same; -1 with an exception. */
+/* Map the region of a communicator, all its ranks the same. 0, or an errno. EBUSY: another rank has had the lock of the
+   table for long: see whether one has failed, and come again; ENOSPC: there are PC_COMMS communicators already. */
 int pc_host_attach(pc_host *host, uint64_t ident, size_t nbytes, int *entry, unsigned char **region);
 /* Give it back; the last of `size` ranks frees its memory. */
 void pc_host_detach(pc_host *host, int entry, int size, unsigned char *region, size_t nbytes);

@@ -1,12 +1,15 @@
 /* The compiled core of pycoll: what Python cannot do. See README.md in this folder. */
 #include "array_memory.h"
-#include "channel.h"
+#include "channel_type.h"
 #include "comm.h"
+#include "host_type.h"
 #include "p2p.h"
 
 extern PyType_Spec pc_guard_spec;
 extern PyType_Spec pc_tcp_spec;
 void pc_guard_init(void);
+PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);

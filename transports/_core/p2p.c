@@ -11,6 +11,8 @@
    all. */
 #include "p2p.h"
 
+#include "views.h"
+
 #include <sched.h>
 #include <stdlib.h>
 #include <structmember.h>
@@ -79,17 +81,22 @@ static inline long small_int(PyObject *value, long least, long wrong) {
 }
 
 static inline bool is_open(pc_p2p *p2p) {
-    pc_channel *channel = p2p->channel;
-    return p2p->usable && !channel->away && !channel->closed && channel->backlogged == 0 &&
+    pc_channel *channel = &p2p->channel->channel;
+    return p2p->usable && !p2p->channel->away && !channel->closed && channel->backlogged == 0 &&
            !channel->host->engaged && !pc_host_failed(channel->host);
 }
 
 /* The local rank of a peer that can be reached, or -1. */
 static inline int find_peer(pc_p2p *p2p, PyObject *value) {
     long rank = small_int(value, 0, -1);
-    if (rank < 0 || rank >= p2p->size || p2p->local[rank] < 0 || p2p->channel->peers[p2p->local[rank]].dead)
+    if (rank < 0 || rank >= p2p->size || p2p->local[rank] < 0 || p2p->channel->channel.peers[p2p->local[rank]].dead)
         return -1;
     return p2p->local[rank];
+}
+
+/* Whether another thread waits for this one, which has given up the interpreter's lock. */
+static inline bool is_wanted(const pc_channel *channel) {
+    return atomic_load(&((pc_channel_object *)channel->owner)->wanted) > 0;
 }
 
 /* --- sending ----------------------------------------------------------------------------------------- */
@@ -168,7 +175,7 @@ static bool watch(pc_channel *channel, struct pc_send *send) {
         else
             pc_relax();
     }
-    PyThreadState *state = pc_channel_leave(channel);
+    pc_channel_leave(channel);
     uint64_t started = pc_now_ns();
     unsigned looks = 0;
     bool finished;
@@ -185,10 +192,10 @@ static bool watch(pc_channel *channel, struct pc_send *send) {
         }
         sched_yield();
         if (looks % YIELDS_A_LOOK == 0 && (pc_now_ns() - started > PATIENCE_NS || pc_host_failed(host) ||
-                                           atomic_load(&channel->wanted) > 0))
+                                           is_wanted(channel)))
             break;
     }
-    pc_channel_return(channel, state);
+    pc_channel_return(channel);
     return finished;
 }
 
@@ -201,8 +208,12 @@ static bool can_be_fetched(pc_channel *channel, int rank, const struct pc_array 
    it must be taken at once; 2: it was not, and has been taken back. */
 static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct pc_array *x, const void *header,
                  size_t header_nbytes, bool soon, uint64_t *id) {
+    struct pc_views *owner = pc_view_nothing(x_object);
+    if (owner == NULL)
+        return -1;
     struct pc_send *send = calloc(1, sizeof *send);
     if (send == NULL) {
+        pc_views_release(owner);
         PyErr_NoMemory();
         return -1;
     }
@@ -210,11 +221,13 @@ static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct
     send->nbytes = x->nbytes;
     send->one = (struct iovec){x->data, x->nbytes};
     send->parts = (struct pc_parts){&send->one, x->nbytes > 0};
-    send->owner = Py_NewRef(x_object);
+    send->owner = owner;
     send->watched = channel->num_free_transfers > 0 && can_be_fetched(channel, rank, x);
     *id = pc_channel_offer(channel, send, header, header_nbytes);
-    if (*id == 0)
+    if (*id == 0) {
+        PyErr_NoMemory();
         return -1;
+    }
     if (soon && !taken_soon(channel, send)) {
         pc_send_give_up(channel, send);
         return 2;
@@ -226,7 +239,7 @@ static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct
 }
 
 static PyObject *send_array(pc_p2p *p2p, PyObject **values, const struct pc_array *x, int rank, long tag) {
-    pc_channel *channel = p2p->channel;
+    pc_channel *channel = &p2p->channel->channel;
     unsigned char header[HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * MAX_DIMS];
     size_t header_nbytes = write_header(p2p, x, tag, header);
     struct iovec memory = {x->data, x->nbytes};
@@ -253,7 +266,7 @@ static PyObject *p2p_send(pc_p2p *p2p, PyObject *const *args, Py_ssize_t count, 
     if (PC_LIKELY(is_open(p2p)) && parse(send_order, args, count, keywords, values) && values[X] != NULL &&
         values[SOURCE] == NULL && values[OUT] == NULL && values[STATUS] == NULL && is_none(values[TIMEOUT]) &&
         pc_array_view(values[X], &x) && x.ndim <= MAX_DIMS) {
-        pc_channel *channel = p2p->channel;
+        pc_channel *channel = &p2p->channel->channel;
         int rank = find_peer(p2p, values[DEST]);
         long tag = values[TAG] == NULL ? 0 : small_int(values[TAG], 0, -1);
         if (rank >= 0 && tag >= 0 && pc_load(&channel->peers[rank].desk->closed) == 0)
@@ -278,15 +291,15 @@ static int64_t await_item(pc_channel *channel, struct pc_ring *ring, struct pc_i
     }
     if (nbytes != 0)
         return nbytes;
-    PyThreadState *state = pc_channel_leave(channel);
+    pc_channel_leave(channel);
     uint64_t started = pc_now_ns();
     for (unsigned yields = 1; (nbytes = pc_ring_peek(ring, item)) == 0; yields++) {
         sched_yield();
         if (yields % YIELDS_A_LOOK == 0 && (pc_now_ns() - started > PATIENCE_NS || pc_host_failed(host) ||
-                                            atomic_load(&channel->wanted) > 0))
+                                            is_wanted(channel)))
             break;
     }
-    pc_channel_return(channel, state);
+    pc_channel_return(channel);
     return nbytes;
 }
 
@@ -325,15 +338,16 @@ static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, co
     };
     enum pc_outcome outcome = PC_TOO_LATE;
     if (pc_transfer_open(transfer, (uint64_t)(uintptr_t)out->data, 0)) {
-        PyThreadState *state = NULL;
+        bool left = false;
         const void *here = receive.nbytes <= BRIEF_NBYTES
                                ? pc_reach_here(channel->host, rank, offer->address, offer->nbytes)
                                : NULL;
         if (receive.pieces > 1) {
-            if (pc_load(&transfer->watched) == 0 && pc_channel_tell(channel, rank, PC_TAKE, offer->id) < 0)
-                PyErr_Clear(); /* then nobody helps */
-            if (here == NULL)
-                state = pc_channel_leave(channel);
+            if (pc_load(&transfer->watched) == 0)
+                pc_channel_tell(channel, rank, PC_TAKE, offer->id); /* without memory nobody helps */
+            left = here == NULL;
+            if (left)
+                pc_channel_leave(channel);
         }
         do {
             outcome = pc_receive_copy(channel, &receive, SIZE_MAX);
@@ -343,8 +357,8 @@ static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, co
                     outcome = PC_GONE;
             }
         } while (outcome == PC_WAITS);
-        if (state != NULL)
-            pc_channel_return(channel, state);
+        if (left)
+            pc_channel_return(channel);
     }
     if (outcome == PC_COMPLETE) {
         pc_receive_finish(channel, &receive, true);
@@ -384,7 +398,7 @@ static bool empty(pc_channel *channel, unsigned char *block, unsigned char *into
 /* Take the array of an item if it is the one that is wanted; false: leave it to Python. */
 static bool take_item(pc_p2p *p2p, int rank, struct pc_item *item, size_t room, int64_t tag,
                       const struct pc_array *out) {
-    pc_channel *channel = p2p->channel;
+    pc_channel *channel = &p2p->channel->channel;
     size_t header_nbytes = pc_item_header(item), nbytes = item->nbytes;
     uint32_t kind = pc_item_kind(item);
     if (PC_LIKELY(kind == PC_EAGER)) {
@@ -426,7 +440,7 @@ static PyObject *p2p_recv(pc_p2p *p2p, PyObject *const *args, Py_ssize_t count, 
         int rank = find_peer(p2p, values[SOURCE]);
         long tag = values[TAG] == NULL ? ANY : small_int(values[TAG], ANY, -2);
         if (rank >= 0 && tag >= ANY) {
-            pc_channel *channel = p2p->channel;
+            pc_channel *channel = &p2p->channel->channel;
             struct pc_ring *ring = &channel->peers[rank].in;
             struct pc_item *item;
             int64_t nbytes = pc_ring_peek(ring, &item);
@@ -468,7 +482,7 @@ static PyObject *p2p_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     pc_p2p *p2p = (pc_p2p *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (p2p == NULL)
         return NULL;
-    p2p->channel = (pc_channel *)Py_NewRef(channel);
+    p2p->channel = (pc_channel_object *)Py_NewRef(channel);
     p2p->ident = ident;
     p2p->size = (int)size;
     p2p->slow_send = Py_NewRef(slow_send);
@@ -485,7 +499,7 @@ static PyObject *p2p_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
         Py_XDECREF(item);
         if (PyErr_Occurred())
             goto failed;
-        bool other = local >= 0 && local < p2p->channel->size && local != p2p->channel->rank;
+        bool other = local >= 0 && local < p2p->channel->channel.size && local != p2p->channel->channel.rank;
         p2p->local[index] = other ? (int)local : -1;
     }
     return (PyObject *)p2p;

@@ -3,11 +3,11 @@
 #define PC_P2P_H
 
 #include "arrays.h"
-#include "channel.h"
+#include "channel_type.h"
 
 typedef struct pc_p2p {
     PyObject_HEAD
-    pc_channel *channel;
+    pc_channel_object *channel;
     uint64_t ident;
     int size;
     int *local;  /* rank on the host, by rank here; -1: this rank, or on another host */

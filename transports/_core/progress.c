@@ -61,13 +61,13 @@ void pc_receive_settle(pc_channel *channel, struct pc_receive *receive) {
     pc_transfer_close(transfer);
     if (PC_LIKELY(pc_transfer_settled(transfer)))
         return;
-    PyThreadState *state = pc_channel_leave(channel);
+    pc_channel_leave(channel);
     for (unsigned yields = 1; !pc_transfer_settled(transfer); yields++) {
         sched_yield();
         if (yields % YIELDS_A_LOOK == 0 && pc_process_ended(channel->peers[receive->peer].pid))
             break;
     }
-    pc_channel_return(channel, state);
+    pc_channel_return(channel);
 }
 
 void pc_receive_finish(pc_channel *channel, struct pc_receive *receive, bool complete) {
@@ -76,10 +76,8 @@ void pc_receive_finish(pc_channel *channel, struct pc_receive *receive, bool com
     if (complete)
         pc_publish(&transfer->state, pc_phase_of(receive->id, PC_DONE));
     /* A sender that looks at the state must not find a message about it in its way. */
-    if (!complete || pc_load(&transfer->watched) == 0) {
-        if (pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id) < 0)
-            PyErr_Clear(); /* there is no memory: the sender will wait in vain */
-    }
+    if (!complete || pc_load(&transfer->watched) == 0)
+        pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id); /* without memory the sender waits in vain */
 }
 
 /* Ask for segments. */
@@ -89,12 +87,14 @@ static int ask(pc_channel *channel, struct pc_receive *receive) {
     return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
 }
 
-/* Copy on. 1: it is not done, 0: done, -1: taken back, -3 with an exception. */
+/* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no memory. */
 static int copy_on(pc_channel *channel, struct pc_receive *receive, size_t budget) {
-    PyThreadState *state = receive->pieces > 1 ? pc_channel_leave(channel) : NULL;
+    bool is_long = receive->pieces > 1;
+    if (is_long)
+        pc_channel_leave(channel);
     enum pc_outcome outcome = pc_receive_copy(channel, receive, budget);
-    if (state != NULL)
-        pc_channel_return(channel, state);
+    if (is_long)
+        pc_channel_return(channel);
     switch (outcome) {
     case PC_MORE:
     case PC_WAITS:
@@ -161,10 +161,8 @@ int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const str
             pc_channel_tell(channel, receive->peer, PC_TAKE, offer->id) < 0)
             return -3;
         int status = copy_on(channel, receive, PC_BUDGET);
-        if (status > 0 && receive->mode == PC_COPYING && !pc_list_add(&channel->receiving, receive->handle)) {
-            PyErr_NoMemory();
+        if (status > 0 && receive->mode == PC_COPYING && !pc_list_add(&channel->receiving, receive->handle))
             return -3;
-        }
         return status > 0 ? 1 : status;
     }
     if (offer->nbytes == 0)
@@ -172,12 +170,17 @@ int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const str
     return ask(channel, receive) < 0 ? -3 : 1;
 }
 
+static void release(pc_channel *channel, void *owner) {
+    if (owner != NULL)
+        channel->up->release(channel->owner, owner);
+}
+
 void pc_receive_end(pc_channel *channel, struct pc_receive *receive) {
     if (receive->transfer != NULL && receive->mode != PC_SEGMENTS)
         pc_receive_settle(channel, receive);
     pc_list_remove(&channel->receiving, receive->handle);
     pc_channel_remove_receive(channel, receive->handle);
-    PyBuffer_Release(&receive->view);
+    release(channel, receive->owner);
     free(receive->table);
     free(receive);
 }
@@ -186,11 +189,10 @@ void pc_receive_give_up(pc_channel *channel, struct pc_receive *receive) {
     int rank = receive->peer;
     uint64_t id = receive->id;
     pc_receive_end(channel, receive);
-    if (pc_channel_tell(channel, rank, PC_FINISHED, id) < 0)
-        PyErr_Clear();
+    pc_channel_tell(channel, rank, PC_FINISHED, id); /* without memory the sender waits in vain */
 }
 
-int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into) {
+static int redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into) {
     if (receive->mode != PC_COPYING) {
         pc_copy(into, receive->into, receive->filled);
         receive->into = into;
@@ -218,18 +220,15 @@ int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigne
     return 0;
 }
 
-/* --- what comes -------------------------------------------------------------------------------------- */
-
-/* Add an event, and with it the list. Takes the reference. */
-static int add_event(PyObject **events, PyObject *event) {
-    if (event == NULL || (*events == NULL && (*events = PyList_New(0)) == NULL)) {
-        Py_XDECREF(event);
-        return -1;
-    }
-    int status = PyList_Append(*events, event);
-    Py_DECREF(event);
+int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into, void *owner) {
+    void *before = receive->owner;
+    int status = redirect(channel, receive, into);
+    receive->owner = owner;
+    release(channel, before);
     return status;
 }
+
+/* --- what comes -------------------------------------------------------------------------------------- */
 
 static struct pc_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
     for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0; place++) {
@@ -244,16 +243,15 @@ static unsigned char *block_at(struct pc_peer *peer, const struct pc_block *bloc
     return pc_block_valid(block, nbytes) ? pc_heap_at(peer->heap, block->unit) : NULL;
 }
 
-static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, size_t room, PyObject **events) {
+static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
     size_t header_nbytes = pc_item_header(item), nbytes = item->nbytes;
     struct pc_peer *peer = &channel->peers[rank];
     uint32_t kind = pc_item_kind(item);
     if (kind == PC_EAGER) {
         if (header_nbytes + nbytes > room)
             return -2;
-        const char *bytes = (const char *)item->body;
-        return add_event(events, Py_BuildValue("iiy#y#", PC_EVENT_EAGER, rank, bytes, (Py_ssize_t)header_nbytes,
-                                               bytes + header_nbytes, (Py_ssize_t)nbytes));
+        channel->up->arrived(channel->owner, rank, item->body, header_nbytes, item->body + header_nbytes, nbytes);
+        return 0;
     }
     struct pc_block block;
     memcpy(&block, item->body, sizeof block);
@@ -264,13 +262,11 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     const unsigned char *header = item->body + sizeof block;
     if (kind == PC_EAGER_WHOLE)
         header = memory + sizeof(struct pc_filling);
-    size_t start = (size_t)(memory + before - (channel->host->base + channel->host->heaps_offset));
-    return add_event(events, Py_BuildValue("iiy#nnIK", PC_EVENT_BLOCK, rank, header, (Py_ssize_t)header_nbytes,
-                                           (Py_ssize_t)start, (Py_ssize_t)nbytes, (unsigned)block.unit,
-                                           (unsigned long long)block.number));
+    channel->up->arrived_in_block(channel->owner, rank, header, header_nbytes, memory + before, nbytes, &block);
+    return 0;
 }
 
-static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, size_t room, PyObject **events) {
+static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
     size_t header_nbytes = pc_item_header(item);
     struct pc_peer *peer = &channel->peers[rank];
     struct pc_offer offer;
@@ -284,20 +280,17 @@ static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, siz
         memcpy(&block, header, sizeof block);
         header = block_at(peer, &block, header_nbytes);
     }
-    if (header == NULL || offer.transfer >= PC_TRANSFERS || offer.nbytes > PY_SSIZE_T_MAX)
+    if (header == NULL || offer.transfer >= PC_TRANSFERS || offer.nbytes > PTRDIFF_MAX)
         return -2;
-    int status = add_event(events, Py_BuildValue("iiy#nKKIi", PC_EVENT_READY, rank, header, (Py_ssize_t)header_nbytes,
-                                                 (Py_ssize_t)offer.nbytes, (unsigned long long)offer.id,
-                                                 (unsigned long long)offer.address, (unsigned)offer.num_parts,
-                                                 (int)offer.transfer));
+    channel->up->offered(channel->owner, rank, header, header_nbytes, &offer);
     if (whole) {
         pc_block_give_back(peer->heap, &block);
         pc_host_wake(channel->host, rank);
     }
-    return status;
+    return 0;
 }
 
-static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size_t room, PyObject **events) {
+static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
     struct pc_peer *peer = &channel->peers[rank];
     struct pc_segment segment;
     size_t nbytes = item->nbytes;
@@ -315,7 +308,7 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
         pc_copy(receive->into + receive->filled, memory, nbytes);
         receive->filled += nbytes;
         if (receive->filled == receive->nbytes) {
-            status = add_event(events, Py_BuildValue("iK", PC_EVENT_RECEIVED, (unsigned long long)receive->handle));
+            channel->up->received(channel->owner, receive->handle);
             pc_receive_end(channel, receive);
             if (pc_channel_tell(channel, rank, PC_FINISHED, segment.id) < 0)
                 status = -1;
@@ -326,39 +319,38 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
     return status;
 }
 
-static int handle_told(pc_channel *channel, int rank, enum pc_message kind, uint64_t id, PyObject **events) {
+static int handle_told(pc_channel *channel, int rank, enum pc_message kind, uint64_t id) {
     struct pc_send *send = pc_table_get(&channel->sends, id);
     if (kind == PC_CANCEL) {
         struct pc_receive *receive = find_receive(channel, rank, id);
-        if (receive == NULL)
-            return add_event(events, Py_BuildValue("iiK", PC_EVENT_CANCEL, rank, (unsigned long long)id));
-        int status = add_event(events, Py_BuildValue("iK", PC_EVENT_WITHDRAWN, (unsigned long long)receive->handle));
-        pc_receive_give_up(channel, receive);
-        return status;
+        if (receive != NULL) {
+            channel->up->withdrawn(channel->owner, receive->handle);
+            pc_receive_give_up(channel, receive);
+        } else {
+            channel->up->cancelled(channel->owner, rank, id);
+        }
+        return 0;
     }
     if (send == NULL || send->peer != rank)
         return 0; /* it was given up */
     if (kind == PC_FINISHED) {
-        int status = 0;
         if (send->mode != PC_ABANDONED)
-            status = add_event(events, Py_BuildValue("iK", PC_EVENT_SENT, (unsigned long long)id));
+            channel->up->sent(channel->owner, id);
         pc_send_end(channel, send, true);
-        return status;
+        return 0;
     }
     if (send->mode != PC_OFFERED && send->mode != PC_HELPING)
         return 0;
     if (kind == PC_TAKE && !pc_channel_reaches(channel, rank))
         return 0;
-    if (send->mode == PC_OFFERED && !pc_list_add(&channel->sending, id)) {
-        PyErr_NoMemory();
+    if (send->mode == PC_OFFERED && !pc_list_add(&channel->sending, id))
         return -1;
-    }
     send->mode = kind == PC_TAKE ? PC_HELPING : PC_SEGMENTS;
     return 0;
 }
 
-/* Handle one item. 0, -1 with an exception, or -2: it makes no sense. */
-static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t item_nbytes, PyObject **events) {
+/* Handle one item. 0; -1: no memory; -2: it makes no sense. */
+static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t item_nbytes) {
     size_t room = (size_t)item_nbytes - PC_ITEM_NBYTES;
     uint64_t id;
     enum pc_message kind = (enum pc_message)pc_item_kind(item);
@@ -366,20 +358,21 @@ static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t i
     case PC_EAGER:
     case PC_EAGER_HEAP:
     case PC_EAGER_WHOLE:
-        return handle_eager(channel, rank, item, room, events);
+        return handle_eager(channel, rank, item, room);
     case PC_READY:
     case PC_READY_WHOLE:
-        return handle_ready(channel, rank, item, room, events);
+        return handle_ready(channel, rank, item, room);
     case PC_DATA:
-        return handle_data(channel, rank, item, room, events);
+        return handle_data(channel, rank, item, room);
     case PC_TAKE:
     case PC_GO:
     case PC_FINISHED:
     case PC_CANCEL:
         memcpy(&id, item->body, sizeof id);
-        return handle_told(channel, rank, kind, id, events);
+        return handle_told(channel, rank, kind, id);
     case PC_BYE:
-        return add_event(events, Py_BuildValue("ii", PC_EVENT_BYE, rank));
+        channel->up->bye(channel->owner, rank);
+        return 0;
     }
     return -2;
 }
@@ -395,7 +388,7 @@ static bool is_whole(struct pc_peer *peer, struct pc_item *item) {
     return filling == NULL || pc_load(&filling->nbytes) >= item->nbytes;
 }
 
-static int read_ring(pc_channel *channel, int rank, bool *worked, PyObject **events) {
+static int read_ring(pc_channel *channel, int rank, bool *worked) {
     struct pc_peer *peer = &channel->peers[rank];
     for (int count = 0; count < BURST && !peer->dead; count++) {
         struct pc_item *item;
@@ -403,10 +396,11 @@ static int read_ring(pc_channel *channel, int rank, bool *worked, PyObject **eve
         if (nbytes == 0 || (nbytes > 0 && !is_whole(peer, item)))
             return 0;
         *worked = true;
-        int status = nbytes < 0 ? -2 : handle(channel, rank, item, nbytes, events);
+        int status = nbytes < 0 ? -2 : handle(channel, rank, item, nbytes);
         if (status == -2) { /* only a rank that went mad writes such things: as good as a lost link */
             peer->dead = true;
-            return add_event(events, Py_BuildValue("ii", PC_EVENT_LOST, rank));
+            channel->up->lost(channel->owner, rank);
+            return 0;
         }
         if (status < 0)
             return -1;
@@ -469,9 +463,9 @@ static bool go_on_sending(pc_channel *channel) {
         struct pc_send *send = pc_table_get(&channel->sends, id);
         bool more;
         if (send->mode == PC_HELPING) {
-            PyThreadState *state = pc_channel_leave(channel);
+            pc_channel_leave(channel);
             more = pc_send_help(channel, send, PC_BUDGET);
-            pc_channel_return(channel, state);
+            pc_channel_return(channel);
             worked = true;
         } else {
             worked |= send_segments(channel, send);
@@ -488,17 +482,18 @@ static bool go_on_sending(pc_channel *channel) {
     return worked;
 }
 
-static int go_on_receiving(pc_channel *channel, bool *worked, PyObject **events) {
+static int go_on_receiving(pc_channel *channel, bool *worked) {
     for (uint32_t index = 0; index < channel->receiving.count;) {
         uint64_t handle = channel->receiving.numbers[index];
         struct pc_receive *receive = pc_table_get(&channel->receives, handle);
         int status = copy_on(channel, receive, PC_BUDGET);
         *worked |= status != 2;
         if (status == 0 || status == -1) {
-            int event = status == 0 ? PC_EVENT_RECEIVED : PC_EVENT_WITHDRAWN;
             pc_receive_end(channel, receive);
-            if (add_event(events, Py_BuildValue("iK", event, (unsigned long long)handle)) < 0)
-                return -1;
+            if (status == 0)
+                channel->up->received(channel->owner, handle);
+            else
+                channel->up->withdrawn(channel->owner, handle);
         } else if (status < 0) {
             return -1;
         } else if (index < channel->receiving.count && channel->receiving.numbers[index] == handle) {
@@ -508,7 +503,7 @@ static int go_on_receiving(pc_channel *channel, bool *worked, PyObject **events)
     return 0;
 }
 
-int pc_channel_progress(pc_channel *channel, PyObject **events) {
+int pc_channel_progress(pc_channel *channel) {
     bool worked = false;
     if (PC_UNLIKELY(channel->backlogged > 0)) {
         uint32_t before = channel->backlogged;
@@ -518,15 +513,13 @@ int pc_channel_progress(pc_channel *channel, PyObject **events) {
     if (PC_UNLIKELY(pc_load(&channel->peers[channel->rank].desk->version) != channel->seen_version))
         find_active(channel);
     for (int index = 0; index < channel->num_active; index++)
-        if (read_ring(channel, channel->active[index], &worked, events) < 0)
+        if (read_ring(channel, channel->active[index], &worked) < 0)
             return -1;
-    if (channel->receiving.count > 0 && go_on_receiving(channel, &worked, events) < 0)
+    if (channel->receiving.count > 0 && go_on_receiving(channel, &worked) < 0)
         return -1;
     if (channel->sending.count > 0)
         worked |= go_on_sending(channel);
-    if (worked && *events == NULL && (*events = PyList_New(0)) == NULL)
-        return -1;
-    return 0;
+    return worked;
 }
 
 static bool can_send(pc_channel *channel, struct pc_send *send) {

@@ -1,6 +1,7 @@
 /* Reductions: choice of the level, chains of more than two operands, and the call from Python. */
-#include "reduce.h"
+#include "py.h"
 
+#include "reduce.h"
 #include "reduce_kernels.h"
 
 #include <limits.h>
@@ -180,6 +181,7 @@ static int reduce_sequence(pc_reduce_fn reduce, int dtype, PyObject *target, PyO
     return status;
 }
 
+/* reduce(op, dtype, out, inputs, divisor=1) */
 PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
     (void)module;
     if (nargs != 4 && nargs != 5)
@@ -198,6 +200,7 @@ PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     Py_RETURN_NONE;
 }
 
+/* reduce_level(level) -> the level in force, or -1 */
 PyObject *pc_reduce_level_py(PyObject *module, PyObject *level) {
     (void)module;
     long number = PyLong_AsLong(level);

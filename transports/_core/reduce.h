@@ -47,9 +47,4 @@ size_t pc_itemsize(int dtype);
    -1 and changes nothing: this processor does not have it. For tests. */
 int pc_reduce_set_level(int level);
 
-/* reduce(op, dtype, out, inputs, divisor=1): METH_FASTCALL. */
-PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
-/* reduce_level(level) -> level in force or -1: METH_O. */
-PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
-
 #endif

@@ -1,16 +1,11 @@
 /* Links over TCP as Python sees them: `_core.Tcp`. */
-#include "core.h"
+#include "py.h"
+
 #include "tcp.h"
+#include "views.h"
 
 #include <errno.h>
 #include <stdlib.h>
-
-/* A view of memory, or of several parts of it, for as long as it is used. */
-struct views {
-    Py_ssize_t count;
-    size_t nbytes;
-    Py_buffer views[];
-};
 
 typedef struct {
     PyObject_HEAD
@@ -19,12 +14,6 @@ typedef struct {
     bool failed;      /* an event could not be made */
     PyThreadState *state;
 } pc_tcp_object;
-
-static void views_release(struct views *views) {
-    for (Py_ssize_t index = 0; views != NULL && index < views->count; index++)
-        PyBuffer_Release(&views->views[index]);
-    free(views);
-}
 
 /* --- what happens ------------------------------------------------------------------------------------ */
 
@@ -67,7 +56,7 @@ static void watched(void *owner) { add(owner, Py_BuildValue("(i)", WATCHED)); }
 
 static void release(void *owner, void *memory) {
     (void)owner;
-    views_release(memory);
+    pc_views_release(memory);
 }
 static void leave(void *owner) { ((pc_tcp_object *)owner)->state = PyEval_SaveThread(); }
 static void enter(void *owner) { PyEval_RestoreThread(((pc_tcp_object *)owner)->state); }
@@ -164,47 +153,6 @@ static PyObject *tcp_fileno(pc_tcp_object *self, PyObject *unused) {
     return PyLong_FromLong(self->tcp.epoll);
 }
 
-/* --- memory ------------------------------------------------------------------------------------------ */
-
-static struct views *view(PyObject *into, Py_ssize_t nbytes) {
-    struct views *views = malloc(sizeof *views + sizeof(Py_buffer));
-    if (views == NULL)
-        return (struct views *)PyErr_NoMemory();
-    if (PyObject_GetBuffer(into, &views->views[0], PyBUF_WRITABLE) < 0) {
-        free(views);
-        return NULL;
-    }
-    views->count = 1;
-    views->nbytes = (size_t)views->views[0].len;
-    if (views->views[0].len < nbytes) {
-        PyErr_SetString(PyExc_ValueError, "there is not enough room for the payload");
-        views_release(views);
-        return NULL;
-    }
-    return views;
-}
-
-static struct views *view_parts(PyObject *parts) {
-    Py_ssize_t count = PySequence_Size(parts);
-    struct views *views = count >= 0 ? malloc(sizeof *views + (size_t)count * sizeof(Py_buffer)) : NULL;
-    if (views == NULL)
-        return PyErr_Occurred() ? NULL : (struct views *)PyErr_NoMemory();
-    views->count = 0;
-    views->nbytes = 0;
-    for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *part = PySequence_GetItem(parts, index);
-        int status = part != NULL ? PyObject_GetBuffer(part, &views->views[index], PyBUF_SIMPLE) : -1;
-        Py_XDECREF(part);
-        if (status < 0) {
-            views_release(views);
-            return NULL;
-        }
-        views->count++;
-        views->nbytes += (size_t)views->views[index].len;
-    }
-    return views;
-}
-
 /* --- sending ----------------------------------------------------------------------------------------- */
 
 static PyObject *start(pc_tcp_object *self, PyObject *const *args, bool may_buffer, bool may_push) {
@@ -217,7 +165,7 @@ static PyObject *start(pc_tcp_object *self, PyObject *const *args, bool may_buff
         PyErr_SetString(PyExc_ValueError, "the header of a message is too long");
         return NULL;
     }
-    struct views *views = view_parts(args[2]);
+    struct pc_views *views = pc_view_parts(args[2]);
     if (views == NULL)
         return NULL;
     struct pc_tcp_send *send = calloc(1, sizeof *send);
@@ -225,7 +173,7 @@ static PyObject *start(pc_tcp_object *self, PyObject *const *args, bool may_buff
     if (send == NULL || parts == NULL) {
         free(send);
         free(parts);
-        views_release(views);
+        pc_views_release(views);
         return PyErr_NoMemory();
     }
     *send = (struct pc_tcp_send){.peer = peer, .nbytes = views->nbytes, .parts = parts, .owner = views};
@@ -279,12 +227,12 @@ static PyObject *tcp_accept(pc_tcp_object *self, PyObject *args) {
     PyObject *into;
     if (!PyArg_ParseTuple(args, "iKnO", &peer, &id, &nbytes, &into) || !is_rank(self, peer))
         return NULL;
-    struct views *views = view(into, nbytes);
+    struct pc_views *views = pc_view_into(into, nbytes);
     if (views == NULL)
         return NULL;
     int64_t handle = pc_tcp_accept(&self->tcp, peer, id, views->views[0].buf, (size_t)nbytes, views);
     if (handle <= 0)
-        views_release(views);
+        pc_views_release(views);
     return handle < 0 ? PyErr_NoMemory() : PyLong_FromLongLong(handle);
 }
 
@@ -294,12 +242,12 @@ static PyObject *tcp_place(pc_tcp_object *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KO", &handle, &into))
         return NULL;
     struct pc_tcp_receive *receive = pc_table_get(&self->tcp.receives, handle);
-    struct views *views = receive != NULL ? view(into, (Py_ssize_t)receive->nbytes) : NULL;
+    struct pc_views *views = receive != NULL ? pc_view_into(into, (Py_ssize_t)receive->nbytes) : NULL;
     if (PyErr_Occurred())
         return NULL;
     bool is_there = receive != NULL && pc_tcp_place(&self->tcp, handle, views->views[0].buf, views);
     if (is_there)
-        views_release(views);
+        pc_views_release(views);
     return PyBool_FromLong(is_there);
 }
 
@@ -311,7 +259,7 @@ static PyObject *tcp_redirect(pc_tcp_object *self, PyObject *args) {
     struct pc_tcp_receive *receive = pc_table_get(&self->tcp.receives, handle);
     if (receive == NULL)
         Py_RETURN_FALSE;
-    struct views *views = view(into, (Py_ssize_t)receive->nbytes);
+    struct pc_views *views = pc_view_into(into, (Py_ssize_t)receive->nbytes);
     if (views == NULL)
         return NULL;
     pc_tcp_redirect(&self->tcp, handle, views->views[0].buf, views);

@@ -1,5 +1,5 @@
 /* A descriptor that becomes readable when some time has passed; Python has its own from 3.13 on. */
-#include "core.h"
+#include "py.h"
 
 #include <errno.h>
 #include <sys/timerfd.h>

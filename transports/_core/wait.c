@@ -2,7 +2,7 @@
 
 #include <sched.h>
 
-/* Yields before the interpreter's lock is given up, so that a short wait does not pay for that. */
+/* Yields before the caller's lock is given up, so that a short wait does not pay for that. */
 #define YIELDS_WITH_LOCK 16
 /* Yields between looks at the clock and at the failure epoch. */
 #define YIELDS_A_LOOK 32
@@ -11,9 +11,9 @@
 
 static int sleep_once(pc_call *call, pc_flag64 *flag, uint64_t value, int peer, uint64_t waited_ns) {
     pc_hold(call);
-    int verdict = call->sleep(call, peer, waited_ns, false);
+    int verdict = call->up->sleep(call, peer, waited_ns, false);
     if (verdict > 0 && pc_load(flag) < value)
-        verdict = call->sleep(call, peer, waited_ns, true);
+        verdict = call->up->sleep(call, peer, waited_ns, true);
     if (verdict >= 0)
         pc_release(call);
     return verdict < 0 ? -1 : 0;
@@ -43,7 +43,7 @@ int pc_wait_long(pc_call *call, pc_flag64 *flag, uint64_t value, int peer) {
     pc_hold(call);
     pc_host_awake(call->host);
     pc_host_set_status(call->host, "", 0);
-    if (status == 0 && call->sleep(call, -1, 0, false) < 0)
+    if (status == 0 && call->up->sleep(call, -1, 0, false) < 0)
         status = -1;
     return status;
 }

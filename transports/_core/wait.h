@@ -2,8 +2,8 @@
 
    A flag only ever grows, and a wait is for a flag to reach a value. A waiting rank looks at it for some
    microseconds, unless there are more ranks than cores; then it yields its core after each look; and when
-   some milliseconds have passed it sleeps: it says so in its record, looks once more, and calls Python,
-   where the engine sleeps on everything that can wake it. Whoever publishes a flag rings the doorbell of
+   some milliseconds have passed it sleeps: it says so in its record, looks once more, and calls `sleep`: in
+   Python the engine sleeps on everything that can wake it. Whoever publishes a flag rings the doorbell of
    the ranks that sleep. Python also looks at deadlines, signals and failures, so no wait outlives them. */
 #ifndef PC_WAIT_H
 #define PC_WAIT_H
@@ -12,25 +12,32 @@
 
 typedef struct pc_call pc_call;
 
-/* One native call under way. */
-struct pc_call {
-    pc_host *host;
-    PyThreadState *released; /* the interpreter's lock was given up; NULL: it is held */
+/* What a call asks of its caller, who has a lock: the interpreter's. */
+struct pc_call_up {
     /* Called with the lock: sleep until something happens. 0: go on; 1: `peer` has ended, look a last time
        (called again with `last` if that was in vain); -1: give up, an exception is set. With `peer` -1 the
        wait is over. */
     int (*sleep)(pc_call *call, int peer, uint64_t waited_ns, bool last);
+    void *(*leave)(void); /* give up the lock: returns what `enter` takes it back with, never NULL */
+    void (*enter)(void *left);
 };
 
-/* Give up the interpreter's lock until `pc_hold`; both may be called in any state. */
+/* One native call under way. */
+struct pc_call {
+    pc_host *host;
+    const struct pc_call_up *up;
+    void *left; /* the lock was given up; NULL: it is held */
+};
+
+/* Give up the caller's lock until `pc_hold`; both may be called in any state. */
 static inline void pc_release(pc_call *call) {
-    if (call->released == NULL)
-        call->released = PyEval_SaveThread();
+    if (call->left == NULL)
+        call->left = call->up->leave();
 }
 static inline void pc_hold(pc_call *call) {
-    if (call->released != NULL) {
-        PyEval_RestoreThread(call->released);
-        call->released = NULL;
+    if (call->left != NULL) {
+        call->up->enter(call->left);
+        call->left = NULL;
     }
 }
 
