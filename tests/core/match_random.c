@@ -141,7 +141,7 @@ static void settle_posted(struct known *posted, const struct pc_unexpected *got)
         expected->waits = false;
         counts[MATCHED]++;
     }
-    if (!posted->waits && (posted->peek || chance(70)))
+    if (!posted->waits && chance(70))
         release(posted); /* the others may be posted again */
 }
 
@@ -155,14 +155,13 @@ static void settle_message(struct known *message, const struct pc_posted *got, s
         if (posted->peek) {
             check(told == posted->thing, "another probe was told, or none", message->number);
             told = told->next_told;
-            release(posted);
             counts[TOLD]++;
         } else {
             check(got == posted->thing, "another receive got a message, or none", message->number);
             counts[MATCHED]++;
-            if (chance(70))
-                release(posted);
         }
+        if (chance(70))
+            release(posted);
     }
     check(told == NULL, "a probe was told too much", message->number);
     check(taken || got == NULL, "a receive got a message that it must not get", message->number);
@@ -358,6 +357,11 @@ static void remove_any(void) {
     if (known->thing == NULL)
         return;
     check(pc_address_remove(&coll.addresses, known->thing), "it cannot be removed", known->call);
+    if (chance(20)) { /* it is the last of its call now */
+        check(pc_address_add(&coll.addresses, known->thing) == NULL, "something stands where nothing is", known->call);
+        known->arrival = coll.arrivals++;
+        return;
+    }
     free(known->thing);
     *known = (struct known_address){0};
 }

@@ -104,7 +104,6 @@ struct pc_addressed *pc_address_add(struct pc_addresses *addresses, struct pc_ad
     pc_chains_add(&addresses->by_address, &thing->by_address,
                   hash_of(thing->call, thing->lane, thing->sender, thing->index));
     thing->stands = true;
-    thing->by_call.at = NULL;
     if (!thing->is_early) {
         append(&addresses->receives, thing);
         addresses->num_receives++;

@@ -96,7 +96,6 @@ static void enter_queue(struct pc_queues *queues, struct pc_queued *thing, enum 
     int64_t tag = tag_of(thing, queue);
     struct pc_queued *old = first_of(queues, queue, source, tag);
     struct pc_queued *first = queue_insert(old, thing, queue);
-    thing->places[queue].chained.at = NULL;
     if (old == NULL)
         pc_chains_add(&queues->by_pattern[queue], &thing->places[queue].chained,
                       pc_hash((uint64_t)source, (uint64_t)tag));
