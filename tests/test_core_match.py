@@ -1,0 +1,73 @@
+"""Matching in plain C, in programs of its own: random operations, and how it grows.
+
+`tests/core/match_random.c` does everything at random and compares with a model that searches.
+`tests/core/match_many.c` counts what is looked at where many messages and receives wait.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, needs_gcc, prefix_of
+from tiers import exhaustive
+
+SOURCES = ("engine/match.c", "engine/address.c", "engine/chains.c")
+KINDS = 9
+"""Things that the random operations count."""
+
+WAYS = 14
+"""Ways in which things come and go where many wait."""
+
+MOST_LOOKS = 40
+"""What is looked at for one of them, in the worst of the ways: 23 with a hundred thousand."""
+
+pytestmark = needs_gcc
+
+
+def build(tmp_path: Path, program: str, flags: tuple[str, ...]) -> Path:
+    """Build a program with the sources of the matching."""
+    sources = [TESTS / f"{program}.c", *(CORE / name for name in SOURCES)]
+    folders: list[str | Path] = ["-I", TESTS, "-I", CORE, "-include", TESTS / "match_hooks.h"]
+    made = call([*COMPILER, *flags, *folders, *sources, "-o", program], tmp_path)
+    assert made.returncode == 0, made.stdout
+    return tmp_path / program
+
+
+@pytest.mark.parametrize(
+    ("flags", "worlds"),
+    [
+        pytest.param(ADDRESS, 100, id="few"),
+        pytest.param(ADDRESS, 3_000, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 10_000, marks=exhaustive, id="plain"),
+    ],
+)
+def test_random_operations_match_what_a_search_would_find(
+    tmp_path: Path, flags: tuple[str, ...], worlds: int
+) -> None:
+    prefix = prefix_of(flags)
+    program = build(tmp_path, "match_random", flags)
+    run = call([*prefix, program, str(worlds), "1"], tmp_path)
+    assert run.returncode == 0, run.stdout
+    counts = {
+        name: int(number)
+        for name, _, number in (part.strip().rpartition(" ") for part in run.stdout.split(","))
+    }
+    assert len(counts) == KINDS
+    # Each of these must have happened often enough to say something.
+    assert all(count >= worlds for count in counts.values()), counts
+
+
+@pytest.mark.parametrize("things", [1_000, 100_000])
+def test_what_an_operation_looks_at_does_not_grow_with_what_waits(
+    tmp_path: Path, things: int
+) -> None:
+    prefix = prefix_of(PLAIN)
+    program = build(tmp_path, "match_many", PLAIN)
+    run = call([*prefix, program, str(things)], tmp_path)
+    assert run.returncode == 0, run.stdout
+    looks = {
+        name: int(count) for count, name in (line.split(" ", 1) for line in run.stdout.splitlines())
+    }
+    assert len(looks) == WAYS
+    assert all(0 < count <= MOST_LOOKS for count in looks.values()), looks
