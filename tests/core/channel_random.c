@@ -351,8 +351,8 @@ static void handle_event(struct rank *rank, struct event *event) {
     case SENT:
         message = by_id(channel->rank, event->number);
         check(message != NULL && !message->sent, "what was sent?", event->number);
-        check(message->complete || message->there || message->given_up || ranks[message->dest].dead, "nobody has what was sent",
-              event->number);
+        check(message->complete || message->there || message->given_up || ranks[message->dest].dead,
+              "nobody has what was sent", event->number);
         message->sent = true;
         break;
     case CANCELLED:
@@ -502,7 +502,8 @@ static void check_quiet(void) {
         for (uint32_t unit = pc_room_begin[0]; unit < PC_UNITS; unit++)
             check(channel->heap.length[unit] == 0 || pc_load(pc_heap_state(channel->heap.base, unit)) == 0,
                   "a block is never given back", unit);
-        check(counts[FORGOTTEN] > 0 || channel->num_free_transfers == PC_TRANSFERS, "a transfer is gone", (uint64_t)who);
+        check(counts[FORGOTTEN] > 0 || channel->num_free_transfers == PC_TRANSFERS, "a transfer is gone",
+              (uint64_t)who);
     }
     for (uint64_t number = 0; number < num_messages; number++) {
         struct message *message = &messages[number];
