@@ -20,13 +20,17 @@
 
 #include <sys/types.h>
 
+#ifndef PC_SEGMENT_NBYTES
 #define PC_SEGMENT_NBYTES ((size_t)128 << 10)
+#endif
 
 /* Bytes after which who fills a block tells its reader. */
 #define PC_FILL_NBYTES ((size_t)8 << 10)
 
 /* Bytes copied by one call of progress: it must come back to look at the other things. */
+#ifndef PC_BUDGET
 #define PC_BUDGET ((size_t)4 << 20)
+#endif
 
 enum pc_message {
     PC_EAGER = 1,   /* header, payload */

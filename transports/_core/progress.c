@@ -331,8 +331,9 @@ static int handle_told(pc_channel *channel, int rank, enum pc_message kind, uint
         }
         return 0;
     }
-    if (send == NULL || send->peer != rank)
-        return 0; /* it was given up */
+    if (send == NULL || send->peer != rank) /* it was taken back */
+        /* If its receiver was told so before it accepted, and accepts all the same, it must hear of it again. */
+        return kind == PC_GO ? pc_channel_tell(channel, rank, PC_CANCEL, id) : 0;
     if (kind == PC_FINISHED) {
         if (send->mode != PC_ABANDONED)
             channel->up->sent(channel->owner, id);

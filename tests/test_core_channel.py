@@ -1,0 +1,61 @@
+"""Channels of shared memory, the core's code in a program of its own, where no Python is.
+
+`tests/core/channel_random.c` has ranks that do everything at random and checks what they are told
+and given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, needs_gcc, prefix_of
+from tiers import exhaustive
+
+# All that channels need: plain C, and no stub of Python.h.
+SOURCES = (
+    "host.c",
+    "region.c",
+    "arena.c",
+    "channel.c",
+    "progress.c",
+    "copy.c",
+    "table.c",
+    "wait.c",
+)
+
+pytestmark = needs_gcc
+
+
+def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
+    """Build the program with the core's sources."""
+    program = tmp_path / "channel_random"
+    command: list[str | Path] = [*COMPILER, *flags, "-I", TESTS, "-I", CORE]
+    command += ["-include", TESTS / "channel_hooks.h", TESTS / "channel_random.c"]
+    made = call([*command, *(CORE / name for name in SOURCES), "-o", program, "-pthread"], tmp_path)
+    assert made.returncode == 0, made.stdout
+    return program
+
+
+@pytest.mark.parametrize(
+    ("flags", "worlds"),
+    [
+        pytest.param(ADDRESS, 40, id="few"),
+        pytest.param(ADDRESS, 500, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 1_000, marks=exhaustive, id="plain"),
+    ],
+)
+def test_random_calls_of_ranks_of_a_host_deliver_every_byte_and_touch_no_other(
+    tmp_path: Path, flags: tuple[str, ...], worlds: int
+) -> None:
+    prefix = prefix_of(flags)
+    program = build(tmp_path, flags)
+    run = call([*prefix, program, str(worlds), "1"], tmp_path)
+    assert run.returncode == 0, run.stdout
+    counts = {
+        name: int(number)
+        for name, _, number in (part.strip().rpartition(" ") for part in run.stdout.split(","))
+    }
+    assert counts["messages"] >= 30 * worlds
+    # Each of these must have happened often enough to say something.
+    assert all(count >= worlds / 10 for count in counts.values()), counts
