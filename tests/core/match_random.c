@@ -357,6 +357,7 @@ static void remove_any(void) {
     if (known->thing == NULL)
         return;
     check(pc_address_remove(&coll.addresses, known->thing), "it cannot be removed", known->call);
+    check(!pc_address_remove(&coll.addresses, known->thing), "it is removed twice", known->call);
     if (chance(20)) { /* it is the last of its call now */
         check(pc_address_add(&coll.addresses, known->thing) == NULL, "something stands where nothing is", known->call);
         known->arrival = coll.arrivals++;
