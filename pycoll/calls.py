@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Status
 from pycoll.group import IN_CORE, SHARED_MEMORY, Group
 from pycoll.late import Late
 from pycoll.native import Native
@@ -53,6 +53,9 @@ else:  # a program that only calls barrier() imports no NumPy
     ops, p2p, uneven = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.uneven")
     schedules = Late("pycoll.schedules")
 
+
+Matched = tuple[Status, Held | None]
+"""What a matched probe has found; None: the message of PROC_NULL."""
 
 BY_LENDING = Choice("linear")
 """How ranks that leave the core to lend to each other move: each value is copied once."""
@@ -508,6 +511,14 @@ class Calls:
         """Prepare an iprobe."""
         return self._probe("iprobe", source, tag)
 
+    def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared[Matched]:
+        """Prepare an mprobe."""
+        return self._probe("mprobe", source, tag)
+
+    def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared[Matched | None]:
+        """Prepare an improbe."""
+        return self._probe("improbe", source, tag)
+
     def _probe(self, name: str, source: int, tag: int) -> Prepared[Any]:
         group = self._group
         source = arguments.check_source(source, group.size)
@@ -515,11 +526,30 @@ class Calls:
 
         def steps(_: bytes) -> CallSteps:
             if source == PROC_NULL:
-                return _nothing(Status())
-            return (p2p.probe if name == "probe" else p2p.probe_now)(group, source, tag)
+                return _nothing((Status(), None) if name.endswith("mprobe") else Status())
+            return p2p.PROBES[name](group, source, tag)
 
         text = f"{name}(source={_name(source)}, tag={_name(tag)})"
         return Prepared(text, steps, collective=False)
+
+    def receive_held(
+        self, found: Status, held: Held | None, out: Any, status: Status | None
+    ) -> Prepared[Any]:
+        """Prepare the receive of a message that a matched probe has found; None: there is none."""
+        group = self._group
+        arguments.check_status(status)
+        target = arguments.fillable_out(out)
+        gpu = arrays.here() if target is None else None
+
+        def steps(_: bytes) -> CallSteps:
+            if held is not None:
+                return p2p.receive_held(group, held, target, status, gpu)
+            _fill_null(status)
+            return _nothing(out)
+
+        which = f"source={_name(found.source)}, tag={_name(found.tag)}"
+        text = f"{self._prefix}recv(the message of {which})"
+        return Prepared(text, steps, collective=False, receives=True)
 
     # --- what several share ----------------------------------------------------------------
 

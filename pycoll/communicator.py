@@ -19,6 +19,7 @@ from pycoll.engine import Engine
 from pycoll.errors import Error, MismatchError
 from pycoll.group import Group
 from pycoll.late import Late
+from pycoll.matched import Message
 from pycoll.memory import SharedMemory
 from pycoll.native import BY_MESSAGES
 from pycoll.nonblocking import NonBlocking, Persistent
@@ -672,6 +673,26 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """
         status: Status | None = self._run(self._calls.iprobe(source, tag), math.inf)
         return status
+
+    def mprobe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None
+    ) -> Message:
+        """Wait for a message and take it out of the queue: only the `Message` returned receives it.
+
+        Args:
+            source, tag: as of `recv`.
+            timeout: seconds.
+        """
+        return Message(self, *self._run(self._calls.mprobe(source, tag), timeout))
+
+    def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Message | None:
+        """Return the `Message` that `mprobe` would, if one is here, or None; never waits.
+
+        Args:
+            source, tag: as of `recv`.
+        """
+        found = self._run(self._calls.improbe(source, tag), math.inf)
+        return Message(self, *found) if found is not None else None
 
     # --- uneven blocks ---------------------------------------------------------------------
 

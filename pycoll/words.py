@@ -79,6 +79,9 @@ OF_REQUESTS = {
     "Testall": "pycoll.test_all",
 }
 
+OF_MESSAGES: dict[str, str] = {}
+"""Of a message that a matched probe has found: what mpi4py merely spells in another way."""
+
 OF_STATUSES = {
     "Get_source": "source",
     "Get_tag": "tag",
@@ -122,10 +125,12 @@ METHODS = (
     "exscan",
     "gather",
     "gatherv",
+    "improbe",
     "iprobe",
     "irecv",
     "isend",
     "issend",
+    "mprobe",
     "probe",
     "rank",
     "recv",
