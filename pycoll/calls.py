@@ -387,40 +387,50 @@ class Calls:
             reads=() if lends else (value,),
         )
 
-    def scan(self, x: T, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared[T]:
+    def scan(
+        self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
+    ) -> Prepared[T]:
         """Prepare a scan."""
-        return self._scan("scan", x, op, algorithm)
+        return self._scan("scan", x, op, out, algorithm)
 
     def exscan(
-        self, x: T, op: Reducer = "sum", *, algorithm: str | None = None
+        self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
     ) -> Prepared[T | MaybeNone]:
         """Prepare an exscan."""
-        return self._scan("exscan", x, op, algorithm)
+        return self._scan("exscan", x, op, out, algorithm)
 
     # --- uneven blocks ---------------------------------------------------------------------
 
-    def gatherv(self, x: A, root: int = 0) -> Prepared[list[A] | MaybeNone]:
+    def gatherv(self, x: A, root: int = 0, out: Any = None) -> Prepared[list[A] | MaybeNone]:
         """Prepare a gatherv."""
-        return uneven.prepare_gatherv(self._group, x, root, self._blocking)
+        return uneven.prepare_gatherv(self._group, x, root, out, self._blocking)
 
-    def all_gatherv(self, x: A) -> Prepared[list[A]]:
+    def all_gatherv(self, x: A, out: Any = None) -> Prepared[list[A]]:
         """Prepare an all_gatherv."""
-        return uneven.prepare_all_gatherv(self._group, x, self._blocking)
+        return uneven.prepare_all_gatherv(self._group, x, out, self._blocking)
 
-    def scatterv(self, xs: Sequence[A] | None, root: int = 0) -> Prepared[A | Any]:
+    def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> Prepared[A | Any]:
         """Prepare a scatterv."""
-        return uneven.prepare_scatterv(self._group, xs, root, self._blocking)
+        return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking)
 
-    def all_to_allv(self, xs: Sequence[A]) -> Prepared[list[A]]:
+    def all_to_allv(self, xs: Sequence[A], out: Any = None) -> Prepared[list[A]]:
         """Prepare an all_to_allv."""
-        return uneven.prepare_all_to_allv(self._group, xs, self._blocking)
+        return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking)
 
     def reduce_scatterv(
-        self, x: A, counts: Sequence[int], op: Reducer = "sum", *, algorithm: str | None = None
+        self,
+        x: A,
+        counts: Sequence[int],
+        op: Reducer = "sum",
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
     ) -> Prepared[A]:
         """Prepare a reduce_scatterv."""
         self._check_algorithm("reduce_scatter", algorithm)
-        return uneven.prepare_reduce_scatterv(self._group, x, counts, op, algorithm, self._blocking)
+        return uneven.prepare_reduce_scatterv(
+            self._group, x, counts, op, out, algorithm, self._blocking
+        )
 
     # --- point to point --------------------------------------------------------------------
 
@@ -604,11 +614,14 @@ class Calls:
                 f"time; use {' or '.join(schedules.names(collective))}"
             )
 
-    def _scan(self, collective: str, x: Any, op: Reducer, algorithm: str | None) -> Prepared[Any]:
+    def _scan(
+        self, collective: str, x: Any, op: Reducer, out: Any, algorithm: str | None
+    ) -> Prepared[Any]:
         group, resolved = self._group, ops.resolve(op)
         self._check_algorithm(collective, algorithm)
         count = group.rank + (collective == "scan")
         if arguments.reduces_objects(x, op):
+            arguments.no_out(out)
             parts = objects.dump(x)
             return Prepared(
                 f"{self._prefix}{collective}(object, op={resolved.signature})",
@@ -617,7 +630,8 @@ class Calls:
             )
         value, reduction = self._reduction(collective, x, resolved, algorithm)
         run = collectives.scan if collective == "scan" else collectives.exscan
-        target = arguments.Target(None, value, value.array.shape)
+        target = arguments.Target(out, value, value.array.shape)
+        target.check_overlap(value)
         memory = target.memory
 
         def native(core: Native) -> None:

@@ -522,6 +522,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         self,
         x: T,
         op: Reducer = "sum",
+        out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
@@ -532,22 +533,27 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             x: array or number, the same dtype and shape on all ranks; with a Python function as
                 `op` also any object.
             op: as in `reduce`.
+            out: array of x's dtype and shape for the result.
             algorithm: "shared_memory", or "linear": everything to everybody, combined there.
             timeout: seconds.
         """
-        result: T = self._run(self._calls.scan(x, op, algorithm=algorithm), timeout)
+        result: T = self._run(self._calls.scan(x, op, out, algorithm=algorithm), timeout)
         return result
 
     def exscan(
         self,
         x: T,
         op: Reducer = "sum",
+        out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
     ) -> T | MaybeNone:
-        """Combine the `x` of the ranks before this one, as `scan`; None on rank 0."""
-        return self._run(self._calls.exscan(x, op, algorithm=algorithm), timeout)
+        """Combine the `x` of the ranks before this one, as `scan`.
+
+        On rank 0 the result is None, and `out` stays as it is.
+        """
+        return self._run(self._calls.exscan(x, op, out, algorithm=algorithm), timeout)
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return when every rank has called it.
@@ -696,53 +702,82 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
 
     # --- uneven blocks ---------------------------------------------------------------------
 
-    def gatherv(self, x: A, root: int = 0, *, timeout: float | None = None) -> list[A] | MaybeNone:
+    def gatherv(
+        self, x: A, root: int = 0, out: Any = None, *, timeout: float | None = None
+    ) -> list[A] | MaybeNone:
         """Collect all ranks' `x`, of whatever shapes, on the root: a list of arrays by rank.
 
         Args:
             x: array of any shape, of the same dtype on all ranks.
             root: rank that gets the result; None elsewhere.
+            out: on the root, places for the arrays: a list of arrays of their dtype and shapes (or
+                None, where a new one is wanted); or one array, in which they stand one after the
+                other along its leading axis: the list then has views of it. Ignored elsewhere.
             timeout: seconds.
+
+        Raises:
+            ValueError: also when `out` turns out not to fit; the call has taken place then, the
+                communicator stays usable, and what is in `out` is not defined.
         """
-        result: list[A] | None = self._run(self._calls.gatherv(x, root), timeout)
+        result: list[A] | None = self._run(self._calls.gatherv(x, root, out), timeout)
         return result
 
-    def all_gatherv(self, x: A, *, timeout: float | None = None) -> list[A]:
+    def all_gatherv(self, x: A, out: Any = None, *, timeout: float | None = None) -> list[A]:
         """Collect all ranks' `x`, of whatever shapes, on every rank: a list of arrays by rank.
 
         Args:
             x: array of any shape, of the same dtype on all ranks.
+            out: places for the arrays, on this rank alone: as in `gatherv`.
             timeout: seconds.
         """
-        result: list[A] = self._run(self._calls.all_gatherv(x), timeout)
+        result: list[A] = self._run(self._calls.all_gatherv(x, out), timeout)
         return result
 
     @overload
-    def scatterv(self, xs: None, root: int = 0, *, timeout: float | None = None) -> Any: ...
+    def scatterv(
+        self, xs: None, root: int = 0, out: Any = None, *, timeout: float | None = None
+    ) -> Any: ...
     @overload
     def scatterv(
-        self, xs: Sequence[A] | None, root: int = 0, *, timeout: float | None = None
+        self,
+        xs: Sequence[A] | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        timeout: float | None = None,
     ) -> A: ...
     def scatterv(
-        self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None
+        self,
+        xs: Sequence[Any] | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        timeout: float | None = None,
     ) -> Any:
         """Return array number `rank` of the root's list.
 
         Args:
             xs: on the root one array for each rank, of any shapes and one dtype; None elsewhere.
             root: rank whose list it is.
+            out: array of the dtype and shape of the result.
             timeout: seconds.
-        """
-        return self._run(self._calls.scatterv(xs, root), timeout)
 
-    def all_to_allv(self, xs: Sequence[A], *, timeout: float | None = None) -> list[A]:
+        Raises:
+            ValueError: off root also when `out` turns out not to fit, as in `scatter`.
+        """
+        return self._run(self._calls.scatterv(xs, root, out), timeout)
+
+    def all_to_allv(
+        self, xs: Sequence[A], out: Any = None, *, timeout: float | None = None
+    ) -> list[A]:
         """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
         Args:
             xs: one array for each rank; all of the same dtype, on all ranks.
+            out: places for the arrays that come, on this rank alone: as in `gatherv`.
             timeout: seconds.
         """
-        result: list[A] = self._run(self._calls.all_to_allv(xs), timeout)
+        result: list[A] = self._run(self._calls.all_to_allv(xs, out), timeout)
         return result
 
     def reduce_scatterv(
@@ -750,6 +785,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         x: A,
         counts: Sequence[int],
         op: Reducer = "sum",
+        out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
@@ -760,11 +796,12 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             x: array whose leading axis is ``sum(counts)`` long, the same on all ranks.
             counts: rows for each rank, the same on all ranks; may be 0.
             op: as in `reduce`; a function gets the rows of one rank.
+            out: array for the result; may be this rank's rows of `x`.
             algorithm: see `pycoll.algorithms("reduce_scatter")`.
             timeout: seconds.
         """
         result: A = self._run(
-            self._calls.reduce_scatterv(x, counts, op, algorithm=algorithm), timeout
+            self._calls.reduce_scatterv(x, counts, op, out, algorithm=algorithm), timeout
         )
         return result
 
