@@ -442,6 +442,21 @@ class Calls:
         """Prepare a send that is done when it is received."""
         return self._send("ssend", x, dest, tag)
 
+    def bsend(self, x: Any, dest: int, tag: int = 0) -> Prepared[None]:
+        """Prepare a send that copies its value."""
+        group = self._group
+        dest, tag = arguments.check_peer(dest, "dest", group.size), arguments.check_tag(tag)
+        outgoing = p2p.Outgoing(x)
+        outgoing.detach()
+        text = f"{self._prefix}bsend({outgoing.text}, dest={_name(dest)}, tag={tag})"
+
+        def steps(_: bytes) -> CallSteps:
+            if dest == PROC_NULL:
+                return _nothing()
+            return p2p.buffered_send(group, outgoing, dest, tag, text)
+
+        return Prepared(text, steps, collective=False)
+
     def _send(self, name: str, x: Any, dest: int, tag: int) -> Prepared[None]:
         group = self._group
         dest, tag = arguments.check_peer(dest, "dest", group.size), arguments.check_tag(tag)

@@ -594,6 +594,22 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """
         self._run(self._calls.ssend(x, dest, tag), timeout)
 
+    def bsend(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Send a copy of `x` to rank `dest`; returns without waiting for it, however long it is.
+
+        The copy takes memory until it is received, also after this communicator was closed here;
+        when this rank ends before, a long one is lost. Nobody is told if it is never received:
+        where an error shall be heard of, use `isend`. The twin `ibsend` is done when `x` has been
+        copied: at once, but for an array on a GPU, which must not be changed before.
+
+        Args:
+            x: array or object.
+            dest: receiving rank, or `pycoll.PROC_NULL`: nothing is done.
+            tag: 0 to 2**31 - 1.
+            timeout: seconds, for copying from a GPU.
+        """
+        self._run(self._calls.bsend(x, dest, tag), timeout)
+
     def _finish_send(self, dest: int, number: int) -> None:
         """Wait for a send that the core has begun and that takes long."""
         group = self._group

@@ -26,7 +26,7 @@ from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.messages import Letter, accepted
 from pycoll.scratch import new_bytes
-from pycoll.task import CallSteps, Task
+from pycoll.task import Call, CallSteps, Task
 from pycoll.transports.base import Operation, Parts, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
@@ -93,6 +93,31 @@ def send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
     transfer = yield from _start_in_turn(group, outgoing, dest, tag)
     if not transfer.done or transfer.error is not None:
         yield from finish_send(transfer)
+
+
+def buffered_send(group: Group, outgoing: Outgoing, dest: int, tag: int, text: str) -> CallSteps:
+    """Send a value that was detached; done when it has been copied, whoever receives it.
+
+    A value on a GPU is copied here, before what is sent after it.
+    """
+    context, engine = group.context, group.engine
+    if outgoing.value is None or outgoing.value.stage is None:
+        transfer = yield from _in_turn(group, outgoing, None, dest, tag)
+    else:
+        before, turn = context.turns.get(dest), context.take_turn(dest)
+        try:
+            yield from pulled(group, outgoing.value)
+            outgoing.parts = tuple(memoryview(bytearray(part)) for part in outgoing.parts)
+            if before is not None and not before.done:
+                yield before
+            transfer = start_send(group, outgoing, dest, tag)
+        finally:
+            context.end_turn(dest, turn, before)
+    if transfer.error is not None:
+        raise transfer.error
+    if not transfer.done:
+        engine.go_on(Call(text, -1, context), finish_send(transfer))
+    return None
 
 
 def finish_send(transfer: Operation) -> CallSteps:

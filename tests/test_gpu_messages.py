@@ -78,6 +78,27 @@ def test_messages_to_one_rank_arrive_in_the_order_of_the_calls(ranks: Ranks, see
     ranks(program, seed)
 
 
+def test_a_copy_of_what_is_on_a_gpu_is_sent_in_order(ranks: Ranks) -> None:
+    @tidy
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        right, left = (me + 1) % size, (me - 1) % size
+        for count in (10, LARGE // 4, 4 * LARGE):
+            x, kernel = slow_array(numbers(me, (count,), "int32"))
+            requests = [comm.isend(x, right), comm.ibsend(x, right), comm.ibsend("text", right)]
+            kernel.release_soon()
+            requests[1].wait()
+            comm.bsend(fakegpu.array(numbers(me, (count,), "int32")), right)
+            wanted = numbers(left, (count,), "int32")
+            for _ in range(2):
+                equal(comm.recv(left), wanted, count)
+            assert comm.recv(left) == "text"
+            equal(comm.recv(left), wanted, count)
+            pycoll.wait_all(requests)
+
+    ranks(program)
+
+
 def test_a_handle_receives_a_message_from_and_to_a_gpu(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm) -> None:
