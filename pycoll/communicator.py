@@ -100,6 +100,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         size: number of ranks.
         local_rank, local_size: the same among the job's ranks on this host.
         node: number of this host, from 0.
+        members: the ranks that it has, as ranks of the world, in the order of ranks here.
         name: what messages call it.
     """
 
@@ -166,6 +167,11 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
     def node(self) -> int:
         """Number of this host, counted from 0."""
         return self._world.node
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as ranks of the world, in the order of ranks here."""
+        return self._group.members
 
     @property
     def name(self) -> str:
@@ -889,20 +895,26 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         assert made is not None
         return Communicator(self._world, made)
 
-    def sub(self, ranks: Iterable[int], *, name: str | None = None) -> Communicator | None:
+    def sub(
+        self, ranks: Iterable[int], key: int | None = None, *, name: str | None = None
+    ) -> Communicator | None:
         """Return a communicator of these ranks, numbered in the order given; no message is sent.
 
         Every one of `ranks` makes the same call, the others need not; they get None. Ranks that
-        list them in different orders make different communicators, which never meet. It
-        works on a communicator that is broken, too.
+        list them in different orders make different communicators, which never meet. The
+        calls for the same ranks are told apart by their order: the first on each rank belong
+        together, and so on. Threads that make them at the same time pass different keys. It works
+        on a communicator that is broken, too.
 
         Args:
             ranks: ranks of this communicator, each once.
+            key: int of 64 bits, the same on all of `ranks`: only calls with the same key meet.
             name: what messages call it; None: the ranks "of ..." this one.
         """
         checked, name = subgroups.check_ranks(ranks, self.size), subgroups.check_name(name)
+        key = subgroups.check_sub_key(key)
         self._check_open()
-        made = self._makings.sub(self._group, checked, name)
+        made = self._makings.sub(self._group, checked, key, name)
         return None if made is None else Communicator(self._world, made)
 
     def grid(
