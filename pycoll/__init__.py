@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll.grid import Grid, compute_dims
     from pycoll.launcher.function import run
+    from pycoll.matched import Message
     from pycoll.ops import Op
     from pycoll.registration import algorithms, prove, register_algorithm
     from pycoll.request import Request, test_all, wait_all, wait_any, wait_some
@@ -46,6 +47,7 @@ __all__ = [
     "Communicator",
     "Error",
     "Grid",
+    "Message",
     "MismatchError",
     "Op",
     "OperationTimeout",
@@ -79,6 +81,7 @@ _HOMES = {
     "PROC_NULL": "pycoll.context",
     "Communicator": "pycoll.communicator",
     "Grid": "pycoll.grid",
+    "Message": "pycoll.matched",
     "Op": "pycoll.ops",
     "Request": "pycoll.request",
     "Status": "pycoll.context",

@@ -44,9 +44,12 @@ class Target:
         if self._out is None or not arrays.overlap(self.value.place, x.place):
             return
         if in_place is None or not _same_memory(*in_place):
+            forms = (
+                ", or one of the in-place forms: out=x if the shapes agree, x=out[rank] for "
+                "all_gather, out=x[rank] (or this rank's rows) for reduce_scatter (reduce_scatterv)"
+            )
             raise ValueError(
-                "out overlaps x. Pass an array of its own, or one of the in-place forms: out=x if "
-                "the shapes agree, x=out[rank] for all_gather, out=x[rank] for reduce_scatter."
+                f"out overlaps x. Pass an array of its own{forms if in_place is not None else ''}."
             )
 
     def result(self) -> Any:

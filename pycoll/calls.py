@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Status
 from pycoll.group import IN_CORE, SHARED_MEMORY, Group
 from pycoll.late import Late
 from pycoll.native import Native
@@ -53,6 +53,9 @@ else:  # a program that only calls barrier() imports no NumPy
     ops, p2p, uneven = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.uneven")
     schedules = Late("pycoll.schedules")
 
+
+Matched = tuple[Status, Held | None]
+"""What a matched probe has found; None: the message of PROC_NULL."""
 
 BY_LENDING = Choice("linear")
 """How ranks that leave the core to lend to each other move: each value is copied once."""
@@ -384,40 +387,50 @@ class Calls:
             reads=() if lends else (value,),
         )
 
-    def scan(self, x: T, op: Reducer = "sum", *, algorithm: str | None = None) -> Prepared[T]:
+    def scan(
+        self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
+    ) -> Prepared[T]:
         """Prepare a scan."""
-        return self._scan("scan", x, op, algorithm)
+        return self._scan("scan", x, op, out, algorithm)
 
     def exscan(
-        self, x: T, op: Reducer = "sum", *, algorithm: str | None = None
+        self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
     ) -> Prepared[T | MaybeNone]:
         """Prepare an exscan."""
-        return self._scan("exscan", x, op, algorithm)
+        return self._scan("exscan", x, op, out, algorithm)
 
     # --- uneven blocks ---------------------------------------------------------------------
 
-    def gatherv(self, x: A, root: int = 0) -> Prepared[list[A] | MaybeNone]:
+    def gatherv(self, x: A, root: int = 0, out: Any = None) -> Prepared[list[A] | MaybeNone]:
         """Prepare a gatherv."""
-        return uneven.prepare_gatherv(self._group, x, root, self._blocking)
+        return uneven.prepare_gatherv(self._group, x, root, out, self._blocking)
 
-    def all_gatherv(self, x: A) -> Prepared[list[A]]:
+    def all_gatherv(self, x: A, out: Any = None) -> Prepared[list[A]]:
         """Prepare an all_gatherv."""
-        return uneven.prepare_all_gatherv(self._group, x, self._blocking)
+        return uneven.prepare_all_gatherv(self._group, x, out, self._blocking)
 
-    def scatterv(self, xs: Sequence[A] | None, root: int = 0) -> Prepared[A | Any]:
+    def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> Prepared[A | Any]:
         """Prepare a scatterv."""
-        return uneven.prepare_scatterv(self._group, xs, root, self._blocking)
+        return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking)
 
-    def all_to_allv(self, xs: Sequence[A]) -> Prepared[list[A]]:
+    def all_to_allv(self, xs: Sequence[A], out: Any = None) -> Prepared[list[A]]:
         """Prepare an all_to_allv."""
-        return uneven.prepare_all_to_allv(self._group, xs, self._blocking)
+        return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking)
 
     def reduce_scatterv(
-        self, x: A, counts: Sequence[int], op: Reducer = "sum", *, algorithm: str | None = None
+        self,
+        x: A,
+        counts: Sequence[int],
+        op: Reducer = "sum",
+        out: Any = None,
+        *,
+        algorithm: str | None = None,
     ) -> Prepared[A]:
         """Prepare a reduce_scatterv."""
         self._check_algorithm("reduce_scatter", algorithm)
-        return uneven.prepare_reduce_scatterv(self._group, x, counts, op, algorithm, self._blocking)
+        return uneven.prepare_reduce_scatterv(
+            self._group, x, counts, op, out, algorithm, self._blocking
+        )
 
     # --- point to point --------------------------------------------------------------------
 
@@ -428,6 +441,21 @@ class Calls:
     def ssend(self, x: Any, dest: int, tag: int = 0) -> Prepared[None]:
         """Prepare a send that is done when it is received."""
         return self._send("ssend", x, dest, tag)
+
+    def bsend(self, x: Any, dest: int, tag: int = 0) -> Prepared[None]:
+        """Prepare a send that copies its value."""
+        group = self._group
+        dest, tag = arguments.check_peer(dest, "dest", group.size), arguments.check_tag(tag)
+        outgoing = p2p.Outgoing(x)
+        outgoing.detach()
+        text = f"{self._prefix}bsend({outgoing.text}, dest={_name(dest)}, tag={tag})"
+
+        def steps(_: bytes) -> CallSteps:
+            if dest == PROC_NULL:
+                return _nothing()
+            return p2p.buffered_send(group, outgoing, dest, tag, text)
+
+        return Prepared(text, steps, collective=False)
 
     def _send(self, name: str, x: Any, dest: int, tag: int) -> Prepared[None]:
         group = self._group
@@ -508,6 +536,14 @@ class Calls:
         """Prepare an iprobe."""
         return self._probe("iprobe", source, tag)
 
+    def mprobe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared[Matched]:
+        """Prepare an mprobe."""
+        return self._probe("mprobe", source, tag)
+
+    def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Prepared[Matched | None]:
+        """Prepare an improbe."""
+        return self._probe("improbe", source, tag)
+
     def _probe(self, name: str, source: int, tag: int) -> Prepared[Any]:
         group = self._group
         source = arguments.check_source(source, group.size)
@@ -515,11 +551,30 @@ class Calls:
 
         def steps(_: bytes) -> CallSteps:
             if source == PROC_NULL:
-                return _nothing(Status())
-            return (p2p.probe if name == "probe" else p2p.probe_now)(group, source, tag)
+                return _nothing((Status(), None) if name.endswith("mprobe") else Status())
+            return p2p.PROBES[name](group, source, tag)
 
         text = f"{name}(source={_name(source)}, tag={_name(tag)})"
         return Prepared(text, steps, collective=False)
+
+    def receive_held(
+        self, found: Status, held: Held | None, out: Any, status: Status | None
+    ) -> Prepared[Any]:
+        """Prepare the receive of a message that a matched probe has found; None: there is none."""
+        group = self._group
+        arguments.check_status(status)
+        target = arguments.fillable_out(out)
+        gpu = arrays.here() if target is None else None
+
+        def steps(_: bytes) -> CallSteps:
+            if held is not None:
+                return p2p.receive_held(group, held, target, status, gpu)
+            _fill_null(status)
+            return _nothing(out)
+
+        which = f"source={_name(found.source)}, tag={_name(found.tag)}"
+        text = f"{self._prefix}recv(the message of {which})"
+        return Prepared(text, steps, collective=False, receives=True)
 
     # --- what several share ----------------------------------------------------------------
 
@@ -574,11 +629,14 @@ class Calls:
                 f"time; use {' or '.join(schedules.names(collective))}"
             )
 
-    def _scan(self, collective: str, x: Any, op: Reducer, algorithm: str | None) -> Prepared[Any]:
+    def _scan(
+        self, collective: str, x: Any, op: Reducer, out: Any, algorithm: str | None
+    ) -> Prepared[Any]:
         group, resolved = self._group, ops.resolve(op)
         self._check_algorithm(collective, algorithm)
         count = group.rank + (collective == "scan")
         if arguments.reduces_objects(x, op):
+            arguments.no_out(out)
             parts = objects.dump(x)
             return Prepared(
                 f"{self._prefix}{collective}(object, op={resolved.signature})",
@@ -587,7 +645,8 @@ class Calls:
             )
         value, reduction = self._reduction(collective, x, resolved, algorithm)
         run = collectives.scan if collective == "scan" else collectives.exscan
-        target = arguments.Target(None, value, value.array.shape)
+        target = arguments.Target(out, value, value.array.shape)
+        target.check_overlap(value)
         memory = target.memory
 
         def native(core: Native) -> None:

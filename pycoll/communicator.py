@@ -19,6 +19,7 @@ from pycoll.engine import Engine
 from pycoll.errors import Error, MismatchError
 from pycoll.group import Group
 from pycoll.late import Late
+from pycoll.matched import Message
 from pycoll.memory import SharedMemory
 from pycoll.native import BY_MESSAGES
 from pycoll.nonblocking import NonBlocking, Persistent
@@ -99,6 +100,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         size: number of ranks.
         local_rank, local_size: the same among the job's ranks on this host.
         node: number of this host, from 0.
+        members: the ranks that it has, as ranks of the world, in the order of ranks here.
         name: what messages call it.
     """
 
@@ -165,6 +167,11 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
     def node(self) -> int:
         """Number of this host, counted from 0."""
         return self._world.node
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as ranks of the world, in the order of ranks here."""
+        return self._group.members
 
     @property
     def name(self) -> str:
@@ -521,6 +528,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         self,
         x: T,
         op: Reducer = "sum",
+        out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
@@ -531,22 +539,27 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             x: array or number, the same dtype and shape on all ranks; with a Python function as
                 `op` also any object.
             op: as in `reduce`.
+            out: array of x's dtype and shape for the result.
             algorithm: "shared_memory", or "linear": everything to everybody, combined there.
             timeout: seconds.
         """
-        result: T = self._run(self._calls.scan(x, op, algorithm=algorithm), timeout)
+        result: T = self._run(self._calls.scan(x, op, out, algorithm=algorithm), timeout)
         return result
 
     def exscan(
         self,
         x: T,
         op: Reducer = "sum",
+        out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
     ) -> T | MaybeNone:
-        """Combine the `x` of the ranks before this one, as `scan`; None on rank 0."""
-        return self._run(self._calls.exscan(x, op, algorithm=algorithm), timeout)
+        """Combine the `x` of the ranks before this one, as `scan`.
+
+        On rank 0 the result is None, and `out` stays as it is.
+        """
+        return self._run(self._calls.exscan(x, op, out, algorithm=algorithm), timeout)
 
     def barrier(self, *, algorithm: str | None = None, timeout: float | None = None) -> None:
         """Return when every rank has called it.
@@ -586,6 +599,22 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             timeout: seconds; when they have passed the message is withdrawn.
         """
         self._run(self._calls.ssend(x, dest, tag), timeout)
+
+    def bsend(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Send a copy of `x` to rank `dest`; returns without waiting for it, however long it is.
+
+        The copy takes memory until it is received, also after this communicator was closed here;
+        when this rank ends before, a long one is lost. Nobody is told if it is never received:
+        where an error shall be heard of, use `isend`. The twin `ibsend` is done when `x` has been
+        copied: at once, but for an array on a GPU, which must not be changed before.
+
+        Args:
+            x: array or object.
+            dest: receiving rank, or `pycoll.PROC_NULL`: nothing is done.
+            tag: 0 to 2**31 - 1.
+            timeout: seconds, for copying from a GPU.
+        """
+        self._run(self._calls.bsend(x, dest, tag), timeout)
 
     def _finish_send(self, dest: int, number: int) -> None:
         """Wait for a send that the core has begun and that takes long."""
@@ -673,55 +702,104 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         status: Status | None = self._run(self._calls.iprobe(source, tag), math.inf)
         return status
 
+    def mprobe(
+        self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None
+    ) -> Message:
+        """Wait for a message and take it out of the queue: only the `Message` returned receives it.
+
+        Args:
+            source, tag: as of `recv`.
+            timeout: seconds.
+        """
+        return Message(self, *self._run(self._calls.mprobe(source, tag), timeout))
+
+    def improbe(self, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Message | None:
+        """Return the `Message` that `mprobe` would, if one is here, or None; never waits.
+
+        Args:
+            source, tag: as of `recv`.
+        """
+        found = self._run(self._calls.improbe(source, tag), math.inf)
+        return Message(self, *found) if found is not None else None
+
     # --- uneven blocks ---------------------------------------------------------------------
 
-    def gatherv(self, x: A, root: int = 0, *, timeout: float | None = None) -> list[A] | MaybeNone:
+    def gatherv(
+        self, x: A, root: int = 0, out: Any = None, *, timeout: float | None = None
+    ) -> list[A] | MaybeNone:
         """Collect all ranks' `x`, of whatever shapes, on the root: a list of arrays by rank.
 
         Args:
             x: array of any shape, of the same dtype on all ranks.
             root: rank that gets the result; None elsewhere.
+            out: on the root, places for the arrays: a list of arrays of their dtype and shapes (or
+                None, where a new one is wanted); or one array, in which they stand one after the
+                other along its leading axis: the list then has views of it. Ignored elsewhere.
             timeout: seconds.
+
+        Raises:
+            ValueError: also when `out` turns out not to fit; the call has taken place then, the
+                communicator stays usable, and what is in `out` is not defined.
         """
-        result: list[A] | None = self._run(self._calls.gatherv(x, root), timeout)
+        result: list[A] | None = self._run(self._calls.gatherv(x, root, out), timeout)
         return result
 
-    def all_gatherv(self, x: A, *, timeout: float | None = None) -> list[A]:
+    def all_gatherv(self, x: A, out: Any = None, *, timeout: float | None = None) -> list[A]:
         """Collect all ranks' `x`, of whatever shapes, on every rank: a list of arrays by rank.
 
         Args:
             x: array of any shape, of the same dtype on all ranks.
+            out: places for the arrays, on this rank alone: as in `gatherv`.
             timeout: seconds.
         """
-        result: list[A] = self._run(self._calls.all_gatherv(x), timeout)
+        result: list[A] = self._run(self._calls.all_gatherv(x, out), timeout)
         return result
 
     @overload
-    def scatterv(self, xs: None, root: int = 0, *, timeout: float | None = None) -> Any: ...
+    def scatterv(
+        self, xs: None, root: int = 0, out: Any = None, *, timeout: float | None = None
+    ) -> Any: ...
     @overload
     def scatterv(
-        self, xs: Sequence[A] | None, root: int = 0, *, timeout: float | None = None
+        self,
+        xs: Sequence[A] | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        timeout: float | None = None,
     ) -> A: ...
     def scatterv(
-        self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None
+        self,
+        xs: Sequence[Any] | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        timeout: float | None = None,
     ) -> Any:
         """Return array number `rank` of the root's list.
 
         Args:
             xs: on the root one array for each rank, of any shapes and one dtype; None elsewhere.
             root: rank whose list it is.
+            out: array of the dtype and shape of the result.
             timeout: seconds.
-        """
-        return self._run(self._calls.scatterv(xs, root), timeout)
 
-    def all_to_allv(self, xs: Sequence[A], *, timeout: float | None = None) -> list[A]:
+        Raises:
+            ValueError: off root also when `out` turns out not to fit, as in `scatter`.
+        """
+        return self._run(self._calls.scatterv(xs, root, out), timeout)
+
+    def all_to_allv(
+        self, xs: Sequence[A], out: Any = None, *, timeout: float | None = None
+    ) -> list[A]:
         """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
         Args:
             xs: one array for each rank; all of the same dtype, on all ranks.
+            out: places for the arrays that come, on this rank alone: as in `gatherv`.
             timeout: seconds.
         """
-        result: list[A] = self._run(self._calls.all_to_allv(xs), timeout)
+        result: list[A] = self._run(self._calls.all_to_allv(xs, out), timeout)
         return result
 
     def reduce_scatterv(
@@ -729,6 +807,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         x: A,
         counts: Sequence[int],
         op: Reducer = "sum",
+        out: Any = None,
         *,
         algorithm: str | None = None,
         timeout: float | None = None,
@@ -739,11 +818,12 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             x: array whose leading axis is ``sum(counts)`` long, the same on all ranks.
             counts: rows for each rank, the same on all ranks; may be 0.
             op: as in `reduce`; a function gets the rows of one rank.
+            out: array for the result; may be this rank's rows of `x`.
             algorithm: see `pycoll.algorithms("reduce_scatter")`.
             timeout: seconds.
         """
         result: A = self._run(
-            self._calls.reduce_scatterv(x, counts, op, algorithm=algorithm), timeout
+            self._calls.reduce_scatterv(x, counts, op, out, algorithm=algorithm), timeout
         )
         return result
 
@@ -815,20 +895,26 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         assert made is not None
         return Communicator(self._world, made)
 
-    def sub(self, ranks: Iterable[int], *, name: str | None = None) -> Communicator | None:
+    def sub(
+        self, ranks: Iterable[int], key: int | None = None, *, name: str | None = None
+    ) -> Communicator | None:
         """Return a communicator of these ranks, numbered in the order given; no message is sent.
 
         Every one of `ranks` makes the same call, the others need not; they get None. Ranks that
-        list them in different orders make different communicators, which never meet. It
-        works on a communicator that is broken, too.
+        list them in different orders make different communicators, which never meet. The
+        calls for the same ranks are told apart by their order: the first on each rank belong
+        together, and so on. Threads that make them at the same time pass different keys. It works
+        on a communicator that is broken, too.
 
         Args:
             ranks: ranks of this communicator, each once.
+            key: int of 64 bits, the same on all of `ranks`: only calls with the same key meet.
             name: what messages call it; None: the ranks "of ..." this one.
         """
         checked, name = subgroups.check_ranks(ranks, self.size), subgroups.check_name(name)
+        key = subgroups.check_sub_key(key)
         self._check_open()
-        made = self._makings.sub(self._group, checked, name)
+        made = self._makings.sub(self._group, checked, key, name)
         return None if made is None else Communicator(self._world, made)
 
     def grid(

@@ -196,7 +196,7 @@ class Status(Hinting, foreign=OF_STATUSES):
     __hash__ = None  # type: ignore[assignment]
 
 
-class Message(NamedTuple):
+class Incoming(NamedTuple):
     """A point-to-point message that has come; `order` counts those of its communicator."""
 
     arrival: Arrival
@@ -205,6 +205,21 @@ class Message(NamedTuple):
     form: int
     description: bytes
     order: int
+
+
+class Held:
+    """A message that a matched probe has taken out of the queue, for the receive of its handle.
+
+    Attributes:
+        message: it; None: `why` says what has become of it.
+        why: as a clause about "this message".
+    """
+
+    __slots__ = ("message", "why")
+
+    def __init__(self, message: Incoming) -> None:
+        self.message: Incoming | None = message
+        self.why = ""
 
 
 class Match(Operation):
@@ -219,7 +234,7 @@ class Match(Operation):
         self.source = source
         self.tag = tag
         self.peek = peek
-        self.message: Message | None = None
+        self.message: Incoming | None = None
 
     def awaited(self) -> Collection[int]:
         if self.source != ANY:
@@ -292,8 +307,9 @@ class Context:
         self._newest = b""  # the call begun last; the history may have it no more
         self._left: dict[int, LastCall] = {}
         # Each message is in the queues of all its patterns.
-        self._messages: Queues[Message] = Queues()
-        self._message_of: dict[Arrival, Message] = {}
+        self._messages: Queues[Incoming] = Queues()
+        self._message_of: dict[Arrival, Incoming] = {}
+        self._held: dict[int, Held] = {}  # by order
         self._order = itertools.count()
         self._early: dict[int, dict[Key, Arrival]] = {}
         self._wanted: dict[Key, Wanted] = {}
@@ -336,18 +352,51 @@ class Context:
             self.count()
         return match
 
-    def find(self, source: int, tag: int) -> Message | None:
+    def find(self, source: int, tag: int) -> Incoming | None:
         """Return the first message that fits, and leave it in the queue."""
         return self._messages.first((source, tag))
 
-    def put_back(self, message: Message) -> None:
-        """Return a message to its place in the queue; another receive may take it from there."""
+    def put_back(self, message: Incoming) -> None:
+        """Return a message to its place in the queue; another receive may take it from there.
+
+        One that is held returns to its handle.
+        """
+        held = self._held.get(message.order)
         if self.is_broken():
             self._drop(message.arrival)
+        elif held is not None:
+            held.message = message
+            self._message_of[message.arrival] = message
         else:
             self._offer(message)
 
-    def _offer(self, message: Message) -> None:
+    def hold(self, message: Incoming) -> Held:
+        """Keep a matched message until `take` asks for it."""
+        held = self._held[message.order] = Held(message)
+        self._message_of[message.arrival] = message
+        self.count()
+        return held
+
+    def take(self, held: Held) -> Incoming:
+        """Return a held message to be received: then `let_go` it, or `put_back`.
+
+        Raises:
+            Error: it is not here: it was received, or is lost.
+        """
+        message, held.message = held.message, None
+        if message is None:
+            raise Error(f"this message {held.why}")
+        held.why = "is being received"
+        del self._message_of[message.arrival]
+        return message
+
+    def let_go(self, held: Held, order: int, why: str) -> None:
+        """Forget the held message of this order, for it was received or is lost."""
+        held.message, held.why = None, why
+        self._held.pop(order, None)
+        self.count()
+
+    def _offer(self, message: Incoming) -> None:
         """Give a message to those that wait for it; keep it if none of them takes it."""
         fitting = patterns(message.source, message.tag)
         told = []
@@ -365,7 +414,7 @@ class Context:
         for match in told:
             match.finish()
 
-    def _remove(self, message: Message) -> None:
+    def _remove(self, message: Incoming) -> None:
         self._messages.remove(message.order)
         del self._message_of[message.arrival]
         self.count()
@@ -450,7 +499,7 @@ class Context:
             _, _, tag, form = P2P.unpack_from(header)
             description = bytes(header[P2P.size :])
             order = next(self._order)
-            self._offer(Message(arrival, arrival.peer, tag, form, description, order))
+            self._offer(Incoming(arrival, arrival.peer, tag, form, description, order))
             return
         if header[0] == KIND_LENDING:
             self.on_lending(arrival)
@@ -481,6 +530,10 @@ class Context:
             if message is None:
                 return False
             self._remove(message)
+            if message.order in self._held:
+                self.let_go(
+                    self._held[message.order], message.order, "was taken back by its sender"
+                )
             return True
         key = _key(arrival)
         early = self._early.get(key[0], {})
@@ -529,13 +582,17 @@ class Context:
     def count(self) -> None:
         """Tell the compiled core whether receives must be matched here."""
         if self.short is not None:
-            self.short.queued = len(self._messages) + len(self.matches)
+            # A held message may not have been accepted: what comes after it is in order only here.
+            self.short.queued = len(self._messages) + len(self.matches) + len(self._held)
 
     def _drop_messages(self) -> None:
         arrivals = list(self._message_of)
         arrivals += [arrival for early in self._early.values() for arrival in early.values()]
+        for held in self._held.values():
+            held.message, held.why = None, "was dropped: its communicator is closed or broken"
         self._messages = Queues()
         self._message_of.clear()
+        self._held.clear()
         self._early.clear()
         self._wanted.clear()
         for arrival in arrivals:

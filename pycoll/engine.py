@@ -256,6 +256,15 @@ class Engine(Driver):
             task.start()
             return task
 
+    def go_on(self, call: Call, steps: CallSteps) -> None:
+        """Have what is left of a call done while nobody waits for it; with the lock.
+
+        It goes on when its communicator is closed, too: its caller cannot know when it is done.
+        """
+        task = Started(steps, lambda result: (result, ()), call, lambda t: self._ended(t, False))
+        self._requests.add(task)
+        task.start()
+
     def _named(self, error: BaseException, call: Call) -> BaseException:
         """Name the call that a rank which has left in good order has not made."""
         if (

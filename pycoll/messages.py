@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pycoll.context import KIND_P2P, P2P, Context, Message, ParkedArrival
+from pycoll.context import KIND_P2P, P2P, Context, Incoming, ParkedArrival
 from pycoll.engine import Engine
 from pycoll.errors import OperationTimeout
 from pycoll.scratch import new_bytes
@@ -37,7 +37,7 @@ class Letter(NamedTuple):
         return P2P.pack(KIND_P2P, self.context.ident, self.tag, form) + before + self.description
 
 
-def accepted(context: Context, message: Message, transfer: Transfer) -> CallSteps:
+def accepted(context: Context, message: Incoming, transfer: Transfer) -> CallSteps:
     """Wait for a message on its way; given up, it is back in the queue."""
     try:
         yield transfer
@@ -50,7 +50,7 @@ def accepted(context: Context, message: Message, transfer: Transfer) -> CallStep
     return None
 
 
-def _park(context: Context, message: Message, transfer: Transfer) -> None:
+def _park(context: Context, message: Incoming, transfer: Transfer) -> None:
     """Put back a message whose receive was given up half-way: it goes on into memory of ours."""
     spare = new_bytes(message.arrival.nbytes)
     parked = ParkedArrival(message.arrival, transfer, spare)

@@ -24,6 +24,7 @@ from pycoll.native import BY_MESSAGES, KINDS, OPS, Native
 from pycoll.native_calls import combine, serves
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
+from pycoll.uneven_out import Room, Rooms
 
 BARRIER, REDUCE, REDUCE_SCATTER = map(KINDS.index, ("barrier", "reduce", "reduce_scatter"))
 GATHER, ALL_GATHER = map(KINDS.index, ("gather", "all_gather"))
@@ -41,47 +42,47 @@ _FIRST = struct.Struct("<QQ")
 _NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 
 
-def gatherv(native: Native, salt: int, x: Value, root: int) -> Any:
+def gatherv(native: Native, salt: int, x: Value, root: int, rooms: Rooms) -> Any:
     """Gather to the root: there the list of blocks by rank; None elsewhere."""
-    return _gather(native, salt, GATHER, x, root)
+    return _gather(native, salt, GATHER, x, root, rooms)
 
 
-def all_gatherv(native: Native, salt: int, x: Value) -> Any:
+def all_gatherv(native: Native, salt: int, x: Value, rooms: Rooms) -> Any:
     """Gather to every rank the list of blocks by rank."""
-    return _gather(native, salt, ALL_GATHER, x, 0)
+    return _gather(native, salt, ALL_GATHER, x, 0, rooms)
 
 
-def _gather(native: Native, salt: int, kind: int, x: Value, root: int) -> Any:
+def _gather(native: Native, salt: int, kind: int, x: Value, root: int, rooms: Rooms) -> Any:
     x, size, me = _contiguous(x), native.size, native.rank
     heard = memoryview(bytearray(size * MAX_ROW_NBYTES))
     # Everybody hears everything, also in a gatherv: all must know alike what comes next.
     _run(native, ALL_GATHER, root, salt, _rows([x], MAX_ROW_NBYTES), heard, MAX_ROW_NBYTES)
     sources = range(size) if kind == ALL_GATHER or me == root else ()
-    got = _blocks(native, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources)
+    got = _blocks(native, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources, rooms)
     return got if got is BY_MESSAGES or sources else None
 
 
-def all_to_allv(native: Native, salt: int, xs: Sequence[Value]) -> Any:
+def all_to_allv(native: Native, salt: int, xs: Sequence[Value], rooms: Rooms) -> Any:
     """Send block i to rank i; returns the blocks received, by rank."""
     xs, size, me = [_contiguous(x) for x in xs], native.size, native.rank
     nbytes = _row_nbytes(size)
     heard = memoryview(bytearray(size * nbytes))
     _run(native, ALL_TO_ALL, 0, salt, _rows(xs, nbytes), heard, nbytes)
-    return _blocks(native, salt, 0, heard, nbytes, {me: xs[me]}, range(size))
+    return _blocks(native, salt, 0, heard, nbytes, {me: xs[me]}, range(size), rooms)
 
 
-def scatterv(native: Native, salt: int, xs: Sequence[Value] | None, root: int) -> Any:
+def scatterv(native: Native, salt: int, xs: Sequence[Value] | None, root: int, room: Room) -> Any:
     """Give rank i the root's block i."""
     nbytes = _row_nbytes(native.size)
     if xs is not None:
         xs = [_contiguous(x) for x in xs]
         said = _rows(xs, nbytes)
         _run(native, SCATTER, root, salt, said, None, nbytes)
-        done = _blocks(native, salt, root, said[:nbytes], nbytes, {}, ())
-        return done if done is BY_MESSAGES else blocks.copied(xs[root])
+        done = _blocks(native, salt, root, said[:nbytes], nbytes, {}, (), room)
+        return done if done is BY_MESSAGES else room.copied(0, xs[root])
     heard = memoryview(bytearray(nbytes))
     _run(native, SCATTER, root, salt, None, heard, nbytes)
-    got = _blocks(native, salt, root, heard, nbytes, {}, (root,))
+    got = _blocks(native, salt, root, heard, nbytes, {}, (root,), room)
     return got if got is BY_MESSAGES else got[0]
 
 
@@ -131,6 +132,7 @@ def _blocks(
     nbytes: int,
     own: dict[int, Value],
     sources: Sequence[int],
+    rooms: Rooms,
 ) -> Any:
     """Return the blocks of the first round's rows, one from each source.
 
@@ -142,17 +144,18 @@ def _blocks(
     if left == _LONG_HEADS or (left and not native.core.direct):
         return BY_MESSAGES
     values, pieces = [], []
-    for index, source in enumerate(sources):
-        start = index * nbytes + _FIRST.size
-        head = blocks.read_head(heard, start)
-        start += head.start
+    starts = [index * nbytes + _FIRST.size for index in range(len(sources))]
+    heads = [blocks.read_head(heard, start) for start in starts]
+    places = rooms.places(heads) if sources else []
+    for index, (source, head) in enumerate(zip(sources, heads, strict=True)):
+        start = starts[index] + head.start
         if start + head.nbytes <= (index + 1) * nbytes:
             value = head.view(heard, start)
             value.array = value.array.copy()
         elif source in own:
-            value = blocks.copied(own[source])
+            value = rooms.copied(index, own[source])
         else:
-            value = head.fresh()
+            value = places[index] or head.fresh()
             pieces.append((source, said[index][1], arrays.as_bytes(value.array)))
         values.append(value)
     if left:

@@ -106,6 +106,7 @@ class NonBlocking:
     ireduce_scatterv = _started(Calls.reduce_scatterv)
     isend = _started(Calls.send)
     issend = _started(Calls.ssend)
+    ibsend = _started(Calls.bsend)
     irecv = _started(Calls.recv)
     isendrecv = _started(Calls.sendrecv)
 
@@ -139,5 +140,6 @@ class Persistent:
     reduce_scatterv = _persistent(Calls.reduce_scatterv)
     send = _persistent(Calls.send)
     ssend = _persistent(Calls.ssend)
+    bsend = _persistent(Calls.bsend)
     recv = _persistent(Calls.recv)
     sendrecv = _persistent(Calls.sendrecv)

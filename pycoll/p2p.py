@@ -15,17 +15,18 @@ from pycoll.context import (
     OBJECT,
     P2P,
     SEGMENTS,
+    Held,
+    Incoming,
     Match,
-    Message,
     Status,
 )
 from pycoll.dtypes import Array
-from pycoll.errors import MismatchError, TruncationError
+from pycoll.errors import Error, MismatchError, TruncationError
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.messages import Letter, accepted
 from pycoll.scratch import new_bytes
-from pycoll.task import CallSteps, Task
+from pycoll.task import Call, CallSteps, Task
 from pycoll.transports.base import Operation, Parts, Withdrawn, nbytes_of
 
 if TYPE_CHECKING:
@@ -92,6 +93,31 @@ def send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
     transfer = yield from _start_in_turn(group, outgoing, dest, tag)
     if not transfer.done or transfer.error is not None:
         yield from finish_send(transfer)
+
+
+def buffered_send(group: Group, outgoing: Outgoing, dest: int, tag: int, text: str) -> CallSteps:
+    """Send a value that was detached; done when it has been copied, whoever receives it.
+
+    A value on a GPU is copied here, before what is sent after it.
+    """
+    context, engine = group.context, group.engine
+    if outgoing.value is None or outgoing.value.stage is None:
+        transfer = yield from _in_turn(group, outgoing, None, dest, tag)
+    else:
+        before, turn = context.turns.get(dest), context.take_turn(dest)
+        try:
+            yield from pulled(group, outgoing.value)
+            outgoing.parts = tuple(memoryview(bytearray(part)) for part in outgoing.parts)
+            if before is not None and not before.done:
+                yield before
+            transfer = start_send(group, outgoing, dest, tag)
+        finally:
+            context.end_turn(dest, turn, before)
+    if transfer.error is not None:
+        raise transfer.error
+    if not transfer.done:
+        engine.go_on(Call(text, -1, context), finish_send(transfer))
+    return None
 
 
 def finish_send(transfer: Operation) -> CallSteps:
@@ -228,6 +254,59 @@ def probe_now(group: Group, source: int, tag: int) -> CallSteps:
     return status
 
 
+def matched_probe(group: Group, source: int, tag: int) -> CallSteps:
+    """Wait for a message, and take it out of the queue; returns (its Status, it)."""
+    world = source if source == ANY else group.members[source]
+    message = yield from _matched(group.context.match(world, tag))
+    return _held(group, message)
+
+
+def matched_probe_now(group: Group, source: int, tag: int) -> CallSteps:
+    """The same with a message that is here; None if there is none."""
+    world = source if source == ANY else group.members[source]
+    match = group.context.match(world, tag)
+    if not match.done:
+        match.cancel()
+        return None
+    message = yield from _matched(match)
+    return _held(group, message)
+
+
+PROBES = {
+    "probe": probe,
+    "iprobe": probe_now,
+    "mprobe": matched_probe,
+    "improbe": matched_probe_now,
+}
+"""By the name of the method."""
+
+
+def _held(group: Group, message: Incoming) -> tuple[Status, Held]:
+    status = Status()
+    _fill_status(group, status, message)
+    return status, group.context.hold(message)
+
+
+def receive_held(
+    group: Group, held: Held, out: Value | None, status: Status | None, gpu: int | None = None
+) -> CallSteps:
+    """Receive a message that a matched probe has taken, as `receive` does."""
+    context = group.context
+    message = context.take(held)
+    try:
+        result = yield from _take(group, message, out, gpu)
+    except Withdrawn:
+        context.let_go(held, message.order, "was taken back by its sender")
+        raise Error(f"this message {held.why}") from None
+    except BaseException:
+        if held.message is None:  # nobody has put it back
+            context.let_go(held, message.order, "was lost when its receive failed")
+        raise
+    context.let_go(held, message.order, "was received already")
+    _fill_status(group, status, message)
+    return result
+
+
 def send_receive(
     group: Group,
     outgoing: Outgoing | None,
@@ -291,7 +370,7 @@ def _matched(match: Match) -> CallSteps:
     return match.message
 
 
-def _take(group: Group, message: Message, out: Value | None, gpu: int | None) -> CallSteps:
+def _take(group: Group, message: Incoming, out: Value | None, gpu: int | None) -> CallSteps:
     """Have a matched message written to where the caller wants it."""
     engine, context = group.engine, group.context
     try:
@@ -308,7 +387,7 @@ def _take(group: Group, message: Message, out: Value | None, gpu: int | None) ->
 
 
 def _prepare(
-    group: Group, message: Message, out: Value | None, gpu: int | None
+    group: Group, message: Incoming, out: Value | None, gpu: int | None
 ) -> tuple[memoryview, Any, Any]:
     """Return (bytes to fill, what was allocated, how to make the result of that)."""
     nbytes = _length(message)
@@ -336,7 +415,7 @@ def _prepare(
         raise TruncationError(
             f"the message of rank {group.rank_of(message.source)} (tag {message.tag}) has "
             f"{nbytes} bytes ({dtype}{list(shape)}), out has {out.array.nbytes} "
-            f"({list(out.array.shape)}). It stays first in the queue: receive it with more room."
+            f"({list(out.array.shape)}). It is still here: receive it with more room."
         )
     if out.array.flags.c_contiguous:
         return arrays.as_bytes(out.array)[:nbytes], out, _original
@@ -356,12 +435,12 @@ def _original(out: Value) -> object:
     return out.original
 
 
-def _fill_status(group: Group, status: Status | None, message: Message) -> None:
+def _fill_status(group: Group, status: Status | None, message: Incoming) -> None:
     if status is not None:
         status.source = group.rank_of(message.source)
         status.tag = message.tag
         status.nbytes = _length(message)
 
 
-def _length(message: Message) -> int:
+def _length(message: Incoming) -> int:
     return ways.length(message) if message.form == SEGMENTS else message.arrival.nbytes

@@ -21,7 +21,7 @@ from pycoll.errors import TransportError
 from pycoll.transports.base import Arrival, Operation, Transfer
 
 if TYPE_CHECKING:
-    from pycoll.context import Message
+    from pycoll.context import Incoming
     from pycoll.messages import Letter
     from pycoll.staging import Stage
 
@@ -191,7 +191,7 @@ class Receiving(Transfer):
         self,
         engine: Engine,
         context: Context,
-        message: Message,
+        message: Incoming,
         into: memoryview,
         stage: Stage | None,
     ) -> None:

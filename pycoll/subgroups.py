@@ -33,23 +33,29 @@ class Makings:
 
     def __init__(self) -> None:
         self._splits = 0
-        self._subs: dict[tuple[int, ...], int] = {}
+        self._subs: dict[tuple[tuple[int, ...], int | None], int] = {}
 
     def row(self, color: int | None, key: int) -> bytes:
         """Return what this rank says in its next split; `color` None: it takes no part."""
         self._splits += 1
         return _ROW.pack(color is not None, color or 0, key, self._splits)
 
-    def sub(self, group: Group, ranks: tuple[int, ...], name: str | None) -> Group | None:
-        """Return the group of `ranks` of `group`, or None if this rank is not one of them."""
+    def sub(
+        self, group: Group, ranks: tuple[int, ...], key: int | None, name: str | None
+    ) -> Group | None:
+        """Return the group of `ranks` of `group`, or None if this rank is not one of them.
+
+        Calls for the same ranks are numbered, for each key on its own.
+        """
         if group.rank not in ranks:
             return None
         with group.engine.locked():
-            made = self._subs[ranks] = self._subs.get(ranks, 0) + 1
+            made = self._subs[ranks, key] = self._subs.get((ranks, key), 0) + 1
             in_order = ranks == tuple(sorted(ranks))
             members = name_ranks(ranks) if in_order else f"ranks {', '.join(map(str, ranks))}"
             name = name or f"{members} of {group.name}"
-            return child(group, f"sub {made}", ranks, name)
+            keyed = "" if key is None else f" with key {key}"
+            return child(group, f"sub {made}{keyed}", ranks, name)
 
 
 def exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
@@ -115,6 +121,11 @@ def check_color(color: int | None) -> int | None:
 def check_key(key: int | None, rank: int) -> int:
     """Check the key of a split; None: the rank."""
     return rank if key is None else _check_int64(key, "key")
+
+
+def check_sub_key(key: int | None) -> int | None:
+    """Check the key that calls of `sub` for the same ranks have in common."""
+    return None if key is None else _check_int64(key, "key")
 
 
 def check_name(name: str | None) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll import arguments, arrays, blocks, native_uneven, ops
@@ -25,6 +25,7 @@ from pycoll.prepared import Prepared
 from pycoll.select import Choice
 from pycoll.task import CallSteps
 from pycoll.transports.base import nbytes_of
+from pycoll.uneven_out import Room, Rooms
 
 if TYPE_CHECKING:
     from pycoll.hints import Reducer
@@ -43,95 +44,109 @@ _EVEN = {
 # --- arguments -----------------------------------------------------------------------------
 
 
-def prepare_gatherv(group: Group, x: Any, root: int, blocking: bool) -> Prepared[Any]:
+def prepare_gatherv(group: Group, x: Any, root: int, out: Any, blocking: bool) -> Prepared[Any]:
     """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
 
     Args:
         group: of the communicator.
         x: array; the same dtype on all ranks.
         root: rank that gets the list.
+        out: on the root, places of the blocks, as of `Rooms`.
         blocking: the call may go through the compiled core.
 
     Raises:
         TypeError: `x` is no array.
-        ValueError: there is no such root.
+        ValueError: there is no such root, or `out` cannot fit.
     """
     root = arguments.check_root(root, group.size)
     block = _block("gatherv", x)
+    wanted = out if group.rank == root else None
+    rooms = Rooms(wanted, group.size, block.dtype, {root: block}, [block])
     text = f"{_prefix(blocking)}gatherv({block.dtype}, root={root})"
     return Prepared(
         text,
-        lambda call: _gatherv(group, call, block, root),
-        _through_core(group, blocking, native_uneven.gatherv, text, block, root),
-        _unwrapped_here() if group.rank == root else None,
+        lambda call: _gatherv(group, call, block, root, rooms),
+        _through_core(group, blocking, native_uneven.gatherv, text, block, root, rooms),
+        rooms.finish if group.rank == root else None,
         reads=(block,),
     )
 
 
-def prepare_all_gatherv(group: Group, x: Any, blocking: bool) -> Prepared[Any]:
+def prepare_all_gatherv(group: Group, x: Any, out: Any, blocking: bool) -> Prepared[Any]:
     """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
     block = _block("all_gatherv", x)
+    rooms = Rooms(out, group.size, block.dtype, {group.rank: block}, [block])
     text = f"{_prefix(blocking)}all_gatherv({block.dtype})"
     return Prepared(
         text,
-        lambda call: _all_gatherv(group, call, block),
-        _through_core(group, blocking, native_uneven.all_gatherv, text, block),
-        _unwrapped_here(),
+        lambda call: _all_gatherv(group, call, block, rooms),
+        _through_core(group, blocking, native_uneven.all_gatherv, text, block, rooms),
+        rooms.finish,
         reads=(block,),
     )
 
 
-def prepare_scatterv(group: Group, xs: Any, root: int, blocking: bool) -> Prepared[Any]:
+def prepare_scatterv(group: Group, xs: Any, root: int, out: Any, blocking: bool) -> Prepared[Any]:
     """Give rank i the root's ``xs[i]``.
 
     Args:
         group: of the communicator.
         xs: on the root a list or tuple of size arrays of one dtype; elsewhere not looked at.
         root: rank whose arrays they are.
+        out: array for the result, or None.
         blocking: the call may go through the compiled core.
 
     Raises:
-        TypeError: `xs` is no list of arrays of one dtype.
-        ValueError: it has another length, or there is no such root.
+        TypeError: `xs` is no list of arrays of one dtype, or `out` no array.
+        ValueError: it has another length, there is no such root, or `out` cannot fit.
     """
     root = arguments.check_root(root, group.size)
     own = _blocks("scatterv", xs, group.size) if group.rank == root else None
-    unwrapped = _unwrapped_here()
+    mine = own[root] if own is not None else None
+    room = Room(out, mine.dtype if mine is not None else None, mine, own or ())
     text = f"{_prefix(blocking)}scatterv(root={root})"
     return Prepared(
         text,
-        lambda call: _scatterv(group, call, own, root),
-        _through_core(group, blocking, native_uneven.scatterv, text, own, root),
-        lambda value: unwrapped([value])[0],
+        lambda call: _scatterv(group, call, own, root, room),
+        _through_core(group, blocking, native_uneven.scatterv, text, own, root, room),
+        lambda value: room.finish([value])[0],
         reads=own or (),
     )
 
 
-def prepare_all_to_allv(group: Group, xs: Any, blocking: bool) -> Prepared[Any]:
+def prepare_all_to_allv(group: Group, xs: Any, out: Any, blocking: bool) -> Prepared[Any]:
     """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
     Args:
         group: of the communicator.
         xs: list or tuple of size arrays; one dtype, the same on all ranks.
+        out: places of the blocks, as of `Rooms`.
         blocking: the call may go through the compiled core.
 
     Raises:
         TypeError: `xs` is no list of arrays of one dtype.
-        ValueError: it has another length.
+        ValueError: it has another length, or `out` cannot fit.
     """
     own = _blocks("all_to_allv", xs, group.size)
+    rooms = Rooms(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
     text = f"{_prefix(blocking)}all_to_allv({own[0].dtype})"
     return Prepared(
         text,
-        lambda call: _all_to_allv(group, call, own),
-        _through_core(group, blocking, native_uneven.all_to_allv, text, own),
-        _unwrapped_here(),
+        lambda call: _all_to_allv(group, call, own, rooms),
+        _through_core(group, blocking, native_uneven.all_to_allv, text, own, rooms),
+        rooms.finish,
         reads=own,
     )
 
 
 def prepare_reduce_scatterv(
-    group: Group, x: Any, counts: Any, op: Reducer, algorithm: str | None, blocking: bool
+    group: Group,
+    x: Any,
+    counts: Any,
+    op: Reducer,
+    out: Any,
+    algorithm: str | None,
+    blocking: bool,
 ) -> Prepared[Any]:
     """Combine all ranks' `x`: rank r gets ``counts[r]`` rows, those after the lower ranks'.
 
@@ -140,12 +155,13 @@ def prepare_reduce_scatterv(
         x: array (sum(counts), ...), the same dtype and shape on all ranks.
         counts: rows of each rank, the same on all.
         op: as in `reduce`; a function that is not elementwise gets the rows of one rank at a time.
+        out: array of this rank's rows for the result, or None; may be those rows of `x`.
         algorithm: one of reduce_scatter's.
         blocking: the call may go through the compiled core.
 
     Raises:
         TypeError: `x` is no array of a dtype that `op` takes, or a count is no int.
-        ValueError: `counts` does not fit, or `algorithm` does not exist or cannot serve.
+        ValueError: `counts` or `out` does not fit, or `algorithm` does not exist or cannot serve.
     """
     resolved = ops.resolve(op)
     value = arrays.wrap(x)
@@ -163,19 +179,18 @@ def prepare_reduce_scatterv(
         whole=not resolved.elementwise,
         native=blocking and serves(resolved, value),
     )
-    result = arrays.fresh(value.dtype, value.kind, (checked[group.rank], *rest), value.gpu)
+    begin, count = sum(checked[: group.rank]), checked[group.rank]
+    target = arguments.Target(out, value, (count, *rest))
+    target.check_overlap(value, (target.value.place, value.place[begin : begin + count]))
     reduction = Reduction(resolved, chosen)
     text = (
         f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, counts={_shown(checked)}, "
         f"op={resolved.signature}, algorithm={chosen})"
     )
 
-    def finish(_: object) -> Any:
-        return arrays.unwrap(result)
-
     return Prepared(
         text,
-        lambda call: _reduce_scatterv(group, call, value, checked, reduction, result.array),
+        lambda call: _reduce_scatterv(group, call, value, checked, reduction, target.memory),
         _through_core(
             group,
             chosen.name == SHARED_MEMORY,
@@ -184,9 +199,9 @@ def prepare_reduce_scatterv(
             value,
             checked,
             resolved,
-            result.array,
+            target.memory,
         ),
-        finish,
+        lambda _: target.result(),
         reads=(value,),
     )
 
@@ -201,17 +216,6 @@ def _through_core(group: Group, usable: bool, steps: Any, text: str, *args: Any)
         return None
     salt = zlib.crc32(text.encode())
     return lambda native: steps(native, salt, *args)
-
-
-def _unwrapped_here() -> Callable[[Sequence[Value]], list[Any]]:
-    """Return what gives the caller's kinds of arrays: on this thread's GPU, if on one."""
-    gpu = arrays.here()
-
-    def unwrap(value: Value) -> Any:
-        value.gpu = gpu if value.gpu is None else value.gpu
-        return arrays.unwrap(value)
-
-    return lambda values: [unwrap(value) for value in values]
 
 
 def _block(what: str, x: Any) -> Value:
@@ -273,7 +277,7 @@ LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
 # --- calls ---------------------------------------------------------------------------------
 
 
-def _gatherv(group: Group, call: bytes, x: Value, root: int) -> CallSteps:
+def _gatherv(group: Group, call: bytes, x: Value, root: int, rooms: Rooms) -> CallSteps:
     number = group.context.begin(call)
     yield from pulled(group, x)
     size = group.size
@@ -285,12 +289,12 @@ def _gatherv(group: Group, call: bytes, x: Value, root: int) -> CallSteps:
     if group.rank != root:
         return None
     return [
-        blocks.copied(x) if rank == root else blocks.unpack(run.location[rank][0])
+        rooms.copied(rank, x) if rank == root else blocks.unpack(run.location[rank][0])
         for rank in range(size)
     ]
 
 
-def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
+def _all_gatherv(group: Group, call: bytes, x: Value, rooms: Rooms) -> CallSteps:
     """Gather the heads and what is small (lane 0), then, knowing all lengths, the rest (lane 1)."""
     number = group.context.begin(call)
     yield from pulled(group, x)
@@ -303,8 +307,13 @@ def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
     first: list[memoryview] = [run.location[rank][0] for rank in range(size)]
     heads = [blocks.read_head(data) for data in first]
     lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
+    places = rooms.places(heads)
     values = [
-        blocks.copied(x) if rank == me else head.fresh() if lengths[rank] else blocks.unpack(data)
+        rooms.copied(rank, x)
+        if rank == me
+        else (places[rank] or head.fresh())
+        if lengths[rank]
+        else blocks.unpack(data)
         for rank, (head, data) in enumerate(zip(heads, first, strict=True))
     ]
     if any(lengths):
@@ -320,7 +329,9 @@ def _all_gatherv(group: Group, call: bytes, x: Value) -> CallSteps:
     return values
 
 
-def _scatterv(group: Group, call: bytes, xs: list[Value] | None, root: int) -> CallSteps:
+def _scatterv(
+    group: Group, call: bytes, xs: list[Value] | None, root: int, room: Room
+) -> CallSteps:
     number = group.context.begin(call)
     yield from pulled(group, *(xs or ()))
     size = group.size
@@ -330,11 +341,11 @@ def _scatterv(group: Group, call: bytes, xs: list[Value] | None, root: int) -> C
     run = yield from group.run((number, 0), call, ("scatter", LINEAR, root), binding)
     group.context.end(number)
     if xs is not None:
-        return blocks.copied(xs[root])
+        return room.copied(0, xs[root])
     return blocks.unpack(run.location[group.rank][0])
 
 
-def _all_to_allv(group: Group, call: bytes, xs: list[Value]) -> CallSteps:
+def _all_to_allv(group: Group, call: bytes, xs: list[Value], rooms: Rooms) -> CallSteps:
     number = group.context.begin(call)
     yield from pulled(group, *xs)
     size, me = group.size, group.rank
@@ -348,7 +359,7 @@ def _all_to_allv(group: Group, call: bytes, xs: list[Value]) -> CallSteps:
     run = yield from group.run((number, 0), call, ("all_to_all", PAIRWISE), binding)
     group.context.end(number)
     return [
-        blocks.copied(xs[me]) if rank == me else blocks.unpack(run.location[size + rank][0])
+        rooms.copied(me, xs[me]) if rank == me else blocks.unpack(run.location[size + rank][0])
         for rank in range(size)
     ]
 

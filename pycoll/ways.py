@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pycoll import gpudirect, lending, segments
-from pycoll.context import ARRAY, LENT, SEGMENTS, Context, Message
+from pycoll.context import ARRAY, LENT, SEGMENTS, Context, Incoming
 from pycoll.copies import Copy
 from pycoll.engine import Engine
 from pycoll.errors import OperationTimeout
@@ -99,7 +99,7 @@ class _Direct:
 # --- what comes --------------------------------------------------------------------------------
 
 
-def described(message: Message) -> bytes:
+def described(message: Incoming) -> bytes:
     """Return the array's description of a message that is lent, or comes in segments."""
     description = message.description
     if message.form == LENT:
@@ -107,13 +107,13 @@ def described(message: Message) -> bytes:
     return segments.described(description) if message.form == SEGMENTS else description
 
 
-def length(message: Message) -> int:
+def length(message: Incoming) -> int:
     """Return the bytes of a value that comes in segments."""
     return segments.nbytes_of(message.description)
 
 
 def take(
-    engine: Engine, context: Context, message: Message, target: memoryview, stage: Stage | None
+    engine: Engine, context: Context, message: Incoming, target: memoryview, stage: Stage | None
 ) -> CallSteps:
     """Have a message written to `target`, or to the GPU if that is the image of `stage`.
 
@@ -138,13 +138,13 @@ def take(
     return None
 
 
-def whole(message: Message) -> Message:
+def whole(message: Incoming) -> Incoming:
     """Return a message as it would be if it had brought its value itself."""
     return message._replace(form=ARRAY, description=described(message))
 
 
 def _borrow(
-    engine: Engine, context: Context, message: Message, target: memoryview, stage: Stage | None
+    engine: Engine, context: Context, message: Incoming, target: memoryview, stage: Stage | None
 ) -> CallSteps:
     """Copy a value from where its sender has it; returns whether it is on the GPU."""
     offer, _ = lending.split(message.description)
@@ -168,7 +168,7 @@ def _borrow(
 
 
 def _collect(
-    engine: Engine, context: Context, message: Message, target: memoryview, stage: Stage | None
+    engine: Engine, context: Context, message: Incoming, target: memoryview, stage: Stage | None
 ) -> CallSteps:
     """Receive a value in segments; returns whether it is on the GPU."""
     through = stage if stage is not None and stage.is_contiguous else None
@@ -178,7 +178,7 @@ def _collect(
 
 
 def _accept(
-    engine: Engine, context: Context, message: Message, target: memoryview, stage: Stage | None
+    engine: Engine, context: Context, message: Incoming, target: memoryview, stage: Stage | None
 ) -> CallSteps:
     """Have a message come into the image, or to the GPU; returns whether it is there."""
     assert stage is not None, "a message of the host for the host"
@@ -198,7 +198,7 @@ def _accept(
     return True
 
 
-def _writable(engine: Engine, context: Context, message: Message, stage: Stage) -> CallSteps:
+def _writable(engine: Engine, context: Context, message: Incoming, stage: Stage) -> CallSteps:
     """Wait until an array may be written; if that fails, the message is as it was before."""
     arrival = message.arrival
     context.borrowed[arrival] = True

@@ -19,16 +19,13 @@ OF_COMMUNICATORS = {
     "Ireduce_scatter_block": "ireduce_scatter",
     "Alltoallw": "all_to_allv",
     "Ialltoallw": "iall_to_allv",
-    "bsend": "send",
-    "Bsend": "send",
     "Rsend": "send",
-    "ibsend": "isend",
-    "Ibsend": "isend",
     "Irsend": "isend",
     "Sendrecv_replace": "sendrecv",
     "Isendrecv_replace": "isendrecv",
     "Get_rank": "rank",
     "Get_size": "size",
+    "Get_group": "members",
     "Clone": "dup",
     "Split_type": "split_by_host",
     "Create": "sub",
@@ -79,6 +76,9 @@ OF_REQUESTS = {
     "Testall": "pycoll.test_all",
 }
 
+OF_MESSAGES: dict[str, str] = {}
+"""Of a message that a matched probe has found: what mpi4py merely spells in another way."""
+
 OF_STATUSES = {
     "Get_source": "source",
     "Get_tag": "tag",
@@ -118,14 +118,19 @@ METHODS = (
     "allreduce",
     "barrier",
     "broadcast",
+    "bsend",
     "dup",
     "exscan",
     "gather",
     "gatherv",
+    "ibsend",
+    "improbe",
     "iprobe",
     "irecv",
     "isend",
     "issend",
+    "members",
+    "mprobe",
     "probe",
     "rank",
     "recv",

@@ -90,7 +90,7 @@ CARRYING += ["gatherv", "all_gatherv", "scatterv", "all_to_allv"]
 METHODS = COMBINING + CARRYING
 WAYS = ["blocking", "request", "persistent"]
 TAKING_OUT = ["all_reduce", "reduce", "gather", "all_gather", "scatter", "reduce_scatter"]
-TAKING_OUT += ["all_to_all", "sendrecv"]
+TAKING_OUT += ["all_to_all", "sendrecv", "scan", "exscan", "scatterv", "reduce_scatterv"]
 
 
 def environment(library: Path, **options: Any) -> dict[str, str]:

@@ -78,6 +78,50 @@ def test_messages_to_one_rank_arrive_in_the_order_of_the_calls(ranks: Ranks, see
     ranks(program, seed)
 
 
+def test_a_copy_of_what_is_on_a_gpu_is_sent_in_order(ranks: Ranks) -> None:
+    @tidy
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        right, left = (me + 1) % size, (me - 1) % size
+        for count in (10, LARGE // 4, 4 * LARGE):
+            x, kernel = slow_array(numbers(me, (count,), "int32"))
+            requests = [comm.isend(x, right), comm.ibsend(x, right), comm.ibsend("text", right)]
+            kernel.release_soon()
+            requests[1].wait()
+            comm.bsend(fakegpu.array(numbers(me, (count,), "int32")), right)
+            wanted = numbers(left, (count,), "int32")
+            for _ in range(2):
+                equal(comm.recv(left), wanted, count)
+            assert comm.recv(left) == "text"
+            equal(comm.recv(left), wanted, count)
+            pycoll.wait_all(requests)
+
+    ranks(program)
+
+
+def test_a_handle_receives_a_message_from_and_to_a_gpu(ranks: Ranks) -> None:
+    @tidy
+    def program(comm: Comm) -> None:
+        me, size = comm.rank, comm.size
+        right, left = (me + 1) % size, (me - 1) % size
+        for count in (10, LARGE // 4, 4 * LARGE):
+            x = numbers(me, (count,), "int32")
+            wanted = numbers(left, (count,), "int32")
+            requests = [comm.isend(fakegpu.array(x), right, tag=tag) for tag in range(3)]
+            first, second, third = [comm.mprobe(left, tag) for tag in range(3)]
+            assert {m.status.nbytes for m in (first, second, third)} == {4 * count}
+            with pytest.raises(pycoll.TruncationError):
+                third.recv(fakegpu.array(x[1:]))
+            out, there = np.zeros(count, "int32"), fakegpu.array(np.zeros(count, "int32"))
+            equal(third.recv(there), wanted, count)
+            equal(second.irecv(out).wait(), wanted, count)
+            equal(first.recv(), wanted, count)
+            pycoll.wait_all(requests)
+            comm.barrier()
+
+    ranks(program)
+
+
 @pytest.mark.parametrize("seed", few([0], [1]))
 def test_a_blocking_send_comes_after_what_was_sent_before(ranks: Ranks, seed: int) -> None:
     @tidy

@@ -224,6 +224,34 @@ def test_out_is_filled_and_nothing_beside_it(ranks: Ranks, way: str) -> None:
     ranks(program, way, 12)
 
 
+@pytest.mark.parametrize("way", few(["blocking", "request"], ["persistent"]))
+def test_blocks_of_different_lengths_come_into_arrays_on_gpus(ranks: Ranks, way: str) -> None:
+    @tidy
+    def program(comm: Comm, way: str) -> None:
+        for method in ("gatherv", "all_gatherv", "all_to_allv"):
+            for shape in ((4,), (40_000,)):
+                args, kwargs = arguments(method, comm.rank, comm.size, shape, "int32")
+                wanted = call(comm, way, method, *args, **kwargs)
+                there = convert(args[0], fakegpu.array)
+                for layout in LAYOUTS:
+                    blank = [laid_out(np.zeros_like(x), layout)[0] for x in wanted or ()]
+                    got = call(comm, way, method, there, *args[1:], out=blank, **kwargs)
+                    equal(got, wanted, (method, layout))
+                    assert wanted is None or all(x is y for x, y in zip(got, blank, strict=True))
+                whole = fakegpu.array(np.zeros_like(np.concatenate(wanted or [[0]])))
+                got = call(comm, way, method, there, *args[1:], out=whole, **kwargs)
+                equal(got, wanted, (method, "whole"), fakegpu.Array)
+                if wanted is not None:
+                    equal(whole, np.concatenate(wanted), method)
+                    host = np.zeros_like(np.concatenate(wanted))
+                    call(comm, way, method, there, *args[1:], out=host, **kwargs)
+                    equal(host, np.concatenate(wanted), method)
+                else:
+                    call(comm, way, method, there, *args[1:], **kwargs)
+
+    ranks(program, way)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_in_place(ranks: Ranks, seed: int) -> None:
     @tidy

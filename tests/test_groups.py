@@ -757,3 +757,70 @@ def test_the_core_has_room_for_new_ones_after_any_number_of_closed_ones(ranks: A
             assert made.all_reduce(1) == comm.size
 
     ranks(program)
+
+
+# --- members, and keys of sub --------------------------------------------------------------------
+
+
+@sizes(1, 4)
+def test_members_are_ranks_of_the_world_in_order(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        size = comm.size
+        assert comm.members == tuple(range(size))
+        back = comm.sub(range(size)[::-1])
+        assert back.members == tuple(range(size)[::-1])
+        assert back.members[back.rank] == comm.rank
+        half = back.split(comm.rank % 2)
+        assert half.members == tuple(r for r in range(size)[::-1] if r % 2 == comm.rank % 2)
+        assert half.sub([half.rank]).members == (comm.rank,)
+        with pytest.raises(AttributeError):
+            comm.members = ()
+
+    ranks(program)
+
+
+@sizes(1, 4)
+def test_threads_make_communicators_of_the_same_ranks_by_keys(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        everyone, count = range(comm.size), 6
+        made: dict[int, Any] = {}
+
+        def make(key: int) -> None:
+            made[key] = comm.sub(everyone, key)
+
+        # Each rank in another order: without keys their calls would meet as they come.
+        threads = [
+            threading.Thread(target=make, args=((i + comm.rank) % count,)) for i in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        for key in range(count):
+            assert made[key].all_gather(key) == [key] * comm.size
+
+    ranks(program)
+
+
+@sizes(2)
+def test_calls_of_sub_with_one_key_are_told_apart_by_their_order(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        other = 1 - comm.rank
+        keys: list[int | None] = [None, 5, 0, 5, None, -(2**63)]
+        made = [comm.sub([0, 1], key) for key in keys]
+        for number, each in enumerate(made):
+            each.send(number, other)
+        for number, each in reversed(list(enumerate(made))):
+            assert each.recv(other) == number
+
+    ranks(program)
+
+
+@sizes(1)
+def test_the_key_of_sub_is_an_int_of_64_bits(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        with pytest.raises(TypeError, match="key is an int"):
+            comm.sub([0], "a")
+        with pytest.raises(ValueError, match="64 bits"):
+            comm.sub([0], 2**63)
+
+    ranks(program)

@@ -53,6 +53,10 @@ def right(comm: pycoll.Communicator, x: Array, t: Tensor, anything: Any) -> None
     assert_type(comm.iall_reduce(x), Request[Array])
     assert_type(comm.iall_reduce(t).wait(), Tensor)
     assert_type(comm.isend(x, dest=1), Request[None])
+    assert_type(comm.ibsend(x, 1), Request[None])
+    assert_type(comm.mprobe(0), pycoll.Message)
+    assert_type(comm.improbe(), pycoll.Message | None)
+    assert_type(comm.mprobe().irecv(), Request[Any])
     assert_type(comm.persistent.all_reduce(1).start().wait(), int)
     assert_type(pycoll.wait_all([comm.iscan(x), comm.iscan(x)]), list[Array])
     if comm.rank == 0:

@@ -28,6 +28,11 @@ ATTRIBUTES = {
     "Reduce_scatter": "comm.reduce_scatter",
     "Isend": "comm.isend",
     "Iallreduce": "comm.iall_reduce",
+    "Mprobe": "comm.mprobe",
+    "Bsend": "comm.bsend",
+    "Ibsend": "comm.ibsend",
+    "Bsend_init": "comm.persistent.bsend",
+    "Improbe": "comm.improbe",
     "Send_init": "comm.persistent.send",
     "Allreduce_init": "comm.persistent.all_reduce",
     "Sendrecv": "comm.sendrecv",
@@ -100,6 +105,13 @@ def test_another_librarys_method_names_ours(comm: Any, name: str) -> None:
     assert str(raised.value).endswith(f"no attribute '{name}': use {ATTRIBUTES[name]}")
     assert not hasattr(comm, name)
     assert name not in dir(comm)
+
+
+def test_mpi4pys_methods_of_a_message_name_ours(comm: Any) -> None:
+    message = comm.mprobe(pycoll.PROC_NULL)
+    for name, ours in {"Recv": "message.recv", "Irecv": "message.irecv"}.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': use {ours}$"):
+            getattr(message, name)
 
 
 def test_every_foreign_word_leads_to_something_that_there_is(comm: Any) -> None:

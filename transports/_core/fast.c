@@ -12,7 +12,7 @@ static const signed char positional[PC_KINDS][5] = {
     [PC_BARRIER] = {-1}, [PC_BROADCAST] = {X, ROOT, -1}, [PC_REDUCE] = {X, OP, ROOT, OUT, -1},
     [PC_ALL_REDUCE] = {X, OP, OUT, -1}, [PC_GATHER] = {X, ROOT, OUT, -1}, [PC_ALL_GATHER] = {X, OUT, -1},
     [PC_SCATTER] = {X, ROOT, OUT, -1}, [PC_REDUCE_SCATTER] = {X, OP, OUT, -1}, [PC_ALL_TO_ALL] = {X, OUT, -1},
-    [PC_SCAN] = {X, OP, -1}, [PC_EXSCAN] = {X, OP, -1},
+    [PC_SCAN] = {X, OP, OUT, -1}, [PC_EXSCAN] = {X, OP, OUT, -1},
 };
 
 void pc_fast_init(void) {
