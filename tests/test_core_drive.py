@@ -98,8 +98,7 @@ def test_a_fault_planted_in_the_waiting_is_found(tmp_path: Path, fault: dict[str
     file.write_text(text.replace(fault["right"], fault["wrong"]))
     program = build(tmp_path, engine, THREAD)
     for seed in ("1", "1001", "2001"):  # the calls are the same each time, what meets is not
-        run = call(["timeout", "60", *prefix, program, "100", seed], tmp_path)
+        run = call([*prefix, program, "100", seed], tmp_path)
         if run.returncode != 0:
             break
-    # The program's word, ThreadSanitizer's, or that it hangs.
-    assert run.returncode in (3, 66, 124), run.stdout
+    assert run.returncode in (3, 66), run.stdout  # the program's word, and ThreadSanitizer's

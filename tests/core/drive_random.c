@@ -18,6 +18,7 @@
 #include <errno.h>
 #include <poll.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -401,9 +402,20 @@ static void add_up(const struct world *world) {
     sums.looks += world->looks, sums.bells += world->bells, sums.closed += world->closed;
 }
 
+/* A world takes some hundredths of a second; and a machine may be busy. */
+#define LIMIT_S 30
+
+static void hang(int signal) {
+    static const char words[] = "a world hangs\n";
+    (void)signal;
+    (void)!write(STDERR_FILENO, words, sizeof words - 1);
+    _exit(3);
+}
+
 static void run_world(void) {
     static struct world world;
     uint64_t random = seed;
+    alarm(LIMIT_S);
     open_world(&world, &random);
     pthread_t waiters[WAITERS], enders[ENDERS];
     struct actor actors[WAITERS];
@@ -546,6 +558,7 @@ int main(int count, char **words) {
         strcmp(words[1], "fork") == 0 ? fork_once() : work_once();
         return 0;
     }
+    signal(SIGALRM, hang);
     uint64_t worlds = strtoull(words[1], NULL, 10), first = strtoull(words[2], NULL, 10);
     for (seed = first; seed < first + worlds; seed++)
         run_world();
