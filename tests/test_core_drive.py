@@ -2,7 +2,8 @@
 
 `tests/core/drive_random.c` has threads that begin, end, cancel and wait for ops at random. It is
 built with `PC_DRIVE_CHECKED`, so that every sleep which came to its end by itself is looked at: was
-there something to do? `tests/core/drive.pml` is the protocol of sleeping, waking and handing over.
+there something to do? `tests/core/drive.pml` and `lock.pml` are models of sleeping, waking and
+handing over, which test_core_protocols.py runs.
 """
 
 from __future__ import annotations

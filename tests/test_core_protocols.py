@@ -107,6 +107,8 @@ MODELS = [
     ("stream", "-DRANKS=3 -DCALLS=1 -DMOST_CHUNKS=4", ""),
     ("stream", "-DSLEEP -DRANKS=2 -DCALLS=2", ""),
     ("stream", "-DSLEEP -DRANKS=3 -DCALLS=1", ""),
+    ("lock", "-DTHREADS=2", ""),
+    ("lock", "-DTHREADS=3", ""),
     ("drive", "-DWAITERS=2", ""),
     ("drive", "-DWAITERS=3", ""),
     *((model["model"], model["macros"], model["finds"]) for model in LISTED["model"]),

@@ -22,7 +22,7 @@ bool pc_futex_wake(pc_word *word) { return syscall(SYS_futex, word, FUTEX_WAKE_P
 void pc_lock_take_slowly(struct pc_lock *lock) {
     uint32_t state = atomic_load_explicit(&lock->state, memory_order_relaxed);
     for (;;) {
-        if (state == PC_LOCK_FREE || state == PC_LOCK_HANDED) {
+        if (state == PC_LOCK_FREE || pc_lock_is_handed(state)) {
             if (atomic_compare_exchange_weak_explicit(&lock->state, &state, PC_LOCK_WANTED, memory_order_acquire,
                                                       memory_order_relaxed))
                 return;
@@ -36,16 +36,16 @@ void pc_lock_take_slowly(struct pc_lock *lock) {
 }
 
 void pc_lock_hand_over(struct pc_lock *lock) {
-    atomic_store_explicit(&lock->state, PC_LOCK_HANDED, memory_order_release);
+    uint32_t handed = ++lock->handed << PC_LOCK_BITS | PC_LOCK_HANDED;
+    atomic_store_explicit(&lock->state, handed, memory_order_release);
     if (pc_futex_wake(&lock->state)) {
         /* Until the one that was woken has it. It leaves the lock as wanted, so this thread is woken in its turn. */
-        pc_futex_wait(&lock->state, PC_LOCK_HANDED, PC_FOR_EVER);
+        pc_futex_wait(&lock->state, handed, PC_FOR_EVER);
         pc_lock_take_slowly(lock);
         return;
     }
     /* Nobody sleeps yet: then who was about to looks again, and sees what this leaves. */
-    uint32_t state = PC_LOCK_HANDED;
-    if (!atomic_compare_exchange_strong_explicit(&lock->state, &state, PC_LOCK_HELD, memory_order_acquire,
+    if (!atomic_compare_exchange_strong_explicit(&lock->state, &handed, PC_LOCK_HELD, memory_order_acquire,
                                                  memory_order_relaxed))
         pc_lock_take_slowly(lock);
 }

@@ -17,11 +17,13 @@ enum {
     PC_LOCK_FREE,
     PC_LOCK_HELD,
     PC_LOCK_WANTED, /* held, and threads may sleep for it */
-    PC_LOCK_HANDED, /* for those that sleep, not for who comes */
+    PC_LOCK_HANDED, /* for those that sleep, not for who comes; with the number of the hand-over above these bits */
+    PC_LOCK_BITS = 2,
 };
 
 struct pc_lock {
     pc_word state;
+    uint32_t handed; /* the last hand-over's number: who sleeps until its own is over takes no other for it */
 };
 
 #define PC_FOR_EVER UINT64_MAX
@@ -30,6 +32,10 @@ struct pc_lock {
 int pc_futex_wait(pc_word *word, uint32_t value, uint64_t timeout_ns);
 /* Wake one thread; whether there was one. */
 bool pc_futex_wake(pc_word *word);
+
+static inline bool pc_lock_is_handed(uint32_t state) {
+    return (state & ((1u << PC_LOCK_BITS) - 1)) == PC_LOCK_HANDED;
+}
 
 void pc_lock_take_slowly(struct pc_lock *lock);
 void pc_lock_hand_over(struct pc_lock *lock);
