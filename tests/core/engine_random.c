@@ -38,11 +38,13 @@ static bool scarce;
 static int64_t allocated;
 enum count {
     RECEIVED, REFUSED, PROBED, HELD, RETURNED, PARKED, POSTED_AGAIN, FAILED, CANCELLED, WITHDRAWN, WITHOUT_MEMORY,
-    UNOPENED, ABANDONED, REDIRECTED, TO_SELF, FROM_CALLBACKS, COUNTS
+    UNOPENED, ABANDONED, REDIRECTED, TO_SELF, FROM_CALLBACKS,
+    NONSENSE, COUNTS
 };
 static const char *const names[] = {
     "received", "refused", "probed", "held", "returned", "parked", "posted again", "failed", "cancelled", "withdrawn",
-    "without memory", "unopened", "abandoned", "redirected", "to self", "from callbacks"};
+    "without memory", "unopened", "abandoned", "redirected", "to self", "from callbacks",
+    "nonsense"};
 static uint64_t counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -442,7 +444,7 @@ static bool progress(void) {
         }
         if (flight->accepted || (flight->where == PC_COMING && flight->filled < flight->nbytes)) {
             size_t rest = flight->nbytes - flight->filled;
-            put(flight, chance(30) ? rest : below(rest + 1));
+            put(flight, chance(20) ? rest : below(rest / 2 + 2) % (rest + 1));
             if (flight->filled < flight->nbytes)
                 return true;
             if (flight->accepted)
@@ -712,13 +714,14 @@ static void start_receive(int number) {
 static void go_on(int rank, bool gives_up) {
     if (num_receives == 0)
         return;
+    bool only_reading = gives_up && chance(60);
     uint32_t start = (uint32_t)below(num_receives);
     for (uint32_t turn = 0; turn < num_receives; turn++) {
         struct receive *receive = &receives[(start + turn) % num_receives];
         struct pc_receive *it = &receive->receive;
         enum pc_receive_state state = it->state;
         bool goes_on = receive->live && receive->rank == rank && state != PC_RECEIVE_ENDED;
-        if (!goes_on || (!gives_up && state != PC_RECEIVE_HELD))
+        if (!goes_on || (!gives_up && state != PC_RECEIVE_HELD) || (only_reading && state != PC_RECEIVE_READING))
             continue;
         if (!gives_up) {
             receive->last_flight = flight_of(it->message)->gone ? -1 : (int64_t)number_in(it->message->header);
@@ -742,8 +745,12 @@ static void cancel_send(int rank) {
     if (num_flights == 0)
         return;
     struct flight *flight = &flights[below(num_flights)];
-    for (int turn = 0; turn < 20 && (flight->source != rank || !flight->sending); turn++)
+    bool only_accepted = chance(60); /* it is being read */
+    for (int turn = 0; turn < 200; turn++) {
         flight = &flights[below(num_flights)];
+        if (flight->source == rank && flight->sending && (flight->accepted || !only_accepted))
+            break;
+    }
     if (flight->source != rank || !flight->sending || !pc_send_cancel(&flight->send))
         return;
     counts[CANCELLED]++;
@@ -799,9 +806,9 @@ static void act(int rank) {
     uint64_t what = below(1000);
     if (what < 330)
         start_send(rank);
-    else if (what < 660)
+    else if (what < 640)
         start_receive(rank);
-    else if (what < 800)
+    else if (what < 760)
         go_on(rank, false);
     else if (what < 880)
         go_on(rank, true);
@@ -813,11 +820,32 @@ static void act(int rank) {
         stop(rank, true);
     else if (what < 987) {
         int peer = (int)below(RANKS);
-        if (peer != rank && chance(20))
+        if (peer != rank && chance(40))
             pc_engine_forget(&ranks[rank].engine, peer, 1000 + peer);
     } else {
         open_context(rank);
     }
+}
+
+/* No rank of this job sends this: nothing happens. */
+static void send_nonsense(int rank) {
+    unsigned char *header = malloc(PC_P2P_NBYTES);
+    pc_p2p_header(header, below(IDENTS), chance(50) ? -1 : INT64_MIN, 0);
+    size_t nbytes = PC_P2P_NBYTES;
+    if (chance(30))
+        header[0] = PC_KIND_P2P + 1;
+    else if (chance(50))
+        nbytes = below(PC_P2P_NBYTES);
+    unsigned char *exact = malloc(nbytes + (nbytes == 0));
+    memcpy(exact, header, nbytes);
+    struct pc_incoming incoming = {
+        .peer = (rank + 1) % RANKS, .header = exact, .header_nbytes = nbytes, .where = PC_WAITING};
+    struct pc_message *message;
+    int error = pc_arrived(&ranks[rank].engine, &ranks[rank].link, &incoming, &message);
+    check(error == -EPROTO && message == NULL, "nonsense is taken for a message", nbytes);
+    counts[NONSENSE]++;
+    free(header);
+    free(exact);
 }
 
 /* --- the model --------------------------------------------------------------------------------------- */
@@ -900,6 +928,8 @@ static void world(void) {
         scarce = may_be_scarce && step / 64 % 2 == 1;
         if (chance(acts))
             act((int)below(RANKS));
+        else if (below(200) == 0)
+            send_nonsense((int)below(RANKS));
         else
             (void)progress();
         check_all();

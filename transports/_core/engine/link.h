@@ -109,8 +109,8 @@ struct pc_link {
     struct pc_engine *engine;
 };
 
-/* A message has come. 0: it was taken over. `*message` is that by which the link knows it; NULL: it does not know it any
-   more. It is set before anybody is told, so a link that gives a place in its own tables finds it there if it is
+/* A message has come. 0: it was taken over. `*message` is that by which the link knows it; NULL: it does not know it
+   any more. It is set before anybody is told, so a link that gives a place in its own tables finds it there if it is
    called meanwhile.
    -ENOMEM, -ENOBUFS: there is no room for it now, and nothing has happened: tell it again later, before what came after
    it, or lose the peer. -EPROTO: no rank of this job sends this. */
