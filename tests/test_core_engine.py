@@ -1,0 +1,52 @@
+"""Point to point of the message engine in plain C, in a program of its own.
+
+`tests/core/engine_random.c` has three engines that do everything at random over a link that does
+all that a link may do, and compares them with a naive model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, needs_gcc, prefix_of
+from tiers import exhaustive
+
+NAMES = ("engine", "message", "context", "link_self", "match", "chains")
+KINDS = 17
+"""Things that the random calls count."""
+
+pytestmark = needs_gcc
+
+
+def build(tmp_path: Path, program: str, flags: tuple[str, ...]) -> Path:
+    """Build a program with the sources of the engine."""
+    sources = [TESTS / f"{program}.c", *(CORE / "engine" / f"{name}.c" for name in NAMES)]
+    folders: list[str | Path] = ["-I", TESTS, "-I", CORE, "-include", TESTS / "engine_hooks.h"]
+    made = call([*COMPILER, *flags, *folders, *sources, "-o", program], tmp_path)
+    assert made.returncode == 0, made.stdout
+    return tmp_path / program
+
+
+@pytest.mark.parametrize(
+    ("flags", "worlds"),
+    [
+        pytest.param(ADDRESS, 60, id="few"),
+        pytest.param(ADDRESS, 3_000, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 10_000, marks=exhaustive, id="plain"),
+    ],
+)
+def test_random_calls_of_engines_match_a_naive_model(
+    tmp_path: Path, flags: tuple[str, ...], worlds: int
+) -> None:
+    prefix = prefix_of(flags)
+    program = build(tmp_path, "engine_random", flags)
+    run = call([*prefix, program, str(worlds), "1"], tmp_path)
+    assert run.returncode == 0, run.stdout
+    counts = {
+        name: int(number)
+        for name, _, number in (part.strip().rpartition(" ") for part in run.stdout.split(","))
+    }
+    assert len(counts) == KINDS
+    # Each of these must have happened often enough to say something.
+    assert all(count >= worlds / 10 for count in counts.values()), counts

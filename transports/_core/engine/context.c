@@ -1,0 +1,358 @@
+/* Point to point on one context: receives, sends, and what a receive does with its message. See engine.h. */
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag, unsigned char form) {
+    header[0] = PC_KIND_P2P;
+    for (int byte = 0; byte < 8; byte++) {
+        header[1 + byte] = (unsigned char)(ident >> 8 * byte);
+        header[9 + byte] = (unsigned char)((uint64_t)tag >> 8 * byte);
+    }
+    header[PC_FORM_AT] = form;
+}
+
+/* --- what ends --------------------------------------------------------------------------------------- */
+
+void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int status,
+                    const struct pc_message *message) {
+    receive->state = PC_RECEIVE_ENDED;
+    receive->status = status;
+    receive->context = NULL;
+    receive->message = NULL;
+    if (message != NULL) {
+        receive->source = message->match.queued.source;
+        receive->tag = message->match.queued.tag;
+        receive->nbytes = message->nbytes;
+        if (receive->posted.peek || status == PC_REFUSED) {
+            receive->header = malloc(message->header_nbytes);
+            receive->header_nbytes = message->header_nbytes;
+            if (receive->header != NULL)
+                memcpy(receive->header, message->header, message->header_nbytes);
+        }
+    }
+    pc_engine_tell(engine, &receive->ending);
+}
+
+static void unlink_send(struct pc_send *send) {
+    *send->at = send->next;
+    if (send->next != NULL)
+        send->next->at = send->at;
+    send->context = NULL;
+}
+
+void pc_send_end(struct pc_engine *engine, struct pc_send *send, int status) {
+    unlink_send(send);
+    send->status = status;
+    pc_engine_tell(engine, &send->ending);
+}
+
+int pc_context_no_sender(const struct pc_context *context, int source) {
+    const int *gone = context->engine->gone;
+    if (source != PC_ANY)
+        return gone[source];
+    int reason = 0; /* nobody else: what one sends to oneself may come at any time */
+    for (size_t member = 0; member < context->num_members; member++) {
+        if (context->members[member] == context->me)
+            continue;
+        if (gone[context->members[member]] == 0)
+            return 0;
+        if (reason == 0)
+            reason = gone[context->members[member]];
+    }
+    return reason;
+}
+
+/* --- a receive and its message ----------------------------------------------------------------------- */
+
+enum outcome {
+    TAKEN,      /* the receive has it, or has ended with it */
+    MISSED,     /* there is no such message any more: the receive waits again */
+    GIVEN_BACK, /* the receive has ended without it */
+};
+
+static void couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state) {
+    receive->state = state;
+    receive->message = message;
+    message->taker = receive;
+    pc_list_append(&receive->context->taken, message);
+}
+
+static void decouple(struct pc_receive *receive) {
+    pc_list_remove(receive->message);
+    receive->message->taker = NULL;
+    receive->message = NULL;
+}
+
+static void gather(unsigned char *into, const struct pc_incoming *in) {
+    for (size_t part = 0; part < in->num_parts; into += in->parts[part++].iov_len)
+        if (in->parts[part].iov_len > 0)
+            memcpy(into, in->parts[part].iov_base, in->parts[part].iov_len);
+}
+
+/* Have a message, which stands nowhere, written to the memory of a receive. */
+static enum outcome fetch(struct pc_receive *receive, struct pc_message *message) {
+    struct pc_engine *engine = receive->context->engine;
+    struct pc_link *link = message->link;
+    int answer = PC_RECEIVED;
+    switch (message->state) {
+    case PC_MESSAGE_PASSING:
+        gather(receive->into, message->passing);
+        break;
+    case PC_MESSAGE_HERE:
+        if (message->nbytes > 0)
+            memcpy(receive->into, message->payload, message->nbytes);
+        if (message->spare == NULL)
+            link->ops->release(link, message);
+        break;
+    case PC_MESSAGE_READING: /* for one that was given up */
+        if (link->ops->redirect(link, message, receive->into)) {
+            free(message->spare);
+            message->spare = NULL;
+            answer = PC_UNDER_WAY;
+        } else if (message->nbytes > 0) {
+            memcpy(receive->into, message->spare, message->nbytes);
+        }
+        break;
+    case PC_MESSAGE_WAITS:
+        answer = link->ops->accept(link, message, receive->into);
+        break;
+    case PC_MESSAGE_GONE:
+        answer = PC_WITHDRAWN;
+    }
+    if (answer == PC_UNDER_WAY) {
+        message->state = PC_MESSAGE_READING;
+        couple(receive, message, PC_RECEIVE_READING);
+        return TAKEN;
+    }
+    if (answer < 0) {
+        pc_receive_end(engine, receive, answer, message);
+        return GIVEN_BACK;
+    }
+    if (answer == PC_RECEIVED)
+        pc_receive_end(engine, receive, 0, message);
+    pc_message_free(engine, message);
+    return answer == PC_RECEIVED ? TAKEN : MISSED;
+}
+
+static bool fits(const struct pc_receive *receive, const struct pc_message *message) {
+    return message->nbytes <= receive->room && message->header_nbytes >= PC_FORM_AT + receive->expects_nbytes &&
+           (receive->expects_nbytes == 0 ||
+            memcmp(message->header + PC_FORM_AT, receive->expects, receive->expects_nbytes) == 0);
+}
+
+/* A receive has taken a message. */
+static enum outcome take(struct pc_receive *receive, struct pc_message *message) {
+    struct pc_engine *engine = receive->context->engine;
+    if (receive->ask) {
+        couple(receive, message, PC_RECEIVE_HELD);
+        pc_engine_tell(engine, &receive->ending);
+        return TAKEN;
+    }
+    if (fits(receive, message))
+        return fetch(receive, message);
+    pc_receive_end(engine, receive, PC_REFUSED, message);
+    return GIVEN_BACK;
+}
+
+/* Post a receive, in its place; its message, which it has taken; NULL: it waits, or has ended. */
+static struct pc_message *post(struct pc_context *context, struct pc_receive *receive) {
+    struct pc_posted *posted = &receive->posted;
+    struct pc_message *message = (struct pc_message *)pc_match_post_again(&context->matching, posted);
+    if (message != NULL) {
+        if (!posted->peek)
+            return message;
+        pc_receive_end(context->engine, receive, 0, message);
+        return NULL;
+    }
+    receive->state = PC_RECEIVE_POSTED;
+    int reason = pc_context_no_sender(context, posted->queued.source);
+    if (reason != 0) {
+        pc_match_withdraw_posted(&context->matching, posted);
+        pc_receive_end(context->engine, receive, reason, NULL);
+    }
+    return NULL;
+}
+
+/* Give a message to those that wait for it: the receive that has taken it; NULL: it waits now. */
+static struct pc_receive *offer(struct pc_context *context, struct pc_message *message) {
+    struct pc_posted *told;
+    struct pc_posted *posted = pc_match_put_back(&context->matching, &message->match, &told);
+    for (struct pc_posted *next; told != NULL; told = next) {
+        next = told->next_told;
+        pc_receive_end(context->engine, (struct pc_receive *)told, 0, message);
+    }
+    return (struct pc_receive *)posted;
+}
+
+void pc_context_settle(struct pc_context *context, struct pc_message *message, struct pc_receive *receive) {
+    for (;;) {
+        if (message == NULL)
+            message = post(context, receive);
+        else
+            receive = offer(context, message);
+        if (message == NULL || receive == NULL)
+            return;
+        switch (take(receive, message)) {
+        case TAKEN:
+            return;
+        case MISSED:
+            message = NULL;
+            break;
+        case GIVEN_BACK:
+            receive = NULL;
+        }
+    }
+}
+
+/* --- what the caller asks for ------------------------------------------------------------------------ */
+
+void pc_receive_start(struct pc_context *context, struct pc_receive *receive) {
+    pc_engine_enter(context->engine);
+    receive->posted.queued.number = context->matching.next_number++;
+    receive->context = context;
+    if (context->broken != 0)
+        pc_receive_end(context->engine, receive, context->broken, NULL);
+    else
+        pc_context_settle(context, NULL, receive);
+    pc_engine_leave(context->engine);
+}
+
+void pc_receive_into(struct pc_receive *receive, void *into) {
+    struct pc_context *context = receive->context;
+    struct pc_message *message = receive->message;
+    struct pc_engine *engine = context->engine;
+    pc_engine_enter(engine);
+    pc_engine_tell_not(engine, &receive->ending);
+    decouple(receive);
+    receive->into = into;
+    switch (fetch(receive, message)) {
+    case TAKEN:
+        break;
+    case MISSED:
+        pc_context_settle(context, NULL, receive);
+        break;
+    case GIVEN_BACK:
+        pc_context_settle(context, message, NULL);
+    }
+    pc_engine_leave(engine);
+}
+
+/* Let a message that is being read go on in memory of ours. False: there is none. */
+static bool park(struct pc_message *message, void *into) {
+    unsigned char *spare = malloc(message->nbytes + (message->nbytes == 0)); /* never NULL for want of bytes */
+    if (spare == NULL)
+        return false;
+    message->spare = spare;
+    if (message->link->ops->redirect(message->link, message, spare))
+        return true;
+    if (message->nbytes > 0)
+        memcpy(spare, into, message->nbytes);
+    message->state = PC_MESSAGE_HERE;
+    message->payload = spare;
+    return true;
+}
+
+bool pc_receive_give_up(struct pc_receive *receive) {
+    struct pc_context *context = receive->context;
+    struct pc_message *message = receive->message;
+    if (receive->state == PC_RECEIVE_IDLE || receive->state == PC_RECEIVE_ENDED ||
+        (receive->state == PC_RECEIVE_READING && !park(message, receive->into)))
+        return false;
+    struct pc_engine *engine = context->engine;
+    pc_engine_enter(engine);
+    pc_engine_tell_not(engine, &receive->ending);
+    if (message == NULL)
+        pc_match_withdraw_posted(&context->matching, &receive->posted);
+    else
+        decouple(receive);
+    receive->state = PC_RECEIVE_IDLE;
+    receive->context = NULL;
+    if (message != NULL && message->state == PC_MESSAGE_GONE)
+        pc_message_free(engine, message);
+    else if (message != NULL)
+        pc_context_settle(context, message, NULL);
+    pc_engine_leave(engine);
+    return true;
+}
+
+int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header, size_t header_nbytes,
+                  enum pc_way way) {
+    struct pc_engine *engine = context->engine;
+    send->status = context->broken != 0 ? context->broken : engine->gone[send->peer];
+    send->ending.is_send = true;
+    if (send->status != 0)
+        return PC_SENT;
+    send->nbytes = 0;
+    for (size_t part = 0; part < send->num_parts; part++)
+        send->nbytes += send->parts[part].iov_len;
+    pc_engine_enter(engine);
+    struct pc_link *link = engine->links[send->peer];
+    int answer = link->ops->send(link, send, header, header_nbytes, way);
+    if (answer == PC_UNDER_WAY) {
+        send->context = context;
+        send->next = context->sends;
+        send->at = &context->sends;
+        if (send->next != NULL)
+            send->next->at = &send->next;
+        context->sends = send;
+    } else if (answer < 0) {
+        send->status = answer;
+        answer = PC_SENT;
+    }
+    pc_engine_leave(engine);
+    return answer;
+}
+
+bool pc_send_cancel(struct pc_send *send) {
+    if (send->context == NULL)
+        return false;
+    struct pc_engine *engine = send->context->engine;
+    struct pc_link *link = engine->links[send->peer];
+    if (!link->ops->stop(link, send))
+        return false;
+    pc_engine_enter(engine);
+    unlink_send(send);
+    link->ops->take_back(link, send);
+    pc_engine_leave(engine);
+    return true;
+}
+
+/* --- it breaks, or is closed ------------------------------------------------------------------------- */
+
+void pc_context_stop(struct pc_context *context, int status, bool closes) {
+    struct pc_engine *engine = context->engine;
+    if (context->broken != 0)
+        return;
+    context->broken = status;
+    while (context->sends != NULL) {
+        struct pc_send *send = context->sends;
+        struct pc_link *link = engine->links[send->peer];
+        pc_send_end(engine, send, status);
+        link->ops->take_back(link, send);
+    }
+    struct pc_message *message;
+    struct pc_posted *posted;
+    while ((posted = pc_match_first_posted(&context->matching)) != NULL) {
+        pc_match_withdraw_posted(&context->matching, posted);
+        pc_receive_end(engine, (struct pc_receive *)posted, status, NULL);
+    }
+    while ((message = context->taken.first) != NULL) {
+        struct pc_receive *receive = message->taker;
+        decouple(receive);
+        pc_receive_end(engine, receive, status, NULL);
+        pc_message_drop(engine, message, closes);
+    }
+    while ((message = (struct pc_message *)pc_match_first_message(&context->matching)) != NULL) {
+        pc_match_withdraw_message(&context->matching, &message->match);
+        pc_message_drop(engine, message, closes);
+    }
+}
+
+void pc_context_break(struct pc_context *context, int status) {
+    struct pc_engine *engine = context->engine;
+    pc_engine_enter(engine);
+    pc_context_stop(context, status, false);
+    pc_engine_leave(engine);
+}

@@ -1,0 +1,227 @@
+/* The message engine of one rank: communicators (here *contexts*), the messages that have come for them, and the
+   receives and sends that are under way.
+
+   Ranks are world ranks. The memory of receives and sends is the caller's; that of contexts and messages is the
+   engine's. Nothing here locks: the caller holds the engine's lock for everything.
+
+   What ends is told by a callback, after all that the call had to do is done: a callback may call the engine. Callbacks
+   come in the order in which things have ended, one after the other. */
+#ifndef PC_ENGINE_H
+#define PC_ENGINE_H
+
+#include "link.h"
+#include "match.h"
+
+/* A status is 0, a negative errno of a link, one of these, or what the caller has given to `pc_context_break` or
+   `pc_engine_forget`, which is positive. */
+enum {
+    PC_REFUSED = -100001, /* the message does not fit the receive, and is where it was */
+    PC_CLOSED = -100002,  /* the context was closed */
+};
+
+/* Closed contexts that are remembered: messages that come too late for them are dropped. */
+#ifndef PC_CLOSED_IDENTS
+#define PC_CLOSED_IDENTS 4096
+#endif
+/* Messages for contexts that are not open yet. */
+#ifndef PC_MOST_UNOPENED
+#define PC_MOST_UNOPENED 65536
+#endif
+/* A header of this length or less needs no memory of its own. */
+#ifndef PC_SHORT_HEADER
+#define PC_SHORT_HEADER 96
+#endif
+
+/* Header of a point-to-point message, little-endian: kind u8, context u64, tag i64, form u8; then the description. */
+enum { PC_KIND_P2P = 1, PC_FORM_AT = 17, PC_P2P_NBYTES = 18 };
+void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag, unsigned char form);
+
+/* --- messages ---------------------------------------------------------------------------------------- */
+
+enum pc_message_state {
+    PC_MESSAGE_PASSING, /* in `passing`, until `pc_arrived` returns */
+    PC_MESSAGE_WAITS,   /* it was not accepted yet */
+    PC_MESSAGE_READING, /* to the memory of its receive, or to `spare` */
+    PC_MESSAGE_HERE,    /* at `payload`: memory of the link, or `spare` */
+    PC_MESSAGE_GONE,    /* its link does not know it any more; only the receive that holds it does */
+};
+
+struct pc_message_list {
+    struct pc_message *first, **last;
+};
+
+struct pc_message {
+    struct pc_unexpected match; /* the first member; its source is the peer */
+    struct pc_link *link;
+    uint64_t token[4]; /* the link's own */
+    size_t nbytes;
+    unsigned char *header;
+    size_t header_nbytes;
+    enum pc_message_state state;
+    bool sender_waits;
+    const struct pc_incoming *passing;
+    const unsigned char *payload;
+    unsigned char *spare;       /* of ours: freed with the message */
+    struct pc_context *context; /* NULL: none that is open and works */
+    struct pc_receive *taker;   /* holds it, or has it read */
+    /* It stands in a list if a receive has taken it, or if it has no context. */
+    struct pc_message_list *list;
+    struct pc_message *next, **at;
+    unsigned char short_header[PC_SHORT_HEADER];
+};
+
+/* --- receives ---------------------------------------------------------------------------------------- */
+
+enum pc_receive_state {
+    PC_RECEIVE_IDLE,    /* the caller's: not started, or given up */
+    PC_RECEIVE_POSTED,  /* it waits for a message */
+    PC_RECEIVE_HELD,    /* it asks: `message` has come for it, and the caller says what becomes of it */
+    PC_RECEIVE_READING, /* its message is being read */
+    PC_RECEIVE_ENDED,
+};
+
+/* A receive, or a probe. The caller sets the first block, and all else to zero. */
+struct pc_receive {
+    struct pc_posted posted; /* the first member: source, tag, and peek for a probe */
+    bool ask;                /* else the next four say which message fits */
+    void *into;
+    size_t room;
+    const void *expects; /* with what the header must go on from its form: the caller's, until it has ended */
+    size_t expects_nbytes;
+    /* It is held or has ended. The latter is the last that is done with it. */
+    void (*told)(struct pc_receive *receive);
+    void *owner; /* up to the caller */
+
+    enum pc_receive_state state;
+    /* When it has ended. */
+    int status, source;
+    int64_t tag;
+    size_t nbytes;
+    /* Of a probe, and of a receive that was refused: a copy, to be freed by the caller; NULL: there was no memory. */
+    unsigned char *header;
+    size_t header_nbytes;
+
+    struct pc_context *context;
+    struct pc_message *message;
+    struct pc_ending ending;
+};
+
+/* --- contexts ---------------------------------------------------------------------------------------- */
+
+struct pc_context {
+    struct pc_engine *engine;
+    uint64_t ident;
+    int me;
+    int *members;
+    size_t num_members;
+    int broken; /* a status */
+    struct pc_matching matching;
+    struct pc_message_list taken;
+    struct pc_send *sends; /* that are under way */
+    struct pc_chained by_ident;
+    struct pc_context *next, **at;
+};
+
+/* Messages for a context that is not open. */
+struct pc_unopened {
+    struct pc_message_list messages; /* the first member */
+    uint64_t ident;
+    struct pc_chained by_ident;
+    struct pc_unopened *next, **at;
+};
+
+struct pc_closed {
+    uint64_t ident;
+    struct pc_chained by_ident;
+};
+
+/* The caller sets the first block, and all else to zero. It must stay where it is. */
+struct pc_engine {
+    int size;
+    struct pc_link **links; /* by peer; the caller's */
+    /* Messages of other kinds. They are told and answered like the others. */
+    int (*other)(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *incoming,
+                 struct pc_message **message);
+    void *owner;
+
+    int *gone; /* by peer: a status; 0: it is there */
+    struct pc_context *contexts;
+    struct pc_chains by_ident, unopened, by_closed;
+    struct pc_closed *closed; /* a ring */
+    uint64_t num_closed;
+    struct pc_unopened *first_unopened;
+    size_t num_unopened; /* messages */
+    struct pc_message_list abandoned; /* they wait at their senders, and are not answered */
+    struct pc_message *free_messages;
+    size_t num_messages; /* that are used */
+    struct pc_message *arriving;
+    int depth;
+    bool telling;
+    struct pc_ending *endings, **last_ending; /* to be told */
+};
+
+/* 0, or -ENOMEM. */
+int pc_engine_open(struct pc_engine *engine);
+/* The links are closed, and so are all contexts. */
+void pc_engine_free(struct pc_engine *engine);
+/* A peer has ended, for the reason `status`. What waits for it fails; messages of it that are here may still be
+   received. */
+void pc_engine_forget(struct pc_engine *engine, int peer, int status);
+
+/* Open a context, which is not open and was not closed; messages that have come for it are handed over. NULL: there is
+   no memory. */
+struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members, size_t num_members,
+                                   int me);
+/* End all that is under way with `status`, and so what is started later; drop what has come. */
+void pc_context_break(struct pc_context *context, int status);
+/* The same with PC_CLOSED, if it is not broken; and free it. */
+void pc_context_close(struct pc_context *context);
+
+/* Start a receive or a probe. Its state says what has become of it; if it is held or has ended `told` is called, too,
+   as it is later. */
+void pc_receive_start(struct pc_context *context, struct pc_receive *receive);
+/* Have the message that a receive holds written to `into`. If it was taken back the receive waits again, in its
+   place. */
+void pc_receive_into(struct pc_receive *receive, void *into);
+/* Give up: it does not end, and nothing is written any more. A message that it has goes back to its place. False: it
+   has ended, or it goes on for want of memory, as its state says. */
+bool pc_receive_give_up(struct pc_receive *receive);
+
+/* Start a send. PC_UNDER_WAY; PC_SENT: it has ended already, with its `status`. */
+int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header, size_t header_nbytes,
+                  enum pc_way way);
+/* Take back a send; it does not end. False: it is too late, and it goes on, or has ended. */
+bool pc_send_cancel(struct pc_send *send);
+
+/* --- for the engine's own files ---------------------------------------------------------------------- */
+
+/* Around everything that the caller or a link calls: what has ended is told last. */
+static inline void pc_engine_enter(struct pc_engine *engine) { engine->depth++; }
+void pc_engine_leave(struct pc_engine *engine);
+
+void pc_list_clear(struct pc_message_list *list);
+void pc_list_append(struct pc_message_list *list, struct pc_message *message);
+void pc_list_remove(struct pc_message *message);
+
+/* A message that stands nowhere yet, of a link; NULL: there is no memory. */
+struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in);
+/* Copy a payload that is about to pass. False: there is no memory. */
+bool pc_message_keep(struct pc_message *message);
+/* Free a message that stands nowhere. */
+void pc_message_free(struct pc_engine *engine, struct pc_message *message);
+/* Drop a message that stands nowhere, and that nobody will receive. */
+void pc_message_drop(struct pc_engine *engine, struct pc_message *message, bool answer);
+
+/* Why no message of a source can come any more; 0: it can. */
+int pc_context_no_sender(const struct pc_context *context, int source);
+/* A message, or a receive, that stands nowhere waits in its place, or finds what it waits for. */
+void pc_context_settle(struct pc_context *context, struct pc_message *message, struct pc_receive *receive);
+void pc_context_stop(struct pc_context *context, int status, bool closes);
+/* Have a receive or a send told of its state; or not any more. */
+void pc_engine_tell(struct pc_engine *engine, struct pc_ending *ending);
+void pc_engine_tell_not(struct pc_engine *engine, struct pc_ending *ending);
+void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int status,
+                    const struct pc_message *message);
+void pc_send_end(struct pc_engine *engine, struct pc_send *send, int status);
+
+#endif
