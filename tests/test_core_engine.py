@@ -32,8 +32,8 @@ def build(tmp_path: Path, program: str, flags: tuple[str, ...]) -> Path:
     ("flags", "worlds"),
     [
         pytest.param(ADDRESS, 60, id="few"),
-        pytest.param(ADDRESS, 3_000, marks=exhaustive, id="address"),
-        pytest.param(PLAIN, 10_000, marks=exhaustive, id="plain"),
+        pytest.param(ADDRESS, 1_500, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 5_000, marks=exhaustive, id="plain"),
     ],
 )
 def test_random_calls_of_engines_match_a_naive_model(

@@ -322,6 +322,11 @@ static void test_forget(struct pc_link *link, int peer) {
             flight->sent_due = false;
         } else if (flight->source == peer && flight->dest == me) {
             flight->severed = true;
+            if (flight->announcing && flight->on_wire) { /* a callback forgets the peer whose message it is told */
+                flight->gone = flight->where >= PC_COMING;
+                flight->on_wire = !flight->gone;
+                continue;
+            }
             flight->on_wire = false;
             if (flight->known && flight->where != PC_KEPT) {
                 flight->gone = true;
