@@ -11,6 +11,14 @@ See README.md, and the docstring of `Communicator`.
 
 from __future__ import annotations
 
+import sys
+
+if "t" in sys.abiflags:  # as sysconfig's Py_GIL_DISABLED says, which takes longer to ask
+    raise ImportError(
+        "pycoll does not run on free-threaded CPython: use a Python that has the GIL"
+        " (python3.13, not python3.13t)"
+    )
+
 from pycoll.errors import (
     BootstrapError,
     Error,
@@ -106,7 +114,6 @@ _HOMES = {
 if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
 
     def __getattr__(name):
-        import sys
         from importlib import import_module
 
         home = _HOMES.get(name)

@@ -25,6 +25,7 @@ SOURCES = (
     "direct.c",
     "together.c",
     "choice.c",
+    "processor.c",
 )
 PROGRAM = ("native_tsan.c", "native_sleep.c", "native_python.c")
 

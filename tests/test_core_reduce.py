@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,16 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
     assert core.reduce_level(request.param) == request.param
     yield request.param
     core.reduce_level(-1)
+
+
+def test_the_level_is_the_best_that_the_processor_has(level: int) -> None:
+    said = re.search(r"^flags\s*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags = set(said[1].split()) if said else set()
+    needs = ({"avx2", "f16c", "bmi1", "bmi2"}, {"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+    best = 0 if not flags >= needs[0] else 2 if flags >= needs[1] else 1
+    chosen = core.reduce_level(-1)
+    core.reduce_level(level)  # the tests after this one run on it
+    assert chosen == best
 
 
 def reduce(name: str, dtype: DType, out: Array, operands: list[Array], divisor: int = 1) -> Array:

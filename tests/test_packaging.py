@@ -5,13 +5,16 @@ from __future__ import annotations
 import ast
 import fnmatch
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -127,6 +130,129 @@ def test_the_distribution_has_its_commands_plugin_and_type_marker(
 def test_the_version_is_stated_once() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert pycoll.__version__ == project["version"]
+
+
+# ---------------------------------------------------------------- what builds the core
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """build_backend/pycoll_compiler.py, on an x86-64 whose PATH is an empty folder."""
+    source = ROOT / "build_backend" / "pycoll_compiler.py"
+    spec = importlib.util.spec_from_file_location("pycoll_compiler", source)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(sysconfig, "get_config_var", {"CC": "pythons-own -pthread"}.get)
+    return module
+
+
+def put_program(name: str) -> None:
+    path = Path(os.environ["PATH"], name)
+    path.touch()
+    path.chmod(0o755)
+
+
+def test_without_a_compiler_the_build_asks_for_zig(compiler: ModuleType) -> None:
+    (needed,) = compiler.requirements()
+    assert needed.startswith("ziglang")
+
+
+@pytest.mark.parametrize("name", ["pythons-own", "cc", "gcc", "clang", "mine"])
+def test_with_a_compiler_the_build_asks_for_none(
+    name: str, compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "mine":
+        monkeypatch.setenv("CC", "mine -m64")
+    put_program(name)
+    assert compiler.requirements() == []
+
+
+def test_the_compiler_in_cc_is_taken_before_others(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_program("mine")
+    put_program("pythons-own")
+    monkeypatch.setenv("CC", "mine -m64")
+    assert compiler.own_compiler() == "mine -m64"
+
+
+def test_another_compiler_stands_in_for_one_that_is_not_there(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_program("gcc")
+    monkeypatch.setenv("CC", "mine -m64")
+    assert compiler.own_compiler() is None
+    assert compiler.command() == ["gcc"]
+
+
+def test_zig_compiles_for_any_processor_and_an_old_glibc(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    zig = str(tmp_path / "ziglang" / "zig")
+    for libc, target in (
+        (("glibc", "2.39"), "x86_64-linux-gnu.2.28"),
+        (("glibc", "2.17"), "x86_64-linux-gnu.2.17"),
+        (("", ""), "x86_64-linux-musl"),
+    ):
+        monkeypatch.setattr("platform.libc_ver", lambda said=libc: said)
+        assert compiler.command() == [zig, "cc", "-target", target]
+
+
+def test_without_compiler_and_zig_the_build_says_what_to_install(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = compiler.what_is_missing()
+    assert "\n" not in missing
+    for words in ("no C compiler", "apt install gcc", "dnf install gcc", "pip install ziglang"):
+        assert words in missing
+
+
+def test_without_pythons_headers_the_build_says_what_to_install(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put_program("cc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    missing = compiler.what_is_missing()
+    assert "\n" not in missing
+    for words in ("Python.h", "apt install python3-dev", "dnf install python3-devel"):
+        assert words in missing
+    (tmp_path / "Python.h").touch()
+    assert compiler.what_is_missing() is None
+
+
+def test_a_build_without_the_core_warns_in_one_line(
+    compiler: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler.without_core("the reason")
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "pycoll: warning: built without the compiled core: the reason\n"
+
+
+def test_free_threaded_python_is_refused_by_the_build(
+    compiler: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.refuse_free_threading()  # not this one
+    monkeypatch.setattr(sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    with pytest.raises(SystemExit, match=r"^pycoll: free-threaded CPython is not.*GIL.*$"):
+        compiler.refuse_free_threading()
+
+
+def test_free_threaded_python_is_refused_by_the_import() -> None:
+    program = "import sys; sys.abiflags += 't'; import pycoll"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: pycoll does not run on free-threaded CPython: use a")
 
 
 # ---------------------------------------------------------------- who imports whom

@@ -1,6 +1,6 @@
-#include <stdlib.h>
-
 #include "comm.h"
+
+#include <stdlib.h>
 
 /* A large value is streamed through slots in shared memory, or read directly from the other ranks' arrays. Which is
    quicker depends on the processor, on the kind and size of the call, on whether the ranks' cores share a cache, and

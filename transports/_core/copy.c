@@ -111,14 +111,14 @@ static void copy_by(void copy(unsigned char *, const unsigned char *, size_t), v
 }
 
 void pc_copy_long(void *to, const void *from, size_t nbytes, size_t whole) {
-    if (!is_memmove_slow() || !__builtin_cpu_supports("avx2"))
+    if (!is_memmove_slow() || pc_processor_level() == 0)
         memmove(to, from, nbytes);
     else
         copy_by(whole < PC_PAST_CACHE_NBYTES ? copy_vectors : copy_past_cache, to, from, nbytes);
 }
 
 void pc_copy_past(void *to, const void *from, size_t nbytes) {
-    if (nbytes < PC_LOOP_NBYTES || !__builtin_cpu_supports("avx2"))
+    if (nbytes < PC_LOOP_NBYTES || pc_processor_level() == 0)
         memmove(to, from, nbytes);
     else
         copy_by(copy_past_cache, to, from, nbytes);

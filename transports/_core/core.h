@@ -47,6 +47,10 @@ static inline uint64_t pc_now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
+/* The vector instructions that this processor has, and the system lets it use: 0 none that the core knows of, 1 AVX2,
+   F16C, BMI and BMI2, 2 also AVX-512 (F, BW, DQ, VL). */
+int pc_processor_level(void);
+
 static inline size_t pc_round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
 
 #endif

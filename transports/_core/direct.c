@@ -1,8 +1,8 @@
-#include <errno.h>
-#include <unistd.h>
-
 #include "comm.h"
 #include "copy.h"
+
+#include <errno.h>
+#include <unistd.h>
 
 /* Bytes read at a time when they are to be reduced: small enough to stay in the cache. */
 #define PIECE ((size_t)512 << 10)

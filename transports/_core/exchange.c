@@ -1,7 +1,7 @@
-#include <stdlib.h>
-
 #include "comm.h"
 #include "copy.h"
+
+#include <stdlib.h>
 
 /* --- who gives, who takes ----------------------------------------------------------------------------- */
 

@@ -24,7 +24,7 @@
 #define DESCRIPTION_NBYTES 8u
 #define MAX_DIMS 32
 #define ANY (-1)
-static const char KIND_NAME[5] = "numpy";
+static const char KIND_NAME[5] = {'n', 'u', 'm', 'p', 'y'};
 
 /* Yields before the interpreter's lock is given up, so that a short wait does not pay for that, and between
    looks at the clock. */

@@ -32,12 +32,7 @@ static const pc_reduce_table *const tables[] = {
 
 static int best_level(void) {
 #ifdef PC_REDUCE_LEVELS
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c") || !__builtin_cpu_supports("bmi2"))
-        return 0;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
-        return 1;
-    return 2;
+    return pc_processor_level();
 #else
     return 0;
 #endif

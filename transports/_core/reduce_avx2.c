@@ -2,8 +2,13 @@
 #include "reduce_kernels.h"
 
 #ifdef PC_REDUCE_LEVELS
+#ifdef __clang__
+#include <immintrin.h>
+#pragma clang attribute push(__attribute__((target("avx2,f16c,bmi,bmi2"))), apply_to = function)
+#else
 #pragma GCC target("avx2,f16c,bmi,bmi2")
 #include <immintrin.h>
+#endif
 
 #define PC_LEVEL(name) name##_avx2
 #define PC_VECTOR 32
@@ -54,4 +59,7 @@ static inline void narrow_bfloat16(uint16_t *halves, const float *wide) {
 }
 
 #include "reduce_kernels.inc"
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
 #endif

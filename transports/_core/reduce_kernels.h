@@ -29,9 +29,8 @@ enum pc_dtype {
 typedef pc_reduce_fn pc_reduce_table[PC_OPS][PC_DTYPES];
 
 extern const pc_reduce_table pc_reduce_any;
-/* Other compilers than GCC do not compile a file for another processor without a flag, and GCC before 11 does not
-   tell whether this one has F16C. */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+/* GCC and Clang compile functions for another processor than the one that the file is for. */
+#if defined(__x86_64__) && defined(__GNUC__)
 #define PC_REDUCE_LEVELS
 extern const pc_reduce_table pc_reduce_avx2, pc_reduce_avx512;
 #endif
@@ -45,6 +44,14 @@ typedef void (*pc_divide_fn)(void *out, const void *a, size_t count, int divisor
 void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn pass);
 void pc_reduce_average(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn sum,
                        pc_divide_fn divide, int divisor);
+
+/* An operand either is `out` or is disjoint from it: no iteration of the loop that follows sees what another wrote. */
+#ifdef __clang__
+#define PC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#pragma clang diagnostic ignored "-Wpass-failed" /* loops over complex numbers that stay as they are */
+#else
+#define PC_INDEPENDENT _Pragma("GCC ivdep")
+#endif
 
 /* 16-bit floats are widened, combined and narrowed so many at a time: a strip stays in vector registers. Where a
    value stands in a widened strip is the secret of the two functions that convert. */
