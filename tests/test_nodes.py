@@ -448,7 +448,7 @@ def test_time_passes_before_all_nodes_have_come() -> None:
         return engines.serve(work) if work.node == 0 else time.sleep(4.0)
 
     # On a busy machine who waits for that node may be the first to lose patience.
-    with pytest.raises(Error, match="took longer than 1 s|nothing has come from it for 1 s"):
+    with pytest.raises(Error, match=r"took longer than 1 s|nothing has come from it for 1 s"):
         run_on(Pool(serve), print, [0, 1], timeout=1.0)
 
 
