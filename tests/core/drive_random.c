@@ -331,7 +331,7 @@ static bool leave_to_background(struct world *world, uint64_t *random) {
         issue(world, ticket);
         /* A world that was closed rings no bell. */
         struct pollfd polled = {bell, POLLIN, 0};
-        while (poll(&polled, 1, 50) == 0 && atomic_load(&world->drive.closed) == PC_OPEN)
+        while (poll(&polled, 1, 50) == 0 && atomic_load(&world->drive.closed) == PC_DRIVE_OPEN)
             ;
         is_open = pc_drive_enter(&world->drive);
         if (is_open) {

@@ -575,7 +575,7 @@ static void told(struct pc_receive *it) {
             if (it->header != NULL)
                 flight = &flights[number_in(it->header)];
             else
-                check(scarce || it->status > 0 || it->status == PC_CLOSED, "there was memory", receive->order);
+                check(scarce || it->status > 0 || it->status == PC_CONTEXT_CLOSED, "there was memory", receive->order);
         }
         if (it->status == PC_REFUSED) {
             counts[REFUSED]++;
@@ -772,7 +772,7 @@ static void stop(int number, bool closes) {
     bool was_open = rank->openness[ident] == OPEN;
     rank->openness[ident] = closes ? CLOSED : BROKEN;
     if (was_open)
-        rank->status[ident] = closes ? PC_CLOSED : 1 + ident;
+        rank->status[ident] = closes ? PC_CONTEXT_CLOSED : 1 + ident;
     bool stopped[MOST_FLIGHTS] = {false};
     for (uint32_t each = 0; was_open && each < num_flights; each++)
         if (flights[each].dest == number && flights[each].ident == ident && flights[each].arrival != 0 &&

@@ -15,7 +15,7 @@
 #define LONGEST_REST_NS 1000000u
 
 static bool is_open(struct pc_drive *drive) {
-    return atomic_load_explicit(&drive->closed, memory_order_relaxed) == PC_OPEN;
+    return atomic_load_explicit(&drive->closed, memory_order_relaxed) == PC_DRIVE_OPEN;
 }
 
 static bool may_park(struct pc_drive *drive, bool is_quiet) {

@@ -52,7 +52,7 @@ static bool is_over(const struct pc_waiter *waiter) {
 }
 
 static bool is_open(struct pc_drive *drive) {
-    return atomic_load_explicit(&drive->closed, memory_order_acquire) == PC_OPEN;
+    return atomic_load_explicit(&drive->closed, memory_order_acquire) == PC_DRIVE_OPEN;
 }
 
 static bool has_work(struct pc_drive *drive) { return atomic_load_explicit(&drive->work, memory_order_relaxed) != 0; }
@@ -419,7 +419,7 @@ int pc_drive_open(struct pc_drive *drive) {
     if (error == 0)
         error = add(drive, drive->bell, BELL, EPOLLIN);
     if (error != 0) {
-        atomic_store(&drive->closed, PC_CLOSED);
+        atomic_store(&drive->closed, PC_DRIVE_CLOSED);
         close_descriptors(drive);
     }
     return error;
@@ -466,7 +466,7 @@ void pc_drive_watch_again(struct pc_drive *drive) {
 void pc_drive_close(struct pc_drive *drive) {
     if (!pc_drive_enter(drive))
         return;
-    atomic_store_explicit(&drive->closed, PC_CLOSED, memory_order_release);
+    atomic_store_explicit(&drive->closed, PC_DRIVE_CLOSED, memory_order_release);
     for (struct pc_waiter *waiter = drive->first; waiter != NULL; waiter = waiter->next)
         wake(drive, waiter);
     pc_drive_ring(drive);
@@ -486,6 +486,6 @@ void pc_drive_close(struct pc_drive *drive) {
 
 void pc_drive_forked(struct pc_drive *drive) {
     /* The set is the parent's too: nothing is taken out of it, only this process's descriptors go. */
-    atomic_store_explicit(&drive->closed, PC_FORKED, memory_order_release);
+    atomic_store_explicit(&drive->closed, PC_DRIVE_FORKED, memory_order_release);
     close_descriptors(drive);
 }

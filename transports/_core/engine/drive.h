@@ -48,7 +48,7 @@ enum pc_waited {
     PC_WAITED_CLOSED, /* nothing can be waited for any more */
 };
 
-enum pc_closed { PC_OPEN, PC_CLOSED, PC_FORKED };
+enum pc_drive_state { PC_DRIVE_OPEN, PC_DRIVE_CLOSED, PC_DRIVE_FORKED };
 
 /* A thread that waits; on its stack. Protected by the lock, but for the word. */
 struct pc_waiter {
@@ -67,7 +67,7 @@ struct pc_drive_counts {
 
 struct pc_drive {
     struct pc_lock lock;
-    pc_word closed; /* enum pc_closed; read without the lock, too */
+    pc_word closed; /* enum pc_drive_state; read without the lock, too */
 
     /* To be set before the first wait. */
     uint32_t spins;       /* looks without a pause; 0 if there are more ranks than cores */
@@ -117,10 +117,10 @@ void pc_drive_forked(struct pc_drive *drive);
 
 /* Take the lock; false: it is not taken, this is closed. */
 static inline bool pc_drive_enter(struct pc_drive *drive) {
-    if (atomic_load_explicit(&drive->closed, memory_order_acquire) != PC_OPEN)
+    if (atomic_load_explicit(&drive->closed, memory_order_acquire) != PC_DRIVE_OPEN)
         return false;
     pc_lock_take(&drive->lock);
-    if (atomic_load_explicit(&drive->closed, memory_order_relaxed) == PC_OPEN)
+    if (atomic_load_explicit(&drive->closed, memory_order_relaxed) == PC_DRIVE_OPEN)
         return true;
     pc_lock_give(&drive->lock);
     return false;

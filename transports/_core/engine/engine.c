@@ -146,7 +146,7 @@ struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, con
 void pc_context_close(struct pc_context *context) {
     struct pc_engine *engine = context->engine;
     pc_engine_enter(engine);
-    pc_context_stop(context, PC_CLOSED, true);
+    pc_context_stop(context, PC_CONTEXT_CLOSED, true);
     pc_chains_remove(&engine->by_ident, &context->by_ident);
     *context->at = context->next;
     if (context->next != NULL)

@@ -16,7 +16,7 @@
    `pc_engine_forget`, which is positive. */
 enum {
     PC_REFUSED = -100001, /* the message does not fit the receive, and is where it was */
-    PC_CLOSED = -100002,  /* the context was closed */
+    PC_CONTEXT_CLOSED = -100002,  /* the context was closed */
 };
 
 /* Closed contexts that are remembered: messages that come too late for them are dropped. */
@@ -174,7 +174,7 @@ struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, con
                                    int me);
 /* End all that is under way with `status`, and so what is started later; drop what has come. */
 void pc_context_break(struct pc_context *context, int status);
-/* The same with PC_CLOSED, if it is not broken; and free it. */
+/* The same with PC_CONTEXT_CLOSED, if it is not broken; and free it. */
 void pc_context_close(struct pc_context *context);
 
 /* Start a receive or a probe. Its state says what has become of it; if it is held or has ended `told` is called, too,
