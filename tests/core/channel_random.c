@@ -246,7 +246,7 @@ static void start_send(int source, int dest) {
     memcpy(header, &number, sizeof number);
     for (size_t offset = sizeof number; offset < header_nbytes; offset++)
         header[offset] = byte_of(number, offset);
-    struct pc_send *send = calloc(1, sizeof *send);
+    struct pc_channel_send *send = calloc(1, sizeof *send);
     struct place *place = place_of(message->nbytes + num_parts * GAP);
     send->table = malloc(num_parts * sizeof *send->table);
     unsigned char *memory = place->memory;
@@ -265,7 +265,7 @@ static void start_send(int source, int dest) {
     send->owner = place;
     counts[ALL]++;
     if (below(4) > 0 && pc_channel_post(channel, dest, header, header_nbytes, send->parts, send->nbytes)) {
-        pc_send_free(channel, send);
+        pc_channel_send_free(channel, send);
         counts[POSTED]++;
         return;
     }
@@ -300,7 +300,7 @@ static void complete_at(struct message *message, const struct place *place) {
 }
 
 static void accept_offer(struct rank *rank, struct message *message, const struct pc_offer *offer) {
-    struct pc_receive *receive = calloc(1, sizeof *receive);
+    struct pc_channel_receive *receive = calloc(1, sizeof *receive);
     struct place *place = room_for(message);
     receive->peer = message->source;
     receive->into = place->memory;
@@ -314,7 +314,7 @@ static void accept_offer(struct rank *rank, struct message *message, const struc
         return;
     }
     check(status == 0 || status == -1, "an offer cannot be accepted", (uint64_t)-status);
-    pc_receive_end(&rank->channel, receive);
+    pc_channel_receive_end(&rank->channel, receive);
     if (status == 0) {
         complete_at(message, place);
     } else {
@@ -398,27 +398,27 @@ static bool handle_events(struct rank *rank, uint64_t most) {
 
 static void stop_or_take_back(struct rank *rank, struct message *message) {
     pc_channel *channel = &rank->channel;
-    struct pc_send *send = pc_table_get(&channel->sends, message->id);
+    struct pc_channel_send *send = pc_table_get(&channel->sends, message->id);
     if (send == NULL || message->sent)
         return;
     if (below(2)) {
-        message->stopped = pc_send_stop(channel, send);
+        message->stopped = pc_channel_send_stop(channel, send);
         check(!message->stopped || !message->there, "a message is stopped that was received", message->id);
         if (!message->stopped)
             return;
     }
     message->taken_back = true;
-    pc_send_give_up(channel, send);
+    pc_channel_send_give_up(channel, send);
 }
 
 static void redirect_or_give_up(struct rank *rank, struct message *message) {
     pc_channel *channel = &rank->channel;
-    struct pc_receive *receive = pc_table_get(&channel->receives, message->handle);
+    struct pc_channel_receive *receive = pc_table_get(&channel->receives, message->handle);
     if (receive == NULL)
         return;
     if (below(3) > 0) {
         struct place *place = room_for(message);
-        check(pc_receive_redirect(channel, receive, place->memory, place) == 0, "there is no memory", 0);
+        check(pc_channel_receive_redirect(channel, receive, place->memory, place) == 0, "there is no memory", 0);
         message->place = place;
         counts[REDIRECTED]++;
         return;
@@ -426,7 +426,7 @@ static void redirect_or_give_up(struct rank *rank, struct message *message) {
     message->handle = 0;
     message->given_up = true;
     counts[GIVEN_UP]++;
-    pc_receive_give_up(channel, receive);
+    pc_channel_receive_give_up(channel, receive);
 }
 
 static void end_rank(int who) {

@@ -156,7 +156,7 @@ static void send_large(struct sender *sender, uint64_t number, unsigned char *me
     struct pc_item *item = reserve(sender, PC_ITEM_NBYTES + sizeof offer);
     memcpy(item->body, &offer, sizeof offer);
     publish(sender, item, OFFER, 0, PC_ITEM_NBYTES + sizeof offer);
-    while (patience-- > 0 && pc_load(&transfer->state) != pc_phase_of(offer.id, PC_DONE)) {
+    while (patience-- > 0 && pc_load(&transfer->state) != pc_phase_of(offer.id, PC_PHASE_DONE)) {
         int64_t piece = helps ? pc_transfer_claim(transfer, pieces) : -1;
         if (piece < 0) {
             pc_relax();
@@ -175,12 +175,12 @@ static void send_large(struct sender *sender, uint64_t number, unsigned char *me
         pc_transfer_copied(transfer);
     }
     pc_publish(&transfer->watched, 0);
-    if (pc_load(&transfer->state) == pc_phase_of(offer.id, PC_DONE)) {
+    if (pc_load(&transfer->state) == pc_phase_of(offer.id, PC_PHASE_DONE)) {
         counts[0]++;
         return;
     }
     if (next_random(&sender->random) % 2 == 0) {
-        if (pc_transfer_step(transfer, offer.id, PC_WAITING, PC_WITHDRAWN)) {
+        if (pc_transfer_step(transfer, offer.id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN)) {
             counts[1]++;
             return;
         }
@@ -222,7 +222,7 @@ struct receiver {
 
 static void finish(struct receiver *receiver, struct pc_transfer *transfer, uint64_t id, bool complete) {
     if (complete)
-        pc_publish(&transfer->state, pc_phase_of(id, PC_DONE));
+        pc_publish(&transfer->state, pc_phase_of(id, PC_PHASE_DONE));
     if (complete && pc_load(&transfer->watched) != 0)
         return;
     struct pc_item *item;
@@ -245,7 +245,7 @@ static void receive_large(struct receiver *receiver, const struct offer *offer, 
     struct pc_transfer *transfer = (struct pc_transfer *)pc_heap_at(heap, PC_TRANSFERS_UNIT) + number % TRANSFERS;
     uint64_t pieces = pc_pieces(offer->nbytes), piece_nbytes = pc_piece_nbytes(offer->nbytes);
     unsigned char *into = receiver->into;
-    if (!pc_transfer_step(transfer, offer->id, PC_WAITING, PC_TAKEN))
+    if (!pc_transfer_step(transfer, offer->id, PC_PHASE_WAITING, PC_PHASE_TAKEN))
         return;
     if (!pc_transfer_open(transfer, (uint64_t)(uintptr_t)into, 0)) {
         finish(receiver, transfer, offer->id, false);

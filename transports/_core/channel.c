@@ -10,12 +10,12 @@
    may be small. */
 #define INLINE_LIMIT 2048
 
-uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive) {
+uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive) {
     return pc_table_add(&channel->receives, receive);
 }
 void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) { pc_table_remove(&channel->receives, handle); }
 
-bool pc_list_add(struct pc_list *list, uint64_t number) {
+bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number) {
     if (list->count == list->size) {
         uint32_t size = list->size == 0 ? 16 : list->size * 2;
         uint64_t *numbers = realloc(list->numbers, size * sizeof *numbers);
@@ -28,7 +28,7 @@ bool pc_list_add(struct pc_list *list, uint64_t number) {
     return true;
 }
 
-void pc_list_remove(struct pc_list *list, uint64_t number) {
+void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number) {
     for (uint32_t index = 0; index < list->count; index++)
         if (list->numbers[index] == number) {
             memmove(list->numbers + index, list->numbers + index + 1,
@@ -85,7 +85,7 @@ void pc_channel_free(pc_channel *channel) {
         }
     for (uint32_t place = 0; place < channel->sends.size; place++)
         if (channel->sends.things[place] != NULL)
-            pc_send_free(channel, channel->sends.things[place]);
+            pc_channel_send_free(channel, channel->sends.things[place]);
     pc_table_free(&channel->sends);
     pc_table_free(&channel->receives);
     free(channel->sending.numbers);
@@ -216,7 +216,7 @@ static int put_or_note(pc_channel *channel, int rank, uint32_t kind, const void 
     return 0;
 }
 
-int pc_channel_tell(pc_channel *channel, int rank, enum pc_message kind, uint64_t id) {
+int pc_channel_tell(pc_channel *channel, int rank, enum pc_channel_kind kind, uint64_t id) {
     return put_or_note(channel, rank, kind, &id, sizeof id, NULL, 0);
 }
 
@@ -329,18 +329,18 @@ bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t h
     return true;
 }
 
-static bool is_shared(const struct pc_send *send) {
+static bool is_shared(const struct pc_channel_send *send) {
     return send->parts.num_parts == 1 && pc_arena_has(send->parts.parts->iov_base, send->nbytes);
 }
 
-uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void *header, size_t header_nbytes) {
+uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header, size_t header_nbytes) {
     send->mode = PC_OFFERED;
     send->sent = 0;
     send->transfer = -1;
     send->pieces = pc_pieces(send->nbytes);
     send->id = pc_table_add(&channel->sends, send);
     if (send->id == 0) {
-        pc_send_free(channel, send);
+        pc_channel_send_free(channel, send);
         return 0;
     }
     if (channel->num_free_transfers > 0 && (channel->single_copy || is_shared(send))) {
@@ -355,67 +355,67 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void 
         .address = (uint64_t)(uintptr_t)(send->parts.num_parts == 1 ? send->parts.parts->iov_base : send->parts.parts),
     };
     if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header, header_nbytes) < 0) {
-        pc_send_end(channel, send, true);
+        pc_channel_send_end(channel, send, true);
         return 0;
     }
     return send->id;
 }
 
 /* The caller may do what it likes with its memory again. */
-static void let_go(pc_channel *channel, struct pc_send *send) {
+static void let_go(pc_channel *channel, struct pc_channel_send *send) {
     void *owner = send->owner;
     send->owner = NULL;
     if (owner != NULL)
         channel->up->release(channel->owner, owner);
 }
 
-void pc_send_free(pc_channel *channel, struct pc_send *send) {
+void pc_channel_send_free(pc_channel *channel, struct pc_channel_send *send) {
     let_go(channel, send);
     free(send->table);
     free(send);
 }
 
-void pc_send_end(pc_channel *channel, struct pc_send *send, bool reuse_transfer) {
+void pc_channel_send_end(pc_channel *channel, struct pc_channel_send *send, bool reuse_transfer) {
     pc_table_remove(&channel->sends, send->id);
-    pc_list_remove(&channel->sending, send->id);
+    pc_channel_list_remove(&channel->sending, send->id);
     if (send->transfer >= 0 && reuse_transfer)
         channel->free_transfers[channel->num_free_transfers++] = (int16_t)send->transfer;
-    pc_send_free(channel, send);
+    pc_channel_send_free(channel, send);
 }
 
-static struct pc_transfer *transfer_of(pc_channel *channel, struct pc_send *send) {
+static struct pc_transfer *transfer_of(pc_channel *channel, struct pc_channel_send *send) {
     return send->transfer < 0 ? NULL : pc_transfer_of(channel->heap.base, send->transfer);
 }
 
-bool pc_send_stop(pc_channel *channel, struct pc_send *send) {
+bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = transfer_of(channel, send);
     if (send->mode == PC_SEGMENTS)
         return send->sent < send->nbytes;
-    if (transfer == NULL || pc_transfer_step(transfer, send->id, PC_WAITING, PC_WITHDRAWN))
+    if (transfer == NULL || pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN))
         return true;
-    if (pc_load(&transfer->state) == pc_phase_of(send->id, PC_WITHDRAWN))
+    if (pc_load(&transfer->state) == pc_phase_of(send->id, PC_PHASE_WITHDRAWN))
         return true;
     return pc_transfer_take_back(transfer);
 }
 
-void pc_send_give_up(pc_channel *channel, struct pc_send *send) {
+void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = transfer_of(channel, send);
     int rank = send->peer;
     uint64_t id = send->id;
-    bool stopped = pc_send_stop(channel, send);
-    bool taken = transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_WITHDRAWN);
+    bool stopped = pc_channel_send_stop(channel, send);
+    bool taken = transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_PHASE_WITHDRAWN);
     if (taken) { /* the record is in use until the receiver says that it is not */
         send->mode = PC_ABANDONED;
-        pc_list_remove(&channel->sending, id);
+        pc_channel_list_remove(&channel->sending, id);
         let_go(channel, send);
     } else {
-        pc_send_end(channel, send, true);
+        pc_channel_send_end(channel, send, true);
     }
     if (stopped)
         pc_channel_tell(channel, rank, PC_CANCEL, id); /* without memory the receiver waits in vain */
 }
 
-bool pc_send_unwatch(pc_channel *channel, struct pc_send *send) {
+bool pc_channel_send_unwatch(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = transfer_of(channel, send);
     if (transfer == NULL)
         return false;
@@ -423,13 +423,13 @@ bool pc_send_unwatch(pc_channel *channel, struct pc_send *send) {
     send->watched = false;
     pc_publish(&transfer->watched, 0);
     uint64_t state = pc_load(&transfer->state);
-    if (state == pc_phase_of(send->id, PC_TAKEN) && pc_channel_reaches(channel, send->peer) &&
-        pc_list_add(&channel->sending, send->id))
+    if (state == pc_phase_of(send->id, PC_PHASE_TAKEN) && pc_channel_reaches(channel, send->peer) &&
+        pc_channel_list_add(&channel->sending, send->id))
         send->mode = PC_HELPING;
-    return state == pc_phase_of(send->id, PC_DONE);
+    return state == pc_phase_of(send->id, PC_PHASE_DONE);
 }
 
-bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget) {
+bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, size_t budget) {
     struct pc_transfer *transfer = transfer_of(channel, send);
     size_t piece_nbytes = pc_piece_nbytes(send->nbytes), copied = 0;
     bool more = true;
@@ -477,20 +477,20 @@ void pc_channel_forget(pc_channel *channel, int rank) {
     peer->dead = true;
     drop_notes(channel, peer);
     for (uint32_t place = 0; place < channel->receives.size; place++) {
-        struct pc_receive *receive = channel->receives.things[place];
+        struct pc_channel_receive *receive = channel->receives.things[place];
         if (receive != NULL && receive->peer == rank)
-            pc_receive_end(channel, receive);
+            pc_channel_receive_end(channel, receive);
     }
     for (uint32_t place = 0; place < channel->sends.size; place++) {
-        struct pc_send *send = channel->sends.things[place];
+        struct pc_channel_send *send = channel->sends.things[place];
         if (send == NULL || send->peer != rank)
             continue;
         /* It may have failed and yet be running: what it has taken is never used again. */
         struct pc_transfer *transfer = transfer_of(channel, send);
-        bool reuse = transfer != NULL && pc_transfer_step(transfer, send->id, PC_WAITING, PC_WITHDRAWN);
+        bool reuse = transfer != NULL && pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN);
         if (transfer != NULL && !reuse)
             pc_transfer_take_back(transfer);
-        pc_send_end(channel, send, reuse);
+        pc_channel_send_end(channel, send, reuse);
     }
     pc_heap_forget(&channel->heap, rank);
 }
@@ -502,14 +502,14 @@ void pc_channel_close(pc_channel *channel) {
     pc_publish(&channel->peers[channel->rank].desk->closed, 1);
     for (uint32_t place = 0; place < channel->receives.size; place++)
         if (channel->receives.things[place] != NULL)
-            pc_receive_end(channel, channel->receives.things[place]);
+            pc_channel_receive_end(channel, channel->receives.things[place]);
     for (uint32_t place = 0; place < channel->sends.size; place++) {
-        struct pc_send *send = channel->sends.things[place];
+        struct pc_channel_send *send = channel->sends.things[place];
         if (send == NULL)
             continue;
         struct pc_transfer *transfer = transfer_of(channel, send);
-        if (transfer != NULL && !pc_transfer_step(transfer, send->id, PC_WAITING, PC_LEFT))
+        if (transfer != NULL && !pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_LEFT))
             pc_transfer_take_back(transfer);
-        pc_send_end(channel, send, false);
+        pc_channel_send_end(channel, send, false);
     }
 }

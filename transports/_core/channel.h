@@ -32,7 +32,7 @@
 #define PC_BUDGET ((size_t)4 << 20)
 #endif
 
-enum pc_message {
+enum pc_channel_kind {
     PC_EAGER = 1,   /* header, payload */
     PC_EAGER_HEAP,  /* block (filling, payload), header */
     PC_EAGER_WHOLE, /* block (filling, header, payload) */
@@ -94,7 +94,7 @@ struct pc_peer {
 
 enum pc_mode { PC_OFFERED, PC_HELPING, PC_COPYING, PC_SEGMENTS, PC_STALLED, PC_ABANDONED };
 
-struct pc_send {
+struct pc_channel_send {
     uint64_t id;
     int peer;
     enum pc_mode mode;
@@ -108,7 +108,7 @@ struct pc_send {
     uint64_t pieces;
 };
 
-struct pc_receive {
+struct pc_channel_receive {
     uint64_t handle, id;
     int peer;
     enum pc_mode mode;
@@ -122,7 +122,7 @@ struct pc_receive {
     uint64_t pieces;
 };
 
-struct pc_list { /* numbers of what progress has to look at */
+struct pc_channel_list { /* numbers of what progress has to look at */
     uint64_t *numbers;
     uint32_t count, size;
 };
@@ -164,14 +164,14 @@ typedef struct pc_channel {
     int16_t free_transfers[PC_TRANSFERS];
     int num_free_transfers;
     struct pc_table sends, receives;
-    struct pc_list sending, receiving;
+    struct pc_channel_list sending, receiving;
     uint64_t nonce;
 } pc_channel;
 
 /* channel.c */
-bool pc_list_add(struct pc_list *list, uint64_t number);
-void pc_list_remove(struct pc_list *list, uint64_t number);
-uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_receive *receive);
+bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number);
+void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number);
+uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive);
 void pc_channel_remove_receive(pc_channel *channel, uint64_t handle);
 /* `channel` has host, up, owner, limits, single_copy, and else zeros. 0, or an errno; E2BIG: the host has too many
    ranks. It is to be freed whatever the result. */
@@ -195,40 +195,41 @@ bool pc_channel_post(pc_channel *channel, int peer, const void *header, size_t h
                      size_t nbytes);
 /* Offer one. `send` has peer, parts, nbytes, owner; it belongs to the channel from now on. Its id; 0: there is no
    memory, and it has been freed. */
-uint64_t pc_channel_offer(pc_channel *channel, struct pc_send *send, const void *header, size_t header_nbytes);
+uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header, size_t header_nbytes);
 /* Free an offered message that needs no more; `finished` by its receiver, or taken back before it was taken. */
-void pc_send_end(pc_channel *channel, struct pc_send *send, bool reuse_transfer);
-void pc_send_free(pc_channel *channel, struct pc_send *send);
+void pc_channel_send_end(pc_channel *channel, struct pc_channel_send *send, bool reuse_transfer);
+void pc_channel_send_free(pc_channel *channel, struct pc_channel_send *send);
 /* Stop it if that is possible; false: the receiver has it, or will have it. */
-bool pc_send_stop(pc_channel *channel, struct pc_send *send);
-void pc_send_give_up(pc_channel *channel, struct pc_send *send);
+bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send);
+void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send);
 /* Wait for it no more by looking at its transfer; true: it is done. */
-bool pc_send_unwatch(pc_channel *channel, struct pc_send *send);
+bool pc_channel_send_unwatch(pc_channel *channel, struct pc_channel_send *send);
 /* Copy up to `budget` bytes into the receiver's memory; false: nothing is left to copy. Needs no lock. */
-bool pc_send_help(pc_channel *channel, struct pc_send *send, size_t budget);
+bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, size_t budget);
 
 /* Say something about a message: kind, and its id. 0; -1: there is no memory. */
-int pc_channel_tell(pc_channel *channel, int peer, enum pc_message kind, uint64_t id);
+int pc_channel_tell(pc_channel *channel, int peer, enum pc_channel_kind kind, uint64_t id);
 /* Count what was used of a peer's credit. */
 void pc_channel_use(pc_channel *channel, int peer, size_t nbytes);
 /* A buffered message was used that has come in a block. */
 void pc_channel_consume(pc_channel *channel, int peer, size_t nbytes, const struct pc_block *block);
 
 /* Accept an offer. 1: it goes on; 0: done; -1: taken back; -2: the sender has left; -3: no memory. */
-int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer);
+int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer);
 /* The steps of that, for who copies by himself (p2p.c). Where a copy stands: */
 enum pc_outcome { PC_MORE, PC_WAITS, PC_COMPLETE, PC_TOO_LATE, PC_FAILED, PC_GONE };
 /* Copy at most `budget` bytes. Needs no lock. */
-enum pc_outcome pc_receive_copy(pc_channel *channel, struct pc_receive *receive, size_t budget);
+enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive, size_t budget);
 /* Wait until the sender copies nothing to `into` any more: at most for the piece that it is at. */
-void pc_receive_settle(pc_channel *channel, struct pc_receive *receive);
+void pc_channel_receive_settle(pc_channel *channel, struct pc_channel_receive *receive);
 /* Tell the sender that nothing more will be copied. */
-void pc_receive_finish(pc_channel *channel, struct pc_receive *receive, bool complete);
+void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive, bool complete);
 
-void pc_receive_end(pc_channel *channel, struct pc_receive *receive);
-void pc_receive_give_up(pc_channel *channel, struct pc_receive *receive);
+void pc_channel_receive_end(pc_channel *channel, struct pc_channel_receive *receive);
+void pc_channel_receive_give_up(pc_channel *channel, struct pc_channel_receive *receive);
 /* Have it go on elsewhere; what was there is copied, and its owner released. 0; -1: no memory. */
-int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into, void *owner);
+int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into,
+                                void *owner);
 
 void pc_channel_forget(pc_channel *channel, int peer);
 /* Do what can be done without waiting. 1: that was something; 0: nothing; -1: no memory. */

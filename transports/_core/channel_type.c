@@ -168,18 +168,18 @@ static int channel_getbuffer(PyObject *self, Py_buffer *view, int flags) {
 /* --- sending ----------------------------------------------------------------------------------------- */
 
 /* A send of the parts that are not empty, which owns their views; NULL with an exception. */
-static struct pc_send *send_of(PyObject *parts) {
+static struct pc_channel_send *send_of(PyObject *parts) {
     struct pc_views *views = pc_view_parts(parts);
     if (views == NULL)
         return NULL;
-    struct pc_send *send = calloc(1, sizeof *send);
+    struct pc_channel_send *send = calloc(1, sizeof *send);
     struct iovec *table = send != NULL ? &send->one : NULL;
     if (send != NULL && views->count > 1)
         table = send->table = malloc((size_t)views->count * sizeof *table);
     if (table == NULL) {
         free(send);
         pc_views_release(views);
-        return (struct pc_send *)PyErr_NoMemory();
+        return (struct pc_channel_send *)PyErr_NoMemory();
     }
     send->owner = views;
     send->nbytes = views->nbytes;
@@ -209,11 +209,11 @@ static PyObject *start_send(pc_channel_object *self, PyObject *const *args, Py_s
         PyErr_SetString(PyExc_ValueError, "the header of a message is too long");
         return NULL;
     }
-    struct pc_send *send = send_of(args[2]);
+    struct pc_channel_send *send = send_of(args[2]);
     if (send == NULL)
         return NULL;
     if (may_post && pc_channel_post(channel, rank, header, (size_t)header_nbytes, send->parts, send->nbytes)) {
-        pc_send_free(channel, send);
+        pc_channel_send_free(channel, send);
         return PyLong_FromLong(0);
     }
     send->peer = rank;
@@ -229,32 +229,32 @@ static PyObject *channel_offer(pc_channel_object *self, PyObject *const *args, P
     return start_send(self, args, count, false);
 }
 
-static struct pc_send *find_send(pc_channel *channel, PyObject *number) {
+static struct pc_channel_send *find_send(pc_channel *channel, PyObject *number) {
     unsigned long long id = PyLong_AsUnsignedLongLong(number);
     return PyErr_Occurred() ? NULL : pc_table_get(&channel->sends, id);
 }
 
 static PyObject *channel_stop(pc_channel_object *self, PyObject *id) {
     pc_channel *channel = come(self);
-    struct pc_send *send = find_send(channel, id);
+    struct pc_channel_send *send = find_send(channel, id);
     if (PyErr_Occurred())
         return NULL;
-    return PyBool_FromLong(send != NULL && pc_send_stop(channel, send));
+    return PyBool_FromLong(send != NULL && pc_channel_send_stop(channel, send));
 }
 
 static PyObject *channel_holds(pc_channel_object *self, PyObject *id) {
     pc_channel *channel = come(self);
-    struct pc_send *send = find_send(channel, id);
+    struct pc_channel_send *send = find_send(channel, id);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(send != NULL);
 }
 
 static PyObject *channel_take_back(pc_channel_object *self, PyObject *id) {
     pc_channel *channel = come(self);
-    struct pc_send *send = find_send(channel, id);
+    struct pc_channel_send *send = find_send(channel, id);
     if (PyErr_Occurred())
         return NULL;
     if (send != NULL)
-        pc_send_give_up(channel, send);
+        pc_channel_send_give_up(channel, send);
     Py_RETURN_NONE;
 }
 
@@ -274,7 +274,7 @@ static PyObject *channel_accept(pc_channel_object *self, PyObject *args) {
     struct pc_views *views = pc_view_into(into, nbytes);
     if (views == NULL)
         return NULL;
-    struct pc_receive *receive = calloc(1, sizeof *receive);
+    struct pc_channel_receive *receive = calloc(1, sizeof *receive);
     uint64_t handle = receive != NULL ? pc_channel_add_receive(channel, receive) : 0;
     if (handle == 0) {
         free(receive);
@@ -289,22 +289,22 @@ static PyObject *channel_accept(pc_channel_object *self, PyObject *args) {
     int status = pc_channel_accept(channel, receive, &offer);
     if (status > 0)
         return PyLong_FromUnsignedLongLong(handle);
-    pc_receive_end(channel, receive);
+    pc_channel_receive_end(channel, receive);
     return status == -3 ? PyErr_NoMemory() : PyLong_FromLong(status);
 }
 
-static struct pc_receive *find_receive(pc_channel *channel, PyObject *number) {
+static struct pc_channel_receive *find_receive(pc_channel *channel, PyObject *number) {
     unsigned long long handle = PyLong_AsUnsignedLongLong(number);
     return PyErr_Occurred() ? NULL : pc_table_get(&channel->receives, handle);
 }
 
 static PyObject *channel_give_up(pc_channel_object *self, PyObject *handle) {
     pc_channel *channel = come(self);
-    struct pc_receive *receive = find_receive(channel, handle);
+    struct pc_channel_receive *receive = find_receive(channel, handle);
     if (PyErr_Occurred())
         return NULL;
     if (receive != NULL)
-        pc_receive_give_up(channel, receive);
+        pc_channel_receive_give_up(channel, receive);
     Py_RETURN_NONE;
 }
 
@@ -313,7 +313,7 @@ static PyObject *channel_redirect(pc_channel_object *self, PyObject *args) {
     PyObject *handle, *into;
     if (!PyArg_ParseTuple(args, "OO", &handle, &into))
         return NULL;
-    struct pc_receive *receive = find_receive(channel, handle);
+    struct pc_channel_receive *receive = find_receive(channel, handle);
     if (receive == NULL) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "there is no such receive");
@@ -322,7 +322,7 @@ static PyObject *channel_redirect(pc_channel_object *self, PyObject *args) {
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)receive->nbytes);
     if (views == NULL)
         return NULL;
-    if (pc_receive_redirect(channel, receive, views->views[0].buf, views) < 0)
+    if (pc_channel_receive_redirect(channel, receive, views->views[0].buf, views) < 0)
         return PyErr_NoMemory();
     Py_RETURN_NONE;
 }

@@ -141,9 +141,9 @@ static bool rather_once(pc_channel *channel, int rank, const struct pc_array *x)
 
 /* Wait until an offered message is taken by its receiver, which is looking for it; false: it is not, and never
    will be. */
-static bool taken_soon(pc_channel *channel, struct pc_send *send) {
+static bool taken_soon(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = pc_transfer_of(channel->heap.base, send->transfer);
-    uint64_t waiting = pc_phase_of(send->id, PC_WAITING), started = pc_now_ns();
+    uint64_t waiting = pc_phase_of(send->id, PC_PHASE_WAITING), started = pc_now_ns();
     for (unsigned looks = 1; pc_load(&transfer->state) == waiting; looks++) {
         if (looks % LOOKS_A_YIELD != 0) {
             pc_relax();
@@ -151,7 +151,7 @@ static bool taken_soon(pc_channel *channel, struct pc_send *send) {
         }
         sched_yield(); /* its receiver may need this core */
         if (!is_awaited(channel, send->peer) || pc_now_ns() - started > PATIENCE_NS)
-            return !pc_transfer_step(transfer, send->id, PC_WAITING, PC_WITHDRAWN);
+            return !pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN);
     }
     return true;
 }
@@ -162,16 +162,16 @@ static bool is_brief(const struct iovec *payload, uint64_t pieces) {
 }
 
 /* Look at an offered message until its receiver has it; false: it is late. */
-static bool watch(pc_channel *channel, struct pc_send *send) {
+static bool watch(pc_channel *channel, struct pc_channel_send *send) {
     pc_host *host = channel->host;
     struct pc_transfer *transfer = pc_transfer_of(channel->heap.base, send->transfer);
-    uint64_t done = pc_phase_of(send->id, PC_DONE);
+    uint64_t done = pc_phase_of(send->id, PC_PHASE_DONE);
     bool helps = true;
     for (int spins = is_brief(&send->one, send->pieces) ? host->spins : 0; spins > 0; spins--) {
         if (pc_load(&transfer->state) == done)
             return true;
         if (helps && pc_load(&transfer->next) < send->pieces)
-            helps = pc_send_help(channel, send, PC_BUDGET);
+            helps = pc_channel_send_help(channel, send, PC_BUDGET);
         else
             pc_relax();
     }
@@ -182,7 +182,7 @@ static bool watch(pc_channel *channel, struct pc_send *send) {
     while (!(finished = pc_load(&transfer->state) == done)) {
         if (helps && pc_load(&transfer->next) < send->pieces) {
             if (send->pieces > 1)
-                helps = pc_send_help(channel, send, PC_BUDGET);
+                helps = pc_channel_send_help(channel, send, PC_BUDGET);
             started = pc_now_ns();
             continue;
         }
@@ -211,7 +211,7 @@ static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct
     struct pc_views *owner = pc_view_nothing(x_object);
     if (owner == NULL)
         return -1;
-    struct pc_send *send = calloc(1, sizeof *send);
+    struct pc_channel_send *send = calloc(1, sizeof *send);
     if (send == NULL) {
         pc_views_release(owner);
         PyErr_NoMemory();
@@ -229,12 +229,12 @@ static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct
         return -1;
     }
     if (soon && !taken_soon(channel, send)) {
-        pc_send_give_up(channel, send);
+        pc_channel_send_give_up(channel, send);
         return 2;
     }
-    if (!send->watched || (!watch(channel, send) && !pc_send_unwatch(channel, send)))
+    if (!send->watched || (!watch(channel, send) && !pc_channel_send_unwatch(channel, send)))
         return 0;
-    pc_send_end(channel, send, true);
+    pc_channel_send_end(channel, send, true);
     return 1;
 }
 
@@ -323,9 +323,9 @@ static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, co
         !pc_channel_can_fetch(channel, rank, offer->address, offer->nbytes))
         return false;
     struct pc_transfer *transfer = pc_transfer_of(channel->peers[rank].heap, offer->transfer);
-    if (!pc_transfer_step(transfer, offer->id, PC_WAITING, PC_TAKEN))
+    if (!pc_transfer_step(transfer, offer->id, PC_PHASE_WAITING, PC_PHASE_TAKEN))
         return false;
-    struct pc_receive receive = {
+    struct pc_channel_receive receive = {
         .id = offer->id,
         .peer = rank,
         .mode = PC_COPYING,
@@ -350,7 +350,7 @@ static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, co
                 pc_channel_leave(channel);
         }
         do {
-            outcome = pc_receive_copy(channel, &receive, SIZE_MAX);
+            outcome = pc_channel_receive_copy(channel, &receive, SIZE_MAX);
             if (outcome == PC_WAITS) {
                 sched_yield();
                 if (pc_host_failed(channel->host) && pc_process_ended(channel->peers[rank].pid))
@@ -361,12 +361,12 @@ static bool take(pc_channel *channel, int rank, const struct pc_offer *offer, co
             pc_channel_return(channel);
     }
     if (outcome == PC_COMPLETE) {
-        pc_receive_finish(channel, &receive, true);
+        pc_channel_receive_finish(channel, &receive, true);
         return true;
     }
-    pc_receive_settle(channel, &receive);
+    pc_channel_receive_settle(channel, &receive);
     if (outcome == PC_TOO_LATE || !pc_transfer_untake(transfer, offer->id))
-        pc_receive_finish(channel, &receive, false);
+        pc_channel_receive_finish(channel, &receive, false);
     return false;
 }
 

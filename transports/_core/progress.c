@@ -19,13 +19,13 @@
 
 /* --- copying an accepted message --------------------------------------------------------------------- */
 
-static size_t piece_of(const struct pc_receive *receive, int64_t piece, size_t *offset) {
+static size_t piece_of(const struct pc_channel_receive *receive, int64_t piece, size_t *offset) {
     size_t nbytes = pc_piece_nbytes(receive->nbytes);
     *offset = (size_t)piece * nbytes;
     return receive->nbytes - *offset < nbytes ? receive->nbytes - *offset : nbytes;
 }
 
-enum pc_outcome pc_receive_copy(pc_channel *channel, struct pc_receive *receive, size_t budget) {
+enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
     struct pc_transfer *transfer = receive->transfer;
     int looks = 0;
     for (size_t copied = 0; copied < budget;) {
@@ -56,7 +56,7 @@ enum pc_outcome pc_receive_copy(pc_channel *channel, struct pc_receive *receive,
     return PC_MORE;
 }
 
-void pc_receive_settle(pc_channel *channel, struct pc_receive *receive) {
+void pc_channel_receive_settle(pc_channel *channel, struct pc_channel_receive *receive) {
     struct pc_transfer *transfer = receive->transfer;
     pc_transfer_close(transfer);
     if (PC_LIKELY(pc_transfer_settled(transfer)))
@@ -70,29 +70,29 @@ void pc_receive_settle(pc_channel *channel, struct pc_receive *receive) {
     pc_channel_return(channel);
 }
 
-void pc_receive_finish(pc_channel *channel, struct pc_receive *receive, bool complete) {
+void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive, bool complete) {
     struct pc_transfer *transfer = receive->transfer;
     receive->transfer = NULL;
     if (complete)
-        pc_publish(&transfer->state, pc_phase_of(receive->id, PC_DONE));
+        pc_publish(&transfer->state, pc_phase_of(receive->id, PC_PHASE_DONE));
     /* A sender that looks at the state must not find a message about it in its way. */
     if (!complete || pc_load(&transfer->watched) == 0)
         pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id); /* without memory the sender waits in vain */
 }
 
 /* Ask for segments. */
-static int ask(pc_channel *channel, struct pc_receive *receive) {
+static int ask(pc_channel *channel, struct pc_channel_receive *receive) {
     receive->mode = PC_SEGMENTS;
     receive->filled = 0;
     return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
 }
 
 /* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no memory. */
-static int copy_on(pc_channel *channel, struct pc_receive *receive, size_t budget) {
+static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
     bool is_long = receive->pieces > 1;
     if (is_long)
         pc_channel_leave(channel);
-    enum pc_outcome outcome = pc_receive_copy(channel, receive, budget);
+    enum pc_outcome outcome = pc_channel_receive_copy(channel, receive, budget);
     if (is_long)
         pc_channel_return(channel);
     switch (outcome) {
@@ -100,25 +100,25 @@ static int copy_on(pc_channel *channel, struct pc_receive *receive, size_t budge
     case PC_WAITS:
         return outcome == PC_MORE ? 1 : 2;
     case PC_COMPLETE:
-        pc_receive_finish(channel, receive, true);
+        pc_channel_receive_finish(channel, receive, true);
         return 0;
     case PC_TOO_LATE:
-        pc_receive_settle(channel, receive);
-        pc_receive_finish(channel, receive, false);
+        pc_channel_receive_settle(channel, receive);
+        pc_channel_receive_finish(channel, receive, false);
         return -1;
     case PC_GONE: /* what became of it is for others to say */
         receive->mode = PC_STALLED;
-        pc_list_remove(&channel->receiving, receive->handle);
+        pc_channel_list_remove(&channel->receiving, receive->handle);
         return 1;
     default: /* its memory cannot be read after all, perhaps it is a device's */
-        pc_receive_settle(channel, receive);
-        pc_list_remove(&channel->receiving, receive->handle);
+        pc_channel_receive_settle(channel, receive);
+        pc_channel_list_remove(&channel->receiving, receive->handle);
         return ask(channel, receive) < 0 ? -3 : 1;
     }
 }
 
 /* Find out where the payload is. */
-static bool read_parts(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer) {
+static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer) {
     receive->one = (struct iovec){(void *)(uintptr_t)offer->address, offer->nbytes};
     receive->parts = (struct pc_parts){&receive->one, 1};
     if (offer->num_parts == 1 || offer->nbytes == 0)
@@ -140,28 +140,28 @@ static bool can_fetch(pc_channel *channel, int rank, const struct pc_offer *offe
                                  : pc_channel_reaches(channel, rank);
 }
 
-int pc_channel_accept(pc_channel *channel, struct pc_receive *receive, const struct pc_offer *offer) {
+int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer) {
     struct pc_transfer *transfer = NULL;
     receive->id = offer->id;
     receive->nbytes = offer->nbytes;
     receive->pieces = pc_pieces(offer->nbytes);
     if (offer->transfer >= 0) {
         transfer = pc_transfer_of(channel->peers[receive->peer].heap, offer->transfer);
-        if (!pc_transfer_step(transfer, offer->id, PC_WAITING, PC_TAKEN))
-            return pc_load(&transfer->state) == pc_phase_of(offer->id, PC_LEFT) ? -2 : -1;
+        if (!pc_transfer_step(transfer, offer->id, PC_PHASE_WAITING, PC_PHASE_TAKEN))
+            return pc_load(&transfer->state) == pc_phase_of(offer->id, PC_PHASE_LEFT) ? -2 : -1;
     }
     if (transfer != NULL && can_fetch(channel, receive->peer, offer) && read_parts(channel, receive, offer)) {
         receive->transfer = transfer;
         receive->mode = PC_COPYING;
         if (!pc_transfer_open(transfer, (uint64_t)(uintptr_t)receive->into, 0)) {
-            pc_receive_finish(channel, receive, false);
+            pc_channel_receive_finish(channel, receive, false);
             return -1;
         }
         if (receive->pieces > 1 && pc_load(&transfer->watched) == 0 &&
             pc_channel_tell(channel, receive->peer, PC_TAKE, offer->id) < 0)
             return -3;
         int status = copy_on(channel, receive, PC_BUDGET);
-        if (status > 0 && receive->mode == PC_COPYING && !pc_list_add(&channel->receiving, receive->handle))
+        if (status > 0 && receive->mode == PC_COPYING && !pc_channel_list_add(&channel->receiving, receive->handle))
             return -3;
         return status > 0 ? 1 : status;
     }
@@ -175,30 +175,30 @@ static void release(pc_channel *channel, void *owner) {
         channel->up->release(channel->owner, owner);
 }
 
-void pc_receive_end(pc_channel *channel, struct pc_receive *receive) {
+void pc_channel_receive_end(pc_channel *channel, struct pc_channel_receive *receive) {
     if (receive->transfer != NULL && receive->mode != PC_SEGMENTS)
-        pc_receive_settle(channel, receive);
-    pc_list_remove(&channel->receiving, receive->handle);
+        pc_channel_receive_settle(channel, receive);
+    pc_channel_list_remove(&channel->receiving, receive->handle);
     pc_channel_remove_receive(channel, receive->handle);
     release(channel, receive->owner);
     free(receive->table);
     free(receive);
 }
 
-void pc_receive_give_up(pc_channel *channel, struct pc_receive *receive) {
+void pc_channel_receive_give_up(pc_channel *channel, struct pc_channel_receive *receive) {
     int rank = receive->peer;
     uint64_t id = receive->id;
-    pc_receive_end(channel, receive);
+    pc_channel_receive_end(channel, receive);
     pc_channel_tell(channel, rank, PC_FINISHED, id); /* without memory the sender waits in vain */
 }
 
-static int redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into) {
+static int redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into) {
     if (receive->mode != PC_COPYING) {
         pc_copy(into, receive->into, receive->filled);
         receive->into = into;
         return 0;
     }
-    pc_receive_settle(channel, receive);
+    pc_channel_receive_settle(channel, receive);
     struct pc_transfer *transfer = receive->transfer;
     int64_t returned = pc_transfer_returned(transfer);
     size_t offset, nbytes, claimed = pc_load(&transfer->next) & ~PC_MARKS;
@@ -209,7 +209,7 @@ static int redirect(pc_channel *channel, struct pc_receive *receive, unsigned ch
         pc_transfer_copied(transfer);
         if (error != 0) { /* nor can we */
             receive->into = into;
-            pc_list_remove(&channel->receiving, receive->handle);
+            pc_channel_list_remove(&channel->receiving, receive->handle);
             return ask(channel, receive);
         }
     }
@@ -220,7 +220,8 @@ static int redirect(pc_channel *channel, struct pc_receive *receive, unsigned ch
     return 0;
 }
 
-int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigned char *into, void *owner) {
+int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into,
+                                void *owner) {
     void *before = receive->owner;
     int status = redirect(channel, receive, into);
     receive->owner = owner;
@@ -230,9 +231,9 @@ int pc_receive_redirect(pc_channel *channel, struct pc_receive *receive, unsigne
 
 /* --- what comes -------------------------------------------------------------------------------------- */
 
-static struct pc_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
+static struct pc_channel_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
     for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0; place++) {
-        struct pc_receive *receive = channel->receives.things[place];
+        struct pc_channel_receive *receive = channel->receives.things[place];
         if (receive != NULL && receive->id == id && receive->peer == rank)
             return receive;
     }
@@ -298,7 +299,7 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
         return -2;
     memcpy(&segment, item->body, sizeof segment);
     const unsigned char *memory = block_at(peer, &segment.block, nbytes);
-    struct pc_receive *receive = find_receive(channel, rank, segment.id);
+    struct pc_channel_receive *receive = find_receive(channel, rank, segment.id);
     int status = 0;
     if (memory == NULL)
         return -2;
@@ -309,7 +310,7 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
         receive->filled += nbytes;
         if (receive->filled == receive->nbytes) {
             channel->up->received(channel->owner, receive->handle);
-            pc_receive_end(channel, receive);
+            pc_channel_receive_end(channel, receive);
             if (pc_channel_tell(channel, rank, PC_FINISHED, segment.id) < 0)
                 status = -1;
         }
@@ -319,13 +320,13 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
     return status;
 }
 
-static int handle_told(pc_channel *channel, int rank, enum pc_message kind, uint64_t id) {
-    struct pc_send *send = pc_table_get(&channel->sends, id);
+static int handle_told(pc_channel *channel, int rank, enum pc_channel_kind kind, uint64_t id) {
+    struct pc_channel_send *send = pc_table_get(&channel->sends, id);
     if (kind == PC_CANCEL) {
-        struct pc_receive *receive = find_receive(channel, rank, id);
+        struct pc_channel_receive *receive = find_receive(channel, rank, id);
         if (receive != NULL) {
             channel->up->withdrawn(channel->owner, receive->handle);
-            pc_receive_give_up(channel, receive);
+            pc_channel_receive_give_up(channel, receive);
         } else {
             channel->up->cancelled(channel->owner, rank, id);
         }
@@ -337,14 +338,14 @@ static int handle_told(pc_channel *channel, int rank, enum pc_message kind, uint
     if (kind == PC_FINISHED) {
         if (send->mode != PC_ABANDONED)
             channel->up->sent(channel->owner, id);
-        pc_send_end(channel, send, true);
+        pc_channel_send_end(channel, send, true);
         return 0;
     }
     if (send->mode != PC_OFFERED && send->mode != PC_HELPING)
         return 0;
     if (kind == PC_TAKE && !pc_channel_reaches(channel, rank))
         return 0;
-    if (send->mode == PC_OFFERED && !pc_list_add(&channel->sending, id))
+    if (send->mode == PC_OFFERED && !pc_channel_list_add(&channel->sending, id))
         return -1;
     send->mode = kind == PC_TAKE ? PC_HELPING : PC_SEGMENTS;
     return 0;
@@ -354,7 +355,7 @@ static int handle_told(pc_channel *channel, int rank, enum pc_message kind, uint
 static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t item_nbytes) {
     size_t room = (size_t)item_nbytes - PC_ITEM_NBYTES;
     uint64_t id;
-    enum pc_message kind = (enum pc_message)pc_item_kind(item);
+    enum pc_channel_kind kind = (enum pc_channel_kind)pc_item_kind(item);
     switch (kind) {
     case PC_EAGER:
     case PC_EAGER_HEAP:
@@ -430,7 +431,7 @@ static void find_active(pc_channel *channel) {
 }
 
 /* Put segments into the heap as long as there is room; true if there was. */
-static bool send_segments(pc_channel *channel, struct pc_send *send) {
+static bool send_segments(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_peer *peer = &channel->peers[send->peer];
     bool worked = false;
     while (send->sent < send->nbytes && peer->first == NULL) {
@@ -461,11 +462,11 @@ static bool go_on_sending(pc_channel *channel) {
     bool worked = false;
     for (uint32_t index = 0; index < channel->sending.count;) {
         uint64_t id = channel->sending.numbers[index];
-        struct pc_send *send = pc_table_get(&channel->sends, id);
+        struct pc_channel_send *send = pc_table_get(&channel->sends, id);
         bool more;
         if (send->mode == PC_HELPING) {
             pc_channel_leave(channel);
-            more = pc_send_help(channel, send, PC_BUDGET);
+            more = pc_channel_send_help(channel, send, PC_BUDGET);
             pc_channel_return(channel);
             worked = true;
         } else {
@@ -478,7 +479,7 @@ static bool go_on_sending(pc_channel *channel) {
         }
         if (send->mode == PC_HELPING)
             send->mode = PC_OFFERED; /* the receiver may yet ask for segments */
-        pc_list_remove(&channel->sending, id);
+        pc_channel_list_remove(&channel->sending, id);
     }
     return worked;
 }
@@ -486,11 +487,11 @@ static bool go_on_sending(pc_channel *channel) {
 static int go_on_receiving(pc_channel *channel, bool *worked) {
     for (uint32_t index = 0; index < channel->receiving.count;) {
         uint64_t handle = channel->receiving.numbers[index];
-        struct pc_receive *receive = pc_table_get(&channel->receives, handle);
+        struct pc_channel_receive *receive = pc_table_get(&channel->receives, handle);
         int status = copy_on(channel, receive, PC_BUDGET);
         *worked |= status != 2;
         if (status == 0 || status == -1) {
-            pc_receive_end(channel, receive);
+            pc_channel_receive_end(channel, receive);
             if (status == 0)
                 channel->up->received(channel->owner, handle);
             else
@@ -523,7 +524,7 @@ int pc_channel_progress(pc_channel *channel) {
     return worked;
 }
 
-static bool can_send(pc_channel *channel, struct pc_send *send) {
+static bool can_send(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_ring *ring = &channel->peers[send->peer].out;
     size_t nbytes = send->nbytes - send->sent;
     return send->mode == PC_HELPING ||
@@ -532,7 +533,7 @@ static bool can_send(pc_channel *channel, struct pc_send *send) {
                          send->peer, true) != 0);
 }
 
-static bool can_copy(struct pc_receive *receive) {
+static bool can_copy(struct pc_channel_receive *receive) {
     struct pc_transfer *transfer = receive->transfer;
     return pc_load(&transfer->next) < receive->pieces || pc_load(&transfer->returned) != 0 ||
            pc_transfer_complete(transfer, receive->pieces) || pc_transfer_taken_back(transfer);

@@ -18,7 +18,7 @@
 
 #include "core.h"
 
-enum pc_phase { PC_WAITING = 1, PC_TAKEN, PC_DONE, PC_WITHDRAWN, PC_LEFT };
+enum pc_phase { PC_PHASE_WAITING = 1, PC_PHASE_TAKEN, PC_PHASE_DONE, PC_PHASE_WITHDRAWN, PC_PHASE_LEFT };
 
 /* Marks in `next`. All stop the claims. */
 #define PC_SEALED ((uint64_t)1 << 61)     /* by the receiver: it has everything */
@@ -62,7 +62,7 @@ static inline void pc_transfer_begin(struct pc_transfer *transfer, uint64_t id, 
     atomic_store_explicit(&transfer->done, 0, memory_order_relaxed);
     atomic_store_explicit(&transfer->returned, 0, memory_order_relaxed);
     atomic_store_explicit(&transfer->watched, watched, memory_order_relaxed);
-    atomic_store_explicit(&transfer->state, pc_phase_of(id, PC_WAITING), memory_order_relaxed);
+    atomic_store_explicit(&transfer->state, pc_phase_of(id, PC_PHASE_WAITING), memory_order_relaxed);
 }
 
 static inline bool pc_transfer_step(struct pc_transfer *transfer, uint64_t id, enum pc_phase from, enum pc_phase to) {
@@ -88,7 +88,7 @@ static inline bool pc_transfer_untake(struct pc_transfer *transfer, uint64_t id)
     uint64_t next = pc_load(&transfer->next);
     while (!(next & PC_TAKEN_BACK))
         if (atomic_compare_exchange_weak(&transfer->next, &next, PC_CLOSED)) {
-            pc_publish(&transfer->state, pc_phase_of(id, PC_WAITING));
+            pc_publish(&transfer->state, pc_phase_of(id, PC_PHASE_WAITING));
             return true;
         }
     return false;
