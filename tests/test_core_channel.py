@@ -20,6 +20,7 @@ SOURCES = (
     "channel.c",
     "progress.c",
     "copy.c",
+    "processor.c",
     "table.c",
     "wait.c",
 )
