@@ -53,7 +53,7 @@ def missing_core() -> str | None:
                 f"the compiled core is missing: this Python imports pycoll from its source folder, "
                 f"{source}; start in another folder, or install there (pip install -e .)"
             )
-        return f"the compiled core is missing: {exc}; install pycoll where there is a C compiler"
+        return f"the compiled core is missing: {exc}; `pip install -v .` says what its build lacks"
     return None
 
 
