@@ -469,7 +469,8 @@ static void act(int who, bool may_end) {
         bool ready = pc_channel_ready(&rank->channel);
         int worked = pc_channel_progress(&rank->channel);
         check(worked >= 0, "there is no memory", 0);
-        check(worked > 0 || !ready, "it is ready, and does nothing", 0);
+        /* A sender that is new and has written nothing yet is seen, and that is all; but only once. */
+        check(worked > 0 || !ready || !pc_channel_ready(&rank->channel), "it is ready, and does nothing", 0);
     }
     }
 }
