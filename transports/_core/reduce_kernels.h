@@ -48,7 +48,6 @@ void pc_reduce_average(void *out, const void *const *in, int n, size_t count, si
 /* An operand either is `out` or is disjoint from it: no iteration of the loop that follows sees what another wrote. */
 #ifdef __clang__
 #define PC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#pragma clang diagnostic ignored "-Wpass-failed" /* loops over complex numbers that stay as they are */
 #else
 #define PC_INDEPENDENT _Pragma("GCC ivdep")
 #endif
