@@ -51,6 +51,14 @@ def call(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProces
     )
 
 
+def counted(command: Sequence[str | Path], cwd: Path) -> dict[str, int]:
+    """Run a program that must end well; return what it says that it has done: how often of each."""
+    run = call(command, cwd)
+    assert run.returncode == 0, run.stdout
+    parts = (part.strip().rpartition(" ") for part in run.stdout.split(","))
+    return {name: int(number) for name, _, number in parts}
+
+
 def prefix_of(flags: tuple[str, ...]) -> list[str]:
     """Return what to put before a program built with these flags; skip if none runs here."""
     prefix = [] if flags == PLAIN else _find_prefix(flags)

@@ -13,7 +13,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, THREAD, call, needs_gcc, prefix_of
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    PLAIN,
+    TESTS,
+    THREAD,
+    call,
+    counted,
+    needs_gcc,
+    prefix_of,
+)
 from tiers import exhaustive
 
 SOURCES = ("lock.c", "drive.c", "background.c")
@@ -45,12 +56,7 @@ def test_random_threads_wait_for_their_ops_and_none_sleeps_on(
 ) -> None:
     prefix = prefix_of(flags)
     program = build(tmp_path, CORE / "engine", flags)
-    run = call([*prefix, program, str(worlds), "1"], tmp_path)
-    assert run.returncode == 0, run.stdout
-    counts = {
-        name: int(number)
-        for name, _, number in (part.strip().rpartition(" ") for part in run.stdout.split(","))
-    }
+    counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert counts["overslept"] == 0
     assert counts["done"] + counts["cancelled"] >= 50 * worlds
     # Each of these must have happened often enough to say something.

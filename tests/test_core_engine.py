@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, needs_gcc, prefix_of
+from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
 NAMES = ("engine", "message", "context", "link_self", "match", "chains")
@@ -41,12 +41,7 @@ def test_random_calls_of_engines_match_a_naive_model(
 ) -> None:
     prefix = prefix_of(flags)
     program = build(tmp_path, "engine_random", flags)
-    run = call([*prefix, program, str(worlds), "1"], tmp_path)
-    assert run.returncode == 0, run.stdout
-    counts = {
-        name: int(number)
-        for name, _, number in (part.strip().rpartition(" ") for part in run.stdout.split(","))
-    }
+    counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
     assert len(counts) == KINDS
     # Each of these must have happened often enough to say something.
     assert all(count >= worlds / 10 for count in counts.values()), counts
