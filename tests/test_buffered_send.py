@@ -6,24 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import alone, on_every_way
 
 import pycoll
 
 Comm = Any
 
-on_every_way = pytest.mark.parametrize(
-    "ranks",
-    [
-        2,
-        (2, ("--transport", "tcp")),
-        (2, ("--transport", "zmq")),
-        (2, (), {"PYCOLL_SINGLE_COPY": "0"}),
-    ],
-    indirect=True,
-    scope="module",
-    ids=["shm", "tcp", "zmq", "segments"],
-)
-alone = pytest.mark.parametrize("ranks", [1], indirect=True, scope="module", ids=["alone"])
 
 COUNTS = (0, 3, 8000, 300_000, 1_000_000)
 

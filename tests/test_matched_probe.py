@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import alone, on_every_way
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
@@ -24,20 +25,6 @@ HUGE = 24 * 2**20
 """Bytes of a message that takes so long that a receive can be given up half-way."""
 
 VALUES = [np.arange(5.0), {"an": "object"}, np.ones((300, 300)), "text " * 40_000, np.empty(0), 7]
-
-on_every_way = pytest.mark.parametrize(
-    "ranks",
-    [
-        2,
-        (2, ("--transport", "tcp")),
-        (2, ("--transport", "zmq")),
-        (2, (), {"PYCOLL_SINGLE_COPY": "0"}),
-    ],
-    indirect=True,
-    scope="module",
-    ids=["shm", "tcp", "zmq", "segments"],
-)
-alone = pytest.mark.parametrize("ranks", [1], indirect=True, scope="module", ids=["alone"])
 
 
 def found(comm: Comm, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Any:

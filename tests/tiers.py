@@ -23,3 +23,19 @@ def few(values: Iterable[Any], more: Iterable[Any] = ()) -> list[Any]:
 def sizes(*counts: int, more: tuple[int, ...] = ()) -> pytest.MarkDecorator:
     """Run a test on jobs of so many ranks, and on those in `more` in the exhaustive tier."""
     return pytest.mark.parametrize("ranks", few(counts, more), indirect=True, scope="module")
+
+
+# A message of whatever length between two ranks, on every way that it may go; or to oneself.
+on_every_way = pytest.mark.parametrize(
+    "ranks",
+    [
+        2,
+        (2, ("--transport", "tcp")),
+        (2, ("--transport", "zmq")),
+        (2, (), {"PYCOLL_SINGLE_COPY": "0"}),
+    ],
+    indirect=True,
+    scope="module",
+    ids=["shm", "tcp", "zmq", "segments"],
+)
+alone = pytest.mark.parametrize("ranks", [1], indirect=True, scope="module", ids=["alone"])
