@@ -142,6 +142,9 @@ struct pc_engine {
     /* Messages of other kinds. They are told and answered like the others. */
     int (*other)(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *incoming,
                  struct pc_message **message);
+    /* What links say of a peer: all that it ever sent has come; or its link is gone. NULL: nobody asks. */
+    void (*finished)(struct pc_engine *engine, int peer);
+    void (*lost)(struct pc_engine *engine, int peer, const char *why);
     void *owner;
 
     int *gone; /* by peer: a status; 0: it is there */
