@@ -3,7 +3,8 @@
 
    The link buffers, keeps, pushes and offers at random, moves payloads in random portions, tells late or at once, says
    that there is no memory, and takes back at any moment. Ranks open contexts late, close and break them early, give up,
-   redirect, refuse, probe, ask, and forget each other; callbacks call the engine, too.
+   redirect, refuse, probe, ask, and forget each other; callbacks call the engine, too. Some messages are of another kind,
+   and are held from the beginning.
 
    After every step all is compared with a naive model: which messages wait in each context, in the order in which they
    came; that a receive has the first that fits, and a message the first receive that fits; that nothing waits that
@@ -26,9 +27,12 @@
 
 #define RANKS 3
 #define IDENTS 4
+#define OTHERS IDENTS /* stands for the identity of what is of another kind */
+#define KIND_OTHER 9
 #define STEPS 1200
 #define MOST_FLIGHTS 400
-#define MOST_RECEIVES 600
+#define MOST_STARTED 600
+#define MOST_RECEIVES (MOST_STARTED + MOST_FLIGHTS)
 #define GUARD 16
 #define POISON 0xEE
 #define SMALL 100
@@ -38,13 +42,12 @@ static bool scarce;
 static int64_t allocated;
 enum count {
     RECEIVED, REFUSED, PROBED, HELD, RETURNED, PARKED, POSTED_AGAIN, FAILED, CANCELLED, WITHDRAWN, WITHOUT_MEMORY,
-    UNOPENED, ABANDONED, REDIRECTED, TO_SELF, FROM_CALLBACKS,
-    NONSENSE, COUNTS
+    UNOPENED, ABANDONED, REDIRECTED, TO_SELF, FROM_CALLBACKS, NONSENSE, OTHER, TAKEN_BACK, DROPPED, COUNTS
 };
 static const char *const names[] = {
     "received", "refused", "probed", "held", "returned", "parked", "posted again", "failed", "cancelled", "withdrawn",
-    "without memory", "unopened", "abandoned", "redirected", "to self", "from callbacks",
-    "nonsense"};
+    "without memory", "unopened", "abandoned", "redirected", "to self", "from callbacks", "nonsense", "of another kind",
+    "taken back", "dropped"};
 static uint64_t counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -139,10 +142,10 @@ enum openness { NEVER, OPEN, BROKEN, CLOSED };
 struct rank {
     struct pc_engine engine;
     struct pc_link self, link, *links[RANKS];
-    struct pc_context *contexts[IDENTS];
-    enum openness openness[IDENTS];
-    int status[IDENTS];
-    bool remembered[IDENTS];
+    struct pc_context *contexts[IDENTS + 1];
+    enum openness openness[IDENTS + 1];
+    int status[IDENTS + 1];
+    bool remembered[IDENTS + 1];
     int closed[2], num_closed;
 };
 
@@ -429,7 +432,7 @@ static bool progress(void) {
             struct pc_message *message = flight->message;
             flight->gone = true;
             counts[WITHDRAWN]++;
-            counts[POSTED_AGAIN] += flight->accepted;
+            counts[POSTED_AGAIN] += message->taker != NULL && !message->taker->ask;
             leave_message(flight);
             pc_withdrawn(&rank->engine, message);
             return true;
@@ -553,13 +556,15 @@ static void check_status(const struct receive *receive) {
         check(rank->engine.gone[peer] == status, "a peer is not gone", receive->order);
         for (int other = 0; other < RANKS; other++)
             all = all && (other == receive->rank || rank->engine.gone[other] != 0);
-        check(source == peer || (source == PC_ANY && all) ||
+        check(source == peer || (source == PC_ANY && (all || it->ask)) ||
                   (receive->last_flight >= 0 && flights[receive->last_flight].source == peer),
               "a receive fails with a peer for which it does not wait", receive->order);
     } else {
         check(status == rank->status[receive->ident], "a receive ends for no reason", receive->order);
     }
 }
+
+static void start_again(const struct receive *old);
 
 static void told(struct pc_receive *it) {
     struct receive *receive = it->owner;
@@ -581,6 +586,9 @@ static void told(struct pc_receive *it) {
             counts[REFUSED]++;
             check(!it->ask && !it->posted.peek, "what asks is refused", receive->order);
             check(flight == NULL || !fits(receive, flight), "a message that fits is refused", receive->order);
+        } else if (it->status == PC_TAKEN_BACK) {
+            counts[TAKEN_BACK]++;
+            check(it->ask, "what does not ask waits again", receive->order);
         } else if (it->status != 0) {
             check_status(receive);
         } else if (!it->posted.peek) {
@@ -613,6 +621,8 @@ static void told(struct pc_receive *it) {
         }
         counted_free(it->header);
         bury(receive, written);
+        if (it->status == PC_TAKEN_BACK && receive->ident != OTHERS)
+            start_again(receive);
     }
     if (!quiet && chance(10)) {
         acted = true;
@@ -644,7 +654,7 @@ static int some_ident(const struct rank *rank, bool or_broken) {
 
 static void start_send(int source) {
     struct rank *rank = &ranks[source];
-    int ident = some_ident(rank, chance(20));
+    int ident = chance(10) ? OTHERS : some_ident(rank, chance(20));
     if (ident < 0 || num_flights == MOST_FLIGHTS)
         return;
     struct flight *flight = &flights[num_flights];
@@ -656,6 +666,8 @@ static void start_send(int source) {
     flight->nbytes = chance(20) ? below(8) : chance(30) ? below(SMALL) : below(3000);
     flight->header_nbytes = PC_P2P_NBYTES + 5 + (chance(20) ? below(50) : 0);
     pc_p2p_header(flight->header, (uint64_t)ident, flight->tag, flight->form);
+    if (ident == OTHERS)
+        flight->header[0] = KIND_OTHER;
     flight->header[PC_P2P_NBYTES] = flight->type;
     memcpy(flight->header + PC_P2P_NBYTES + 1, &flight->number, sizeof flight->number);
     for (size_t offset = PC_P2P_NBYTES + 5; offset < flight->header_nbytes; offset++)
@@ -690,29 +702,60 @@ static void start_send(int source) {
     send_over(flight);
 }
 
-static void start_receive(int number) {
-    int ident = some_ident(&ranks[number], chance(20));
-    if (ident < 0 || num_receives == MOST_RECEIVES)
-        return;
+static struct receive *new_receive(int number, int ident, uint64_t its_order, bool asks, size_t room) {
     struct receive *receive = &receives[num_receives++];
-    *receive = (struct receive){.rank = number, .ident = ident, .last_flight = -1, .live = true, .order = ++order};
+    *receive = (struct receive){.rank = number, .ident = ident, .last_flight = -1, .live = true, .order = its_order};
     struct pc_receive *it = &receive->receive;
-    it->posted.queued.source = chance(40) ? PC_ANY : (int)below(RANKS);
-    it->posted.queued.tag = chance(40) ? PC_ANY : (int)below(3);
-    it->posted.peek = chance(15);
-    it->ask = !it->posted.peek && chance(40);
-    receive->room = it->ask || chance(80) ? 3000 : below(200);
-    receive->memory = malloc(receive->room + GUARD);
-    memset(receive->memory, POISON, receive->room + GUARD);
-    receive->expects[0] = (unsigned char)below(2);
-    receive->expects[1] = (unsigned char)below(2);
-    it->into = it->ask ? NULL : receive->memory;
-    it->room = receive->room;
-    it->expects = receive->expects;
-    it->expects_nbytes = chance(60) ? 0 : 1 + below(2);
+    it->posted.queued.source = it->posted.queued.tag = PC_ANY;
+    it->ask = asks;
+    receive->room = room;
+    receive->memory = malloc(room + GUARD);
+    memset(receive->memory, POISON, room + GUARD);
+    it->into = asks ? NULL : receive->memory;
+    it->room = room;
     it->told = told;
     it->owner = receive;
+    return receive;
+}
+
+static void start_receive(int number) {
+    int ident = some_ident(&ranks[number], chance(20));
+    if (ident < 0 || num_receives >= MOST_STARTED)
+        return;
+    bool peeks = chance(15), asks = !peeks && chance(40);
+    struct receive *receive = new_receive(number, ident, ++order, asks, asks || chance(80) ? 3000 : below(200));
+    struct pc_receive *it = &receive->receive;
+    if (chance(60))
+        it->posted.queued.source = (int)below(RANKS);
+    if (chance(60))
+        it->posted.queued.tag = (int)below(3);
+    it->posted.peek = peeks;
+    receive->expects[0] = (unsigned char)below(2);
+    receive->expects[1] = (unsigned char)below(2);
+    it->expects = receive->expects;
+    it->expects_nbytes = chance(60) ? 0 : 1 + below(2);
     pc_receive_start(ranks[number].contexts[ident], it);
+}
+
+/* An asking receive whose message was taken back waits again where it was. */
+static void start_again(const struct receive *old) {
+    struct pc_context *context = ranks[old->rank].contexts[old->ident];
+    if (num_receives >= MOST_STARTED || ranks[old->rank].openness[old->ident] != OPEN)
+        return;
+    struct receive *receive = new_receive(old->rank, old->ident, old->order, true, 3000);
+    receive->receive.posted.queued.source = old->receive.posted.queued.source;
+    receive->receive.posted.queued.tag = old->receive.posted.queued.tag;
+    pc_receive_start_at(context, &receive->receive, old->receive.posted.queued.number);
+}
+
+/* A message of another kind has come. */
+static struct pc_receive *other(struct pc_engine *engine, const struct pc_incoming *in) {
+    int rank = (int)((struct rank *)(void *)((char *)engine - offsetof(struct rank, engine)) - ranks);
+    check(*(const unsigned char *)in->header == KIND_OTHER, "a message is of the wrong kind", in->nbytes);
+    if (is_refused())
+        return NULL;
+    counts[OTHER]++;
+    return &new_receive(rank, OTHERS, ++order, true, 3000)->receive;
 }
 
 /* Give up, take or return what a receive of this rank has. */
@@ -730,11 +773,20 @@ static void go_on(int rank, bool gives_up) {
             continue;
         if (!gives_up) {
             receive->last_flight = flight_of(it->message)->gone ? -1 : (int64_t)number_in(it->message->header);
-            pc_receive_into(it, receive->memory);
+            int error = pc_receive_into(it, receive->memory);
+            check(error == 0 || (scarce && error == -ENOMEM && it->state == PC_RECEIVE_HELD),
+                  "a held message is not written", receive->order);
             return;
         }
         receive->live = false; /* callbacks of others leave it alone */
-        if (pc_receive_give_up(it)) {
+        if (receive->ident == OTHERS || (it->ask && it->message != NULL && chance(10))) {
+            struct flight *flight = flight_of(it->message);
+            flight->dropped = true;
+            pc_receive_drop(it);
+            check(flight->source == flight->dest || !flight->known, "a message was not dropped", flight->number);
+            bury(receive, 0);
+            counts[DROPPED]++;
+        } else if (pc_receive_give_up(it)) {
             bury(receive, 0);
             counts[PARKED] += state == PC_RECEIVE_READING;
             counts[RETURNED] += state == PC_RECEIVE_HELD;
@@ -756,7 +808,8 @@ static void cancel_send(int rank) {
         if (flight->source == rank && flight->sending && (flight->accepted || !only_accepted))
             break;
     }
-    if (flight->source != rank || !flight->sending || !pc_send_cancel(&flight->send))
+    if (flight->source != rank || !flight->sending || !(chance(15) || pc_send_stop(&flight->send)) ||
+        !pc_send_take_back(&flight->send))
         return;
     counts[CANCELLED]++;
     if (flight->source == flight->dest)
@@ -837,9 +890,7 @@ static void send_nonsense(int rank) {
     unsigned char *header = malloc(PC_P2P_NBYTES);
     pc_p2p_header(header, below(IDENTS), chance(50) ? -1 : INT64_MIN, 0);
     size_t nbytes = PC_P2P_NBYTES;
-    if (chance(30))
-        header[0] = PC_KIND_P2P + 1;
-    else if (chance(50))
+    if (chance(50))
         nbytes = below(PC_P2P_NBYTES);
     unsigned char *exact = malloc(nbytes + (nbytes == 0));
     memcpy(exact, header, nbytes);
@@ -920,8 +971,10 @@ static void world(void) {
         struct rank *rank = &ranks[number];
         for (int peer = 0; peer < RANKS; peer++)
             rank->links[peer] = peer == number ? &rank->self : &rank->link;
-        rank->engine = (struct pc_engine){.size = RANKS, .links = rank->links};
+        rank->engine = (struct pc_engine){.size = RANKS, .links = rank->links, .other = other};
         check(pc_engine_open(&rank->engine) == 0, "an engine cannot be opened", 0);
+        rank->contexts[OTHERS] = rank->engine.others;
+        rank->openness[OTHERS] = OPEN;
         pc_link_self(&rank->self, &rank->engine);
         rank->link = (struct pc_link){&test_ops, &rank->engine};
         for (int turn = 0; turn < 4; turn++)
@@ -946,8 +999,20 @@ static void world(void) {
             if (ranks[peer].engine.gone[rank] != 0)
                 pc_engine_forget(&ranks[rank].engine, peer, 1000 + peer);
     check_all();
-    for (int turn = 0; turn < 100000 && progress(); turn++)
-        check_all();
+    for (int round = 0; round < 2; round++) {
+        for (int turn = 0; turn < 100000 && progress(); turn++)
+            check_all();
+        for (uint32_t number = 0; number < num_receives; number++)
+            while (receives[number].live && receives[number].ident == OTHERS) {
+                go_on(receives[number].rank, true);
+                check_all();
+            }
+    }
+    for (int rank = 0; rank < RANKS; rank++) { /* some still wait behind what found no room */
+        ranks[rank].openness[OTHERS] = BROKEN;
+        ranks[rank].status[OTHERS] = 1 + OTHERS;
+        pc_context_break(ranks[rank].engine.others, 1 + OTHERS);
+    }
     for (int rank = 0; rank < RANKS; rank++)
         for (int ident = 0; ident < IDENTS; ident++)
             while (ranks[rank].openness[ident] == OPEN || ranks[rank].openness[ident] == BROKEN)

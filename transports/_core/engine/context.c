@@ -69,7 +69,7 @@ int pc_context_no_sender(const struct pc_context *context, int source) {
 enum outcome {
     TAKEN,      /* the receive has it, or has ended with it */
     MISSED,     /* there is no such message any more: the receive waits again */
-    GIVEN_BACK, /* the receive has ended without it */
+    GIVEN_BACK, /* the receive does not have it */
 };
 
 static void couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state) {
@@ -91,8 +91,9 @@ static void gather(unsigned char *into, const struct pc_incoming *in) {
             memcpy(into, in->parts[part].iov_base, in->parts[part].iov_len);
 }
 
-/* Have a message, which stands nowhere, written to the memory of a receive. */
-static enum outcome fetch(struct pc_receive *receive, struct pc_message *message) {
+/* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not miss it, but ends.
+   GIVEN_BACK: because of `error`; the receive has not ended. */
+static enum outcome fetch(struct pc_receive *receive, struct pc_message *message, int *error) {
     struct pc_engine *engine = receive->context->engine;
     struct pc_link *link = message->link;
     int answer = PC_RECEIVED;
@@ -117,9 +118,6 @@ static enum outcome fetch(struct pc_receive *receive, struct pc_message *message
         break;
     case PC_MESSAGE_WAITS:
         answer = link->ops->accept(link, message, receive->into);
-        break;
-    case PC_MESSAGE_GONE:
-        answer = PC_WITHDRAWN;
     }
     if (answer == PC_UNDER_WAY) {
         message->state = PC_MESSAGE_READING;
@@ -127,13 +125,13 @@ static enum outcome fetch(struct pc_receive *receive, struct pc_message *message
         return TAKEN;
     }
     if (answer < 0) {
-        pc_receive_end(engine, receive, answer, message);
+        *error = answer;
         return GIVEN_BACK;
     }
-    if (answer == PC_RECEIVED)
-        pc_receive_end(engine, receive, 0, message);
+    if (answer == PC_RECEIVED || receive->ask)
+        pc_receive_end(engine, receive, answer == PC_RECEIVED ? 0 : PC_TAKEN_BACK, message);
     pc_message_free(engine, message);
-    return answer == PC_RECEIVED ? TAKEN : MISSED;
+    return receive->state == PC_RECEIVE_ENDED ? TAKEN : MISSED;
 }
 
 static bool fits(const struct pc_receive *receive, const struct pc_message *message) {
@@ -150,10 +148,11 @@ static enum outcome take(struct pc_receive *receive, struct pc_message *message)
         pc_engine_tell(engine, &receive->ending);
         return TAKEN;
     }
-    if (fits(receive, message))
-        return fetch(receive, message);
-    pc_receive_end(engine, receive, PC_REFUSED, message);
-    return GIVEN_BACK;
+    int error = PC_REFUSED;
+    enum outcome outcome = fits(receive, message) ? fetch(receive, message, &error) : GIVEN_BACK;
+    if (outcome == GIVEN_BACK)
+        pc_receive_end(engine, receive, error, message);
+    return outcome;
 }
 
 /* Post a receive, in its place; its message, which it has taken; NULL: it waits, or has ended. */
@@ -209,8 +208,12 @@ void pc_context_settle(struct pc_context *context, struct pc_message *message, s
 /* --- what the caller asks for ------------------------------------------------------------------------ */
 
 void pc_receive_start(struct pc_context *context, struct pc_receive *receive) {
+    pc_receive_start_at(context, receive, context->matching.next_number++);
+}
+
+void pc_receive_start_at(struct pc_context *context, struct pc_receive *receive, uint64_t number) {
     pc_engine_enter(context->engine);
-    receive->posted.queued.number = context->matching.next_number++;
+    receive->posted.queued.number = number;
     receive->context = context;
     if (context->broken != 0)
         pc_receive_end(context->engine, receive, context->broken, NULL);
@@ -219,23 +222,37 @@ void pc_receive_start(struct pc_context *context, struct pc_receive *receive) {
     pc_engine_leave(context->engine);
 }
 
-void pc_receive_into(struct pc_receive *receive, void *into) {
-    struct pc_context *context = receive->context;
+int pc_receive_into(struct pc_receive *receive, void *into) {
+    struct pc_engine *engine = receive->context->engine;
     struct pc_message *message = receive->message;
-    struct pc_engine *engine = context->engine;
     pc_engine_enter(engine);
     pc_engine_tell_not(engine, &receive->ending);
     decouple(receive);
     receive->into = into;
-    switch (fetch(receive, message)) {
-    case TAKEN:
-        break;
-    case MISSED:
-        pc_context_settle(context, NULL, receive);
-        break;
-    case GIVEN_BACK:
-        pc_context_settle(context, message, NULL);
-    }
+    int error = 0;
+    if (fetch(receive, message, &error) == GIVEN_BACK)
+        couple(receive, message, PC_RECEIVE_HELD);
+    pc_engine_leave(engine);
+    return error;
+}
+
+void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, struct pc_message *message) {
+    receive->posted.queued.source = message->match.queued.source;
+    receive->context = context;
+    message->context = context;
+    couple(receive, message, PC_RECEIVE_HELD);
+    pc_engine_tell(context->engine, &receive->ending);
+}
+
+void pc_receive_drop(struct pc_receive *receive) {
+    struct pc_message *message = receive->message;
+    struct pc_engine *engine = receive->context->engine;
+    pc_engine_enter(engine);
+    pc_engine_tell_not(engine, &receive->ending);
+    decouple(receive);
+    receive->state = PC_RECEIVE_IDLE;
+    receive->context = NULL;
+    pc_message_drop(engine, message, true);
     pc_engine_leave(engine);
 }
 
@@ -269,9 +286,7 @@ bool pc_receive_give_up(struct pc_receive *receive) {
         decouple(receive);
     receive->state = PC_RECEIVE_IDLE;
     receive->context = NULL;
-    if (message != NULL && message->state == PC_MESSAGE_GONE)
-        pc_message_free(engine, message);
-    else if (message != NULL)
+    if (message != NULL)
         pc_context_settle(context, message, NULL);
     pc_engine_leave(engine);
     return true;
@@ -305,13 +320,18 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
     return answer;
 }
 
-bool pc_send_cancel(struct pc_send *send) {
+bool pc_send_stop(struct pc_send *send) {
+    if (send->context == NULL)
+        return false;
+    struct pc_link *link = send->context->engine->links[send->peer];
+    return link->ops->stop(link, send);
+}
+
+bool pc_send_take_back(struct pc_send *send) {
     if (send->context == NULL)
         return false;
     struct pc_engine *engine = send->context->engine;
     struct pc_link *link = engine->links[send->peer];
-    if (!link->ops->stop(link, send))
-        return false;
     pc_engine_enter(engine);
     unlink_send(send);
     link->ops->take_back(link, send);

@@ -48,12 +48,47 @@ void pc_engine_leave(struct pc_engine *engine) {
 
 /* --- the contexts ------------------------------------------------------------------------------------ */
 
+/* A context without messages, in the list of all; NULL: there is no memory. */
+static struct pc_context *new_context(struct pc_engine *engine, uint64_t ident, size_t num_members, int me) {
+    struct pc_context *context = calloc(1, sizeof *context);
+    int *members = malloc((num_members + 1) * sizeof *members);
+    if (context == NULL || members == NULL) {
+        free(context);
+        free(members);
+        return NULL;
+    }
+    context->engine = engine;
+    context->ident = ident;
+    context->me = me;
+    context->members = members;
+    context->num_members = num_members;
+    pc_match_open(&context->matching);
+    pc_list_clear(&context->taken);
+    context->next = engine->contexts;
+    context->at = &engine->contexts;
+    if (context->next != NULL)
+        context->next->at = &context->next;
+    engine->contexts = context;
+    return context;
+}
+
+static void free_context(struct pc_context *context) {
+    *context->at = context->next;
+    if (context->next != NULL)
+        context->next->at = context->at;
+    pc_match_free(&context->matching);
+    free(context->members);
+    free(context);
+}
+
 int pc_engine_open(struct pc_engine *engine) {
     engine->gone = calloc((size_t)engine->size, sizeof *engine->gone);
     engine->closed = calloc(PC_CLOSED_IDENTS, sizeof *engine->closed);
     pc_list_clear(&engine->abandoned);
     engine->last_ending = &engine->endings;
     if (engine->gone != NULL && engine->closed != NULL)
+        engine->others = new_context(engine, 0, 0, 0);
+    if (engine->others != NULL)
         return 0;
     free(engine->gone);
     free(engine->closed);
@@ -101,33 +136,18 @@ void pc_engine_free(struct pc_engine *engine) {
     pc_chains_free(&engine->by_ident);
     pc_chains_free(&engine->unopened);
     pc_chains_free(&engine->by_closed);
+    free_context(engine->others);
     free(engine->gone);
     free(engine->closed);
 }
 
 struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members, size_t num_members,
                                    int me) {
-    struct pc_context *context = calloc(1, sizeof *context);
-    int *copy = malloc(num_members * sizeof *copy);
-    if (context == NULL || copy == NULL) {
-        free(context);
-        free(copy);
+    struct pc_context *context = new_context(engine, ident, num_members, me);
+    if (context == NULL)
         return NULL;
-    }
-    memcpy(copy, members, num_members * sizeof *copy);
-    context->engine = engine;
-    context->ident = ident;
-    context->me = me;
-    context->members = copy;
-    context->num_members = num_members;
-    pc_match_open(&context->matching);
-    pc_list_clear(&context->taken);
+    memcpy(context->members, members, num_members * sizeof *members);
     pc_chains_add(&engine->by_ident, &context->by_ident, pc_hash(ident, 0));
-    context->next = engine->contexts;
-    context->at = &engine->contexts;
-    if (context->next != NULL)
-        context->next->at = &context->next;
-    engine->contexts = context;
     struct pc_chained *chained = find(&engine->unopened, ident);
     if (chained == NULL)
         return context;
@@ -148,17 +168,12 @@ void pc_context_close(struct pc_context *context) {
     pc_engine_enter(engine);
     pc_context_stop(context, PC_CONTEXT_CLOSED, true);
     pc_chains_remove(&engine->by_ident, &context->by_ident);
-    *context->at = context->next;
-    if (context->next != NULL)
-        context->next->at = context->at;
     struct pc_closed *closed = &engine->closed[engine->num_closed++ % PC_CLOSED_IDENTS];
     if (closed->by_ident.at != NULL)
         pc_chains_remove(&engine->by_closed, &closed->by_ident);
     closed->ident = context->ident;
     pc_chains_add(&engine->by_closed, &closed->by_ident, pc_hash(context->ident, 0));
-    pc_match_free(&context->matching);
-    free(context->members);
-    free(context);
+    free_context(context);
     pc_engine_leave(engine);
 }
 
@@ -256,6 +271,24 @@ static int p2p_arrived(struct pc_engine *engine, struct pc_link *link, const str
     return error;
 }
 
+/* A message of another kind: it is held by a receive of the caller's from the beginning. */
+static int other_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in,
+                         struct pc_message **kept) {
+    struct pc_message *message = pc_message_new(engine, link, in);
+    if (message == NULL)
+        return -ENOMEM;
+    bool passes = message->state == PC_MESSAGE_PASSING;
+    struct pc_receive *receive = !passes || pc_message_keep(message) ? engine->other(engine, in) : NULL;
+    if (receive == NULL) {
+        pc_message_free(engine, message);
+        return -ENOMEM;
+    }
+    if (!passes)
+        *kept = message;
+    pc_receive_hold(engine->others, receive, message);
+    return 0;
+}
+
 int pc_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *incoming,
                struct pc_message **message) {
     *message = NULL;
@@ -266,7 +299,7 @@ int pc_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_i
     if (*(const unsigned char *)incoming->header == PC_KIND_P2P)
         error = p2p_arrived(engine, link, incoming, message);
     else if (engine->other != NULL)
-        error = engine->other(engine, link, incoming, message);
+        error = other_arrived(engine, link, incoming, message);
     pc_engine_leave(engine);
     return error;
 }
@@ -307,16 +340,12 @@ static void forget_outside(struct pc_engine *engine, struct pc_message *message)
         free_unopened(engine, (struct pc_unopened *)list);
 }
 
-/* The link of a message does not know it any more, and it is not here: nobody can receive it. Its receive if that was
-   reading, and has nothing now. */
+/* The link of a message does not know it any more, and it is not here: nobody can receive it. The receive that had it,
+   and has nothing now. */
 static struct pc_receive *forget_message(struct pc_engine *engine, struct pc_message *message) {
     struct pc_receive *receive = message->taker;
     if (message->context == NULL) {
         forget_outside(engine, message);
-        return NULL;
-    }
-    if (receive != NULL && receive->state == PC_RECEIVE_HELD) {
-        message->state = PC_MESSAGE_GONE; /* it hears of it when it wants the message */
         return NULL;
     }
     if (receive != NULL) {
@@ -333,7 +362,9 @@ void pc_withdrawn(struct pc_engine *engine, struct pc_message *message) {
     struct pc_context *context = message->context;
     pc_engine_enter(engine);
     struct pc_receive *receive = forget_message(engine, message);
-    if (receive != NULL)
+    if (receive != NULL && receive->ask)
+        pc_receive_end(engine, receive, PC_TAKEN_BACK, NULL);
+    else if (receive != NULL)
         pc_context_settle(context, NULL, receive);
     pc_engine_leave(engine);
 }

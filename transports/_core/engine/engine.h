@@ -17,6 +17,7 @@
 enum {
     PC_REFUSED = -100001, /* the message does not fit the receive, and is where it was */
     PC_CONTEXT_CLOSED = -100002,  /* the context was closed */
+    PC_TAKEN_BACK = -100003,      /* the sender has taken back the message that an asking receive had */
 };
 
 /* Closed contexts that are remembered: messages that come too late for them are dropped. */
@@ -43,7 +44,6 @@ enum pc_message_state {
     PC_MESSAGE_WAITS,   /* it was not accepted yet */
     PC_MESSAGE_READING, /* to the memory of its receive, or to `spare` */
     PC_MESSAGE_HERE,    /* at `payload`: memory of the link, or `spare` */
-    PC_MESSAGE_GONE,    /* its link does not know it any more; only the receive that holds it does */
 };
 
 struct pc_message_list {
@@ -139,15 +139,16 @@ struct pc_closed {
 struct pc_engine {
     int size;
     struct pc_link **links; /* by peer; the caller's */
-    /* Messages of other kinds. They are told and answered like the others. */
-    int (*other)(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *incoming,
-                 struct pc_message **message);
+    /* A message of another kind has come: a receive for it, asking, which will hold it and is told so; NULL: there is
+       no memory. Without this function only point-to-point messages are known. */
+    struct pc_receive *(*other)(struct pc_engine *engine, const struct pc_incoming *incoming);
     /* What links say of a peer: all that it ever sent has come; or its link is gone. NULL: nobody asks. */
     void (*finished)(struct pc_engine *engine, int peer);
     void (*lost)(struct pc_engine *engine, int peer, const char *why);
     void *owner;
 
     int *gone; /* by peer: a status; 0: it is there */
+    struct pc_context *others; /* to which messages of other kinds belong, and their sends: nothing is matched there */
     struct pc_context *contexts;
     struct pc_chains by_ident, unopened, by_closed;
     struct pc_closed *closed; /* a ring */
@@ -165,7 +166,7 @@ struct pc_engine {
 
 /* 0, or -ENOMEM. */
 int pc_engine_open(struct pc_engine *engine);
-/* The links are closed, and so are all contexts. */
+/* The links are closed, and so are all contexts; of other messages and their sends nothing is under way. */
 void pc_engine_free(struct pc_engine *engine);
 /* A peer has ended, for the reason `status`. What waits for it fails; messages of it that are here may still be
    received. */
@@ -181,20 +182,26 @@ void pc_context_break(struct pc_context *context, int status);
 void pc_context_close(struct pc_context *context);
 
 /* Start a receive or a probe. Its state says what has become of it; if it is held or has ended `told` is called, too,
-   as it is later. */
+   as it is later. A receive whose message is taken back waits again, in its place; one that asks ends with
+   PC_TAKEN_BACK. */
 void pc_receive_start(struct pc_context *context, struct pc_receive *receive);
-/* Have the message that a receive holds written to `into`. If it was taken back the receive waits again, in its
-   place. */
-void pc_receive_into(struct pc_receive *receive, void *into);
+/* The same in the place of an earlier one: its `posted.queued.number`. */
+void pc_receive_start_at(struct pc_context *context, struct pc_receive *receive, uint64_t number);
+/* Have the message that a receive holds written to `into`. 0, or a negative errno of its link: it holds it still. */
+int pc_receive_into(struct pc_receive *receive, void *into);
 /* Give up: it does not end, and nothing is written any more. A message that it has goes back to its place. False: it
    has ended, or it goes on for want of memory, as its state says. */
 bool pc_receive_give_up(struct pc_receive *receive);
+/* Give up an asking receive that has a message, which nobody wants: it does not end. */
+void pc_receive_drop(struct pc_receive *receive);
 
 /* Start a send. PC_UNDER_WAY; PC_SENT: it has ended already, with its `status`. */
 int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header, size_t header_nbytes,
                   enum pc_way way);
-/* Take back a send; it does not end. False: it is too late, and it goes on, or has ended. */
-bool pc_send_cancel(struct pc_send *send);
+/* Stop a send, to take it back next. False: it is too late, and it goes on, or has ended. */
+bool pc_send_stop(struct pc_send *send);
+/* Give up a send, stopped or not: it does not end, and its memory is not used any more. False: it has ended. */
+bool pc_send_take_back(struct pc_send *send);
 
 /* --- for the engine's own files ---------------------------------------------------------------------- */
 
@@ -220,6 +227,8 @@ int pc_context_no_sender(const struct pc_context *context, int source);
 /* A message, or a receive, that stands nowhere waits in its place, or finds what it waits for. */
 void pc_context_settle(struct pc_context *context, struct pc_message *message, struct pc_receive *receive);
 void pc_context_stop(struct pc_context *context, int status, bool closes);
+/* A receive that was not started takes a message that stands nowhere, and is told. */
+void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, struct pc_message *message);
 /* Have a receive or a send told of its state; or not any more. */
 void pc_engine_tell(struct pc_engine *engine, struct pc_ending *ending);
 void pc_engine_tell_not(struct pc_engine *engine, struct pc_ending *ending);

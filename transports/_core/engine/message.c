@@ -41,8 +41,8 @@ struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link
     memcpy(message->header, in->header, in->header_nbytes);
     message->header_nbytes = in->header_nbytes;
     message->match.queued.source = in->peer;
-    uint64_t tag = 0;
-    for (int byte = 0; byte < 8; byte++)
+    uint64_t tag = 0; /* of a point-to-point message */
+    for (size_t byte = 0; byte < 8 && 9 + byte < in->header_nbytes; byte++)
         tag |= (uint64_t)message->header[9 + byte] << 8 * byte;
     message->match.queued.tag = (int64_t)tag;
     message->link = link;
