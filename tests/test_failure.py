@@ -712,6 +712,58 @@ ok()
     assert "raised ValueError" in done.stderr
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_held_messages_of_a_killed_rank_and_copies_for_it_are_lost(
+    job: Any, transport: str
+) -> None:
+    done = job(
+        2,
+        """
+large = np.ones(1 << 20)
+if rank == 1:
+    pending = [comm.isend(1.5, 0, tag=1), comm.isend(large, 0, tag=2)]
+    comm.recv(0, tag=3)
+    os.kill(os.getpid(), signal.SIGKILL)
+handles = [comm.mprobe(1, tag) for tag in (1, 2)]
+comm.bsend(large, 1, tag=4)
+assert comm.ibsend(large, 1, tag=4).done
+comm.send(None, 1, tag=3)
+peer_failed(1, SIGKILL, comm.recv, 1, within=60)
+for call, *args in *[(handle.recv,) for handle in handles], (comm.bsend, large, 1):
+    peer_failed(1, SIGKILL, call, *args, within=1.0)
+ok()
+""",
+        "--transport",
+        transport,
+    )
+    assert done.status == 137
+    assert done.content == [0], done.stderr
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_held_message_of_a_rank_that_has_left_is_received(job: Any, transport: str) -> None:
+    done = job(
+        2,
+        """
+if rank == 1:
+    comm.send(1.5, 0, tag=1)
+    comm.send(np.arange(7), 0, tag=2)
+else:
+    handles = [comm.mprobe(1, tag) for tag in (1, 2)]
+    gone = error_like(pycoll.PeerFailed, "has (left|ended)", comm.recv, 1, within=60)
+    assert handles[0].recv() == 1.5
+    assert handles[1].recv().tolist() == list(range(7))
+    for send in comm.bsend, comm.ibsend:
+        error = error_of(lambda: send(1, 1).wait() if send == comm.ibsend else send(1, 1))
+        assert type(error) is pycoll.PeerFailed, repr(error)
+ok()
+""",
+        "--transport",
+        transport,
+    )
+    assert (done.status, done.content) == (0, [0, 1]), done.stderr
+
+
 def test_iprobe_of_a_rank_that_has_ended_fails_like_recv(job: Any) -> None:
     done = job(
         2,

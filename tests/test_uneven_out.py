@@ -19,10 +19,16 @@ LENGTHS = (0, 1, 7, 600, 5000, 70_000)
 
 on_every_way = pytest.mark.parametrize(
     "ranks",
-    [1, 3, (3, ("--transport", "tcp")), (3, (), {"PYCOLL_SINGLE_COPY": "0"})],
+    [
+        1,
+        3,
+        (3, ("--transport", "tcp")),
+        (3, ("--transport", "zmq")),
+        (3, (), {"PYCOLL_SINGLE_COPY": "0"}),
+    ],
     indirect=True,
     scope="module",
-    ids=["alone", "shm", "tcp", "segments"],
+    ids=["alone", "shm", "tcp", "zmq", "segments"],
 )
 
 
