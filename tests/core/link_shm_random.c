@@ -239,7 +239,7 @@ static void act(int rank, bool may_break) {
         }
     } else if (what == 64 && below(10) == 0) {
         open_context(rank, (int)below(IDENTS));
-    } else if (what == 65 && may_break && below(20) == 0) {
+    } else if (what == 65 && may_break && below(5) == 0) {
         int ident = (int)below(IDENTS);
         if (ranks[rank].contexts[ident] != NULL && !ranks[rank].broken[ident]) {
             ranks[rank].broken[ident] = true;
@@ -284,14 +284,14 @@ static void end_all(void) {
     for (uint32_t number = 0; number < num_receives; number++)
         give_up(&receives[number]);
     num_receives = 0;
-    for (uint32_t number = 0; number < num_messages; number++) {
-        struct message *message = &messages[number];
-        if (message->received || message->cancelled || ranks[message->dest].dead)
-            continue;
-        if (num_receives == MOST)
-            break;
-        start_receive(message->dest, message->ident, true);
-    }
+    uint32_t missing[RANKS][IDENTS] = {0};
+    for (uint32_t number = 0; number < num_messages; number++)
+        if (!messages[number].received && !messages[number].cancelled && !ranks[messages[number].dest].dead)
+            missing[messages[number].dest][messages[number].ident]++;
+    for (int rank = 0; rank < RANKS; rank++)
+        for (int ident = 0; ident < IDENTS; ident++)
+            while (missing[rank][ident]-- > 0 && num_receives < MOST)
+                start_receive(rank, ident, true);
     settle();
     bool broken = false;
     for (int rank = 0; rank < RANKS; rank++)
