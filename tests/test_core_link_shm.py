@@ -12,8 +12,8 @@ import pytest
 from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
-CHANNEL = "host region arena channel progress copy processor table wait".split()
-ENGINE = "engine message context link_self link_shm match chains".split()
+CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
+ENGINE = ["engine", "message", "context", "link_self", "link_shm", "match", "chains"]
 KINDS = 12
 """Things that the random calls count."""
 
