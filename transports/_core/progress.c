@@ -491,11 +491,11 @@ static int go_on_receiving(pc_channel *channel, bool *worked) {
         int status = copy_on(channel, receive, PC_BUDGET);
         *worked |= status != 2;
         if (status == 0 || status == -1) {
-            pc_channel_receive_end(channel, receive);
             if (status == 0)
                 channel->up->received(channel->owner, handle);
             else
                 channel->up->withdrawn(channel->owner, handle);
+            pc_channel_receive_end(channel, receive);
         } else if (status < 0) {
             return -1;
         } else if (index < channel->receiving.count && channel->receiving.numbers[index] == handle) {

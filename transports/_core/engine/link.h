@@ -116,7 +116,8 @@ struct pc_link {
    it, or lose the peer. -EPROTO: no rank of this job sends this. */
 int pc_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *incoming,
                struct pc_message **message);
-/* What was coming is all here, and kept at `payload`: the message waits no more to be accepted. */
+/* What was coming is all here, and kept at `payload`: the message waits no more to be accepted. Or what is kept, and
+   was not released, is now kept there. */
 void pc_kept(struct pc_engine *engine, struct pc_message *message, const void *payload);
 /* A message that was accepted is all there. */
 void pc_received(struct pc_engine *engine, struct pc_message *message);

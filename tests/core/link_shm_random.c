@@ -1,0 +1,390 @@
+/* Random messages between three engines (transports/_core/engine) that are joined by links over the shared memory of
+   one host, all in one thread, so that a seed always does the same.
+
+   Ranks send in every way, receive, ask, give up half-way, cancel, break contexts and open them late; in some worlds
+   one ends in the middle and is forgotten. Checked are every byte, that each message is received once, that those that
+   wait stand in the order in which they were sent, and that nothing waits for ever. Memory is freed when it is the
+   caller's again: AddressSanitizer sees who touches it.
+
+       link_shm_random WORLDS SEED
+
+   Exits with 3 and a line that names the seed of the world if something is wrong. */
+#include "channel_hooks.h"
+
+#include "engine/link_shm.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define RANKS 3
+#define IDENTS 2
+#define STEPS 1500
+#define MOST 1000
+#define LARGEST 200000
+
+enum count {
+    EAGER, OFFERED, BUFFERED, RECEIVED, HELD, PARKED, GIVEN_UP, CANCELLED, BROKEN, FORGOTTEN, NO_ROOM, FINISHED, COUNTS
+};
+static const char *const names[] = {"eager",     "offered", "buffered",  "received", "held",       "parked",
+                                    "given up", "cancelled", "broken", "forgotten", "without room", "finished"};
+static uint64_t seed, random_state, counts[COUNTS];
+
+static void check(bool holds, const char *what, uint64_t number) {
+    if (holds)
+        return;
+    fprintf(stderr, "world %llu: %s (%llu)\n", (unsigned long long)seed, what, (unsigned long long)number);
+    exit(3);
+}
+
+static uint64_t below(uint64_t limit) {
+    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+    return (random_state >> 33) % limit;
+}
+
+static unsigned char byte_of(uint32_t number, size_t offset) {
+    if (offset < 4)
+        return (unsigned char)(number >> 8 * offset);
+    return (unsigned char)(number * 131 + offset * 7 + offset / 251);
+}
+
+struct message {
+    int source, dest, ident;
+    int64_t tag;
+    unsigned char *memory;
+    struct iovec parts[3];
+    struct pc_send send;
+    bool under_way, received, cancelled;
+};
+
+struct receive {
+    struct pc_receive it;
+    int rank, ident;
+    unsigned char *memory;
+    bool live, held;
+};
+
+struct rank {
+    pc_host host;
+    struct pc_engine engine;
+    struct pc_link self, *links[RANKS];
+    struct pc_link_shm shm;
+    struct pc_context *contexts[IDENTS];
+    bool broken[IDENTS], dead, finished[RANKS];
+};
+
+static struct rank ranks[RANKS]; /* by rank in the job */
+static struct message messages[MOST];
+static struct receive receives[MOST];
+static uint32_t num_messages, num_receives;
+static bool quiet; /* nothing new is begun */
+static const int in_job[RANKS] = {2, 0, 1}; /* by local rank */
+
+static void send_over(struct message *message) {
+    check(message->under_way, "a send ends twice", (uint64_t)(message - messages));
+    message->under_way = false;
+    memset(message->memory, 0xEE, message->send.nbytes);
+    free(message->memory);
+}
+
+static void send_ended(struct pc_send *send) { send_over(send->owner); }
+
+static void start_send(int rank) {
+    int peer = (int)below(RANKS), ident = (int)below(IDENTS);
+    if (num_messages == MOST || peer == rank || ranks[rank].contexts[ident] == NULL || ranks[peer].dead)
+        return;
+    uint32_t number = num_messages++;
+    struct message *message = &messages[number];
+    size_t nbytes = 4 + below(below(2) ? 100 : below(2) ? 15000 : LARGEST - 4), from = 0;
+    *message = (struct message){.source = rank, .dest = peer, .ident = ident, .tag = (int64_t)below(3)};
+    message->memory = malloc(nbytes);
+    for (size_t offset = 0; offset < nbytes; offset++)
+        message->memory[offset] = byte_of(number, offset);
+    size_t num_parts = 1 + below(3);
+    for (size_t part = 0; part < num_parts; part++) {
+        size_t length = part + 1 == num_parts ? nbytes - from : below(nbytes - from + 1);
+        message->parts[part] = (struct iovec){message->memory + from, length};
+        from += length;
+    }
+    unsigned char header[PC_P2P_NBYTES + 4 + 3000] = {0};
+    pc_p2p_header(header, (uint64_t)ident, message->tag, 0);
+    memcpy(header + PC_P2P_NBYTES, &number, 4);
+    message->send = (struct pc_send){
+        .peer = peer, .parts = message->parts, .num_parts = num_parts, .ended = send_ended, .owner = message};
+    message->under_way = true;
+    size_t header_nbytes = PC_P2P_NBYTES + 4 + (below(10) == 0 ? below(3000) : 0);
+    if (pc_send_start(ranks[rank].contexts[ident], &message->send, header, header_nbytes, (enum pc_way)below(3)) ==
+        PC_SENT) {
+        message->cancelled = message->send.status != 0;
+        counts[EAGER] += message->send.status == 0;
+        message->send.nbytes = nbytes;
+        send_over(message);
+    } else {
+        counts[OFFERED]++;
+    }
+}
+
+static void start_receive(int rank, int ident, bool any);
+
+static void receive_over(struct receive *receive) {
+    receive->live = receive->held = false;
+    free(receive->it.header);
+    free(receive->memory);
+}
+
+static void told(struct pc_receive *it) {
+    struct receive *receive = it->owner;
+    if (it->state == PC_RECEIVE_HELD) {
+        counts[HELD]++;
+        receive->held = true;
+        return;
+    }
+    check(it->state == PC_RECEIVE_ENDED && receive->live, "a receive ends twice", (uint64_t)(receive - receives));
+    /* Who was forgotten sees other things in blocks that were its own. */
+    if (it->status == 0 && !ranks[receive->rank].dead) {
+        uint32_t number;
+        memcpy(&number, receive->memory, 4);
+        check(number < num_messages, "there is no such message", number);
+        struct message *message = &messages[number];
+        check(message->source == it->source && message->dest == receive->rank && message->tag == it->tag &&
+                  message->ident == receive->ident && !message->received && !message->cancelled,
+              "a message is received that should not", number);
+        for (size_t offset = 0; offset < it->nbytes; offset++)
+            check(receive->memory[offset] == byte_of(number, offset), "a byte is wrong", number);
+        message->received = true;
+        counts[RECEIVED]++;
+    } else {
+        check(it->status >= 0, "a receive fails", (uint64_t)-it->status);
+    }
+    receive_over(receive);
+    if (!quiet && below(4) == 0 && ranks[receive->rank].contexts[receive->ident] != NULL)
+        start_receive(receive->rank, receive->ident, false); /* from within a callback */
+}
+
+static void start_receive(int rank, int ident, bool any) {
+    if (num_receives == MOST || ranks[rank].contexts[ident] == NULL)
+        return;
+    struct receive *receive = &receives[num_receives++];
+    *receive = (struct receive){.rank = rank, .ident = ident, .live = true, .memory = malloc(LARGEST)};
+    receive->it.posted.queued.source = any || below(2) ? PC_ANY : (int)below(RANKS);
+    receive->it.posted.queued.tag = any || below(2) ? PC_ANY : (int64_t)below(3);
+    receive->it.ask = !any && below(4) == 0;
+    receive->it.into = receive->memory;
+    receive->it.room = LARGEST;
+    receive->it.told = told;
+    receive->it.owner = receive;
+    pc_receive_start(ranks[rank].contexts[ident], &receive->it);
+}
+
+static void give_up(struct receive *receive) {
+    bool is_reading = receive->it.state == PC_RECEIVE_READING;
+    if (!receive->live || !pc_receive_give_up(&receive->it))
+        return;
+    counts[is_reading ? PARKED : GIVEN_UP]++;
+    receive_over(receive);
+}
+
+static void open_context(int rank, int ident) {
+    static const int members[RANKS] = {0, 1, 2};
+    struct rank *it = &ranks[rank];
+    if (it->contexts[ident] == NULL)
+        it->contexts[ident] = pc_context_open(&it->engine, (uint64_t)ident, members, RANKS, rank);
+}
+
+static bool progress(int rank) {
+    struct pc_source *source = &ranks[rank].shm.source;
+    bool worked = source->ops->progress(source);
+    for (int local = 0; local < RANKS; local++)
+        counts[NO_ROOM] += ranks[rank].shm.peers[local].untold.first != NULL;
+    return worked;
+}
+
+/* What waits from one rank stands in the order in which it was sent. */
+static void check_order(int rank) {
+    for (int ident = 0; ident < IDENTS; ident++) {
+        int64_t last[RANKS] = {-1, -1, -1};
+        struct pc_context *context = ranks[rank].contexts[ident];
+        struct pc_unexpected *each = context != NULL ? pc_match_first_message(&context->matching) : NULL;
+        for (; each != NULL; each = pc_match_next_message(each)) {
+            uint32_t number;
+            memcpy(&number, ((struct pc_message *)each)->header + PC_P2P_NBYTES, 4);
+            check(number > last[each->queued.source], "a message comes before an earlier one", number);
+            last[each->queued.source] = number;
+        }
+    }
+}
+
+static void act(int rank, bool may_break) {
+    uint64_t what = below(100);
+    if (what < 30) {
+        start_send(rank);
+    } else if (what < 50) {
+        start_receive(rank, (int)below(IDENTS), false);
+    } else if (what < 60 && num_receives > 0) {
+        struct receive *receive = &receives[num_receives - 1 - below(num_receives < 20 ? num_receives : 20)];
+        if (receive->held && receive->live) {
+            receive->held = false;
+            pc_receive_into(&receive->it, receive->memory);
+        } else {
+            give_up(receive);
+        }
+    } else if (what < 64 && num_messages > 0) {
+        struct message *message = &messages[num_messages - 1 - below(num_messages < 20 ? num_messages : 20)];
+        if (message->under_way && pc_send_cancel(&message->send)) {
+            message->cancelled = true;
+            counts[CANCELLED]++;
+            send_over(message);
+        }
+    } else if (what == 64 && below(10) == 0) {
+        open_context(rank, (int)below(IDENTS));
+    } else if (what == 65 && may_break && below(5) == 0) {
+        int ident = (int)below(IDENTS);
+        if (ranks[rank].contexts[ident] != NULL && !ranks[rank].broken[ident]) {
+            ranks[rank].broken[ident] = true;
+            pc_context_break(ranks[rank].contexts[ident], 7);
+            counts[BROKEN]++;
+        }
+    } else {
+        (void)progress(rank);
+    }
+    check_order(rank);
+}
+
+static void finished(struct pc_engine *engine, int peer) {
+    struct rank *rank = engine->owner;
+    check(!rank->finished[peer], "a rank finishes twice", (uint64_t)peer);
+    rank->finished[peer] = true;
+    counts[FINISHED]++;
+}
+
+static void lost(struct pc_engine *engine, int peer, const char *why) {
+    (void)engine;
+    check(false, why, (uint64_t)peer);
+}
+
+static void settle(void) {
+    for (int quiet = 0, turns = 0; quiet < 10; turns++, quiet++) {
+        check(turns < 100000, "it never ends", 0);
+        for (int rank = 0; rank < RANKS; rank++)
+            if (!ranks[rank].dead && progress(rank))
+                quiet = 0;
+    }
+}
+
+static void end_all(void) {
+    quiet = true;
+    for (int rank = 0; rank < RANKS; rank++)
+        for (int ident = 0; ident < IDENTS && !ranks[rank].dead; ident++)
+            open_context(rank, ident);
+    for (uint32_t number = 0; number < num_receives; number++)
+        give_up(&receives[number]);
+    settle();
+    for (uint32_t number = 0; number < num_receives; number++)
+        give_up(&receives[number]);
+    num_receives = 0;
+    uint32_t missing[RANKS][IDENTS] = {0};
+    for (uint32_t number = 0; number < num_messages; number++)
+        if (!messages[number].received && !messages[number].cancelled && !ranks[messages[number].dest].dead)
+            missing[messages[number].dest][messages[number].ident]++;
+    for (int rank = 0; rank < RANKS; rank++)
+        for (int ident = 0; ident < IDENTS; ident++)
+            while (missing[rank][ident]-- > 0 && num_receives < MOST)
+                start_receive(rank, ident, true);
+    settle();
+    bool broken = false;
+    for (int rank = 0; rank < RANKS; rank++)
+        for (int ident = 0; ident < IDENTS; ident++)
+            broken |= ranks[rank].broken[ident] || ranks[rank].dead;
+    for (uint32_t number = 0; number < num_messages && !broken; number++) {
+        check(!messages[number].under_way, "a send never ends", number);
+        check(messages[number].received || messages[number].cancelled, "a message is lost", number);
+    }
+}
+
+static void world(void) {
+    int fd = memfd_create("world", MFD_CLOEXEC), doorbells[RANKS];
+    for (int local = 0; local < RANKS; local++)
+        doorbells[local] = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    memset(ranks, 0, sizeof ranks);
+    memset(receives, 0, sizeof receives);
+    num_messages = num_receives = 0;
+    quiet = false;
+    pc_channel limits = {
+        .eager_limit = 16000, .credit = 100000, .message_cost = 100, .single_copy = below(3) > 0};
+    bool may_break = below(3) == 0, may_end = below(3) == 0;
+    for (int local = 0; local < RANKS; local++) {
+        int rank = in_job[local];
+        struct rank *it = &ranks[rank];
+        for (int peer = 0; peer < RANKS; peer++)
+            it->links[peer] = peer == rank ? &it->self : &it->shm.link;
+        it->engine = (struct pc_engine){
+            .size = RANKS, .links = it->links, .finished = finished, .lost = lost, .owner = it};
+        check(pc_host_open(&it->host, fd, local, RANKS, doorbells, RANKS) == 0, "no memory is mapped", 0);
+        check(pc_engine_open(&it->engine) == 0, "an engine cannot be opened", 0);
+        pc_link_self(&it->self, &it->engine);
+        check(pc_link_shm_open(&it->shm, &it->engine, &it->host, doorbells[local], in_job, &limits) == 0,
+              "a link cannot be opened", 0);
+        open_context(rank, 0);
+    }
+    for (int step = 0; step < STEPS; step++) {
+        int rank = (int)below(RANKS);
+        if (!ranks[rank].dead)
+            act(rank, may_break);
+        if (step < STEPS / 2 || !may_end || below(200) > 0)
+            continue;
+        may_end = false;
+        ranks[rank].dead = true;
+        counts[FORGOTTEN]++;
+        for (int other = 0; other < RANKS; other++)
+            if (other != rank)
+                pc_engine_forget(&ranks[other].engine, rank, 9);
+    }
+    end_all();
+    for (int rank = 0; rank < RANKS; rank++) {
+        counts[BUFFERED] += ranks[rank].shm.num_kept;
+        if (!ranks[rank].dead)
+            check(pc_link_shm_goodbye(&ranks[rank].shm) == 0, "there is no memory", 0);
+    }
+    settle();
+    for (int rank = 0; rank < RANKS; rank++)
+        for (int local = 0; local < RANKS; local++) {
+            struct rank *other = &ranks[in_job[local]];
+            if (!other->dead && !ranks[rank].dead)
+                check(other->finished[rank] == ranks[rank].shm.channel.peers[local].linked, "no goodbye", 0);
+        }
+    for (int rank = 0; rank < RANKS; rank++)
+        for (int ident = 0; ident < IDENTS; ident++)
+            if (ranks[rank].contexts[ident] != NULL) {
+                struct pc_context *context = ranks[rank].contexts[ident];
+                ranks[rank].contexts[ident] = NULL;
+                pc_context_break(context, 8);
+                pc_context_close(context);
+            }
+    for (int local = 0; local < RANKS; local++) {
+        struct rank *it = &ranks[in_job[local]];
+        pc_link_shm_close(&it->shm);
+        pc_engine_free(&it->engine);
+        pc_link_shm_free(&it->shm);
+        pc_host_close(&it->host);
+        close(doorbells[local]);
+    }
+    close(fd);
+    for (uint32_t number = 0; number < num_messages; number++)
+        check(!messages[number].under_way, "a send has never ended", number);
+}
+
+int main(int argc, char **argv) {
+    uint64_t worlds = argc > 1 ? strtoull(argv[1], NULL, 10) : 10;
+    uint64_t first = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    for (seed = first; seed < first + worlds; seed++) {
+        random_state = seed * 0x9E3779B97F4A7C15u + 1;
+        world();
+    }
+    for (int count = 0; count < COUNTS; count++)
+        printf("%s%s %llu", count > 0 ? ", " : "", names[count], (unsigned long long)counts[count]);
+    printf("\n");
+    return 0;
+}

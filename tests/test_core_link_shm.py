@@ -1,0 +1,50 @@
+"""The message engine's link over shared memory, in a program of its own, where no Python is.
+
+`tests/core/link_shm_random.c` has three engines that send and receive at random over one host's
+memory, and checks what is received.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from tiers import exhaustive
+
+CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
+ENGINE = ["engine", "message", "context", "link_self", "link_shm", "match", "chains"]
+KINDS = 12
+"""Things that the random calls count."""
+
+pytestmark = needs_gcc
+
+
+def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
+    """Build the program with the sources of the channel and of the engine."""
+    program = tmp_path / "link_shm_random"
+    command: list[str | Path] = [*COMPILER, *flags, "-DPC_MOST_UNOPENED=5", "-DPC_NO_FREE_LIST"]
+    command += ["-I", TESTS, "-I", CORE, "-include", TESTS / "channel_hooks.h"]
+    command += [TESTS / "link_shm_random.c", *(CORE / f"{name}.c" for name in CHANNEL)]
+    command += [CORE / "engine" / f"{name}.c" for name in ENGINE]
+    made = call([*command, "-o", program, "-pthread"], tmp_path)
+    assert made.returncode == 0, made.stdout
+    return program
+
+
+@pytest.mark.parametrize(
+    ("flags", "worlds"),
+    [
+        pytest.param(ADDRESS, 30, id="few"),
+        pytest.param(ADDRESS, 300, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 1_000, marks=exhaustive, id="plain"),
+    ],
+)
+def test_engines_joined_by_shared_memory_receive_what_was_sent(
+    tmp_path: Path, flags: tuple[str, ...], worlds: int
+) -> None:
+    prefix = prefix_of(flags)
+    counts = counted([*prefix, build(tmp_path, flags), str(worlds), "1"], tmp_path)
+    assert len(counts) == KINDS
+    # Each of these must have happened often enough to say something.
+    assert all(count >= worlds / 10 for count in counts.values()), counts

@@ -1,0 +1,53 @@
+/* The link to the other ranks of this host: messages go over a channel in shared memory (channel.h). */
+#ifndef PC_LINK_SHM_H
+#define PC_LINK_SHM_H
+
+#include "drive.h"
+#include "engine.h"
+
+#include "../channel.h"
+
+struct pc_shm_message;
+
+/* What has come and was not told yet. */
+struct pc_shm_queue {
+    struct pc_shm_message *first, **last;
+};
+
+struct pc_shm_peer {
+    int rank;                      /* in the job */
+    struct pc_shm_queue untold;    /* messages, in order: the engine had no room for the first */
+    bool ends, finished, is_lost, is_mad, forgotten; /* `ends`: the next two are to be told */
+};
+
+struct pc_link_shm {
+    struct pc_link link;     /* the first member */
+    struct pc_source source; /* for the drive */
+    pc_channel channel;
+    struct pc_shm_peer *peers; /* by local rank */
+    int *local;                /* by rank in the job; -1: not on this host */
+    struct pc_shm_message *messages; /* all that the engine or the link knows */
+    struct pc_shm_message *spare;    /* for a message in a ring, which is most often used while it is told */
+    struct pc_chains offers;         /* by peer and id */
+    struct pc_shm_queue over;        /* accepted or offered messages of which the end is to be told */
+    struct pc_send *sent, *last_sent; /* sends of which the end is to be told */
+    uint64_t num_kept; /* messages of rings that were not used at once; for tests */
+#ifdef PC_DRIVE_CHECKED
+    uint64_t ready_ns;
+#endif
+};
+
+/* The other ranks of this host, `ranks` by local rank, this one among them. Host, doorbell and engine stay the
+   caller's. `limits` has eager_limit, credit, message_cost and single_copy, and else zeros. 0, or an errno; it is to be
+   freed whatever the result. */
+int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell, const int *ranks,
+                     const pc_channel *limits);
+/* Tell all to whom something was sent that nothing more will come; 0, or -ENOMEM. Then let `pc_channel_flush` send what
+   waits for room. */
+int pc_link_shm_goodbye(struct pc_link_shm *shm);
+/* Nobody copies from or to memory of this rank any more. */
+void pc_link_shm_close(struct pc_link_shm *shm);
+/* It is closed, or was never used, and the engine is freed. */
+void pc_link_shm_free(struct pc_link_shm *shm);
+
+#endif
