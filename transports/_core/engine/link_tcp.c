@@ -311,6 +311,7 @@ static void tcp_forget(struct pc_link *link, int peer) {
     pc_tcp_forget(&self->tcp, peer);
     unlink_event(&self->peers[peer].bye.event);
     unlink_event(&self->peers[peer].lost.event);
+    self->peers[peer].blocked = false;
     for (struct pc_link_tcp_event *each = self->all_out.next, *next; each != &self->all_out; each = next) {
         struct out *out = PC_CHAINED_IN(each, struct out, all);
         next = each->next;
@@ -436,7 +437,7 @@ static bool tell_all(struct pc_link_tcp *self) {
             append(&later, event);
         }
     }
-    for (int peer = 0; peer < self->tcp.size; peer++)
+    for (int peer = 0; later.next != &later && peer < self->tcp.size; peer++)
         self->peers[peer].blocked = false;
     while ((event = later.next) != &later) {
         unlink_event(event);
