@@ -131,7 +131,7 @@ static void pushed(void *owner, int peer, const void *header, size_t header_nbyt
     memcpy(copy, header, header_nbytes);
     add(handle, nbytes, true);
 }
-static void sent(void *owner, uint64_t id) { (void)owner, (void)id; }
+static void sent(void *owner, uint64_t id, void *memory) { (void)owner, (void)id, (void)memory; }
 static void received(void *owner, uint64_t handle) {
     (void)owner;
     for (size_t index = 0; index < num_pending; index++)
@@ -150,7 +150,7 @@ static void release(void *owner, void *memory) {
 static void leave(void *owner) { (void)owner, check(depth++ == 0, "left twice"); }
 static void enter(void *owner) { (void)owner, check(--depth == 0, "entered without having left"); }
 static const struct pc_tcp_up up = {arrived, offered, pushed, sent,    received, cancelled,
-                                    bye,     lost,    watched, release, leave,    enter};
+                                    bye,     lost,    watched, release, leave,    enter, NULL};
 
 static void send_something(struct pc_tcp *tcp, unsigned char what) {
     size_t sizes[] = {0, 100, 251, 3000};

@@ -163,7 +163,10 @@ static void pushed(void *owner, int peer, const void *header, size_t header_nbyt
     event->nbytes = nbytes;
     event->number = handle;
 }
-static void sent(void *owner, uint64_t id) { note(owner, SENT, 0, 0)->number = id; }
+static void sent(void *owner, uint64_t id, void *memory) {
+    (void)memory;
+    note(owner, SENT, 0, 0)->number = id;
+}
 static void received(void *owner, uint64_t handle) { note(owner, RECEIVED, 0, 0)->number = handle; }
 static void cancelled(void *owner, int peer, uint64_t id) { note(owner, CANCELLED, peer, 0)->number = id; }
 static void bye(void *owner, int peer) { note(owner, BYE, peer, 0); }
@@ -205,7 +208,7 @@ static void enter(void *owner) {
 }
 
 static const struct pc_tcp_up up = {arrived, offered, pushed, sent,    received, cancelled,
-                                    bye,     lost,    watched, release, leave,    enter};
+                                    bye,     lost,    watched, release, leave,    enter, NULL};
 
 /* --- what the sender does ---------------------------------------------------------------------------- */
 

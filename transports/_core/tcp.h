@@ -138,7 +138,7 @@ struct pc_tcp_up {
     void (*offered)(void *owner, int peer, const void *header, size_t header_nbytes, uint64_t nbytes, uint64_t id);
     /* It is being read: give it a place by `pc_tcp_place`, before the next progress, or have it kept. */
     void (*pushed)(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes, uint64_t handle);
-    void (*sent)(void *owner, uint64_t id);
+    void (*sent)(void *owner, uint64_t id, void *memory); /* the owner of its memory, which was released */
     void (*received)(void *owner, uint64_t handle);
     void (*cancelled)(void *owner, int peer, uint64_t id);
     void (*bye)(void *owner, int peer);
@@ -147,6 +147,8 @@ struct pc_tcp_up {
     void (*release)(void *owner, void *memory); /* the owner of memory that is used no more */
     void (*leave)(void *owner);
     void (*enter)(void *owner);
+    /* What was pushed and has no place is all here, in `spare`. NULL: nobody asks. */
+    void (*kept)(void *owner, uint64_t handle);
 };
 
 struct pc_tcp_limits {

@@ -37,6 +37,8 @@ static void count(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, size
     if (receive != NULL && receive->filled >= receive->nbytes && receive->spare == NULL) {
         tcp->up->received(tcp->owner, receive->handle);
         pc_tcp_end_receive(tcp, receive);
+    } else if (receive != NULL && receive->filled >= receive->nbytes && tcp->up->kept != NULL) {
+        tcp->up->kept(tcp->owner, receive->handle);
     }
     say_bye(tcp, number);
 }

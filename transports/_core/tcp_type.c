@@ -43,7 +43,10 @@ static void pushed(void *owner, int peer, const void *header, size_t header_nbyt
     add(owner, Py_BuildValue("iiy#nK", PUSHED, peer, header, (Py_ssize_t)header_nbytes, (Py_ssize_t)nbytes,
                              (unsigned long long)handle));
 }
-static void sent(void *owner, uint64_t id) { add(owner, Py_BuildValue("iK", SENT, (unsigned long long)id)); }
+static void sent(void *owner, uint64_t id, void *memory) {
+    (void)memory;
+    add(owner, Py_BuildValue("iK", SENT, (unsigned long long)id));
+}
 static void received(void *owner, uint64_t handle) {
     add(owner, Py_BuildValue("iK", RECEIVED, (unsigned long long)handle));
 }
@@ -62,7 +65,7 @@ static void leave(void *owner) { ((pc_tcp_object *)owner)->state = PyEval_SaveTh
 static void enter(void *owner) { PyEval_RestoreThread(((pc_tcp_object *)owner)->state); }
 
 static const struct pc_tcp_up up = {arrived, offered, pushed, sent,    received, cancelled,
-                                    bye,     lost,    watched, release, leave,    enter};
+                                    bye,     lost,    watched, release, leave,    enter, NULL};
 
 /* --- life -------------------------------------------------------------------------------------------- */
 

@@ -176,10 +176,11 @@ int64_t pc_tcp_offer(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *h
 
 void pc_tcp_end_send(struct pc_tcp *tcp, struct pc_tcp_send *send) {
     uint64_t id = send->id;
+    void *memory = send->owner;
     pc_table_remove(&tcp->sends, id);
     pc_tcp_free_send(tcp, send);
     if (id != tcp->starting)
-        tcp->up->sent(tcp->owner, id);
+        tcp->up->sent(tcp->owner, id, memory);
 }
 
 /* --- writing ----------------------------------------------------------------------------------------- */

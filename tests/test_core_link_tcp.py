@@ -1,0 +1,47 @@
+"""The engine's link over sockets, in a program of its own.
+
+`tests/core/link_tcp_random.c` has two engines that do everything at random over real sockets, and
+checks what comes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from tiers import exhaustive
+
+ENGINE = ("engine", "message", "context", "match", "chains", "link_tcp")
+TCP = ("tcp", "tcp_read", "tcp_write", "table")
+KINDS = 12
+"""Things that the random calls count."""
+
+pytestmark = needs_gcc
+
+
+@pytest.mark.parametrize(
+    ("flags", "worlds"),
+    [
+        pytest.param(ADDRESS, 60, id="few"),
+        pytest.param(ADDRESS, 1_000, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 3_000, marks=exhaustive, id="plain"),
+    ],
+)
+def test_random_messages_between_engines_come_whole_and_once(
+    tmp_path: Path, flags: tuple[str, ...], worlds: int
+) -> None:
+    prefix = prefix_of(flags)
+    sources = [
+        TESTS / "link_tcp_random.c",
+        *(CORE / "engine" / f"{name}.c" for name in ENGINE),
+        *(CORE / f"{name}.c" for name in TCP),
+    ]
+    small = ["-DPC_MOST_UNOPENED=10", "-DPC_NO_FREE_LIST", "-include", TESTS / "tcp_hooks.h"]
+    folders = ["-I", TESTS, "-I", CORE]
+    made = call([*COMPILER, *flags, *small, *folders, *sources, "-o", "random"], tmp_path)
+    assert made.returncode == 0, made.stdout
+    counts = counted([*prefix, tmp_path / "random", str(worlds), "1"], tmp_path)
+    assert len(counts) == KINDS
+    # Each of these must have happened often enough to say something.
+    assert all(count >= worlds / 20 for count in counts.values()), counts
