@@ -233,7 +233,7 @@ static void act(int rank, bool may_break) {
         }
     } else if (what < 64 && num_messages > 0) {
         struct message *message = &messages[num_messages - 1 - below(num_messages < 20 ? num_messages : 20)];
-        if (message->under_way && pc_send_cancel(&message->send)) {
+        if (message->under_way && pc_send_stop(&message->send) && pc_send_take_back(&message->send)) {
             message->cancelled = true;
             counts[CANCELLED]++;
             send_over(message);

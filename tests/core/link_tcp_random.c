@@ -197,7 +197,7 @@ static void step(bool may_break) {
         }
         break;
     case 6:
-        if (message != NULL && message->memory != NULL && pc_send_cancel(&message->send)) {
+        if (message != NULL && message->memory != NULL && pc_send_stop(&message->send) && pc_send_take_back(&message->send)) {
             message->cancelled = true;
             over(message);
             counts[CANCELLED]++;
