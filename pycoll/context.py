@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pycoll.errors import Error, MismatchError, PeerFailed
 from pycoll.matching import Queues
+from pycoll.scratch import new_bytes
 from pycoll.transports.base import Arrival, Operation, Transfer
 from pycoll.words import OF_STATUSES, Hinting, advice
 
@@ -369,6 +370,23 @@ class Context:
             self._message_of[message.arrival] = message
         else:
             self._offer(message)
+
+    def park(self, message: Incoming, transfer: Transfer) -> None:
+        """Put back a message whose receive was given up half-way: it goes on into memory of ours.
+
+        Args:
+            message: it.
+            transfer: what it was accepted with.
+        """
+        spare = new_bytes(message.arrival.nbytes)
+        parked = ParkedArrival(message.arrival, transfer, spare)
+
+        def done(operation: Operation) -> None:
+            if operation.error is not None:  # its sender has given up, too
+                self.withdrawn(parked)
+
+        transfer.then(done)
+        self.put_back(message._replace(arrival=parked))
 
     def hold(self, message: Incoming) -> Held:
         """Keep a matched message until `take` asks for it."""

@@ -95,7 +95,7 @@ class Engine(Driver):
 
     def open_context(self, ident: int, members: tuple[int, ...]) -> Context:
         """Register a communicator; messages that came for it already are handed over."""
-        context = Context(ident, members, self.rank)
+        context = self.new_context(ident, members)
         context.on_mismatch = self._found_different
         self.contexts[ident] = context
         if self._job_lost is not None:
@@ -110,6 +110,10 @@ class Engine(Driver):
         for arrival in self._unclaimed.pop(ident, {}):
             context.arrived(arrival)
         return context
+
+    def new_context(self, ident: int, members: tuple[int, ...]) -> Context:
+        """Make what matches the messages of a communicator."""
+        return Context(ident, members, self.rank)
 
     def close_context(self, context: Context) -> None:
         """Forget a communicator, but for what ranks that leave later compare."""

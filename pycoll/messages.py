@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pycoll.context import KIND_P2P, P2P, Context, Incoming, ParkedArrival
+from pycoll.context import KIND_P2P, P2P, Context, Incoming
 from pycoll.engine import Engine
 from pycoll.errors import OperationTimeout
-from pycoll.scratch import new_bytes
 from pycoll.task import CallSteps
-from pycoll.transports.base import Operation, Transfer
+from pycoll.transports.base import Transfer
 
 
 class Letter(NamedTuple):
@@ -42,22 +41,9 @@ def accepted(context: Context, message: Incoming, transfer: Transfer) -> CallSte
     try:
         yield transfer
     except (OperationTimeout, KeyboardInterrupt):
-        _park(context, message, transfer)
+        context.park(message, transfer)
         raise
     except BaseException:
         transfer.cancel()
         raise
     return None
-
-
-def _park(context: Context, message: Incoming, transfer: Transfer) -> None:
-    """Put back a message whose receive was given up half-way: it goes on into memory of ours."""
-    spare = new_bytes(message.arrival.nbytes)
-    parked = ParkedArrival(message.arrival, transfer, spare)
-
-    def done(operation: Operation) -> None:
-        if operation.error is not None:  # its sender has given up, too
-            context.withdrawn(parked)
-
-    transfer.then(done)
-    context.put_back(message._replace(arrival=parked))

@@ -71,6 +71,22 @@ PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extr
     return made;
 }
 
+PyObject *pc_array_empty(int dtype, int ndim, const intptr_t *dims) {
+    int index = 0;
+    while (index < num_dtypes && dtypes[index].code != dtype)
+        index++;
+    if (index == num_dtypes || ndarray == NULL)
+        return NULL;
+    PyObject *shape = PyTuple_New(ndim);
+    for (int axis = 0; shape != NULL && axis < ndim; axis++)
+        PyTuple_SetItem(shape, axis, PyLong_FromSsize_t(dims[axis]));
+    if (shape == NULL)
+        return NULL;
+    PyObject *made = PyObject_CallFunctionObjArgs(empty, shape, dtypes[index].dtype, NULL);
+    Py_DECREF(shape);
+    return made;
+}
+
 PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     if (slow == NULL) {
         PyErr_SetString(PyExc_RuntimeError, "this communicator is closed");

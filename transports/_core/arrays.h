@@ -22,6 +22,9 @@ int pc_array_view(PyObject *x, struct pc_array *view);
    or without its first axis (-1). */
 PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra);
 
+/* A new uninitialized array of a dtype, by its code; NULL, without an exception if the dtype is not known here. */
+PyObject *pc_array_empty(int dtype, int ndim, const intptr_t *dims);
+
 /* Hand the arguments of a METH_FASTCALL | METH_KEYWORDS method, as they are, to a Python function; NULL: closed. */
 PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 

@@ -7,12 +7,14 @@
 
 extern PyType_Spec pc_guard_spec;
 extern PyType_Spec pc_tcp_spec;
+int pc_add_engine_types(PyObject *module);
 void pc_guard_init(void);
 PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
+PyObject *pc_wait_all(PyObject *module, PyObject *requests);
 
 static int add_type(PyObject *module, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
@@ -28,7 +30,7 @@ static int execute(PyObject *module) {
     pc_guard_init();
     if (add_type(module, &pc_host_spec) < 0 || add_type(module, pc_comm_spec()) < 0 ||
         add_type(module, &pc_channel_spec) < 0 || add_type(module, &pc_p2p_spec) < 0 ||
-        add_type(module, &pc_guard_spec) < 0 || add_type(module, &pc_tcp_spec) < 0)
+        add_type(module, &pc_guard_spec) < 0 || add_type(module, &pc_tcp_spec) < 0 || pc_add_engine_types(module) < 0)
         return -1;
     return 0;
 }
@@ -48,6 +50,7 @@ static PyMethodDef methods[] = {
     {"set_direct_from", pc_set_direct_from, METH_VARARGS, "For measuring: bytes from which on a kind reads directly."},
     {"timer_open", pc_timer_open, METH_NOARGS, "Return a new descriptor for `timer_set`."},
     {"timer_set", pc_timer_set, METH_VARARGS, "Have a descriptor readable after so many nanoseconds, once; 0: never."},
+    {"wait_all", pc_wait_all, METH_O, "wait_all(list) -> list | None: the results of requests, if all is well."},
     {NULL, NULL, 0, NULL},
 };
 

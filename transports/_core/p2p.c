@@ -11,20 +11,12 @@
    all. */
 #include "p2p.h"
 
+#include "p2p_call.h"
 #include "views.h"
 
 #include <sched.h>
 #include <stdlib.h>
 #include <structmember.h>
-
-/* What context.P2P packs: kind, communicator, tag, is-object; then what arrays.describe writes: code of the
-   dtype, length of the kind's name, dimensions, the name, the shape. */
-#define KIND_P2P 1
-#define HEADER_NBYTES 18u
-#define DESCRIPTION_NBYTES 8u
-#define MAX_DIMS 32
-#define ANY (-1)
-static const char KIND_NAME[5] = {'n', 'u', 'm', 'p', 'y'};
 
 /* Yields before the interpreter's lock is given up, so that a short wait does not pay for that, and between
    looks at the clock. */
@@ -43,42 +35,7 @@ static const char KIND_NAME[5] = {'n', 'u', 'm', 'p', 'y'};
 #define COMES_NS 2000u
 #define BRIEF_NBYTES ((size_t)128 << 10)
 
-enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, ARGUMENTS };
-static const char *const names[ARGUMENTS] = {"x", "dest", "source", "tag", "out", "status", "timeout"};
-static const signed char send_order[] = {X, DEST, TAG, -1}, recv_order[] = {SOURCE, TAG, OUT, STATUS, -1};
-
-/* --- arguments --------------------------------------------------------------------------------------- */
-
-/* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
-static bool parse(const signed char *order, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                  PyObject **values) {
-    for (Py_ssize_t index = 0; index < count; index++) {
-        if (order[index] < 0)
-            return false;
-        values[(int)order[index]] = args[index];
-    }
-    for (Py_ssize_t index = 0; keywords != NULL && index < PyTuple_Size(keywords); index++) {
-        PyObject *keyword = PyTuple_GetItem(keywords, index);
-        int which = 0;
-        while (which < ARGUMENTS && PyUnicode_CompareWithASCIIString(keyword, names[which]) != 0)
-            which++;
-        if (which == ARGUMENTS || values[which] != NULL)
-            return false;
-        values[which] = args[count + index];
-    }
-    return true;
-}
-
-static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
-
-/* The value of an int between `least` and 2**31 - 1; else `wrong`. */
-static inline long small_int(PyObject *value, long least, long wrong) {
-    if (value == NULL || !PyLong_CheckExact(value))
-        return wrong;
-    int overflow;
-    long number = PyLong_AsLongAndOverflow(value, &overflow);
-    return overflow == 0 && number >= least && number <= INT32_MAX ? number : wrong;
-}
+/* --- where it goes ---------------------------------------------------------------------------------- */
 
 static inline bool is_open(pc_p2p *p2p) {
     pc_channel *channel = &p2p->channel->channel;
@@ -100,23 +57,6 @@ static inline bool is_wanted(const pc_channel *channel) {
 }
 
 /* --- sending ----------------------------------------------------------------------------------------- */
-
-static size_t write_header(pc_p2p *p2p, const struct pc_array *x, int64_t tag, unsigned char *to) {
-    to[0] = KIND_P2P;
-    memcpy(to + 1, &p2p->ident, 8);
-    memcpy(to + 9, &tag, 8);
-    to[17] = 0;
-    to[18] = (unsigned char)x->dtype;
-    to[19] = sizeof KIND_NAME;
-    to[20] = (unsigned char)x->ndim;
-    memcpy(to + 21, KIND_NAME, sizeof KIND_NAME);
-    size_t nbytes = HEADER_NBYTES + DESCRIPTION_NBYTES;
-    for (int axis = 0; axis < x->ndim; axis++, nbytes += 8) {
-        uint64_t dim = (uint64_t)x->dims[axis];
-        memcpy(to + nbytes, &dim, 8);
-    }
-    return nbytes;
-}
 
 static inline bool is_awaited(pc_channel *channel, int rank) {
     return pc_load(&channel->peers[rank].desk->awaited) == (uint64_t)channel->rank + 1;
@@ -240,8 +180,8 @@ static int offer(pc_channel *channel, int rank, PyObject *x_object, const struct
 
 static PyObject *send_array(pc_p2p *p2p, PyObject **values, const struct pc_array *x, int rank, long tag) {
     pc_channel *channel = &p2p->channel->channel;
-    unsigned char header[HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * MAX_DIMS];
-    size_t header_nbytes = write_header(p2p, x, tag, header);
+    unsigned char header[LONGEST_HEADER_NBYTES];
+    size_t header_nbytes = write_header(p2p->ident, x, tag, header);
     struct iovec memory = {x->data, x->nbytes};
     uint64_t id;
     int status = 2;

@@ -236,6 +236,22 @@ int pc_receive_into(struct pc_receive *receive, void *into) {
     return error;
 }
 
+void pc_receive_redirect(struct pc_receive *receive, void *into) {
+    struct pc_message *message = receive->message;
+    struct pc_engine *engine = receive->context->engine;
+    if (message->link->ops->redirect(message->link, message, into)) {
+        receive->into = into;
+        return;
+    }
+    if (message->nbytes > 0)
+        memcpy(into, receive->into, message->nbytes);
+    pc_engine_enter(engine);
+    decouple(receive);
+    pc_receive_end(engine, receive, 0, message);
+    pc_message_free(engine, message);
+    pc_engine_leave(engine);
+}
+
 void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, struct pc_message *message) {
     receive->posted.queued.source = message->match.queued.source;
     receive->context = context;

@@ -189,6 +189,8 @@ void pc_receive_start(struct pc_context *context, struct pc_receive *receive);
 void pc_receive_start_at(struct pc_context *context, struct pc_receive *receive, uint64_t number);
 /* Have the message that a receive holds written to `into`. 0, or a negative errno of its link: it holds it still. */
 int pc_receive_into(struct pc_receive *receive, void *into);
+/* Have one whose message is being read go on elsewhere; what is there already is copied. It may end at once. */
+void pc_receive_redirect(struct pc_receive *receive, void *into);
 /* Give up: it does not end, and nothing is written any more. A message that it has goes back to its place. False: it
    has ended, or it goes on for want of memory, as its state says. */
 bool pc_receive_give_up(struct pc_receive *receive);

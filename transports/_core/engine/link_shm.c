@@ -548,7 +548,9 @@ static void shm_awake(struct pc_source *source) {
     struct pc_link_shm *shm = shm_in(source);
     eventfd_t rung;
     pc_host_awake(shm->channel.host);
-    (void)eventfd_read(source->fd, &rung); /* it may be another source that ended the sleep */
+    /* It may be another source that ended the sleep. */
+    if (eventfd_read(source->fd, &rung) == 0 && shm->rung != NULL)
+        shm->rung(shm->owner);
 }
 
 #ifdef PC_DRIVE_CHECKED

@@ -32,6 +32,8 @@ struct pc_link_shm {
     struct pc_shm_queue over;        /* accepted or offered messages of which the end is to be told */
     struct pc_send *sent, *last_sent; /* sends of which the end is to be told */
     uint64_t num_kept; /* messages of rings that were not used at once; for tests */
+    void (*rung)(void *owner); /* the doorbell has rung, for whatever thread; the caller's, to be set when it is open */
+    void *owner;
 #ifdef PC_DRIVE_CHECKED
     uint64_t ready_ns;
 #endif

@@ -1,0 +1,120 @@
+/* The message engine as Python sees it: `_core.Engine`, and what belongs to it.
+
+   Nothing here touches a Python object while the engine's lock is held, and nobody waits for that lock while he holds
+   the interpreter's: `pc_engine_do` tries it, and else gives up the interpreter's lock first. What the engine tells is
+   put into a queue, which `Engine.events` empties. */
+#ifndef PC_ENGINE_TYPE_H
+#define PC_ENGINE_TYPE_H
+
+#include "py.h"
+
+#include "engine/drive.h"
+#include "engine/engine.h"
+#include "engine/link_shm.h"
+#include "engine/link_tcp.h"
+#include "views.h"
+
+enum pc_event_kind {
+    PC_EVENT_ARRIVED,  /* Receive: of another kind than point-to-point */
+    PC_EVENT_HELD,     /* Receive: its message has come */
+    PC_EVENT_ENDED,    /* Receive or Send, status */
+    PC_EVENT_REQUEST,  /* Request: it is done */
+    PC_EVENT_FINISHED, /* rank */
+    PC_EVENT_LOST,     /* rank, why */
+    PC_EVENT_WANTED,   /* rank: it must be dialed */
+    PC_EVENT_WATCHED,  /* the dialer has something to do */
+};
+
+struct pc_event {
+    struct pc_event *next;
+    enum pc_event_kind kind;
+    bool stands; /* in the queue */
+};
+
+struct pc_peer_events {
+    struct pc_event finished, lost, wanted;
+    char why[128];
+};
+
+/* A send or a receive of Python's: it belongs to its face, a `Send` or a `Receive`. */
+struct pc_py_item {
+    struct pc_event event; /* the first member */
+    struct pc_receive receive;
+    struct pc_send send;
+    PyObject *face;  /* not owned; NULL: it has none yet */
+    bool is_orphan;  /* its face is gone: who takes the event out of the queue frees this */
+    bool is_quiet;   /* what becomes of it is returned, not told */
+    int status;
+    struct pc_views *views; /* of the memory that is used */
+    struct iovec *parts;
+    /* Of its message. */
+    unsigned char *header;
+    size_t header_nbytes, nbytes;
+    int peer;
+    uint64_t order;
+    const void *payload; /* NULL: it is not here */
+    bool sender_waits;
+};
+
+struct pc_seat;
+struct pc_request;
+
+typedef struct pc_engine_object {
+    PyObject_HEAD
+    struct pc_drive drive;
+    struct pc_engine engine;
+    struct pc_link to_self, **links; /* by rank */
+    PyObject *host;                  /* NULL: no memory is shared */
+    PyObject *on_work;               /* called in the background, if there is something for Python to do */
+    struct pc_link_shm shm;
+    struct pc_link_tcp tcp;
+    bool is_open, has_tcp, is_behind;
+    char engaged; /* a thread is in the Python engine */
+    struct pc_event *first, **last; /* the queue */
+    struct pc_event watched;
+    struct pc_peer_events *peers;
+    struct pc_seat *nappers;
+    struct pc_request *ended; /* requests that are to be let go */
+    uint64_t rings;           /* of the doorbell */
+} pc_engine_object;
+
+typedef struct {
+    PyObject_HEAD
+    pc_engine_object *engine;
+    struct pc_context *context; /* NULL: closed */
+} pc_context_object;
+
+/* Who breaks a context says no more than that: Python knows why. */
+enum { PC_BROKEN = 1 << 30 };
+
+extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
+    pc_messages_spec;
+extern PyTypeObject *pc_request_type;
+/* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
+int pc_add_engine_types(PyObject *module);
+void pc_item_types(PyTypeObject *engine, PyTypeObject *send, PyTypeObject *receive);
+void pc_request_types(PyTypeObject *context, PyTypeObject *request);
+
+/* Do something with the engine's lock, which touches no Python object. False: the engine is closed, it was not done. */
+bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument);
+/* With that lock: put an event into the queue, and have somebody take it out. */
+void pc_engine_post(pc_engine_object *self, struct pc_event *event);
+/* Raise that the engine is closed; returns NULL. */
+PyObject *pc_engine_is_closed(void);
+/* Let go of requests that have ended. */
+void pc_engine_let_go(pc_engine_object *self);
+
+/* item_type.c */
+/* A receive that asks, for a message of another kind; NULL: there is no memory. */
+struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_incoming *incoming);
+/* With the lock: take over what Python shall know of an item whose event was taken out of the queue. False: nothing. */
+bool pc_item_taken(struct pc_py_item *item);
+/* The event of an item as Python sees it; NULL with an exception. */
+PyObject *pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status);
+PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
+
+/* request_type.c */
+PyObject *pc_request_event(struct pc_event *event);
+PyObject *pc_wait_all(PyObject *module, PyObject *requests);
+
+#endif

@@ -1,0 +1,616 @@
+/* `_core.Send`, `_core.Receive` and `_core.Context`: messages that Python sends, receives and matches, one at a time.
+   See engine_type.h.
+
+   An item is what the engine knows; its face is the Python object. What becomes of an item is put into the queue of
+   events, unless the call that does it returns it. The face must be kept while the item is under way: with it the item
+   is given up. */
+#include "engine_type.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <structmember.h>
+
+typedef struct {
+    PyObject_HEAD
+    pc_engine_object *engine;
+    struct pc_py_item *item;
+} pc_face;
+
+static PyTypeObject *send_type, *receive_type;
+
+static struct pc_py_item *item_of_receive(struct pc_receive *receive) {
+    return (struct pc_py_item *)((char *)receive - offsetof(struct pc_py_item, receive));
+}
+
+/* --- what the engine tells --------------------------------------------------------------------------- */
+
+static void tell(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind) {
+    if (item->is_quiet || item->is_orphan)
+        return;
+    item->event.kind = kind;
+    pc_engine_post(self, &item->event);
+}
+
+/* Copy what Python shall know of a message. Without memory it is as if it had no header. */
+static void know(struct pc_py_item *item, const struct pc_receive *receive) {
+    const struct pc_message *message = receive->message;
+    item->peer = message->match.queued.source;
+    item->order = message->match.queued.number;
+    item->nbytes = message->nbytes;
+    item->sender_waits = message->sender_waits;
+    item->header = malloc(message->header_nbytes);
+    if (item->header == NULL)
+        return;
+    memcpy(item->header, message->header, message->header_nbytes);
+    item->header_nbytes = message->header_nbytes;
+}
+
+static void receive_told(struct pc_receive *receive) {
+    struct pc_py_item *item = item_of_receive(receive);
+    pc_engine_object *self = item->receive.owner;
+    if (receive->state == PC_RECEIVE_HELD) {
+        if (item->header == NULL)
+            know(item, receive);
+        tell(self, item, item->event.kind == PC_EVENT_ARRIVED ? PC_EVENT_ARRIVED : PC_EVENT_HELD);
+        return;
+    }
+    item->status = receive->status;
+    if (receive->posted.peek && receive->header != NULL) {
+        item->peer = receive->source;
+        item->nbytes = receive->nbytes;
+        item->header = receive->header;
+        item->header_nbytes = receive->header_nbytes;
+        receive->header = NULL;
+    }
+    /* That its message has come was not told yet: then nobody needs to hear of it. */
+    tell(self, item, PC_EVENT_ENDED);
+}
+
+struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_incoming *incoming) {
+    (void)incoming;
+    struct pc_py_item *item = calloc(1, sizeof *item);
+    if (item == NULL)
+        return NULL;
+    item->event.kind = PC_EVENT_ARRIVED;
+    item->receive.ask = true;
+    item->receive.told = receive_told;
+    item->receive.owner = engine->owner;
+    return &item->receive;
+}
+
+static void send_ended(struct pc_send *send) {
+    struct pc_py_item *item = (struct pc_py_item *)((char *)send - offsetof(struct pc_py_item, send));
+    item->status = send->status;
+    tell(send->owner, item, PC_EVENT_ENDED);
+}
+
+static void free_item(struct pc_py_item *item) {
+    free(item->header);
+    free(item->receive.header);
+    free(item->parts);
+    free(item);
+}
+
+bool pc_item_taken(struct pc_py_item *item) {
+    if (item->is_orphan) {
+        free_item(item); /* its views went with the face */
+        return false;
+    }
+    /* An arrival that was taken back before Python heard of it: nobody ever will. */
+    if (item->face == NULL && item->event.kind == PC_EVENT_ENDED) {
+        free_item(item);
+        return false;
+    }
+    const struct pc_message *message = item->receive.state == PC_RECEIVE_HELD ? item->receive.message : NULL;
+    item->payload = message != NULL && message->state == PC_MESSAGE_HERE ? message->payload : NULL;
+    if (message != NULL)
+        item->sender_waits = message->sender_waits;
+    return true;
+}
+
+/* --- faces ------------------------------------------------------------------------------------------- */
+
+static PyObject *make_face(PyTypeObject *type, pc_engine_object *engine, struct pc_py_item *item) {
+    pc_face *face = (pc_face *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (face == NULL)
+        return NULL;
+    face->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
+    face->item = item;
+    item->face = (PyObject *)face;
+    return (PyObject *)face;
+}
+
+PyObject *pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status) {
+    PyObject *face = item->face != NULL ? Py_NewRef(item->face) : make_face(receive_type, self, item);
+    if (face == NULL)
+        return NULL;
+    if (kind != PC_EVENT_ENDED)
+        return Py_BuildValue("iN", kind, face);
+    pc_views_release(item->views);
+    item->views = NULL;
+    return Py_BuildValue("iNi", kind, face, status);
+}
+
+/* Give up whatever is under way, without a word. */
+static void abandon(pc_engine_object *self, void *argument) {
+    struct pc_py_item *item = argument;
+    (void)self;
+    if (item->send.context != NULL)
+        pc_send_take_back(&item->send);
+    switch (item->receive.state) {
+    case PC_RECEIVE_POSTED:
+        pc_receive_give_up(&item->receive);
+        break;
+    case PC_RECEIVE_HELD:
+    case PC_RECEIVE_READING:
+        pc_receive_drop(&item->receive);
+        break;
+    default:
+        break;
+    }
+}
+
+static void orphan(pc_engine_object *self, void *argument) {
+    struct pc_py_item *item = argument;
+    abandon(self, item);
+    item->is_orphan = true;
+    item->is_quiet = item->event.stands;
+}
+
+static void face_dealloc(pc_face *face) {
+    PyTypeObject *type = Py_TYPE((PyObject *)face);
+    struct pc_py_item *item = face->item;
+    if (item != NULL) {
+        bool is_open = pc_engine_do(face->engine, orphan, item);
+        pc_views_release(item->views);
+        item->views = NULL;
+        if (!is_open || !item->event.stands) /* of a closed engine nobody takes events */
+            free_item(item);
+    }
+    Py_XDECREF((PyObject *)face->engine);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(face);
+    Py_DECREF(type);
+}
+
+/* --- sending ----------------------------------------------------------------------------------------- */
+
+struct sending {
+    struct pc_py_item *item;
+    const char *header;
+    Py_ssize_t header_nbytes;
+    int way, answer;
+};
+
+static void send(pc_engine_object *self, void *argument) {
+    struct sending *sending = argument;
+    struct pc_py_item *item = sending->item;
+    sending->answer = pc_send_start(self->engine.others, &item->send, sending->header, (size_t)sending->header_nbytes,
+                                    (enum pc_way)sending->way);
+}
+
+PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count) {
+    struct sending sending = {0};
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "arguments are rank, header, parts, way");
+        return NULL;
+    }
+    long peer = PyLong_AsLong(args[0]);
+    sending.way = (int)PyLong_AsLong(args[3]);
+    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[1], (char **)&sending.header, &sending.header_nbytes) < 0)
+        return NULL;
+    if (peer < 0 || peer >= self->engine.size || self->links[peer] == NULL) {
+        PyErr_SetString(PyExc_ValueError, "there is no link to such a rank");
+        return NULL;
+    }
+    struct pc_views *views = pc_view_parts(args[2]);
+    if (views == NULL)
+        return NULL;
+    struct pc_py_item *item = sending.item = calloc(1, sizeof *item);
+    struct iovec *parts = malloc((size_t)(views->count + 1) * sizeof *parts);
+    PyObject *face = item != NULL && parts != NULL ? make_face(send_type, self, item) : NULL;
+    if (face == NULL) {
+        free(item);
+        free(parts);
+        pc_views_release(views);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    for (Py_ssize_t index = 0; index < views->count; index++)
+        parts[index] = (struct iovec){views->views[index].buf, (size_t)views->views[index].len};
+    item->views = views;
+    item->parts = parts;
+    item->send.peer = (int)peer;
+    item->send.parts = parts;
+    item->send.num_parts = (size_t)views->count;
+    item->send.ended = send_ended;
+    item->send.owner = self;
+    if (!pc_engine_do(self, send, &sending)) {
+        Py_DECREF(face);
+        return pc_engine_is_closed();
+    }
+    if (sending.answer == PC_UNDER_WAY)
+        return face;
+    int status = item->send.status;
+    Py_DECREF(face);
+    return status == 0 ? Py_NewRef(Py_None) : PyLong_FromLong(status);
+}
+
+static void stop(pc_engine_object *self, void *argument) {
+    struct pc_py_item *item = argument;
+    (void)self;
+    item->is_quiet = pc_send_stop(&item->send);
+}
+
+/* Returned, not told: whether it was stopped. */
+static PyObject *send_stop(pc_face *face, PyObject *unused) {
+    (void)unused;
+    struct pc_py_item *item = face->item;
+    bool was_quiet = item->is_quiet;
+    pc_engine_do(face->engine, stop, item);
+    bool stopped = item->is_quiet;
+    item->is_quiet = was_quiet;
+    return PyBool_FromLong(stopped);
+}
+
+static PyObject *face_take_back(pc_face *face, PyObject *unused) {
+    (void)unused;
+    struct pc_py_item *item = face->item;
+    item->is_quiet = true;
+    pc_engine_do(face->engine, abandon, item);
+    pc_views_release(item->views);
+    item->views = NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef send_methods[] = {
+    {"stop", (PyCFunction)send_stop, METH_NOARGS, "Stop it, if that can be; False: it is too late."},
+    {"take_back", (PyCFunction)face_take_back, METH_NOARGS, "Give it up: its memory is not used any more."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot send_slots[] = {
+    {Py_tp_dealloc, face_dealloc},
+    {Py_tp_methods, send_methods},
+    {Py_tp_doc, "A message that is under way to another rank."},
+    {0, NULL},
+};
+
+PyType_Spec pc_send_spec = {
+    .name = "pycoll.transports._core.Send",
+    .basicsize = sizeof(pc_face),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = send_slots,
+};
+
+/* --- receiving --------------------------------------------------------------------------------------- */
+
+struct accepting {
+    struct pc_py_item *item;
+    void *into;
+    int error;
+    bool is_over;
+};
+
+static void accept(pc_engine_object *self, void *argument) {
+    struct accepting *accepting = argument;
+    struct pc_py_item *item = accepting->item;
+    (void)self;
+    if (item->receive.state == PC_RECEIVE_HELD) {
+        item->is_quiet = true;
+        accepting->error = pc_receive_into(&item->receive, accepting->into);
+        item->is_quiet = false;
+    }
+    accepting->is_over = item->receive.state == PC_RECEIVE_ENDED;
+    if (accepting->is_over)
+        item->is_quiet = true; /* its end may stand in the queue */
+}
+
+static PyObject *receive_into(pc_face *face, PyObject *into) {
+    struct pc_py_item *item = face->item;
+    struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
+    if (views == NULL)
+        return NULL;
+    struct accepting accepting = {.item = item, .into = views->views[0].buf};
+    item->views = views;
+    bool done = pc_engine_do(face->engine, accept, &accepting);
+    if (done && accepting.error == 0 && !accepting.is_over)
+        Py_RETURN_NONE;
+    pc_views_release(views);
+    item->views = NULL;
+    if (!done)
+        return pc_engine_is_closed();
+    return PyLong_FromLong(accepting.error != 0 ? accepting.error : item->receive.status);
+}
+
+static void redirect(pc_engine_object *self, void *argument) {
+    struct accepting *accepting = argument;
+    struct pc_receive *receive = &accepting->item->receive;
+    (void)self;
+    if (receive->state == PC_RECEIVE_READING)
+        pc_receive_redirect(receive, accepting->into);
+    else if (receive->nbytes > 0 && receive->state == PC_RECEIVE_ENDED && receive->status == 0)
+        memcpy(accepting->into, receive->into, receive->nbytes); /* its end stands in the queue */
+}
+
+static PyObject *receive_redirect(pc_face *face, PyObject *into) {
+    struct pc_py_item *item = face->item;
+    struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
+    if (views == NULL)
+        return NULL;
+    struct accepting accepting = {.item = item, .into = views->views[0].buf};
+    pc_engine_do(face->engine, redirect, &accepting);
+    struct pc_views *before = item->views;
+    item->views = views;
+    pc_views_release(before);
+    Py_RETURN_NONE;
+}
+
+struct giving_up {
+    struct pc_py_item *item;
+    bool given_up;
+};
+
+static void give_up(pc_engine_object *self, void *argument) {
+    struct giving_up *giving = argument;
+    (void)self;
+    giving->given_up = pc_receive_give_up(&giving->item->receive);
+}
+
+static PyObject *receive_give_up(pc_face *face, PyObject *unused) {
+    (void)unused;
+    struct pc_py_item *item = face->item;
+    struct giving_up giving = {.item = item};
+    if (!pc_engine_do(face->engine, give_up, &giving) || !giving.given_up)
+        Py_RETURN_FALSE;
+    item->is_quiet = true;
+    pc_views_release(item->views);
+    item->views = NULL;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *receive_header(pc_face *face, void *unused) {
+    (void)unused;
+    struct pc_py_item *item = face->item;
+    if (item->header == NULL)
+        return PyErr_NoMemory();
+    return PyBytes_FromStringAndSize((char *)item->header, (Py_ssize_t)item->header_nbytes);
+}
+
+static PyObject *receive_payload(pc_face *face, void *unused) {
+    (void)unused;
+    struct pc_py_item *item = face->item;
+    if (item->payload == NULL)
+        Py_RETURN_NONE;
+    return PyMemoryView_FromMemory((char *)(uintptr_t)item->payload, (Py_ssize_t)item->nbytes, PyBUF_READ);
+}
+
+static PyObject *receive_peer(pc_face *face, void *unused) { (void)unused; return PyLong_FromLong(face->item->peer); }
+static PyObject *receive_nbytes(pc_face *face, void *unused) {
+    (void)unused;
+    return PyLong_FromSize_t(face->item->nbytes);
+}
+static PyObject *receive_order(pc_face *face, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(face->item->order);
+}
+static PyObject *receive_number(pc_face *face, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(face->item->receive.posted.queued.number);
+}
+static PyObject *receive_sender_waits(pc_face *face, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(face->item->sender_waits);
+}
+static PyObject *receive_state(pc_face *face, void *unused) {
+    (void)unused;
+    return PyLong_FromLong(face->item->receive.state);
+}
+static PyObject *receive_status(pc_face *face, void *unused) { (void)unused; return PyLong_FromLong(face->item->status); }
+
+static PyGetSetDef receive_values[] = {
+    {"peer", (getter)receive_peer, NULL, "The rank that has sent its message.", NULL},
+    {"header", (getter)receive_header, NULL, "The header of its message, as bytes.", NULL},
+    {"nbytes", (getter)receive_nbytes, NULL, "The length of its message's payload.", NULL},
+    {"payload", (getter)receive_payload, NULL, "A view of the payload, if it is here: good until `drop` or `into`; or None.",
+     NULL},
+    {"order", (getter)receive_order, NULL, "Where its message stood in the queue.", NULL},
+    {"number", (getter)receive_number, NULL, "Where it stood among the receives.", NULL},
+    {"sender_waits", (getter)receive_sender_waits, NULL, "Whether the sender may wait until it is accepted.", NULL},
+    {"state", (getter)receive_state, NULL, "0: idle, 1: posted, 2: it holds a message, 3: that is read, 4: ended.", NULL},
+    {"status", (getter)receive_status, NULL, "When it has ended: 0, or why it failed.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef receive_methods[] = {
+    {"into", (PyCFunction)receive_into, METH_O,
+     "into(buffer) -> None | int: have the message that it holds written there. None: an event will say when; 0: done."},
+    {"redirect", (PyCFunction)receive_redirect, METH_O, "redirect(buffer): have what is being read go on there."},
+    {"drop", (PyCFunction)face_take_back, METH_NOARGS, "Nobody wants its message, or the rest of it."},
+    {"give_up", (PyCFunction)receive_give_up, METH_NOARGS,
+     "give_up() -> bool: its message goes back to its place. False: it has ended, or there is no memory."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot receive_slots[] = {
+    {Py_tp_dealloc, face_dealloc},
+    {Py_tp_methods, receive_methods},
+    {Py_tp_getset, receive_values},
+    {Py_tp_doc, "A receive, or a message that has come."},
+    {0, NULL},
+};
+
+PyType_Spec pc_receive_spec = {
+    .name = "pycoll.transports._core.Receive",
+    .basicsize = sizeof(pc_face),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = receive_slots,
+};
+
+/* --- contexts ---------------------------------------------------------------------------------------- */
+
+struct opening {
+    uint64_t ident;
+    int *members, me;
+    size_t num_members;
+    struct pc_context *context;
+};
+
+static void open_context(pc_engine_object *self, void *argument) {
+    struct opening *opening = argument;
+    opening->context =
+        pc_context_open(&self->engine, opening->ident, opening->members, opening->num_members, opening->me);
+}
+
+static PyTypeObject *engine_type;
+
+static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *engine, *members;
+    unsigned long long ident;
+    struct opening opening = {0};
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O!KOi", engine_type, &engine, &ident, &members, &opening.me))
+        return NULL;
+    Py_ssize_t count = PySequence_Size(members);
+    opening.ident = ident;
+    opening.num_members = count > 0 ? (size_t)count : 0;
+    opening.members = calloc(opening.num_members + 1, sizeof *opening.members);
+    if (opening.members == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *number = PySequence_GetItem(members, index);
+        opening.members[index] = number != NULL ? (int)PyLong_AsLong(number) : 0;
+        Py_XDECREF(number);
+    }
+    pc_context_object *self = NULL;
+    if (!PyErr_Occurred())
+        self = (pc_context_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self != NULL) {
+        self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
+        bool done = pc_engine_do(self->engine, open_context, &opening);
+        self->context = opening.context;
+        if (!done || opening.context == NULL) {
+            Py_CLEAR(self);
+            if (done)
+                PyErr_NoMemory();
+            else
+                pc_engine_is_closed();
+        }
+    }
+    free(opening.members);
+    return (PyObject *)self;
+}
+
+static void close_context(pc_engine_object *engine, void *argument) {
+    pc_context_object *self = argument;
+    (void)engine;
+    if (self->context != NULL)
+        pc_context_close(self->context);
+    self->context = NULL;
+}
+
+static void break_context(pc_engine_object *engine, void *argument) {
+    pc_context_object *self = argument;
+    (void)engine;
+    if (self->context != NULL)
+        pc_context_break(self->context, PC_BROKEN);
+}
+
+static PyObject *context_close(pc_context_object *self, PyObject *unused) {
+    (void)unused;
+    pc_engine_do(self->engine, close_context, self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *context_break(pc_context_object *self, PyObject *unused) {
+    (void)unused;
+    pc_engine_do(self->engine, break_context, self);
+    Py_RETURN_NONE;
+}
+
+static void context_dealloc(pc_context_object *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->context != NULL)
+        pc_engine_do(self->engine, close_context, self);
+    Py_XDECREF((PyObject *)self->engine);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+struct posting {
+    pc_context_object *context;
+    struct pc_py_item *item;
+    int64_t number;
+    bool is_open;
+};
+
+static void post(pc_engine_object *engine, void *argument) {
+    struct posting *posting = argument;
+    struct pc_context *context = posting->context->context;
+    (void)engine;
+    posting->is_open = context != NULL;
+    if (context == NULL)
+        return;
+    struct pc_py_item *item = posting->item;
+    item->is_quiet = true;
+    if (posting->number < 0)
+        pc_receive_start(context, &item->receive);
+    else
+        pc_receive_start_at(context, &item->receive, (uint64_t)posting->number);
+    item->is_quiet = false;
+    (void)pc_item_taken(item);
+}
+
+static PyObject *context_post(pc_context_object *self, PyObject *args) {
+    struct posting posting = {.context = self, .number = -1};
+    int source, peek = 0;
+    long long tag, number = -1;
+    if (!PyArg_ParseTuple(args, "iL|pL", &source, &tag, &peek, &number))
+        return NULL;
+    struct pc_py_item *item = posting.item = calloc(1, sizeof *item);
+    PyObject *face = item != NULL ? make_face(receive_type, self->engine, item) : NULL;
+    if (face == NULL) {
+        free(item);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    item->event.kind = PC_EVENT_HELD;
+    item->receive.posted.queued.source = source;
+    item->receive.posted.queued.tag = tag;
+    item->receive.posted.peek = peek != 0;
+    item->receive.ask = true;
+    item->receive.told = receive_told;
+    item->receive.owner = self->engine;
+    posting.number = number;
+    if (pc_engine_do(self->engine, post, &posting) && posting.is_open)
+        return face;
+    Py_DECREF(face);
+    return pc_engine_is_closed();
+}
+
+static PyMethodDef context_methods[] = {
+    {"post", (PyCFunction)context_post, METH_VARARGS,
+     "post(source, tag, peek=False, number=-1) -> Receive: start a receive that holds its message, or a probe; in the "
+     "place of that number, if one is given."},
+    {"break_", (PyCFunction)context_break, METH_NOARGS, "End all that is under way, and what is started later."},
+    {"close", (PyCFunction)context_close, METH_NOARGS, "The same, and forget it."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot context_slots[] = {
+    {Py_tp_new, context_new},
+    {Py_tp_dealloc, context_dealloc},
+    {Py_tp_methods, context_methods},
+    {Py_tp_doc, "Context(engine, ident, members, me): one communicator's messages."},
+    {0, NULL},
+};
+
+PyType_Spec pc_context_spec = {
+    .name = "pycoll.transports._core.Context",
+    .basicsize = sizeof(pc_context_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = context_slots,
+};
+
+void pc_item_types(PyTypeObject *engine, PyTypeObject *send, PyTypeObject *receive) {
+    engine_type = engine;
+    send_type = send;
+    receive_type = receive;
+}

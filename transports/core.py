@@ -1,0 +1,459 @@
+"""The message engine in the compiled core, as a transport: self, shared memory and tcp at once.
+
+The core (`_core/engine`) matches, waits and moves by itself. Here it becomes a `Transport` for what
+Python still does: collectives by messages, objects, arrays on a GPU. Who connects by tcp is decided
+in Python, as for the transport tcp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from pycoll.errors import Error, PeerFailed, TransportError
+from pycoll.ports import endpoint_of, listen, why_unreachable
+from pycoll.transports.base import (
+    CREDIT,
+    EAGER_LIMIT,
+    MESSAGE_COST,
+    Arrival,
+    Handler,
+    Operation,
+    Parts,
+    Transfer,
+    Transport,
+    Withdrawn,
+)
+
+if TYPE_CHECKING:
+    from pycoll.transports._core import Engine, Host, Receive, Send
+    from pycoll.transports.dial import Dialer, Link
+
+AHEAD = 1024 * 1024
+"""As of the transport tcp."""
+
+TAKEN_BACK = -100003
+"""The status of a receive whose message was taken back."""
+
+ARRIVED, HELD, ENDED, REQUEST, FINISHED, LOST, WANTED, WATCHED = range(8)
+"""Events, numbered as in _core/engine_type.h."""
+
+BUFFER, MAY_PUSH, OFFER = range(3)
+"""Ways in which a message goes, numbered as in _core/engine/link.h."""
+
+IDLE, POSTED, HOLDING, READING, OVER = range(5)
+"""States of a receive, numbered as in _core/engine/engine.h."""
+
+_KEEPALIVE, _KEEPALIVE_BETWEEN_HOSTS = 3, 6
+_SHORT_MS = 1
+
+
+class Memory(NamedTuple):
+    """The memory of this host, for the link over it.
+
+    Attributes:
+        host: as this rank has mapped it.
+        doorbell: this rank's eventfd, not blocking; it stays the caller's.
+        ranks: the ranks of this host, in the order of their local ranks.
+        single_copy: try to copy from memory to memory; else large payloads go in segments.
+    """
+
+    host: Host
+    doorbell: int
+    ranks: Sequence[int]
+    single_copy: bool
+
+
+class Network(NamedTuple):
+    """How the ranks that share no memory with this one reach it.
+
+    Attributes:
+        key: the job's.
+        host: the address to listen on.
+        lanes: connections that a link has, if the other rank has as many.
+    """
+
+    key: bytes
+    host: str
+    lanes: int
+
+
+class CoreSend(Transfer):
+    """A message that is under way."""
+
+    __slots__ = ("face", "peer", "transport")
+
+    def __init__(self, transport: CoreTransport, peer: int, face: Send) -> None:
+        super().__init__()
+        self.transport = transport
+        self.peer = peer
+        self.face = face
+
+    @property
+    def committed(self) -> bool:
+        return not self.done and not self.face.stop()
+
+    def awaited(self) -> Collection[int]:
+        return (self.peer,)
+
+    def ended(self, status: int) -> None:
+        """Hear how it has ended."""
+        self.finish(self.transport.error_of(status))
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.transport.disown(self.face)
+        self.face.take_back()
+
+
+class CoreReceive(Transfer):
+    """A message that was accepted and is not here yet."""
+
+    __slots__ = ("face", "transport")
+
+    def __init__(self, transport: CoreTransport, face: Receive) -> None:
+        super().__init__()
+        self.transport = transport
+        self.face = face
+
+    def ended(self, status: int) -> None:
+        """Hear how it has ended."""
+        self.finish(self.transport.error_of(status))
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.transport.disown(self.face)
+        self.face.drop()
+
+    def redirect(self, into: memoryview) -> None:
+        self.face.redirect(into)
+
+
+class CoreArrival(Arrival):
+    """A message that has come, and that a receive of the core holds."""
+
+    __slots__ = ("face", "on_withdrawal", "transport")
+
+    def __init__(
+        self, transport: CoreTransport, face: Receive, on_withdrawal: Callable[[Arrival], object]
+    ) -> None:
+        super().__init__(face.peer, face.header, face.nbytes, face.payload)
+        self.transport = transport
+        self.face = face
+        self.on_withdrawal = on_withdrawal
+
+    @property
+    def sender_waits(self) -> bool:
+        return self.face.sender_waits
+
+    def accept(self, into: memoryview) -> Transfer:
+        transfer = CoreReceive(self.transport, self.face)
+        self.payload = None
+        status = self.face.into(into)
+        if status is None:
+            self.transport.own(self.face, transfer)
+        else:
+            self.transport.disown(self.face)
+            transfer.finish(self.transport.error_of(status))
+        return transfer
+
+    def release(self) -> None:
+        self.payload = None
+        self.transport.disown(self.face)
+        self.face.drop()
+
+    def ended(self, status: int) -> None:
+        """Hear that it can be received no more."""
+        if status == TAKEN_BACK:
+            self.on_withdrawal(self)
+
+
+class Ends(Operation):
+    """What is told when something of the core's ends: the face of interest is its key."""
+
+    def ended(self, status: int) -> None:
+        """Hear how it has ended."""
+
+
+class CoreTransport(Transport):
+    """The core's message engine, for Python; see the module's text.
+
+    Args:
+        rank, size: of the job.
+        memory: of this host; None: it is not shared.
+        network: how others reach this rank; None: they need not.
+
+    Attributes:
+        core: the engine.
+
+    Raises:
+        TransportError: it cannot listen there.
+        OSError: the system does not give what is needed.
+    """
+
+    name: ClassVar[str] = "core"
+
+    def __init__(
+        self, rank: int, size: int, memory: Memory | None = None, network: Network | None = None
+    ) -> None:
+        from pycoll.transports._core import Engine
+
+        self._rank = rank
+        self._closed = False
+        self._handler: Handler | None = None
+        self.hear_work: Callable[[], None] = lambda: None
+        self._addresses: Sequence[dict[str, Any]] = ()
+        self._forgotten: dict[int, str] = {}
+        self._owners: dict[Any, Any] = {}
+        self._dialer: Dialer | None = None
+        self._lanes = network.lanes if network is not None else 0
+        self._endpoint = ""
+        self._doorbell = memory.doorbell if memory is not None else -1
+        self._pid = os.getpid()
+        limits = EAGER_LIMIT, AHEAD, CREDIT, MESSAGE_COST
+        options: dict[str, Any] = {}
+        if memory is not None:
+            options |= memory._asdict()
+        with contextlib.ExitStack() as undo:
+            if network is not None:
+                self._dialer = self._listen(rank, size, network, undo)
+                options |= {"lanes": network.lanes, "dialer": self._dialer.fileno()}
+            self.core: Engine = Engine(rank, size, limits, self._work, **options)
+            undo.pop_all()
+        _open.add(self)
+
+    def _work(self) -> None:
+        self.hear_work()
+
+    def _listen(
+        self, rank: int, size: int, network: Network, undo: contextlib.ExitStack
+    ) -> Dialer:
+        from pycoll.transports.dial import Dialer
+        from pycoll.transports.handshake import Secret
+
+        if why := why_unreachable(network.host):
+            raise TransportError(f"tcp: rank {rank} cannot be reached at {network.host}: {why}")
+        is_local = network.host in ("127.0.0.1", "::1")
+        try:
+            listener = undo.enter_context(listen(network.host))
+            self._endpoint = endpoint_of(listener)
+            dialer = Dialer(
+                rank,
+                size,
+                network.lanes,
+                listener,
+                Secret.derive(network.key),
+                _KEEPALIVE if is_local else _KEEPALIVE_BETWEEN_HOSTS,
+                self._linked,
+                self._unreachable,
+            )
+        except OSError as exc:
+            text = f"tcp: rank {rank} cannot listen on {network.host}: {exc.strerror}"
+            raise TransportError(text) from exc
+        undo.callback(dialer.close)
+        return dialer
+
+    def address(self) -> dict[str, Any]:
+        if self._dialer is None:
+            return {}
+        return {"endpoint": self._endpoint, "lanes": self._lanes}
+
+    def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
+        self._addresses = addresses
+        self._handler = handler
+
+    # --- links -----------------------------------------------------------------------------
+
+    def _linked(self, link: Link, connection: socket.socket, dialed: bool) -> None:
+        descriptor = connection.detach()
+        try:
+            self.core.attach(link.peer, link.lane, descriptor)
+        except OSError as exc:
+            os.close(descriptor)
+            if exc.errno != errno.ENOTCONN and link.lane == 0:  # else it has ended meanwhile
+                self.core.lose(link.peer, f"its link cannot be used ({exc.strerror})")
+            return
+        if dialed and link.lane == 0 and not self._closed:
+            address = self._addresses[link.peer]
+            for lane in range(1, min(self._lanes, address.get("lanes", 1))):
+                self._dial(link._replace(lane=lane))
+
+    def _unreachable(self, peer: int, why: str) -> None:
+        self.core.lose(peer, why)
+
+    def _dial(self, link: Link) -> None:
+        assert self._dialer is not None
+        self._dialer.dial(link, self._addresses[link.peer]["endpoint"])
+
+    def links(self) -> list[int]:
+        return self.core.links()
+
+    # --- sending ---------------------------------------------------------------------------
+
+    def send(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        return self._start(peer, header, parts, BUFFER)
+
+    def push(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        return self._start(peer, header, parts, MAY_PUSH)
+
+    def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
+        return self._start(peer, header, parts, OFFER)
+
+    def _start(self, peer: int, header: bytes, parts: Parts, way: int) -> Transfer:
+        started = self.core.send(peer, header, parts, way)
+        if started is None or isinstance(started, int):
+            transfer = Transfer()
+            transfer.finish(self.error_of(started or 0))
+            return transfer
+        send = CoreSend(self, peer, started)
+        self.own(started, send)
+        return send
+
+    def error_of(self, status: int) -> BaseException | None:
+        """Return why something has failed that has ended so; None: it has not."""
+        if status == 0:
+            return None
+        if status == TAKEN_BACK:
+            return Withdrawn()
+        if status in (-errno.ENOMEM, -errno.ENOBUFS):
+            return MemoryError()
+        if status < 0:
+            return TransportError(f"a message could not be moved: status {status}")
+        peer = status - 1
+        if peer in self._forgotten:
+            return PeerFailed(peer, self._forgotten[peer])
+        return Error("this communicator is closed or broken")
+
+    # --- what happens ----------------------------------------------------------------------
+
+    def own(self, face: Send | Receive, owner: Any) -> None:
+        """Have `owner.ended(status)` called when that has ended, and `owner.held()` before."""
+        self._owners[face] = owner
+
+    def disown(self, face: Send | Receive) -> None:
+        """Tell nobody any more."""
+        self._owners.pop(face, None)
+
+    def progress(self) -> bool:
+        worked = self.core.progress()
+        if not self.core.has_work:
+            return worked
+        return self._handle(self.core.events()) or worked
+
+    def _handle(self, events: Sequence[tuple[Any, ...]]) -> bool:
+        assert self._handler is not None
+        for kind, *event in events:
+            if kind == ENDED:
+                owner = self._owners.pop(event[0], None)
+                if owner is not None:
+                    owner.ended(event[1])
+            elif kind == ARRIVED:
+                arrival = CoreArrival(self, event[0], self._handler.withdrawn)
+                self.own(arrival.face, arrival)
+                self._handler.arrived(arrival)
+            elif kind == HELD:
+                owner = self._owners.get(event[0])
+                if owner is not None:
+                    owner.held()
+            elif kind == REQUEST:
+                event[0]._ended()
+            else:
+                self._handle_link(kind, *event)
+        return bool(events)
+
+    def _handle_link(self, kind: int, peer: int = -1, why: str = "") -> None:
+        assert self._handler is not None
+        if kind == FINISHED:
+            self._handler.finished(peer)
+        elif kind == LOST:
+            if self._dialer is not None:
+                self._dialer.forget(peer)
+            self._handler.lost(peer, why)
+        elif kind == WANTED and peer not in self._forgotten:
+            from pycoll.transports.dial import Link
+
+            self._dial(Link(peer, 0))
+        elif kind == WATCHED and self._dialer is not None:
+            self._dialer.progress()
+
+    @property
+    def is_behind(self) -> bool:
+        return self.core.is_behind
+
+    @property
+    def is_receiving(self) -> bool:
+        return self.core.is_receiving
+
+    def fileno(self) -> int:
+        return self._doorbell  # who waits, waits in the core
+
+    def callers_fileno(self) -> int:
+        return self._dialer.fileno() if self._dialer is not None else -1
+
+    def is_idle(self) -> bool:
+        return not self.core.has_work
+
+    # --- the end ---------------------------------------------------------------------------
+
+    def forget(self, peer: int, reason: str) -> None:
+        if peer in self._forgotten:
+            return
+        self._forgotten[peer] = reason
+        if self._dialer is not None:
+            self._dialer.forget(peer)
+        self.core.forget(peer)
+        self._handle(self.core.events())
+
+    def close(self, timeout_s: float) -> None:
+        """Deliver what is buffered; `end` must follow, without the owner's lock."""
+        if self._closed:
+            return
+        self._closed = True
+        _open.discard(self)
+        if os.getpid() == self._pid:
+            self.core.say_goodbye()
+            self._deliver(time.monotonic() + timeout_s)
+        if self._dialer is not None:
+            self._dialer.close()
+
+    def _deliver(self, deadline: float) -> None:
+        poller = select.poll()
+        if self._doorbell >= 0:
+            poller.register(self._doorbell, select.POLLIN)
+        while not self.core.flush():
+            for kind, *event in self.core.events():
+                if kind in (WANTED, WATCHED):
+                    self._handle_link(kind, *event)
+            if time.monotonic() >= deadline:
+                return
+            # That a peer has taken something makes no descriptor readable.
+            poller.poll(_SHORT_MS)
+
+    def end(self) -> None:
+        """End the engine: who still waits in it returns."""
+        self.core.close()
+
+    def abandon(self) -> None:
+        """Close every descriptor, without a word."""
+        if self._dialer is not None:
+            self._dialer.close()
+        self.core.forked()
+
+
+_open: weakref.WeakSet[CoreTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in _open:
+        transport.abandon()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
