@@ -14,7 +14,7 @@ from tiers import exhaustive
 
 CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
 ENGINE = ["engine", "message", "context", "link_self", "link_shm", "match", "chains"]
-KINDS = 12
+KINDS = 15
 """Things that the random calls count."""
 
 pytestmark = needs_gcc

@@ -14,7 +14,7 @@ from tiers import exhaustive
 
 ENGINE = ("engine", "message", "context", "match", "chains", "link_tcp")
 TCP = ("tcp", "tcp_read", "tcp_write", "table")
-KINDS = 12
+KINDS = 16
 """Things that the random calls count."""
 
 pytestmark = needs_gcc

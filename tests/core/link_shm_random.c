@@ -1,10 +1,11 @@
 /* Random messages between three engines (transports/_core/engine) that are joined by links over the shared memory of
    one host, all in one thread, so that a seed always does the same.
 
-   Ranks send in every way, receive, ask, give up half-way, cancel, break contexts and open them late; in some worlds
-   one ends in the middle and is forgotten. Checked are every byte, that each message is received once, that those that
-   wait stand in the order in which they were sent, and that nothing waits for ever. Memory is freed when it is the
-   caller's again: AddressSanitizer sees who touches it.
+   Ranks send in every way, receive, ask, drop, give up half-way, cancel, break contexts and open them late; in some
+   worlds one ends in the middle and is forgotten. A receive that asks and whose message is taken back starts again in
+   its place, or does not. Checked are every byte, that each message is received once, that those that wait stand in the
+   order in which they were sent, that who asks has the first that fits, and was the first to ask for it, and that
+   nothing waits for ever. Memory is freed when it is the caller's again: AddressSanitizer sees who touches it.
 
        link_shm_random WORLDS SEED
 
@@ -27,10 +28,12 @@
 #define LARGEST 200000
 
 enum count {
-    EAGER, OFFERED, BUFFERED, RECEIVED, HELD, PARKED, GIVEN_UP, CANCELLED, BROKEN, FORGOTTEN, NO_ROOM, FINISHED, COUNTS
+    EAGER, OFFERED, BUFFERED, RECEIVED, HELD, PARKED, GIVEN_UP, CANCELLED, BROKEN, FORGOTTEN, NO_ROOM, FINISHED,
+    TAKEN_BACK, STARTED_AGAIN, DROPPED, COUNTS
 };
-static const char *const names[] = {"eager",     "offered", "buffered",  "received", "held",       "parked",
-                                    "given up", "cancelled", "broken", "forgotten", "without room", "finished"};
+static const char *const names[] = {"eager",        "offered",  "buffered",   "received",      "held",
+                                    "parked",       "given up", "cancelled",  "broken",        "forgotten",
+                                    "without room", "finished", "taken back", "started again", "dropped"};
 static uint64_t seed, random_state, counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -57,7 +60,7 @@ struct message {
     unsigned char *memory;
     struct iovec parts[3];
     struct pc_send send;
-    bool under_way, received, cancelled;
+    bool under_way, received, cancelled, dropped;
 };
 
 struct receive {
@@ -65,6 +68,8 @@ struct receive {
     int rank, ident;
     unsigned char *memory;
     bool live, held;
+    uint64_t order;
+    uint32_t had; /* the message that it held last */
 };
 
 struct rank {
@@ -80,6 +85,7 @@ static struct rank ranks[RANKS]; /* by rank in the job */
 static struct message messages[MOST];
 static struct receive receives[MOST];
 static uint32_t num_messages, num_receives;
+static uint64_t order; /* of the last receive that is not started again */
 static bool quiet; /* nothing new is begun */
 static const int in_job[RANKS] = {2, 0, 1}; /* by local rank */
 
@@ -127,7 +133,43 @@ static void start_send(int rank) {
     }
 }
 
+static uint32_t number_in(const struct pc_unexpected *message) {
+    uint32_t number;
+    memcpy(&number, ((const struct pc_message *)message)->header + PC_P2P_NBYTES, 4);
+    check(number < num_messages, "there is no such message", number);
+    return number;
+}
+
+static bool wants(const struct pc_queued *posted, const struct message *message) {
+    return (posted->source == PC_ANY || posted->source == message->source) &&
+           (posted->tag == PC_ANY || posted->tag == message->tag);
+}
+
+/* A receive has just been given a message: none that waits was before, and no receive that waits. */
+static void check_held(const struct receive *receive, uint32_t number) {
+    const struct message *message = &messages[number];
+    const struct pc_matching *matching = &receive->it.context->matching;
+    const struct pc_queued *posted = &receive->it.posted.queued;
+    check(message->dest == receive->rank && message->ident == receive->ident && wants(posted, message) &&
+              !message->received && !message->dropped,
+          "a message is held that should not", number);
+    const struct pc_unexpected *each = pc_match_first_message(matching);
+    for (; each != NULL; each = pc_match_next_message(each)) {
+        const struct message *other = &messages[number_in(each)];
+        if (wants(posted, other))
+            check(each->queued.number > receive->it.message->match.queued.number &&
+                      (other->source != message->source || other > message),
+                  "a receive takes a message before an older one", number);
+    }
+    const struct pc_posted *waits = pc_match_first_posted(matching);
+    for (; waits != NULL; waits = pc_match_next_posted(waits))
+        if (wants(&waits->queued, message))
+            check(((const struct receive *)((const struct pc_receive *)waits)->owner)->order > receive->order,
+                  "a message goes past a receive that was before", number);
+}
+
 static void start_receive(int rank, int ident, bool any);
+static void start_again(const struct receive *old);
 
 static void receive_over(struct receive *receive) {
     receive->live = receive->held = false;
@@ -140,6 +182,8 @@ static void told(struct pc_receive *it) {
     if (it->state == PC_RECEIVE_HELD) {
         counts[HELD]++;
         receive->held = true;
+        receive->had = number_in(&it->message->match);
+        check_held(receive, receive->had);
         return;
     }
     check(it->state == PC_RECEIVE_ENDED && receive->live, "a receive ends twice", (uint64_t)(receive - receives));
@@ -150,33 +194,59 @@ static void told(struct pc_receive *it) {
         check(number < num_messages, "there is no such message", number);
         struct message *message = &messages[number];
         check(message->source == it->source && message->dest == receive->rank && message->tag == it->tag &&
-                  message->ident == receive->ident && !message->received && !message->cancelled,
+                  message->ident == receive->ident && !message->received && !message->cancelled &&
+                  !message->dropped && (!it->ask || number == receive->had),
               "a message is received that should not", number);
         for (size_t offset = 0; offset < it->nbytes; offset++)
             check(receive->memory[offset] == byte_of(number, offset), "a byte is wrong", number);
         message->received = true;
         counts[RECEIVED]++;
+    } else if (it->status == PC_TAKEN_BACK) {
+        const struct message *message = &messages[receive->had];
+        check(it->ask, "a receive that does not ask waits no more", receive->had);
+        check(message->cancelled || message->send.status != 0, "nobody has taken back a message", receive->had);
+        counts[TAKEN_BACK]++;
     } else {
         check(it->status >= 0, "a receive fails", (uint64_t)-it->status);
     }
     receive_over(receive);
+    if (it->status == PC_TAKEN_BACK && below(4) > 0)
+        start_again(receive);
     if (!quiet && below(4) == 0 && ranks[receive->rank].contexts[receive->ident] != NULL)
         start_receive(receive->rank, receive->ident, false); /* from within a callback */
+}
+
+static struct receive *new_receive(int rank, int ident, uint64_t its_order) {
+    struct receive *receive = &receives[num_receives++];
+    *receive = (struct receive){
+        .rank = rank, .ident = ident, .order = its_order, .live = true, .memory = malloc(LARGEST)};
+    receive->it.into = receive->memory;
+    receive->it.room = LARGEST;
+    receive->it.told = told;
+    receive->it.owner = receive;
+    return receive;
 }
 
 static void start_receive(int rank, int ident, bool any) {
     if (num_receives == MOST || ranks[rank].contexts[ident] == NULL)
         return;
-    struct receive *receive = &receives[num_receives++];
-    *receive = (struct receive){.rank = rank, .ident = ident, .live = true, .memory = malloc(LARGEST)};
+    struct receive *receive = new_receive(rank, ident, ++order);
     receive->it.posted.queued.source = any || below(2) ? PC_ANY : (int)below(RANKS);
     receive->it.posted.queued.tag = any || below(2) ? PC_ANY : (int64_t)below(3);
     receive->it.ask = !any && below(4) == 0;
-    receive->it.into = receive->memory;
-    receive->it.room = LARGEST;
-    receive->it.told = told;
-    receive->it.owner = receive;
     pc_receive_start(ranks[rank].contexts[ident], &receive->it);
+}
+
+/* An asking receive whose message was taken back waits again where it was. */
+static void start_again(const struct receive *old) {
+    if (num_receives == MOST || ranks[old->rank].contexts[old->ident] == NULL)
+        return;
+    struct receive *receive = new_receive(old->rank, old->ident, old->order);
+    receive->it.posted.queued.source = old->it.posted.queued.source;
+    receive->it.posted.queued.tag = old->it.posted.queued.tag;
+    receive->it.ask = true;
+    counts[STARTED_AGAIN]++;
+    pc_receive_start_at(ranks[old->rank].contexts[old->ident], &receive->it, old->it.posted.queued.number);
 }
 
 static void give_up(struct receive *receive) {
@@ -202,17 +272,45 @@ static bool progress(int rank) {
     return worked;
 }
 
-/* What waits from one rank stands in the order in which it was sent. */
+/* Have the message of a receive that holds one written, or drop it. */
+static void go_on(struct receive *receive) {
+    receive->held = false;
+    if (below(4) > 0) {
+        check(pc_receive_into(&receive->it, receive->memory) == 0 && receive->it.state != PC_RECEIVE_HELD,
+              "a held message is not written", receive->had);
+        return;
+    }
+    messages[receive->had].dropped = true;
+    pc_receive_drop(&receive->it);
+    receive_over(receive);
+    counts[DROPPED]++;
+}
+
+/* A send is taken back, perhaps while its message is held: its receiver may want it before it hears of that. */
+static void cancel(struct message *message) {
+    if (!message->under_way || !pc_send_stop(&message->send) || !pc_send_take_back(&message->send))
+        return;
+    message->cancelled = true;
+    counts[CANCELLED]++;
+    send_over(message);
+    for (uint32_t number = 0, last = num_receives; number < last; number++)
+        if (receives[number].held && &messages[receives[number].had] == message && below(2))
+            go_on(&receives[number]);
+}
+
+/* What waits from one rank stands in the order in which it was sent, and no receive waits for it. */
 static void check_order(int rank) {
     for (int ident = 0; ident < IDENTS; ident++) {
         int64_t last[RANKS] = {-1, -1, -1};
         struct pc_context *context = ranks[rank].contexts[ident];
         struct pc_unexpected *each = context != NULL ? pc_match_first_message(&context->matching) : NULL;
         for (; each != NULL; each = pc_match_next_message(each)) {
-            uint32_t number;
-            memcpy(&number, ((struct pc_message *)each)->header + PC_P2P_NBYTES, 4);
+            uint32_t number = number_in(each);
             check(number > last[each->queued.source], "a message comes before an earlier one", number);
             last[each->queued.source] = number;
+            const struct pc_posted *posted = pc_match_first_posted(&context->matching);
+            for (; posted != NULL; posted = pc_match_next_posted(posted))
+                check(!wants(&posted->queued, &messages[number]), "a message and its receive both wait", number);
         }
     }
 }
@@ -225,19 +323,12 @@ static void act(int rank, bool may_break) {
         start_receive(rank, (int)below(IDENTS), false);
     } else if (what < 60 && num_receives > 0) {
         struct receive *receive = &receives[num_receives - 1 - below(num_receives < 20 ? num_receives : 20)];
-        if (receive->held && receive->live) {
-            receive->held = false;
-            pc_receive_into(&receive->it, receive->memory);
-        } else {
+        if (receive->held && below(4) > 0)
+            go_on(receive);
+        else
             give_up(receive);
-        }
     } else if (what < 64 && num_messages > 0) {
-        struct message *message = &messages[num_messages - 1 - below(num_messages < 20 ? num_messages : 20)];
-        if (message->under_way && pc_send_stop(&message->send) && pc_send_take_back(&message->send)) {
-            message->cancelled = true;
-            counts[CANCELLED]++;
-            send_over(message);
-        }
+        cancel(&messages[num_messages - 1 - below(num_messages < 20 ? num_messages : 20)]);
     } else if (what == 64 && below(10) == 0) {
         open_context(rank, (int)below(IDENTS));
     } else if (what == 65 && may_break && below(5) == 0) {
@@ -287,7 +378,8 @@ static void end_all(void) {
     num_receives = 0;
     uint32_t missing[RANKS][IDENTS] = {0};
     for (uint32_t number = 0; number < num_messages; number++)
-        if (!messages[number].received && !messages[number].cancelled && !ranks[messages[number].dest].dead)
+        if (!messages[number].received && !messages[number].cancelled && !messages[number].dropped &&
+            !ranks[messages[number].dest].dead)
             missing[messages[number].dest][messages[number].ident]++;
     for (int rank = 0; rank < RANKS; rank++)
         for (int ident = 0; ident < IDENTS; ident++)
@@ -300,7 +392,8 @@ static void end_all(void) {
             broken |= ranks[rank].broken[ident] || ranks[rank].dead;
     for (uint32_t number = 0; number < num_messages && !broken; number++) {
         check(!messages[number].under_way, "a send never ends", number);
-        check(messages[number].received || messages[number].cancelled, "a message is lost", number);
+        check(messages[number].received || messages[number].cancelled || messages[number].dropped,
+              "a message is lost", number);
     }
 }
 
@@ -311,6 +404,7 @@ static void world(void) {
     memset(ranks, 0, sizeof ranks);
     memset(receives, 0, sizeof receives);
     num_messages = num_receives = 0;
+    order = 0;
     quiet = false;
     pc_channel limits = {
         .eager_limit = 16000, .credit = 100000, .message_cost = 100, .single_copy = below(3) > 0};

@@ -1,8 +1,10 @@
 /* Random calls of engines that are joined by the link over sockets (transports/_core/engine/link_tcp), in one thread.
 
    Messages of all sizes go all ways; sends are taken back, receives given up at any moment (memory is freed at once:
-   AddressSanitizer sees who touches it), contexts are opened late and broken, peers forgotten. Every byte is checked,
-   and that what was sent comes once, and, if nothing was broken, all of it; then one rank says goodbye.
+   AddressSanitizer sees who touches it), contexts are opened late and broken, peers forgotten. Some receives ask, and
+   take what they hold, drop it, or start again in their place when it was taken back. Every byte is checked, that what
+   waits stands in the order in which it was sent, that who asks has the first, and was the first to ask, and that what
+   was sent comes once, and, if nothing was broken, all of it; then one rank says goodbye.
 
    link_tcp_random WORLDS SEED */
 #include "engine/engine.h"
@@ -22,9 +24,10 @@
 #define LARGEST 9000
 
 enum count { RECEIVED, BUFFERED, UNDER_WAY, CANCELLED, GIVEN_UP, PARKED, WANTED, WATCHED, BROKEN, FORGOTTEN, FINISHED,
-             FROM_CALLBACKS, COUNTS };
+             FROM_CALLBACKS, HELD, TAKEN_BACK, STARTED_AGAIN, DROPPED, COUNTS };
 static const char *const names[] = {"received", "buffered", "under way", "cancelled", "given up", "parked", "wanted",
-                                    "watched", "broken", "forgotten", "finished", "from callbacks"};
+                                    "watched", "broken", "forgotten", "finished", "from callbacks", "held",
+                                    "taken back", "started again", "dropped"};
 static uint64_t counts[COUNTS], seed, random_state;
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -52,20 +55,23 @@ struct message {
     size_t nbytes;
     unsigned char *memory;
     struct iovec parts[2];
-    bool cancelled, came;
+    bool cancelled, came, dropped;
 };
 struct receive {
     struct pc_receive receive;
-    int rank;
+    int rank, ident;
     unsigned char *memory;
+    uint64_t order;
+    uint32_t had; /* the message that it held last */
 };
 
 static struct rank ranks[RANKS];
 static struct message messages[MOST];
 static struct receive receives[4 * MOST];
 static uint32_t num_messages, num_receives;
+static uint64_t order; /* of the last receive that is not started again */
 static int num_lanes, pipes[2];
-static bool attached, severed;
+static bool attached, severed, quiet; /* the last: nothing new is begun */
 
 static unsigned char byte_of(uint32_t number, size_t offset) {
     return (unsigned char)(number * 131 + offset * 7 + offset / 251);
@@ -78,30 +84,110 @@ static void over(struct message *message) {
 
 static void ended(struct pc_send *send) { over(send->owner); }
 
+/* A receive has just been given a message: none that waits was before, and no receive that waits. */
+static void check_held(const struct receive *mine) {
+    const struct message *message = &messages[mine->had];
+    const struct pc_matching *matching = &mine->receive.context->matching;
+    check(mine->had < num_messages && message->source != mine->rank && message->ident == mine->ident &&
+              !message->came && !message->dropped,
+          "a message is held that should not", mine->had);
+    const struct pc_unexpected *waits = pc_match_first_message(matching);
+    for (; waits != NULL; waits = pc_match_next_message(waits))
+        check(waits->queued.tag > (int64_t)mine->had, "a receive takes a message before an older one", mine->had);
+    const struct pc_posted *posted = pc_match_first_posted(matching);
+    for (; posted != NULL; posted = pc_match_next_posted(posted))
+        check(((const struct receive *)((const struct pc_receive *)posted)->owner)->order > mine->order,
+              "a message goes past a receive that was before", mine->had);
+}
+
+static void check_came(const struct receive *mine) {
+    const struct pc_receive *receive = &mine->receive;
+    uint32_t number = (uint32_t)receive->tag;
+    struct message *message = &messages[number];
+    check(number < num_messages && !message->came, "a message comes twice", number);
+    check(receive->source == message->source && receive->nbytes == message->nbytes && mine->ident == message->ident &&
+              (!receive->ask || number == mine->had),
+          "it is another one", number);
+    check(!message->cancelled && !message->dropped, "a message comes that nobody sends or wants", number);
+    for (size_t offset = 0; offset < receive->nbytes; offset++)
+        check(mine->memory[offset] == byte_of(number, offset), "a byte is wrong", number);
+    message->came = true;
+    counts[RECEIVED]++;
+}
+
+static void post(int rank, int ident, const struct receive *old);
+static void go_on(struct receive *mine);
+
 static void told(struct pc_receive *receive) {
     struct receive *mine = receive->owner;
+    check(mine->memory != NULL, "a receive ends twice", num_receives);
+    if (receive->state == PC_RECEIVE_HELD) {
+        counts[HELD]++;
+        mine->had = (uint32_t)receive->message->match.queued.tag;
+        check_held(mine);
+        if (quiet || below(4) == 0) {
+            counts[FROM_CALLBACKS]++;
+            go_on(mine);
+        }
+        return;
+    }
     if (receive->status == 0) {
-        uint32_t number = (uint32_t)receive->tag;
-        struct message *message = &messages[number];
-        check(number < num_messages && !message->came, "a message comes twice", number);
-        check(receive->source == message->source && receive->nbytes == message->nbytes, "it is another one", number);
-        for (size_t offset = 0; offset < receive->nbytes; offset++)
-            check(mine->memory[offset] == byte_of(number, offset), "a byte is wrong", number);
-        message->came = true;
-        counts[RECEIVED]++;
+        check_came(mine);
+    } else if (receive->status == PC_TAKEN_BACK) {
+        const struct message *message = &messages[mine->had];
+        check(receive->ask, "a receive that does not ask waits no more", mine->had);
+        check(message->cancelled || message->send.status != 0, "nobody has taken back a message", mine->had);
+        counts[TAKEN_BACK]++;
+    } else {
+        check(severed || ranks[mine->rank].finished, "a receive fails", (uint64_t)llabs(receive->status));
     }
     free(mine->memory);
     mine->memory = NULL;
+    if (receive->status == PC_TAKEN_BACK && below(4) > 0)
+        post(mine->rank, mine->ident, mine);
 }
 
-static void post(int rank, int ident) {
+/* Start a receive; or one that asks again where it was, as its message was taken back. */
+static void post(int rank, int ident, const struct receive *old) {
     if (ranks[rank].contexts[ident] == NULL || num_receives == 4 * MOST)
         return;
     struct receive *mine = &receives[num_receives++];
-    *mine = (struct receive){.rank = rank, .memory = malloc(LARGEST)};
+    *mine = (struct receive){.rank = rank, .ident = ident, .memory = malloc(LARGEST)};
     mine->receive = (struct pc_receive){.into = mine->memory, .room = LARGEST, .told = told, .owner = mine};
     mine->receive.posted.queued.source = mine->receive.posted.queued.tag = PC_ANY;
-    pc_receive_start(ranks[rank].contexts[ident], &mine->receive);
+    mine->receive.ask = old != NULL || below(3) == 0;
+    mine->order = old != NULL ? old->order : ++order;
+    counts[STARTED_AGAIN] += old != NULL;
+    if (old != NULL)
+        pc_receive_start_at(ranks[rank].contexts[ident], &mine->receive, old->receive.posted.queued.number);
+    else
+        pc_receive_start(ranks[rank].contexts[ident], &mine->receive);
+}
+
+/* Have the message of a receive that holds one written, or drop it. */
+static void go_on(struct receive *mine) {
+    if (quiet || below(4) > 0) {
+        check(pc_receive_into(&mine->receive, mine->memory) == 0 && mine->receive.state != PC_RECEIVE_HELD,
+              "a held message is not written", mine->had);
+        return;
+    }
+    messages[mine->had].dropped = true;
+    pc_receive_drop(&mine->receive);
+    free(mine->memory);
+    mine->memory = NULL;
+    counts[DROPPED]++;
+}
+
+/* What waits stands in the order in which it was sent, and no receive waits for it. */
+static void check_order(int rank) {
+    for (int ident = 0; ident < IDENTS; ident++) {
+        const struct pc_context *context = ranks[rank].contexts[ident];
+        const struct pc_unexpected *waits = context != NULL ? pc_match_first_message(&context->matching) : NULL;
+        check(waits == NULL || pc_match_first_posted(&context->matching) == NULL,
+              "a message and its receive both wait", (uint64_t)ident);
+        for (int64_t last = -1; waits != NULL; last = waits->queued.tag, waits = pc_match_next_message(waits))
+            check(waits->queued.tag > last, "a message comes before an earlier one", (uint64_t)last);
+    }
 }
 
 static void send_one(int source) {
@@ -184,11 +270,15 @@ static void step(bool may_break) {
         send_one(rank);
         break;
     case 3: case 4:
-        post(rank, (int)below(IDENTS));
+        post(rank, (int)below(IDENTS), NULL);
         break;
     case 5:
         if (mine == NULL || mine->memory == NULL)
             break;
+        if (mine->receive.state == PC_RECEIVE_HELD && below(4) > 0) {
+            go_on(mine);
+            break;
+        }
         counts[PARKED] += mine->receive.state == PC_RECEIVE_READING;
         if (pc_receive_give_up(&mine->receive)) {
             counts[GIVEN_UP]++;
@@ -215,7 +305,7 @@ static void step(bool may_break) {
             pc_context_break(ranks[rank].contexts[0], 7);
             counts[BROKEN]++;
         }
-        if (may_break && below(100) == 0 && attached) {
+        if (may_break && below(50) == 0 && attached) {
             severed = true;
             pc_engine_forget(&ranks[rank].engine, !rank, 6);
             counts[FORGOTTEN]++;
@@ -224,11 +314,17 @@ static void step(bool may_break) {
     default:
         progress(rank);
     }
+    check_order(rank);
+}
+
+static bool is_over(const struct message *message) {
+    return (message->cancelled || message->came || message->dropped) && message->memory == NULL;
 }
 
 static void world(void) {
     num_messages = num_receives = 0;
-    attached = severed = false;
+    order = 0;
+    attached = severed = quiet = false;
     num_lanes = (int)(1 + below(3));
     check(pipe2(pipes, O_NONBLOCK | O_CLOEXEC) == 0, "no pipe", 0);
     for (int number = 0; number < RANKS; number++) {
@@ -249,18 +345,21 @@ static void world(void) {
     attach();
     for (int rank = 0; rank < RANKS; rank++)
         open_context(rank, 1);
+    quiet = true;
+    for (uint32_t number = 0; number < num_receives; number++)
+        if (receives[number].memory != NULL && receives[number].receive.state == PC_RECEIVE_HELD)
+            go_on(&receives[number]);
     bool all = false;
     for (int turn = 0; !severed && !all && turn < 20000; turn++) {
         all = true;
         for (uint32_t number = 0; number < num_messages; number++)
-            all = all && (messages[number].cancelled || messages[number].came) && messages[number].memory == NULL;
+            all = all && is_over(&messages[number]);
         progress(turn % RANKS);
         if (turn % 8 == 0)
-            post(turn / 8 % RANKS, turn / 16 % IDENTS);
+            post(turn / 8 % RANKS, turn / 16 % IDENTS, NULL);
     }
     for (uint32_t number = 0; !severed && number < num_messages; number++)
-        check(messages[number].memory == NULL && (messages[number].cancelled || messages[number].came),
-              "a message does not come, or its send does not end", number);
+        check(is_over(&messages[number]), "a message does not come, or its send does not end", number);
     if (!severed) {
         pc_tcp_say_goodbye(&ranks[0].link.tcp);
         for (int turn = 0; turn < 1000 && !ranks[1].finished; turn++) {

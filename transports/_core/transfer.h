@@ -21,10 +21,10 @@
 enum pc_phase { PC_PHASE_WAITING = 1, PC_PHASE_TAKEN, PC_PHASE_DONE, PC_PHASE_WITHDRAWN, PC_PHASE_LEFT };
 
 /* Marks in `next`. All stop the claims. */
-#define PC_SEALED ((uint64_t)1 << 61)     /* by the receiver: it has everything */
-#define PC_CLOSED ((uint64_t)1 << 62)     /* by the receiver, which may open them again */
-#define PC_TAKEN_BACK ((uint64_t)1 << 63) /* by the sender, unless sealed */
-#define PC_MARKS (PC_SEALED | PC_CLOSED | PC_TAKEN_BACK)
+#define PC_SEALED ((uint64_t)1 << 61)          /* by the receiver: it has everything */
+#define PC_CLOSED ((uint64_t)1 << 62)          /* by the receiver, which may open them again */
+#define PC_MARK_TAKEN_BACK ((uint64_t)1 << 63) /* by the sender, unless sealed */
+#define PC_MARKS (PC_SEALED | PC_CLOSED | PC_MARK_TAKEN_BACK)
 
 struct pc_transfer {
     pc_flag64 state;   /* id << 8 | phase */
@@ -75,7 +75,7 @@ static inline bool pc_transfer_step(struct pc_transfer *transfer, uint64_t id, e
 static inline bool pc_transfer_open(struct pc_transfer *transfer, uint64_t into, uint64_t first) {
     atomic_store_explicit(&transfer->into, into, memory_order_relaxed);
     uint64_t next = pc_load(&transfer->next);
-    while (!(next & PC_TAKEN_BACK))
+    while (!(next & PC_MARK_TAKEN_BACK))
         if (atomic_compare_exchange_weak(&transfer->next, &next, first))
             return true;
     return false;
@@ -86,7 +86,7 @@ static inline bool pc_transfer_untake(struct pc_transfer *transfer, uint64_t id)
     atomic_store_explicit(&transfer->returned, 0, memory_order_relaxed);
     atomic_store_explicit(&transfer->done, 0, memory_order_relaxed);
     uint64_t next = pc_load(&transfer->next);
-    while (!(next & PC_TAKEN_BACK))
+    while (!(next & PC_MARK_TAKEN_BACK))
         if (atomic_compare_exchange_weak(&transfer->next, &next, PC_CLOSED)) {
             pc_publish(&transfer->state, pc_phase_of(id, PC_PHASE_WAITING));
             return true;
@@ -131,7 +131,7 @@ static inline bool pc_transfer_settled(struct pc_transfer *transfer) {
 /* The receiver, when all pieces are copied. False: the sender has taken it back. */
 static inline bool pc_transfer_seal(struct pc_transfer *transfer) {
     uint64_t next = pc_load(&transfer->next);
-    while (!(next & PC_TAKEN_BACK))
+    while (!(next & PC_MARK_TAKEN_BACK))
         if (atomic_compare_exchange_weak(&transfer->next, &next, next | PC_SEALED))
             return true;
     return false;
@@ -141,12 +141,12 @@ static inline bool pc_transfer_seal(struct pc_transfer *transfer) {
 static inline bool pc_transfer_take_back(struct pc_transfer *transfer) {
     uint64_t next = pc_load(&transfer->next);
     while (!(next & PC_SEALED))
-        if (atomic_compare_exchange_weak(&transfer->next, &next, next | PC_TAKEN_BACK))
+        if (atomic_compare_exchange_weak(&transfer->next, &next, next | PC_MARK_TAKEN_BACK))
             return true;
     return false;
 }
 static inline bool pc_transfer_taken_back(struct pc_transfer *transfer) {
-    return (pc_load(&transfer->next) & PC_TAKEN_BACK) != 0;
+    return (pc_load(&transfer->next) & PC_MARK_TAKEN_BACK) != 0;
 }
 
 #endif
