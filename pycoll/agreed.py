@@ -26,6 +26,9 @@ else:  # a job that has set nothing and talks through shared memory needs neithe
 SHARED_MEMORY = "shared_memory"
 """The algorithm of the compiled core, which is no schedule."""
 
+CORE, PYTHON = "core", "python"
+"""Engines that move messages: values of PYCOLL_ENGINE."""
+
 MAX_SAID_NBYTES = 48 << 10
 """What a rank says when ranks meet is bounded, and a table is only a part of it."""
 
@@ -106,6 +109,8 @@ def said(environ: Mapping[str, str], rank: int) -> dict[str, Any]:
     own = _cores_here() | {"machine": _machine()}
     if encrypts(environ):
         own["encrypt"] = True
+    if uses_core(environ):
+        own["engine"] = CORE
     return own | _settings(environ) if rank == 0 else own
 
 
@@ -155,9 +160,10 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
 
     Raises:
         BootstrapError: rank 0's settings make no sense to this rank: it has registered other
-            algorithms; or only some ranks encrypt.
+            algorithms; or only some ranks encrypt, or use the core's engine.
     """
     _check_encryption(infos)
+    _check_engines(infos)
     hosts: dict[int, list[Mapping[str, Any]]] = {}
     machines: dict[bytes, list[Mapping[str, Any]]] = {}
     for info in infos:
@@ -190,6 +196,29 @@ def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
         others = [rank for rank in range(len(infos)) if rank not in set(encrypting)]
         raise BootstrapError(
             f"PYCOLL_ENCRYPT=1 is set for {_ranks(encrypting)}, but not for {_ranks(others)}; "
+            "set it for all ranks or for none"
+        )
+
+
+def uses_core(environ: Mapping[str, str]) -> bool:
+    """Return whether the compiled core's engine moves messages: PYCOLL_ENGINE.
+
+    Raises:
+        BootstrapError: there is no such engine.
+    """
+    name = environ.get("PYCOLL_ENGINE") or PYTHON
+    if name not in (CORE, PYTHON):
+        raise BootstrapError(f"PYCOLL_ENGINE is {name!r}: use {PYTHON} or {CORE}")
+    return name == CORE
+
+
+def _check_engines(infos: Sequence[Mapping[str, Any]]) -> None:
+    """Raise BootstrapError if only some ranks use the core's engine."""
+    core = [rank for rank, info in enumerate(infos) if info.get("engine") == CORE]
+    if core and len(core) < len(infos):
+        others = [rank for rank in range(len(infos)) if rank not in set(core)]
+        raise BootstrapError(
+            f"PYCOLL_ENGINE={CORE} is set for {_ranks(core)}, but not for {_ranks(others)}; "
             "set it for all ranks or for none"
         )
 

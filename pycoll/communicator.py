@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll import arguments, explain, p2p, shared_arrays
+    from pycoll.core_requests import CoreRequest
     from pycoll import grid as grids
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
@@ -113,17 +114,47 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         self._makings = subgroups.Makings()
         self._closed = False
         self._short: dict[str, Any] = {}
-        if group.engine.shared_memory is not None and group.size > 1:
-            self._short = self._short_way(group.engine.shared_memory)
-            self.__dict__.update(self._short)
+        self._short = self._short_way()
+        self.__dict__.update(self._short)
 
-    def _short_way(self, memory: SharedMemory) -> dict[str, Any]:
+    def _short_way(self) -> dict[str, Any]:
         """Return the core's methods, which stand before those of this class and call them.
 
-        They do the common case, NumPy arrays between ranks of this host, themselves.
+        They do the common case, NumPy arrays, themselves.
         """
+        group = self._group
+        memory = group.engine.shared_memory
+        if group.engine.is_core:
+            methods = self._messages_in_core()
+        elif memory is not None and group.size > 1:
+            methods = self._messages_on_host(memory)
+        else:
+            return {}
+        if group.native is not None:
+            # The core asks nobody: what the user has ruled out goes by the methods of this class.
+            names = [name for name in COLLECTIVES if group.in_core(name)]
+            methods |= group.native.methods([(name, getattr(self, name)) for name in names])
+            if "all_reduce" in methods:
+                methods["allreduce"] = methods["all_reduce"]
+        return methods
+
+    def _messages_in_core(self) -> dict[str, Any]:
+        from pycoll import core_requests
+
+        group = self._group
+        names = ("send", "ssend", "recv", "isend", "issend", "irecv")
+        slow = {name: getattr(self, name) for name in names} | {"finish": self._finish_in_core}
+        context: Any = group.context
+        short, methods = core_requests.methods(group, context, slow, self._op_timeout)
+        short.usable = group.engine.op_timeout == math.inf
+        with group.engine.locked():
+            group.context.short = short
+        return methods
+
+    def _messages_on_host(self, memory: SharedMemory) -> dict[str, Any]:
         from pycoll.transports._core import PointToPoint
 
+        assert memory.transport is not None
         group, channel = self._group, memory.transport.channel
         local = {world: index for index, world in enumerate(memory.ranks)}
         locals_ = [local.get(world, -1) for world in group.members]
@@ -134,14 +165,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         with group.engine.locked():
             group.context.short = short
             group.context.count()
-        methods = {"send": short.send, "recv": short.recv}
-        if group.native is not None:
-            # The core asks nobody: what the user has ruled out goes by the methods of this class.
-            names = [name for name in COLLECTIVES if group.in_core(name)]
-            methods |= group.native.methods([(name, getattr(self, name)) for name in names])
-            if "all_reduce" in methods:
-                methods["allreduce"] = methods["all_reduce"]
-        return methods
+        return {"send": short.send, "recv": short.recv}
 
     @property
     def rank(self) -> int:
@@ -616,11 +640,23 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """
         self._run(self._calls.bsend(x, dest, tag), timeout)
 
+    def _finish_in_core(self, request: CoreRequest) -> None:
+        """Wait for a send that the core's engine has begun and that takes long."""
+        task = request._task
+        text = task.call.text.removeprefix("i")
+        try:
+            steps = p2p.finish_send(task)
+            self._run(Prepared(text, lambda _: steps, collective=False), None)
+        except BaseException:
+            with self._group.engine.locked():
+                task.cancel()  # also if the call did not even begin
+            raise
+
     def _finish_send(self, dest: int, number: int) -> None:
         """Wait for a send that the core has begun and that takes long."""
         group = self._group
         memory = group.engine.shared_memory
-        assert memory is not None
+        assert memory is not None and memory.transport is not None
         with group.engine.locked():
             transfer = memory.transport.adopt(group.members[dest], number)
         text = f"send(array, dest={dest})"

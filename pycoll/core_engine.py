@@ -46,6 +46,8 @@ class CoreEngine(Engine):
         control, op_timeout, shared_memory: as of `Engine`.
     """
 
+    is_core = True
+
     def __init__(
         self,
         rank: int,

@@ -59,7 +59,10 @@ class Engine(Driver):
         hosts: by world rank the number of its host.
         borrowers: whether a world rank can reach memory of a GPU, by its identity (`lending`).
         scratch: memory for what is on its way.
+        is_core: messages are the compiled core's.
     """
+
+    is_core = False
 
     def __init__(
         self,

@@ -16,10 +16,10 @@ class SharedMemory(NamedTuple):
         host: as this rank has mapped it.
         ranks: world ranks of this host, in the order of their local ranks.
         single_copy: whether ranks may try to read each other's memory.
-        transport: its messages.
+        transport: its messages; None: they go by the core's engine.
     """
 
     host: Host
     ranks: tuple[int, ...]
     single_copy: bool
-    transport: ShmTransport
+    transport: ShmTransport | None

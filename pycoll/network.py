@@ -81,6 +81,13 @@ def lanes(environ: Mapping[str, str], found: int) -> int:
     return int(text)
 
 
+def listening_at(addresses: Mapping[int, str]) -> str:
+    """Return the address to listen on; see `open_network`."""
+    if not addresses:
+        return "127.0.0.1"
+    return "::" if any(":" in address for address in addresses.values()) else "0.0.0.0"
+
+
 def open_network(
     name: str,
     rank: int,
@@ -104,9 +111,7 @@ def open_network(
     Raises:
         TransportError: it cannot listen, or cannot encrypt.
     """
-    host = "127.0.0.1"
-    if addresses:
-        host = "::" if any(":" in address for address in addresses.values()) else "0.0.0.0"
+    host = listening_at(addresses)
     if name == TCP:
         from pycoll.transports.tcp import TcpTransport
 

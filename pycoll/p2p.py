@@ -386,37 +386,53 @@ def _take(group: Group, message: Incoming, out: Value | None, gpu: int | None) -
     return finish(array)
 
 
-def _prepare(
-    group: Group, message: Incoming, out: Value | None, gpu: int | None
-) -> tuple[memoryview, Any, Any]:
-    """Return (bytes to fill, what was allocated, how to make the result of that)."""
-    nbytes = _length(message)
-    if message.form == OBJECT:
-        if out is not None:
-            raise MismatchError(
-                f"rank {group.rank_of(message.source)} sent a Python object "
-                f"(tag {message.tag}), which cannot fill the array out. Receive without out."
-            )
-        buffer = new_bytes(nbytes)
-        return buffer, buffer, objects.load
+def _described(message: Incoming) -> Any:
     is_plain = message.form == ARRAY
-    description = message.description if is_plain else ways.described(message)
-    dtype, kind, shape = _understood(description)
-    if out is None:
-        value = arrays.fresh(dtype, kind, shape, gpu)
-        return arrays.as_bytes(value.array), value, arrays.unwrap
+    return _understood(message.description if is_plain else ways.described(message))
+
+
+def check_fits(group: Group, message: Incoming, out: Value) -> None:
+    """Raise why a message cannot fill `out`, if it cannot.
+
+    Raises:
+        MismatchError: it is a Python object, or of another dtype.
+        TruncationError: it is too long.
+    """
+    if message.form == OBJECT:
+        raise MismatchError(
+            f"rank {group.rank_of(message.source)} sent a Python object "
+            f"(tag {message.tag}), which cannot fill the array out. Receive without out."
+        )
+    dtype, _, shape = _described(message)
     if out.dtype != dtype:
         raise MismatchError(
             f"rank {group.rank_of(message.source)} sent {dtype}{list(shape)} "
             f"(tag {message.tag}), but out is {out.dtype}{list(out.array.shape)}. "
             "Pass an array of the dtype that was sent."
         )
+    nbytes = _length(message)
     if nbytes > out.array.nbytes:
         raise TruncationError(
             f"the message of rank {group.rank_of(message.source)} (tag {message.tag}) has "
             f"{nbytes} bytes ({dtype}{list(shape)}), out has {out.array.nbytes} "
             f"({list(out.array.shape)}). It is still here: receive it with more room."
         )
+
+
+def _prepare(
+    group: Group, message: Incoming, out: Value | None, gpu: int | None
+) -> tuple[memoryview, Any, Any]:
+    """Return (bytes to fill, what was allocated, how to make the result of that)."""
+    if out is not None:
+        check_fits(group, message, out)
+    nbytes = _length(message)
+    if message.form == OBJECT:
+        buffer = new_bytes(nbytes)
+        return buffer, buffer, objects.load
+    dtype, kind, shape = _described(message)
+    if out is None:
+        value = arrays.fresh(dtype, kind, shape, gpu)
+        return arrays.as_bytes(value.array), value, arrays.unwrap
     if out.array.flags.c_contiguous:
         return arrays.as_bytes(out.array)[:nbytes], out, _original
     buffer = new_bytes(nbytes)

@@ -35,6 +35,7 @@ from pycoll.transports.inproc import Hub, InprocTransport
 
 if TYPE_CHECKING:
     from pycoll.memory import SharedMemory
+    from pycoll.transports.core import CoreTransport
 
 WORLD_IDENT = 1
 CLOSE_TIMEOUT_S = 5.0
@@ -355,12 +356,10 @@ def _op_timeout(op_timeout: float | None) -> float:
 
 def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engine:
     """Meet the others and return the engine that talks to them."""
-    to_self = InprocTransport(Hub(place.size), place.rank)
     if not place.rendezvous:
         agreed.settle(agreed.agree([{"node": place.node, **agreed.said(os.environ, place.rank)}]))
-        engine = Engine(place.rank, [to_self], None, op_timeout)
-        to_self.start([{}], engine)
-        return engine
+        return _alone(place.rank, op_timeout)
+    to_self = InprocTransport(Hub(place.size), place.rank)
     try:
         control = Client(
             place.rendezvous,
@@ -375,10 +374,18 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
     try:
         meeting = _Meeting(place, chosen, control, timeout, opened)
         reach = [
-            to_self if rank == place.rank else meeting.reach(rank) for rank in range(place.size)
+            to_self if rank == place.rank or meeting.core is not None else meeting.reach(rank)
+            for rank in range(place.size)
         ]
         shared_memory = meeting.shared_memory or meeting.no_shared_memory
-        engine = Engine(place.rank, reach, control, op_timeout, shared_memory)
+        core = meeting.core
+        engine: Engine
+        if core is not None:
+            from pycoll.core_engine import CoreEngine
+
+            engine = CoreEngine(place.rank, core, place.size, control, op_timeout, shared_memory)
+        else:
+            engine = Engine(place.rank, reach, control, op_timeout, shared_memory)
     except BaseException:
         for transport in opened:
             transport.close(0.0)
@@ -390,6 +397,23 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
         os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
     to_self.start([{}] * place.size, engine)
     meeting.start(engine)
+    return engine
+
+
+def _alone(rank: int, op_timeout: float) -> Engine:
+    """Return the engine of a job of one rank, whom no launcher has started."""
+    engine: Engine
+    to_self: Transport
+    if agreed.uses_core(os.environ):
+        from pycoll.core_engine import CoreEngine
+        from pycoll.transports.core import CoreTransport
+
+        to_self = core = CoreTransport(rank, 1)
+        engine = CoreEngine(rank, core, 1, None, op_timeout)
+    else:
+        to_self = InprocTransport(Hub(1), rank)
+        engine = Engine(rank, [to_self], None, op_timeout)
+    to_self.start([{}], engine)
     return engine
 
 
@@ -413,6 +437,7 @@ class _Meeting:
 
     Attributes:
         shared_memory: this host's; None: `no_shared_memory` says why not.
+        core: moves all messages; None: each transport its own.
         hosts: by rank the number of its host.
     """
 
@@ -421,6 +446,9 @@ class _Meeting:
     ) -> None:
         self.shared_memory: SharedMemory | None = None
         self.no_shared_memory = "there is one rank"
+        self.core: CoreTransport | None = None
+        uses_core = agreed.uses_core(os.environ)
+        doorbell = -1
         self._chosen = chosen
         self._rank = place.rank
         self._shm: Transport | None = None
@@ -431,14 +459,16 @@ class _Meeting:
         own: dict[str, Any] = {"node": place.node, **agreed.said(os.environ, place.rank)}
         if place.size > 1:
             own |= network.said(chosen)
-            memory = _open_shared_memory(place, chosen)
+            memory = _open_shared_memory(place, chosen, uses_core)
             if isinstance(memory, str):
                 self.no_shared_memory = memory
             else:
-                self.shared_memory, self._shm = memory
-                opened.append(self._shm)
-                own["shm"] = self._shm.address()
-            self._rdma = None if encrypt else _open_rdma(place, chosen)
+                self.shared_memory, doorbell = memory
+                self._shm = self.shared_memory.transport
+                if self._shm is not None:
+                    opened.append(self._shm)
+                own["shm"] = {}
+            self._rdma = None if encrypt or uses_core else _open_rdma(place, chosen)
             if self._rdma is not None:
                 opened.append(self._rdma)
                 own["rdma"] = self._rdma.address()
@@ -446,31 +476,66 @@ class _Meeting:
         agreed.settle(agreed.agree(self._infos))
         self.hosts = nodes = tuple(info["node"] for info in self._infos)
         sharing = ["shm" in info for info in self._infos]
-        if self._needs_network(all(sharing)):
-            name = network.choose(self._infos, encrypt)
-            table = agreed.current().table
-            lanes = network.lanes(os.environ, 1 if table is None else table.lanes)
+        needs_network = self._needs_network(all(sharing))
+        self._settle_shared_memory(place, sharing)
+        name = network.choose(self._infos, encrypt) if needs_network else ""
+        if uses_core:
+            self.core = self._open_core(place, name, doorbell)
+            self._net = self.core if needs_network else None
+            opened.append(self.core)
+        elif needs_network:
             self._net = network.open_network(
-                name, place.rank, place.size, place.key, place.addresses, encrypt, lanes
+                name, place.rank, place.size, place.key, place.addresses, encrypt, _lanes()
             )
             opened.append(self._net)
+        if self._net is not None:
             said = control.exchange(self._net.address(), timeout)
             self._net_addresses = [
                 _seen_from_here(address, place.addresses.get(node))
                 for address, node in zip(said, nodes, strict=True)
             ]
             # zmq encrypts between real hosts also when nobody has asked for that.
-            if place.rank == 0 and place.addresses and self._net.name != network.ZMQ:
+            if place.rank == 0 and place.addresses and name != network.ZMQ:
                 self._tell_unencrypted(control)
-        if self.shared_memory is not None:
-            peers = [rank for rank, node in enumerate(nodes) if node == place.node]
-            if not all(sharing[rank] for rank in peers):
-                without = next(rank for rank in peers if not sharing[rank])
-                self.no_shared_memory = f"rank {without} cannot use it"
-                self.shared_memory = None
-            elif len(peers) == 1:
-                self.no_shared_memory = "there is one rank on this host"
-                self.shared_memory = None
+
+    def _settle_shared_memory(self, place: Place, sharing: Sequence[bool]) -> None:
+        """Give up this host's memory if not all its ranks use it, or there is one only."""
+        if self.shared_memory is None:
+            return
+        peers = [rank for rank, node in enumerate(self.hosts) if node == place.node]
+        without = next((rank for rank in peers if not sharing[rank]), None)
+        if without is not None:
+            self.no_shared_memory = f"rank {without} cannot use it"
+            self.shared_memory = None
+        elif len(peers) == 1:
+            self.no_shared_memory = "there is one rank on this host"
+            self.shared_memory = None
+
+    def _open_core(self, place: Place, name: str, doorbell: int) -> CoreTransport:
+        """Open the core's engine.
+
+        Args:
+            place: this rank's.
+            name: of the network that the job needs; "": none.
+            doorbell: this rank's.
+
+        Raises:
+            BootstrapError: the core does not move messages by that network.
+        """
+        from pycoll.transports.core import CoreTransport, Memory, Network
+
+        if name not in ("", network.TCP) or self._chosen == "rdma":
+            other = name if name not in ("", network.TCP) else self._chosen
+            raise BootstrapError(
+                f"PYCOLL_ENGINE={agreed.CORE} moves messages by shm and tcp, not by {other}: "
+                f"unset it, or use another transport"
+            )
+        memory, net, shared = None, None, self.shared_memory
+        if shared is not None:
+            memory = Memory(shared.host, doorbell, shared.ranks, shared.single_copy)
+        if name:
+            net = Network(place.key, network.listening_at(place.addresses), _lanes())
+        return CoreTransport(place.rank, place.size, memory, net)
 
     def _tell_unencrypted(self, control: Client) -> None:
         """Have the launcher tell the user, if the network connects hosts."""
@@ -514,6 +579,10 @@ class _Meeting:
 
     def start(self, engine: Engine) -> None:
         """Start what was opened."""
+        if self.core is not None:
+            self.core.start(self._net_addresses, engine)
+            engine.admit()
+            return
         if self._shm is not None:
             if self.shared_memory is None:
                 self._shm.close(0.0)
@@ -526,8 +595,15 @@ class _Meeting:
         engine.admit()
 
 
-def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transport] | str:
-    """Open the shared memory of this host; returns why not if it is not used.
+def _lanes() -> int:
+    table = agreed.current().table
+    return network.lanes(os.environ, 1 if table is None else table.lanes)
+
+
+def _open_shared_memory(
+    place: Place, chosen: str, uses_core: bool
+) -> tuple[SharedMemory, int] | str:
+    """Open the shared memory of this host; returns it and this rank's doorbell, or why not.
 
     Raises:
         TransportError: the user wants nothing else.
@@ -555,8 +631,10 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, Transp
     ranks = place.local_ranks
     host, doorbell = found
     single_copy = os.environ.get("PYCOLL_SINGLE_COPY") != "0"
-    transport = ShmTransport(host, doorbell, place.rank, ranks, single_copy)
-    return SharedMemory(host, ranks, single_copy, transport), transport
+    transport = None
+    if not uses_core:
+        transport = ShmTransport(host, doorbell, place.rank, ranks, single_copy)
+    return SharedMemory(host, ranks, single_copy, transport), doorbell
 
 
 def _seen_from_here(said: dict[str, Any], host: str | None) -> dict[str, Any]:
