@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll import arguments, explain, p2p, shared_arrays
-    from pycoll.core_requests import CoreRequest
     from pycoll import grid as grids
+    from pycoll.core_requests import CoreRequest
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
     from pycoll.hints import A, D, MaybeNone, Reducer, T
@@ -148,7 +148,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         short, methods = core_requests.methods(group, context, slow, self._op_timeout)
         short.usable = group.engine.op_timeout == math.inf
         with group.engine.locked():
-            group.context.short = short
+            context.short = short
         return methods
 
     def _messages_on_host(self, memory: SharedMemory) -> dict[str, Any]:
@@ -656,7 +656,8 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """Wait for a send that the core has begun and that takes long."""
         group = self._group
         memory = group.engine.shared_memory
-        assert memory is not None and memory.transport is not None
+        assert memory is not None
+        assert memory.transport is not None
         with group.engine.locked():
             transfer = memory.transport.adopt(group.members[dest], number)
         text = f"send(array, dest={dest})"

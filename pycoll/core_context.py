@@ -37,9 +37,7 @@ class _Match(Match):
 
     context: CoreContext
 
-    def __init__(
-        self, context: CoreContext, face: Any, source: int, tag: int, peek: bool
-    ) -> None:
+    def __init__(self, context: CoreContext, face: Any, source: int, tag: int, peek: bool) -> None:
         super().__init__(context, face.number, source, tag, peek)
         self.face = face
 
@@ -181,11 +179,10 @@ class CoreContext(Context):
     def fail(self, error: BaseException) -> None:
         super().fail(error)
         self._returned.clear()
-        self.core.break_()
-
-    def close(self) -> None:
-        super().close()
-        self.core.close()
+        if self._closed:
+            self.core.close()  # who waits until its message is received goes on
+        else:
+            self.core.break_()
 
     def count(self) -> None:
         pass  # the core matches all alike
@@ -193,4 +190,3 @@ class CoreContext(Context):
 
 def _fits(match: Match, message: Incoming) -> bool:
     return match.source in (ANY, message.source) and match.tag in (ANY, message.tag)
-

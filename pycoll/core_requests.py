@@ -10,17 +10,16 @@ from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pycoll import request as requests
 from pycoll.context import ANY, P2P, Incoming, Status
 from pycoll.dtypes import TABLE
 from pycoll.engine import raise_error
 from pycoll.errors import Error
 from pycoll.late import Late
-from pycoll import request as requests
 from pycoll.request import Request
 from pycoll.task import Call
-from pycoll.transports._core import Messages
+from pycoll.transports._core import Messages, wait_all
 from pycoll.transports._core import Request as Core
-from pycoll.transports._core import wait_all
 from pycoll.transports.base import Operation
 
 if TYPE_CHECKING:
@@ -155,7 +154,12 @@ class CoreRequest(Core, Request[Any]):
         if not self.done:
             raise Error(f"{self._task.call} is not done yet; wait() for it")
         self._collected = True
-        error = self._error()
+        engine = self._group.engine
+        if engine.closed is None and not engine.is_inside():
+            with engine.locked():  # whoever has ended it may be about to say why
+                error = self._error()
+        else:
+            error = self._error()
         if error is not None:
             raise_error(error)
 
@@ -183,8 +187,10 @@ class CoreRequest(Core, Request[Any]):
         _, _, tag, form = P2P.unpack_from(header)
         arrival: Any = SimpleNamespace(nbytes=nbytes)
         incoming = Incoming(arrival, source, tag, form, header[P2P.size :], 0)
+        out = arguments.fillable_out(self._array)
+        assert out is not None
         try:
-            p2p.check_fits(self._group, incoming, arguments.fillable_out(self._array))
+            p2p.check_fits(self._group, incoming, out)
         except Error as exc:
             return exc
         return Error("a message was refused that fits")

@@ -32,7 +32,7 @@ R = TypeVar("R", covariant=True)
 """What the call returns."""
 
 in_core: Callable[[Any], Any] | None = None
-"""The core's `wait_all`, if its engine moves the messages: it returns None for what it cannot do."""
+"""The core's `wait_all`, if its engine is used; it returns None for what it cannot do."""
 
 
 def begin(group: Group, prepared: Prepared[Any]) -> Started:

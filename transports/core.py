@@ -232,9 +232,7 @@ class CoreTransport(Transport):
     def _work(self) -> None:
         self.hear_work()
 
-    def _listen(
-        self, rank: int, size: int, network: Network, undo: contextlib.ExitStack
-    ) -> Dialer:
+    def _listen(self, rank: int, size: int, network: Network, undo: contextlib.ExitStack) -> Dialer:
         from pycoll.transports.dial import Dialer
         from pycoll.transports.handshake import Secret
 
@@ -408,8 +406,7 @@ class CoreTransport(Transport):
         self._forgotten[peer] = reason
         if self._dialer is not None:
             self._dialer.forget(peer)
-        self.core.forget(peer)
-        self._handle(self.core.events())
+        self.core.forget(peer)  # what has ended is told by the next progress: then it is known why
 
     def close(self, timeout_s: float) -> None:
         """Deliver what is buffered; `end` must follow, without the owner's lock."""

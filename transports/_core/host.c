@@ -26,13 +26,17 @@ void pc_host_ring(pc_host *host, int rank) {
 }
 
 void pc_host_sleep(pc_host *host) {
+    pthread_mutex_lock(&host->sleeping);
     if (host->sleepers++ == 0)
         atomic_exchange_explicit(&pc_host_record(host, host->rank)->asleep, 1, memory_order_seq_cst);
+    pthread_mutex_unlock(&host->sleeping);
 }
 
 void pc_host_awake(pc_host *host) {
+    pthread_mutex_lock(&host->sleeping);
     if (--host->sleepers == 0)
         atomic_store_explicit(&pc_host_record(host, host->rank)->asleep, 0, memory_order_relaxed);
+    pthread_mutex_unlock(&host->sleeping);
 }
 
 void pc_host_set_status(pc_host *host, const char *text, size_t nbytes) {
@@ -148,6 +152,7 @@ int pc_host_open(pc_host *host, int fd, int rank, int size, const int *doorbells
     host->rank = rank;
     host->size = size;
     host->spins = size <= cores ? SPINS : 0;
+    pthread_mutex_init(&host->sleeping, NULL);
     host->doorbells = calloc((size_t)size, sizeof *host->doorbells);
     host->windows = calloc((size_t)size, sizeof *host->windows);
     if (host->doorbells == NULL || host->windows == NULL)

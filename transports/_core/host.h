@@ -16,6 +16,8 @@
 
 #include "core.h"
 
+#include <pthread.h>
+
 #define PC_EPOCH_OFFSET 64
 #define PC_RECORD_NBYTES 1024
 #define PC_STATUS_OFFSET 512 /* of the text in a record; its sequence number is the 4 bytes before it */
@@ -56,6 +58,7 @@ typedef struct pc_host {
     int *doorbells;    /* an eventfd for each rank */
     char engaged;      /* a thread is in the engine, so the short way is closed */
     int sleepers;      /* threads of this process that sleep until the doorbell rings */
+    pthread_mutex_t sleeping; /* held for a moment: to change that, and what is told of it */
     uint32_t seen_epoch;
     uint32_t forks;    /* pc_forks when it was made */
     unsigned char *base; /* of the mapping, up to the regions */

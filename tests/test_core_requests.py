@@ -1,0 +1,164 @@
+"""Messages by the compiled core's engine (PYCOLL_ENGINE=core): what a program sees of it.
+
+That all else is as with the other engine is tested by the same tests, run with that variable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from script_jobs import Jobs, all_well
+
+from pycoll import agreed
+from pycoll.errors import BootstrapError
+
+pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Runs scripts over the core's engine."""
+    monkeypatch.setenv("PYCOLL_ENGINE", "core")
+    return Jobs(tmp_path)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_arrays_go_without_python(jobs: Jobs, transport: str) -> None:
+    text = """
+import sys
+from pycoll.core_requests import CoreRequest
+
+# Whatever is called in Python beyond the methods themselves is counted.
+calls = []
+x, out, status = np.arange(6.0).reshape(2, 3), np.zeros((2, 3)), pycoll.Status()
+long, room = np.arange(300_000.0), np.zeros(300_000)
+peer = 1 - rank
+comm.barrier()
+comm.recv(comm.isend(x, rank) and rank)  # first uses import modules
+comm.sendrecv(x, peer)
+sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+for _ in range(3):
+    comm.send(x, rank, tag=5)
+    assert comm.recv(pycoll.ANY_SOURCE, pycoll.ANY_TAG, out, status) is out
+    requests = [comm.irecv(peer, 1, out), comm.isend(x + rank, peer, 1)]
+    requests[0].wait()
+    requests[1].wait()
+sys.setprofile(None)
+assert set(calls) <= {"_wait", "wait", "<lambda>"} or len(calls) < 200, calls
+assert (status.source, status.tag, status.nbytes) == (rank, 5, 48)
+assert all(isinstance(request, CoreRequest) for request in requests)
+assert (out == x + peer).all()
+requests = [comm.irecv(peer, 2, room), comm.issend(long, peer, 2)]
+assert [result is room for result in pycoll.wait_all(requests)] == [True, False]
+assert (room == long).all()
+got = comm.recv(rank) if comm.send(x, rank) is None else None
+assert got.shape == (2, 3) and (got == x).all()
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_does_not_fit_is_refused_and_stays(jobs: Jobs, transport: str) -> None:
+    text = """
+peer = 1 - rank
+comm.send(np.arange(4.0), peer, tag=1)
+request = comm.irecv(peer, 1, np.zeros(2))
+error_like(pycoll.TruncationError, "has 32 bytes", request.wait)
+error_like(pycoll.TruncationError, "has 32 bytes", comm.recv, peer, 1, np.zeros(2))
+error_like(pycoll.MismatchError, "sent float64", comm.recv, peer, 1, np.zeros(4, np.int8))
+assert comm.recv(peer, 1).tolist() == [0, 1, 2, 3]
+comm.send({"an": "object"}, peer, tag=2)
+error_like(pycoll.MismatchError, "Python object", comm.recv, peer, 2, np.zeros(4))
+assert comm.recv(peer, 2) == {"an": "object"}
+request = comm.irecv(peer, 3, np.zeros(2))
+assert request.cancel() and request.cancelled and request.done
+error_like(pycoll.Error, "was cancelled", request.wait)
+error_like(TypeError, "only a receive", comm.isend(np.zeros(1), peer, 4).cancel)
+request = comm.irecv(peer, 9, np.zeros(2))
+error_like(pycoll.OperationTimeout, "irecv", request.wait, 0.05)
+error_like(pycoll.Error, "not done yet", lambda: request.result)
+comm.barrier()
+comm.send(np.ones(2), peer, 9)
+assert request.wait().tolist() == [1, 1]
+comm.recv(peer, 4)
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_peer_that_ends_ends_what_waits_for_it(jobs: Jobs, transport: str) -> None:
+    text = """
+if rank == 1:
+    comm.send(np.ones(2), 0)
+    comm.recv(0, out=np.zeros(1))
+    os._exit(3)
+comm.recv(1, out=np.zeros(2))
+request, large = comm.irecv(1, 7, np.zeros(2)), comm.isend(np.zeros(300_000), 1, 8)
+comm.send(np.zeros(1), 1)
+for waiting in (request, large):
+    error = error_of(waiting.wait)
+    assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)
+ok()
+"""
+    done = jobs(2, text, "--transport", transport)
+    assert done.content == [0], done.stdout + done.stderr
+
+
+def test_waits_of_many_kinds_are_mixed(jobs: Jobs) -> None:
+    text = """
+import asyncio
+import threading
+
+peer, x = 1 - rank, np.arange(3.0)
+rooms = [np.zeros(3) for _ in range(4)]
+requests = [comm.irecv(peer, tag, room) for tag, room in enumerate(rooms)]
+thread = threading.Thread(target=lambda: comm.send(x, peer, 2))
+index = None
+thread.start()
+index, result = pycoll.wait_any(requests)
+assert index == 2 and result is rooms[2]
+thread.join()
+
+
+async def later():
+    return await requests[0], await asyncio.gather(requests[1], requests[3])
+
+
+for tag in (1, 3, 0):
+    comm.isend(x, peer, tag)
+first, others = asyncio.run(later())
+assert first is rooms[0] and others == [rooms[1], rooms[3]]
+object_ = comm.irecv(peer, 5)
+array = comm.irecv(peer, 6, rooms[0])
+total = comm.iall_reduce(x)
+comm.send("text", peer, 5)
+comm.isend(x * 2, peer, 6)
+assert pycoll.wait_all([object_, array, total])[0] == "text"
+assert (rooms[0] == 2 * x).all() and (total.result == 2 * x).all()
+assert "irecv(source=" in repr(array) and "done" in repr(array)
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+def test_all_ranks_must_want_the_same_engine() -> None:
+    infos = [{"node": 0, "cpus": b"\x01"} for _ in range(3)]
+    infos[1]["engine"] = "core"
+    with pytest.raises(BootstrapError, match=r"set for rank 1, but not for ranks 0, 2"):
+        agreed.agree(infos)
+
+
+def test_there_is_no_other_engine() -> None:
+    with pytest.raises(BootstrapError, match="use python or core"):
+        agreed.uses_core({"PYCOLL_ENGINE": "rust"})
+
+
+def test_the_core_does_not_move_messages_by_zmq(jobs: Jobs) -> None:
+    done = jobs(2, "ok()", "--transport", "zmq")
+    assert done.status != 0
+    assert "PYCOLL_ENGINE=core moves messages by shm and tcp, not by zmq" in done.stderr
