@@ -237,6 +237,11 @@ class Match(Operation):
         self.peek = peek
         self.message: Incoming | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the message does not fit, and stays in the queue for the next receive."""
+        return False
+
     def awaited(self) -> Collection[int]:
         if self.source != ANY:
             return (self.source,)
@@ -329,10 +334,19 @@ class Context:
 
     # --- point to point --------------------------------------------------------------------
 
-    def match(self, source: int, tag: int, peek: bool = False, place: int | None = None) -> Match:
+    def match(
+        self,
+        source: int,
+        tag: int,
+        peek: bool = False,
+        place: int | None = None,
+        fit: tuple[int, int] | None = None,
+    ) -> Match:
         """Wait for a message; `peek` leaves it in the queue.
 
         Args:
+            fit: code of the dtype, and bytes, of the array that shall be filled. What does not fit
+                is found by the caller; who matches elsewhere refuses it at once (`is_refused`).
             place: the number of an earlier match whose message was withdrawn: this one waits where
                 that one did, before receives that were posted after it.
         """

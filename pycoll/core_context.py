@@ -12,6 +12,8 @@ from pycoll.transports.core import (
     OVER,
     POSTED,
     READING,
+    REFUSED,
+    TAKEN_BACK,
     CoreArrival,
     CoreReceive,
     CoreTransport,
@@ -19,7 +21,7 @@ from pycoll.transports.core import (
 
 
 class _Found(Arrival):
-    """What a probe has found: its length."""
+    """What a probe has found, or a receive has refused: its length."""
 
     __slots__ = ()
 
@@ -40,6 +42,10 @@ class _Match(Match):
     def __init__(self, context: CoreContext, face: Any, source: int, tag: int, peek: bool) -> None:
         super().__init__(context, face.number, source, tag, peek)
         self.face = face
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.face.status == REFUSED)
 
     def held(self) -> None:
         """Hear that its message has come."""
@@ -76,8 +82,16 @@ class CoreContext(Context):
 
     # --- point to point --------------------------------------------------------------------
 
-    def match(self, source: int, tag: int, peek: bool = False, place: int | None = None) -> Match:
-        face = self.core.post(source, tag, peek, -1 if place is None else place)
+    def match(
+        self,
+        source: int,
+        tag: int,
+        peek: bool = False,
+        place: int | None = None,
+        fit: tuple[int, int] | None = None,
+    ) -> Match:
+        number = -1 if place is None else place
+        face = self.core.post(source, tag, peek, number, *(fit or ()))
         match = _Match(self, face, source, tag, peek)
         if self._returned and self._match_returned(match):
             return match
@@ -91,13 +105,18 @@ class CoreContext(Context):
     def settle(self, match: _Match) -> None:
         """Give a match what has become of it."""
         face = match.face
+        if face.state == OVER and face.status == TAKEN_BACK:  # wait again, in the same place
+            match.face = face = self.core.post(match.source, match.tag, match.peek, match.number)
+        if face.state == POSTED:
+            self.transport.own(face, match)
+            return
         self.matches.remove(match.number)
         if face.state == HOLDING:
             arrival = CoreArrival(self.transport, face, self.withdrawn)
             self.transport.own(face, arrival)
             match.message = self._incoming(arrival, face)
             match.finish()
-        elif face.state == OVER and face.status == 0:  # a probe
+        elif face.state == OVER and face.status in (0, REFUSED):  # a probe, or it does not fit
             header = face.header
             match.message = self._incoming(_Found(face.peer, header, face.nbytes, None), face)
             match.finish()
@@ -120,7 +139,7 @@ class CoreContext(Context):
         elif isinstance(arrival, CoreArrival) and arrival.face.state in (HOLDING, READING):
             self.transport.disown(arrival.face)
             arrival.face.give_up()
-        elif not isinstance(arrival, CoreArrival):
+        elif not isinstance(arrival, CoreArrival | _Found):
             self._return(message)
 
     def park(self, message: Incoming, transfer: Transfer) -> None:

@@ -21,6 +21,7 @@ from pycoll.task import Call
 from pycoll.transports._core import Messages, wait_all
 from pycoll.transports._core import Request as Core
 from pycoll.transports.base import Operation
+from pycoll.transports.core import REFUSED
 
 if TYPE_CHECKING:
     from pycoll import arguments, p2p
@@ -33,7 +34,6 @@ SEND, SSEND, RECV = range(3)
 """Kinds of requests, numbered as in _core/request_type.c."""
 
 _NAMES = ("isend", "issend", "irecv")
-_REFUSED = -100001
 
 
 def _name(number: int) -> str:
@@ -170,7 +170,7 @@ class CoreRequest(Core, Request[Any]):
         status = self._status
         if status == 0:
             return None
-        if status == _REFUSED:
+        if status == REFUSED:
             return self._refusal()
         context = self._group.context
         error = context.broken

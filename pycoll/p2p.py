@@ -220,10 +220,14 @@ def receive(
     """Receive a message into `out` or new memory, on that GPU if on one; returns the value."""
     world = source if source == ANY else group.members[source]
     place: int | None = None
+    fit = (out.dtype.code, out.array.nbytes) if out is not None else None
     while True:
-        match = group.context.match(world, tag, place=place)
+        match = group.context.match(world, tag, place=place, fit=fit)
         place = match.number
         message = yield from _matched(match)
+        if match.is_refused and message.form in (LENT, SEGMENTS):
+            fit = None  # such a message says elsewhere what it brings
+            continue
         try:
             result = yield from _take(group, message, out, gpu)
         except Withdrawn:

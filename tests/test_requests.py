@@ -714,7 +714,7 @@ assert after[0] <= before[0] + 100, (before, after)
 assert after[1] == before[1], (before, after)
 assert after[2] <= before[2] + 8, (before, after)
 assert after[3] <= before[3] + 1024, (before, after)  # 4 MiB
-assert threading.active_count() == 2
+assert threading.active_count() <= 2
 assert never.cancel()
 ok()
 """,

@@ -146,7 +146,16 @@ class Receive:
 
 class Context:
     def __new__(cls, engine: Engine, ident: int, members: Sequence[int], me: int, /) -> Context: ...
-    def post(self, source: int, tag: int, peek: bool = False, number: int = -1, /) -> Receive: ...
+    def post(
+        self,
+        source: int,
+        tag: int,
+        peek: bool = False,
+        number: int = -1,
+        dtype: int = -1,
+        room: int = 0,
+        /,
+    ) -> Receive: ...
     def break_(self) -> None: ...
     def close(self) -> None: ...
 

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 AHEAD = 1024 * 1024
 """As of the transport tcp."""
 
-TAKEN_BACK = -100003
-"""The status of a receive whose message was taken back."""
+REFUSED, TAKEN_BACK = -100001, -100003
+"""The status of a receive whose message does not fit, or was taken back."""
 
 ARRIVED, HELD, ENDED, REQUEST, FINISHED, LOST, WANTED, WATCHED = range(8)
 """Events, numbered as in _core/engine_type.h."""

@@ -478,6 +478,8 @@ static bool wants(const struct receive *receive, const struct flight *flight) {
 
 static bool fits(const struct receive *receive, const struct flight *flight) {
     const struct pc_receive *it = &receive->receive;
+    if (it->ask && it->expects_nbytes == 0)
+        return true;
     return flight->nbytes <= it->room && (it->expects_nbytes < 1 || receive->expects[0] == flight->form) &&
            (it->expects_nbytes < 2 || receive->expects[1] == flight->type);
 }
@@ -535,7 +537,7 @@ static struct flight *short_flight(const struct receive *receive) {
     for (uint32_t number = 0; number < num_flights; number++) {
         struct flight *each = &flights[number];
         if (wants(receive, each) && each->source == it->source && each->tag == it->tag &&
-            each->nbytes == it->nbytes && (it->ask || fits(receive, each)) && waits(each) &&
+            each->nbytes == it->nbytes && fits(receive, each) && waits(each) &&
             (found == NULL || each->arrival < found->arrival))
             found = each;
     }
@@ -584,7 +586,7 @@ static void told(struct pc_receive *it) {
         }
         if (it->status == PC_REFUSED) {
             counts[REFUSED]++;
-            check(!it->ask && !it->posted.peek, "what asks is refused", receive->order);
+            check(!it->posted.peek, "a probe is refused", receive->order);
             check(flight == NULL || !fits(receive, flight), "a message that fits is refused", receive->order);
         } else if (it->status == PC_TAKEN_BACK) {
             counts[TAKEN_BACK]++;
@@ -599,7 +601,7 @@ static void told(struct pc_receive *it) {
             else
                 flight = &flights[receive->memory[0] | (receive->memory[1] << 8)];
             check(flight < &flights[num_flights], "a message came from nowhere", written);
-            check(it->ask || fits(receive, flight), "a message is received that does not fit", flight->number);
+            check(fits(receive, flight), "a message is received that does not fit", flight->number);
             check(!flight->consumed, "a message is received twice", flight->number);
             check(!flight->gone, "a message is received that was taken back", flight->number);
             for (size_t offset = 0; offset < written; offset++)

@@ -701,7 +701,7 @@ static PyObject *engine_is_behind(pc_engine_object *self, void *unused) {
 
 static void find_receiving(pc_engine_object *self, void *argument) {
     bool *receiving = argument;
-    *receiving = self->engine.others->taken.first != NULL;
+    *receiving = false;
     for (struct pc_context *each = self->engine.contexts; each != NULL && !*receiving; each = each->next)
         for (struct pc_message *message = each->taken.first; message != NULL; message = message->next)
             *receiving |= message->state == PC_MESSAGE_READING;

@@ -52,6 +52,7 @@ struct pc_py_item {
     size_t header_nbytes, nbytes;
     int peer;
     uint64_t order;
+    unsigned char expects[2];
     const void *payload; /* NULL: it is not here */
     bool sender_waits;
 };

@@ -55,7 +55,7 @@ static void receive_told(struct pc_receive *receive) {
         return;
     }
     item->status = receive->status;
-    if (receive->posted.peek && receive->header != NULL) {
+    if (receive->header != NULL) { /* of a probe, or of a message that was refused */
         item->peer = receive->source;
         item->nbytes = receive->nbytes;
         item->header = receive->header;
@@ -563,7 +563,9 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
     struct posting posting = {.context = self, .number = -1};
     int source, peek = 0;
     long long tag, number = -1;
-    if (!PyArg_ParseTuple(args, "iL|pL", &source, &tag, &peek, &number))
+    int dtype = -1;
+    Py_ssize_t room = 0;
+    if (!PyArg_ParseTuple(args, "iL|pLin", &source, &tag, &peek, &number, &dtype, &room))
         return NULL;
     struct pc_py_item *item = posting.item = calloc(1, sizeof *item);
     PyObject *face = item != NULL ? make_face(receive_type, self->engine, item) : NULL;
@@ -576,6 +578,12 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
     item->receive.posted.queued.tag = tag;
     item->receive.posted.peek = peek != 0;
     item->receive.ask = true;
+    if (dtype >= 0) {
+        item->expects[1] = (unsigned char)dtype; /* after the form: an array */
+        item->receive.expects = item->expects;
+        item->receive.expects_nbytes = sizeof item->expects;
+        item->receive.room = (size_t)room;
+    }
     item->receive.told = receive_told;
     item->receive.owner = self->engine;
     posting.number = number;
@@ -587,8 +595,9 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
 
 static PyMethodDef context_methods[] = {
     {"post", (PyCFunction)context_post, METH_VARARGS,
-     "post(source, tag, peek=False, number=-1) -> Receive: start a receive that holds its message, or a probe; in the "
-     "place of that number, if one is given."},
+     "post(source, tag, peek=False, number=-1, dtype=-1, room=0) -> Receive: start a receive that holds its message, or a "
+     "probe; in the place of that number, if one is given. With the code of a dtype it refuses what is no array of that "
+     "dtype, or has more than `room` bytes."},
     {"break_", (PyCFunction)context_break, METH_NOARGS, "End all that is under way, and what is started later."},
     {"close", (PyCFunction)context_close, METH_NOARGS, "The same, and forget it."},
     {NULL, NULL, 0, NULL},

@@ -143,13 +143,13 @@ static bool fits(const struct pc_receive *receive, const struct pc_message *mess
 /* A receive has taken a message. */
 static enum outcome take(struct pc_receive *receive, struct pc_message *message) {
     struct pc_engine *engine = receive->context->engine;
-    if (receive->ask) {
+    if (receive->ask && (receive->expects_nbytes == 0 || fits(receive, message))) {
         couple(receive, message, PC_RECEIVE_HELD);
         pc_engine_tell(engine, &receive->ending);
         return TAKEN;
     }
     int error = PC_REFUSED;
-    enum outcome outcome = fits(receive, message) ? fetch(receive, message, &error) : GIVEN_BACK;
+    enum outcome outcome = !receive->ask && fits(receive, message) ? fetch(receive, message, &error) : GIVEN_BACK;
     if (outcome == GIVEN_BACK)
         pc_receive_end(engine, receive, error, message);
     return outcome;

@@ -83,11 +83,11 @@ enum pc_receive_state {
 /* A receive, or a probe. The caller sets the first block, and all else to zero. */
 struct pc_receive {
     struct pc_posted posted; /* the first member: source, tag, and peek for a probe */
-    bool ask;                /* else the next four say which message fits */
+    bool ask;                /* what fits is held; else it is written to `into` at once */
     void *into;
     size_t room;
     const void *expects; /* with what the header must go on from its form: the caller's, until it has ended */
-    size_t expects_nbytes;
+    size_t expects_nbytes; /* 0: any will do, and if it asks, any length */
     /* It is held or has ended. The latter is the last that is done with it. */
     void (*told)(struct pc_receive *receive);
     void *owner; /* up to the caller */
