@@ -39,7 +39,10 @@ peer = 1 - rank
 comm.barrier()
 comm.recv(comm.isend(x, rank) and rank)  # first uses import modules
 comm.sendrecv(x, peer)
-sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+def note(frame, event, arg):
+    if event == "call":
+        calls.append(frame.f_code.co_name)
+sys.setprofile(note)
 for _ in range(20):
     calls.clear()  # a wait of more than a moment is Python's
     comm.send(x, rank, tag=5)
@@ -160,7 +163,7 @@ for receives in (
     lambda: [comm.irecv(peer, 5, room(3)), comm.irecv(peer, 5, room())],
     lambda: [comm.irecv(peer, 5, room(8)[::2]), comm.irecv(peer, 5, room())],
     lambda: [comm.irecv(peer, 5, room(6)[::2]), comm.irecv(peer, 5, room())],
-    lambda: [comm.irecv(peer, 5, room(4, "i4")[:]), comm.irecv(peer, 5), comm.irecv(peer, 5, room())],
+    lambda: [comm.irecv(peer, 5, room(4, "i4")), comm.irecv(peer, 5), comm.irecv(peer, 5, room())],
 ):
     begun = receives()
     comm.barrier()

@@ -660,10 +660,10 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return NULL;
 }
 
-/* Its memory stays if it was used: ended requests, and whoever comes too late, may look at it. */
 static void engine_dealloc(pc_engine_object *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    if (self->is_open) {
+    /* In the child of a fork all of it is the parent's, who goes on. */
+    if (self->is_open && atomic_load(&self->drive.closed) != PC_DRIVE_FORKED) {
         PyThreadState *state = PyEval_SaveThread();
         pc_drive_close(&self->drive);
         PyEval_RestoreThread(state);
