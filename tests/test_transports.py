@@ -35,6 +35,7 @@ BETWEEN_PROCESSES = [
     *NETWORKS,
     "rdma, simulated",
     *([] if missing_core() else ["shm", "shm in segments", "tcp", "tcp with lanes"]),
+    *([] if missing_core() else ["core over shm", "core in segments", "core over tcp"]),
 ]
 KINDS = ["inproc", *BETWEEN_PROCESSES]
 
@@ -85,7 +86,7 @@ def test_a_payload_of_many_parts_arrives_as_one(world: World) -> None:
 
 def test_a_small_message_is_done_when_send_returns_and_its_memory_is_free(world: World) -> None:
     data = bytearray(b"before")
-    assert world.send(0, 1, b"", data).done
+    assert world.send(0, 1, b"h", data).done
     data[:] = b"after!"
     (arrival,) = world.arrivals(1, 1)
     assert arrival.payload is not None
@@ -104,7 +105,7 @@ def test_a_payload_that_came_with_its_header_stays_until_it_is_released(world: W
     node.arrived = arrived
     number = 60
     for i in range(number):
-        world.send(0, 1, b"", bytes([i]) * 5000)
+        world.send(0, 1, b"h", bytes([i]) * 5000)
         world.run(lambda i=i: len(seen) > i)  # type: ignore[misc]
     assert [bytes(view) for view in seen] == [bytes([i]) * 5000 for i in range(number)]
     for arrival in node.arrivals:
@@ -112,7 +113,7 @@ def test_a_payload_that_came_with_its_header_stays_until_it_is_released(world: W
 
 
 def test_a_large_message_is_done_only_after_it_was_accepted(world: World) -> None:
-    transfer = world.send(0, 1, b"", bytes(EAGER_LIMIT + 1))
+    transfer = world.send(0, 1, b"h", bytes(EAGER_LIMIT + 1))
     (arrival,) = world.arrivals(1, 1)
     world.quiet(1, 0)
     assert not transfer.done
@@ -127,13 +128,13 @@ def test_what_is_offered_is_done_only_after_it_was_accepted(world: World, nbytes
     transport = world.nodes[0].transport
     transfer = transport.offer(1, b"h", (memoryview(data),))
     (arrival,) = world.arrivals(1, 1)
-    world.send(1, 0, b"")
+    world.send(1, 0, b"h")
     world.arrivals(0, 1)
     assert (arrival.header, arrival.nbytes, arrival.payload) == (b"h", nbytes, None)
     assert not transfer.done
     assert world.receive(arrival) == data
     world.run(lambda: transfer.done)
-    taken_back = transport.offer(1, b"", (memoryview(data),))
+    taken_back = transport.offer(1, b"h", (memoryview(data),))
     world.arrivals(1, 2)
     taken_back.cancel()
     world.run(lambda: bool(world.nodes[1].taken_back))
@@ -156,7 +157,7 @@ def test_consuming_gives_the_sender_its_credit_back(world: World) -> None:
     number = 3 * CREDIT // EAGER_LIMIT
     seen = 0
     for _ in range(number):
-        transfer = world.send(0, 1, b"", bytes(EAGER_LIMIT))
+        transfer = world.send(0, 1, b"h", bytes(EAGER_LIMIT))
         world.run(lambda: bool(world.nodes[1].arrivals))
         arrival = world.nodes[1].arrivals.pop()
         seen += arrival.payload is not None
@@ -169,7 +170,7 @@ def test_consuming_gives_the_sender_its_credit_back(world: World) -> None:
 def test_messages_may_be_accepted_in_any_order(world: World) -> None:
     data = [pattern(EAGER_LIMIT + 1 + 100_000 * i) for i in range(12)]
     for payload in data:
-        world.send(0, 1, b"", payload)
+        world.send(0, 1, b"h", payload)
     into = [bytearray(len(payload)) for payload in data]
     arrivals = world.arrivals(1, len(data))
     order = np.random.default_rng(1).permutation(len(data))
@@ -182,7 +183,7 @@ def test_all_pairs_talk_at_once_both_ways(world: World) -> None:
     data = pattern(SEGMENT + 17)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     for a, b in pairs:
-        world.send(a, b, b"", data)
+        world.send(a, b, b"h", data)
     world.run(lambda: all(len(node.arrivals) == 2 for node in world.nodes))
     into = [bytearray(len(data)) for _ in pairs]
     arrivals = [arrival for node in world.nodes for arrival in node.arrivals]
@@ -199,7 +200,7 @@ def test_three_gibibytes_travel_in_one_message(kind: str) -> None:
     data = np.zeros(nbytes, np.uint8)  # pages of zeros cost no memory
     marks = [0, 2**31 - 1, 2**31, 2**32 // 2 + 7, nbytes - 1]
     data[marks] = [1, 2, 3, 4, 5]
-    transfer = world.send(0, 1, b"", data.data)
+    transfer = world.send(0, 1, b"h", data.data)
     (arrival,) = world.arrivals(1, 1)
     assert arrival.nbytes == nbytes
     into = np.empty(nbytes, np.uint8)
@@ -221,7 +222,7 @@ def test_a_message_taken_back_before_it_was_accepted_is_gone(world: World) -> No
 
 
 def test_a_message_nobody_wants_does_not_hold_its_sender(world: World) -> None:
-    transfer = world.send(0, 1, b"", bytes(EAGER_LIMIT + 1))
+    transfer = world.send(0, 1, b"h", bytes(EAGER_LIMIT + 1))
     world.arrivals(1, 1)[0].release()
     world.run(lambda: transfer.done)
 
@@ -229,7 +230,7 @@ def test_a_message_nobody_wants_does_not_hold_its_sender(world: World) -> None:
 def large_transfer(world: World) -> tuple[Transfer, Transfer, bytearray]:
     """Start a transfer and stop in the middle of it."""
     nbytes = 6 * WINDOW * SEGMENT
-    sending = world.send(0, 1, b"", b"\x01" * nbytes)
+    sending = world.send(0, 1, b"h", b"\x01" * nbytes)
     (arrival,) = world.arrivals(1, 1)
     into = bytearray(nbytes)
     receiving = arrival.accept(memoryview(into))
@@ -291,11 +292,11 @@ def test_close_delivers_what_was_buffered_and_then_says_goodbye(world: World) ->
 
 
 def test_what_is_sent_over_a_lost_link_waits_for_the_verdict(network: World) -> None:
-    network.send(0, 1, b"", b"link")
+    network.send(0, 1, b"h", b"link")
     network.arrivals(1, 1)
     network.nodes[1].transport.close(0.0)
     network.run(lambda: 1 in network.nodes[0].lost_peers, ranks=[0])
-    transfers = [network.send(0, 1, b"", bytes(nbytes)) for nbytes in (1, EAGER_LIMIT + 1)]
+    transfers = [network.send(0, 1, b"h", bytes(nbytes)) for nbytes in (1, EAGER_LIMIT + 1)]
     assert not any(transfer.done for transfer in transfers)
     network.nodes[0].transport.forget(1, "killed")
     assert [str(transfer.error) for transfer in transfers] == ["rank 1 failed: killed"] * 2
@@ -321,17 +322,17 @@ def test_what_is_pushed_is_buffered_within_a_credit_of_its_own(network: World) -
     assert again.done
     network.arrivals(1, 4)[-1].release()
     network.quiet(0, 1)
-    assert transport.push(1, b"", [memoryview(first)]).done
+    assert transport.push(1, b"h", [memoryview(first)]).done
 
 
 def test_transfers_with_a_peer_that_has_ended_fail(world: World) -> None:
     nbytes = EAGER_LIMIT + 1
-    outgoing = world.send(0, 1, b"", bytes(nbytes))
-    world.send(1, 0, b"", bytes(nbytes))
+    outgoing = world.send(0, 1, b"h", bytes(nbytes))
+    world.send(1, 0, b"h", bytes(nbytes))
     (arrival,) = world.arrivals(0, 1)
     world.arrivals(1, 1)
     world.nodes[0].transport.forget(1, "killed")
-    later = world.send(0, 1, b"", b"x")
+    later = world.send(0, 1, b"h", b"x")
     for transfer in (outgoing, later):
         assert isinstance(transfer.error, PeerFailed)
         assert transfer.error.reason == "killed"
@@ -347,7 +348,7 @@ def test_a_receive_half_way_fails_when_its_sender_has_ended(pair: World) -> None
 
 def test_links_are_made_when_first_needed(world: World) -> None:
     assert world.nodes[0].transport.links() == []
-    world.send(0, 2, b"", b"x")
+    world.send(0, 2, b"h", b"x")
     world.arrivals(2, 1)
     assert world.nodes[0].transport.links() == [2]
 
@@ -361,8 +362,8 @@ def test_a_close_leaves_no_descriptor_behind() -> None:
         before = descriptors()
         for _ in range(3):
             world = World(kind, 3)
-            world.send(0, 1, b"", b"x")
-            world.send(1, 0, b"", b"x")
+            world.send(0, 1, b"h", b"x")
+            world.send(1, 0, b"h", b"x")
             world.arrivals(0, 1)
             world.close()
         assert descriptors() == before
@@ -399,7 +400,7 @@ def test_the_death_of_a_process_is_reported_once() -> None:
         theirs = json.loads(victim.stdout.readline())
         print(json.dumps(node.transport.address()), file=victim.stdin, flush=True)
         node.transport.start([{}, theirs], node)
-        transfer = node.transport.send(1, b"", [memoryview(bytes(EAGER_LIMIT + 1))])
+        transfer = node.transport.send(1, b"h", [memoryview(bytes(EAGER_LIMIT + 1))])
         assert victim.stdout.readline() == f"got {EAGER_LIMIT + 1}\n"
         victim.send_signal(signal.SIGKILL)
     poller = select.poll()
@@ -421,7 +422,7 @@ def test_a_wrong_token_gets_nowhere() -> None:
     address = {**there.transport.address(), "token": "guess"}
     here.transport.start([{}, address], here)
     there.transport.start([{}, {}], there)
-    here.transport.send(1, b"", [memoryview(b"hello")])
+    here.transport.send(1, b"h", [memoryview(b"hello")])
     poller = select.poll()
     poller.register(here.transport.fileno(), select.POLLIN)
     deadline = time.monotonic() + DEADLINE_S

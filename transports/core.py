@@ -25,7 +25,6 @@ from pycoll.transports.base import (
     MESSAGE_COST,
     Arrival,
     Handler,
-    Operation,
     Parts,
     Transfer,
     Transport,
@@ -175,13 +174,6 @@ class CoreArrival(Arrival):
             self.on_withdrawal(self)
 
 
-class Ends(Operation):
-    """What is told when something of the core's ends: the face of interest is its key."""
-
-    def ended(self, status: int) -> None:
-        """Hear how it has ended."""
-
-
 class CoreTransport(Transport):
     """The core's message engine, for Python; see the module's text.
 
@@ -212,6 +204,7 @@ class CoreTransport(Transport):
         self._addresses: Sequence[dict[str, Any]] = ()
         self._forgotten: dict[int, str] = {}
         self._owners: dict[Any, Any] = {}
+        self._later: list[tuple[Any, ...]] = []  # events
         self._dialer: Dialer | None = None
         self._lanes = network.lanes if network is not None else 0
         self._endpoint = ""
@@ -341,9 +334,10 @@ class CoreTransport(Transport):
 
     def progress(self) -> bool:
         worked = self.core.progress()
-        if not self.core.has_work:
+        if not self._later and not self.core.has_work:
             return worked
-        return self._handle(self.core.events()) or worked
+        later, self._later = self._later, []
+        return self._handle([*later, *self.core.events()]) or worked
 
     def _handle(self, events: Sequence[tuple[Any, ...]]) -> bool:
         assert self._handler is not None
@@ -396,7 +390,7 @@ class CoreTransport(Transport):
         return self._dialer.fileno() if self._dialer is not None else -1
 
     def is_idle(self) -> bool:
-        return not self.core.has_work
+        return not self._later and not self.core.has_work
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -406,7 +400,13 @@ class CoreTransport(Transport):
         self._forgotten[peer] = reason
         if self._dialer is not None:
             self._dialer.forget(peer)
-        self.core.forget(peer)  # what has ended is told by the next progress: then it is known why
+        self.core.forget(peer)
+        # Receives that wait hear of it by the next progress: then it is known why.
+        for event in self.core.events():
+            ends = event[0] == ENDED and isinstance(self._owners.get(event[1]), Transfer)
+            self._later.append(event)
+            if ends:
+                self._handle([self._later.pop()])
 
     def close(self, timeout_s: float) -> None:
         """Deliver what is buffered; `end` must follow, without the owner's lock."""
