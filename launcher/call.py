@@ -181,12 +181,12 @@ def _write_pickled(fd: int, head: Head, value: object) -> None:
     except (pickle.PicklingError, TypeError, AttributeError):
         # What was defined in the parent's __main__ comes back by value, as it went. It is not
         # imported before it is needed: that takes as long as the interpreter's start.
-        import cloudpickle
+        from pycoll import by_value
 
         def write_by_value(
             file: IO[bytes], hand_on: Callable[[pickle.PickleBuffer], object]
         ) -> None:
-            cloudpickle.Pickler(file, protocol=5, buffer_callback=hand_on).dump(value)
+            by_value.Pickler(file, protocol=5, buffer_callback=hand_on).dump(value)
 
         os.truncate(fd, size)
         write_parcel(fd, head, write_by_value)

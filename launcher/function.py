@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 import cloudpickle
 
+from pycoll import by_value
 from pycoll.edge import edge
 from pycoll.errors import Error, OperationTimeout, PeerFailed
 from pycoll.launcher import call
@@ -256,7 +257,7 @@ def _check_timeout(timeout: float | None) -> float | None:
 # The task.
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(by_value.Pickler):
     """Pickles by value also what is in a module that a fresh interpreter would not find.
 
     A test module is such a one when pytest has imported it by its path.

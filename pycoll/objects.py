@@ -50,9 +50,10 @@ class _Pickler(pickle.Pickler):
 @functools.cache
 def _pickler_by_value() -> Callable[..., Any]:
     """Return the same for functions and classes that other ranks cannot import."""
-    import cloudpickle  # not sooner: few programs need it, and it takes as long as the interpreter
+    # Not sooner: few programs need cloudpickle, and it takes as long as the interpreter.
+    from pycoll import by_value
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(by_value.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if _has_a_name(obj):
                 return NotImplemented  # cloudpickle would copy whatever a script defines

@@ -90,10 +90,12 @@ class Pool:
         """Run ``program(comm, *args)`` on every rank; return the results by rank."""
         import cloudpickle
 
+        from pycoll import by_value
+
         module = sys.modules[program.__module__]
         cloudpickle.register_pickle_by_value(module)  # its name means nothing to the ranks
         try:
-            payload = cloudpickle.dumps((program, args))
+            payload = by_value.dumps((program, args))
         finally:
             cloudpickle.unregister_pickle_by_value(module)
         if self._connection is None:

@@ -22,7 +22,7 @@ import pytest
 from tiers import exhaustive, sizes
 
 import pycoll
-from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL
+from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL, by_value
 from pycoll.grid import Layout, check_layout
 
 Comm = Any
@@ -515,7 +515,7 @@ def run_all(job: Any, n: int, programs: list[Callable[[Comm], None]], *options: 
     module = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(module)  # its name means nothing to the ranks
     try:
-        (job.folder / "programs").write_bytes(cloudpickle.dumps(programs))
+        (job.folder / "programs").write_bytes(by_value.dumps(programs))
     finally:
         cloudpickle.unregister_pickle_by_value(module)
     return job(
