@@ -12,7 +12,7 @@ import pytest
 from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
-NAMES = ("engine", "message", "context", "link_self", "match", "chains")
+NAMES = ("engine", "message", "context", "calls", "address", "link_self", "match", "chains")
 KINDS = 20
 """Things that the random calls count."""
 

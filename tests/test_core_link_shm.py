@@ -13,7 +13,8 @@ from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, 
 from tiers import exhaustive
 
 CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
-ENGINE = ["engine", "message", "context", "link_self", "link_shm", "match", "chains"]
+ENGINE = ["engine", "message", "context", "calls", "address", "match", "chains"]
+ENGINE += ["link_self", "link_shm"]
 KINDS = 15
 """Things that the random calls count."""
 

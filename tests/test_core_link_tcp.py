@@ -12,7 +12,7 @@ import pytest
 from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
 from tiers import exhaustive
 
-ENGINE = ("engine", "message", "context", "match", "chains", "link_tcp")
+ENGINE = ("engine", "message", "context", "calls", "address", "match", "chains", "link_tcp")
 TCP = ("tcp", "tcp_read", "tcp_write", "table")
 KINDS = 16
 """Things that the random calls count."""

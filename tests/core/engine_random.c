@@ -751,7 +751,7 @@ static void start_again(const struct receive *old) {
 }
 
 /* A message of another kind has come. */
-static struct pc_receive *other(struct pc_engine *engine, const struct pc_incoming *in) {
+static struct pc_receive *other(struct pc_engine *engine, const struct pc_message *in) {
     int rank = (int)((struct rank *)(void *)((char *)engine - offsetof(struct rank, engine)) - ranks);
     check(*(const unsigned char *)in->header == KIND_OTHER, "a message is of the wrong kind", in->nbytes);
     if (is_refused())

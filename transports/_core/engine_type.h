@@ -106,8 +106,8 @@ PyObject *pc_engine_is_closed(void);
 void pc_engine_let_go(pc_engine_object *self);
 
 /* item_type.c */
-/* A receive that asks, for a message of another kind; NULL: there is no memory. */
-struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_incoming *incoming);
+/* A receive that asks, for a message that Python shall see; NULL: there is no memory. */
+struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_message *message);
 /* With the lock: take over what Python shall know of an item whose event was taken out of the queue. False: nothing. */
 bool pc_item_taken(struct pc_py_item *item);
 /* The event of an item as Python sees it; NULL with an exception. */

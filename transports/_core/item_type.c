@@ -66,8 +66,8 @@ static void receive_told(struct pc_receive *receive) {
     tell(self, item, PC_EVENT_ENDED);
 }
 
-struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_incoming *incoming) {
-    (void)incoming;
+struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_message *message) {
+    (void)message;
     struct pc_py_item *item = calloc(1, sizeof *item);
     if (item == NULL)
         return NULL;

@@ -63,6 +63,16 @@ void pc_chains_replace(struct pc_chained *old, struct pc_chained *with) {
     old->at = NULL;
 }
 
+void pc_chains_each(struct pc_chains *chains, void (*call)(struct pc_chained *thing)) {
+    struct pc_chained **heads = chains->heads != NULL ? chains->heads : chains->few;
+    size_t size = chains->heads != NULL ? chains->size : PC_CHAINS_FEW;
+    for (size_t place = 0; place < size; place++)
+        for (struct pc_chained *thing = heads[place], *next; thing != NULL; thing = next) {
+            next = thing->next;
+            call(thing);
+        }
+}
+
 void pc_chains_free(struct pc_chains *chains) {
     free(chains->heads);
     *chains = (struct pc_chains){0};

@@ -52,6 +52,8 @@ void pc_chains_add(struct pc_chains *chains, struct pc_chained *thing, uint64_t 
 void pc_chains_remove(struct pc_chains *chains, struct pc_chained *thing);
 /* Let a thing that stands in no chain take the place and the hash of one that does. */
 void pc_chains_replace(struct pc_chained *old, struct pc_chained *with);
+/* Call a function for each thing, which may free it, but not touch the table. */
+void pc_chains_each(struct pc_chains *chains, void (*call)(struct pc_chained *thing));
 /* Free the table, not the things: they may not be removed from it after this. */
 void pc_chains_free(struct pc_chains *chains);
 

@@ -66,13 +66,7 @@ int pc_context_no_sender(const struct pc_context *context, int source) {
 
 /* --- a receive and its message ----------------------------------------------------------------------- */
 
-enum outcome {
-    TAKEN,      /* the receive has it, or has ended with it */
-    MISSED,     /* there is no such message any more: the receive waits again */
-    GIVEN_BACK, /* the receive does not have it */
-};
-
-static void couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state) {
+void pc_receive_couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state) {
     receive->state = state;
     receive->message = message;
     message->taker = receive;
@@ -91,9 +85,7 @@ static void gather(unsigned char *into, const struct pc_incoming *in) {
             memcpy(into, in->parts[part].iov_base, in->parts[part].iov_len);
 }
 
-/* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not miss it, but ends.
-   GIVEN_BACK: because of `error`; the receive has not ended. */
-static enum outcome fetch(struct pc_receive *receive, struct pc_message *message, int *error) {
+enum pc_outcome pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error) {
     struct pc_engine *engine = receive->context->engine;
     struct pc_link *link = message->link;
     int answer = PC_RECEIVED;
@@ -121,36 +113,40 @@ static enum outcome fetch(struct pc_receive *receive, struct pc_message *message
     }
     if (answer == PC_UNDER_WAY) {
         message->state = PC_MESSAGE_READING;
-        couple(receive, message, PC_RECEIVE_READING);
-        return TAKEN;
+        pc_receive_couple(receive, message, PC_RECEIVE_READING);
+        return PC_TAKEN_UP;
     }
     if (answer < 0) {
         *error = answer;
-        return GIVEN_BACK;
+        return PC_GIVEN_BACK;
     }
     if (answer == PC_RECEIVED || receive->ask)
         pc_receive_end(engine, receive, answer == PC_RECEIVED ? 0 : PC_TAKEN_BACK, message);
     pc_message_free(engine, message);
-    return receive->state == PC_RECEIVE_ENDED ? TAKEN : MISSED;
+    return receive->state == PC_RECEIVE_ENDED ? PC_TAKEN_UP : PC_MISSED;
 }
 
-static bool fits(const struct pc_receive *receive, const struct pc_message *message) {
+bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *message) {
+    if (receive->by_address)
+        return message->nbytes == receive->room && message->header[0] == PC_KIND_COLLECTIVE;
     return message->nbytes <= receive->room && message->header_nbytes >= PC_FORM_AT + receive->expects_nbytes &&
            (receive->expects_nbytes == 0 ||
             memcmp(message->header + PC_FORM_AT, receive->expects, receive->expects_nbytes) == 0);
 }
 
 /* A receive has taken a message. */
-static enum outcome take(struct pc_receive *receive, struct pc_message *message) {
+static enum pc_outcome take(struct pc_receive *receive, struct pc_message *message) {
     struct pc_engine *engine = receive->context->engine;
-    if (receive->ask && (receive->expects_nbytes == 0 || fits(receive, message))) {
-        couple(receive, message, PC_RECEIVE_HELD);
+    if (receive->ask && (receive->expects_nbytes == 0 || pc_receive_fits(receive, message))) {
+        pc_receive_couple(receive, message, PC_RECEIVE_HELD);
         pc_engine_tell(engine, &receive->ending);
-        return TAKEN;
+        return PC_TAKEN_UP;
     }
     int error = PC_REFUSED;
-    enum outcome outcome = !receive->ask && fits(receive, message) ? fetch(receive, message, &error) : GIVEN_BACK;
-    if (outcome == GIVEN_BACK)
+    enum pc_outcome outcome = PC_GIVEN_BACK;
+    if (!receive->ask && pc_receive_fits(receive, message))
+        outcome = pc_receive_fetch(receive, message, &error);
+    if (outcome == PC_GIVEN_BACK)
         pc_receive_end(engine, receive, error, message);
     return outcome;
 }
@@ -194,12 +190,12 @@ void pc_context_settle(struct pc_context *context, struct pc_message *message, s
         if (message == NULL || receive == NULL)
             return;
         switch (take(receive, message)) {
-        case TAKEN:
+        case PC_TAKEN_UP:
             return;
-        case MISSED:
+        case PC_MISSED:
             message = NULL;
             break;
-        case GIVEN_BACK:
+        case PC_GIVEN_BACK:
             receive = NULL;
         }
     }
@@ -230,8 +226,8 @@ int pc_receive_into(struct pc_receive *receive, void *into) {
     decouple(receive);
     receive->into = into;
     int error = 0;
-    if (fetch(receive, message, &error) == GIVEN_BACK)
-        couple(receive, message, PC_RECEIVE_HELD);
+    if (pc_receive_fetch(receive, message, &error) == PC_GIVEN_BACK)
+        pc_receive_couple(receive, message, PC_RECEIVE_HELD);
     pc_engine_leave(engine);
     return error;
 }
@@ -256,7 +252,7 @@ void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, str
     receive->posted.queued.source = message->match.queued.source;
     receive->context = context;
     message->context = context;
-    couple(receive, message, PC_RECEIVE_HELD);
+    pc_receive_couple(receive, message, PC_RECEIVE_HELD);
     pc_engine_tell(context->engine, &receive->ending);
 }
 
@@ -290,16 +286,23 @@ static bool park(struct pc_message *message, void *into) {
 bool pc_receive_give_up(struct pc_receive *receive) {
     struct pc_context *context = receive->context;
     struct pc_message *message = receive->message;
-    if (receive->state == PC_RECEIVE_IDLE || receive->state == PC_RECEIVE_ENDED ||
-        (receive->state == PC_RECEIVE_READING && !park(message, receive->into)))
+    if (receive->state == PC_RECEIVE_IDLE || receive->state == PC_RECEIVE_ENDED)
+        return false;
+    if (receive->by_address && message != NULL) { /* nobody else will receive it */
+        pc_receive_drop(receive);
+        return true;
+    }
+    if (receive->state == PC_RECEIVE_READING && !park(message, receive->into))
         return false;
     struct pc_engine *engine = context->engine;
     pc_engine_enter(engine);
     pc_engine_tell_not(engine, &receive->ending);
-    if (message == NULL)
-        pc_match_withdraw_posted(&context->matching, &receive->posted);
-    else
+    if (message != NULL)
         decouple(receive);
+    else if (receive->by_address)
+        pc_address_remove(&context->addresses, &receive->address);
+    else
+        pc_match_withdraw_posted(&context->matching, &receive->posted);
     receive->state = PC_RECEIVE_IDLE;
     receive->context = NULL;
     if (message != NULL)
@@ -384,6 +387,7 @@ void pc_context_stop(struct pc_context *context, int status, bool closes) {
         pc_match_withdraw_message(&context->matching, &message->match);
         pc_message_drop(engine, message, closes);
     }
+    pc_calls_stop(context, status, closes);
 }
 
 void pc_context_break(struct pc_context *context, int status) {

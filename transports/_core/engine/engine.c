@@ -77,6 +77,7 @@ static void free_context(struct pc_context *context) {
     if (context->next != NULL)
         context->next->at = context->at;
     pc_match_free(&context->matching);
+    pc_calls_free(context);
     free(context->members);
     free(context);
 }
@@ -157,7 +158,10 @@ struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, con
         struct pc_posted *told;
         engine->num_unopened--;
         message->context = context;
-        (void)pc_match_arrive(&context->matching, &message->match, &told); /* nothing is posted yet */
+        if (message->header[0] == PC_KIND_P2P)
+            (void)pc_match_arrive(&context->matching, &message->match, &told); /* nothing is posted yet */
+        else if (pc_call_arrived(context, message) < 0)
+            pc_message_drop(engine, message, false); /* its sender has sent two of one address */
     }
     free_unopened(engine, unopened);
     return context;
@@ -240,10 +244,19 @@ static int arrived_in(struct pc_context *context, struct pc_message *message) {
     return -ENOMEM;
 }
 
-static int p2p_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in,
-                       struct pc_message **kept) {
+/* Whether a header is as its kind demands. */
+static bool is_whole(const struct pc_incoming *in) {
     const unsigned char *header = in->header;
-    if (in->header_nbytes < PC_P2P_NBYTES || header[16] >= 0x80) /* no tag is negative */
+    if (header[0] == PC_KIND_P2P)
+        return in->header_nbytes >= PC_P2P_NBYTES && header[16] < 0x80; /* no tag is negative */
+    return in->header_nbytes >= PC_COLLECTIVE_NBYTES + (header[0] == PC_KIND_LENT ? PC_OFFER_NBYTES : 0);
+}
+
+/* A message that belongs to a context. */
+static int matched_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in,
+                           struct pc_message **kept) {
+    const unsigned char *header = in->header;
+    if (!is_whole(in))
         return -EPROTO;
     uint64_t ident = 0;
     for (int byte = 0; byte < 8; byte++)
@@ -256,7 +269,7 @@ static int p2p_arrived(struct pc_engine *engine, struct pc_link *link, const str
     struct pc_chained *chained = find(&engine->by_ident, ident);
     struct pc_context *context = chained != NULL ? PC_CHAINED_IN(chained, struct pc_context, by_ident) : NULL;
     if (context != NULL && context->broken == 0)
-        error = arrived_in(context, message);
+        error = header[0] == PC_KIND_P2P ? arrived_in(context, message) : pc_call_arrived(context, message);
     else if (context != NULL)
         pc_message_drop(engine, message, false);
     else if (find(&engine->by_closed, ident) != NULL)
@@ -271,6 +284,16 @@ static int p2p_arrived(struct pc_engine *engine, struct pc_link *link, const str
     return error;
 }
 
+int pc_message_to_caller(struct pc_engine *engine, struct pc_message *message) {
+    if (message->state == PC_MESSAGE_PASSING && !pc_message_keep(message))
+        return -ENOMEM;
+    struct pc_receive *receive = engine->other(engine, message);
+    if (receive == NULL)
+        return -ENOMEM;
+    pc_receive_hold(engine->others, receive, message);
+    return 0;
+}
+
 /* A message of another kind: it is held by a receive of the caller's from the beginning. */
 static int other_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in,
                          struct pc_message **kept) {
@@ -278,14 +301,12 @@ static int other_arrived(struct pc_engine *engine, struct pc_link *link, const s
     if (message == NULL)
         return -ENOMEM;
     bool passes = message->state == PC_MESSAGE_PASSING;
-    struct pc_receive *receive = !passes || pc_message_keep(message) ? engine->other(engine, in) : NULL;
-    if (receive == NULL) {
+    if (pc_message_to_caller(engine, message) < 0) {
         pc_message_free(engine, message);
         return -ENOMEM;
     }
     if (!passes)
         *kept = message;
-    pc_receive_hold(engine->others, receive, message);
     return 0;
 }
 
@@ -294,10 +315,10 @@ int pc_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_i
     *message = NULL;
     if (incoming->header_nbytes == 0)
         return -EPROTO;
-    int error = -EPROTO;
+    int error = -EPROTO, kind = *(const unsigned char *)incoming->header;
     pc_engine_enter(engine);
-    if (*(const unsigned char *)incoming->header == PC_KIND_P2P)
-        error = p2p_arrived(engine, link, incoming, message);
+    if (kind == PC_KIND_P2P || (engine->matches_calls && (kind == PC_KIND_COLLECTIVE || kind == PC_KIND_LENT)))
+        error = matched_arrived(engine, link, incoming, message);
     else if (engine->other != NULL)
         error = other_arrived(engine, link, incoming, message);
     pc_engine_leave(engine);
@@ -340,9 +361,7 @@ static void forget_outside(struct pc_engine *engine, struct pc_message *message)
         free_unopened(engine, (struct pc_unopened *)list);
 }
 
-/* The link of a message does not know it any more, and it is not here: nobody can receive it. The receive that had it,
-   and has nothing now. */
-static struct pc_receive *forget_message(struct pc_engine *engine, struct pc_message *message) {
+struct pc_receive *pc_message_forget(struct pc_engine *engine, struct pc_message *message) {
     struct pc_receive *receive = message->taker;
     if (message->context == NULL) {
         forget_outside(engine, message);
@@ -351,7 +370,7 @@ static struct pc_receive *forget_message(struct pc_engine *engine, struct pc_mes
     if (receive != NULL) {
         receive->message = NULL;
         pc_list_remove(message);
-    } else {
+    } else if (!pc_address_remove(&message->context->addresses, &message->address)) {
         pc_match_withdraw_message(&message->context->matching, &message->match);
     }
     pc_message_free(engine, message);
@@ -361,9 +380,11 @@ static struct pc_receive *forget_message(struct pc_engine *engine, struct pc_mes
 void pc_withdrawn(struct pc_engine *engine, struct pc_message *message) {
     struct pc_context *context = message->context;
     pc_engine_enter(engine);
-    struct pc_receive *receive = forget_message(engine, message);
+    struct pc_receive *receive = pc_message_forget(engine, message);
     if (receive != NULL && receive->ask)
         pc_receive_end(engine, receive, PC_TAKEN_BACK, NULL);
+    else if (receive != NULL && receive->by_address)
+        pc_collect_again(receive);
     else if (receive != NULL)
         pc_context_settle(context, NULL, receive);
     pc_engine_leave(engine);
@@ -384,7 +405,7 @@ static void forget_list(struct pc_engine *engine, struct pc_message_list *list, 
         bool is_lost = message->state == PC_MESSAGE_WAITS || message->state == PC_MESSAGE_READING;
         if (message->match.queued.source != peer || !is_lost)
             continue;
-        struct pc_receive *receive = forget_message(engine, message);
+        struct pc_receive *receive = pc_message_forget(engine, message);
         if (receive != NULL)
             pc_receive_end(engine, receive, status, NULL);
     }
@@ -403,7 +424,7 @@ static void forget_in(struct pc_context *context, int peer, int status) {
         struct pc_message *message = (struct pc_message *)each;
         next = pc_match_next_message(each);
         if (each->queued.source == peer && message->state != PC_MESSAGE_HERE)
-            (void)forget_message(engine, message);
+            (void)pc_message_forget(engine, message);
     }
     struct pc_posted *posted = pc_match_first_posted(&context->matching);
     for (struct pc_posted *next; posted != NULL; posted = next) {
@@ -414,6 +435,7 @@ static void forget_in(struct pc_context *context, int peer, int status) {
         pc_match_withdraw_posted(&context->matching, posted);
         pc_receive_end(engine, (struct pc_receive *)posted, reason, NULL);
     }
+    pc_calls_forget(context, peer, status);
 }
 
 void pc_engine_forget(struct pc_engine *engine, int peer, int status) {

@@ -1,6 +1,9 @@
 /* The message engine of one rank: communicators (here *contexts*), the messages that have come for them, and the
    receives and sends that are under way.
 
+   A message of a collective has an address instead: its call, by number, and where it belongs in that call. It also brings
+   the call as text, so that ranks which have made different calls find out: such a message goes to the caller.
+
    Ranks are world ranks. The memory of receives and sends is the caller's; that of contexts and messages is the
    engine's. Nothing here locks: the caller holds the engine's lock for everything.
 
@@ -9,6 +12,7 @@
 #ifndef PC_ENGINE_H
 #define PC_ENGINE_H
 
+#include "address.h"
 #include "link.h"
 #include "match.h"
 
@@ -30,11 +34,16 @@ enum {
 #endif
 /* A header of this length or less needs no memory of its own. */
 #ifndef PC_SHORT_HEADER
-#define PC_SHORT_HEADER 96
+#define PC_SHORT_HEADER 160
 #endif
+/* Calls that have ended and are remembered, to name them when a message comes for one of them. */
+#define PC_LAST_CALLS 16
 
 /* Header of a point-to-point message, little-endian: kind u8, context u64, tag i64, form u8; then the description. */
 enum { PC_KIND_P2P = 1, PC_FORM_AT = 17, PC_P2P_NBYTES = 18 };
+/* Header of a message of a collective: kind u8, context u64, call u32, lane u16, index u32; then the call as text. Of one
+   that is lent there is an offer before that. */
+enum { PC_KIND_COLLECTIVE = 2, PC_KIND_LENT = 4, PC_COLLECTIVE_NBYTES = 19, PC_OFFER_NBYTES = 88 };
 void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag, unsigned char form);
 
 /* --- messages ---------------------------------------------------------------------------------------- */
@@ -52,6 +61,7 @@ struct pc_message_list {
 
 struct pc_message {
     struct pc_unexpected match; /* the first member; its source is the peer */
+    struct pc_addressed address; /* of a collective's: it has come early */
     struct pc_link *link;
     uint64_t token[4]; /* the link's own */
     size_t nbytes;
@@ -83,6 +93,8 @@ enum pc_receive_state {
 /* A receive, or a probe. The caller sets the first block, and all else to zero. */
 struct pc_receive {
     struct pc_posted posted; /* the first member: source, tag, and peek for a probe */
+    struct pc_addressed address; /* or for a collective's message: call, lane, sender, index */
+    bool by_address;         /* so; without `ask` the message must have just `room` bytes */
     bool ask;                /* what fits is held; else it is written to `into` at once */
     void *into;
     size_t room;
@@ -108,6 +120,14 @@ struct pc_receive {
 
 /* --- contexts ---------------------------------------------------------------------------------------- */
 
+/* A collective call: a text that says what it is, and after a zero byte where it was made, which may differ. */
+struct pc_call {
+    uint64_t number;
+    size_t nbytes, signature_nbytes; /* all of the text; of what must be the same on all ranks */
+    struct pc_chained by_number;
+    unsigned char text[];
+};
+
 struct pc_context {
     struct pc_engine *engine;
     uint64_t ident;
@@ -118,6 +138,11 @@ struct pc_context {
     struct pc_matching matching;
     struct pc_message_list taken;
     struct pc_send *sends; /* that are under way */
+    struct pc_addresses addresses;
+    uint64_t next_call;
+    struct pc_chains calls; /* that have begun */
+    struct pc_call *last_calls[PC_LAST_CALLS]; /* that have ended: a ring */
+    uint64_t num_ended;
     struct pc_chained by_ident;
     struct pc_context *next, **at;
 };
@@ -139,9 +164,10 @@ struct pc_closed {
 struct pc_engine {
     int size;
     struct pc_link **links; /* by peer; the caller's */
-    /* A message of another kind has come: a receive for it, asking, which will hold it and is told so; NULL: there is
-       no memory. Without this function only point-to-point messages are known. */
-    struct pc_receive *(*other)(struct pc_engine *engine, const struct pc_incoming *incoming);
+    /* A message of another kind has come, or one of a call that differs: a receive for it, asking, which will hold it and
+       is told so; NULL: there is no memory. Without this function only point-to-point messages are known. */
+    struct pc_receive *(*other)(struct pc_engine *engine, const struct pc_message *message);
+    bool matches_calls; /* messages of collectives are matched here; else they are of another kind */
     /* What links say of a peer: all that it ever sent has come; or its link is gone. NULL: nobody asks. */
     void (*finished)(struct pc_engine *engine, int peer);
     void (*lost)(struct pc_engine *engine, int peer, const char *why);
@@ -197,6 +223,15 @@ bool pc_receive_give_up(struct pc_receive *receive);
 /* Give up an asking receive that has a message, which nobody wants: it does not end. */
 void pc_receive_drop(struct pc_receive *receive);
 
+/* Begin a collective call: those of the same number belong together on all ranks. NULL: there is no memory. */
+struct pc_call *pc_call_begin(struct pc_context *context, const void *text, size_t nbytes);
+/* End a call, for which every message was received. */
+void pc_call_end(struct pc_context *context, struct pc_call *call);
+/* The call of a number that has begun and not ended; NULL: there is none. */
+struct pc_call *pc_call_find(const struct pc_context *context, uint64_t number);
+/* As `pc_receive_start`, for one with an address, of which nothing waits for the message yet. */
+void pc_collect_start(struct pc_context *context, struct pc_receive *receive);
+
 /* Start a send. PC_UNDER_WAY; PC_SENT: it has ended already, with its `status`. */
 int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header, size_t header_nbytes,
                   enum pc_way way);
@@ -234,6 +269,31 @@ void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, str
 /* Have a receive or a send told of its state; or not any more. */
 void pc_engine_tell(struct pc_engine *engine, struct pc_ending *ending);
 void pc_engine_tell_not(struct pc_engine *engine, struct pc_ending *ending);
+/* Whether a receive that has taken a message, which stands nowhere, may have it. If it asks it holds it. */
+bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *message);
+void pc_receive_couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state);
+/* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not miss it, but ends.
+   PC_GIVEN_BACK: because of `error`; the receive has not ended. */
+enum pc_outcome {
+    PC_TAKEN_UP,   /* the receive has it, or has ended with it */
+    PC_MISSED,     /* there is no such message any more: the receive waits again */
+    PC_GIVEN_BACK, /* the receive does not have it */
+};
+enum pc_outcome pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error);
+
+/* calls.c: a collective's message that stands nowhere has come for a context. 0, or a negative errno. */
+int pc_call_arrived(struct pc_context *context, struct pc_message *message);
+/* Its receive, of which the message was taken back, waits again. */
+void pc_collect_again(struct pc_receive *receive);
+void pc_calls_stop(struct pc_context *context, int status, bool closes);
+void pc_calls_forget(struct pc_context *context, int peer, int status);
+void pc_calls_free(struct pc_context *context);
+/* Give a message that stands nowhere to the caller. 0, or -ENOMEM. */
+int pc_message_to_caller(struct pc_engine *engine, struct pc_message *message);
+/* Forget a message that its link does not know any more, and that is not here: nobody can receive it. The receive that
+   had it, and has nothing now. */
+struct pc_receive *pc_message_forget(struct pc_engine *engine, struct pc_message *message);
+
 void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int status,
                     const struct pc_message *message);
 void pc_send_end(struct pc_engine *engine, struct pc_send *send, int status);
