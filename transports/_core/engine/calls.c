@@ -108,6 +108,8 @@ struct pc_call *pc_call_begin(struct pc_context *context, const void *text, size
     call->nbytes = nbytes;
     memcpy(call->text, text, nbytes);
     call->signature_nbytes = signature_nbytes(call->text, nbytes);
+    free(context->newest);
+    context->newest = NULL;
     pc_chains_add(&context->calls, &call->by_number, pc_hash(call->number, 0));
     pc_engine_enter(context->engine);
     give_early(context, call->number, call);
@@ -117,12 +119,26 @@ struct pc_call *pc_call_begin(struct pc_context *context, const void *text, size
 
 void pc_call_end(struct pc_context *context, struct pc_call *call) {
     struct pc_call **last = &context->last_calls[context->num_ended++ % PC_LAST_CALLS];
-    free(*last);
+    if (*last != NULL && (*last)->number + 1 == context->next_call)
+        context->newest = *last;
+    else
+        free(*last);
     *last = call;
     pc_chains_remove(&context->calls, &call->by_number);
     pc_engine_enter(context->engine);
     give_early(context, call->number, NULL);
     pc_engine_leave(context->engine);
+}
+
+const struct pc_call *pc_call_newest(const struct pc_context *context) {
+    uint64_t number = context->next_call - 1;
+    if (context->newest != NULL || context->next_call == 0)
+        return context->newest;
+    const struct pc_call *call = pc_call_find(context, number);
+    for (int index = 0; call == NULL && index < PC_LAST_CALLS; index++)
+        if (context->last_calls[index] != NULL && context->last_calls[index]->number == number)
+            call = context->last_calls[index];
+    return call;
 }
 
 /* --- messages ---------------------------------------------------------------------------------------- */
@@ -206,6 +222,7 @@ static void free_call(struct pc_chained *chained) {
 void pc_calls_free(struct pc_context *context) {
     for (int index = 0; index < PC_LAST_CALLS; index++)
         free(context->last_calls[index]);
+    free(context->newest);
     pc_chains_each(&context->calls, free_call);
     pc_chains_free(&context->calls);
     pc_address_free(&context->addresses);

@@ -85,7 +85,7 @@ static void gather(unsigned char *into, const struct pc_incoming *in) {
             memcpy(into, in->parts[part].iov_base, in->parts[part].iov_len);
 }
 
-enum pc_outcome pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error) {
+enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error) {
     struct pc_engine *engine = receive->context->engine;
     struct pc_link *link = message->link;
     int answer = PC_RECEIVED;
@@ -135,7 +135,7 @@ bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *
 }
 
 /* A receive has taken a message. */
-static enum pc_outcome take(struct pc_receive *receive, struct pc_message *message) {
+static enum pc_fetched take(struct pc_receive *receive, struct pc_message *message) {
     struct pc_engine *engine = receive->context->engine;
     if (receive->ask && (receive->expects_nbytes == 0 || pc_receive_fits(receive, message))) {
         pc_receive_couple(receive, message, PC_RECEIVE_HELD);
@@ -143,7 +143,7 @@ static enum pc_outcome take(struct pc_receive *receive, struct pc_message *messa
         return PC_TAKEN_UP;
     }
     int error = PC_REFUSED;
-    enum pc_outcome outcome = PC_GIVEN_BACK;
+    enum pc_fetched outcome = PC_GIVEN_BACK;
     if (!receive->ask && pc_receive_fits(receive, message))
         outcome = pc_receive_fetch(receive, message, &error);
     if (outcome == PC_GIVEN_BACK)

@@ -143,6 +143,7 @@ struct pc_context {
     struct pc_chains calls; /* that have begun */
     struct pc_call *last_calls[PC_LAST_CALLS]; /* that have ended: a ring */
     uint64_t num_ended;
+    struct pc_call *newest; /* the one begun last, if the ring has it no more */
     struct pc_chained by_ident;
     struct pc_context *next, **at;
 };
@@ -229,6 +230,8 @@ struct pc_call *pc_call_begin(struct pc_context *context, const void *text, size
 void pc_call_end(struct pc_context *context, struct pc_call *call);
 /* The call of a number that has begun and not ended; NULL: there is none. */
 struct pc_call *pc_call_find(const struct pc_context *context, uint64_t number);
+/* The text of the call begun last; NULL: there was none. */
+const struct pc_call *pc_call_newest(const struct pc_context *context);
 /* As `pc_receive_start`, for one with an address, of which nothing waits for the message yet. */
 void pc_collect_start(struct pc_context *context, struct pc_receive *receive);
 
@@ -274,12 +277,12 @@ bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *
 void pc_receive_couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state);
 /* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not miss it, but ends.
    PC_GIVEN_BACK: because of `error`; the receive has not ended. */
-enum pc_outcome {
+enum pc_fetched {
     PC_TAKEN_UP,   /* the receive has it, or has ended with it */
     PC_MISSED,     /* there is no such message any more: the receive waits again */
     PC_GIVEN_BACK, /* the receive does not have it */
 };
-enum pc_outcome pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error);
+enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error);
 
 /* calls.c: a collective's message that stands nowhere has come for a context. 0, or a negative errno. */
 int pc_call_arrived(struct pc_context *context, struct pc_message *message);

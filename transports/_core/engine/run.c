@@ -60,8 +60,7 @@ static void free_move(struct pc_moved *move) {
 
 /* Give up all messages, and let go of all memory. */
 static void clear(struct pc_run *run) {
-    struct pc_engine *engine = run->context->engine;
-    run->is_over = true;
+    struct pc_engine *engine = run->engine;
     while (run->moves != NULL) {
         struct pc_moved *move = run->moves;
         if (move->is_send) {
@@ -179,8 +178,7 @@ static void post_send(struct pc_run *run, uint32_t position, const struct pc_ste
     send->owner = move;
     for (int byte = 0; byte < 4; byte++)
         run->header[15 + byte] = (unsigned char)(step->index >> 8 * byte);
-    size_t header_nbytes = PC_COLLECTIVE_NBYTES + run->call->nbytes;
-    if (pc_send_start(run->context, send, run->header, header_nbytes, PC_MAY_PUSH) == PC_UNDER_WAY)
+    if (pc_send_start(run->context, send, run->header, run->header_nbytes, PC_MAY_PUSH) == PC_UNDER_WAY)
         return;
     int status = send->status;
     free_move(move);
@@ -389,6 +387,8 @@ bool pc_run_start(struct pc_context *context, struct pc_run *run) {
     if (run->memory == NULL)
         return false;
     run->context = context;
+    run->engine = context->engine;
+    run->header_nbytes = PC_COLLECTIVE_NBYTES + run->call->nbytes;
     run->chunks = run->memory;
     run->incoming = (void **)(run->chunks + chunks);
     run->waits = (uint32_t *)(run->incoming + steps);
@@ -413,7 +413,7 @@ bool pc_run_start(struct pc_context *context, struct pc_run *run) {
 bool pc_run_cancel(struct pc_run *run) {
     if (run->memory == NULL)
         return false;
-    struct pc_engine *engine = run->context->engine;
+    struct pc_engine *engine = run->engine;
     pc_engine_enter(engine);
     clear(run);
     pc_engine_leave(engine);

@@ -73,15 +73,16 @@ struct pc_run {
     int from;
     size_t came, expected;
 
-    struct pc_context *context;
+    struct pc_context *context; /* gone when it is closed */
+    struct pc_engine *engine;
     void *memory; /* of the arrays that follow */
     struct pc_run_chunk *chunks;
     void **incoming; /* by step */
     uint32_t *waits, *ready, *unopened;
     uint32_t first_ready, last_ready, first_unopened, last_unopened, num_open, left;
     unsigned char *header, *own;
-    size_t own_nbytes;
-    bool draining, is_over;
+    size_t header_nbytes, own_nbytes;
+    bool draining;
     struct pc_moved *moves; /* messages that are under way */
 };
 
