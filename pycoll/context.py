@@ -146,7 +146,7 @@ def _key(arrival: Arrival) -> Key:
     return number, lane, arrival.peer, index
 
 
-def _call_of(arrival: Arrival) -> bytes:
+def call_of(arrival: Arrival) -> bytes:
     """Return the call to which a collective's message belongs, as it came on the wire."""
     header = arrival.header
     skipped = COLLECTIVE.size + (OFFER.size if header[0] == KIND_LENT else 0)
@@ -486,12 +486,16 @@ class Context:
         number = self.next_number
         self.next_number += 1
         self.calls[number] = self._newest = call
+        self.compare_left(number, call)
+        for arrival in list(self._early.get(number, {}).values()):
+            self._check_same(number, call, arrival.peer, call_of(arrival))
+        return number
+
+    def compare_left(self, number: int, call: bytes) -> None:
+        """Compare a call that has begun with the last ones of ranks that have left."""
         for rank, last in self._left.items():
             if last.number == number:
                 self._check_same(number, call, rank, last.call.encode())
-        for arrival in list(self._early.get(number, {}).values()):
-            self._check_same(number, call, arrival.peer, _call_of(arrival))
-        return number
 
     def end(self, number: int) -> None:
         """Finish a collective call: every message for it must have been used."""
@@ -540,7 +544,7 @@ class Context:
         number = key[0]
         call = self.calls.get(number)
         if call is not None:
-            self._check_same(number, call, arrival.peer, _call_of(arrival))
+            self._check_same(number, call, arrival.peer, call_of(arrival))
         elif number < self.next_number:
             self._stale(number, arrival)
         if self.is_broken():
@@ -652,9 +656,14 @@ class Context:
         """Return the latest calls by messages, by number."""
         return self._history | self.calls
 
+    def newest_call(self) -> bytes:
+        """Return the call by messages that has begun last; empty: there was none."""
+        return self._newest
+
     def last_call(self) -> LastCall:
         """Return what to tell of the last call."""
-        return LastCall(self.ident, self.num_calls, self.next_number - 1, self._newest.decode())
+        newest = self.newest_call().decode()
+        return LastCall(self.ident, self.num_calls, self.next_number - 1, newest)
 
     def peer_left(self, rank: int, last: LastCall) -> None:
         """Hear from a rank that leaves what it has called last."""
@@ -672,10 +681,14 @@ class Context:
             self.mismatch(number, readable(mine), peer, readable(theirs))
 
     def _stale(self, number: int, arrival: Arrival) -> None:
-        mine = readable(self._history.get(number, b"another collective"))
-        theirs = readable(_call_of(arrival))
+        theirs = call_of(arrival)
         arrival.release()
-        self.mismatch(number, mine, arrival.peer, theirs)
+        self.differs(number, arrival.peer, theirs)
+
+    def differs(self, number: int, peer: int, theirs: bytes) -> None:
+        """Break because a rank has made a call that this rank has not made with that number."""
+        mine = self.recent_calls().get(number, b"another collective")
+        self.mismatch(number, readable(mine), peer, readable(theirs))
 
     def mismatch(self, number: int, mine: str, peer: int, theirs: str) -> None:
         """Break because two ranks made different calls."""

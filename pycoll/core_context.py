@@ -5,7 +5,19 @@ from __future__ import annotations
 from bisect import insort
 from typing import Any
 
-from pycoll.context import ANY, P2P, Context, Incoming, Match, patterns
+from pycoll.context import (
+    ANY,
+    COLLECTIVE,
+    KIND_LENDING,
+    P2P,
+    Context,
+    Incoming,
+    Key,
+    Match,
+    Wanted,
+    call_of,
+    patterns,
+)
 from pycoll.transports.base import Arrival, Transfer
 from pycoll.transports.core import (
     HOLDING,
@@ -62,6 +74,26 @@ class _Match(Match):
             self.face.drop()
 
 
+class _Collecting:
+    """A collective's message that is waited for in the core."""
+
+    __slots__ = ("context", "face", "key", "wanted")
+
+    def __init__(self, context: CoreContext, key: Key, wanted: Wanted) -> None:
+        self.context = context
+        self.key = key
+        self.wanted = wanted
+        self.face = context.core.collect(*key)
+
+    def held(self) -> None:
+        """Hear that it has come."""
+        self.context.collected(self)
+
+    def ended(self, status: int) -> None:
+        """Hear that it will not come."""
+        self.context.collected(self)
+
+
 class CoreContext(Context):
     """What one communicator waits for, and what has come for it: see `Context`.
 
@@ -79,6 +111,7 @@ class CoreContext(Context):
         self.core = Core(transport.core, ident, members, me)
         # Messages that the core cannot take back: parts of them are elsewhere.
         self._returned: list[Incoming] = []
+        self._collecting: dict[Key, _Collecting] = {}
 
     # --- point to point --------------------------------------------------------------------
 
@@ -193,11 +226,81 @@ class CoreContext(Context):
         self._returned = [each for each in self._returned if each.arrival is not arrival]
         return super().withdrawn(arrival)
 
+    # --- collectives -----------------------------------------------------------------------
+
+    @property
+    def next_number(self) -> int:  # type: ignore[override]
+        return int(self.core.next_call)
+
+    @next_number.setter
+    def next_number(self, number: int) -> None:
+        assert number == 0, "the core counts"
+
+    def begin(self, call: bytes) -> int:
+        number: int = self.core.begin(call)
+        self.compare_left(number, call)
+        return number
+
+    def end(self, number: int) -> None:
+        self.core.end(number)
+
+    def collect(self, key: Key, wanted: Wanted) -> None:
+        self.collected(_Collecting(self, key, wanted))
+
+    def collected(self, collecting: _Collecting) -> None:
+        """Say what has become of a collective's message, if that is known."""
+        face = collecting.face
+        if face.state == OVER and face.status == TAKEN_BACK:
+            collecting.face = face = self.core.collect(*collecting.key)
+        if face.state == POSTED:
+            self._collecting[collecting.key] = collecting
+            self.transport.own(face, collecting)
+            return
+        self._collecting.pop(collecting.key, None)
+        if face.state == HOLDING:
+            arrival = CoreArrival(self.transport, face, self.withdrawn)
+            self.transport.own(face, arrival)
+            collecting.wanted(arrival, None)
+        else:
+            gone = self.gone.get(collecting.key[2])
+            error = self.broken or gone or self.transport.error_of(face.status)
+            collecting.wanted(None, error)
+
+    def forget(self, key: Key) -> None:
+        collecting = self._collecting.pop(key, None)
+        if collecting is not None:
+            self.transport.disown(collecting.face)
+            collecting.face.give_up()
+
+    def arrived(self, arrival: Arrival) -> None:
+        """A message has come for which Python is needed, or one of a call that differs."""
+        if self.broken is not None:
+            self._drop(arrival)
+            return
+        if arrival.header[0] == KIND_LENDING:
+            self.on_lending(arrival)
+            return
+        _, _, number, _, _ = COLLECTIVE.unpack_from(arrival.header)
+        theirs = call_of(arrival)
+        peer = arrival.peer
+        arrival.release()
+        self.differs(number, peer, theirs)
+
+    def recent_calls(self) -> dict[int, bytes]:
+        calls: dict[int, bytes] = self.core.calls()
+        return calls
+
+    def newest_call(self) -> bytes:
+        return next(iter(self.core.newest().values()), b"")
+
     # --- the end ---------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
         self._returned.clear()
+        for collecting in self._collecting.values():
+            self.transport.disown(collecting.face)
+        self._collecting.clear()
         if self._closed:
             self.core.close()  # who waits until its message is received goes on
         else:

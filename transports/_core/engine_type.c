@@ -497,8 +497,10 @@ static void flush(pc_engine_object *self, void *argument) {
         self->shm.source.ops->progress(&self->shm.source);
         *is_done = !pc_channel_flush(&self->shm.channel);
     }
-    if (self->has_tcp)
+    if (self->has_tcp) {
+        self->tcp.source.ops->progress(&self->tcp.source); /* who must be dialed may have answered */
         *is_done &= pc_tcp_flush(&self->tcp.tcp);
+    }
 }
 
 static PyObject *engine_flush(pc_engine_object *self, PyObject *unused) {
@@ -615,6 +617,7 @@ static int open_engine(pc_engine_object *self, const struct arguments *given) {
     self->engine = (struct pc_engine){.size = given->size,
                                       .links = self->links,
                                       .other = pc_item_other,
+                                      .matches_calls = true,
                                       .finished = finished,
                                       .lost = lost,
                                       .owner = self};
@@ -798,7 +801,8 @@ int pc_add_engine_types(PyObject *module) {
     if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL)
         return -1;
     engine_type = engine;
-    pc_item_types(engine, send, receive);
+    pc_item_types(send, receive);
+    pc_context_types(engine);
     pc_request_types(context, request);
     bool made = make_type(module, &pc_seat_spec) != NULL && make_type(module, &pc_messages_spec) != NULL;
     return made ? 0 : -1;

@@ -83,6 +83,7 @@ typedef struct {
     PyObject_HEAD
     pc_engine_object *engine;
     struct pc_context *context; /* NULL: closed */
+    uint64_t num_calls;         /* when it was */
 } pc_context_object;
 
 /* Who breaks a context says no more than that: Python knows why. */
@@ -93,7 +94,8 @@ extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, 
 extern PyTypeObject *pc_request_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
-void pc_item_types(PyTypeObject *engine, PyTypeObject *send, PyTypeObject *receive);
+void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
+void pc_context_types(PyTypeObject *engine);
 void pc_request_types(PyTypeObject *context, PyTypeObject *request);
 
 /* Do something with the engine's lock, which touches no Python object. False: the engine is closed, it was not done. */
@@ -112,6 +114,8 @@ struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_messa
 bool pc_item_taken(struct pc_py_item *item);
 /* The event of an item as Python sees it; NULL with an exception. */
 PyObject *pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status);
+/* A `Receive` with its item, which asks, and is not started; NULL with an exception. */
+PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **item);
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
 
 /* request_type.c */

@@ -1,5 +1,4 @@
-/* `_core.Send`, `_core.Receive` and `_core.Context`: messages that Python sends, receives and matches, one at a time.
-   See engine_type.h.
+/* `_core.Send` and `_core.Receive`: messages that Python sends and receives, one at a time. See engine_type.h.
 
    An item is what the engine knows; its face is the Python object. What becomes of an item is put into the queue of
    events, unless the call that does it returns it. The face must be kept while the item is under way: with it the item
@@ -445,181 +444,23 @@ PyType_Spec pc_receive_spec = {
     .slots = receive_slots,
 };
 
-/* --- contexts ---------------------------------------------------------------------------------------- */
+/* --- posting ----------------------------------------------------------------------------------------- */
 
-struct opening {
-    uint64_t ident;
-    int *members, me;
-    size_t num_members;
-    struct pc_context *context;
-};
-
-static void open_context(pc_engine_object *self, void *argument) {
-    struct opening *opening = argument;
-    opening->context =
-        pc_context_open(&self->engine, opening->ident, opening->members, opening->num_members, opening->me);
-}
-
-static PyTypeObject *engine_type;
-
-static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *engine, *members;
-    unsigned long long ident;
-    struct opening opening = {0};
-    (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!KOi", engine_type, &engine, &ident, &members, &opening.me))
-        return NULL;
-    Py_ssize_t count = PySequence_Size(members);
-    opening.ident = ident;
-    opening.num_members = count > 0 ? (size_t)count : 0;
-    opening.members = calloc(opening.num_members + 1, sizeof *opening.members);
-    if (opening.members == NULL)
-        return PyErr_NoMemory();
-    for (Py_ssize_t index = 0; index < count; index++) {
-        PyObject *number = PySequence_GetItem(members, index);
-        opening.members[index] = number != NULL ? (int)PyLong_AsLong(number) : 0;
-        Py_XDECREF(number);
-    }
-    pc_context_object *self = NULL;
-    if (!PyErr_Occurred())
-        self = (pc_context_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (self != NULL) {
-        self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
-        bool done = pc_engine_do(self->engine, open_context, &opening);
-        self->context = opening.context;
-        if (!done || opening.context == NULL) {
-            Py_CLEAR(self);
-            if (done)
-                PyErr_NoMemory();
-            else
-                pc_engine_is_closed();
-        }
-    }
-    free(opening.members);
-    return (PyObject *)self;
-}
-
-static void close_context(pc_engine_object *engine, void *argument) {
-    pc_context_object *self = argument;
-    (void)engine;
-    if (self->context != NULL)
-        pc_context_close(self->context);
-    self->context = NULL;
-}
-
-static void break_context(pc_engine_object *engine, void *argument) {
-    pc_context_object *self = argument;
-    (void)engine;
-    if (self->context != NULL)
-        pc_context_break(self->context, PC_BROKEN);
-}
-
-static PyObject *context_close(pc_context_object *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self->engine, close_context, self);
-    Py_RETURN_NONE;
-}
-
-static PyObject *context_break(pc_context_object *self, PyObject *unused) {
-    (void)unused;
-    pc_engine_do(self->engine, break_context, self);
-    Py_RETURN_NONE;
-}
-
-static void context_dealloc(pc_context_object *self) {
-    PyTypeObject *type = Py_TYPE((PyObject *)self);
-    if (self->context != NULL)
-        pc_engine_do(self->engine, close_context, self);
-    Py_XDECREF((PyObject *)self->engine);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
-}
-
-struct posting {
-    pc_context_object *context;
-    struct pc_py_item *item;
-    int64_t number;
-    bool is_open;
-};
-
-static void post(pc_engine_object *engine, void *argument) {
-    struct posting *posting = argument;
-    struct pc_context *context = posting->context->context;
-    (void)engine;
-    posting->is_open = context != NULL;
-    if (context == NULL)
-        return;
-    struct pc_py_item *item = posting->item;
-    item->is_quiet = true;
-    if (posting->number < 0)
-        pc_receive_start(context, &item->receive);
-    else
-        pc_receive_start_at(context, &item->receive, (uint64_t)posting->number);
-    item->is_quiet = false;
-    (void)pc_item_taken(item);
-}
-
-static PyObject *context_post(pc_context_object *self, PyObject *args) {
-    struct posting posting = {.context = self, .number = -1};
-    int source, peek = 0;
-    long long tag, number = -1;
-    int dtype = -1;
-    Py_ssize_t room = 0;
-    if (!PyArg_ParseTuple(args, "iL|pLin", &source, &tag, &peek, &number, &dtype, &room))
-        return NULL;
-    struct pc_py_item *item = posting.item = calloc(1, sizeof *item);
-    PyObject *face = item != NULL ? make_face(receive_type, self->engine, item) : NULL;
+PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into) {
+    struct pc_py_item *item = *into = calloc(1, sizeof *item);
+    PyObject *face = item != NULL ? make_face(receive_type, engine, item) : NULL;
     if (face == NULL) {
         free(item);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     item->event.kind = PC_EVENT_HELD;
-    item->receive.posted.queued.source = source;
-    item->receive.posted.queued.tag = tag;
-    item->receive.posted.peek = peek != 0;
     item->receive.ask = true;
-    if (dtype >= 0) {
-        item->expects[1] = (unsigned char)dtype; /* after the form: an array */
-        item->receive.expects = item->expects;
-        item->receive.expects_nbytes = sizeof item->expects;
-        item->receive.room = (size_t)room;
-    }
     item->receive.told = receive_told;
-    item->receive.owner = self->engine;
-    posting.number = number;
-    if (pc_engine_do(self->engine, post, &posting) && posting.is_open)
-        return face;
-    Py_DECREF(face);
-    return pc_engine_is_closed();
+    item->receive.owner = engine;
+    return face;
 }
 
-static PyMethodDef context_methods[] = {
-    {"post", (PyCFunction)context_post, METH_VARARGS,
-     "post(source, tag, peek=False, number=-1, dtype=-1, room=0) -> Receive: start a receive that holds its message, or a "
-     "probe; in the place of that number, if one is given. With the code of a dtype it refuses what is no array of that "
-     "dtype, or has more than `room` bytes."},
-    {"break_", (PyCFunction)context_break, METH_NOARGS, "End all that is under way, and what is started later."},
-    {"close", (PyCFunction)context_close, METH_NOARGS, "The same, and forget it."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot context_slots[] = {
-    {Py_tp_new, context_new},
-    {Py_tp_dealloc, context_dealloc},
-    {Py_tp_methods, context_methods},
-    {Py_tp_doc, "Context(engine, ident, members, me): one communicator's messages."},
-    {0, NULL},
-};
-
-PyType_Spec pc_context_spec = {
-    .name = "pycoll.transports._core.Context",
-    .basicsize = sizeof(pc_context_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = context_slots,
-};
-
-void pc_item_types(PyTypeObject *engine, PyTypeObject *send, PyTypeObject *receive) {
-    engine_type = engine;
+void pc_item_types(PyTypeObject *send, PyTypeObject *receive) {
     send_type = send;
     receive_type = receive;
 }

@@ -6,12 +6,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-struct pc_call *pc_call_find(const struct pc_context *context, uint64_t number) {
+struct pc_called *pc_call_find(const struct pc_context *context, uint64_t number) {
     uint64_t hash = pc_hash(number, 0);
     struct pc_chained *chained = pc_chains_first(&context->calls, hash);
     while (chained != NULL && chained->hash != hash) /* the hash of a number is no other number's */
         chained = chained->next;
-    return chained != NULL ? PC_CHAINED_IN(chained, struct pc_call, by_number) : NULL;
+    return chained != NULL ? PC_CHAINED_IN(chained, struct pc_called, by_number) : NULL;
 }
 
 static size_t signature_nbytes(const unsigned char *text, size_t nbytes) {
@@ -20,7 +20,7 @@ static size_t signature_nbytes(const unsigned char *text, size_t nbytes) {
 }
 
 /* Whether a message belongs to the same call as its sender has made. */
-static bool is_same(const struct pc_call *call, const struct pc_message *message) {
+static bool is_same(const struct pc_called *call, const struct pc_message *message) {
     size_t skipped = PC_COLLECTIVE_NBYTES + (message->header[0] == PC_KIND_LENT ? PC_OFFER_NBYTES : 0);
     const unsigned char *text = message->header + skipped;
     size_t nbytes = message->header_nbytes - skipped;
@@ -86,7 +86,7 @@ void pc_collect_start(struct pc_context *context, struct pc_receive *receive) {
 /* --- calls ------------------------------------------------------------------------------------------- */
 
 /* Give early messages of a call to the caller: all, or those that belong to another call than this one. */
-static void give_early(struct pc_context *context, uint64_t number, const struct pc_call *but) {
+static void give_early(struct pc_context *context, uint64_t number, const struct pc_called *but) {
     struct pc_addressed *at = pc_address_early(&context->addresses, number);
     for (struct pc_addressed *next; at != NULL; at = next) {
         struct pc_message *message = PC_CHAINED_IN(at, struct pc_message, address);
@@ -99,8 +99,8 @@ static void give_early(struct pc_context *context, uint64_t number, const struct
     }
 }
 
-struct pc_call *pc_call_begin(struct pc_context *context, const void *text, size_t nbytes) {
-    struct pc_call *call = malloc(sizeof *call + nbytes);
+struct pc_called *pc_context_begin(struct pc_context *context, const void *text, size_t nbytes) {
+    struct pc_called *call = malloc(sizeof *call + nbytes);
     if (call == NULL)
         return NULL;
     call->by_number = (struct pc_chained){0};
@@ -117,8 +117,8 @@ struct pc_call *pc_call_begin(struct pc_context *context, const void *text, size
     return call;
 }
 
-void pc_call_end(struct pc_context *context, struct pc_call *call) {
-    struct pc_call **last = &context->last_calls[context->num_ended++ % PC_LAST_CALLS];
+void pc_context_end(struct pc_context *context, struct pc_called *call) {
+    struct pc_called **last = &context->last_calls[context->num_ended++ % PC_LAST_CALLS];
     if (*last != NULL && (*last)->number + 1 == context->next_call)
         context->newest = *last;
     else
@@ -130,11 +130,11 @@ void pc_call_end(struct pc_context *context, struct pc_call *call) {
     pc_engine_leave(context->engine);
 }
 
-const struct pc_call *pc_call_newest(const struct pc_context *context) {
+const struct pc_called *pc_call_newest(const struct pc_context *context) {
     uint64_t number = context->next_call - 1;
     if (context->newest != NULL || context->next_call == 0)
         return context->newest;
-    const struct pc_call *call = pc_call_find(context, number);
+    const struct pc_called *call = pc_call_find(context, number);
     for (int index = 0; call == NULL && index < PC_LAST_CALLS; index++)
         if (context->last_calls[index] != NULL && context->last_calls[index]->number == number)
             call = context->last_calls[index];
@@ -158,7 +158,7 @@ int pc_call_arrived(struct pc_context *context, struct pc_message *message) {
     at->index = (uint32_t)little_endian(header + 15, 4);
     at->sender = (uint32_t)message->match.queued.source;
     at->is_early = true;
-    const struct pc_call *call = pc_call_find(context, at->call);
+    const struct pc_called *call = pc_call_find(context, at->call);
     if (call != NULL ? !is_same(call, message) : at->call < context->next_call)
         return pc_message_to_caller(context->engine, message);
     message->context = context;
@@ -216,7 +216,7 @@ void pc_calls_stop(struct pc_context *context, int status, bool closes) {
 }
 
 static void free_call(struct pc_chained *chained) {
-    free(PC_CHAINED_IN(chained, struct pc_call, by_number));
+    free(PC_CHAINED_IN(chained, struct pc_called, by_number));
 }
 
 void pc_calls_free(struct pc_context *context) {

@@ -121,7 +121,7 @@ struct pc_receive {
 /* --- contexts ---------------------------------------------------------------------------------------- */
 
 /* A collective call: a text that says what it is, and after a zero byte where it was made, which may differ. */
-struct pc_call {
+struct pc_called {
     uint64_t number;
     size_t nbytes, signature_nbytes; /* all of the text; of what must be the same on all ranks */
     struct pc_chained by_number;
@@ -141,9 +141,9 @@ struct pc_context {
     struct pc_addresses addresses;
     uint64_t next_call;
     struct pc_chains calls; /* that have begun */
-    struct pc_call *last_calls[PC_LAST_CALLS]; /* that have ended: a ring */
+    struct pc_called *last_calls[PC_LAST_CALLS]; /* that have ended: a ring */
     uint64_t num_ended;
-    struct pc_call *newest; /* the one begun last, if the ring has it no more */
+    struct pc_called *newest; /* the one begun last, if the ring has it no more */
     struct pc_chained by_ident;
     struct pc_context *next, **at;
 };
@@ -225,13 +225,13 @@ bool pc_receive_give_up(struct pc_receive *receive);
 void pc_receive_drop(struct pc_receive *receive);
 
 /* Begin a collective call: those of the same number belong together on all ranks. NULL: there is no memory. */
-struct pc_call *pc_call_begin(struct pc_context *context, const void *text, size_t nbytes);
+struct pc_called *pc_context_begin(struct pc_context *context, const void *text, size_t nbytes);
 /* End a call, for which every message was received. */
-void pc_call_end(struct pc_context *context, struct pc_call *call);
+void pc_context_end(struct pc_context *context, struct pc_called *call);
 /* The call of a number that has begun and not ended; NULL: there is none. */
-struct pc_call *pc_call_find(const struct pc_context *context, uint64_t number);
+struct pc_called *pc_call_find(const struct pc_context *context, uint64_t number);
 /* The text of the call begun last; NULL: there was none. */
-const struct pc_call *pc_call_newest(const struct pc_context *context);
+const struct pc_called *pc_call_newest(const struct pc_context *context);
 /* As `pc_receive_start`, for one with an address, of which nothing waits for the message yet. */
 void pc_collect_start(struct pc_context *context, struct pc_receive *receive);
 

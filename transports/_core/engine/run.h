@@ -60,7 +60,7 @@ struct pc_run {
     struct pc_reduction reduction;
     const void *source;
     void *target; /* the source, or disjoint from it, but for chunks that lie at the same place in both */
-    struct pc_call *call;
+    struct pc_called *call;
     uint16_t lane;
     /* Of every chunk this run moves only one segment of several, of whole granules. */
     uint32_t segment, num_segments; /* 0 and 1: all of it */

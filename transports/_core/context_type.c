@@ -1,0 +1,347 @@
+/* `_core.Context`: one communicator's receives and collective calls, for Python. See engine_type.h. */
+#include "engine_type.h"
+
+#include <stdlib.h>
+
+static PyTypeObject *engine_type;
+
+struct opening {
+    uint64_t ident;
+    int *members, me;
+    size_t num_members;
+    struct pc_context *context;
+};
+
+static void open_context(pc_engine_object *self, void *argument) {
+    struct opening *opening = argument;
+    opening->context =
+        pc_context_open(&self->engine, opening->ident, opening->members, opening->num_members, opening->me);
+}
+
+static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *engine, *members;
+    unsigned long long ident;
+    struct opening opening = {0};
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O!KOi", engine_type, &engine, &ident, &members, &opening.me))
+        return NULL;
+    Py_ssize_t count = PySequence_Size(members);
+    opening.ident = ident;
+    opening.num_members = count > 0 ? (size_t)count : 0;
+    opening.members = calloc(opening.num_members + 1, sizeof *opening.members);
+    if (opening.members == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t index = 0; index < count; index++) {
+        PyObject *number = PySequence_GetItem(members, index);
+        opening.members[index] = number != NULL ? (int)PyLong_AsLong(number) : 0;
+        Py_XDECREF(number);
+    }
+    pc_context_object *self = NULL;
+    if (!PyErr_Occurred())
+        self = (pc_context_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self != NULL) {
+        self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
+        bool done = pc_engine_do(self->engine, open_context, &opening);
+        self->context = opening.context;
+        if (!done || opening.context == NULL) {
+            Py_CLEAR(self);
+            if (done)
+                PyErr_NoMemory();
+            else
+                pc_engine_is_closed();
+        }
+    }
+    free(opening.members);
+    return (PyObject *)self;
+}
+
+static void close_context(pc_engine_object *engine, void *argument) {
+    pc_context_object *self = argument;
+    (void)engine;
+    if (self->context == NULL)
+        return;
+    self->num_calls = self->context->next_call;
+    pc_context_close(self->context);
+    self->context = NULL;
+}
+
+static void break_context(pc_engine_object *engine, void *argument) {
+    pc_context_object *self = argument;
+    (void)engine;
+    if (self->context != NULL)
+        pc_context_break(self->context, PC_BROKEN);
+}
+
+static PyObject *context_close(pc_context_object *self, PyObject *unused) {
+    (void)unused;
+    pc_engine_do(self->engine, close_context, self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *context_break(pc_context_object *self, PyObject *unused) {
+    (void)unused;
+    pc_engine_do(self->engine, break_context, self);
+    Py_RETURN_NONE;
+}
+
+static void context_dealloc(pc_context_object *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    if (self->context != NULL)
+        pc_engine_do(self->engine, close_context, self);
+    Py_XDECREF((PyObject *)self->engine);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+struct posting {
+    pc_context_object *context;
+    struct pc_py_item *item;
+    int64_t number;
+    bool by_address, is_open;
+};
+
+static void post(pc_engine_object *engine, void *argument) {
+    struct posting *posting = argument;
+    struct pc_context *context = posting->context->context;
+    (void)engine;
+    posting->is_open = context != NULL;
+    if (context == NULL)
+        return;
+    struct pc_py_item *item = posting->item;
+    item->is_quiet = true;
+    if (posting->by_address)
+        pc_collect_start(context, &item->receive);
+    else if (posting->number < 0)
+        pc_receive_start(context, &item->receive);
+    else
+        pc_receive_start_at(context, &item->receive, (uint64_t)posting->number);
+    item->is_quiet = false;
+    (void)pc_item_taken(item);
+}
+
+/* Takes the reference to the face. */
+static PyObject *post_it(struct posting *posting, PyObject *face) {
+    if (pc_engine_do(posting->context->engine, post, posting) && posting->is_open)
+        return face;
+    Py_DECREF(face);
+    return pc_engine_is_closed();
+}
+
+static PyObject *context_post(pc_context_object *self, PyObject *args) {
+    struct posting posting = {.context = self, .number = -1};
+    int source, peek = 0;
+    long long tag, number = -1;
+    int dtype = -1;
+    Py_ssize_t room = 0;
+    if (!PyArg_ParseTuple(args, "iL|pLin", &source, &tag, &peek, &number, &dtype, &room))
+        return NULL;
+    PyObject *face = pc_item_new_receive(self->engine, &posting.item);
+    if (face == NULL)
+        return NULL;
+    struct pc_py_item *item = posting.item;
+    item->receive.posted.queued.source = source;
+    item->receive.posted.queued.tag = tag;
+    item->receive.posted.peek = peek != 0;
+    if (dtype >= 0) {
+        item->expects[1] = (unsigned char)dtype; /* after the form: an array */
+        item->receive.expects = item->expects;
+        item->receive.expects_nbytes = sizeof item->expects;
+        item->receive.room = (size_t)room;
+    }
+    posting.number = number;
+    return post_it(&posting, face);
+}
+
+static PyObject *context_collect(pc_context_object *self, PyObject *args) {
+    struct posting posting = {.context = self, .number = -1};
+    unsigned long long call;
+    unsigned lane, sender, index;
+    if (!PyArg_ParseTuple(args, "KIII", &call, &lane, &sender, &index))
+        return NULL;
+    if (sender >= (unsigned)self->engine->engine.size || lane > UINT16_MAX) {
+        PyErr_SetString(PyExc_ValueError, "there is no such address");
+        return NULL;
+    }
+    PyObject *face = pc_item_new_receive(self->engine, &posting.item);
+    if (face == NULL)
+        return NULL;
+    posting.by_address = true;
+    posting.item->receive.address = (struct pc_addressed){.call = call, .lane = (uint16_t)lane, .sender = sender, .index = index};
+    return post_it(&posting, face);
+}
+
+/* --- calls ------------------------------------------------------------------------------------------- */
+
+struct calling {
+    pc_context_object *context;
+    const char *text;
+    Py_ssize_t nbytes;
+    int64_t number;
+    bool is_open;
+};
+
+static void begin_call(pc_engine_object *engine, void *argument) {
+    struct calling *calling = argument;
+    struct pc_context *context = calling->context->context;
+    (void)engine;
+    calling->is_open = context != NULL;
+    if (context == NULL)
+        return;
+    struct pc_called *call = pc_context_begin(context, calling->text, (size_t)calling->nbytes);
+    calling->number = call != NULL ? (int64_t)call->number : -1;
+}
+
+static PyObject *context_begin(pc_context_object *self, PyObject *text) {
+    struct calling calling = {.context = self};
+    if (PyBytes_AsStringAndSize(text, (char **)&calling.text, &calling.nbytes) < 0)
+        return NULL;
+    if (!pc_engine_do(self->engine, begin_call, &calling) || !calling.is_open)
+        return pc_engine_is_closed();
+    return calling.number >= 0 ? PyLong_FromLongLong(calling.number) : PyErr_NoMemory();
+}
+
+static void end_call(pc_engine_object *engine, void *argument) {
+    struct calling *calling = argument;
+    struct pc_context *context = calling->context->context;
+    (void)engine;
+    struct pc_called *call = context != NULL ? pc_call_find(context, (uint64_t)calling->number) : NULL;
+    if (call != NULL)
+        pc_context_end(context, call);
+}
+
+static PyObject *context_end(pc_context_object *self, PyObject *number) {
+    struct calling calling = {.context = self, .number = PyLong_AsLongLong(number)};
+    if (PyErr_Occurred())
+        return NULL;
+    pc_engine_do(self->engine, end_call, &calling);
+    Py_RETURN_NONE;
+}
+
+/* A copy of what is known of one call. */
+struct told_call {
+    uint64_t number;
+    size_t nbytes;
+    char *text;
+};
+
+struct telling {
+    pc_context_object *context;
+    struct told_call *calls;
+    size_t count;
+    bool of_newest, without_memory;
+};
+
+static void tell_call(struct telling *telling, const struct pc_called *call) {
+    if (call == NULL)
+        return;
+    struct told_call *told = &telling->calls[telling->count];
+    told->number = call->number;
+    told->nbytes = call->nbytes;
+    told->text = malloc(call->nbytes + 1);
+    telling->without_memory |= told->text == NULL;
+    if (told->text == NULL)
+        return;
+    memcpy(told->text, call->text, call->nbytes);
+    telling->count++;
+}
+
+static void tell_calls(pc_engine_object *engine, void *argument) {
+    struct telling *telling = argument;
+    struct pc_context *context = telling->context->context;
+    (void)engine;
+    if (context == NULL)
+        return;
+    telling->calls = calloc(context->calls.used + PC_LAST_CALLS + 1, sizeof *telling->calls);
+    telling->without_memory = telling->calls == NULL;
+    if (telling->calls == NULL)
+        return;
+    if (telling->of_newest) {
+        tell_call(telling, pc_call_newest(context));
+        return;
+    }
+    for (uint64_t back = PC_LAST_CALLS; back > 0; back--)
+        tell_call(telling, context->last_calls[(context->num_ended + PC_LAST_CALLS - back) % PC_LAST_CALLS]);
+    size_t found = 0;
+    for (uint64_t number = context->next_call; found < context->calls.used && number-- > 0;) {
+        const struct pc_called *call = pc_call_find(context, number);
+        found += call != NULL;
+        tell_call(telling, call);
+    }
+}
+
+static PyObject *tell(pc_context_object *self, bool of_newest) {
+    struct telling telling = {.context = self, .of_newest = of_newest};
+    pc_engine_do(self->engine, tell_calls, &telling);
+    PyObject *told = PyDict_New();
+    for (size_t index = 0; index < telling.count; index++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(telling.calls[index].number);
+        PyObject *text = PyBytes_FromStringAndSize(telling.calls[index].text, (Py_ssize_t)telling.calls[index].nbytes);
+        if (told != NULL && (number == NULL || text == NULL || PyDict_SetItem(told, number, text) < 0))
+            Py_CLEAR(told);
+        Py_XDECREF(number);
+        Py_XDECREF(text);
+        free(telling.calls[index].text);
+    }
+    free(telling.calls);
+    if (told == NULL || !telling.without_memory)
+        return told;
+    Py_DECREF(told);
+    return PyErr_NoMemory();
+}
+
+static PyObject *context_calls(pc_context_object *self, PyObject *unused) {
+    (void)unused;
+    return tell(self, false);
+}
+
+static PyObject *context_newest(pc_context_object *self, PyObject *unused) {
+    (void)unused;
+    return tell(self, true);
+}
+
+static PyObject *context_next_call(pc_context_object *self, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(self->context != NULL ? self->context->next_call : self->num_calls);
+}
+
+static PyMethodDef context_methods[] = {
+    {"post", (PyCFunction)context_post, METH_VARARGS,
+     "post(source, tag, peek=False, number=-1, dtype=-1, room=0) -> Receive: start a receive that holds its message, or a "
+     "probe; in the place of that number, if one is given. With the code of a dtype it refuses what is no array of that "
+     "dtype, or has more than `room` bytes."},
+    {"collect", (PyCFunction)context_collect, METH_VARARGS,
+     "collect(call, lane, rank, index) -> Receive: start a receive that holds the message of that address."},
+    {"begin", (PyCFunction)context_begin, METH_O,
+     "begin(text) -> int: begin a collective call, and return its number. Messages of other calls with this number are "
+     "told as having arrived."},
+    {"end", (PyCFunction)context_end, METH_O, "end(number): all messages of that call were received."},
+    {"calls", (PyCFunction)context_calls, METH_NOARGS,
+     "calls() -> dict[int, bytes]: the calls that have ended last, in that order, then those that are under way."},
+    {"newest", (PyCFunction)context_newest, METH_NOARGS, "newest() -> dict[int, bytes]: the call begun last, if any."},
+    {"break_", (PyCFunction)context_break, METH_NOARGS, "End all that is under way, and what is started later."},
+    {"close", (PyCFunction)context_close, METH_NOARGS, "The same, and forget it."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef context_values[] = {
+    {"next_call", (getter)context_next_call, NULL, "The number of the next collective call.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot context_slots[] = {
+    {Py_tp_new, context_new},
+    {Py_tp_dealloc, context_dealloc},
+    {Py_tp_methods, context_methods},
+    {Py_tp_getset, context_values},
+    {Py_tp_doc, "Context(engine, ident, members, me): one communicator's messages."},
+    {0, NULL},
+};
+
+PyType_Spec pc_context_spec = {
+    .name = "pycoll.transports._core.Context",
+    .basicsize = sizeof(pc_context_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = context_slots,
+};
+
+void pc_context_types(PyTypeObject *engine) { engine_type = engine; }
