@@ -404,9 +404,10 @@ bool pc_run_start(struct pc_context *context, struct pc_run *run) {
         if (run->waits[step] == 0)
             run->ready[run->last_ready++] = step;
     }
-    pc_engine_enter(context->engine);
-    drain(run);
-    pc_engine_leave(context->engine);
+    struct pc_engine *engine = context->engine;
+    pc_engine_enter(engine);
+    drain(run); /* it may have ended, and its context may be closed by who is told so */
+    pc_engine_leave(engine);
     return true;
 }
 
