@@ -73,7 +73,7 @@ struct pc_run {
     int from;
     size_t came, expected;
 
-    struct pc_context *context; /* gone when it is closed */
+    struct pc_context *context; /* when it is closed it stays until the run has ended */
     struct pc_engine *engine;
     void *memory; /* of the arrays that follow */
     struct pc_run_chunk *chunks;
