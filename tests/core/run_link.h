@@ -29,13 +29,14 @@ static int64_t allocated;
 enum count {
     CALLS, EARLY, SEGMENTS, IN_PLACE, IN_REVERSE, ASKED, RUNS_FAILED, RUNS_CANCELLED, REFUSED, LENT, OTHER_CALL,
     OTHER_EARLY, STRAY, FORGOTTEN, BROKEN_CONTEXTS, CLOSED_CONTEXTS, WITHOUT_MEMORY, WITHDRAWN, ABANDONED, REDIRECTED,
-    MOVED, UNOPENED, GIVEN_UP, TAKEN_BACK, NONSENSE, FROM_CALLBACKS, ENDED_PENDING, CLEAN_WORLDS, COUNTS
+    MOVED, UNOPENED, GIVEN_UP, TAKEN_BACK, NONSENSE, FROM_CALLBACKS, ENDED_PENDING, SENT_AGAIN, HERE,
+    CLEAN_WORLDS, COUNTS
 };
 static const char *const names[] = {
     "calls", "early messages", "segments", "in place", "in reverse", "asked", "failed runs", "cancelled runs",
     "refused", "lent", "of another call", "early of another call", "stray", "forgotten", "broken", "closed",
     "without memory", "withdrawn", "abandoned", "redirected", "moved", "unopened", "given up", "taken back",
-    "nonsense", "from callbacks", "closed before told", "clean worlds"};
+    "nonsense", "from callbacks", "closed before told", "sent again", "here though its sender is gone", "clean worlds"};
 static uint64_t counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -109,6 +110,7 @@ struct flight {
     size_t filled;
     bool arrived; /* the receiver's engine has taken it over */
     bool is_lost; /* its receiver cannot have it any more, or had no memory to give it to the caller */
+    bool is_dropped; /* a context drops it just now */
     int times_other; /* it was given to the caller */
 };
 
@@ -200,6 +202,7 @@ static int test_send(struct pc_link *link, struct pc_send *send, const void *hea
         return -ENOMEM;
     struct flight *flight = new_flight(me, send, header, header_nbytes);
     flight->on_wire = true;
+    flight->severed = ranks[flight->dest].engine.gone[me] != 0; /* it has closed its connection */
     flight->send = send;
     flight->where = PC_WAITING;
     if (way != PC_OFFER && flight->nbytes <= SMALL && chance(75))

@@ -64,6 +64,7 @@ struct asking {
     struct pc_receive receive;
     struct state *state;
     int extra;
+    bool is_here; /* its message had come, all of it, when it was started */
     unsigned char *memory;
 };
 
@@ -351,6 +352,8 @@ static void check_refused(const struct state *state, const struct pc_run *run) {
                 call == state->call && lane == run->lane && index == step->index && flight->nbytes == run->came &&
                 flight->arrived && (run->came != nbytes || flight->header[0] == PC_KIND_LENT)) {
                 counts[LENT] += flight->header[0] == PC_KIND_LENT;
+                check(flight->where != PC_WAITING || !flight->released, "the sender of a refused message is answered",
+                      number);
                 return;
             }
         }
@@ -428,14 +431,19 @@ static void cancel_run(struct state *state, int segment) {
 
 /* --- messages beside the runs ------------------------------------------------------------------------ */
 
-static size_t write_message_header(unsigned char *header, const struct state *state, bool is_lent, uint16_t lane,
-                                   uint32_t index) {
+static void write_address(unsigned char *header, const struct state *state, bool is_lent, uint16_t lane,
+                          uint32_t index) {
     uint64_t ident = ident_of(state->context);
     header[0] = is_lent ? PC_KIND_LENT : PC_KIND_COLLECTIVE;
     memcpy(header + 1, &ident, 8);
     memcpy(header + 9, &state->call, 4);
     memcpy(header + 13, &lane, 2);
     memcpy(header + 15, &index, 4);
+}
+
+static size_t write_message_header(unsigned char *header, const struct state *state, bool is_lent, uint16_t lane,
+                                   uint32_t index) {
+    write_address(header, state, is_lent, lane, index);
     size_t nbytes = PC_COLLECTIVE_NBYTES;
     if (is_lent)
         memset(header + nbytes, 0x5A, PC_OFFER_NBYTES);
@@ -547,6 +555,7 @@ static void asking_told(struct pc_receive *receive) {
             check(!receive->ask && extra->is_lent, "a message that fits is refused", state->call);
         else if (receive->status != 0)
             check_reason(state, receive->status);
+        check(receive->status < 1000 || !asking->is_here, "a message that is here went with its sender", state->call);
         counts[TAKEN_BACK] += receive->status == PC_TAKEN_BACK;
         for (size_t offset = 0; receive->status == 0 && offset < extra->nbytes; offset++)
             check(asking->memory[offset] == byte_of(state->plan, asking->extra, offset), "a byte is wrong", offset);
@@ -556,6 +565,20 @@ static void asking_told(struct pc_receive *receive) {
         asking_over(asking, receive->status == 0);
     }
     maybe_act(rank);
+}
+
+/* The messages of a peer that are here may be received when it is gone. */
+static bool is_here(const struct state *state, const struct pc_addressed *address) {
+    unsigned char header[PC_COLLECTIVE_NBYTES];
+    write_address(header, state, false, address->lane, address->index);
+    for (size_t number = 0; number < num_flights; number++) {
+        const struct flight *flight = flights[number];
+        if (flight->dest == state->rank && flight->source == (int)address->sender && flight->arrived &&
+            !flight->is_lost && flight->where <= PC_KEPT && flight->times_other == 0 && !flight->released &&
+            memcmp(flight->header + 1, header + 1, sizeof header - 1) == 0)
+            return true;
+    }
+    return false;
 }
 
 static void ask(struct state *state, int number) {
@@ -579,6 +602,8 @@ static void ask(struct state *state, int number) {
     state->asked[number] = UNDER_WAY;
     state->asking[number] = asking;
     counts[ASKED]++;
+    asking->is_here = is_here(state, &receive->address);
+    counts[HERE] += asking->is_here && ranks[state->rank].engine.gone[receive->address.sender] != 0;
     pc_collect_start(member_of(state)->context, receive);
 }
 
@@ -772,7 +797,7 @@ static bool is_complete(const struct state *state) {
 
 static void end_call(struct state *state) {
     struct member *member = member_of(state);
-    if (reversed && member->num_begun < contexts[state->context].num_calls)
+    if (reversed && member->num_begun < PC_LAST_CALLS + 2)
         return;
     for (uint32_t later = state->call + 1; reversed && later < member->num_begun; later++)
         if (is_complete(&member->states[later]))
@@ -809,6 +834,20 @@ static void open_context(int context, int me) {
         member->openness = OPEN;
 }
 
+/* A context has dropped what came for it: the senders that wait are answered if it was closed, but not if it broke. */
+static void check_dropped(bool closes) {
+    for (size_t number = 0; number < num_flights; number++) {
+        struct flight *flight = flights[number];
+        if (!flight->is_dropped || flight->times_other > 0)
+            continue;
+        flight->is_dropped = false;
+        if (flight->where == PC_WAITING && !flight->accepted && !closes)
+            check(!flight->released, "a sender is answered though the context is broken", number);
+        else if (flight->where != PC_WAITING || flight->accepted)
+            check(!flight->known, "a message was not dropped", number);
+    }
+}
+
 static void stop(int context, int me, bool closes) {
     struct member *member = &contexts[context].ranks[me];
     if (member->openness != OPEN && !(closes && member->openness == BROKEN))
@@ -816,16 +855,20 @@ static void stop(int context, int me, bool closes) {
     if (member->openness == OPEN)
         member->status = closes ? PC_CONTEXT_CLOSED : 1 + context;
     member->openness = closes ? CLOSED : BROKEN;
-    for (size_t number = 0; number < num_flights; number++)
-        if (flights[number]->arrived && receiver_of(flights[number]) >= member->states &&
-            receiver_of(flights[number]) < member->states + MOST_CALLS)
-            flights[number]->is_lost = true;
+    for (size_t number = 0; number < num_flights; number++) {
+        struct flight *flight = flights[number];
+        const struct state *state = receiver_of(flight);
+        bool came = flight->arrived && state >= member->states && state < member->states + MOST_CALLS;
+        flight->is_dropped = came && flight->known && flight->times_other == 0;
+        flight->is_lost = flight->is_lost || came;
+    }
     counts[closes ? CLOSED_CONTEXTS : BROKEN_CONTEXTS]++;
     if (!closes) {
         struct pc_engine *engine = member->context->engine;
         pc_context_break(member->context, member->status);
         for (struct pc_message *each = engine->abandoned.first; each != NULL; each = each->next)
             counts[ABANDONED]++;
+        check_dropped(false);
         return;
     }
     struct pc_context *closed = member->context;
@@ -833,6 +876,7 @@ static void stop(int context, int me, bool closes) {
     for (int call = 0; call < MOST_CALLS; call++)
         member->states[call].called = NULL;
     pc_context_close(closed);
+    check_dropped(true);
     for (int call = 0; call < MOST_CALLS; call++)
         for (int segment = 0; segment < MOST_SEGMENTS; segment++) {
             bool goes_on = member->states[call].running[segment] != NULL;
@@ -892,6 +936,51 @@ static void start_and_stop(int context, int me) {
     stop(context, me, chance(60));
 }
 
+/* Send, or ask for, all messages beside the runs for which that was not done yet. */
+static void send_or_ask_for_all(int rank, bool asks) {
+    for (int context = 0; context < num_contexts; context++) {
+        int me = rank_in(context, rank);
+        for (uint32_t call = 0; me != NOBODY && call < contexts[context].ranks[me].num_begun; call++)
+            for (int number = 0; number < MOST_EXTRAS; number++) {
+                struct state *state = &contexts[context].ranks[me].states[call];
+                const struct extra *extra = &state->plan->extras[number];
+                if (state->called == NULL || state->failed || number >= state->plan->num_extras)
+                    continue;
+                if (asks && extra->to == me && state->asked[number] == NOT_YET)
+                    ask(state, number);
+                else if (!asks && extra->from == me && state->sent[number] == NOT_YET)
+                    send_extra(state, number);
+            }
+    }
+}
+
+static void begin_all(int rank) {
+    for (int context = 0; context < num_contexts; context++) {
+        int me = rank_in(context, rank);
+        for (uint32_t turn = 0; me != NOBODY && turn < contexts[context].num_calls; turn++)
+            if (contexts[context].ranks[me].openness == OPEN)
+                begin_call(context, me);
+    }
+}
+
+/* A rank hears that another one is gone, which has sent all that it could. */
+static void forget(int rank, int peer) {
+    struct pc_engine *engine = &ranks[rank].engine;
+    if (peer == rank || engine->gone[peer] != 0)
+        return;
+    counts[FORGOTTEN]++;
+    if (!engine->telling && !ranks[peer].engine.telling) {
+        begin_all(rank);
+        begin_all(peer);
+        send_or_ask_for_all(peer, false);
+        for (int turn = 0; turn < 100; turn++)
+            (void)progress();
+    }
+    if (engine->gone[peer] == 0)
+        pc_engine_forget(engine, peer, 1000 + peer);
+    send_or_ask_for_all(rank, true);
+}
+
 /* What goes wrong. */
 static void spoil(int rank) {
     int context = (int)below((uint64_t)num_contexts), me = rank_in(context, rank);
@@ -903,15 +992,11 @@ static void spoil(int rank) {
         stop(context, me, true);
     } else if (what < 7) {
         stop(context, me, false);
-    } else if (what < 10) {
-        int peer = (int)below((uint64_t)num_ranks);
-        if (peer != rank && ranks[rank].engine.gone[peer] == 0) {
-            counts[FORGOTTEN]++;
-            pc_engine_forget(&ranks[rank].engine, peer, 1000 + peer);
-        }
-    } else if (what < 25) {
+    } else if (what < 15) {
+        forget(rank, (int)below((uint64_t)num_ranks));
+    } else if (what < 29) {
         start_and_stop(context, me);
-    } else if (what < 40 && sendings != NULL) {
+    } else if (what < 43 && sendings != NULL) {
         struct sending *sending = sendings;
         if (sending->send.context == NULL || sending->send.context->engine != &ranks[rank].engine)
             return;
@@ -925,6 +1010,16 @@ static void spoil(int rank) {
             if (member->states[call].running[segment] != NULL && chance(70))
                 cancel_run(&member->states[call], segment);
     }
+}
+
+/* The newest call must be known when all others have ended after it. */
+static bool may_begin(const struct member *member) {
+    if (!reversed || member->num_begun != PC_LAST_CALLS + 2)
+        return true;
+    for (uint32_t call = 0; call < member->num_begun; call++)
+        if (member->states[call].called != NULL)
+            return false;
+    return true;
 }
 
 static void act(int rank) {
@@ -945,7 +1040,7 @@ static void act(int rank) {
         drop_other();
     if (member->openness == CLOSED || (member->openness == BROKEN && chance(80)))
         return;
-    if (chance(15) || member->num_begun == 0) {
+    if (may_begin(member) && (chance(15) || member->num_begun == 0)) {
         begin_call(context, me);
         return;
     }
@@ -982,6 +1077,26 @@ static void send_nonsense(int rank) {
     free(exact);
 }
 
+/* Nor this: a message of which there is one of the same address already. */
+static void send_again(void) {
+    if (num_flights == 0)
+        return;
+    const struct flight *flight = flights[below(num_flights)];
+    const struct state *state = receiver_of(flight);
+    if (!flight->arrived || flight->is_lost || state->begun || member_of(state)->openness != OPEN)
+        return;
+    struct pc_engine *engine = &ranks[flight->dest].engine;
+    struct pc_incoming incoming = {.peer = flight->source,
+                                   .header = flight->header,
+                                   .header_nbytes = flight->header_nbytes,
+                                   .where = PC_WAITING};
+    struct pc_message *message;
+    int error = pc_arrived(engine, &ranks[flight->dest].link, &incoming, &message);
+    check((error == -EPROTO || (scarce && error == -ENOMEM)) && message == NULL, "two messages have one address",
+          flight->number);
+    counts[SENT_AGAIN]++;
+}
+
 /* --- worlds ------------------------------------------------------------------------------------------ */
 
 /* A run that goes on waits for somebody, and opens no more receives than it may. */
@@ -999,6 +1114,9 @@ static void check_runs(void) {
                     for (size_t each = 0; each < count; each++)
                         check(rank_in(context, awaited[each]) != NOBODY && awaited[each] != state->rank,
                               "a run waits for a stranger", (uint64_t)awaited[each]);
+                    for (size_t each = 0; each < count; each++)
+                        check(ranks[state->rank].engine.gone[awaited[each]] == 0, "a run waits for one who is gone",
+                              (uint64_t)awaited[each]);
                     const struct pc_table *table = state->running[segment]->run.table;
                     bool only_reduces = true;
                     for (uint32_t step = 0; step < table->num_steps; step++)
@@ -1023,7 +1141,7 @@ static void make_context(int context) {
         contexts[context].members[member] = pool[drawn];
         pool[drawn] = pool[--left];
     }
-    contexts[context].num_calls = 1 + (uint32_t)below(5);
+    contexts[context].num_calls = 1 + (uint32_t)below(clean ? 5 : 8);
     if (reversed)
         contexts[context].num_calls = MOST_CALLS;
     for (uint32_t call = 0; call < contexts[context].num_calls; call++) {
@@ -1134,6 +1252,8 @@ static void world(void) {
             act((int)below((uint64_t)num_ranks));
         else if (below(200) == 0 && num_ranks > 1)
             send_nonsense((int)below((uint64_t)num_ranks));
+        else if (below(20) == 0)
+            send_again();
         else
             (void)progress();
         check_runs();
