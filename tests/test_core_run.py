@@ -22,7 +22,7 @@ from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 NAMES = (
     "engine", "message", "context", "calls", "run", "address", "link_self", "match", "chains"
 )  # fmt: skip
-KINDS = 30
+KINDS = 31
 """Things that the random calls count."""
 
 SIZES = range(1, 6)
@@ -158,8 +158,8 @@ def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
     ("flags", "worlds"),
     [
         pytest.param(ADDRESS, 200, id="few"),
-        pytest.param(ADDRESS, 2_000, marks=exhaustive, id="address"),
-        pytest.param(PLAIN, 10_000, marks=exhaustive, id="plain"),
+        pytest.param(ADDRESS, 4_000, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 20_000, marks=exhaustive, id="plain"),
     ],
 )
 def test_random_collectives_of_engines_give_what_their_proofs_say(

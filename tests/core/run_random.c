@@ -112,6 +112,7 @@ static int num_ranks, num_contexts;
 static bool clean, was_scarce, reversed, dry;
 static int spoils; /* percent of what ranks do in this world */
 static struct sending *sendings;
+static const struct running *starting;
 
 /* Receives for messages of other calls. */
 #define MOST_OTHERS 4096
@@ -295,6 +296,7 @@ static bool uses_memory(const struct state *state) {
 
 static void act(int rank);
 static void spoil(int rank);
+static void stop(int context, int me, bool closes);
 
 static void maybe_act(int rank) {
     if (quiet || !chance(clean ? 10 : 25))
@@ -383,7 +385,12 @@ static void run_ended(struct pc_run *run) {
     else if (run->status != 0)
         check_reason(state, run->status);
     counts[RUNS_FAILED] += run->status != 0;
+    bool is_starting = running == starting;
     run_over(running, run->status != 0);
+    if (is_starting && !quiet && chance(spoils)) {
+        counts[ENDED_STARTING]++;
+        stop(state->context, state->me, true);
+    }
     maybe_act(rank);
 }
 
@@ -413,7 +420,10 @@ static void start_run(struct state *state, int segment) {
     state->runs[segment] = UNDER_WAY;
     state->running[segment] = running;
     counts[SEGMENTS] += plan->num_segments > 1;
-    if (pc_run_start(member_of(state)->context, run))
+    starting = running;
+    bool is_started = pc_run_start(member_of(state)->context, run);
+    starting = NULL;
+    if (is_started)
         return;
     check(was_scarce, "a run is not started", state->call);
     state->runs[segment] = NOT_YET;
