@@ -226,7 +226,7 @@ class Engine(Driver):
                 if task is not None:
                     context.pending.discard(task)
             if task.error is not None:
-                error = self._named(task.error, call)
+                error = self.named(task.error, call)
                 if collective:
                     self.break_context(context, error)
                 elif isinstance(error, PeerFailed):
@@ -272,7 +272,7 @@ class Engine(Driver):
         self._requests.add(task)
         task.start()
 
-    def _named(self, error: BaseException, call: Call) -> BaseException:
+    def named(self, error: BaseException, call: Call) -> BaseException:
         """Name the call that a rank which has left in good order has not made."""
         if (
             isinstance(error, PeerFailed)
@@ -288,7 +288,7 @@ class Engine(Driver):
         context.pending.discard(task)
         self._requests.discard(task)
         if collective and task.error is not None:
-            task.error = self._named(task.error, task.call)
+            task.error = self.named(task.error, task.call)
             self.break_context(context, task.error)
 
     def look_at(self, operation: Operation) -> bool:

@@ -172,6 +172,8 @@ class Group:
         """Choose by other settings than the job's; on all ranks, before or between calls."""
         self._selector = select.Selector(settings, self.hosts, self.native is not None)
         self._choices.clear()
+        if self.context.collectives is not None:
+            self.context.collectives.forget_plans()
 
     def is_named(self, collective: str) -> bool:
         """Whether PYCOLL_ALGORITHM says what a collective must run."""
