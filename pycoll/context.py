@@ -102,10 +102,17 @@ class ShortWay(Protocol):
     queued: int
 
 
-class Usable(Protocol):
-    """What the compiled core does without Python, while it may: see `ShortWay.usable`."""
+class RunInCore(Protocol):
+    """The collectives by messages of one communicator that the compiled core runs.
+
+    Attributes:
+        usable: whether it may run any.
+    """
 
     usable: bool
+
+    def forget_plans(self) -> None:
+        """Ask anew how calls go."""
 
 
 Key = tuple[int, int, int, int]
@@ -330,7 +337,7 @@ class Context:
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
         self.short: ShortWay | None = None
-        self.collectives: Usable | None = None
+        self.collectives: RunInCore | None = None
         self.turns: dict[int, Operation] = {}
         self.borrowed: dict[Arrival, bool] = {}
         self.on_lending: Callable[[Arrival], None] = lambda arrival: arrival.release()

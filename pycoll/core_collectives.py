@@ -122,7 +122,7 @@ class CoreCollective(Core, Request[Any]):
     def _task(self) -> CollectiveTask:  # type: ignore[override]
         if self._made is None:
             self._made = CollectiveTask(self, self._call)
-            if not self._watch():
+            if not self._watch() and self.done:  # else this is the child of a fork
                 self._made.finish(self._error())
         return self._made
 
@@ -130,14 +130,21 @@ class CoreCollective(Core, Request[Any]):
         return self._task
 
     def _ended(self) -> None:
-        """Hear that it is done, in the order of all that happens, or that it has failed."""
-        engine, context = self._group.engine, self._group.context
+        """Hear that it is done, in the order of all that happens; under the engine's lock."""
+        error = self._error()
+        if error is not None:
+            self._group.engine.break_context(self._group.context, error)
+        if self._made is not None:
+            self._made.finish(error)
+
+    def _fail(self) -> None:
+        """Hear that it has failed, before anybody else does."""
+        engine = self._group.engine
+        if engine.closed is not None or engine.is_inside():
+            self._ended()
+            return
         with engine.locked():
-            error = self._error()
-            if error is not None:
-                engine.break_context(context, error)
-            if self._made is not None:
-                self._made.finish(error)
+            self._ended()
 
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
@@ -156,7 +163,7 @@ class CoreCollective(Core, Request[Any]):
         if not self.done:
             raise Error(f"{self._call} is not done yet; wait() for it")
         self._collected = True
-        self._ended()
+        self._fail()
         self._group.context.unheard = False
         error = self._error()
         assert error is not None

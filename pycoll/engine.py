@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import select
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -452,7 +453,9 @@ class Engine(Driver):
     def listen(self, timeout_s: float) -> Collection[int]:
         """Hand over the letters that come; returns the ranks that have ended or left."""
         if self.control is not None:
-            self._control_poller.poll(timeout_s * 1000)
+            poller = select.poll()  # of its own: another thread may be looking
+            poller.register(self.control.fileno(), select.POLLIN)
+            poller.poll(timeout_s * 1000)
             for event in self.control.progress():
                 if event.kind == "told":
                     self._event(event.kind, event.fields)

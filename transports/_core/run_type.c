@@ -19,8 +19,9 @@
 #define SLICE_NS 100000000u
 /* Dimensions of an array of which plans are kept. */
 #define NAMED_DIMS 6
-/* Plans that a communicator keeps. */
-#define PLANS 64
+/* Plans that a communicator keeps, and those of them among which a call looks for its own. */
+#define PLANS 128
+#define PLANS_TOGETHER 4
 /* Segments of one call that are under way at a time. */
 #define IN_FLIGHT 16
 #define MOST_PLACE_NBYTES 256
@@ -215,6 +216,7 @@ typedef struct {
     PyObject *slow[2][PC_KINDS]; /* the Python methods; the first index: it blocks */
     uint64_t generation;
     struct plan_entry *plans;
+    uint32_t num_made;
 } pc_collectives;
 
 struct plan_key {
@@ -498,7 +500,7 @@ static struct pc_started *start(pc_collectives *self, pc_plan *plan, PyObject *x
     if (starting.text != few)
         free(starting.text);
     if (done && started->status != 0 && !started->is_launched) {
-        PyObject *said = PyObject_CallMethod((PyObject *)started, "_ended", NULL);
+        PyObject *said = PyObject_CallMethod((PyObject *)started, "_fail", NULL);
         done = said != NULL;
         Py_XDECREF(said);
     }
@@ -709,7 +711,7 @@ static void forget_plans(pc_collectives *self) {
         Py_CLEAR(self->plans[index].plan);
 }
 
-/* The place of a plan; what stands there may be another call's. */
+/* The place of a plan; if there is none, one that may be given to it. */
 static struct plan_entry *find_plan(pc_collectives *self, const struct plan_key *key) {
     if (self->generation != generation) {
         forget_plans(self);
@@ -719,7 +721,11 @@ static struct plan_entry *find_plan(pc_collectives *self, const struct plan_key 
                             (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)key->ndim);
     for (int axis = 0; axis < key->ndim; axis++)
         hash = pc_hash(hash, (uint64_t)key->dims[axis]);
-    return &self->plans[hash % PLANS];
+    struct plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
+    for (int index = 0; index < PLANS_TOGETHER; index++)
+        if (together[index].plan == NULL || memcmp(&together[index].key, key, sizeof *key) == 0)
+            return &together[index];
+    return &together[self->num_made % PLANS_TOGETHER];
 }
 
 /* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
@@ -737,6 +743,7 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
         return NULL;
     }
     entry = find_plan(self, key); /* plans may have been forgotten meanwhile */
+    self->num_made++;
     entry->key = *key;
     PyObject *before = entry->plan;
     entry->plan = Py_NewRef(plan);
