@@ -7,6 +7,7 @@
 #define PC_CLOSED_IDENTS 2
 #define PC_MOST_UNOPENED 10
 #define PC_SHORT_HEADER 40
+#define PC_RUN_WINDOW 2
 #ifdef __SANITIZE_ADDRESS__
 #define PC_NO_FREE_LIST /* AddressSanitizer sees who touches a message that is gone */
 #endif

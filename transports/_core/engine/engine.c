@@ -58,6 +58,7 @@ static struct pc_context *new_context(struct pc_engine *engine, uint64_t ident, 
         return NULL;
     }
     context->engine = engine;
+    context->num_users = 1;
     context->ident = ident;
     context->me = me;
     context->members = members;
@@ -72,14 +73,21 @@ static struct pc_context *new_context(struct pc_engine *engine, uint64_t ident, 
     return context;
 }
 
-static void free_context(struct pc_context *context) {
-    *context->at = context->next;
-    if (context->next != NULL)
-        context->next->at = context->at;
+void pc_context_let_go(struct pc_context *context) {
+    if (--context->num_users > 0)
+        return;
     pc_match_free(&context->matching);
     pc_calls_free(context);
     free(context->members);
     free(context);
+}
+
+/* Take a context out of the list of all. */
+static void leave_list(struct pc_context *context) {
+    *context->at = context->next;
+    if (context->next != NULL)
+        context->next->at = context->at;
+    pc_context_let_go(context);
 }
 
 int pc_engine_open(struct pc_engine *engine) {
@@ -137,7 +145,7 @@ void pc_engine_free(struct pc_engine *engine) {
     pc_chains_free(&engine->by_ident);
     pc_chains_free(&engine->unopened);
     pc_chains_free(&engine->by_closed);
-    free_context(engine->others);
+    leave_list(engine->others);
     free(engine->gone);
     free(engine->closed);
 }
@@ -177,7 +185,7 @@ void pc_context_close(struct pc_context *context) {
         pc_chains_remove(&engine->by_closed, &closed->by_ident);
     closed->ident = context->ident;
     pc_chains_add(&engine->by_closed, &closed->by_ident, pc_hash(context->ident, 0));
-    free_context(context);
+    leave_list(context);
     pc_engine_leave(engine);
 }
 

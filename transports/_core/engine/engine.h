@@ -131,6 +131,7 @@ struct pc_called {
 
 struct pc_context {
     struct pc_engine *engine;
+    size_t num_users; /* who has opened it, until it is closed, and its runs: it is freed after the last one */
     uint64_t ident;
     int me;
     int *members;
@@ -263,6 +264,8 @@ void pc_message_free(struct pc_engine *engine, struct pc_message *message);
 /* Drop a message that stands nowhere, and that nobody will receive. */
 void pc_message_drop(struct pc_engine *engine, struct pc_message *message, bool answer);
 
+/* A user does not need the context any more. */
+void pc_context_let_go(struct pc_context *context);
 /* Why no message of a source can come any more; 0: it can. */
 int pc_context_no_sender(const struct pc_context *context, int source);
 /* A message, or a receive, that stands nowhere waits in its place, or finds what it waits for. */

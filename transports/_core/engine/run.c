@@ -77,6 +77,7 @@ static void clear(struct pc_run *run) {
     free(run->own);
     free(run->memory);
     run->memory = NULL;
+    pc_context_let_go(run->context);
 }
 
 static void fail(struct pc_run *run, int status) {
@@ -404,6 +405,7 @@ bool pc_run_start(struct pc_context *context, struct pc_run *run) {
     if (run->memory == NULL)
         return false;
     run->context = context;
+    context->num_users++; /* what has ended well may be told after the context was closed: then it goes on */
     run->engine = context->engine;
     run->header_nbytes = PC_COLLECTIVE_NBYTES + run->call->nbytes;
     run->chunks = run->memory;
@@ -421,9 +423,10 @@ bool pc_run_start(struct pc_context *context, struct pc_run *run) {
         if (run->waits[step] == 0)
             run->ready[run->last_ready++] = step;
     }
-    pc_engine_enter(context->engine);
-    drain(run);
-    pc_engine_leave(context->engine);
+    struct pc_engine *engine = context->engine;
+    pc_engine_enter(engine);
+    drain(run); /* it may have ended, and its context may be closed by who is told so */
+    pc_engine_leave(engine);
     return true;
 }
 
