@@ -235,6 +235,7 @@ struct pc_started {
     pc_plan *plan;
     struct pc_op op;
     struct pc_event event;
+    struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
     struct pc_called *call;
     uint64_t number;
     struct pc_run *runs, one; /* of the segments that are under way */
@@ -251,7 +252,9 @@ struct pc_started {
 static void end(struct pc_started *self) {
     pc_engine_object *engine = self->collectives->engine;
     if (self->status == 0)
-        pc_context_end(self->collectives->context->context, self->call);
+        pc_context_end(self->context, self->call);
+    pc_context_let_go(self->context);
+    self->context = NULL;
     self->call = NULL;
     if (self->runs != &self->one)
         free(self->runs);
@@ -285,7 +288,6 @@ static void run_ended(struct pc_run *run);
 /* Start as many segments as may be under way; end if nothing is left. */
 static void fill(struct pc_started *self) {
     const pc_plan *plan = self->plan;
-    struct pc_context *context = self->collectives->context->context;
     self->filling = true;
     while (self->status == 0 && self->next_segment < plan->num_segments && self->in_flight < self->most) {
         struct pc_run *run = self->runs;
@@ -305,8 +307,11 @@ static void fill(struct pc_started *self) {
                                .owner = self};
         self->next_segment++;
         self->in_flight++;
-        if (!pc_run_start(context, run))
+        if (!pc_run_start(self->context, run)) {
+            run->owner = NULL;
+            self->in_flight--;
             self->status = -ENOMEM;
+        }
     }
     self->filling = false;
     if (self->status != 0)
@@ -445,6 +450,8 @@ static void launch(pc_engine_object *engine, void *argument) {
         return;
     }
     self->number = self->call->number;
+    self->context = context;
+    context->num_users++;
     pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
     fill(self);
     if (!pc_op_is_done(&self->op)) {
