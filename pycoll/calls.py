@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     )
     from pycoll.arguments import Target
     from pycoll.arrays import Value
-    from pycoll.collectives import Bound, Reduction
+    from pycoll.collectives import Reduction
+    from pycoll.group import Bound
     from pycoll.hints import A, MaybeNone, Reducer, T
     from pycoll.levels import Levels
     from pycoll.ops import Op

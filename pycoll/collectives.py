@@ -16,7 +16,7 @@ from pycoll import arrays, ops, schedules
 from pycoll.arrays import Value
 from pycoll.dtypes import Array, DType
 from pycoll.executor import Binding, Combine
-from pycoll.group import Group, How
+from pycoll.group import Bound, Group, How
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.select import Choice
@@ -34,20 +34,6 @@ class Reduction(NamedTuple):
 def type_text(value: Value) -> str:
     """Return dtype and shape as a call's text shows them."""
     return f"{value.dtype}{list(value.array.shape)}"
-
-
-class Bound(NamedTuple):
-    """A collective with its memory, as one schedule runs it.
-
-    Attributes:
-        how: which schedule.
-        binding: where its chunks are.
-        granule: bytes that stay together in a segment: an element.
-    """
-
-    how: How
-    binding: Binding
-    granule: int = 1
 
 
 def run(group: Group, call: bytes, bound: Bound) -> CallSteps:

@@ -29,8 +29,8 @@ from pycoll.transports.base import Operation
 from pycoll.transports.core import NO_VALUE, REFUSED
 
 if TYPE_CHECKING:
-    from pycoll.collectives import Bound
     from pycoll.core_context import CoreContext
+    from pycoll.group import Bound
 
 SEND, RECV, RECV_SCRATCH, REDUCE, COPY = range(5)
 """Kinds of steps, numbered as in _core/engine/run.h."""

@@ -15,7 +15,7 @@ from pycoll.transports.base import Operation
 if TYPE_CHECKING:
     from pycoll import copies
     from pycoll.arrays import Value
-    from pycoll.collectives import Bound
+    from pycoll.group import Bound
 else:  # for arrays on a GPU alone
     copies = Late("pycoll.copies")
 
