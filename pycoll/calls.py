@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pycoll.arguments import Target
     from pycoll.arrays import Value
     from pycoll.collectives import Reduction
+    from pycoll.group import Bound
     from pycoll.hints import A, MaybeNone, Reducer, T
     from pycoll.levels import Levels
     from pycoll.ops import Op
@@ -84,9 +85,9 @@ class Calls:
         """Prepare a barrier."""
         group, chosen = self._group, self._choose("barrier", 0, algorithm)
         text = f"{self._prefix}barrier(algorithm={chosen})"
-        return Prepared(
+        return self._scheduled(
             text,
-            lambda signature: collectives.barrier(group, signature, chosen),
+            lambda: collectives.barrier(group, chosen),
             Native.barrier if chosen.name == SHARED_MEMORY else None,
             by_levels=self._by_levels(text, chosen, 0, lambda both: levels.barrier(both)),
         )
@@ -144,9 +145,9 @@ class Calls:
             native_calls.combine(core, "reduce", value, memory, resolved, root)
 
         type_text = collectives.type_text(value)
-        return Prepared(
+        return self._scheduled(
             f"{self._prefix}reduce({type_text}, {reduction_text(reduction)}, root={root})",
-            lambda signature: collectives.reduce(group, signature, value, reduction, root, memory),
+            lambda: collectives.reduce(group, value, reduction, root, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
             reads=(value,),
@@ -178,9 +179,9 @@ class Calls:
 
         type_text = collectives.type_text(value)
         text = f"{self._prefix}all_reduce({type_text}, {reduction_text(reduction)})"
-        return Prepared(
+        return self._scheduled(
             text,
-            lambda signature: collectives.all_reduce(group, signature, value, reduction, memory),
+            lambda: collectives.all_reduce(group, value, reduction, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result(),
             by_levels=(
@@ -233,9 +234,9 @@ class Calls:
             return native_calls.move(core, "gather", value, memory, root, lends)
 
         type_text = collectives.type_text(value)
-        return Prepared(
+        return self._scheduled(
             f"{self._prefix}gather({type_text}, root={root}, algorithm={chosen})",
-            lambda signature: collectives.gather(group, signature, value, way, root, memory),
+            lambda: collectives.gather(group, value, way, root, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
             reads=() if lends else (value,),
@@ -269,9 +270,9 @@ class Calls:
         def native(core: Native) -> Any:
             return native_calls.move(core, "all_gather", value, memory, lends=lends)
 
-        return Prepared(
+        return self._scheduled(
             f"{self._prefix}all_gather({collectives.type_text(value)}, algorithm={chosen})",
-            lambda signature: collectives.all_gather(group, signature, value, way, memory),
+            lambda: collectives.all_gather(group, value, way, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
             reads=() if lends else (value,),
@@ -335,11 +336,9 @@ class Calls:
             native_calls.combine(core, "reduce_scatter", value, memory, resolved)
 
         type_text = collectives.type_text(value)
-        return Prepared(
+        return self._scheduled(
             f"{self._prefix}reduce_scatter({type_text}, {reduction_text(reduction)})",
-            lambda signature: collectives.reduce_scatter(
-                group, signature, value, reduction, memory
-            ),
+            lambda: collectives.reduce_scatter(group, value, reduction, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result(),
             reads=(value,),
@@ -379,9 +378,9 @@ class Calls:
         def native(core: Native) -> Any:
             return native_calls.move(core, "all_to_all", value, memory, lends=lends)
 
-        return Prepared(
+        return self._scheduled(
             f"{self._prefix}all_to_all({collectives.type_text(value)}, algorithm={chosen})",
-            lambda signature: collectives.all_to_all(group, signature, value, way, memory),
+            lambda: collectives.all_to_all(group, value, way, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
             reads=() if lends else (value,),
@@ -398,6 +397,23 @@ class Calls:
     ) -> Prepared[T | MaybeNone]:
         """Prepare an exscan."""
         return self._scan("exscan", x, op, out, algorithm)
+
+    def _scheduled(
+        self,
+        text: str,
+        bound: Callable[[], Bound],
+        native: Callable[[Native], Any] | None = None,
+        finish: Callable[[Any], Any] | None = None,
+        by_levels: Callable[[bytes, float], Any] | None = None,
+        reads: Sequence[Value] = (),
+    ) -> Prepared[Any]:
+        """Prepare a call that runs one schedule; the arguments are as of `Prepared`."""
+        group = self._group
+
+        def steps(signature: bytes) -> CallSteps:
+            return collectives.run(group, signature, bound())
+
+        return Prepared(text, steps, native, finish, by_levels, reads=reads, bound=bound)
 
     # --- uneven blocks ---------------------------------------------------------------------
 
@@ -644,7 +660,7 @@ class Calls:
                 finish=lambda values: _folded(values[:count], resolved) if count else None,
             )
         value, reduction = self._reduction(collective, x, resolved, algorithm)
-        run = collectives.scan if collective == "scan" else collectives.exscan
+        bind = collectives.scan if collective == "scan" else collectives.exscan
         target = arguments.Target(out, value, value.array.shape)
         target.check_overlap(value)
         memory = target.memory
@@ -653,9 +669,9 @@ class Calls:
             native_calls.combine(core, collective, value, memory, resolved)
 
         type_text = collectives.type_text(value)
-        return Prepared(
+        return self._scheduled(
             f"{self._prefix}{collective}({type_text}, {reduction_text(reduction)})",
-            lambda signature: run(group, signature, value, reduction, memory),
+            lambda: bind(group, value, reduction, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result() if count else None,
             reads=(value,),

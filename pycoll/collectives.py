@@ -1,7 +1,7 @@
-"""Collectives on arrays, as generators that the engine runs.
+"""Collectives on arrays: each binds the chunks of a schedule to memory, and `run` runs it.
 
-Each binds the chunks of a schedule to memory and runs it. The checks of the arguments are the
-communicator's: everything here is the same on all ranks, or found out by the first message.
+The checks of the arguments are the communicator's: everything here is the same on all ranks, or
+found out by the first message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pycoll import arrays, ops, schedules
 from pycoll.arrays import Value
 from pycoll.dtypes import Array, DType
 from pycoll.executor import Binding, Combine
-from pycoll.group import Group, How
+from pycoll.group import Bound, Group, How
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.select import Choice
@@ -36,41 +36,41 @@ def type_text(value: Value) -> str:
     return f"{value.dtype}{list(value.array.shape)}"
 
 
-def barrier(group: Group, call: bytes, choice: Choice) -> CallSteps:
-    """Return when every rank has entered."""
+def run(group: Group, call: bytes, bound: Bound) -> CallSteps:
+    """Run a collective to its end."""
     number = group.context.begin(call)
-    count = schedules.find("barrier", choice.name).chunks(group.size)
-    nothing: list[Parts | None] = [(memoryview(b""),)] * count
-    binding = Binding(nbytes=[0] * count, source=nothing, target=[None] * count)
-    yield from group.run((number, 0), call, ("barrier", choice), binding)
+    yield from group.run((number, 0), call, bound.how, bound.binding, bound.granule)
     group.context.end(number)
 
 
-def all_reduce(
-    group: Group, call: bytes, x: Value, reduction: Reduction, result: Array
-) -> CallSteps:
-    """Reduce into `result` (C-contiguous, x's shape) on every rank."""
+def barrier(group: Group, choice: Choice) -> Bound:
+    """Bind what returns when every rank has entered."""
+    count = schedules.find("barrier", choice.name).chunks(group.size)
+    nothing: list[Parts | None] = [(memoryview(b""),)] * count
+    binding = Binding(nbytes=[0] * count, source=nothing, target=[None] * count)
+    return Bound(("barrier", choice), binding)
+
+
+def all_reduce(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
+    """Bind what reduces into `result` (C-contiguous, x's shape) on every rank."""
     how = "all_reduce", reduction.choice
-    yield from _combine_pieces(group, call, how, x, reduction, group.size, result)
+    return _bind_reduction(group, how, x, reduction, group.size, result)
 
 
-def reduce(
-    group: Group, call: bytes, x: Value, reduction: Reduction, root: int, result: Array | None
-) -> CallSteps:
-    """Reduce into `result` (C-contiguous, x's shape) on the root; None elsewhere."""
+def reduce(group: Group, x: Value, reduction: Reduction, root: int, result: Array | None) -> Bound:
+    """Bind what reduces into `result` (C-contiguous, x's shape) on the root; None elsewhere."""
     how = "reduce", reduction.choice, root
-    yield from _combine_pieces(group, call, how, x, reduction, group.size, result)
+    return _bind_reduction(group, how, x, reduction, group.size, result)
 
 
-def scan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Array) -> CallSteps:
-    """Combine the x of the ranks up to this one into `result` (C-contiguous, x's shape)."""
+def scan(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
+    """Bind what combines the x of the ranks up to this one into `result` (C-contiguous)."""
     how = "scan", reduction.choice
-    yield from _combine_pieces(group, call, how, x, reduction, group.rank + 1, result)
+    return _bind_reduction(group, how, x, reduction, group.rank + 1, result)
 
 
-def exscan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Array) -> CallSteps:
-    """Combine the x of the ranks before this one into `result`; untouched on rank 0."""
-    number = group.context.begin(call)
+def exscan(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
+    """Bind what combines the x of the ranks before this one into `result`; untouched on rank 0."""
     own, target = arrays.as_bytes(contiguous(x.array)), arrays.as_bytes(result)
     binding = Binding(
         nbytes=[len(own), len(own)],
@@ -79,27 +79,17 @@ def exscan(group: Group, call: bytes, x: Value, reduction: Reduction, result: Ar
         combine=combiner(reduction.op, x.dtype, x.array.shape),
         finish=finisher(reduction.op, x.dtype, group.rank) if group.rank else None,
     )
-    how = "exscan", reduction.choice
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    return Bound(("exscan", reduction.choice), binding, x.array.itemsize)
 
 
-def _combine_pieces(
-    group: Group,
-    call: bytes,
-    how: How,
-    x: Value,
-    reduction: Reduction,
-    count: int,
-    result: Array | None,
-) -> CallSteps:
-    """Run a reduction in which every piece of x is combined with its like, of `count` ranks."""
-    number = group.context.begin(call)
+def _bind_reduction(
+    group: Group, how: How, x: Value, reduction: Reduction, count: int, result: Array | None
+) -> Bound:
+    """Bind a reduction in which every piece of x is combined with its like, of `count` ranks."""
     combine = combiner(reduction.op, x.dtype, x.array.shape)
     binding = bind_pieces(group, how, combine, contiguous(x.array), result)
     binding = binding._replace(finish=finisher(reduction.op, x.dtype, count))
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    return Bound(how, binding, x.array.itemsize)
 
 
 def bind_pieces(
@@ -120,11 +110,8 @@ def bind_pieces(
     )
 
 
-def reduce_scatter(
-    group: Group, call: bytes, x: Value, reduction: Reduction, result: Array
-) -> CallSteps:
-    """Reduce row r of all ranks' x (size, ...) into rank r's `result` (C-contiguous)."""
-    number = group.context.begin(call)
+def reduce_scatter(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
+    """Bind what reduces row r of all ranks' x (size, ...) into rank r's `result` (C-contiguous)."""
     array = contiguous(x.array)
     source = rows(array)
     target: list[memoryview | None] = [None] * group.size
@@ -137,31 +124,20 @@ def reduce_scatter(
         blocks=(arrays.as_bytes(array), None) if reduction.op.elementwise else None,
         finish=finisher(reduction.op, x.dtype, group.size),
     )
-    how = "reduce_scatter", reduction.choice
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    return Bound(("reduce_scatter", reduction.choice), binding, x.array.itemsize)
 
 
-def gather(
-    group: Group, call: bytes, x: Value, choice: Choice, root: int, result: Array | None
-) -> CallSteps:
-    """Gather into `result` (size, ...) on the root; None elsewhere."""
-    yield from _gather_blocks(group, ("gather", choice, root), call, x, result)
+def gather(group: Group, x: Value, choice: Choice, root: int, result: Array | None) -> Bound:
+    """Bind what gathers into `result` (size, ...) on the root; None elsewhere."""
+    return _bind_blocks(group, ("gather", choice, root), x, result)
 
 
-def all_gather(group: Group, call: bytes, x: Value, choice: Choice, result: Array) -> CallSteps:
-    """Gather into `result` (size, ...) on every rank."""
-    yield from _gather_blocks(group, ("all_gather", choice), call, x, result)
+def all_gather(group: Group, x: Value, choice: Choice, result: Array) -> Bound:
+    """Bind what gathers into `result` (size, ...) on every rank."""
+    return _bind_blocks(group, ("all_gather", choice), x, result)
 
 
-def _gather_blocks(
-    group: Group,
-    how: How,
-    call: bytes,
-    x: Value,
-    result: Array | None,
-) -> CallSteps:
-    number = group.context.begin(call)
+def _bind_blocks(group: Group, how: How, x: Value, result: Array | None) -> Bound:
     own = arrays.as_bytes(contiguous(x.array))
     source: list[Any] = [None] * group.size
     source[group.rank] = (own,)
@@ -172,13 +148,11 @@ def _gather_blocks(
         target=list(rows(result)) if result is not None else [None] * group.size,
         blocks=(None, target),
     )
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    return Bound(how, binding, x.array.itemsize)
 
 
-def all_to_all(group: Group, call: bytes, x: Value, choice: Choice, result: Array) -> CallSteps:
-    """Put row `rank` of rank i's x into row i of `result` (size, ...)."""
-    number = group.context.begin(call)
+def all_to_all(group: Group, x: Value, choice: Choice, result: Array) -> Bound:
+    """Bind what puts row `rank` of rank i's x into row i of `result` (size, ...)."""
     source, target = rows(contiguous(x.array)), rows(result)
     count = schedules.find("all_to_all", choice.name).chunks(group.size)
     nothing: list[Any] = [None] * group.size
@@ -188,9 +162,7 @@ def all_to_all(group: Group, call: bytes, x: Value, choice: Choice, result: Arra
         source=[*_sources(source), *nothing, *between],
         target=[*nothing, *target, *between],
     )
-    how = "all_to_all", choice
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    return Bound(("all_to_all", choice), binding, x.array.itemsize)
 
 
 def combiner(op: Op, dtype: DType, shape: tuple[int, ...]) -> Combine:

@@ -125,7 +125,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         group = self._group
         memory = group.engine.shared_memory
         if group.engine.is_core:
-            methods = self._messages_in_core()
+            methods = self._messages_in_core() | self._collectives_in_core()
         elif memory is not None and group.size > 1:
             methods = self._messages_on_host(memory)
         else:
@@ -149,6 +149,25 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         short.usable = group.engine.op_timeout == math.inf
         with group.engine.locked():
             context.short = short
+        return methods
+
+    def _collectives_in_core(self) -> dict[str, Any]:
+        from pycoll import core_collectives
+
+        group = self._group
+        context: Any = group.context
+        names = [f"i{name}" for name in core_collectives.NAMES]
+        if group.native is None:
+            names += core_collectives.NAMES
+        slow = {name: getattr(self, name) for name in names}
+        calls = self._nonblocking_calls, self._calls
+        core, methods = core_collectives.methods(group, context, calls, slow, self._op_timeout)
+        core.usable = group.engine.op_timeout == math.inf
+        with group.engine.locked():
+            context.collectives = core
+        for twin in ("all_reduce", "iall_reduce"):
+            if twin in methods:
+                methods[twin.replace("_", "")] = methods[twin]
         return methods
 
     def _messages_on_host(self, memory: SharedMemory) -> dict[str, Any]:
@@ -1075,6 +1094,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
                 error = engine.look_back(self._group.context)
                 self._group.close()
                 self._group.context.short = None  # it refers to this object
+                self._group.context.collectives = None
         self._shut()
         if error is not None:
             raise error

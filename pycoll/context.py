@@ -102,6 +102,19 @@ class ShortWay(Protocol):
     queued: int
 
 
+class RunInCore(Protocol):
+    """The collectives by messages of one communicator that the compiled core runs.
+
+    Attributes:
+        usable: whether it may run any.
+    """
+
+    usable: bool
+
+    def forget_plans(self) -> None:
+        """Ask anew how calls go."""
+
+
 Key = tuple[int, int, int, int]
 """Address of a collective's message: (number, lane, sender, index)."""
 
@@ -285,6 +298,7 @@ class Context:
         members: world ranks of its ranks, in order.
         broken: why no call on it can work any more, or None.
         next_number: of the next collective call by messages.
+        collectives: those that the core runs; or None.
         num_started: returns how many collective calls have been started.
         in_core: those that do not go by messages; or None.
         unheard: it broke because of a call that this rank has left, which nobody here was told yet.
@@ -323,6 +337,7 @@ class Context:
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
         self.short: ShortWay | None = None
+        self.collectives: RunInCore | None = None
         self.turns: dict[int, Operation] = {}
         self.borrowed: dict[Arrival, bool] = {}
         self.on_lending: Callable[[Arrival], None] = lambda arrival: arrival.release()
@@ -603,6 +618,8 @@ class Context:
             self.in_core.refuse()
         if self.short is not None:
             self.short.usable = False
+        if self.collectives is not None:
+            self.collectives.usable = False
         self.on_fail()
         for operation in list(self.pending):
             operation.abort(error)
@@ -668,6 +685,8 @@ class Context:
     def peer_left(self, rank: int, last: LastCall) -> None:
         """Hear from a rank that leaves what it has called last."""
         self._left[rank] = last
+        if self.collectives is not None:
+            self.collectives.usable = False  # each call must be compared with that one
         mine = self.recent_calls().get(last.number)
         if mine is not None:
             self._check_same(last.number, mine, rank, last.call.encode())

@@ -229,7 +229,7 @@ class CoreContext(Context):
     # --- collectives -----------------------------------------------------------------------
 
     @property
-    def next_number(self) -> int:  # type: ignore[override]
+    def next_number(self) -> int:
         return int(self.core.next_call)
 
     @next_number.setter

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import select
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -226,7 +227,7 @@ class Engine(Driver):
                 if task is not None:
                     context.pending.discard(task)
             if task.error is not None:
-                error = self._named(task.error, call)
+                error = self.named(task.error, call)
                 if collective:
                     self.break_context(context, error)
                 elif isinstance(error, PeerFailed):
@@ -272,7 +273,7 @@ class Engine(Driver):
         self._requests.add(task)
         task.start()
 
-    def _named(self, error: BaseException, call: Call) -> BaseException:
+    def named(self, error: BaseException, call: Call) -> BaseException:
         """Name the call that a rank which has left in good order has not made."""
         if (
             isinstance(error, PeerFailed)
@@ -288,7 +289,7 @@ class Engine(Driver):
         context.pending.discard(task)
         self._requests.discard(task)
         if collective and task.error is not None:
-            task.error = self._named(task.error, task.call)
+            task.error = self.named(task.error, task.call)
             self.break_context(context, task.error)
 
     def look_at(self, operation: Operation) -> bool:
@@ -452,7 +453,9 @@ class Engine(Driver):
     def listen(self, timeout_s: float) -> Collection[int]:
         """Hand over the letters that come; returns the ranks that have ended or left."""
         if self.control is not None:
-            self._control_poller.poll(timeout_s * 1000)
+            poller = select.poll()  # of its own: another thread may be looking
+            poller.register(self.control.fileno(), select.POLLIN)
+            poller.poll(timeout_s * 1000)
             for event in self.control.progress():
                 if event.kind == "told":
                     self._event(event.kind, event.fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll import agreed
 from pycoll.agreed import SHARED_MEMORY as SHARED_MEMORY
@@ -30,6 +30,21 @@ else:
 
 How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""
+
+
+class Bound(NamedTuple):
+    """A collective with its memory, as one schedule runs it.
+
+    Attributes:
+        how: which schedule.
+        binding: where its chunks are.
+        granule: bytes that stay together in a segment: an element.
+    """
+
+    how: How
+    binding: Binding
+    granule: int = 1
+
 
 IN_CORE = Choice(SHARED_MEMORY)
 
@@ -172,6 +187,8 @@ class Group:
         """Choose by other settings than the job's; on all ranks, before or between calls."""
         self._selector = select.Selector(settings, self.hosts, self.native is not None)
         self._choices.clear()
+        if self.context.collectives is not None:
+            self.context.collectives.forget_plans()
 
     def is_named(self, collective: str) -> bool:
         """Whether PYCOLL_ALGORITHM says what a collective must run."""

@@ -154,7 +154,8 @@ def all_reduce(levels: Levels, x: Value, memory: Array, op: Op) -> None:
 
     def between(leaders: Group, signature: bytes) -> CallSteps:
         choice = leaders.choose("all_reduce", memory.nbytes, None, native=False)
-        return collectives.all_reduce(leaders, signature, value, Reduction(op, choice), memory)
+        bound = collectives.all_reduce(leaders, value, Reduction(op, choice), memory)
+        return collectives.run(leaders, signature, bound)
 
     levels.between(between)
     levels.inside(lambda core: native_announced.spread(core, memory))
@@ -162,4 +163,4 @@ def all_reduce(levels: Levels, x: Value, memory: Array, op: Op) -> None:
 
 def _leaders_barrier(leaders: Group, signature: bytes) -> CallSteps:
     choice = leaders.choose("barrier", 0, None, native=False)
-    return collectives.barrier(leaders, signature, choice)
+    return collectives.run(leaders, signature, collectives.barrier(leaders, choice))

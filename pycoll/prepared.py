@@ -15,6 +15,7 @@ from pycoll.transports.base import Operation
 if TYPE_CHECKING:
     from pycoll import copies
     from pycoll.arrays import Value
+    from pycoll.group import Bound
 else:  # for arrays on a GPU alone
     copies = Late("pycoll.copies")
 
@@ -34,6 +35,7 @@ class Prepared(NamedTuple, Generic[R]):
         collective: False: point to point, not numbered.
         receives: a receive, which can be cancelled.
         reads: values that must be in host memory before the call runs in the core, or in levels.
+        bound: the one schedule that the call over messages runs, with its memory; None: it is more.
     """
 
     text: str
@@ -44,6 +46,7 @@ class Prepared(NamedTuple, Generic[R]):
     collective: bool = True
     receives: bool = False
     reads: Sequence[Value] = ()
+    bound: Callable[[], Bound] | None = None
 
     def conclude(self, engine: Engine, result: Any) -> tuple[Any, Sequence[Operation]]:
         """Return what the caller gets, and what must be done before."""

@@ -158,8 +158,8 @@ def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
     ("flags", "worlds"),
     [
         pytest.param(ADDRESS, 200, id="few"),
-        pytest.param(ADDRESS, 4_000, marks=exhaustive, id="address"),
-        pytest.param(PLAIN, 20_000, marks=exhaustive, id="plain"),
+        pytest.param(ADDRESS, 3_000, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 15_000, marks=exhaustive, id="plain"),
     ],
 )
 def test_random_collectives_of_engines_give_what_their_proofs_say(

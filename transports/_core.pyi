@@ -1,6 +1,6 @@
 """The compiled core; its sources are in the folder of the same name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 def use_numpy(empty: Any, sample: Any, address: int, swapped: Any, /) -> bool: ...
@@ -165,6 +165,56 @@ class Context:
     def next_call(self) -> int: ...
     def break_(self) -> None: ...
     def close(self) -> None: ...
+
+class Plan:
+    def __new__(
+        cls,
+        size: int,
+        steps: list[tuple[Any, ...]],
+        places: list[tuple[int, int, int]],
+        text: bytes,
+        op: int,
+        dtype: int,
+        segments: int,
+        granule: int,
+        /,
+    ) -> Plan: ...
+
+class Collective:
+    _collected: bool
+    _cancelled: bool
+    @property
+    def _description(self) -> tuple[str, int, int, int, int, int]: ...
+    @property
+    def _owner(self) -> Any: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def result(self) -> Any: ...
+    def wait(self, timeout: float | None = None) -> Any: ...
+    def test(self) -> bool: ...
+    def _watch(self) -> bool: ...
+    def _give_up(self) -> None: ...
+    def _awaited(self) -> list[int]: ...
+
+class Collectives:
+    usable: bool
+    def __new__(
+        cls,
+        context: Context,
+        size: int,
+        rank: int,
+        owner: Any,
+        type: type[Collective],
+        planner: Callable[[int, int, Any, int, int, Any], Plan | None],
+        caller: Callable[[], str],
+        finish: Callable[[Any], None],
+        /,
+    ) -> Collectives: ...
+    def set_slow(self, functions: Mapping[str, Callable[..., Any]], /) -> None: ...
+    def forget_plans(self) -> None: ...
+
+def forget_plans() -> None: ...
 
 class Request:
     _collected: bool

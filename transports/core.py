@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 AHEAD = 1024 * 1024
 """As of the transport tcp."""
 
-REFUSED, TAKEN_BACK = -100001, -100003
-"""The status of a receive whose message does not fit, or was taken back."""
+REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
+"""The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""
 
-ARRIVED, HELD, ENDED, REQUEST, FINISHED, LOST, WANTED, WATCHED = range(8)
+ARRIVED, HELD, ENDED, REQUEST, _, FINISHED, LOST, WANTED, WATCHED = range(9)
 """Events, numbered as in _core/engine_type.h."""
 
 BUFFER, MAY_PUSH, OFFER = range(3)

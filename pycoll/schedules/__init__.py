@@ -244,6 +244,8 @@ def _table() -> dict[str, dict[str, Algorithm]]:
 TABLE: dict[str, dict[str, Algorithm]] = _table()
 _OWN = frozenset((algorithm.collective, algorithm.name) for algorithm in _ROWS)
 _generation = 0
+on_change: list[Callable[[], object]] = []
+"""Called when `register` has changed the table."""
 
 
 def register(algorithm: Algorithm) -> None:
@@ -261,6 +263,8 @@ def register(algorithm: Algorithm) -> None:
         )
     TABLE[algorithm.collective][algorithm.name] = algorithm
     _generation += 1
+    for call in on_change:
+        call()
 
 
 def generation() -> int:

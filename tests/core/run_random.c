@@ -89,7 +89,7 @@ struct state {
     bool stray_sent;
     unsigned char *source, *target, *before;
     size_t nbytes;
-    struct pc_place places[MOST_CHUNKS];
+    struct pc_chunk_place places[MOST_CHUNKS];
 };
 
 struct member {
@@ -217,7 +217,7 @@ static void place(struct state *state) {
     size_t itemsize = itemsize_of(plan), at = 0;
     for (int each = 0; each < count; each++) {
         int chunk = (turn + (backwards ? count - each : each)) % count;
-        struct pc_place *here = &state->places[chunk];
+        struct pc_chunk_place *here = &state->places[chunk];
         at += chance(gap) ? below(20) : 0;
         here->nbytes = plan->lengths[state->me][chunk] * itemsize;
         here->source = schedule->has_source[chunk] ? (ptrdiff_t)at : -1;
@@ -263,7 +263,7 @@ static void check_target(const struct state *state, int chunk) {
 /* No run uses the memory of this call any more. */
 static void free_memory(struct state *state) {
     for (int chunk = 0; chunk < state->plan->program->num_chunks; chunk++) {
-        const struct pc_place *here = &state->places[chunk];
+        const struct pc_chunk_place *here = &state->places[chunk];
         if (here->target >= 0 && !state->failed)
             check_target(state, chunk);
         if (here->target >= 0 && here->nbytes > 0) { /* all else must be as it was */
@@ -1127,7 +1127,7 @@ static void check_runs(void) {
                     for (size_t each = 0; each < count; each++)
                         check(ranks[state->rank].engine.gone[awaited[each]] == 0, "a run waits for one who is gone",
                               (uint64_t)awaited[each]);
-                    const struct pc_table *table = state->running[segment]->run.table;
+                    const struct pc_schedule *table = state->running[segment]->run.table;
                     bool only_reduces = true;
                     for (uint32_t step = 0; step < table->num_steps; step++)
                         only_reduces = only_reduces && (table->steps[step].kind == PC_STEP_RECV_SCRATCH ||

@@ -15,7 +15,7 @@
 enum lengths { FREE, EQUAL, BLOCKS, EMPTY };
 
 struct schedule {
-    struct pc_table table;
+    struct pc_schedule table;
     bool has_source[MOST_CHUNKS];
     int tokens[MOST_CHUNKS][MOST_TOKENS], num_tokens[MOST_CHUNKS]; /* 0: it is not needed */
 };
@@ -57,7 +57,7 @@ static void read_schedule(FILE *file, struct schedule *schedule, uint32_t num_ch
         for (uint32_t each = 0; each < step->num_successors; each++)
             successors[followed++] = next_number(file);
     }
-    schedule->table = (struct pc_table){num_steps, num_chunks, steps, chunks, successors};
+    schedule->table = (struct pc_schedule){num_steps, num_chunks, steps, chunks, successors};
     for (uint32_t chunk = 0; chunk < num_chunks; chunk++)
         schedule->has_source[chunk] = next_number(file) != 0;
     for (uint32_t chunk = 0; chunk < num_chunks; chunk++) {

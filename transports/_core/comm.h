@@ -7,16 +7,12 @@
 
 #include "arena.h"
 #include "arrays.h"
+#include "kinds.h"
 #include "reduce.h"
 #include "region.h"
 #include "wait.h"
 
 #include <pthread.h>
-
-enum pc_kind {
-    PC_BARRIER, PC_BROADCAST, PC_REDUCE, PC_ALL_REDUCE, PC_GATHER, PC_ALL_GATHER, PC_SCATTER,
-    PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
-};
 
 #define PC_CHOICES 32
 typedef struct pc_choice pc_choice;

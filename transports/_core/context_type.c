@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 static PyTypeObject *engine_type;
+PyTypeObject *pc_context_type;
 
 struct opening {
     uint64_t ident;
@@ -344,4 +345,7 @@ PyType_Spec pc_context_spec = {
     .slots = context_slots,
 };
 
-void pc_context_types(PyTypeObject *engine) { engine_type = engine; }
+void pc_context_types(PyTypeObject *engine, PyTypeObject *context) {
+    engine_type = engine;
+    pc_context_type = context;
+}

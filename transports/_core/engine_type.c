@@ -150,6 +150,9 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
         case PC_EVENT_REQUEST:
             event = pc_request_event(taken.event);
             break;
+        case PC_EVENT_COLLECTIVE:
+            event = pc_collective_event(taken.event);
+            break;
         case PC_EVENT_FINISHED:
         case PC_EVENT_WANTED:
             event = Py_BuildValue("ii", taken.kind, taken.peer);
@@ -797,13 +800,17 @@ static PyTypeObject *make_type(PyObject *module, PyType_Spec *spec) {
 int pc_add_engine_types(PyObject *module) {
     PyTypeObject *engine = make_type(module, &pc_engine_spec), *send = make_type(module, &pc_send_spec),
                  *receive = make_type(module, &pc_receive_spec), *context = make_type(module, &pc_context_spec),
-                 *request = make_type(module, &pc_request_spec);
-    if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL)
+                 *request = make_type(module, &pc_request_spec), *plan = make_type(module, &pc_plan_spec),
+                 *call = make_type(module, &pc_collective_spec);
+    if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
+        plan == NULL || call == NULL)
         return -1;
     engine_type = engine;
     pc_item_types(send, receive);
-    pc_context_types(engine);
+    pc_context_types(engine, context);
+    pc_run_types(plan, call);
     pc_request_types(context, request);
-    bool made = make_type(module, &pc_seat_spec) != NULL && make_type(module, &pc_messages_spec) != NULL;
+    bool made = make_type(module, &pc_seat_spec) != NULL && make_type(module, &pc_messages_spec) != NULL &&
+                make_type(module, &pc_collectives_spec) != NULL;
     return made ? 0 : -1;
 }

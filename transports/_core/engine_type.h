@@ -18,7 +18,8 @@ enum pc_event_kind {
     PC_EVENT_ARRIVED,  /* Receive: of another kind than point-to-point */
     PC_EVENT_HELD,     /* Receive: its message has come */
     PC_EVENT_ENDED,    /* Receive or Send, status */
-    PC_EVENT_REQUEST,  /* Request: it is done */
+    PC_EVENT_REQUEST,  /* Request or Collective: it is done */
+    PC_EVENT_COLLECTIVE, /* so it is called in the queue, while it is a Collective */
     PC_EVENT_FINISHED, /* rank */
     PC_EVENT_LOST,     /* rank, why */
     PC_EVENT_WANTED,   /* rank: it must be dialed */
@@ -59,6 +60,7 @@ struct pc_py_item {
 
 struct pc_seat;
 struct pc_request;
+struct pc_started;
 
 typedef struct pc_engine_object {
     PyObject_HEAD
@@ -76,6 +78,7 @@ typedef struct pc_engine_object {
     struct pc_peer_events *peers;
     struct pc_seat *nappers;
     struct pc_request *ended; /* requests that are to be let go */
+    struct pc_started *ended_collectives; /* so, too */
     uint64_t rings;           /* of the doorbell */
 } pc_engine_object;
 
@@ -91,11 +94,13 @@ enum { PC_BROKEN = 1 << 30 };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
-extern PyTypeObject *pc_request_type;
+extern PyType_Spec pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
 void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
-void pc_context_types(PyTypeObject *engine);
+void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
+void pc_run_types(PyTypeObject *plan, PyTypeObject *call);
 void pc_request_types(PyTypeObject *context, PyTypeObject *request);
 
 /* Do something with the engine's lock, which touches no Python object. False: the engine is closed, it was not done. */
@@ -121,5 +126,10 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
 /* request_type.c */
 PyObject *pc_request_event(struct pc_event *event);
 PyObject *pc_wait_all(PyObject *module, PyObject *requests);
+
+/* run_type.c */
+PyObject *pc_collective_event(struct pc_event *event);
+void pc_engine_let_go_collectives(pc_engine_object *engine);
+PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 
 #endif

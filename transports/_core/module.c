@@ -15,6 +15,7 @@ PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
 PyObject *pc_wait_all(PyObject *module, PyObject *requests);
+PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 
 static int add_type(PyObject *module, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
@@ -50,6 +51,7 @@ static PyMethodDef methods[] = {
     {"set_direct_from", pc_set_direct_from, METH_VARARGS, "For measuring: bytes from which on a kind reads directly."},
     {"timer_open", pc_timer_open, METH_NOARGS, "Return a new descriptor for `timer_set`."},
     {"timer_set", pc_timer_set, METH_VARARGS, "Have a descriptor readable after so many nanoseconds, once; 0: never."},
+    {"forget_plans", pc_forget_plans, METH_NOARGS, "Have all plans of collectives made anew."},
     {"wait_all", pc_wait_all, METH_O, "wait_all(list) -> list | None: the results of requests, if all is well."},
     {NULL, NULL, 0, NULL},
 };

@@ -17,7 +17,7 @@
 #include "core.h"
 
 /* Numbered as the names in pycoll/ops.py. */
-enum pc_op {
+enum pc_operator {
     PC_SUM,
     PC_PROD,
     PC_MIN,

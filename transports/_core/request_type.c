@@ -125,6 +125,8 @@ static void let_go(struct pc_request *request) {
 }
 
 void pc_engine_let_go(pc_engine_object *engine) {
+    if (engine->ended_collectives != NULL)
+        pc_engine_let_go_collectives(engine);
     if (engine->ended == NULL)
         return;
     struct pc_request *ended = NULL;

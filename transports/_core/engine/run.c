@@ -307,8 +307,25 @@ static void copy(struct pc_run *run, uint32_t position, const struct pc_step *st
     complete(run, position);
 }
 
+/* Whether the chunks that a step reads have a value: an algorithm may be wrong. */
+static bool can_read(struct pc_run *run, const struct pc_step *step) {
+    const uint32_t *chunks = step->kind == PC_STEP_COPY ? &step->other : chunks_of(run, step);
+    uint32_t count = step->kind == PC_STEP_COPY ? 1 : step->num_chunks;
+    bool reads = step->kind == PC_STEP_SEND || step->kind == PC_STEP_REDUCE || step->kind == PC_STEP_COPY;
+    for (uint32_t index = 0; reads && index < count; index++)
+        if (run->chunks[chunks[index]].value == NULL) {
+            run->from = (int)chunks[index];
+            return false;
+        }
+    return true;
+}
+
 static void post(struct pc_run *run, uint32_t position) {
     const struct pc_step *step = &run->table->steps[position];
+    if (!can_read(run, step)) {
+        fail(run, PC_NO_VALUE);
+        return;
+    }
     switch (step->kind) {
     case PC_STEP_SEND:
         post_send(run, position, step);
@@ -354,7 +371,7 @@ static void cut(const struct pc_run *run, size_t nbytes, size_t *begin, size_t *
 
 static void place_chunks(struct pc_run *run) {
     for (uint32_t number = 0; number < run->table->num_chunks; number++) {
-        const struct pc_place *place = &run->places[number];
+        const struct pc_chunk_place *place = &run->places[number];
         struct pc_run_chunk *chunk = &run->chunks[number];
         size_t begin = 0, end = place->nbytes;
         if (run->num_segments > 1)
@@ -380,7 +397,7 @@ static void write_header(struct pc_run *run) {
 }
 
 bool pc_run_start(struct pc_context *context, struct pc_run *run) {
-    const struct pc_table *table = run->table;
+    const struct pc_schedule *table = run->table;
     size_t steps = table->num_steps, chunks = table->num_chunks;
     size_t nbytes = chunks * sizeof *run->chunks + steps * (sizeof *run->incoming + 3 * sizeof *run->waits) +
                     PC_COLLECTIVE_NBYTES + run->call->nbytes;

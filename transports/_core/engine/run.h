@@ -34,14 +34,14 @@ struct pc_step {
 };
 
 /* It is the caller's, and stays as it is while a run uses it. */
-struct pc_table {
+struct pc_schedule {
     uint32_t num_steps, num_chunks;
     const struct pc_step *steps;
     const uint32_t *chunks, *successors;
 };
 
 /* Where a chunk is: its length, and where it begins in the memory of the source and of the target, in bytes. */
-struct pc_place {
+struct pc_chunk_place {
     size_t nbytes;
     ptrdiff_t source; /* -1: it has no value at the start */
     ptrdiff_t target; /* -1: its value is not needed at the end */
@@ -58,8 +58,8 @@ struct pc_run_chunk;
 
 /* The caller sets the first block, and all else to zero. Its memory, table and places are the caller's. */
 struct pc_run {
-    const struct pc_table *table;
-    const struct pc_place *places; /* by chunk */
+    const struct pc_schedule *table;
+    const struct pc_chunk_place *places; /* by chunk */
     struct pc_reduction reduction;
     const void *source;
     void *target; /* the source, or disjoint from it, but for chunks that lie at the same place in both */
@@ -72,7 +72,7 @@ struct pc_run {
     void *owner;
 
     /* When it has ended. */
-    int status; /* as of receives; PC_REFUSED: the next three say why */
+    int status; /* as of receives; PC_REFUSED: the next three say why; PC_NO_VALUE: `from` is the chunk */
     int from;
     size_t came, expected;
 

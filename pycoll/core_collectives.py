@@ -1,0 +1,344 @@
+"""Collectives by messages that run in the compiled core, as requests of the public kind.
+
+A call on NumPy arrays is started, run and ended by the core, which asks for a plan when it has
+none: that is made here, of what `Calls` has prepared. Here is also what the core leaves: waits that
+take long, and what is said when something goes wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from pycoll import schedules, staged_run
+from pycoll.calls import Calls
+from pycoll.context import readable
+from pycoll.engine import raise_error
+from pycoll.errors import Error, MismatchError
+from pycoll.group import Group
+from pycoll.native import KINDS, OPS
+from pycoll.request import Request
+from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
+from pycoll.task import Call, CallSteps, caller
+from pycoll.transports._core import Collective as Core
+from pycoll.transports._core import Collectives, Plan, forget_plans
+from pycoll.transports.base import Operation
+from pycoll.transports.core import NO_VALUE, REFUSED
+
+if TYPE_CHECKING:
+    from pycoll.core_context import CoreContext
+    from pycoll.group import Bound
+
+SEND, RECV, RECV_SCRATCH, REDUCE, COPY = range(5)
+"""Kinds of steps, numbered as in _core/engine/run.h."""
+
+NAMES = (
+    "barrier",
+    "reduce",
+    "all_reduce",
+    "gather",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "scan",
+)
+"""Collectives that run there, and so do their twins whose names begin with ``i``."""
+
+
+class Owner(NamedTuple):
+    """The communicator of a collective.
+
+    Attributes:
+        group: its ranks.
+        op_timeout: the default deadline, seconds.
+    """
+
+    group: Group
+    op_timeout: float
+
+
+class CollectiveTask(Operation):
+    """A collective of the core's, for those who wait for it in Python.
+
+    Attributes:
+        call: what it is.
+        watchers: called when it is done, under the engine's lock.
+        unfit: as of `task.Started`.
+    """
+
+    __slots__ = ("call", "collective", "unfit", "watchers")
+
+    def __init__(self, collective: CoreCollective, call: Call) -> None:
+        super().__init__()
+        self.collective = collective
+        self.call = call
+        self.unfit: Exception | None = None
+        self.watchers: dict[Callable[[Any], None], None] = {}
+
+    def awaited(self) -> Collection[int]:
+        return set(self.collective._awaited())
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.done:
+            return
+        super().finish(error)
+        watchers, self.watchers = self.watchers, {}
+        for watcher in list(watchers):
+            watcher(self)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self.collective._give_up()
+
+
+class CoreCollective(Core, Request[Any]):
+    """A collective under way in the core."""
+
+    _made: CollectiveTask | None = None
+    _why: BaseException | None = None
+
+    @property
+    def _group(self) -> Group:  # type: ignore[override]
+        group: Group = self._owner.group
+        return group
+
+    @property
+    def _op_timeout(self) -> float:  # type: ignore[override]
+        seconds: float = self._owner.op_timeout
+        return seconds
+
+    @property
+    def _call(self) -> Call:
+        text, number, *_ = self._description
+        context = self._group.context
+        if context.in_core is not None:
+            number += context.in_core.number
+        return Call(text, number, context)
+
+    @property
+    def _task(self) -> CollectiveTask:  # type: ignore[override]
+        if self._made is None:
+            self._made = CollectiveTask(self, self._call)
+            if not self._watch() and self.done:  # else this is the child of a fork
+                self._made.finish(self._error())
+        return self._made
+
+    def _started(self) -> CollectiveTask:  # type: ignore[override]
+        return self._task
+
+    def _ended(self) -> None:
+        """Hear that it is done, in the order of all that happens; under the engine's lock."""
+        error = self._error()
+        if error is not None:
+            self._group.engine.break_context(self._group.context, error)
+        if self._made is not None:
+            self._made.finish(error)
+
+    def _fail(self) -> None:
+        """Hear that it has failed, before anybody else does."""
+        engine = self._group.engine
+        if engine.closed is not None or engine.is_inside():
+            self._ended()
+            return
+        with engine.locked():
+            self._ended()
+
+    def _wait(self, timeout: float | None = None) -> Any:
+        seconds = self._seconds(timeout)
+        if not self.done:
+            task = self._task
+            if not task.done:
+                self._group.engine.wait(task, task.call, seconds)
+        return self.result
+
+    def cancel(self) -> bool:
+        """Raise TypeError; only a receive can be withdrawn."""
+        raise TypeError(f"only a receive can be cancelled, not {self._call}")
+
+    def _failed(self) -> None:
+        """Raise why it has no result."""
+        if not self.done:
+            raise Error(f"{self._call} is not done yet; wait() for it")
+        self._collected = True
+        self._fail()
+        self._group.context.unheard = False
+        error = self._error()
+        assert error is not None
+        raise_error(error)
+
+    def _error(self) -> BaseException | None:
+        """Return why it has failed; None: it has not."""
+        if self._why is None and self._description[2] != 0:
+            engine: Any = self._group.engine
+            self._why = engine.named(self._find_error(), self._call)
+        return self._why
+
+    def _find_error(self) -> BaseException:
+        text, _, status, rank, came, expected = self._description
+        context = self._group.context
+        if context.broken is not None:
+            return context.broken
+        if status == REFUSED:
+            return MismatchError(
+                f"rank {rank} sent {came} bytes in {readable(text.encode())}, "
+                f"where rank {context.me} expects {expected}"
+            )
+        if status == NO_VALUE:
+            return Error(
+                f"{text}: a step of the algorithm reads chunk {rank} before it has a value. "
+                "pycoll.prove finds such faults."
+            )
+        engine: Any = self._group.engine
+        error: BaseException = context.gone.get(status - 1) or engine.transport.error_of(status)
+        return error
+
+
+class Plans:
+    """Makes the plans of one communicator's calls.
+
+    Args:
+        group: its ranks.
+        calls: what prepares its calls: those that do not block, then those that do.
+    """
+
+    def __init__(self, group: Group, calls: tuple[Calls, Calls]) -> None:
+        self._group = group
+        self._calls = calls
+        self._generation = 0
+
+    def __call__(
+        self, kind: int, blocking: int, x: Any, op: int, root: int, result: Any
+    ) -> Plan | None:
+        """Return the plan of a call and of all that are like it; None: Python must run them."""
+        calls, name = self._calls[blocking], KINDS[kind]
+        arguments: dict[str, Any] = {} if name == "barrier" else {"x": x, "out": result}
+        if name in ("reduce", "gather"):
+            arguments["root"] = root
+        reduces = name in ("reduce", "all_reduce", "reduce_scatter", "scan")
+        if reduces:
+            arguments["op"] = OPS[op]
+        prepared = getattr(calls, name)(**arguments)
+        if prepared.bound is None or prepared.by_levels is not None:
+            return None
+        bound: Bound = prepared.bound()
+        binding, choice = bound.binding, bound.how[1]
+        if binding.finish is not None or _is_on_gpu(bound):
+            return None
+        places = _places(bound, x, result)
+        if places is None:
+            return None
+        collective, _, *roots = bound.how
+        schedule = self._group.schedule(collective, choice.name, *roots)
+        dtype = prepared.reads[0].dtype.code if reduces else 0
+        text, size = prepared.text.encode(), self._group.size
+        code = op if reduces else -1
+        return Plan(
+            size, _steps(schedule), places, text, code, dtype, choice.segments, bound.granule
+        )
+
+
+def _is_on_gpu(bound: Bound) -> bool:
+    return "pycoll.staging" in sys.modules and staged_run.is_staged(bound.binding)
+
+
+def _address(array: Any) -> tuple[int, int]:
+    """Return where an array begins and ends; None is nowhere."""
+    if array is None:
+        return 0, 0
+    begin = array.__array_interface__["data"][0]
+    return begin, begin + array.nbytes
+
+
+def _offset(view: memoryview | None, within: tuple[int, int]) -> int | None:
+    """Return where a view begins in some memory, -1 for no view; None: it is elsewhere."""
+    if view is None:
+        return -1
+    if not len(view):
+        return 0
+    offset: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0] - within[0]
+    return offset if 0 <= offset <= within[1] - within[0] - len(view) else None
+
+
+def _places(bound: Bound, x: Any, result: Any) -> list[tuple[int, int, int]] | None:
+    """Return for each chunk its length, and where it is in `x` and in the result.
+
+    None: it is not there, or not known.
+    """
+    source, target = _address(x), _address(result)
+    binding = bound.binding
+    places = []
+    for nbytes, parts, view in zip(binding.nbytes, binding.source, binding.target, strict=True):
+        if nbytes is None or (parts is not None and len(parts) != 1):
+            return None
+        begin = _offset(parts[0] if parts is not None else None, source)
+        end = _offset(view, target)
+        if begin is None or end is None:
+            return None
+        places.append((nbytes, begin, end))
+    return places
+
+
+def _steps(schedule: Schedule) -> list[tuple[Any, ...]]:
+    """Return a schedule's steps as `Plan` takes them."""
+    steps: list[tuple[Any, ...]] = []
+    for position, step in enumerate(schedule.steps):
+        match step:
+            case Send(peer):
+                kind = SEND, False, peer
+            case Recv(peer, _, scratch):
+                kind = RECV_SCRATCH if scratch else RECV, False, peer
+            case Reduce(_, incoming_first):
+                kind = REDUCE, incoming_first, 0
+            case Copy(source):
+                kind = COPY, False, source
+        chunks, successors = schedule.chunks[position], schedule.successors[position]
+        number, waits = schedule.number[position], schedule.waits[position]
+        steps.append((*kind, number, tuple(chunks), tuple(successors), waits))
+    return steps
+
+
+schedules.on_change.append(forget_plans)
+
+
+def finish(collective: CoreCollective) -> None:
+    """Wait for a blocking call that the core has begun and that takes long."""
+    task = collective._task
+    owner: Owner = collective._owner
+
+    def steps() -> CallSteps:
+        yield task
+
+    try:
+        owner.group.engine.run(task.call, steps, owner.op_timeout, collective=True)
+    except BaseException:
+        with owner.group.engine.locked():
+            task.cancel()  # also if the call did not even begin
+        raise
+
+
+def methods(
+    group: Group,
+    context: CoreContext,
+    calls: tuple[Calls, Calls],
+    slow: dict[str, Callable[..., Any]],
+    op_timeout: float,
+) -> tuple[Collectives, dict[str, Any]]:
+    """Return the core's collectives of a communicator, by name, and their object.
+
+    Args:
+        group: its ranks.
+        context: what matches there.
+        calls: what prepares its calls: those that do not block, then those that do.
+        slow: the methods, by name, to which goes what the core does not do.
+        op_timeout: its default deadline, seconds.
+    """
+    owner = Owner(group, op_timeout)
+    plans = Plans(group, calls)
+    core = Collectives(
+        context.core, group.size, group.rank, owner, CoreCollective, plans, caller, finish
+    )
+    core.set_slow(slow)
+    return core, {name: getattr(core, name) for name in slow}

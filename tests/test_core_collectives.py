@@ -1,0 +1,270 @@
+"""Collectives by messages that the compiled core runs (PYCOLL_ENGINE=core): what a program sees.
+
+That all else is as with the other engine is tested by the same tests, run with that variable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from script_jobs import Jobs, all_well
+
+pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Runs scripts over the core's engine."""
+    monkeypatch.setenv("PYCOLL_ENGINE", "core")
+    return Jobs(tmp_path)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_collectives_of_arrays_run_without_python(jobs: Jobs, transport: str) -> None:
+    text = """
+import sys
+from pycoll.core_collectives import CoreCollective
+
+size = comm.size
+x, rows = np.arange(4.0) + rank, np.arange(size * 4).reshape(size, 4) * (rank + 1)
+every = size * (size - 1) // 2
+
+def start():
+    return [
+        comm.ibarrier(),
+        comm.ireduce(x, "max", 1),
+        comm.iall_reduce(x),
+        comm.igather(x[:1], root=2),
+        comm.iall_gather(x),
+        comm.ireduce_scatter(rows),
+        comm.iall_to_all(rows),
+        comm.iscan(x, "prod"),
+    ]
+
+def check(results):
+    nothing, most, total, gathered, all_of, mine, turned, before = results
+    assert nothing is None
+    assert (most is None) if rank != 1 else most.tolist() == (np.arange(4.0) + size - 1).tolist()
+    assert total.tolist() == (np.arange(4.0) * size + every).tolist()
+    assert (gathered is None) if rank != 2 else gathered[:, 0].tolist() == list(range(size))
+    assert all_of.tolist() == [(np.arange(4.0) + r).tolist() for r in range(size)]
+    assert mine.tolist() == (rows[rank] // (rank + 1) * (every + size)).tolist()
+    row = np.arange(size * 4).reshape(size, 4)[rank]
+    assert turned.tolist() == [(row * (r + 1)).tolist() for r in range(size)]
+    expected = np.prod([np.arange(4.0) + r for r in range(rank + 1)], axis=0)
+    assert before.tolist() == expected.tolist()
+
+start()[-1].wait()  # the first use imports modules
+requests = start()
+assert all(isinstance(request, CoreCollective) for request in requests), requests
+check(pycoll.wait_all(requests))
+
+calls = []
+def note(frame, event, arg):
+    if event == "call":
+        calls.append(frame.f_code.co_name)
+sys.setprofile(note)
+for _ in range(50):  # a wait of more than a moment is Python's
+    calls.clear()
+    requests = start()
+    results = [request.wait() for request in requests]
+    again = calls == ["start", "<listcomp>"]
+    if comm.iall_reduce(np.array([again]), "land").wait()[0]:
+        break
+sys.setprofile(None)
+assert again, calls
+check(results)
+
+out = np.empty(4)
+assert comm.iall_reduce(x, out=out).wait() is out
+assert comm.iall_reduce(out, "min", out=out).wait() is out  # in place
+assert out.tolist() == total.tolist() if (total := comm.iall_reduce(x).wait()) is not None else 0
+error_like(ValueError, "overlap", comm.iall_reduce, rows[0], out=rows[0][::-1])
+ok()
+"""
+    all_well(jobs(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_start_different_collectives_hear_of_it(jobs: Jobs, transport: str) -> None:
+    text = """
+comm.iall_reduce(np.ones(3)).wait()
+request = comm.iall_reduce(np.ones(3)) if rank == 0 else comm.iall_gather(np.ones(3))
+error = error_of(request.wait)
+assert type(error) is pycoll.MismatchError, repr(error)
+assert "rank 0: iall_reduce(float64[3]" in str(error) and "at script.py:" in str(error), error
+assert "rank 1: iall_gather(float64[3]" in str(error), error
+error_like(pycoll.MismatchError, "different calls", comm.ibarrier)
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_call_of_an_earlier_number_is_named(jobs: Jobs, transport: str) -> None:
+    text = """
+world = comm.dup()
+part = comm.dup(name="part")
+if rank == 0:  # done at once: it only sends
+    assert part.ireduce(np.ones(2), root=1).wait() is None
+    request = part.iall_reduce(np.ones(2))
+else:
+    request = part.igather(np.ones(2), root=1)
+error = error_of(request.wait)
+assert type(error) is pycoll.MismatchError, repr(error)
+assert "collective number 0 of part" in str(error), error
+world.barrier()
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_ends_ends_the_collectives_that_need_it(jobs: Jobs, transport: str) -> None:
+    text = """
+import os
+comm.iall_reduce(np.ones(3)).wait()
+comm.barrier()
+if rank == 1:
+    os._exit(3)
+request = comm.iall_reduce(np.ones(3))
+error = error_of(request.wait)
+assert type(error) is pycoll.PeerFailed and error.rank == 1, repr(error)
+error = error_of(lambda: comm.ibarrier().wait())
+assert type(error) is pycoll.PeerFailed and error.rank == 1, repr(error)
+ok()
+"""
+    done = jobs(3, text, "--transport", transport)
+    assert done.content == [0, 2], done.stderr
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_wait_that_is_too_long_leaves_the_collective_under_way(
+    jobs: Jobs, transport: str
+) -> None:
+    text = """
+comm.iall_reduce(np.ones(3)).wait()
+if rank == 0:
+    request = comm.iall_reduce(np.ones(3))
+    assert not request.test() and not request.done
+    error_like(pycoll.OperationTimeout, "iall_reduce", request.wait, 0.05)
+    error_like(pycoll.Error, "not done yet", lambda: request.result)
+    error_like(TypeError, "only a receive", request.cancel)
+    comm.send(1, 1)
+else:
+    comm.recv(0)
+    request = comm.iall_reduce(np.ones(3))
+assert request.wait().tolist() == [2, 2, 2]
+assert request.done and request.result.tolist() == [2, 2, 2]
+
+import asyncio
+async def both():
+    first, second = comm.iall_reduce(np.ones(1)), comm.iall_gather(np.ones(1) * rank)
+    return await first, await second
+total, each = asyncio.run(both())
+assert total.tolist() == [2] and each[:, 0].tolist() == [0, 1]
+requests = [comm.irecv(1 - rank), comm.ibarrier(), comm.isend(np.ones(2), 1 - rank)]
+assert sorted([pycoll.wait_any(requests)[0] for _ in requests]) == [0, 1, 2]
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_under_way_ends_with_its_communicator(jobs: Jobs, transport: str) -> None:
+    text = """
+part = comm.dup()
+part.iall_reduce(np.ones(3)).wait()
+if rank == 0:
+    x = np.ones(300_000)
+    request = part.iall_reduce(x)
+    part.close()
+    error_like(pycoll.Error, "closed", request.wait)
+    error_like(pycoll.Error, "closed", part.iall_reduce, x)
+comm.barrier()
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+def test_blocking_collectives_over_sockets_run_in_the_core(jobs: Jobs) -> None:
+    text = """
+import threading
+x = np.arange(1000.0) + rank
+for _ in range(3):
+    assert comm.all_reduce(x).tolist() == (np.arange(1000.0) * size + 3).tolist()
+    assert comm.all_gather(x[:1])[:, 0].tolist() == [0, 1, 2]
+    comm.barrier()
+long = np.arange(1 << 18, dtype=np.int64) + rank
+assert (comm.all_reduce(long) == np.arange(1 << 18) * size + 3).all()
+if rank == 0:  # the others wait for longer than the core does alone
+    threading.Event().wait(0.4)
+assert comm.all_reduce(1.0 * rank) == 3
+assert comm.all_reduce(x)[0] == 3
+if rank == 1:
+    threading.Event().wait(0.4)
+assert comm.all_reduce(x, out=(out := np.empty(1000))) is out and out[0] == 3
+error = error_of(lambda: comm.barrier() if rank else comm.all_reduce(x))
+assert type(error) is pycoll.MismatchError, repr(error)
+ok()
+""".replace("size", "comm.size")
+    all_well(jobs(3, text, "--transport", "tcp"), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_how_a_call_goes_is_asked_once_until_an_algorithm_is_registered(
+    jobs: Jobs, transport: str
+) -> None:
+    text = """
+from pycoll.core_collectives import Plans
+from pycoll.schedule import Recv, Send
+
+made, make = [], Plans.__call__
+def note(self, kind, *rest):
+    made.append(kind)
+    return make(self, kind, *rest)
+Plans.__call__ = note
+
+def start():
+    made.clear()
+    for _ in range(3):
+        for count in range(1, 6):
+            comm.iall_reduce(np.ones(count)).wait()
+            comm.igather(np.ones(count)).wait()
+    return len(made)
+
+comm.ibarrier().wait()
+assert start() == 10
+assert start() == 0
+
+@pycoll.register_algorithm("all_gather", "swap")
+def swap(rank, size):
+    yield Send(1 - rank, rank)
+    yield Recv(1 - rank, 1 - rank)
+
+assert start() == 10
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_long_values_go_in_segments(jobs: Jobs, transport: str) -> None:
+    text = """
+import os
+for count in (1, 7, 100_003):
+    x = np.arange(count, dtype=np.int32) * (rank + 1)
+    for _ in range(2):
+        request = comm.iall_reduce(x)
+        assert "segments" in repr(request) or count < 1000, request
+        assert (request.wait() == np.arange(count) * 6).all()
+ok()
+"""
+    environment = {"PYCOLL_ALGORITHM": "all_reduce:ring", "PYCOLL_SEGMENT": "64K"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        all_well(jobs(3, text, "--transport", transport), 3)

@@ -1,0 +1,10 @@
+/* The collectives, numbered as in pycoll/native.py. */
+#ifndef PC_KINDS_H
+#define PC_KINDS_H
+
+enum pc_kind {
+    PC_BARRIER, PC_BROADCAST, PC_REDUCE, PC_ALL_REDUCE, PC_GATHER, PC_ALL_GATHER, PC_SCATTER,
+    PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
+};
+
+#endif
