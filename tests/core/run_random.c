@@ -46,6 +46,7 @@ struct plan {
     struct extra extras[MOST_EXTRAS];
     int liar;   /* has a chunk of another length */
     int lender; /* lends what the others expect to be sent */
+    int loser;  /* has no value in a chunk that should have one */
     int stray_from, stray_to;
 };
 
@@ -89,6 +90,7 @@ struct state {
     bool stray_sent;
     unsigned char *source, *target, *before;
     size_t nbytes;
+    int lost; /* the chunk without a value; or NOBODY */
     struct pc_chunk_place places[MOST_CHUNKS];
 };
 
@@ -165,10 +167,11 @@ static void choose_lengths(struct plan *plan) {
 static void make_plan(struct plan *plan, int context, uint32_t call, bool is_other) {
     int size = contexts[context].size;
     *plan = (struct plan){.number = (seed * 8 + (uint64_t)context) * 128 + call * 2 + is_other, .granule = 1};
-    plan->liar = plan->lender = plan->stray_from = NOBODY;
+    plan->liar = plan->lender = plan->loser = plan->stray_from = NOBODY;
     if (!clean) {
         plan->liar = chance(10) ? (int)below((uint64_t)size) : NOBODY;
         plan->lender = chance(40) ? (int)below((uint64_t)size) : NOBODY;
+        plan->loser = chance(12) ? (int)below((uint64_t)size) : NOBODY;
         plan->stray_from = chance(60) ? (int)below((uint64_t)size) : NOBODY;
         plan->stray_to = (int)below((uint64_t)size);
         if (plan->stray_to == plan->stray_from)
@@ -223,6 +226,10 @@ static void place(struct state *state) {
         here->source = schedule->has_source[chunk] ? (ptrdiff_t)at : -1;
         here->target = schedule->num_tokens[chunk] > 0 ? (ptrdiff_t)at : -1;
         at += here->nbytes;
+        if (here->source >= 0 && plan->loser == state->me && state->lost == NOBODY) {
+            here->source = -1;
+            state->lost = chunk;
+        }
     }
     state->nbytes = at;
     state->in_place = chance(30);
@@ -231,7 +238,8 @@ static void place(struct state *state) {
     state->before = malloc(at + 1);
     memset(state->source, POISON, at + 1);
     for (int chunk = 0; chunk < count; chunk++)
-        for (size_t element = 0; schedule->has_source[chunk] && element < plan->lengths[state->me][chunk]; element++)
+        for (size_t element = 0; element < (state->places[chunk].source >= 0 ? plan->lengths[state->me][chunk] : 0);
+             element++)
             write_element(state->source + state->places[chunk].source + element * itemsize,
                           contribution(plan->number, state->me, chunk, element), plan->sums);
     memcpy(state->before, state->source, at + 1);
@@ -370,7 +378,7 @@ static void run_over(struct running *running, bool failed) {
     check(state->runs[running->segment] == UNDER_WAY, "a run ends twice", state->call);
     state->runs[running->segment] = OVER;
     state->running[running->segment] = NULL;
-    state->failed = state->failed || failed;
+    state->failed = state->failed || failed || state->lost != NOBODY;
     poison_and_free((unsigned char *)running, sizeof *running);
     if (!uses_memory(state))
         free_memory(state);
@@ -382,8 +390,11 @@ static void run_ended(struct pc_run *run) {
     int rank = state->rank;
     if (run->status == PC_REFUSED)
         check_refused(state, run);
+    else if (run->status == PC_NO_VALUE)
+        check(run->from == state->lost && !clean, "a chunk has no value", (uint64_t)run->from);
     else if (run->status != 0)
         check_reason(state, run->status);
+    counts[NO_VALUE] += run->status == PC_NO_VALUE;
     counts[RUNS_FAILED] += run->status != 0;
     bool is_starting = running == starting;
     run_over(running, run->status != 0);
@@ -1002,11 +1013,11 @@ static void spoil(int rank) {
         stop(context, me, true);
     } else if (what < 7) {
         stop(context, me, false);
-    } else if (what < 15) {
+    } else if (what < 18) {
         forget(rank, (int)below((uint64_t)num_ranks));
-    } else if (what < 29) {
+    } else if (what < 31) {
         start_and_stop(context, me);
-    } else if (what < 43 && sendings != NULL) {
+    } else if (what < 45 && sendings != NULL) {
         struct sending *sending = sendings;
         if (sending->send.context == NULL || sending->send.context->engine != &ranks[rank].engine)
             return;
@@ -1165,6 +1176,7 @@ static void make_context(int context) {
             state->rank = contexts[context].members[me];
             state->context = context;
             state->me = me;
+            state->lost = NOBODY;
             state->call = call;
             state->plan = me == contexts[context].other_maker[call] ? &contexts[context].others[call]
                                                                    : &contexts[context].plans[call];
