@@ -356,10 +356,12 @@ class Context:
         peek: bool = False,
         place: int | None = None,
         fit: tuple[int, int] | None = None,
+        for_handle: bool = False,
     ) -> Match:
         """Wait for a message; `peek` leaves it in the queue.
 
         Args:
+            for_handle: it will be held: nobody waits in this place again if it is taken back.
             fit: code of the dtype, and bytes, of the array that shall be filled. What does not fit
                 is found by the caller; who matches elsewhere refuses it at once (`is_refused`).
             place: the number of an earlier match whose message was withdrawn: this one waits where

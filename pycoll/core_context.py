@@ -122,9 +122,10 @@ class CoreContext(Context):
         peek: bool = False,
         place: int | None = None,
         fit: tuple[int, int] | None = None,
+        for_handle: bool = False,
     ) -> Match:
         number = -1 if place is None else place
-        face = self.core.post(source, tag, peek, number, *(fit or ()))
+        face = self.core.post(source, tag, peek, number, *(fit or (-1, 0)), for_handle)
         match = _Match(self, face, source, tag, peek)
         if self._returned and self._match_returned(match):
             return match
@@ -138,18 +139,20 @@ class CoreContext(Context):
     def settle(self, match: _Match) -> None:
         """Give a match what has become of it."""
         face = match.face
-        if face.state == OVER and face.status == TAKEN_BACK:  # wait again, in the same place
+        state = face.state  # it may change at any time
+        if state == OVER and face.status == TAKEN_BACK:  # wait again, in the same place
             match.face = face = self.core.post(match.source, match.tag, match.peek, match.number)
-        if face.state == POSTED:
+            state = face.state
+        if state == POSTED:
             self.transport.own(face, match)
             return
         self.matches.remove(match.number)
-        if face.state == HOLDING:
+        if state == HOLDING:
             arrival = CoreArrival(self.transport, face, self.withdrawn)
             self.transport.own(face, arrival)
             match.message = self._incoming(arrival, face)
             match.finish()
-        elif face.state == OVER and face.status in (0, REFUSED):  # a probe, or it does not fit
+        elif state == OVER and face.status in (0, REFUSED):  # a probe, or it does not fit
             header = face.header
             match.message = self._incoming(_Found(face.peer, header, face.nbytes, None), face)
             match.finish()
@@ -250,14 +253,16 @@ class CoreContext(Context):
     def collected(self, collecting: _Collecting) -> None:
         """Say what has become of a collective's message, if that is known."""
         face = collecting.face
-        if face.state == OVER and face.status == TAKEN_BACK:
+        state = face.state
+        if state == OVER and face.status == TAKEN_BACK:
             collecting.face = face = self.core.collect(*collecting.key)
-        if face.state == POSTED:
+            state = face.state
+        if state == POSTED:
             self._collecting[collecting.key] = collecting
             self.transport.own(face, collecting)
             return
         self._collecting.pop(collecting.key, None)
-        if face.state == HOLDING:
+        if state == HOLDING:
             arrival = CoreArrival(self.transport, face, self.withdrawn)
             self.transport.own(face, arrival)
             collecting.wanted(arrival, None)

@@ -184,6 +184,34 @@ ok()
     all_well(jobs(2, text, "--transport", transport), 2)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_receives_keep_their_order_while_sends_are_taken_back(jobs: Jobs, transport: str) -> None:
+    text = """
+import random
+lengths = [424, 8176, 2_097_152, 2, 200_360, 283_352, 32_504, 128]
+draw, taken_back = random.Random(rank), 0
+for _ in range(100):
+    if rank == 0:
+        statuses = [pycoll.Status() for _ in lengths]
+        requests = [comm.irecv(1, 0, None, status) for status in statuses]
+        comm.barrier()
+        pycoll.wait_all(requests)
+        assert [status.nbytes for status in statuses] == lengths
+        continue
+    comm.barrier()
+    for nbytes in lengths:
+        while True:
+            try:
+                comm.send(np.zeros(nbytes, np.int8), 0, timeout=draw.choice([0, 1e-4, 1e-3, 1e-2]))
+                break
+            except pycoll.OperationTimeout:
+                taken_back += 1
+assert rank == 0 or taken_back
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
 def test_all_ranks_must_want_the_same_engine() -> None:
     infos = [{"node": 0, "cpus": b"\x01"} for _ in range(3)]
     infos[1]["engine"] = "core"

@@ -154,6 +154,7 @@ class Context:
         number: int = -1,
         dtype: int = -1,
         room: int = 0,
+        for_handle: bool = False,
         /,
     ) -> Receive: ...
     def collect(self, call: int, lane: int, rank: int, index: int, /) -> Receive: ...

@@ -131,6 +131,9 @@ class CoreReceive(Transfer):
         self.transport.disown(self.face)
         self.face.drop()
 
+    def held(self) -> None:
+        """Hear that it has come, which is known."""
+
     def redirect(self, into: memoryview) -> None:
         self.face.redirect(into)
 
@@ -162,6 +165,9 @@ class CoreArrival(Arrival):
             self.transport.disown(self.face)
             transfer.finish(self.transport.error_of(status))
         return transfer
+
+    def held(self) -> None:
+        """Hear that it has come, which is known."""
 
     def release(self) -> None:
         self.payload = None

@@ -99,18 +99,21 @@ struct posting {
     struct pc_py_item *item;
     int64_t number;
     bool by_address, is_open;
+    struct pc_py_item *adopted; /* it waits there already */
 };
 
 static void post(pc_engine_object *engine, void *argument) {
     struct posting *posting = argument;
     struct pc_context *context = posting->context->context;
-    (void)engine;
     posting->is_open = context != NULL;
     if (context == NULL)
         return;
+    posting->item->context = posting->by_address || posting->item->receive.posted.peek ? NULL : context;
     struct pc_py_item *item = posting->item;
     item->is_quiet = true;
-    if (posting->by_address)
+    if (posting->number >= 0 && (posting->adopted = pc_item_adopt(engine, context, (uint64_t)posting->number)) != NULL)
+        item = posting->adopted;
+    else if (posting->by_address)
         pc_collect_start(context, &item->receive);
     else if (posting->number < 0)
         pc_receive_start(context, &item->receive);
@@ -122,19 +125,22 @@ static void post(pc_engine_object *engine, void *argument) {
 
 /* Takes the reference to the face. */
 static PyObject *post_it(struct posting *posting, PyObject *face) {
-    if (pc_engine_do(posting->context->engine, post, posting) && posting->is_open)
+    if (pc_engine_do(posting->context->engine, post, posting) && posting->is_open) {
+        if (posting->adopted != NULL)
+            pc_item_swap(face, posting->adopted);
         return face;
+    }
     Py_DECREF(face);
     return pc_engine_is_closed();
 }
 
 static PyObject *context_post(pc_context_object *self, PyObject *args) {
     struct posting posting = {.context = self, .number = -1};
-    int source, peek = 0;
+    int source, peek = 0, for_handle = 0;
     long long tag, number = -1;
     int dtype = -1;
     Py_ssize_t room = 0;
-    if (!PyArg_ParseTuple(args, "iL|pLin", &source, &tag, &peek, &number, &dtype, &room))
+    if (!PyArg_ParseTuple(args, "iL|pLinp", &source, &tag, &peek, &number, &dtype, &room, &for_handle))
         return NULL;
     PyObject *face = pc_item_new_receive(self->engine, &posting.item);
     if (face == NULL)
@@ -143,6 +149,7 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
     item->receive.posted.queued.source = source;
     item->receive.posted.queued.tag = tag;
     item->receive.posted.peek = peek != 0;
+    item->for_handle = for_handle != 0;
     if (dtype >= 0) {
         item->expects[1] = (unsigned char)dtype; /* after the form: an array */
         item->receive.expects = item->expects;
@@ -307,9 +314,10 @@ static PyObject *context_next_call(pc_context_object *self, void *unused) {
 
 static PyMethodDef context_methods[] = {
     {"post", (PyCFunction)context_post, METH_VARARGS,
-     "post(source, tag, peek=False, number=-1, dtype=-1, room=0) -> Receive: start a receive that holds its message, or a "
-     "probe; in the place of that number, if one is given. With the code of a dtype it refuses what is no array of that "
-     "dtype, or has more than `room` bytes."},
+     "post(source, tag, peek=False, number=-1, dtype=-1, room=0, for_handle=False) -> Receive: start a receive that holds "
+     "its message, or a probe; in the place of that number, if one is given: that of a receive whose message was taken "
+     "back, which is not posted again if its message was for a handle. With the code of a dtype it refuses what is no "
+     "array of that dtype, or has more than `room` bytes."},
     {"collect", (PyCFunction)context_collect, METH_VARARGS,
      "collect(call, lane, rank, index) -> Receive: start a receive that holds the message of that address."},
     {"begin", (PyCFunction)context_begin, METH_O,

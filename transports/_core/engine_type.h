@@ -56,6 +56,12 @@ struct pc_py_item {
     unsigned char expects[2];
     const void *payload; /* NULL: it is not here */
     bool sender_waits;
+    /* Of a point-to-point receive. If its sender takes back a message that Python has, another receive waits at once in
+       the place of this one, until Python posts it again: else a later receive would get the message that comes next. */
+    struct pc_context *context; /* NULL: it is none */
+    bool is_known;              /* Python knows that its message has come */
+    bool for_handle;            /* and that message is then no receive's: none waits again */
+    struct pc_py_item *successor, *next_preceding;
 };
 
 struct pc_seat;
@@ -77,6 +83,7 @@ typedef struct pc_engine_object {
     struct pc_event watched;
     struct pc_peer_events *peers;
     struct pc_seat *nappers;
+    struct pc_py_item *preceding; /* receives that have a successor, by `next_preceding` */
     struct pc_request *ended; /* requests that are to be let go */
     struct pc_started *ended_collectives; /* so, too */
     uint64_t rings;           /* of the doorbell */
@@ -119,6 +126,10 @@ struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_messa
 bool pc_item_taken(struct pc_py_item *item);
 /* The event of an item as Python sees it; NULL with an exception. */
 PyObject *pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status);
+/* With the lock: the successor of some receive, in its place, which it is no more; NULL: there is none. */
+struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context *context, uint64_t number);
+/* Give a face another item than the one it was made with, which was not started. */
+void pc_item_swap(PyObject *face, struct pc_py_item *item);
 /* A `Receive` with its item, which asks, and is not started; NULL with an exception. */
 PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **item);
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);

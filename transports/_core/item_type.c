@@ -44,9 +44,47 @@ static void know(struct pc_py_item *item, const struct pc_receive *receive) {
     item->header_nbytes = message->header_nbytes;
 }
 
+static void receive_told(struct pc_receive *receive);
+
+/* The sender has taken back the message of a receive: it, or another one for it, waits again in its place. Whether it
+   is the same: then Python, which has not heard of the message, need not hear of it. */
+static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
+    if (!item->is_known) {
+        free(item->header);
+        item->header = NULL;
+        item->receive.status = 0;
+        pc_receive_start_at(item->context, &item->receive, item->receive.posted.queued.number);
+        return true;
+    }
+    struct pc_py_item *successor = item->for_handle || item->is_orphan ? NULL : calloc(1, sizeof *successor);
+    if (successor == NULL)
+        return false;
+    successor->event.kind = PC_EVENT_HELD;
+    successor->is_quiet = true;
+    successor->context = item->context;
+    memcpy(successor->expects, item->expects, sizeof item->expects);
+    successor->receive = (struct pc_receive){.ask = true,
+                                             .room = item->receive.room,
+                                             .expects_nbytes = item->receive.expects_nbytes,
+                                             .told = receive_told,
+                                             .owner = self};
+    successor->receive.posted.queued.source = item->receive.posted.queued.source;
+    successor->receive.posted.queued.tag = item->receive.posted.queued.tag;
+    if (item->receive.expects != NULL)
+        successor->receive.expects = successor->expects;
+    item->successor = successor;
+    item->next_preceding = self->preceding;
+    self->preceding = item;
+    pc_receive_start_at(item->context, &successor->receive, item->receive.posted.queued.number);
+    return false;
+}
+
 static void receive_told(struct pc_receive *receive) {
     struct pc_py_item *item = item_of_receive(receive);
     pc_engine_object *self = item->receive.owner;
+    if (receive->state == PC_RECEIVE_ENDED && receive->status == PC_TAKEN_BACK && item->context != NULL &&
+        wait_again(self, item))
+        return;
     if (receive->state == PC_RECEIVE_HELD) {
         if (item->header == NULL)
             know(item, receive);
@@ -90,6 +128,31 @@ static void free_item(struct pc_py_item *item) {
     free(item);
 }
 
+struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context *context, uint64_t number) {
+    for (struct pc_py_item **at = &self->preceding; *at != NULL; at = &(*at)->next_preceding) {
+        struct pc_py_item *successor = (*at)->successor;
+        if (successor->context != context || successor->receive.posted.queued.number != number)
+            continue;
+        (*at)->successor = NULL;
+        *at = (*at)->next_preceding;
+        return successor;
+    }
+    return NULL;
+}
+
+/* Nobody will post this receive again. */
+static void drop_successor(pc_engine_object *self, struct pc_py_item *item) {
+    struct pc_py_item *successor = item->successor, **at = &self->preceding;
+    if (successor == NULL)
+        return;
+    while (*at != item)
+        at = &(*at)->next_preceding;
+    *at = item->next_preceding;
+    item->successor = NULL;
+    (void)pc_receive_give_up(&successor->receive);
+    free_item(successor);
+}
+
 bool pc_item_taken(struct pc_py_item *item) {
     if (item->is_orphan) {
         free_item(item); /* its views went with the face */
@@ -101,6 +164,7 @@ bool pc_item_taken(struct pc_py_item *item) {
         return false;
     }
     const struct pc_message *message = item->receive.state == PC_RECEIVE_HELD ? item->receive.message : NULL;
+    item->is_known = message != NULL;
     item->payload = message != NULL && message->state == PC_MESSAGE_HERE ? message->payload : NULL;
     if (message != NULL)
         item->sender_waits = message->sender_waits;
@@ -108,6 +172,12 @@ bool pc_item_taken(struct pc_py_item *item) {
 }
 
 /* --- faces ------------------------------------------------------------------------------------------- */
+
+void pc_item_swap(PyObject *face, struct pc_py_item *item) {
+    free_item(((pc_face *)face)->item);
+    ((pc_face *)face)->item = item;
+    item->face = face;
+}
 
 static PyObject *make_face(PyTypeObject *type, pc_engine_object *engine, struct pc_py_item *item) {
     pc_face *face = (pc_face *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -151,6 +221,7 @@ static void abandon(pc_engine_object *self, void *argument) {
 
 static void orphan(pc_engine_object *self, void *argument) {
     struct pc_py_item *item = argument;
+    drop_successor(self, item);
     abandon(self, item);
     item->is_orphan = true;
     item->is_quiet = item->event.stands;
@@ -399,9 +470,24 @@ static PyObject *receive_sender_waits(pc_face *face, void *unused) {
     (void)unused;
     return PyBool_FromLong(face->item->sender_waits);
 }
+struct looking {
+    struct pc_py_item *item;
+    enum pc_receive_state state;
+};
+
+static void look(pc_engine_object *self, void *argument) {
+    struct looking *looking = argument;
+    (void)self;
+    looking->state = looking->item->receive.state;
+    if (looking->state == PC_RECEIVE_HELD)
+        (void)pc_item_taken(looking->item); /* now Python knows of its message */
+}
+
 static PyObject *receive_state(pc_face *face, void *unused) {
     (void)unused;
-    return PyLong_FromLong(face->item->receive.state);
+    struct looking looking = {.item = face->item, .state = face->item->receive.state};
+    pc_engine_do(face->engine, look, &looking);
+    return PyLong_FromLong(looking.state);
 }
 static PyObject *receive_status(pc_face *face, void *unused) { (void)unused; return PyLong_FromLong(face->item->status); }
 

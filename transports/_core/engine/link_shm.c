@@ -96,6 +96,7 @@ static void drop(struct pc_link_shm *shm, struct pc_shm_message *record) {
     remove_offer(shm, record);
     if (record->state >= SHM_RECEIVED)
         take_out(&shm->over, record);
+    shm->peers[record->peer].num_withdrawn -= record->state == SHM_WITHDRAWN;
     if (record->is_told) {
         record->state = SHM_READING; /* it stands in no queue */
         record->is_over = true;
@@ -170,7 +171,7 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
     struct pc_shm_peer *peer = &shm->peers[what->peer];
     if (peer->forgotten)
         return;
-    if (peer->untold.first == NULL) {
+    if (peer->untold.first == NULL && peer->num_withdrawn == 0) {
         /* There is memory for it before it is told: afterwards it cannot be refused. */
         struct pc_shm_message *record = shm->spare;
         shm->spare = NULL;
@@ -322,6 +323,13 @@ static void sent(void *owner, uint64_t id) {
     shm->last_sent = send;
 }
 
+/* What comes after it is told after this, or another receive would get it than the one that waits again. */
+static void withdraw(struct pc_link_shm *shm, struct pc_shm_message *record) {
+    record->state = SHM_WITHDRAWN;
+    shm->peers[record->peer].num_withdrawn++;
+    append(&shm->over, record);
+}
+
 static void cancelled(void *owner, int peer, uint64_t id) {
     struct pc_link_shm *shm = owner;
     uint64_t hash = pc_hash(id, (uint64_t)peer);
@@ -334,20 +342,23 @@ static void cancelled(void *owner, int peer, uint64_t id) {
             take_out(&shm->peers[peer].untold, record);
             drop(shm, record);
         } else {
-            record->state = SHM_WITHDRAWN;
-            append(&shm->over, record);
+            withdraw(shm, record);
         }
         return;
     }
 }
 
-static void ended(struct pc_link_shm *shm, uint64_t handle, enum shm_state state) {
-    struct pc_shm_message *record = ((struct pc_channel_receive *)pc_table_get(&shm->channel.receives, handle))->owner;
-    record->state = state;
-    append(&shm->over, record);
+static struct pc_shm_message *read_by(struct pc_link_shm *shm, uint64_t handle) {
+    return ((struct pc_channel_receive *)pc_table_get(&shm->channel.receives, handle))->owner;
 }
-static void received(void *owner, uint64_t handle) { ended(owner, handle, SHM_RECEIVED); }
-static void withdrawn(void *owner, uint64_t handle) { ended(owner, handle, SHM_WITHDRAWN); }
+
+static void received(void *owner, uint64_t handle) {
+    struct pc_shm_message *record = read_by(owner, handle);
+    record->state = SHM_RECEIVED;
+    append(&((struct pc_link_shm *)owner)->over, record);
+}
+
+static void withdrawn(void *owner, uint64_t handle) { withdraw(owner, read_by(owner, handle)); }
 
 static void bye(void *owner, int peer) {
     struct pc_link_shm *shm = owner;

@@ -16,7 +16,8 @@ struct pc_shm_queue {
 
 struct pc_shm_peer {
     int rank;                      /* in the job */
-    struct pc_shm_queue untold;    /* messages, in order: the engine had no room for the first */
+    struct pc_shm_queue untold;    /* messages, in order: the engine had no room for the first, or hears of it last */
+    uint32_t num_withdrawn;        /* messages of which the engine has still to hear that they were taken back */
     bool ends, finished, is_lost, is_mad, forgotten; /* `ends`: the next two are to be told */
 };
 
