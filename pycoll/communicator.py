@@ -640,8 +640,8 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """
         self._run(self._calls.bsend(x, dest, tag), timeout)
 
-    def _finish_in_core(self, request: CoreRequest) -> None:
-        """Wait for a send that the core's engine has begun and that takes long."""
+    def _finish_in_core(self, request: CoreRequest) -> Any:
+        """Return the result of what the core's engine has begun and that takes long."""
         task = request._task
         text = task.call.text.removeprefix("i")
         try:
@@ -651,6 +651,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             with self._group.engine.locked():
                 task.cancel()  # also if the call did not even begin
             raise
+        return request.result
 
     def _finish_send(self, dest: int, number: int) -> None:
         """Wait for a send that the core has begun and that takes long."""

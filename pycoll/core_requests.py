@@ -17,21 +17,22 @@ from pycoll.engine import raise_error
 from pycoll.errors import Error
 from pycoll.late import Late
 from pycoll.request import Request
-from pycoll.task import Call
+from pycoll.task import Call, Started
 from pycoll.transports._core import Messages, wait_all
 from pycoll.transports._core import Request as Core
 from pycoll.transports.base import Operation
 from pycoll.transports.core import REFUSED
 
 if TYPE_CHECKING:
-    from pycoll import arguments, p2p
+    from pycoll import arguments, arrays, p2p
     from pycoll.core_context import CoreContext
     from pycoll.group import Group
+    from pycoll.transports._core import Receive
 else:
-    arguments, p2p = Late("pycoll.arguments"), Late("pycoll.p2p")
+    arguments, arrays, p2p = Late("pycoll.arguments"), Late("pycoll.arrays"), Late("pycoll.p2p")
 
 SEND, SSEND, RECV = range(3)
-"""Kinds of requests, numbered as in _core/request_type.c."""
+"""Kinds of requests, numbered as in _core/request.h."""
 
 _NAMES = ("isend", "issend", "irecv")
 
@@ -96,13 +97,14 @@ class CoreTask(Operation):
 
     def cancel(self) -> None:
         super().cancel()
-        self.request._give_up()
+        self.request._abandon()
 
 
 class CoreRequest(Core, Request[Any]):
     """A send or a receive under way in the core."""
 
     _made: CoreTask | None = None
+    _by_python: Started | None = None  # what goes on with its message
 
     @property
     def _group(self) -> Group:  # type: ignore[override]
@@ -124,7 +126,7 @@ class CoreRequest(Core, Request[Any]):
                 dtype = next(dtype for dtype in TABLE if dtype.code == code)
                 text = f"{_NAMES[kind]}({dtype}{list(shape)}, dest={peer}, tag={tag})"
             self._made = CoreTask(self, Call(text, -1, self._group.context))
-            if not self._watch():
+            if not self._watch() and self.done:
                 self._made.ended()
         return self._made
 
@@ -132,21 +134,73 @@ class CoreRequest(Core, Request[Any]):
         return self._task
 
     def _ended(self) -> None:
-        """Hear that it is done, in the order of all that happens."""
-        self._task.ended()
+        """Hear that it holds a message or is done, in the order of all that happens."""
+        self._go_on()
+        if self.done and self._made is not None:
+            self._made.ended()
+
+    def _take_over(self, face: Receive | None, place: int) -> None:
+        """Go on with a message that the core can make no value of.
+
+        Args:
+            face: the receive that holds it now; None: it is still in the queue.
+            place: of this request among the receives.
+        """
+        engine = self._group.engine
+        if engine.is_held():  # an event has said that it holds a message
+            self._receive(face, place)
+        else:
+            with engine.locked():
+                self._receive(face, place)
+
+    def _receive(self, face: Receive | None, place: int) -> None:
+        group, call = self._group, self._task.call
+        context: Any = group.context
+        _, _, peer, tag, _ = self._description
+        match = None
+        if face is not None:
+            match = context.adopt(face, peer if peer == ANY else group.members[peer], tag)
+        out = arguments.fillable_out(self._array)
+        gpu = arrays.here() if out is None and self._gpu is None else self._gpu
+        steps = p2p.receive(group, peer, tag, out, self._filled, gpu, place, match)
+        self._by_python = group.engine.start(call, steps, self._conclude, collective=False)
+        if self._by_python.done:
+            self._received(self._by_python)
+        else:
+            self._by_python.watchers[self._received] = None
+
+    @staticmethod
+    def _conclude(result: Any) -> tuple[Any, tuple[()]]:
+        return result, ()
+
+    def _received(self, task: Started) -> None:
+        self._settle(task.result, task.error is not None)
+
+    def _abandon(self) -> None:
+        """Give it up, whatever it is at."""
+        if self._by_python is not None:
+            self._by_python.abort(Error(f"{self._task.call} was given up"))
+        self._give_up()
 
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
         if not self.done:
+            self._check_open()
             task = self._task
             if not task.done:
                 self._group.engine.wait(task, task.call, seconds)
         return self.result
 
+    def _check_open(self) -> None:
+        closed = self._group.engine.closed
+        if closed is not None and not self.done:  # in the child of a fork nothing ever ends
+            raise Error(closed)
+
     def cancel(self) -> bool:
         """Withdraw a receive; see `pycoll.Request.cancel`."""
         if self._description[0] != RECV:
             raise TypeError(f"only a receive can be cancelled, not {self._task.call}")
+        self._check_open()
         return bool(self._withdraw())
 
     def _failed(self) -> None:
@@ -172,6 +226,8 @@ class CoreRequest(Core, Request[Any]):
             return None
         if status == REFUSED:
             return self._refusal()
+        if self._by_python is not None:
+            return self._by_python.error
         context = self._group.context
         error = context.broken
         if error is None:
@@ -199,6 +255,10 @@ class CoreRequest(Core, Request[Any]):
 requests.in_core = wait_all
 
 
+def _here() -> int | None:
+    return arrays.here()
+
+
 def methods(
     group: Group, context: CoreContext, slow: dict[str, Callable[..., Any]], op_timeout: float
 ) -> tuple[Messages, dict[str, Any]]:
@@ -208,11 +268,11 @@ def methods(
         group: its ranks.
         context: what matches there.
         slow: the methods to which goes what the core does not do, and `finish`, which waits for a
-            send that takes long.
+            request that takes long, and returns its result.
         op_timeout: its default deadline, seconds.
     """
     names = ("send", "ssend", "recv", "isend", "issend", "irecv")
     functions = [slow[name] for name in (*names, "finish")]
     owner = Owner(group, op_timeout)
-    messages = Messages(context.core, group.members, owner, CoreRequest, Status, functions)
+    messages = Messages(context.core, group.members, owner, CoreRequest, Status, _here, functions)
     return messages, {name: getattr(messages, name) for name in names}

@@ -216,16 +216,29 @@ def receive(
     out: Value | None,
     status: Status | None,
     gpu: int | None = None,
+    place: int | None = None,
+    match: Match | None = None,
 ) -> CallSteps:
-    """Receive a message into `out` or new memory, on that GPU if on one; returns the value."""
+    """Receive a message into `out` or new memory, on that GPU if on one; returns the value.
+
+    Args:
+        group: the communicator's ranks.
+        source, tag: of the message.
+        out: the array to fill; None: a new one.
+        status: filled in.
+        gpu: where a new array goes that was on one; None: the current one.
+        place: of an earlier receive, where this one waits; None: after all others.
+        match: what has a message already; None: nothing has.
+    """
     world = source if source == ANY else group.members[source]
-    place: int | None = None
-    fit = (out.dtype.code, out.array.nbytes) if out is not None else None
+    fit = (out.dtype.code, out.array.nbytes) if out is not None and place is None else None
     while True:
-        match = group.context.match(world, tag, place=place, fit=fit)
+        if match is None:
+            match = group.context.match(world, tag, place=place, fit=fit)
         place = match.number
         message = yield from _matched(match)
-        if match.is_refused and message.form in (LENT, SEGMENTS):
+        is_refused, match = match.is_refused, None
+        if is_refused and message.form in (LENT, SEGMENTS):
             fit = None  # such a message says elsewhere what it brings
             continue
         try:

@@ -18,7 +18,7 @@ enum pc_event_kind {
     PC_EVENT_ARRIVED,  /* Receive: of another kind than point-to-point */
     PC_EVENT_HELD,     /* Receive: its message has come */
     PC_EVENT_ENDED,    /* Receive or Send, status */
-    PC_EVENT_REQUEST,  /* Request: it is done */
+    PC_EVENT_REQUEST,  /* Request: it is done, or holds a message */
     PC_EVENT_FINISHED, /* rank */
     PC_EVENT_LOST,     /* rank, why */
     PC_EVENT_WANTED,   /* rank: it must be dialed */
@@ -94,7 +94,8 @@ extern PyTypeObject *pc_request_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
 void pc_item_types(PyTypeObject *engine, PyTypeObject *send, PyTypeObject *receive);
-void pc_request_types(PyTypeObject *context, PyTypeObject *request);
+void pc_request_types(PyTypeObject *request);
+void pc_messages_types(PyTypeObject *context);
 
 /* Do something with the engine's lock, which touches no Python object. False: the engine is closed, it was not done. */
 bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument);
@@ -114,8 +115,17 @@ bool pc_item_taken(struct pc_py_item *item);
 PyObject *pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status);
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
 
-/* request_type.c */
-PyObject *pc_request_event(struct pc_event *event);
+/* item_type.c: a receive that was not started takes over the message that another one holds, which is idle then. With
+   the lock. */
+bool pc_item_take_over(PyObject *face, struct pc_receive *from);
+/* A `Receive` that was not started; NULL with an exception. */
+PyObject *pc_item_receive(pc_engine_object *self);
+
+/* request.c */
+/* With the lock: the event was taken out of the queue. `pc_request_event` follows, without it. */
+void pc_request_event_taken(struct pc_event *event);
+PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
+/* wait_all.c */
 PyObject *pc_wait_all(PyObject *module, PyObject *requests);
 
 #endif

@@ -535,6 +535,28 @@ static void context_dealloc(pc_context_object *self) {
     Py_DECREF(type);
 }
 
+PyObject *pc_item_receive(pc_engine_object *self) {
+    struct pc_py_item *item = calloc(1, sizeof *item);
+    PyObject *face = item != NULL ? make_face(receive_type, self, item) : NULL;
+    if (face == NULL) {
+        free(item);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    item->event.kind = PC_EVENT_HELD;
+    item->receive.ask = true;
+    item->receive.told = receive_told;
+    item->receive.owner = self;
+    return face;
+}
+
+bool pc_item_take_over(PyObject *face, struct pc_receive *from) {
+    struct pc_py_item *item = ((pc_face *)face)->item;
+    item->is_quiet = true;
+    pc_receive_take_over(&item->receive, from);
+    item->is_quiet = false;
+    return pc_item_taken(item);
+}
+
 struct posting {
     pc_context_object *context;
     struct pc_py_item *item;
@@ -567,25 +589,19 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
     Py_ssize_t room = 0;
     if (!PyArg_ParseTuple(args, "iL|pLin", &source, &tag, &peek, &number, &dtype, &room))
         return NULL;
-    struct pc_py_item *item = posting.item = calloc(1, sizeof *item);
-    PyObject *face = item != NULL ? make_face(receive_type, self->engine, item) : NULL;
-    if (face == NULL) {
-        free(item);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    }
-    item->event.kind = PC_EVENT_HELD;
+    PyObject *face = pc_item_receive(self->engine);
+    if (face == NULL)
+        return NULL;
+    struct pc_py_item *item = posting.item = ((pc_face *)face)->item;
     item->receive.posted.queued.source = source;
     item->receive.posted.queued.tag = tag;
     item->receive.posted.peek = peek != 0;
-    item->receive.ask = true;
     if (dtype >= 0) {
         item->expects[1] = (unsigned char)dtype; /* after the form: an array */
         item->receive.expects = item->expects;
         item->receive.expects_nbytes = sizeof item->expects;
         item->receive.room = (size_t)room;
     }
-    item->receive.told = receive_told;
-    item->receive.owner = self->engine;
     posting.number = number;
     if (pc_engine_do(self->engine, post, &posting) && posting.is_open)
         return face;
