@@ -130,6 +130,18 @@ def finish_send(transfer: Operation) -> CallSteps:
     return None
 
 
+def finish_both(received: Operation, sent: Operation) -> CallSteps:
+    """Wait for a receive and a send that are under way."""
+    try:
+        yield received
+        yield sent
+    except BaseException:
+        received.cancel()
+        sent.cancel()
+        raise
+    return None
+
+
 def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
     """Start to send when the value is here: messages to one rank leave in the order of the calls.
 
@@ -245,7 +257,7 @@ def receive(
             result = yield from _take(group, message, out, gpu)
         except Withdrawn:
             continue  # its sender gave up: wait for another
-        _fill_status(group, status, message)
+        fill_status(group, status, message)
         return result
 
 
@@ -254,7 +266,7 @@ def probe(group: Group, source: int, tag: int) -> CallSteps:
     world = source if source == ANY else group.members[source]
     message = yield from _matched(group.context.match(world, tag, peek=True))
     status = Status()
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return status
 
 
@@ -267,7 +279,7 @@ def probe_now(group: Group, source: int, tag: int) -> CallSteps:
         return None
     message = yield from _matched(match)
     status = Status()
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return status
 
 
@@ -300,7 +312,7 @@ PROBES = {
 
 def _held(group: Group, message: Incoming) -> tuple[Status, Held]:
     status = Status()
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return status, group.context.hold(message)
 
 
@@ -320,7 +332,7 @@ def receive_held(
             context.let_go(held, message.order, "was lost when its receive failed")
         raise
     context.let_go(held, message.order, "was received already")
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return result
 
 
@@ -468,7 +480,8 @@ def _original(out: Value) -> object:
     return out.original
 
 
-def _fill_status(group: Group, status: Status | None, message: Incoming) -> None:
+def fill_status(group: Group, status: Status | None, message: Incoming) -> None:
+    """Say in a status what a message is."""
     if status is not None:
         status.source = group.rank_of(message.source)
         status.tag = message.tag

@@ -8,33 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from core_counting import COUNTING
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp"]
-
-COUNTING = """
-# Whatever is called in Python beyond the methods themselves is counted.
-calls = []
-peer = 1 - rank
-
-def note(frame, event, arg):
-    if event == "call" and frame.f_code.co_name not in ALLOWED:
-        calls.append(frame.f_code.co_name)
-
-def goes_without_python(step):
-    step()  # first uses import modules
-    fewest = None
-    for _ in range(30):  # a wait of more than a moment is Python's
-        comm.barrier()
-        calls.clear()
-        sys.setprofile(note)
-        step()
-        sys.setprofile(None)
-        fewest = calls[:] if fewest is None else min(fewest, calls[:], key=len)
-    assert fewest == [], fewest
-"""
 
 
 @pytest.fixture
@@ -47,15 +26,14 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_arrays_are_made_without_python(jobs: Jobs, transport: str) -> None:
     text = """
-ALLOWED = {"step", "wait_all", "call", "_here", "here", "<genexpr>"}
+ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here"}
 x, long, status = np.arange(6.0).reshape(2, 3), np.arange(300_000), pycoll.Status()
 
 def step():
     global one, two, three
     requests = [comm.irecv(peer, 1), comm.irecv(peer, 2, status=status)]
     sent = [comm.isend(x + rank, peer, 1), comm.isend(long, peer, 2)]
-    one = requests[0].wait()
-    two = pycoll.wait_all(requests)[1]
+    one, two = pycoll.wait_all(requests)
     pycoll.wait_all(sent)
     comm.send(x, rank)
     three = comm.irecv(rank).result
@@ -183,6 +161,131 @@ for wait in (
     pycoll.wait_all(sent)
 request = comm.irecv(peer, 3)
 assert request.cancel() and request.cancelled
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_of_objects_only_the_pickling_is_pythons(jobs: Jobs, transport: str) -> None:
+    text = """
+ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "pycoll.objects", "pycoll.scratch"}
+ALLOWED |= {"_here", "_dump", "_load"}
+value = {"a": [1, 2.5], "b": "text", "c": None}
+long = [np.arange(100_000.0), "x" * 5000]
+
+def step():
+    global one, two, three
+    requests = [comm.irecv(peer, 1), comm.irecv(peer, 2)]
+    sent = [comm.isend(value, peer, 1), comm.isend(long, peer, 2)]
+    one, two = pycoll.wait_all(requests)
+    pycoll.wait_all(sent)
+    comm.send(value, rank)
+    three = comm.recv(rank)
+
+goes_without_python(step)
+assert one == value == three
+assert (two[0] == long[0]).all() and two[1] == long[1] and two[0].flags.writeable
+ok()
+"""
+    all_well(jobs(2, COUNTING + text, "--transport", transport), 2)
+
+
+def test_what_cannot_be_pickled_or_loaded_is_said_as_by_the_other_engine(jobs: Jobs) -> None:
+    text = """
+peer, lock = 1 - rank, threading.Lock()
+error_like(TypeError, "lock.* cannot be sent", comm.send, lock, peer)
+error_like(TypeError, "lock.* cannot be sent", comm.isend, lock, peer)
+nested = []
+for _ in range(100_000):
+    nested = [nested]
+error_like(ValueError, "nested too deeply", comm.send, nested, peer)
+
+class Odd:
+    def __reduce__(self):
+        return load_of_odd, ()
+
+def load_of_odd():
+    raise ArithmeticError("odd")
+
+comm.send(Odd(), peer)
+error_like(ArithmeticError, "odd", comm.recv, peer)
+comm.send(Odd(), peer, 1)
+request = comm.irecv(peer, 1)
+for _ in range(2):
+    error_like(ArithmeticError, "odd", request.wait)
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+def test_what_is_pickled_may_communicate_or_close(jobs: Jobs) -> None:
+    text = """
+peer, other = 1 - rank, comm.dup()
+
+class Talks:
+    def __reduce__(self):
+        comm.send("before", peer)
+        other.close()
+        return str, ("talked",)
+
+error_like(pycoll.Error, "closed", other.send, Talks(), peer)
+assert comm.recv(peer) == "before"
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_deadline_needs_no_python_while_there_is_time(jobs: Jobs, transport: str) -> None:
+    text = """
+ALLOWED = {"wait_all", "pycoll.edge"}
+x, out = np.arange(6.0), np.zeros(6)
+
+def step():
+    request = comm.irecv(peer, 1, out)
+    comm.send(x, peer, 1, timeout=30)
+    request.wait(30)
+    comm.send(x, rank, timeout=30)
+    comm.recv(rank, out=out, timeout=30.5)
+    pycoll.wait_all([comm.isend(x, rank), comm.irecv(rank, out=out)], timeout=30)
+
+goes_without_python(step)
+ok()
+"""
+    done = jobs(2, COUNTING + text, "--transport", transport, "--op-timeout", "40")
+    all_well(done, 2)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.25])
+def test_when_the_deadline_has_passed_python_says_so(jobs: Jobs, seconds: float) -> None:
+    text = f"""
+peer, seconds, long = 1 - rank, {seconds}, np.zeros(300_000)
+for name, call in {{
+    "recv": lambda: comm.recv(peer, 7, timeout=seconds),
+    "recv.source": lambda: comm.recv(peer, 7, out=long, timeout=seconds),
+    "send": lambda: comm.send(long, peer, timeout=seconds),
+    "ssend": lambda: comm.ssend("text", peer, timeout=seconds),
+    "irecv": lambda: comm.irecv(peer, 7).wait(seconds),
+    "wait_all": lambda: pycoll.wait_all([comm.irecv(peer, 7), comm.irecv(peer, 7)], seconds),
+}}.items():
+    began = time.monotonic()
+    error_like(pycoll.OperationTimeout, name + ".*was not done by its deadline", call)
+    assert time.monotonic() - began >= seconds
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+def test_a_receive_that_was_given_up_leaves_its_message(jobs: Jobs) -> None:
+    text = """
+peer, long = 1 - rank, np.arange(300_000.0)
+for out in (None, np.zeros(3)):
+    error_like(pycoll.OperationTimeout, "recv", comm.recv, peer, 1, out, timeout=0.15)
+comm.barrier()
+sent = comm.isend(long, peer, 1)
+assert (comm.recv(peer, 1) == long).all()
+sent.wait()
 ok()
 """
     all_well(jobs(2, text), 2)

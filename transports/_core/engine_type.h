@@ -126,6 +126,6 @@ PyObject *pc_item_receive(pc_engine_object *self);
 void pc_request_event_taken(struct pc_event *event);
 PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
 /* wait_all.c */
-PyObject *pc_wait_all(PyObject *module, PyObject *requests);
+PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 #endif

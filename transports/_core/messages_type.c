@@ -1,186 +1,167 @@
-/* `_core.Messages`: send, recv, isend and irecv of one communicator over the message engine.
+/* `_core.Messages`: point to point of one communicator over the message engine.
 
-   What is a contiguous NumPy array of a plain dtype, whatever its source, tag and status, is done here, and so is a
-   receive that takes what comes. All else is handed with the same arguments to the Python methods, and what takes long
-   is finished there. */
-#include "request.h"
+   Arrays of NumPy's that are contiguous and of a plain dtype are sent and received here, and so is what Python pickles:
+   of that, only the pickling is Python's. All else is handed with the same arguments to the Python methods, and what
+   takes long is finished there. */
+#include "messages.h"
 
 #include <stdlib.h>
 #include <structmember.h>
 
 static PyTypeObject *context_type;
 
-/* --- requests ---------------------------------------------------------------------------------------- */
+static const signed char sendrecv_order[] = {X, DEST, SOURCE, SENDTAG, RECVTAG, OUT, STATUS, -1},
+                         probe_order[] = {SOURCE, TAG, -1};
 
-static struct pc_request *request_send(pc_messages *self, PyObject *x_object, const struct pc_array *x, long dest,
-                                       long tag, enum pc_request_kind kind, bool is_blocking) {
-    unsigned char header[LONGEST_HEADER_NBYTES];
-    struct pc_request *request = pc_request_new(self, kind, is_blocking);
-    if (request == NULL)
-        return NULL;
-    request->peer = (int)dest;
-    request->tag = tag;
-    request->dtype = x->dtype;
-    request->ndim = x->ndim;
-    for (int axis = 0; axis < x->ndim; axis++)
-        request->dims[axis] = x->dims[axis];
-    request->array = Py_NewRef(x_object);
-    request->one = (struct iovec){x->data, x->nbytes};
-    request->send.peer = self->members[dest];
-    request->send.parts = &request->one;
-    request->send.num_parts = 1;
-    request->send.ended = pc_request_sent;
-    request->send.owner = request;
-    size_t header_nbytes = write_header(self->ident, x, tag, header);
-    return pc_request_start(request, header, header_nbytes, kind == PC_SSEND ? PC_OFFER : PC_MAY_PUSH);
+/* A blocking send without a deadline will never be taken back. */
+static enum pc_way way_of(uint64_t timeout_ns) { return timeout_ns == PC_FOR_EVER ? PC_MAY_PUSH : PC_BUFFER; }
+
+static bool overlap(const struct pc_array *one, const struct pc_array *other) {
+    const char *first = one->data, *second = other->data;
+    return first < second + other->nbytes && second < first + one->nbytes;
 }
 
-/* A receive into `out`, or without, of the array that was found there. */
-static struct pc_request *request_receive(pc_messages *self, PyObject **values, const struct pc_array *out, long source,
-                                          long tag, bool is_blocking) {
-    struct pc_request *request = pc_request_new(self, PC_RECV, is_blocking);
-    if (request == NULL)
-        return NULL;
-    struct pc_receive *receive = &request->receive;
-    request->peer = (int)source;
-    request->tag = tag;
-    request->filled = is_none(values[STATUS]) ? NULL : Py_NewRef(values[STATUS]);
-    receive->posted.queued.source = source == ANY ? PC_ANY : self->members[source];
-    receive->posted.queued.tag = tag;
-    receive->told = pc_request_received;
-    receive->owner = request;
-    receive->ask = is_none(values[OUT]);
-    if (!receive->ask) {
-        request->array = Py_NewRef(values[OUT]);
-        receive->into = out->data;
-        receive->room = out->nbytes;
-        request->expects[0] = PC_FORM_ARRAY;
-        request->expects[1] = (unsigned char)out->dtype;
-        receive->expects = request->expects;
-        receive->expects_nbytes = sizeof request->expects;
-    } else if (!is_blocking) { /* it may be another thread that makes what this one would have */
-        request->gpu = PyObject_CallNoArgs(self->here);
-        if (request->gpu == NULL) {
-            Py_DECREF((PyObject *)request);
-            return NULL;
-        }
+static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                         enum pc_request_kind kind, bool is_blocking, PyObject *slow) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_outgoing outgoing = {0};
+    uint64_t timeout_ns;
+    int plain = pc_messages_may_start(self) && parse(send_order, args, count, keywords, values) &&
+                pc_seconds(self, values[TIMEOUT], &timeout_ns) && (is_blocking || values[TIMEOUT] == NULL);
+    if (plain)
+        plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
+    if (plain <= 0)
+        return plain == 0 ? pc_call_slow(slow, args, count, keywords) : NULL;
+    enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
+    struct pc_request *request = pc_messages_send(self, &outgoing, kind, is_blocking, way);
+    return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
+}
+
+static PyObject *messages_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SEND, true, self->slow[PC_SLOW_SEND]);
+}
+
+static PyObject *messages_ssend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SSEND, true, self->slow[PC_SLOW_SSEND]);
+}
+
+static PyObject *messages_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SEND, false, self->slow[PC_SLOW_ISEND]);
+}
+
+static PyObject *messages_issend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SSEND, false, self->slow[PC_SLOW_ISSEND]);
+}
+
+static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                            bool is_blocking, PyObject *slow) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_incoming_call incoming;
+    uint64_t timeout_ns;
+    if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
+        !pc_seconds(self, values[TIMEOUT], &timeout_ns) || (!is_blocking && values[TIMEOUT] != NULL) ||
+        !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
+        return pc_call_slow(slow, args, count, keywords);
+    struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
+    return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
+}
+
+static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_receive(self, args, count, keywords, true, self->slow[PC_SLOW_RECV]);
+}
+
+static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_receive(self, args, count, keywords, false, self->slow[PC_SLOW_IRECV]);
+}
+
+/* A receive and a send at the same time. What is received over what is sent is left to Python. */
+static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_outgoing outgoing = {0};
+    struct pc_incoming_call incoming;
+    uint64_t timeout_ns;
+    int plain = pc_messages_may_start(self) && parse(sendrecv_order, args, count, keywords, values) &&
+                pc_seconds(self, values[TIMEOUT], &timeout_ns) &&
+                pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS], &incoming) &&
+                values[OUT] != values[X];
+    if (plain)
+        plain = pc_outgoing_of(self, values[X], values[DEST], values[SENDTAG], &outgoing);
+    if (plain > 0 && incoming.out != NULL && (outgoing.views != NULL || overlap(&outgoing.array, &incoming.array))) {
+        pc_views_release(outgoing.views);
+        plain = 0;
     }
-    return pc_request_start(request, NULL, 0, PC_BUFFER);
+    if (plain <= 0)
+        return plain == 0 ? pc_call_slow(self->slow[PC_SLOW_SENDRECV], args, count, keywords) : NULL;
+    struct pc_request *received = pc_messages_receive(self, &incoming, PC_RECV, true);
+    if (received == NULL) {
+        pc_views_release(outgoing.views);
+        return NULL;
+    }
+    struct pc_request *sent = pc_messages_send(self, &outgoing, PC_SEND, true, way_of(timeout_ns));
+    if (sent == NULL) {
+        pc_messages_give_up(received);
+        Py_DECREF((PyObject *)received);
+        return NULL;
+    }
+    return pc_messages_finish_both(self, received, sent, timeout_ns);
 }
 
-/* Wait for a request of a blocking call, which is let go; what takes long goes on in Python. */
-static PyObject *finish(pc_messages *self, struct pc_request *request) {
-    if (request == NULL)
+/* The request of a probe; NULL with an exception, or without one: leave it to Python. */
+static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                                      uint64_t *timeout_ns, bool has_timeout) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_incoming_call incoming;
+    if (!pc_messages_may_start(self) || !parse(probe_order, args, count, keywords, values) ||
+        (!has_timeout && values[TIMEOUT] != NULL) ||
+        !pc_seconds(self, values[TIMEOUT], timeout_ns) ||
+        !pc_incoming_of(self, values[SOURCE], values[TAG], NULL, NULL, &incoming))
         return NULL;
-    int done = pc_request_wait(request, pc_drive_now_ns() + PC_SLICE_NS);
-    PyObject *result = NULL;
-    if (done > 0)
+    if (!has_timeout)
+        pc_engine_look(self->engine);
+    return pc_messages_receive(self, &incoming, PC_PROBE, true);
+}
+
+static PyObject *messages_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    uint64_t timeout_ns;
+    struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, true);
+    if (request == NULL)
+        return PyErr_Occurred() ? NULL : pc_call_slow(self->slow[PC_SLOW_PROBE], args, count, keywords);
+    return pc_messages_finish(self, request, timeout_ns);
+}
+
+/* Who asks again and again does not wait anywhere: Python looks now and then, also at what the launcher tells. */
+#define LOOK_NS 2000000u
+
+static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    uint64_t timeout_ns;
+    struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, false);
+    if (request == NULL)
+        return PyErr_Occurred() ? NULL : pc_call_slow(self->slow[PC_SLOW_IPROBE], args, count, keywords);
+    PyObject *result;
+    uint64_t now = pc_drive_now_ns();
+    if (pc_request_is_done(request) || !pc_messages_give_up(request)) {
         result = pc_request_result(request);
-    else if (done == 0)
-        result = PyObject_CallFunctionObjArgs(self->slow[PC_SLOW_FINISH], (PyObject *)request, NULL);
+    } else if (now - self->looked_ns > LOOK_NS) {
+        self->looked_ns = now;
+        result = pc_call_slow(self->slow[PC_SLOW_IPROBE], args, count, keywords);
+    } else {
+        result = Py_NewRef(Py_None);
+    }
     Py_DECREF((PyObject *)request);
     return result;
 }
 
-/* --- methods of communicators ------------------------------------------------------------------------ */
-
-static bool may_start(const pc_messages *self) {
-    const pc_engine_object *engine = self->engine;
-    return PC_LIKELY(self->usable && !engine->engaged) &&
-           atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
-           (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
-}
-
-/* The arguments of a send that is done here; false: leave it to Python. */
-static bool is_plain_send(const pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                          PyObject **values, struct pc_array *x, long *dest, long *tag) {
-    if (!may_start(self) || !parse(send_order, args, count, keywords, values) || values[X] == NULL ||
-        values[SOURCE] != NULL || values[OUT] != NULL || values[STATUS] != NULL || !is_none(values[TIMEOUT]) ||
-        !pc_array_view(values[X], x) || x->ndim > PC_NAMED_DIMS)
-        return false;
-    *dest = small_int(values[DEST], 0, -1);
-    *tag = values[TAG] == NULL ? 0 : small_int(values[TAG], 0, -1);
-    return *dest >= 0 && *dest < self->size && *tag >= 0;
-}
-
-static bool is_plain_receive(const pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                             PyObject **values, struct pc_array *out, long *source, long *tag) {
-    if (!may_start(self) || !parse(recv_order, args, count, keywords, values) || values[X] != NULL ||
-        values[DEST] != NULL || !is_none(values[TIMEOUT]))
-        return false;
-    if (!is_none(values[OUT]) && (!pc_array_view(values[OUT], out) || !out->writeable))
-        return false;
-    if (!is_none(values[STATUS]) && Py_TYPE(values[STATUS]) != (PyTypeObject *)self->status_type)
-        return false;
-    *source = values[SOURCE] == NULL ? ANY : small_int(values[SOURCE], ANY, -2);
-    *tag = values[TAG] == NULL ? ANY : small_int(values[TAG], ANY, -2);
-    return *source >= ANY && *source < self->size && *tag >= ANY;
-}
-
-static PyObject *start_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                             enum pc_request_kind kind, PyObject *slow) {
-    PyObject *values[ARGUMENTS] = {NULL};
-    struct pc_array x;
-    long dest, tag;
-    if (is_plain_send(self, args, count, keywords, values, &x, &dest, &tag) && values[TIMEOUT] == NULL)
-        return (PyObject *)request_send(self, values[X], &x, dest, tag, kind, false);
-    return pc_call_slow(slow, args, count, keywords);
-}
-
-static PyObject *messages_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return start_isend(self, args, count, keywords, PC_SEND, self->slow[PC_SLOW_ISEND]);
-}
-
-static PyObject *messages_issend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return start_isend(self, args, count, keywords, PC_SSEND, self->slow[PC_SLOW_ISSEND]);
-}
-
-static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                         enum pc_request_kind kind, PyObject *slow) {
-    PyObject *values[ARGUMENTS] = {NULL};
-    struct pc_array x;
-    long dest, tag;
-    if (!is_plain_send(self, args, count, keywords, values, &x, &dest, &tag))
-        return pc_call_slow(slow, args, count, keywords);
-    return finish(self, request_send(self, values[X], &x, dest, tag, kind, true));
-}
-
-static PyObject *messages_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SEND, self->slow[PC_SLOW_SEND]);
-}
-
-static PyObject *messages_ssend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SSEND, self->slow[PC_SLOW_SSEND]);
-}
-
-static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    PyObject *values[ARGUMENTS] = {NULL};
-    struct pc_array out;
-    long source, tag;
-    if (!is_plain_receive(self, args, count, keywords, values, &out, &source, &tag) || values[TIMEOUT] != NULL)
-        return pc_call_slow(self->slow[PC_SLOW_IRECV], args, count, keywords);
-    return (PyObject *)request_receive(self, values, &out, source, tag, false);
-}
-
-static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    PyObject *values[ARGUMENTS] = {NULL};
-    struct pc_array out;
-    long source, tag;
-    if (!is_plain_receive(self, args, count, keywords, values, &out, &source, &tag))
-        return pc_call_slow(self->slow[PC_SLOW_RECV], args, count, keywords);
-    return finish(self, request_receive(self, values, &out, source, tag, true));
-}
-
 static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *context, *members, *owner, *request, *status, *here, *slow;
+    PyObject *context, *members, *owner, *request, *status, *values, *slow;
+    double op_timeout;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!OOOOOO", context_type, &context, &members, &owner, &request, &status, &here,
-                          &slow))
+    if (!PyArg_ParseTuple(args, "O!OOOOO!dO", context_type, &context, &members, &owner, &request, &status,
+                          &PyTuple_Type, &values, &op_timeout, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
-    if (size < 0 || PySequence_Size(slow) != PC_NUM_SLOW || !PyType_Check(request) ||
+    if (size < 0 || PySequence_Size(slow) != PC_NUM_SLOW || PyTuple_Size(values) != 4 || !(op_timeout >= 0) || !PyType_Check(request) ||
         !PyType_IsSubtype((PyTypeObject *)request, pc_request_type)) {
-        PyErr_SetString(PyExc_TypeError, "arguments are context, members, owner, request, status, here, slow");
+        PyErr_SetString(PyExc_TypeError, "arguments are context, members, owner, request, status, values, op_timeout, slow");
         return NULL;
     }
     pc_messages *self = (pc_messages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -195,7 +176,11 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->owner = Py_NewRef(owner);
     self->type = Py_NewRef(request);
     self->status_type = Py_NewRef(status);
-    self->here = Py_NewRef(here);
+    self->dump = Py_NewRef(PyTuple_GetItem(values, 0));
+    self->load = Py_NewRef(PyTuple_GetItem(values, 1));
+    self->new_bytes = Py_NewRef(PyTuple_GetItem(values, 2));
+    self->here = Py_NewRef(PyTuple_GetItem(values, 3));
+    self->op_timeout_ns = op_timeout < 1e9 ? (uint64_t)(op_timeout * 1e9) : PC_FOR_EVER;
     if (self->members == NULL || self->ranks == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -240,6 +225,9 @@ static void messages_dealloc(pc_messages *self) {
     Py_XDECREF((PyObject *)self->context);
     Py_XDECREF(self->type);
     Py_XDECREF(self->status_type);
+    Py_XDECREF(self->dump);
+    Py_XDECREF(self->load);
+    Py_XDECREF(self->new_bytes);
     Py_XDECREF(self->here);
     free(self->members);
     free(self->ranks);
@@ -258,6 +246,9 @@ static PyMethodDef messages_methods[] = {
     METHOD(isend, "x, dest, tag=0"),
     METHOD(issend, "x, dest, tag=0"),
     METHOD(irecv, "source=-1, tag=-1, out=None, status=None"),
+    METHOD(sendrecv, "x, dest, source=-1, sendtag=0, recvtag=-1, out=None, status=None, *, timeout=None"),
+    METHOD(probe, "source=-1, tag=-1, *, timeout=None"),
+    METHOD(iprobe, "source=-1, tag=-1"),
     {NULL, NULL, 0, NULL},
 };
 
@@ -274,10 +265,11 @@ static PyType_Slot messages_slots[] = {
     {Py_tp_methods, messages_methods},
     {Py_tp_members, messages_members},
     {Py_tp_doc,
-     "Messages(context, members, owner, request, status, here, slow)\n\n"
-     "send, recv and their twins of one communicator, in the core. `request` is a subclass of `Request`, `status` that of "
-     "what recv fills in; `here` returns the GPU on which a thread works, or None; `slow` are the methods to which all else goes: send, ssend, recv, isend, issend, irecv; and "
-     "`finish(request)`, which waits for one that takes long, and returns its result."},
+     "Messages(context, members, owner, request, status, values, op_timeout, slow)\n\n"
+     "Point to point of one communicator, in the core. `request` is a subclass of `Request`, `status` that of what recv "
+     "fills in. `values` are functions: dump(object) -> its parts, or None if it is none; load(memory) -> object; "
+     "new_bytes(length) -> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
+     "deadline in seconds. `slow` are the methods to which all else goes: send, sXXrequest, seconds), which waits for one that takes long, and returns its result."},
     {0, NULL},
 };
 

@@ -113,8 +113,12 @@ static void take_ended(pc_engine_object *engine, void *argument) {
 }
 
 static void let_go(struct pc_request *request) {
-    if (request->kind != PC_RECV)
+    if (!pc_request_receives(request)) {
+        struct pc_views *views = request->views;
+        request->views = NULL;
+        pc_views_release(views);
         Py_CLEAR(request->array);
+    }
     Py_DECREF((PyObject *)request);
 }
 
@@ -188,7 +192,7 @@ static void start(pc_engine_object *engine, void *argument) {
     request->under_way = request->is_starting = true;
     if (context == NULL)
         pc_request_end(request, PC_CONTEXT_CLOSED);
-    else if (request->kind == PC_RECV)
+    else if (pc_request_receives(request))
         pc_receive_start(context, &request->receive);
     else if (pc_send_start(context, &request->send, starting->header, starting->header_nbytes, starting->way) !=
              PC_UNDER_WAY)
@@ -233,7 +237,7 @@ bool pc_request_give_up(struct pc_request *request) {
     if (!request->under_way)
         return false;
     bool given_up;
-    if (request->kind != PC_RECV)
+    if (!pc_request_receives(request))
         given_up = pc_send_take_back(&request->send);
     else if (pc_request_is_held(request) && receive->state == PC_RECEIVE_ENDED)
         given_up = true; /* it was refused a message that Python could take */

@@ -42,7 +42,11 @@ enum pc_slow {
     PC_SLOW_ISEND,
     PC_SLOW_ISSEND,
     PC_SLOW_IRECV,
+    PC_SLOW_SENDRECV,
+    PC_SLOW_PROBE,
+    PC_SLOW_IPROBE,
     PC_SLOW_FINISH,
+    PC_SLOW_FINISH_BOTH,
     PC_NUM_SLOW
 };
 
@@ -58,11 +62,14 @@ typedef struct {
     PyObject *owner;       /* kept for Python */
     PyObject *type;        /* of requests */
     PyObject *status_type; /* of what a receive fills in */
-    PyObject *here;        /* returns the GPU on which this thread works, or None */
+    PyObject *dump, *load, *new_bytes; /* functions of pickling: see `Messages` */
+    PyObject *here;                    /* returns the GPU on which this thread works, or None */
+    uint64_t op_timeout_ns;
+    uint64_t looked_ns; /* when Python has looked last for a probe that does not wait */
     PyObject *slow[PC_NUM_SLOW];
 } pc_messages;
 
-enum pc_request_kind { PC_SEND, PC_SSEND, PC_RECV };
+enum pc_request_kind { PC_SEND, PC_SSEND, PC_RECV, PC_PROBE };
 
 struct pc_request {
     PyObject_HEAD
@@ -71,7 +78,9 @@ struct pc_request {
     struct pc_event event;
     struct pc_receive receive;
     struct pc_send send;
-    struct iovec one;
+    struct iovec one, *parts; /* of an object that has several */
+    struct pc_views *views;   /* of an object that is sent, until that is done */
+    PyObject *sent_type;      /* of such an object; or NULL */
     enum pc_request_kind kind;
     char is_blocking, collected, cancelled;
     bool is_pending, is_watched, under_way, is_starting;
@@ -83,6 +92,7 @@ struct pc_request {
     unsigned char expects[2];
     unsigned char *spare;     /* the short message that was received, until a value is made of it */
     PyObject *array;          /* what is sent, until that is done; or what is filled */
+    bool is_pickled;          /* the array is the memory of an object that was not loaded yet */
     PyObject *filled;         /* the Status to be filled in, or NULL */
     PyObject *gpu;            /* on which a receive without `out` was started; or NULL */
     int dtype, ndim;
@@ -110,6 +120,9 @@ void pc_request_hold(struct pc_request *request);
    the lock. */
 int pc_request_hear(pc_engine_object *engine);
 
+/* Whether it is a receive or a probe, not a send. */
+static inline bool pc_request_receives(const struct pc_request *request) { return request->kind >= PC_RECV; }
+
 static inline bool pc_request_is_held(struct pc_request *request) {
     return atomic_load_explicit(&request->status, memory_order_relaxed) == PC_HELD;
 }
@@ -127,7 +140,9 @@ bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t
 int pc_request_go_on(struct pc_request *request);
 /* What a request returns that has ended; NULL with an exception. */
 PyObject *pc_request_result(struct pc_request *request);
-/* Wait until it has ended, or a time of the monotonic clock. 1: it has; 0: not yet; -1 with an exception. */
+/* Let all links make progress. */
+void pc_engine_look(pc_engine_object *engine);
+/* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. 1: it has; 0: not yet; -1 with an exception. */
 int pc_request_wait(struct pc_request *request, uint64_t until_ns);
 
 #endif

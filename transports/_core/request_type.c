@@ -1,5 +1,5 @@
 /* `_core.Request`: a send or a receive that is under way, as Python sees it. See request.h. */
-#include "request.h"
+#include "messages.h"
 
 #include <stdlib.h>
 #include <structmember.h>
@@ -49,34 +49,41 @@ static bool ask(struct pc_request *request, void (*work)(pc_engine_object *engin
 
 /* --- methods of requests ----------------------------------------------------------------------------- */
 
-static PyObject *request_wait(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+/* The timeout of a wait, if its arguments are no more than that. */
+static bool is_plain_wait(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                          uint64_t *timeout_ns) {
     Py_ssize_t named = keywords != NULL ? PyTuple_Size(keywords) : 0;
-    bool plain = count + named == 0 || (count == 1 && named == 0 && args[0] == Py_None);
-    int done = pc_request_is_done(self);
-    if (plain && !done && !self->messages->engine->engaged)
-        done = pc_request_wait(self, pc_drive_now_ns() + PC_SLICE_NS);
-    if (done < 0)
-        return NULL;
-    if (plain && done)
-        return pc_request_result(self);
-    PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
-    PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
-    Py_XDECREF(slow);
-    return result;
+    if (count + named > 1 ||
+        (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "timeout") != 0))
+        return false;
+    return pc_seconds(self->messages, count + named == 1 ? args[0] : NULL, timeout_ns);
 }
 
-static void look(pc_engine_object *engine, void *argument) {
-    (void)argument;
-    for (uint32_t index = 0; index < engine->drive.num_sources; index++)
-        engine->drive.sources[index]->ops->progress(engine->drive.sources[index]);
+static PyObject *request_wait(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    uint64_t timeout_ns;
+    if (!is_plain_wait(self, args, count, keywords, &timeout_ns)) {
+        PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
+        PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
+        Py_XDECREF(slow);
+        return result;
+    }
+    if (pc_request_is_done(self))
+        return pc_request_result(self);
+    struct pc_patience patience = pc_patience(timeout_ns);
+    int done = self->messages->engine->engaged ? 0 : pc_request_wait(self, patience.until_ns);
+    if (done != 0)
+        return done > 0 ? pc_request_result(self) : NULL;
+    PyObject *left = pc_patience_left(&patience);
+    PyObject *result = left != NULL ? PyObject_CallMethod((PyObject *)self, "_wait", "O", left) : NULL;
+    Py_XDECREF(left);
+    return result;
 }
 
 static PyObject *request_test(struct pc_request *self, PyObject *unused) {
     (void)unused;
     pc_engine_object *engine = self->messages->engine;
     if (!pc_request_is_done(self) && !engine->engaged) {
-        pc_engine_do(engine, look, NULL);
-        pc_engine_let_go(engine);
+        pc_engine_look(engine);
         if (pc_request_go_on(self) < 0 || pc_request_hear(engine) < 0)
             return NULL;
     }
@@ -120,8 +127,8 @@ static PyObject *request_watch(struct pc_request *self, PyObject *unused) {
 
 static PyObject *request_description(struct pc_request *self, void *unused) {
     (void)unused;
-    PyObject *shape = PyTuple_New(self->kind != PC_RECV ? self->ndim : 0);
-    for (int axis = 0; shape != NULL && self->kind != PC_RECV && axis < self->ndim; axis++)
+    PyObject *shape = PyTuple_New(!pc_request_receives(self) ? self->ndim : 0);
+    for (int axis = 0; shape != NULL && !pc_request_receives(self) && axis < self->ndim; axis++)
         PyTuple_SetItem(shape, axis, PyLong_FromSsize_t(self->dims[axis]));
     if (shape == NULL)
         return NULL;
@@ -157,6 +164,11 @@ static PyObject *request_filled(struct pc_request *self, void *unused) {
     return Py_NewRef(self->filled != NULL ? self->filled : Py_None);
 }
 
+static PyObject *request_sent_type(struct pc_request *self, void *unused) {
+    (void)unused;
+    return Py_NewRef(self->sent_type != NULL ? self->sent_type : Py_None);
+}
+
 static PyObject *request_gpu(struct pc_request *self, void *unused) {
     (void)unused;
     return Py_NewRef(self->gpu != NULL ? self->gpu : Py_None);
@@ -166,6 +178,9 @@ static void request_dealloc(struct pc_request *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     free(self->receive.header);
     free(self->spare);
+    free(self->parts);
+    pc_views_release(self->views);
+    Py_XDECREF(self->sent_type);
     Py_XDECREF(self->gpu);
     Py_XDECREF(self->array);
     Py_XDECREF(self->filled);
@@ -233,6 +248,7 @@ static PyGetSetDef request_values[] = {
     {"_array", (getter)request_array, NULL, "The array that is sent or filled; or None.", NULL},
     {"_status", (getter)request_status, NULL, "0, or why it failed.", NULL},
     {"_filled", (getter)request_filled, NULL, "The Status to be filled in; or None.", NULL},
+    {"_sent_type", (getter)request_sent_type, NULL, "The type of an object that is sent; or None.", NULL},
     {"_gpu", (getter)request_gpu, NULL, "The GPU on which a receive without `out` was started; or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

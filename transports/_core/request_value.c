@@ -23,9 +23,13 @@ static bool shape_of(const unsigned char *header, size_t header_nbytes, size_t n
     return wanted == nbytes;
 }
 
+static bool is_object(const unsigned char *header, size_t header_nbytes) {
+    return header_nbytes == HEADER_NBYTES && header[PC_FORM_AT] == PC_FORM_OBJECT;
+}
+
 bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t nbytes) {
     intptr_t dims[MAX_DIMS];
-    return shape_of(header, header_nbytes, nbytes, dims);
+    return is_object(header, header_nbytes) || shape_of(header, header_nbytes, nbytes, dims);
 }
 
 /* --- going on with a message that is held ------------------------------------------------------------ */
@@ -73,6 +77,7 @@ static void receive(pc_engine_object *engine, void *argument) {
     PyObject *value = claim->value;
     claim->value = request->array;
     request->array = value;
+    request->is_pickled = is_object(claim->header, claim->header_nbytes);
     claim->error = pc_receive_into(&request->receive, claim->into);
     if (claim->error < 0) { /* its link cannot: it holds it still, for nobody */
         (void)pc_receive_give_up(&request->receive);
@@ -92,6 +97,37 @@ static PyObject *new_array(const struct claim *claim, void **data) {
     }
     Py_XDECREF(array);
     return NULL;
+}
+
+/* Objects shorter than that are received into a bytearray, as in scratch.py. */
+#define BYTEARRAY_NBYTES 4096
+
+/* A memoryview of new memory. */
+static PyObject *new_memory(const struct claim *claim, void **data) {
+    PyObject *memory = NULL;
+    if (claim->nbytes < BYTEARRAY_NBYTES) {
+        PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)claim->nbytes);
+        if (bytes != NULL) {
+            *data = PyByteArray_AsString(bytes);
+            memory = PyMemoryView_FromObject(bytes); /* while there is a view it stays where it is */
+            Py_DECREF(bytes);
+        }
+        return memory;
+    }
+    memory = PyObject_CallFunction(claim->request->messages->new_bytes, "n", (Py_ssize_t)claim->nbytes);
+    struct pc_views *views = memory != NULL ? pc_view_into(memory, (Py_ssize_t)claim->nbytes) : NULL;
+    if (views == NULL) {
+        Py_XDECREF(memory);
+        return NULL;
+    }
+    *data = views->views[0].buf;
+    pc_views_release(views);
+    return memory;
+}
+
+/* New memory for a message; NULL, without an exception if it is none of those that are known. */
+static PyObject *new_value(const struct claim *claim, void **data) {
+    return is_object(claim->header, claim->header_nbytes) ? new_memory(claim, data) : new_array(claim, data);
 }
 
 struct passing {
@@ -135,7 +171,7 @@ int pc_request_go_on(struct pc_request *request) {
     pc_engine_object *engine = request->messages->engine;
     if (!pc_engine_do(engine, claim, &mine) || mine.number == 0)
         return 0;
-    mine.value = new_array(&mine, &mine.into);
+    mine.value = new_value(&mine, &mine.into);
     if (mine.value == NULL) {
         PyErr_Clear(); /* without memory Python fails, too, and says so to who waits */
         return pass_on(&mine);
@@ -148,27 +184,46 @@ int pc_request_go_on(struct pc_request *request) {
 
 /* --- results ----------------------------------------------------------------------------------------- */
 
-/* Make a value of a short message that was received. 0; -1 with an exception. */
+/* Give a short message that was received memory of Python's. 0; -1 with an exception. */
 static int unpack(struct pc_request *request) {
     const struct pc_receive *receive = &request->receive;
     if (request->spare == NULL)
         return 0;
-    struct claim message = {.nbytes = receive->nbytes, .header_nbytes = receive->header_nbytes};
+    struct claim message = {.request = request, .nbytes = receive->nbytes, .header_nbytes = receive->header_nbytes};
     void *data = NULL;
     memcpy(message.header, receive->header, receive->header_nbytes); /* it is one that is known */
-    PyObject *array = new_array(&message, &data);
-    if (array == NULL)
+    PyObject *value = new_value(&message, &data);
+    if (value == NULL)
         return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
     if (request->spare == NULL) { /* another thread was quicker, while this one had let go of Python's lock */
-        Py_DECREF(array);
+        Py_DECREF(value);
         return 0;
     }
     memcpy(data, request->spare, receive->nbytes);
     free(request->spare);
     request->spare = NULL;
-    Py_XDECREF(request->array);
-    request->array = array;
+    request->is_pickled = is_object(message.header, message.header_nbytes);
+    PyObject *before = request->array;
+    request->array = value;
+    Py_XDECREF(before);
     return 0;
+}
+
+/* Load an object that was received. 0; -1 with an exception. */
+static int load(struct pc_request *request) {
+    if (!request->is_pickled)
+        return 0;
+    PyObject *memory = Py_NewRef(request->array);
+    PyObject *object = PyObject_CallFunctionObjArgs(request->messages->load, memory, NULL);
+    if (object != NULL && request->is_pickled) { /* else another thread was quicker */
+        request->is_pickled = false;
+        request->array = object;
+        Py_DECREF(memory); /* which was the request's */
+    } else {
+        Py_XDECREF(object);
+    }
+    Py_DECREF(memory);
+    return object != NULL ? 0 : -1;
 }
 
 /* Fill in the status object: 0; -1 with an exception. */
@@ -189,15 +244,39 @@ static int fill_in(struct pc_request *request) {
     return status;
 }
 
+/* The Status of what a probe has found. */
+static PyObject *found(struct pc_request *request) {
+    const struct pc_receive *receive = &request->receive;
+    if (receive->header == NULL)
+        return PyErr_NoMemory();
+    if (receive->header[PC_FORM_AT] > PC_FORM_OBJECT) /* it says elsewhere how long it is */
+        return PyObject_CallMethod((PyObject *)request, "_found", NULL);
+    return PyObject_CallFunction(request->messages->status_type, "iLn", request->messages->ranks[receive->source],
+                                 (long long)receive->tag, (Py_ssize_t)receive->nbytes);
+}
+
 PyObject *pc_request_result(struct pc_request *request) {
     if (PC_UNLIKELY(request->status != 0 || request->cancelled)) /* Python says why it failed */
         return PyObject_CallMethod((PyObject *)request, "_failed", NULL);
     request->collected = 1;
-    if (request->kind != PC_RECV)
+    if (!pc_request_receives(request))
         Py_RETURN_NONE;
-    if (unpack(request) < 0 || fill_in(request) < 0)
+    if (request->kind == PC_PROBE)
+        return found(request);
+    if (unpack(request) < 0 || load(request) < 0 || fill_in(request) < 0)
         return NULL;
     return Py_NewRef(request->array != NULL ? request->array : Py_None);
+}
+
+static void look(pc_engine_object *engine, void *argument) {
+    (void)argument;
+    for (uint32_t index = 0; index < engine->drive.num_sources; index++)
+        engine->drive.sources[index]->ops->progress(engine->drive.sources[index]);
+}
+
+void pc_engine_look(pc_engine_object *engine) {
+    pc_engine_do(engine, look, NULL);
+    pc_engine_let_go(engine);
 }
 
 int pc_request_wait(struct pc_request *request, uint64_t until_ns) {
@@ -207,6 +286,8 @@ int pc_request_wait(struct pc_request *request, uint64_t until_ns) {
             return -1;
         if (pc_request_is_done(request))
             return 1;
+        if (until_ns == 0)
+            return 0;
         PyThreadState *state = PyEval_SaveThread();
         pc_drive_wait(&engine->drive, &request->op, NULL, until_ns, PC_FOR_EVER);
         PyEval_RestoreThread(state);

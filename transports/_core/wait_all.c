@@ -1,5 +1,5 @@
 /* `_core.wait_all`: waiting for several requests of one engine at once. */
-#include "request.h"
+#include "messages.h"
 
 #include <stdlib.h>
 
@@ -38,20 +38,32 @@ static void scatter(pc_engine_object *engine, void *argument) {
         pc_several_remove(&gathering->several, &gathering->requests[index]->op);
 }
 
-/* Requests of one engine, none of which holds the others up for ever; false: leave it to Python. */
+/* What a request is in the core: it itself, or what a persistent one has started; NULL: nothing. */
+static struct pc_request *request_of(PyObject *item) {
+    if (PyObject_TypeCheck(item, pc_request_type))
+        return (struct pc_request *)Py_NewRef(item);
+    PyObject *started = PyObject_GetAttrString(item, "_in_core");
+    if (started != NULL && PyObject_TypeCheck(started, pc_request_type))
+        return (struct pc_request *)started;
+    PyErr_Clear();
+    Py_XDECREF(started);
+    return NULL;
+}
+
+/* Keep requests of one engine, none of which holds the others up for ever; false: leave it to Python. */
 static bool collect(struct gathering *gathering) {
-    for (Py_ssize_t index = 0; index < gathering->count; index++) {
-        PyObject *item = PyList_GetItem(gathering->listed, index);
-        if (!PyObject_TypeCheck(item, pc_request_type))
+    Py_ssize_t count = PyList_Size(gathering->listed);
+    while (gathering->count < count && count == PyList_Size(gathering->listed)) {
+        struct pc_request *request = request_of(PyList_GetItem(gathering->listed, gathering->count));
+        if (request == NULL)
             return false;
-        struct pc_request *request = (struct pc_request *)item;
-        gathering->requests[index] = request;
+        gathering->requests[gathering->count++] = request;
         if (gathering->engine == NULL)
             gathering->engine = request->messages->engine;
         if (gathering->engine != request->messages->engine)
             return false;
     }
-    return gathering->engine != NULL && !gathering->engine->engaged;
+    return gathering->engine != NULL && gathering->count == count && !gathering->engine->engaged;
 }
 
 /* Whether all are done; those that hold a message are gone on with. -1 with an exception. */
@@ -66,8 +78,7 @@ static int are_done(struct gathering *gathering) {
 }
 
 /* Wait a slice of time. 1: all are done; 0: not yet; -1 with an exception. */
-static int await(struct gathering *gathering) {
-    uint64_t until_ns = pc_drive_now_ns() + PC_SLICE_NS;
+static int await(struct gathering *gathering, uint64_t until_ns) {
     int done;
     while ((done = are_done(gathering)) == 0) {
         if (!pc_engine_do(gathering->engine, gather, gathering))
@@ -89,24 +100,26 @@ static int await(struct gathering *gathering) {
 
 #define FEW 64
 
-/* wait_all(list) -> list | None: the results of requests; None: something is left for Python to do. */
-PyObject *pc_wait_all(PyObject *module, PyObject *listed) {
+/* wait_all(list, timeout) -> list | None: the results of requests; None: something is left for Python to do. */
+PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t num_args) {
     (void)module;
     struct pc_request *few[FEW];
+    uint64_t timeout_ns;
+    if (num_args != 2) {
+        PyErr_SetString(PyExc_TypeError, "arguments are list, timeout");
+        return NULL;
+    }
+    PyObject *listed = args[0];
     struct gathering gathering = {.listed = listed, .requests = few};
     if (!PyList_CheckExact(listed))
         Py_RETURN_NONE;
-    gathering.count = PyList_Size(listed);
-    if (gathering.count > FEW)
-        gathering.requests = malloc((size_t)gathering.count * sizeof *gathering.requests);
+    if (PyList_Size(listed) > FEW)
+        gathering.requests = malloc((size_t)PyList_Size(listed) * sizeof *gathering.requests);
     PyObject *results = NULL;
     if (gathering.requests == NULL)
         return PyErr_NoMemory();
-    if (!collect(&gathering))
-        goto done;
-    for (Py_ssize_t index = 0; index < gathering.count; index++)
-        Py_INCREF((PyObject *)gathering.requests[index]); /* the list may change */
-    bool well = await(&gathering) == 1;
+    bool well = collect(&gathering) && pc_seconds(gathering.requests[0]->messages, args[1], &timeout_ns) &&
+                await(&gathering, pc_patience(timeout_ns).until_ns) == 1;
     for (Py_ssize_t index = 0; index < gathering.count; index++)
         well &= gathering.requests[index]->status == 0;
     results = well ? PyList_New(gathering.count) : NULL;
@@ -118,7 +131,6 @@ PyObject *pc_wait_all(PyObject *module, PyObject *listed) {
             PyList_SetItem(results, index, result);
         Py_DECREF((PyObject *)gathering.requests[index]);
     }
-done:
     if (gathering.requests != few)
         free(gathering.requests);
     if (results == NULL && !PyErr_Occurred())
