@@ -83,7 +83,8 @@ def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(jobs: Jobs) -> None:
 peer, long = 1 - rank, np.arange(300_000.0)
 comm.send(np.arange(5.0), peer, 1)
 # What comes does not fit: it stays, and what was sent was taken back.
-error_like(pycoll.TruncationError, "has 40 bytes", comm.sendrecv, long, peer, peer, 2, 1, np.zeros(2))
+room = np.zeros(2)
+error_like(pycoll.TruncationError, "has 40 bytes", comm.sendrecv, long, peer, peer, 2, 1, room)
 comm.barrier()
 assert comm.iprobe(peer, 2) is None
 assert comm.recv(peer, 1).tolist() == [0, 1, 2, 3, 4]

@@ -159,9 +159,11 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                           &PyTuple_Type, &values, &op_timeout, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
-    if (size < 0 || PySequence_Size(slow) != PC_NUM_SLOW || PyTuple_Size(values) != 4 || !(op_timeout >= 0) || !PyType_Check(request) ||
+    if (size < 0 || PySequence_Size(slow) != PC_NUM_SLOW || PyTuple_Size(values) != 4 || !(op_timeout >= 0) ||
+        !PyType_Check(request) ||
         !PyType_IsSubtype((PyTypeObject *)request, pc_request_type)) {
-        PyErr_SetString(PyExc_TypeError, "arguments are context, members, owner, request, status, values, op_timeout, slow");
+        PyErr_SetString(PyExc_TypeError,
+                        "arguments are context, members, owner, request, status, values, op_timeout, slow");
         return NULL;
     }
     pc_messages *self = (pc_messages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -269,7 +271,9 @@ static PyType_Slot messages_slots[] = {
      "Point to point of one communicator, in the core. `request` is a subclass of `Request`, `status` that of what recv "
      "fills in. `values` are functions: dump(object) -> its parts, or None if it is none; load(memory) -> object; "
      "new_bytes(length) -> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
-     "deadline in seconds. `slow` are the methods to which all else goes: send, sXXrequest, seconds), which waits for one that takes long, and returns its result."},
+     "deadline in seconds. `slow` are the methods to which all else goes: send, ssend, recv, isend, issend, irecv, "
+     "sendrecv, probe, iprobe; then finish(request, seconds), which waits for one that takes long, and returns its "
+     "result, and finish_both(received, sent, seconds), which does that for two."},
     {0, NULL},
 };
 

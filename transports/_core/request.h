@@ -120,7 +120,7 @@ void pc_request_hold(struct pc_request *request);
    the lock. */
 int pc_request_hear(pc_engine_object *engine);
 
-/* Whether it is a receive or a probe, not a send. */
+/* Whether it is a receive or a probe, not a send. This and what follows also without the lock. */
 static inline bool pc_request_receives(const struct pc_request *request) { return request->kind >= PC_RECV; }
 
 static inline bool pc_request_is_held(struct pc_request *request) {
@@ -142,7 +142,8 @@ int pc_request_go_on(struct pc_request *request);
 PyObject *pc_request_result(struct pc_request *request);
 /* Let all links make progress. */
 void pc_engine_look(pc_engine_object *engine);
-/* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. 1: it has; 0: not yet; -1 with an exception. */
+/* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. Returns 1: it has; 0: not yet; -1 with an
+   exception. */
 int pc_request_wait(struct pc_request *request, uint64_t until_ns);
 
 #endif
