@@ -24,7 +24,7 @@ from pycoll.memory import SharedMemory
 from pycoll.native import BY_MESSAGES
 from pycoll.nonblocking import NonBlocking, Persistent
 from pycoll.prepared import Prepared
-from pycoll.task import Call, caller
+from pycoll.task import Call, CallSteps, caller
 from pycoll.transports.base import Operation
 from pycoll.words import OF_COMMUNICATORS, Hinting
 
@@ -142,11 +142,11 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         from pycoll import core_requests
 
         group = self._group
-        names = ("send", "ssend", "recv", "isend", "issend", "irecv")
-        slow = {name: getattr(self, name) for name in names} | {"finish": self._finish_in_core}
+        slow = {name: getattr(self, name) for name in core_requests.NAMES}
+        slow |= {"finish": self._finish_in_core, "finish_both": self._finish_both_in_core}
         context: Any = group.context
         short, methods = core_requests.methods(group, context, slow, self._op_timeout)
-        short.usable = group.engine.op_timeout == math.inf
+        short.usable = True
         with group.engine.locked():
             context.short = short
         return methods
@@ -659,16 +659,31 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """
         self._run(self._calls.bsend(x, dest, tag), timeout)
 
-    def _finish_in_core(self, request: CoreRequest) -> None:
-        """Wait for a send that the core's engine has begun and that takes long."""
+    def _finish_in_core(self, request: CoreRequest, seconds: float) -> Any:
+        """Return the result of what the core's engine has begun and that takes long."""
         task = request._task
         text = task.call.text.removeprefix("i")
+        self._finish_begun(text, p2p.finish_send(task), (task,), seconds)
+        return request.result
+
+    def _finish_both_in_core(self, received: CoreRequest, sent: CoreRequest, seconds: float) -> Any:
+        """The same for a receive and a send at the same time."""
+        _, _, dest, tag, _ = sent._description
+        source = received._description[2]
+        text = f"sendrecv(dest={dest}, source={source if source >= 0 else 'ANY'}, tag={tag})"
+        tasks = received._task, sent._task
+        self._finish_begun(text, p2p.finish_both(*tasks), tasks, seconds)
+        return received.result
+
+    def _finish_begun(
+        self, text: str, steps: CallSteps, tasks: Sequence[Operation], seconds: float
+    ) -> None:
         try:
-            steps = p2p.finish_send(task)
-            self._run(Prepared(text, lambda _: steps, collective=False), None)
+            self._run(Prepared(text, lambda _: steps, collective=False), seconds)
         except BaseException:
             with self._group.engine.locked():
-                task.cancel()  # also if the call did not even begin
+                for task in tasks:
+                    task.cancel()  # also if the call did not even begin
             raise
 
     def _finish_send(self, dest: int, number: int) -> None:
@@ -888,7 +903,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
     @property
     def persistent(self) -> Persistent:
         """Makes requests to start again and again: ``comm.persistent.all_reduce(x, out=y)``."""
-        return Persistent(self._group, self._nonblocking_calls, self._op_timeout)
+        return Persistent(self._group, self._nonblocking_calls, self._op_timeout, self._short)
 
     # --- communicators ---------------------------------------------------------------------
 

@@ -136,6 +136,19 @@ class CoreContext(Context):
             self.settle(match)
         return match
 
+    def adopt(self, face: Any, source: int, tag: int) -> Match:
+        """Return the match of a receive that holds its message already.
+
+        Args:
+            face: the receive.
+            source, tag: what it asks for; the world rank, or `ANY`.
+        """
+        match = _Match(self, face, source, tag, peek=False)
+        self.settle(match)
+        if not match.done:  # its message was taken back, and it waits again
+            self.matches.add(match.number, match, (source, tag))
+        return match
+
     def settle(self, match: _Match) -> None:
         """Give a match what has become of it."""
         face = match.face

@@ -6,6 +6,7 @@ for several, of asyncio and of other threads, and what is said when something go
 
 from __future__ import annotations
 
+import array as stdlib_array
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,27 +14,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pycoll import request as requests
 from pycoll.context import ANY, P2P, Incoming, Status
 from pycoll.dtypes import TABLE
+from pycoll.edge import edges
 from pycoll.engine import raise_error
 from pycoll.errors import Error
 from pycoll.late import Late
-from pycoll.request import Request
-from pycoll.task import Call
+from pycoll.prepared import Prepared
+from pycoll.request import PersistentRequest, Request
+from pycoll.scratch import new_bytes
+from pycoll.task import Call, Started
 from pycoll.transports._core import Messages, wait_all
 from pycoll.transports._core import Request as Core
 from pycoll.transports.base import Operation
 from pycoll.transports.core import REFUSED
 
 if TYPE_CHECKING:
-    from pycoll import arguments, p2p
+    from pycoll import arguments, arrays, objects, p2p
     from pycoll.core_context import CoreContext
     from pycoll.group import Group
+    from pycoll.transports._core import Receive
 else:
-    arguments, p2p = Late("pycoll.arguments"), Late("pycoll.p2p")
+    arguments, arrays = Late("pycoll.arguments"), Late("pycoll.arrays")
+    objects, p2p = Late("pycoll.objects"), Late("pycoll.p2p")
 
-SEND, SSEND, RECV = range(3)
-"""Kinds of requests, numbered as in _core/request_type.c."""
+SEND, SSEND, RECV, PROBE = range(4)
+"""Kinds of requests, numbered as in _core/request.h."""
 
-_NAMES = ("isend", "issend", "irecv")
+NAMES = (
+    *("send", "ssend", "recv", "isend", "issend", "irecv"),
+    *("sendrecv", "probe", "iprobe"),
+)
+"""Methods that the core has; in the order of _core/request.h."""
+
+_NAMES = ("isend", "issend", "irecv", "probe")
+
+_OBJECTS = frozenset(
+    [type(None), bool, int, float, complex, str, bytes, bytearray, dict, list, tuple]
+)
+"""Types whose values are no arrays, known without a look at the value."""
+
+_OF_ARRAYS = ("__dlpack__", "__cuda_array_interface__")
 
 
 def _name(number: int) -> str:
@@ -73,7 +92,7 @@ class CoreTask(Operation):
     @property
     def committed(self) -> bool:
         kind = self.request._description[0]
-        return kind != RECV and not self.request.done and not self.request._stop()
+        return kind < RECV and not self.request.done and not self.request._stop()
 
     def awaited(self) -> Collection[int]:
         context = self.call.context
@@ -96,13 +115,14 @@ class CoreTask(Operation):
 
     def cancel(self) -> None:
         super().cancel()
-        self.request._give_up()
+        self.request._abandon()
 
 
 class CoreRequest(Core, Request[Any]):
     """A send or a receive under way in the core."""
 
     _made: CoreTask | None = None
+    _by_python: Started | None = None  # what goes on with its message
 
     @property
     def _group(self) -> Group:  # type: ignore[override]
@@ -118,13 +138,15 @@ class CoreRequest(Core, Request[Any]):
     def _task(self) -> CoreTask:  # type: ignore[override]
         if self._made is None:
             kind, code, peer, tag, shape = self._description
-            if kind == RECV:
-                text = f"irecv(source={_name(peer)}, tag={_name(tag)})"
+            if kind >= RECV:
+                text = f"{_NAMES[kind]}(source={_name(peer)}, tag={_name(tag)})"
+            elif self._sent_type is not None:
+                text = f"{_NAMES[kind]}({self._sent_type.__name__}, dest={peer}, tag={tag})"
             else:
                 dtype = next(dtype for dtype in TABLE if dtype.code == code)
                 text = f"{_NAMES[kind]}({dtype}{list(shape)}, dest={peer}, tag={tag})"
             self._made = CoreTask(self, Call(text, -1, self._group.context))
-            if not self._watch():
+            if not self._watch() and self.done:
                 self._made.ended()
         return self._made
 
@@ -132,21 +154,73 @@ class CoreRequest(Core, Request[Any]):
         return self._task
 
     def _ended(self) -> None:
-        """Hear that it is done, in the order of all that happens."""
-        self._task.ended()
+        """Hear that it holds a message or is done, in the order of all that happens."""
+        self._go_on()
+        if self.done and self._made is not None:
+            self._made.ended()
+
+    def _take_over(self, face: Receive | None, place: int) -> None:
+        """Go on with a message that the core can make no value of.
+
+        Args:
+            face: the receive that holds it now; None: it is still in the queue.
+            place: of this request among the receives.
+        """
+        engine = self._group.engine
+        if engine.is_held():  # an event has said that it holds a message
+            self._receive(face, place)
+        else:
+            with engine.locked():
+                self._receive(face, place)
+
+    def _receive(self, face: Receive | None, place: int) -> None:
+        group, call = self._group, self._task.call
+        context: Any = group.context
+        _, _, peer, tag, _ = self._description
+        match = None
+        if face is not None:
+            match = context.adopt(face, peer if peer == ANY else group.members[peer], tag)
+        out = arguments.fillable_out(self._array)
+        gpu = arrays.here() if out is None and self._gpu is None else self._gpu
+        steps = p2p.receive(group, peer, tag, out, self._filled, gpu, place, match)
+        self._by_python = group.engine.start(call, steps, self._conclude, collective=False)
+        if self._by_python.done:
+            self._received(self._by_python)
+        else:
+            self._by_python.watchers[self._received] = None
+
+    @staticmethod
+    def _conclude(result: Any) -> tuple[Any, tuple[()]]:
+        return result, ()
+
+    def _received(self, task: Started) -> None:
+        self._settle(task.result, task.error is not None)
+
+    def _abandon(self) -> None:
+        """Give it up, whatever it is at."""
+        if self._by_python is not None:
+            self._by_python.abort(Error(f"{self._task.call} was given up"))
+        self._give_up()
 
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
         if not self.done:
+            self._check_open()
             task = self._task
             if not task.done:
                 self._group.engine.wait(task, task.call, seconds)
         return self.result
 
+    def _check_open(self) -> None:
+        closed = self._group.engine.closed
+        if closed is not None and not self.done:  # in the child of a fork nothing ever ends
+            raise Error(closed)
+
     def cancel(self) -> bool:
         """Withdraw a receive; see `pycoll.Request.cancel`."""
-        if self._description[0] != RECV:
+        if self._description[0] < RECV:
             raise TypeError(f"only a receive can be cancelled, not {self._task.call}")
+        self._check_open()
         return bool(self._withdraw())
 
     def _failed(self) -> None:
@@ -172,6 +246,8 @@ class CoreRequest(Core, Request[Any]):
             return None
         if status == REFUSED:
             return self._refusal()
+        if self._by_python is not None:
+            return self._by_python.error
         context = self._group.context
         error = context.broken
         if error is None:
@@ -179,14 +255,25 @@ class CoreRequest(Core, Request[Any]):
         engine: Any = self._group.engine
         return error or engine.transport.error_of(status)
 
+    def _incoming(self) -> Incoming:
+        """Return the message that was refused or found, to be looked at."""
+        assert self._message is not None
+        source, nbytes, header = self._message
+        _, _, tag, form = P2P.unpack_from(header)
+        arrival: Any = SimpleNamespace(nbytes=nbytes)
+        return Incoming(arrival, source, tag, form, header[P2P.size :], 0)
+
+    def _found(self) -> Status:
+        """Return the Status of a message that a probe has found, and that says how long it is."""
+        status = Status()
+        p2p.fill_status(self._group, status, self._incoming())
+        return status
+
     def _refusal(self) -> BaseException:
         """Return why its message does not fit."""
         if self._message is None:
             return MemoryError()
-        source, nbytes, header = self._message
-        _, _, tag, form = P2P.unpack_from(header)
-        arrival: Any = SimpleNamespace(nbytes=nbytes)
-        incoming = Incoming(arrival, source, tag, form, header[P2P.size :], 0)
+        incoming = self._incoming()
         out = arguments.fillable_out(self._array)
         assert out is not None
         try:
@@ -196,7 +283,108 @@ class CoreRequest(Core, Request[Any]):
         return Error("a message was refused that fits")
 
 
+@edges
+class CorePersistent(PersistentRequest[Any]):
+    """A persistent request whose calls the core may do: each start is a request of its own.
+
+    Args:
+        group: the communicator's ranks.
+        prepare: prepares the call, to find now what is wrong with its arguments.
+        op_timeout: the default deadline, seconds.
+        begin: starts the call.
+    """
+
+    _in_core: Request[Any] | None = None
+
+    def __init__(
+        self,
+        group: Group,
+        prepare: Callable[[], Prepared[Any]],
+        op_timeout: float,
+        begin: Callable[[], Request[Any]],
+    ) -> None:
+        self._group = group
+        self._op_timeout = op_timeout
+        self._begin = begin
+        self._receives = prepare().receives
+
+    def start(self) -> CorePersistent:
+        """Start the call; see `pycoll.PersistentRequest.start`."""
+        last = self._in_core
+        if last is not None and not last.done:
+            raise Error(f"{last._started().call} is still under way: wait() for it first")
+        self._in_core = self._begin()
+        return self
+
+    def _last(self) -> Request[Any]:
+        if self._in_core is None:
+            self._started()  # raises that it was not started
+        assert self._in_core is not None
+        return self._in_core
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result; see `pycoll.Request.wait`."""
+        return self._last().wait(timeout)
+
+    def test(self) -> bool:
+        """Return whether the call is done; see `pycoll.Request.test`."""
+        return self._last().test()
+
+    @property
+    def done(self) -> bool:
+        """Whether the call is done; see `pycoll.Request.done`."""
+        return self._last().done
+
+    @property
+    def result(self) -> Any:
+        """What the call returns; see `pycoll.Request.result`."""
+        return self._last().result
+
+    def cancel(self) -> bool:
+        """Withdraw a receive; see `pycoll.Request.cancel`."""
+        return self._last().cancel()
+
+    @property
+    def _task(self) -> Started | None:  # type: ignore[override]
+        return self._in_core._started() if self._in_core is not None else None
+
+    @property
+    def _cancelled(self) -> bool:  # type: ignore[override]
+        return self._in_core is not None and self._in_core.cancelled
+
+    @property
+    def _collected(self) -> bool:
+        return self._in_core is not None and self._in_core._collected
+
+    @_collected.setter
+    def _collected(self, whether: bool) -> None:
+        self._last()._collected = whether
+
+
 requests.in_core = wait_all
+
+
+def _dump(x: Any) -> list[memoryview] | None:
+    """Return the parts of a pickled object; None: it is, or may be, an array."""
+    kind = type(x)
+    if kind not in _OBJECTS and (
+        isinstance(x, memoryview | stdlib_array.array)
+        or any(hasattr(kind, name) for name in _OF_ARRAYS)
+        or arrays.wrap(x) is not None
+    ):
+        return None
+    return objects.dump(x)
+
+
+def _load(memory: memoryview) -> Any:
+    return objects.load(memory)
+
+
+def _here() -> int | None:
+    return arrays.here()
+
+
+_VALUES = _dump, _load, new_bytes, _here
 
 
 def methods(
@@ -208,11 +396,13 @@ def methods(
         group: its ranks.
         context: what matches there.
         slow: the methods to which goes what the core does not do, and `finish`, which waits for a
-            send that takes long.
+            request that takes long, and `finish_both`, which does for a receive and a send; they
+            return the result.
         op_timeout: its default deadline, seconds.
     """
-    names = ("send", "ssend", "recv", "isend", "issend", "irecv")
-    functions = [slow[name] for name in (*names, "finish")]
+    functions = [slow[name] for name in (*NAMES, "finish", "finish_both")]
     owner = Owner(group, op_timeout)
-    messages = Messages(context.core, group.members, owner, CoreRequest, Status, functions)
-    return messages, {name: getattr(messages, name) for name in names}
+    messages = Messages(
+        context.core, group.members, owner, CoreRequest, Status, _VALUES, op_timeout, functions
+    )
+    return messages, {name: getattr(messages, name) for name in NAMES}

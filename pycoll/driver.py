@@ -145,6 +145,10 @@ class Driver(ABC):
         self._recover(me)
         return False
 
+    def is_held(self) -> bool:
+        """Whether this thread holds the lock."""
+        return self._is_mine()
+
     def _is_asleep(self, thread: int) -> bool:
         asleep = [sleeper.thread for sleeper in self._sleepers] if self._sleepers else ()
         return self._front.sleeper == thread or thread in asleep

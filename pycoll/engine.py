@@ -253,16 +253,25 @@ class Engine(Driver):
                 be done before.
             collective: if it fails, its communicator breaks.
         """
-        context = call.context
         with self.locked():
             self._progress()
-            self.check(context)
+            self.check(call.context)
             self._gives_up = False
-            task = Started(steps(), conclude, call, lambda task: self._ended(task, collective))
-            context.pending.add(task)
-            self._requests.add(task)
-            task.start()
-            return task
+            return self.start(call, steps(), conclude, collective)
+
+    def start(
+        self,
+        call: Call,
+        steps: CallSteps,
+        conclude: Callable[[Any], tuple[Any, Sequence[Operation]]],
+        collective: bool,
+    ) -> Started:
+        """The same, with the lock."""
+        task = Started(steps, conclude, call, lambda task: self._ended(task, collective))
+        call.context.pending.add(task)
+        self._requests.add(task)
+        task.start()
+        return task
 
     def go_on(self, call: Call, steps: CallSteps) -> None:
         """Have what is left of a call done while nobody waits for it; with the lock.

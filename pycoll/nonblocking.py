@@ -6,7 +6,7 @@ the same, and are checked in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -45,7 +45,12 @@ def _persistent(
         def again() -> Prepared[R]:
             return prepare(self._calls, *args, **kwargs)
 
-        return PersistentRequest(self._group, again, self._op_timeout)
+        begin = self._in_core.get(f"i{prepare.__name__}")
+        if begin is None:
+            return PersistentRequest(self._group, again, self._op_timeout)
+        from pycoll.core_requests import CorePersistent
+
+        return CorePersistent(self._group, again, self._op_timeout, lambda: begin(*args, **kwargs))
 
     _document(make, prepare, "persistent.", prepare.__name__, "Make a persistent")
     return make
@@ -115,10 +120,13 @@ class NonBlocking:
 class Persistent:
     """Makes requests that can be started again and again: ``comm.persistent.all_reduce(x)``."""
 
-    def __init__(self, group: Group, calls: Calls, op_timeout: float) -> None:
+    def __init__(
+        self, group: Group, calls: Calls, op_timeout: float, in_core: Mapping[str, Any]
+    ) -> None:
         self._group = group
         self._calls = calls
         self._op_timeout = op_timeout
+        self._in_core = in_core  # the core's methods, by name
 
     barrier = _persistent(Calls.barrier)
     broadcast = _persistent(Calls.broadcast)

@@ -130,6 +130,18 @@ def finish_send(transfer: Operation) -> CallSteps:
     return None
 
 
+def finish_both(received: Operation, sent: Operation) -> CallSteps:
+    """Wait for a receive and a send that are under way."""
+    try:
+        yield received
+        yield sent
+    except BaseException:
+        received.cancel()
+        sent.cancel()
+        raise
+    return None
+
+
 def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
     """Start to send when the value is here: messages to one rank leave in the order of the calls.
 
@@ -216,23 +228,36 @@ def receive(
     out: Value | None,
     status: Status | None,
     gpu: int | None = None,
+    place: int | None = None,
+    match: Match | None = None,
 ) -> CallSteps:
-    """Receive a message into `out` or new memory, on that GPU if on one; returns the value."""
+    """Receive a message into `out` or new memory, on that GPU if on one; returns the value.
+
+    Args:
+        group: the communicator's ranks.
+        source, tag: of the message.
+        out: the array to fill; None: a new one.
+        status: filled in.
+        gpu: where a new array goes that was on one; None: the current one.
+        place: of an earlier receive, where this one waits; None: after all others.
+        match: what has a message already; None: nothing has.
+    """
     world = source if source == ANY else group.members[source]
-    place: int | None = None
-    fit = (out.dtype.code, out.array.nbytes) if out is not None else None
+    fit = (out.dtype.code, out.array.nbytes) if out is not None and place is None else None
     while True:
-        match = group.context.match(world, tag, place=place, fit=fit)
+        if match is None:
+            match = group.context.match(world, tag, place=place, fit=fit)
         place = match.number
         message = yield from _matched(match)
-        if match.is_refused and message.form in (LENT, SEGMENTS):
+        is_refused, match = match.is_refused, None
+        if is_refused and message.form in (LENT, SEGMENTS):
             fit = None  # such a message says elsewhere what it brings
             continue
         try:
             result = yield from _take(group, message, out, gpu)
         except Withdrawn:
             continue  # its sender gave up: wait for another
-        _fill_status(group, status, message)
+        fill_status(group, status, message)
         return result
 
 
@@ -241,7 +266,7 @@ def probe(group: Group, source: int, tag: int) -> CallSteps:
     world = source if source == ANY else group.members[source]
     message = yield from _matched(group.context.match(world, tag, peek=True))
     status = Status()
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return status
 
 
@@ -254,7 +279,7 @@ def probe_now(group: Group, source: int, tag: int) -> CallSteps:
         return None
     message = yield from _matched(match)
     status = Status()
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return status
 
 
@@ -287,7 +312,7 @@ PROBES = {
 
 def _held(group: Group, message: Incoming) -> tuple[Status, Held]:
     status = Status()
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return status, group.context.hold(message)
 
 
@@ -307,7 +332,7 @@ def receive_held(
             context.let_go(held, message.order, "was lost when its receive failed")
         raise
     context.let_go(held, message.order, "was received already")
-    _fill_status(group, status, message)
+    fill_status(group, status, message)
     return result
 
 
@@ -455,7 +480,8 @@ def _original(out: Value) -> object:
     return out.original
 
 
-def _fill_status(group: Group, status: Status | None, message: Incoming) -> None:
+def fill_status(group: Group, status: Status | None, message: Incoming) -> None:
+    """Say in a status what a message is."""
     if status is not None:
         status.source = group.rank_of(message.source)
         status.tag = message.tag

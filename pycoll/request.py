@@ -31,7 +31,7 @@ else:
 R = TypeVar("R", covariant=True)
 """What the call returns."""
 
-in_core: Callable[[Any], Any] | None = None
+in_core: Callable[[Any, Any], Any] | None = None
 """The core's `wait_all`, if its engine is used; it returns None for what it cannot do."""
 
 
@@ -215,14 +215,16 @@ def wait_all(requests: Iterable[Request[R]], timeout: float | None = None) -> li
         OperationTimeout: they have passed. The requests go on.
         Error: that of a request that has failed, as soon as that is known; the others go on.
     """
-    if timeout is None and in_core is not None:
-        results: list[R] | None = in_core(requests)
+    since = time.monotonic()
+    if in_core is not None:
+        results: list[R] | None = in_core(requests, timeout)
         if results is not None:
             return results
     listed = _listed("wait_all", requests)
     pending = [request for request in listed if not request.done]
     if pending and not any(map(_has_failed, listed)):
-        _wait_for("wait_all", pending, len(pending), timeout)
+        seconds = pending[0]._seconds(timeout)
+        _wait_for("wait_all", pending, len(pending), max(0.0, seconds + since - time.monotonic()))
     failed = next((index for index, request in enumerate(listed) if _has_failed(request)), None)
     if failed is not None:
         _result(listed, failed)

@@ -13,7 +13,7 @@ from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, 
 from tiers import exhaustive
 
 NAMES = ("engine", "message", "context", "calls", "address", "link_self", "match", "chains")
-KINDS = 20
+KINDS = 21
 """Things that the random calls count."""
 
 pytestmark = needs_gcc

@@ -42,12 +42,13 @@ static bool scarce;
 static int64_t allocated;
 enum count {
     RECEIVED, REFUSED, PROBED, HELD, RETURNED, PARKED, POSTED_AGAIN, FAILED, CANCELLED, WITHDRAWN, WITHOUT_MEMORY,
-    UNOPENED, ABANDONED, REDIRECTED, TO_SELF, FROM_CALLBACKS, NONSENSE, OTHER, TAKEN_BACK, DROPPED, COUNTS
+    UNOPENED, ABANDONED, REDIRECTED, TO_SELF, FROM_CALLBACKS, NONSENSE, OTHER, TAKEN_BACK, DROPPED, TAKEN_OVER,
+    COUNTS
 };
 static const char *const names[] = {
     "received", "refused", "probed", "held", "returned", "parked", "posted again", "failed", "cancelled", "withdrawn",
     "without memory", "unopened", "abandoned", "redirected", "to self", "from callbacks", "nonsense", "of another kind",
-    "taken back", "dropped"};
+    "taken back", "dropped", "taken over"};
 static uint64_t counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -760,6 +761,17 @@ static struct pc_receive *other(struct pc_engine *engine, const struct pc_messag
     return &new_receive(rank, OTHERS, ++order, true, 3000)->receive;
 }
 
+/* Have a new receive hold what another one holds, in its place. */
+static void take_over(struct receive *receive) {
+    struct receive *heir = new_receive(receive->rank, receive->ident, receive->order, true, 3000);
+    heir->last_flight = receive->last_flight;
+    receive->live = false; /* it must not be told any more */
+    pc_receive_take_over(&heir->receive, &receive->receive);
+    check(receive->receive.state == PC_RECEIVE_IDLE, "what was taken over is not idle", receive->order);
+    bury(receive, 0);
+    counts[TAKEN_OVER]++;
+}
+
 /* Give up, take or return what a receive of this rank has. */
 static void go_on(int rank, bool gives_up) {
     if (num_receives == 0)
@@ -773,6 +785,10 @@ static void go_on(int rank, bool gives_up) {
         bool goes_on = receive->live && receive->rank == rank && state != PC_RECEIVE_ENDED;
         if (!goes_on || (!gives_up && state != PC_RECEIVE_HELD) || (only_reading && state != PC_RECEIVE_READING))
             continue;
+        if (!gives_up && receive->ident != OTHERS && num_receives < MOST_STARTED && chance(20)) {
+            take_over(receive);
+            return;
+        }
         if (!gives_up) {
             receive->last_flight = flight_of(it->message)->gone ? -1 : (int64_t)number_in(it->message->header);
             int error = pc_receive_into(it, receive->memory);

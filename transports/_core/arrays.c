@@ -71,6 +71,13 @@ PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extr
     return made;
 }
 
+size_t pc_array_itemsize(int dtype) {
+    for (int index = 0; ndarray != NULL && index < num_dtypes; index++)
+        if (dtypes[index].code == dtype)
+            return dtypes[index].itemsize;
+    return 0;
+}
+
 PyObject *pc_array_empty(int dtype, int ndim, const intptr_t *dims) {
     int index = 0;
     while (index < num_dtypes && dtypes[index].code != dtype)

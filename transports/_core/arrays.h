@@ -25,6 +25,9 @@ PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extr
 /* A new uninitialized array of a dtype, by its code; NULL, without an exception if the dtype is not known here. */
 PyObject *pc_array_empty(int dtype, int ndim, const intptr_t *dims);
 
+/* Bytes of an element; 0: no such array can be made here. Also without the interpreter's lock: what is known stays. */
+size_t pc_array_itemsize(int dtype);
+
 /* Hand the arguments of a METH_FASTCALL | METH_KEYWORDS method, as they are, to a Python function; NULL: closed. */
 PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 

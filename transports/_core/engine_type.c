@@ -122,6 +122,8 @@ static void take_event(pc_engine_object *self, void *argument) {
             if (!pc_item_taken((struct pc_py_item *)event))
                 continue;
             taken->status = ((struct pc_py_item *)event)->status;
+        } else if (event->kind == PC_EVENT_REQUEST) {
+            pc_request_event_taken(event);
         } else if (event->kind >= PC_EVENT_FINISHED && event != &self->watched) {
             taken->peer = 0;
             while (event < &self->peers[taken->peer].finished || event > &self->peers[taken->peer].wanted)
@@ -148,7 +150,7 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
             event = pc_item_event(self, (struct pc_py_item *)taken.event, taken.kind, taken.status);
             break;
         case PC_EVENT_REQUEST:
-            event = pc_request_event(taken.event);
+            event = pc_request_event(self, taken.event);
             break;
         case PC_EVENT_COLLECTIVE:
             event = pc_collective_event(taken.event);
@@ -809,7 +811,8 @@ int pc_add_engine_types(PyObject *module) {
     pc_item_types(send, receive);
     pc_context_types(engine, context);
     pc_run_types(plan, call);
-    pc_request_types(context, request);
+    pc_request_types(request);
+    pc_messages_types(context);
     bool made = make_type(module, &pc_seat_spec) != NULL && make_type(module, &pc_messages_spec) != NULL &&
                 make_type(module, &pc_collectives_spec) != NULL;
     return made ? 0 : -1;

@@ -18,7 +18,7 @@ enum pc_event_kind {
     PC_EVENT_ARRIVED,  /* Receive: of another kind than point-to-point */
     PC_EVENT_HELD,     /* Receive: its message has come */
     PC_EVENT_ENDED,    /* Receive or Send, status */
-    PC_EVENT_REQUEST,  /* Request or Collective: it is done */
+    PC_EVENT_REQUEST,  /* Request: it is done, or holds a message; or Collective: it is done */
     PC_EVENT_COLLECTIVE, /* so it is called in the queue, while it is a Collective */
     PC_EVENT_FINISHED, /* rank */
     PC_EVENT_LOST,     /* rank, why */
@@ -108,7 +108,8 @@ int pc_add_engine_types(PyObject *module);
 void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
 void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
 void pc_run_types(PyTypeObject *plan, PyTypeObject *call);
-void pc_request_types(PyTypeObject *context, PyTypeObject *request);
+void pc_request_types(PyTypeObject *request);
+void pc_messages_types(PyTypeObject *context);
 
 /* Do something with the engine's lock, which touches no Python object. False: the engine is closed, it was not done. */
 bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument);
@@ -134,9 +135,18 @@ void pc_item_swap(PyObject *face, struct pc_py_item *item);
 PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **item);
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
 
-/* request_type.c */
-PyObject *pc_request_event(struct pc_event *event);
-PyObject *pc_wait_all(PyObject *module, PyObject *requests);
+/* item_type.c: a receive that was not started takes over the message that another one holds, which is idle then. With
+   the lock. */
+bool pc_item_take_over(PyObject *face, struct pc_receive *from);
+/* A `Receive` that was not started; NULL with an exception. */
+PyObject *pc_item_receive(pc_engine_object *self);
+
+/* request.c */
+/* With the lock: the event was taken out of the queue. `pc_request_event` follows, without it. */
+void pc_request_event_taken(struct pc_event *event);
+PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
+/* wait_all.c */
+PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* run_type.c */
 PyObject *pc_collective_event(struct pc_event *event);

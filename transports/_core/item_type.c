@@ -546,6 +546,20 @@ PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into
     return face;
 }
 
+PyObject *pc_item_receive(pc_engine_object *self) {
+    struct pc_py_item *item;
+    return pc_item_new_receive(self, &item);
+}
+
+bool pc_item_take_over(PyObject *face, struct pc_receive *from) {
+    struct pc_py_item *item = ((pc_face *)face)->item;
+    item->context = from->context;
+    item->is_quiet = true;
+    pc_receive_take_over(&item->receive, from);
+    item->is_quiet = false;
+    return pc_item_taken(item);
+}
+
 void pc_item_types(PyTypeObject *send, PyTypeObject *receive) {
     send_type = send;
     receive_type = receive;

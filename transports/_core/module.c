@@ -14,7 +14,7 @@ PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
-PyObject *pc_wait_all(PyObject *module, PyObject *requests);
+PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 
 static int add_type(PyObject *module, PyType_Spec *spec) {
@@ -52,7 +52,8 @@ static PyMethodDef methods[] = {
     {"timer_open", pc_timer_open, METH_NOARGS, "Return a new descriptor for `timer_set`."},
     {"timer_set", pc_timer_set, METH_VARARGS, "Have a descriptor readable after so many nanoseconds, once; 0: never."},
     {"forget_plans", pc_forget_plans, METH_NOARGS, "Have all plans of collectives made anew."},
-    {"wait_all", pc_wait_all, METH_O, "wait_all(list) -> list | None: the results of requests, if all is well."},
+    {"wait_all", (PyCFunction)(void (*)(void))pc_wait_all, METH_FASTCALL,
+     "wait_all(list, timeout) -> list | None: the results of requests, if all is well."},
     {NULL, NULL, 0, NULL},
 };
 

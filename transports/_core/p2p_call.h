@@ -19,11 +19,18 @@
 #define ANY (-1)
 static const char KIND_NAME[5] = {'n', 'u', 'm', 'p', 'y'};
 
-enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, ARGUMENTS };
-static const char *const names[ARGUMENTS] = {"x", "dest", "source", "tag", "out", "status", "timeout"};
+enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, SENDTAG, RECVTAG, ARGUMENTS };
+static const char *const names[ARGUMENTS] = {"x",      "dest",    "source",  "tag",    "out",
+                                             "status", "timeout", "sendtag", "recvtag"};
 static const signed char send_order[] = {X, DEST, TAG, -1}, recv_order[] = {SOURCE, TAG, OUT, STATUS, -1};
 
-/* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
+static inline bool has_place(const signed char *order, int which) {
+    while (*order >= 0 && *order != which)
+        order++;
+    return *order == which;
+}
+
+/* Sort the arguments: those of `order`, and the keyword `timeout`; false: leave it to Python, also to say what is wrong with them. */
 static inline bool parse(const signed char *order, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
                   PyObject **values) {
     for (Py_ssize_t index = 0; index < count; index++) {
@@ -36,7 +43,7 @@ static inline bool parse(const signed char *order, PyObject *const *args, Py_ssi
         int which = 0;
         while (which < ARGUMENTS && PyUnicode_CompareWithASCIIString(keyword, names[which]) != 0)
             which++;
-        if (which == ARGUMENTS || values[which] != NULL)
+        if (which == ARGUMENTS || values[which] != NULL || (which != TIMEOUT && !has_place(order, which)))
             return false;
         values[which] = args[count + index];
     }

@@ -256,6 +256,23 @@ void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, str
     pc_engine_tell(context->engine, &receive->ending);
 }
 
+void pc_receive_take_over(struct pc_receive *receive, struct pc_receive *from) {
+    struct pc_context *context = from->context;
+    struct pc_message *message = from->message;
+    pc_engine_enter(context->engine);
+    pc_engine_tell_not(context->engine, &from->ending);
+    decouple(from);
+    from->state = PC_RECEIVE_IDLE;
+    from->context = NULL;
+    receive->posted.queued.number = from->posted.queued.number;
+    receive->posted.queued.source = from->posted.queued.source;
+    receive->posted.queued.tag = from->posted.queued.tag;
+    receive->context = context;
+    pc_receive_couple(receive, message, PC_RECEIVE_HELD);
+    pc_engine_tell(context->engine, &receive->ending);
+    pc_engine_leave(context->engine);
+}
+
 void pc_receive_drop(struct pc_receive *receive) {
     struct pc_message *message = receive->message;
     struct pc_engine *engine = receive->context->engine;

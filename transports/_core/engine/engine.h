@@ -223,6 +223,8 @@ void pc_receive_redirect(struct pc_receive *receive, void *into);
 /* Give up: it does not end, and nothing is written any more. A message that it has goes back to its place. False: it
    has ended, or it goes on for want of memory, as its state says. */
 bool pc_receive_give_up(struct pc_receive *receive);
+/* Have a receive that was not started hold the message that another one holds, which is idle then. It is told. */
+void pc_receive_take_over(struct pc_receive *receive, struct pc_receive *from);
 /* Give up an asking receive that has a message, which nobody wants: it does not end. */
 void pc_receive_drop(struct pc_receive *receive);
 

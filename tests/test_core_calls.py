@@ -1,0 +1,191 @@
+"""sendrecv, probes and persistent requests in the compiled core (PYCOLL_ENGINE=core).
+
+That all else is as with the other engine is tested by the same tests, run with that variable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from core_counting import COUNTING
+from script_jobs import Jobs, all_well
+
+pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Runs scripts over the core's engine."""
+    monkeypatch.setenv("PYCOLL_ENGINE", "core")
+    return Jobs(tmp_path)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sendrecv_and_probes_go_without_python(jobs: Jobs, transport: str) -> None:
+    text = """
+ALLOWED = {"pycoll.context"}  # iprobe looks in Python now and then
+x, out, status = np.arange(6.0), np.zeros(6), pycoll.Status()
+
+def step():
+    global new, found, none
+    assert comm.sendrecv(x + rank, peer, peer, 3, 3, out, status) is out
+    new = comm.sendrecv(x * 2, dest=peer, source=peer, timeout=30)
+    none = comm.iprobe(rank, 9)
+    comm.send(x, rank, 9)
+    found = [comm.probe(rank, timeout=30), comm.iprobe(tag=9)]
+    comm.recv(rank, 9, out)
+
+goes_without_python(step)
+assert (status.source, status.tag, status.nbytes) == (peer, 3, 48)
+assert (new == x * 2).all() and (out == x).all() and none is None
+assert found == [pycoll.Status(rank, 9, 48)] * 2
+ok()
+"""
+    all_well(jobs(2, COUNTING + text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_persistent_sends_and_receives_go_without_python(jobs: Jobs, transport: str) -> None:
+    text = """
+ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here", "pycoll.objects"}
+# Starting and waiting are methods in Python, each of a line or two.
+ALLOWED |= {"start", "wait", "done", "_last", "<lambda>", "_dump", "_load"}
+x, out = np.zeros(6), np.zeros(6)
+send, receive = comm.persistent.send(x, peer, 1), comm.persistent.recv(peer, 1, out)
+again = comm.persistent.recv(peer, 2)
+
+def step():
+    global got
+    receive.start()
+    again.start()
+    x[:] += 1
+    comm.isend("text", peer, 2).wait()
+    send.start()
+    results = pycoll.wait_all([receive, send, again])
+    assert results[0] is out and results[2] == "text"
+    assert (out == x).all()
+    receive.start()
+    send.start()
+    receive.wait()
+    send.wait()
+
+goes_without_python(step)
+ok()
+"""
+    all_well(jobs(2, COUNTING + text, "--transport", transport), 2)
+
+
+def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(jobs: Jobs) -> None:
+    text = """
+peer, long = 1 - rank, np.arange(300_000.0)
+comm.send(np.arange(5.0), peer, 1)
+# What comes does not fit: it stays, and what was sent was taken back.
+room = np.zeros(2)
+error_like(pycoll.TruncationError, "has 40 bytes", comm.sendrecv, long, peer, peer, 2, 1, room)
+comm.barrier()
+assert comm.iprobe(peer, 2) is None
+assert comm.recv(peer, 1).tolist() == [0, 1, 2, 3, 4]
+comm.barrier()  # what is sent next is not looked for
+for seconds in (0, 0.05, 0.3):
+    error_like(pycoll.OperationTimeout, r"sendrecv\\(dest=\\d, source=\\d, tag=2\\)", comm.sendrecv,
+               long, peer, peer, 2, 1, timeout=seconds)
+comm.barrier()
+assert comm.iprobe(peer, 2) is None
+error_like(ValueError, "out overlaps x", comm.sendrecv, long[:9], peer, peer, out=long[5:])
+comm.barrier()
+x = np.full(4, float(rank))
+assert comm.sendrecv(x, peer, peer, out=x) is x and (x == peer).all()
+assert comm.sendrecv({"rank": rank}, peer, peer) == {"rank": peer}
+assert comm.sendrecv(x, pycoll.PROC_NULL, pycoll.PROC_NULL) is None
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+def test_a_sendrecv_that_takes_long_goes_on_in_python(jobs: Jobs) -> None:
+    text = """
+peer, long = 1 - rank, np.arange(300_000.0)
+if rank == 1:
+    await_table((0, r"sendrecv\\(dest=1, source=1, tag=0\\)"))
+assert (comm.sendrecv(long, peer, peer, timeout=50) == long).all()
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+def test_a_probe_waits_and_hears_that_nobody_can_send(jobs: Jobs) -> None:
+    text = """
+if rank == 1:
+    await_table((0, r"probe\\(source=1, tag=4\\)"))
+    comm.send({"an": "object"}, 0, 4)
+    comm.recv(0)
+    os._exit(3)
+status = comm.probe(1, 4)
+assert (status.source, status.tag) == (1, 4) and status.nbytes > 16
+assert comm.recv(1, 4) == {"an": "object"}
+error_like(pycoll.OperationTimeout, "probe.source=1", comm.probe, 1, timeout=0.15)
+assert comm.iprobe(1) is None
+comm.send(None, 1)
+for call in (comm.probe, comm.iprobe):
+    while True:
+        error = None
+        try:
+            assert call(1) is None
+        except pycoll.PeerFailed as exc:
+            error = exc
+            break
+    assert error.rank == 1
+ok()
+"""
+    done = jobs(2, text)
+    assert done.content == [0], done.stdout + done.stderr
+
+
+def test_who_only_probes_hears_what_the_launcher_says(jobs: Jobs) -> None:
+    text = """
+other = comm.dup()
+if rank == 1:
+    await_table((0, "recv"))
+    comm.send(None, 0)
+    os._exit(3)
+comm.recv(1)
+peer_failed(1, "exit status 3", lambda: [other.iprobe(0, 1) for _ in iter(int, 1)])
+ok()
+"""
+    done = jobs(2, text)
+    assert done.content == [0], done.stdout + done.stderr
+
+
+def test_a_persistent_request_is_as_by_the_other_engine(jobs: Jobs) -> None:
+    text = """
+peer, out = 1 - rank, np.zeros(3)
+request = comm.persistent.recv(peer, 1, out)
+error_like(pycoll.Error, "was not started", request.wait)
+error_like(pycoll.Error, "was not started", lambda: request.done)
+error_like(pycoll.Error, "was not started", pycoll.wait_all, [request])
+error_like(TypeError, "tag", comm.persistent.recv, peer, "one")
+assert request.start() is request and "pending" in repr(request)
+error_like(pycoll.Error, "still under way", request.start)
+assert request.cancel() and request.cancelled and request.done
+request.start()
+assert not request.cancelled
+comm.barrier()
+comm.send(np.ones(3), peer, 1)
+assert pycoll.wait_any([request]) == (0, out)
+error_like(ValueError, "no request is left", pycoll.wait_any, [request])
+value = []
+send = comm.persistent.send(value, peer, 2)
+for number in range(3):
+    value.append(number)
+    send.start().wait()
+    assert comm.recv(peer, 2) == list(range(number + 1))
+other = comm.dup()
+request = other.persistent.send(out, peer)
+other.close()
+error_like(pycoll.Error, "is closed", request.start)
+ok()
+"""
+    all_well(jobs(2, text), 2)

@@ -1,0 +1,291 @@
+"""Values that the compiled core makes of messages (PYCOLL_ENGINE=core): receives without `out`.
+
+That all else is as with the other engine is tested by the same tests, run with that variable.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from core_counting import COUNTING
+from script_jobs import Jobs, all_well
+
+pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Runs scripts over the core's engine."""
+    monkeypatch.setenv("PYCOLL_ENGINE", "core")
+    return Jobs(tmp_path)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_arrays_are_made_without_python(jobs: Jobs, transport: str) -> None:
+    text = """
+ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here"}
+x, long, status = np.arange(6.0).reshape(2, 3), np.arange(300_000), pycoll.Status()
+
+def step():
+    global one, two, three
+    requests = [comm.irecv(peer, 1), comm.irecv(peer, 2, status=status)]
+    sent = [comm.isend(x + rank, peer, 1), comm.isend(long, peer, 2)]
+    one, two = pycoll.wait_all(requests)
+    pycoll.wait_all(sent)
+    comm.send(x, rank)
+    three = comm.irecv(rank).result
+
+goes_without_python(step)
+assert one.dtype == x.dtype and (one == x + peer).all() and (three == x).all()
+assert two.dtype == long.dtype and (two == long).all()
+assert (status.source, status.tag, status.nbytes) == (peer, 2, long.nbytes)
+one[:] = 7  # it is writable, and nobody else's
+ok()
+"""
+    all_well(jobs(2, COUNTING + text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_long_message_is_fetched_though_nobody_waits(jobs: Jobs, transport: str) -> None:
+    text = """
+peer, long = 1 - rank, np.arange(300_000.0)
+received, small = comm.irecv(peer, 1), comm.irecv(peer, 2)
+comm.barrier()
+sent = [comm.issend(long, peer, 1), comm.issend(long[:3], peer, 2)]
+while not (received.done and small.done and all(request.done for request in sent)):
+    pass
+assert (received.result == long).all() and small.result.tolist() == [0, 1, 2]
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_no_array_of_numpy_is_made_by_python(jobs: Jobs, transport: str) -> None:
+    text = """
+import array
+peer, status = 1 - rank, pycoll.Status()
+values = [array.array("d", [1, 2]), array.array("q", range(100_000)), {"a": [1]}, [np.ones(50_000)]]
+# They come before the receives, and after them.
+sent = [comm.isend(value, peer, 1) for value in values]
+comm.barrier()
+first = [comm.irecv(peer, 1).wait() for _ in values]
+requests = [comm.irecv(peer, 2, status=status) for _ in values]
+comm.barrier()
+sent += [comm.isend(value, peer, 2) for value in values]
+second = pycoll.wait_all(requests)
+for got in first, second:
+    assert type(got[0]) is array.array and got[0] == values[0], got[0]
+    assert got[1] == values[1] and got[2] == values[2] and (got[3][0] == 1).all()
+assert (status.source, status.tag) == (peer, 2)
+pycoll.wait_all(sent)
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+def test_a_request_that_is_done_has_its_message_whatever_comes_after(jobs: Jobs) -> None:
+    text = """
+peer, other = 1 - rank, comm.dup()
+request, never = other.irecv(peer), other.irecv(peer)
+comm.barrier()
+other.send(np.arange(3.0), peer)
+while not request.done:
+    pass
+other.close()
+assert request.result.tolist() == [0, 1, 2]
+error_like(pycoll.Error, "closed", never.wait)
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_receives_without_out_keep_their_order(jobs: Jobs, transport: str) -> None:
+    text = """
+peer = 1 - rank
+sizes = [3, 200_000, 0, 5, 30_000, 1]
+requests = [comm.irecv(peer, 1) for _ in sizes]
+comm.barrier()
+sent = [comm.isend(np.full(size, float(i)), peer, 1) for i, size in enumerate(sizes)]
+for i in (4, 1, 0, 5, 3, 2):
+    got = requests[i].wait()
+    assert got.shape == (sizes[i],) and (got == i).all(), (i, got)
+pycoll.wait_all(sent)
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+def test_a_peer_that_ends_ends_receives_without_out(jobs: Jobs) -> None:
+    text = """
+if rank == 1:
+    comm.send(np.ones(2), 0)
+    os._exit(3)
+here, never = comm.irecv(1), comm.irecv(1)
+assert here.wait().tolist() == [1, 1]
+error = error_of(never.wait)
+assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)
+ok()
+"""
+    done = jobs(2, text)
+    assert done.content == [0], done.stdout + done.stderr
+
+
+def test_waits_of_many_kinds_find_what_python_makes(jobs: Jobs) -> None:
+    text = """
+import array
+import asyncio
+
+peer, odd, long = 1 - rank, array.array("d", [1, 2]), np.arange(100_000.0)
+
+async def both(one, two):
+    return await asyncio.gather(one, two)
+
+for wait in (
+    lambda requests: [pycoll.wait_any([request])[1] for request in requests],
+    lambda requests: [pycoll.wait_some([request])[1][0] for request in requests],
+    lambda requests: asyncio.run(both(*requests)),
+    lambda requests: [request.wait(50) for request in requests],
+    lambda requests: pycoll.wait_all(requests, timeout=50),
+):
+    requests = [comm.irecv(peer, 1), comm.irecv(peer, 2)]
+    comm.barrier()
+    sent = [comm.isend(odd, peer, 1), comm.isend(long, peer, 2)]
+    one, two = wait(requests)
+    assert one == odd and (two == long).all()
+    assert all(request.done and not request.cancel() for request in requests)
+    pycoll.wait_all(sent)
+request = comm.irecv(peer, 3)
+assert request.cancel() and request.cancelled
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_of_objects_only_the_pickling_is_pythons(jobs: Jobs, transport: str) -> None:
+    text = """
+ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "pycoll.objects", "pycoll.scratch"}
+ALLOWED |= {"_here", "_dump", "_load"}
+value = {"a": [1, 2.5], "b": "text", "c": None}
+long = [np.arange(100_000.0), "x" * 5000]
+
+def step():
+    global one, two, three
+    requests = [comm.irecv(peer, 1), comm.irecv(peer, 2)]
+    sent = [comm.isend(value, peer, 1), comm.isend(long, peer, 2)]
+    one, two = pycoll.wait_all(requests)
+    pycoll.wait_all(sent)
+    comm.send(value, rank)
+    three = comm.recv(rank)
+
+goes_without_python(step)
+assert one == value == three
+assert (two[0] == long[0]).all() and two[1] == long[1] and two[0].flags.writeable
+ok()
+"""
+    all_well(jobs(2, COUNTING + text, "--transport", transport), 2)
+
+
+def test_what_cannot_be_pickled_or_loaded_is_said_as_by_the_other_engine(jobs: Jobs) -> None:
+    text = """
+peer, lock = 1 - rank, threading.Lock()
+error_like(TypeError, "lock.* cannot be sent", comm.send, lock, peer)
+error_like(TypeError, "lock.* cannot be sent", comm.isend, lock, peer)
+nested = []
+for _ in range(100_000):
+    nested = [nested]
+error_like(ValueError, "nested too deeply", comm.send, nested, peer)
+
+class Odd:
+    def __reduce__(self):
+        return load_of_odd, ()
+
+def load_of_odd():
+    raise ArithmeticError("odd")
+
+comm.send(Odd(), peer)
+error_like(ArithmeticError, "odd", comm.recv, peer)
+comm.send(Odd(), peer, 1)
+request = comm.irecv(peer, 1)
+for _ in range(2):
+    error_like(ArithmeticError, "odd", request.wait)
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+def test_what_is_pickled_may_communicate_or_close(jobs: Jobs) -> None:
+    text = """
+peer, other = 1 - rank, comm.dup()
+
+class Talks:
+    def __reduce__(self):
+        comm.send("before", peer)
+        other.close()
+        return str, ("talked",)
+
+error_like(pycoll.Error, "closed", other.send, Talks(), peer)
+assert comm.recv(peer) == "before"
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_deadline_needs_no_python_while_there_is_time(jobs: Jobs, transport: str) -> None:
+    text = """
+ALLOWED = {"wait_all", "pycoll.edge"}
+x, out = np.arange(6.0), np.zeros(6)
+
+def step():
+    request = comm.irecv(peer, 1, out)
+    comm.send(x, peer, 1, timeout=30)
+    request.wait(30)
+    comm.send(x, rank, timeout=30)
+    comm.recv(rank, out=out, timeout=30.5)
+    pycoll.wait_all([comm.isend(x, rank), comm.irecv(rank, out=out)], timeout=30)
+
+goes_without_python(step)
+ok()
+"""
+    done = jobs(2, COUNTING + text, "--transport", transport, "--op-timeout", "40")
+    all_well(done, 2)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.25])
+def test_when_the_deadline_has_passed_python_says_so(jobs: Jobs, seconds: float) -> None:
+    text = f"""
+peer, seconds, long = 1 - rank, {seconds}, np.zeros(300_000)
+for name, call in {{
+    "recv": lambda: comm.recv(peer, 7, timeout=seconds),
+    "recv.source": lambda: comm.recv(peer, 7, out=long, timeout=seconds),
+    "send": lambda: comm.send(long, peer, timeout=seconds),
+    "ssend": lambda: comm.ssend("text", peer, timeout=seconds),
+    "irecv": lambda: comm.irecv(peer, 7).wait(seconds),
+    "wait_all": lambda: pycoll.wait_all([comm.irecv(peer, 7), comm.irecv(peer, 7)], seconds),
+}}.items():
+    began = time.monotonic()
+    error_like(pycoll.OperationTimeout, name + ".*was not done by its deadline", call)
+    assert time.monotonic() - began >= seconds
+ok()
+"""
+    all_well(jobs(2, text), 2)
+
+
+def test_a_receive_that_was_given_up_leaves_its_message(jobs: Jobs) -> None:
+    text = """
+peer, long = 1 - rank, np.arange(300_000.0)
+for out in (None, np.zeros(3)):
+    error_like(pycoll.OperationTimeout, "recv", comm.recv, peer, 1, out, timeout=0.15)
+comm.barrier()
+sent = comm.isend(long, peer, 1)
+assert (comm.recv(peer, 1) == long).all()
+sent.wait()
+ok()
+"""
+    all_well(jobs(2, text), 2)

@@ -1,0 +1,243 @@
+/* What the methods of `_core.Messages` share: arguments that are looked at, requests made of them, and waiting. */
+#include "messages.h"
+
+#include <stdlib.h>
+
+/* --- arguments --------------------------------------------------------------------------------------- */
+
+bool pc_messages_may_start(const pc_messages *self) {
+    const pc_engine_object *engine = self->engine;
+    return PC_LIKELY(self->usable && !engine->engaged) &&
+           atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
+           (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
+}
+
+bool pc_seconds(const pc_messages *self, PyObject *value, uint64_t *timeout_ns) {
+    if (is_none(value)) {
+        *timeout_ns = self->op_timeout_ns;
+        return true;
+    }
+    double seconds = -1;
+    if (PyFloat_CheckExact(value))
+        seconds = PyFloat_AsDouble(value);
+    else if (PyLong_CheckExact(value))
+        seconds = (double)small_int(value, 0, -1);
+    *timeout_ns = seconds < 1e9 ? (uint64_t)(seconds * 1e9) : PC_FOR_EVER;
+    return seconds >= 0;
+}
+
+static bool plain_peer(const pc_messages *self, PyObject *value, long least, int *peer) {
+    long number = value == NULL ? least : small_int(value, least, -2);
+    *peer = (int)number;
+    return number >= least && number != -2 && number < self->size;
+}
+
+int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag, struct pc_outgoing *outgoing) {
+    outgoing->value = x;
+    outgoing->tag = tag == NULL ? 0 : small_int(tag, 0, -1);
+    if (x == NULL || dest == NULL || !plain_peer(self, dest, 0, &outgoing->dest) || outgoing->tag < 0)
+        return 0;
+    if (pc_array_view(x, &outgoing->array) && outgoing->array.ndim <= PC_NAMED_DIMS)
+        return 1;
+    PyObject *parts = PyObject_CallFunctionObjArgs(self->dump, x, NULL);
+    if (parts == NULL) { /* Python says why it cannot be sent */
+        if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    if (parts != Py_None && pc_messages_may_start(self)) { /* pickling may have run anything */
+        outgoing->views = pc_view_parts(parts);
+        Py_DECREF(parts);
+        return outgoing->views != NULL ? 1 : -1;
+    }
+    Py_DECREF(parts);
+    return 0;
+}
+
+bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out, PyObject *status,
+                    struct pc_incoming_call *incoming) {
+    incoming->tag = tag == NULL ? ANY : small_int(tag, ANY, -2);
+    incoming->out = is_none(out) ? NULL : out;
+    incoming->status = is_none(status) ? NULL : status;
+    return plain_peer(self, source, ANY, &incoming->source) && incoming->tag >= ANY &&
+           (incoming->out == NULL || (pc_array_view(out, &incoming->array) && incoming->array.writeable)) &&
+           (incoming->status == NULL || Py_TYPE(status) == (PyTypeObject *)self->status_type);
+}
+
+/* --- requests ---------------------------------------------------------------------------------------- */
+
+/* Where the parts of a pickled object are. 0; -1 with an exception. */
+static int set_parts(struct pc_request *request, struct pc_views *views) {
+    request->views = views;
+    if (views->count == 1) {
+        request->one = (struct iovec){views->views[0].buf, (size_t)views->views[0].len};
+        return 0;
+    }
+    request->parts = malloc((size_t)(views->count + 1) * sizeof *request->parts);
+    if (request->parts == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t index = 0; index < views->count; index++)
+        request->parts[index] = (struct iovec){views->views[index].buf, (size_t)views->views[index].len};
+    request->send.parts = request->parts;
+    request->send.num_parts = (size_t)views->count;
+    return 0;
+}
+
+struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgoing, enum pc_request_kind kind,
+                                    bool is_blocking, enum pc_way way) {
+    unsigned char header[LONGEST_HEADER_NBYTES];
+    size_t header_nbytes = PC_P2P_NBYTES;
+    struct pc_request *request = pc_request_new(self, kind, is_blocking);
+    if (request == NULL) {
+        pc_views_release(outgoing->views);
+        return NULL;
+    }
+    request->peer = outgoing->dest;
+    request->tag = outgoing->tag;
+    request->send.peer = self->members[outgoing->dest];
+    request->send.parts = &request->one;
+    request->send.num_parts = 1;
+    request->send.ended = pc_request_sent;
+    request->send.owner = request;
+    if (outgoing->views == NULL) {
+        const struct pc_array *array = &outgoing->array;
+        request->dtype = array->dtype;
+        request->ndim = array->ndim;
+        for (int axis = 0; axis < array->ndim; axis++)
+            request->dims[axis] = array->dims[axis];
+        request->array = Py_NewRef(outgoing->value);
+        request->one = (struct iovec){array->data, array->nbytes};
+        header_nbytes = write_header(self->ident, array, outgoing->tag, header);
+    } else {
+        request->sent_type = Py_NewRef((PyObject *)Py_TYPE(outgoing->value));
+        pc_p2p_header(header, self->ident, outgoing->tag, PC_FORM_OBJECT);
+        if (set_parts(request, outgoing->views) < 0) {
+            Py_DECREF((PyObject *)request);
+            return NULL;
+        }
+    }
+    return pc_request_start(request, header, header_nbytes, kind == PC_SSEND ? PC_OFFER : way);
+}
+
+struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incoming_call *incoming,
+                                       enum pc_request_kind kind, bool is_blocking) {
+    struct pc_request *request = pc_request_new(self, kind, is_blocking);
+    if (request == NULL)
+        return NULL;
+    struct pc_receive *receive = &request->receive;
+    request->peer = incoming->source;
+    request->tag = incoming->tag;
+    request->filled = incoming->status != NULL ? Py_NewRef(incoming->status) : NULL;
+    receive->posted.queued.source = incoming->source == ANY ? PC_ANY : self->members[incoming->source];
+    receive->posted.queued.tag = incoming->tag;
+    receive->posted.peek = kind == PC_PROBE;
+    receive->told = pc_request_received;
+    receive->owner = request;
+    receive->ask = incoming->out == NULL;
+    if (!receive->ask) {
+        request->array = Py_NewRef(incoming->out);
+        receive->into = incoming->array.data;
+        receive->room = incoming->array.nbytes;
+        request->expects[0] = PC_FORM_ARRAY;
+        request->expects[1] = (unsigned char)incoming->array.dtype;
+        receive->expects = request->expects;
+        receive->expects_nbytes = sizeof request->expects;
+    } else if (!is_blocking) { /* it may be another thread that makes what this one would have */
+        request->gpu = PyObject_CallNoArgs(self->here);
+        if (request->gpu == NULL) {
+            Py_DECREF((PyObject *)request);
+            return NULL;
+        }
+    }
+    return pc_request_start(request, NULL, 0, PC_BUFFER);
+}
+
+/* --- waiting ----------------------------------------------------------------------------------------- */
+
+struct pc_patience pc_patience(uint64_t timeout_ns) {
+    uint64_t now = pc_drive_now_ns();
+    uint64_t deadline = timeout_ns < PC_FOR_EVER - now ? now + timeout_ns : PC_FOR_EVER;
+    uint64_t slice = now + PC_SLICE_NS;
+    if (timeout_ns == 0) /* Python looks once */
+        slice = 0;
+    return (struct pc_patience){.until_ns = slice < deadline ? slice : deadline, .deadline_ns = deadline};
+}
+
+PyObject *pc_patience_left(const struct pc_patience *patience) {
+    if (patience->deadline_ns == PC_FOR_EVER)
+        return PyFloat_FromDouble(Py_HUGE_VAL);
+    uint64_t now = pc_drive_now_ns();
+    return PyFloat_FromDouble(now < patience->deadline_ns ? (double)(patience->deadline_ns - now) / 1e9 : 0.0);
+}
+
+/* Have Python wait for what takes long: finish(requests..., seconds). */
+static PyObject *hand_over(PyObject *finish, struct pc_request *one, struct pc_request *other,
+                           const struct pc_patience *patience) {
+    PyObject *left = pc_patience_left(patience);
+    PyObject *result = NULL;
+    if (left != NULL)
+        result = PyObject_CallFunctionObjArgs(finish, (PyObject *)one, other != NULL ? (PyObject *)other : left,
+                                              other != NULL ? left : NULL, NULL);
+    Py_XDECREF(left);
+    return result;
+}
+
+PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns) {
+    if (request == NULL)
+        return NULL;
+    struct pc_patience patience = pc_patience(timeout_ns);
+    int done = pc_request_wait(request, patience.until_ns);
+    PyObject *result = NULL;
+    if (done > 0)
+        result = pc_request_result(request);
+    else if (done == 0)
+        result = hand_over(self->slow[PC_SLOW_FINISH], request, NULL, &patience);
+    Py_DECREF((PyObject *)request);
+    return result;
+}
+
+struct giving_up {
+    struct pc_request *request;
+    bool given_up;
+};
+
+static void give_up(pc_engine_object *engine, void *argument) {
+    struct giving_up *giving = argument;
+    (void)engine;
+    giving->given_up = pc_request_give_up(giving->request);
+}
+
+bool pc_messages_give_up(struct pc_request *request) {
+    pc_engine_object *engine = request->messages->engine;
+    struct giving_up giving = {.request = request};
+    pc_engine_do(engine, give_up, &giving);
+    pc_engine_let_go(engine);
+    return giving.given_up;
+}
+
+PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received, struct pc_request *sent,
+                                  uint64_t timeout_ns) {
+    struct pc_patience patience = pc_patience(timeout_ns);
+    int done = pc_request_wait(received, patience.until_ns);
+    PyObject *result = NULL;
+    if (done > 0 && received->status == 0)
+        done = pc_request_wait(sent, patience.until_ns);
+    if (done == 0) {
+        result = hand_over(self->slow[PC_SLOW_FINISH_BOTH], received, sent, &patience);
+    } else {
+        PyObject *nothing = done > 0 && received->status == 0 ? pc_request_result(sent) : NULL;
+        if (done > 0 && (nothing != NULL || received->status != 0))
+            result = pc_request_result(received);
+        Py_XDECREF(nothing);
+        if (result == NULL) {
+            pc_messages_give_up(received);
+            pc_messages_give_up(sent);
+        }
+    }
+    Py_DECREF((PyObject *)received);
+    Py_DECREF((PyObject *)sent);
+    return result;
+}

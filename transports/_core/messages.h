@@ -1,0 +1,57 @@
+/* The arguments of sends and receives of one communicator, the requests that are made of them, and how long a blocking
+   call waits. With the interpreter's lock. */
+#ifndef PC_MESSAGES_H
+#define PC_MESSAGES_H
+
+#include "request.h"
+
+/* What shall be sent: an array, whose memory is looked at; or the bytes of a pickled object. */
+struct pc_outgoing {
+    PyObject *value; /* borrowed */
+    struct pc_array array;
+    struct pc_views *views; /* NULL: it is an array. They are the request's then. */
+    int dest;
+    long tag;
+};
+
+/* What shall be received. */
+struct pc_incoming_call {
+    int source; /* rank here, or ANY */
+    long tag;
+    PyObject *out, *status; /* borrowed, or NULL */
+    struct pc_array array;  /* `out` */
+};
+
+/* How long a call waits here, and until when at all. */
+struct pc_patience {
+    uint64_t until_ns, deadline_ns;
+};
+
+/* Whether anything can be started here. */
+bool pc_messages_may_start(const pc_messages *self);
+/* A timeout; None: the default. False: Python says what is wrong with it. */
+bool pc_seconds(const pc_messages *self, PyObject *value, uint64_t *timeout_ns);
+/* 1: `outgoing`, which was zero, is filled in; 0: leave it to Python; -1 with an exception. */
+int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag, struct pc_outgoing *outgoing);
+/* False: leave it to Python. */
+bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out, PyObject *status,
+                    struct pc_incoming_call *incoming);
+
+/* Start a send, or a receive or probe; NULL with an exception. */
+struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgoing, enum pc_request_kind kind,
+                                    bool is_blocking, enum pc_way way);
+struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incoming_call *incoming,
+                                       enum pc_request_kind kind, bool is_blocking);
+
+/* Give up a request of a blocking call; false: it has ended. */
+bool pc_messages_give_up(struct pc_request *request);
+struct pc_patience pc_patience(uint64_t timeout_ns);
+/* What is left, in seconds; NULL with an exception. */
+PyObject *pc_patience_left(const struct pc_patience *patience);
+/* Wait for the request of a blocking call, which is let go; what takes long goes on in Python. */
+PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns);
+/* The same for a receive and a send at the same time; if one fails, the other is given up. */
+PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received, struct pc_request *sent,
+                                  uint64_t timeout_ns);
+
+#endif

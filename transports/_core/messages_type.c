@@ -1,0 +1,287 @@
+/* `_core.Messages`: point to point of one communicator over the message engine.
+
+   Arrays of NumPy's that are contiguous and of a plain dtype are sent and received here, and so is what Python pickles:
+   of that, only the pickling is Python's. All else is handed with the same arguments to the Python methods, and what
+   takes long is finished there. */
+#include "messages.h"
+
+#include <stdlib.h>
+#include <structmember.h>
+
+static PyTypeObject *context_type;
+
+static const signed char sendrecv_order[] = {X, DEST, SOURCE, SENDTAG, RECVTAG, OUT, STATUS, -1},
+                         probe_order[] = {SOURCE, TAG, -1};
+
+/* A blocking send without a deadline will never be taken back. */
+static enum pc_way way_of(uint64_t timeout_ns) { return timeout_ns == PC_FOR_EVER ? PC_MAY_PUSH : PC_BUFFER; }
+
+static bool overlap(const struct pc_array *one, const struct pc_array *other) {
+    const char *first = one->data, *second = other->data;
+    return first < second + other->nbytes && second < first + one->nbytes;
+}
+
+static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                         enum pc_request_kind kind, bool is_blocking, PyObject *slow) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_outgoing outgoing = {0};
+    uint64_t timeout_ns;
+    int plain = pc_messages_may_start(self) && parse(send_order, args, count, keywords, values) &&
+                pc_seconds(self, values[TIMEOUT], &timeout_ns) && (is_blocking || values[TIMEOUT] == NULL);
+    if (plain)
+        plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
+    if (plain <= 0)
+        return plain == 0 ? pc_call_slow(slow, args, count, keywords) : NULL;
+    enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
+    struct pc_request *request = pc_messages_send(self, &outgoing, kind, is_blocking, way);
+    return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
+}
+
+static PyObject *messages_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SEND, true, self->slow[PC_SLOW_SEND]);
+}
+
+static PyObject *messages_ssend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SSEND, true, self->slow[PC_SLOW_SSEND]);
+}
+
+static PyObject *messages_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SEND, false, self->slow[PC_SLOW_ISEND]);
+}
+
+static PyObject *messages_issend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_send(self, args, count, keywords, PC_SSEND, false, self->slow[PC_SLOW_ISSEND]);
+}
+
+static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                            bool is_blocking, PyObject *slow) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_incoming_call incoming;
+    uint64_t timeout_ns;
+    if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
+        !pc_seconds(self, values[TIMEOUT], &timeout_ns) || (!is_blocking && values[TIMEOUT] != NULL) ||
+        !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
+        return pc_call_slow(slow, args, count, keywords);
+    struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
+    return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
+}
+
+static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_receive(self, args, count, keywords, true, self->slow[PC_SLOW_RECV]);
+}
+
+static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_receive(self, args, count, keywords, false, self->slow[PC_SLOW_IRECV]);
+}
+
+/* A receive and a send at the same time. What is received over what is sent is left to Python. */
+static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_outgoing outgoing = {0};
+    struct pc_incoming_call incoming;
+    uint64_t timeout_ns;
+    int plain = pc_messages_may_start(self) && parse(sendrecv_order, args, count, keywords, values) &&
+                pc_seconds(self, values[TIMEOUT], &timeout_ns) &&
+                pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS], &incoming) &&
+                values[OUT] != values[X];
+    if (plain)
+        plain = pc_outgoing_of(self, values[X], values[DEST], values[SENDTAG], &outgoing);
+    if (plain > 0 && incoming.out != NULL && (outgoing.views != NULL || overlap(&outgoing.array, &incoming.array))) {
+        pc_views_release(outgoing.views);
+        plain = 0;
+    }
+    if (plain <= 0)
+        return plain == 0 ? pc_call_slow(self->slow[PC_SLOW_SENDRECV], args, count, keywords) : NULL;
+    struct pc_request *received = pc_messages_receive(self, &incoming, PC_RECV, true);
+    if (received == NULL) {
+        pc_views_release(outgoing.views);
+        return NULL;
+    }
+    struct pc_request *sent = pc_messages_send(self, &outgoing, PC_SEND, true, way_of(timeout_ns));
+    if (sent == NULL) {
+        pc_messages_give_up(received);
+        Py_DECREF((PyObject *)received);
+        return NULL;
+    }
+    return pc_messages_finish_both(self, received, sent, timeout_ns);
+}
+
+/* The request of a probe; NULL with an exception, or without one: leave it to Python. */
+static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                                      uint64_t *timeout_ns, bool has_timeout) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    struct pc_incoming_call incoming;
+    if (!pc_messages_may_start(self) || !parse(probe_order, args, count, keywords, values) ||
+        (!has_timeout && values[TIMEOUT] != NULL) ||
+        !pc_seconds(self, values[TIMEOUT], timeout_ns) ||
+        !pc_incoming_of(self, values[SOURCE], values[TAG], NULL, NULL, &incoming))
+        return NULL;
+    if (!has_timeout)
+        pc_engine_look(self->engine);
+    return pc_messages_receive(self, &incoming, PC_PROBE, true);
+}
+
+static PyObject *messages_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    uint64_t timeout_ns;
+    struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, true);
+    if (request == NULL)
+        return PyErr_Occurred() ? NULL : pc_call_slow(self->slow[PC_SLOW_PROBE], args, count, keywords);
+    return pc_messages_finish(self, request, timeout_ns);
+}
+
+/* Who asks again and again does not wait anywhere: Python looks now and then, also at what the launcher tells. */
+#define LOOK_NS 2000000u
+
+static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    uint64_t timeout_ns;
+    struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, false);
+    if (request == NULL)
+        return PyErr_Occurred() ? NULL : pc_call_slow(self->slow[PC_SLOW_IPROBE], args, count, keywords);
+    PyObject *result;
+    uint64_t now = pc_drive_now_ns();
+    if (pc_request_is_done(request) || !pc_messages_give_up(request)) {
+        result = pc_request_result(request);
+    } else if (now - self->looked_ns > LOOK_NS) {
+        self->looked_ns = now;
+        result = pc_call_slow(self->slow[PC_SLOW_IPROBE], args, count, keywords);
+    } else {
+        result = Py_NewRef(Py_None);
+    }
+    Py_DECREF((PyObject *)request);
+    return result;
+}
+
+static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *context, *members, *owner, *request, *status, *values, *slow;
+    double op_timeout;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O!OOOOO!dO", context_type, &context, &members, &owner, &request, &status,
+                          &PyTuple_Type, &values, &op_timeout, &slow))
+        return NULL;
+    Py_ssize_t size = PySequence_Size(members);
+    if (size < 0 || PySequence_Size(slow) != PC_NUM_SLOW || PyTuple_Size(values) != 4 || !(op_timeout >= 0) ||
+        !PyType_Check(request) ||
+        !PyType_IsSubtype((PyTypeObject *)request, pc_request_type)) {
+        PyErr_SetString(PyExc_TypeError,
+                        "arguments are context, members, owner, request, status, values, op_timeout, slow");
+        return NULL;
+    }
+    pc_messages *self = (pc_messages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->context = (pc_context_object *)Py_NewRef(context);
+    self->engine = self->context->engine;
+    self->ident = self->context->context != NULL ? self->context->context->ident : 0;
+    self->size = (int)size;
+    self->members = calloc((size_t)size + 1, sizeof *self->members);
+    self->ranks = malloc((size_t)self->engine->engine.size * sizeof *self->ranks);
+    self->owner = Py_NewRef(owner);
+    self->type = Py_NewRef(request);
+    self->status_type = Py_NewRef(status);
+    self->dump = Py_NewRef(PyTuple_GetItem(values, 0));
+    self->load = Py_NewRef(PyTuple_GetItem(values, 1));
+    self->new_bytes = Py_NewRef(PyTuple_GetItem(values, 2));
+    self->here = Py_NewRef(PyTuple_GetItem(values, 3));
+    self->op_timeout_ns = op_timeout < 1e9 ? (uint64_t)(op_timeout * 1e9) : PC_FOR_EVER;
+    if (self->members == NULL || self->ranks == NULL) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    memset(self->ranks, -1, (size_t)self->engine->engine.size * sizeof *self->ranks);
+    for (int rank = 0; rank < self->size; rank++) {
+        PyObject *number = PySequence_GetItem(members, rank);
+        self->members[rank] = number != NULL ? (int)PyLong_AsLong(number) : -1;
+        Py_XDECREF(number);
+        if (!PyErr_Occurred() && (self->members[rank] < 0 || self->members[rank] >= self->engine->engine.size))
+            PyErr_SetString(PyExc_ValueError, "there is no such rank");
+        if (PyErr_Occurred()) {
+            Py_DECREF(self);
+            return NULL;
+        }
+        self->ranks[self->members[rank]] = rank;
+    }
+    for (int index = 0; index < PC_NUM_SLOW; index++)
+        self->slow[index] = PySequence_GetItem(slow, index);
+    return (PyObject *)self;
+}
+
+static int messages_traverse(pc_messages *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->owner);
+    for (int index = 0; index < PC_NUM_SLOW; index++)
+        Py_VISIT(self->slow[index]);
+    return 0;
+}
+
+static int messages_clear(pc_messages *self) {
+    Py_CLEAR(self->owner);
+    for (int index = 0; index < PC_NUM_SLOW; index++)
+        Py_CLEAR(self->slow[index]);
+    return 0;
+}
+
+static void messages_dealloc(pc_messages *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    messages_clear(self);
+    Py_XDECREF((PyObject *)self->context);
+    Py_XDECREF(self->type);
+    Py_XDECREF(self->status_type);
+    Py_XDECREF(self->dump);
+    Py_XDECREF(self->load);
+    Py_XDECREF(self->new_bytes);
+    Py_XDECREF(self->here);
+    free(self->members);
+    free(self->ranks);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define METHOD(name, signature)                                                                    \
+    {#name, (PyCFunction)(void (*)(void))messages_##name, METH_FASTCALL | METH_KEYWORDS,           \
+     #name "($self, " signature ")\n--\n\nSee pycoll.Communicator." #name "."}
+
+static PyMethodDef messages_methods[] = {
+    METHOD(send, "x, dest, tag=0, *, timeout=None"),
+    METHOD(ssend, "x, dest, tag=0, *, timeout=None"),
+    METHOD(recv, "source=-1, tag=-1, out=None, status=None, *, timeout=None"),
+    METHOD(isend, "x, dest, tag=0"),
+    METHOD(issend, "x, dest, tag=0"),
+    METHOD(irecv, "source=-1, tag=-1, out=None, status=None"),
+    METHOD(sendrecv, "x, dest, source=-1, sendtag=0, recvtag=-1, out=None, status=None, *, timeout=None"),
+    METHOD(probe, "source=-1, tag=-1, *, timeout=None"),
+    METHOD(iprobe, "source=-1, tag=-1"),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef messages_members[] = {
+    {"usable", T_BOOL, offsetof(pc_messages, usable), 0, "whether anything is done here"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot messages_slots[] = {
+    {Py_tp_new, messages_new},
+    {Py_tp_dealloc, messages_dealloc},
+    {Py_tp_traverse, messages_traverse},
+    {Py_tp_clear, messages_clear},
+    {Py_tp_methods, messages_methods},
+    {Py_tp_members, messages_members},
+    {Py_tp_doc,
+     "Messages(context, members, owner, request, status, values, op_timeout, slow)\n\n"
+     "Point to point of one communicator, in the core. `request` is a subclass of `Request`, `status` that of what recv "
+     "fills in. `values` are functions: dump(object) -> its parts, or None if it is none; load(memory) -> object; "
+     "new_bytes(length) -> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
+     "deadline in seconds. `slow` are the methods to which all else goes: send, ssend, recv, isend, issend, irecv, "
+     "sendrecv, probe, iprobe; then finish(request, seconds), which waits for one that takes long, and returns its "
+     "result, and finish_both(received, sent, seconds), which does that for two."},
+    {0, NULL},
+};
+
+PyType_Spec pc_messages_spec = {
+    .name = "pycoll.transports._core.Messages",
+    .basicsize = sizeof(pc_messages),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = messages_slots,
+};
+
+void pc_messages_types(PyTypeObject *context) { context_type = context; }
