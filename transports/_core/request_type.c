@@ -764,6 +764,14 @@ static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssi
     return pc_call_slow(self->slow[SLOW_IRECV], args, count, keywords);
 }
 
+/* A message for which no array can be made, or that cannot be fetched, is the next receive's. An exception may be set. */
+static void put_back(struct pc_request *request) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    ask(request, give_up);
+    PyErr_Restore(type, value, traceback);
+}
+
 static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_array out;
@@ -795,6 +803,8 @@ static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssiz
             result = pc_call_slow(self->slow[SLOW_RECV], args, count, keywords);
         }
     }
+    if (request->receive.state == PC_RECEIVE_HELD)
+        put_back(request);
     Py_DECREF((PyObject *)request);
     return result;
 }
