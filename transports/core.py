@@ -126,6 +126,9 @@ class CoreReceive(Transfer):
         """Hear how it has ended."""
         self.finish(self.transport.error_of(status))
 
+    def held(self) -> None:
+        """Hear that it has come, which was seen before this was told."""
+
     def cancel(self) -> None:
         super().cancel()
         self.transport.disown(self.face)
@@ -167,6 +170,9 @@ class CoreArrival(Arrival):
         self.payload = None
         self.transport.disown(self.face)
         self.face.drop()
+
+    def held(self) -> None:
+        """Hear that it has come, which was seen before this was told."""
 
     def ended(self, status: int) -> None:
         """Hear that it can be received no more."""
