@@ -155,7 +155,9 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
             event = Py_BuildValue("ii", taken.kind, taken.peer);
             break;
         case PC_EVENT_LOST:
-            event = Py_BuildValue("iis", taken.kind, taken.peer, taken.why);
+            /* It may have been cut in the middle of a character. */
+            event = Py_BuildValue("iiN", taken.kind, taken.peer,
+                                  PyUnicode_DecodeUTF8(taken.why, (Py_ssize_t)strlen(taken.why), "replace"));
             break;
         case PC_EVENT_WATCHED:
             event = Py_BuildValue("(i)", taken.kind);
@@ -516,6 +518,17 @@ static void close_links(pc_engine_object *self, void *argument) {
         pc_link_shm_close(&self->shm);
 }
 
+/* Of a closed engine nobody takes events: requests that end with it are let go here. */
+static void let_go_of_events(pc_engine_object *self) {
+    for (struct pc_event *event; (event = self->first) != NULL;) {
+        self->first = event->next;
+        event->stands = false;
+        if (event->kind == PC_EVENT_REQUEST)
+            Py_XDECREF(pc_request_event(event));
+    }
+    self->last = &self->first;
+}
+
 static PyObject *engine_close(pc_engine_object *self, PyObject *unused) {
     (void)unused;
     pc_engine_do(self, close_links, NULL);
@@ -523,8 +536,10 @@ static PyObject *engine_close(pc_engine_object *self, PyObject *unused) {
     pc_drive_close(&self->drive);
     PyEval_RestoreThread(state);
     pc_engine_let_go(self);
+    let_go_of_events(self);
     if (self->has_tcp)
         pc_tcp_close(&self->tcp.tcp);
+    Py_CLEAR(self->on_work); /* its owner, which has this */
     Py_RETURN_NONE;
 }
 

@@ -212,7 +212,7 @@ static void start_receive(pc_engine_object *engine, void *argument) {
 
 /* Something was told to Python meanwhile, and nobody may be waiting who would hear it. */
 static int hear(pc_engine_object *engine) {
-    if (PC_LIKELY(engine->first == NULL))
+    if (PC_LIKELY(engine->first == NULL) || engine->on_work == NULL)
         return 0;
     PyObject *heard = PyObject_CallNoArgs(engine->on_work);
     Py_XDECREF(heard);
@@ -357,8 +357,11 @@ static void give_up(pc_engine_object *engine, void *argument) {
 
 static void cancel(pc_engine_object *engine, void *argument) {
     struct asking *asking = argument;
-    if (asking->request->receive.state == PC_RECEIVE_POSTED)
-        give_up(engine, argument);
+    if (asking->request->receive.state != PC_RECEIVE_POSTED)
+        return;
+    asking->request->cancelled = 1; /* before its end, which wakes those who ask why */
+    give_up(engine, argument);
+    asking->request->cancelled = asking->answer;
 }
 
 static void watch(pc_engine_object *engine, void *argument) {
@@ -478,10 +481,7 @@ static PyObject *request_give_up(struct pc_request *self, PyObject *unused) {
 
 static PyObject *request_withdraw(struct pc_request *self, PyObject *unused) {
     (void)unused;
-    bool cancelled = ask(self, cancel);
-    if (cancelled)
-        self->cancelled = 1;
-    return PyBool_FromLong(cancelled);
+    return PyBool_FromLong(ask(self, cancel));
 }
 
 static PyObject *request_watch(struct pc_request *self, PyObject *unused) {
