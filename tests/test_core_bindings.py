@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from transport_world import DEADLINE_S, World
 from pycoll.context import KIND_P2P, P2P, Incoming
 from pycoll.core_context import CoreContext
 from pycoll.transports.base import Transfer
-from pycoll.transports.core import OVER
+from pycoll.transports.core import HOLDING, OVER
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
@@ -111,3 +113,86 @@ def test_a_receive_given_up_when_its_message_is_there_gives_it_to_the_next_one(p
     pair.run(lambda: last.done)
     assert last.error is None
     assert third == payload
+
+
+def test_a_message_that_comes_while_its_receive_is_posted_is_told_once(pair: World) -> None:
+    context = context_of(pair, 1)
+    sent(pair, 0, 1, 4, b"makes the link")
+    matched(pair, context, 0, 4).arrival.release()
+    match: Any = context.match(0, 5)
+    sent(pair, 0, 1, 5, b"payload")
+    deadline = time.monotonic() + DEADLINE_S
+    while match.face.state != HOLDING:  # its event stands in the queue
+        for node in pair.nodes:
+            node.transport.core.progress()  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+    context.settle(match)  # as if it had come before `match` has looked
+    assert match.done
+    into = bytearray(7)
+    transfer = match.message.arrival.accept(memoryview(into))
+    pair.run(lambda: transfer.done)
+    assert into == b"payload"
+
+
+def test_why_a_link_is_lost_may_be_cut_within_a_character() -> None:
+    world = World("core over tcp", 2)
+    transport: Any = world.nodes[0].transport
+    transport.core.lose(1, "x" + "\u00e9" * 100)
+    world.run(lambda: bool(world.nodes[0].lost_peers))
+    world.close()
+    assert world.nodes[0].lost_peers[1].startswith("x\u00e9\u00e9")
+
+
+@pytest.mark.parametrize("kind", ["core over shm", "core over tcp"])
+def test_a_closed_engine_is_freed(kind: str) -> None:
+    world = World(kind, 2)
+    sent(world, 0, 1, 5, b"payload")
+    matched(world, context_of(world, 1), 0, 5)
+    engines = [weakref.ref(node.transport) for node in world.nodes]
+    world.close()
+    del world
+    gc.collect()
+    assert [engine() for engine in engines] == [None, None]
+
+
+def test_what_failed_keeps_no_array(jobs: Jobs) -> None:
+    text = f"""{WARM}
+import gc, weakref
+
+def made(nbytes=8):
+    x = np.zeros(nbytes, np.uint8)
+    arrays.append(weakref.ref(x))
+    return x
+
+arrays = []
+other = comm.dup()
+comm.send(np.ones(64, np.uint8), peer, 5)
+refused = comm.irecv(peer, 5, made())
+error_like(pycoll.TruncationError, "", refused.wait)
+cancelled = comm.irecv(peer, 6, made())
+cancelled.cancel()
+late = other.irecv(peer, 7, made())
+error_like(pycoll.OperationTimeout, "", late.wait, 0.01)
+sending = other.isend(made(1 << 20), peer, 8)
+error_like(pycoll.OperationTimeout, "", sending.wait, 0.01)
+error_like(pycoll.OperationTimeout, "", other.send, made(1 << 20), peer, 9, timeout=0.01)
+error_like(pycoll.OperationTimeout, "", other.recv, peer, 11, made(), timeout=0.01)
+other.close()
+error_like(pycoll.Error, "closed", late.wait)
+while not sending.done:  # the peer, who closes too, drops it, if it was not taken back before
+    sending.test()
+comm.recv(peer, 5)
+comm.barrier()
+del refused, cancelled, late, sending
+gc.collect()
+assert [x() for x in arrays] == [None] * len(arrays), arrays
+pending = comm.irecv(peer, 10, made())
+error_like(pycoll.OperationTimeout, "", pending.wait, 0.01)
+comm.barrier()
+pycoll.finalize()
+del pending
+gc.collect()
+assert arrays[-1]() is None
+ok()
+"""
+    all_well(jobs(2, text), 2)
