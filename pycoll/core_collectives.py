@@ -121,9 +121,11 @@ class CoreCollective(Core, Request[Any]):
     @property
     def _task(self) -> CollectiveTask:  # type: ignore[override]
         if self._made is None:
-            self._made = CollectiveTask(self, self._call)
+            # Another thread may make one, too, and wait for that.
+            made: CollectiveTask = vars(self).setdefault("_made", CollectiveTask(self, self._call))
             if not self._watch() and self.done:  # else this is the child of a fork
-                self._made.finish(self._error())
+                made.finish(self._error())
+            return made
         return self._made
 
     def _started(self) -> CollectiveTask:  # type: ignore[override]

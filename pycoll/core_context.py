@@ -196,10 +196,11 @@ class CoreContext(Context):
             isinstance(transfer, CoreReceive)
             and message.order not in self._held
             and not self.is_broken()
+            and transfer.face.give_up()
         ):
             self.transport.disown(transfer.face)
-            if transfer.face.give_up():
-                return
+            return
+        # What has ended is still to be heard of.
         super().park(message, transfer)
 
     # --- messages that are not in the core -------------------------------------------------

@@ -135,19 +135,25 @@ class CoreRequest(Core, Request[Any]):
         return seconds
 
     @property
+    def _call(self) -> Call:
+        kind, code, peer, tag, shape = self._description
+        if kind >= RECV:
+            text = f"{_NAMES[kind]}(source={_name(peer)}, tag={_name(tag)})"
+        elif self._sent_type is not None:
+            text = f"{_NAMES[kind]}({self._sent_type.__name__}, dest={peer}, tag={tag})"
+        else:
+            dtype = next(dtype for dtype in TABLE if dtype.code == code)
+            text = f"{_NAMES[kind]}({dtype}{list(shape)}, dest={peer}, tag={tag})"
+        return Call(text, -1, self._group.context)
+
+    @property
     def _task(self) -> CoreTask:  # type: ignore[override]
         if self._made is None:
-            kind, code, peer, tag, shape = self._description
-            if kind >= RECV:
-                text = f"{_NAMES[kind]}(source={_name(peer)}, tag={_name(tag)})"
-            elif self._sent_type is not None:
-                text = f"{_NAMES[kind]}({self._sent_type.__name__}, dest={peer}, tag={tag})"
-            else:
-                dtype = next(dtype for dtype in TABLE if dtype.code == code)
-                text = f"{_NAMES[kind]}({dtype}{list(shape)}, dest={peer}, tag={tag})"
-            self._made = CoreTask(self, Call(text, -1, self._group.context))
+            # Another thread may make one, too, and wait for that.
+            made: CoreTask = vars(self).setdefault("_made", CoreTask(self, self._call))
             if not self._watch() and self.done:
-                self._made.ended()
+                made.ended()
+            return made
         return self._made
 
     def _started(self) -> CoreTask:  # type: ignore[override]
@@ -240,7 +246,7 @@ class CoreRequest(Core, Request[Any]):
     def _error(self) -> BaseException | None:
         """Return why it has failed; None: it has not."""
         if self._cancelled:
-            return Error(f"{self._task.call} was cancelled")
+            return Error(f"{self._call} was cancelled")
         status = self._status
         if status == 0:
             return None

@@ -124,8 +124,10 @@ def test_a_peer_that_ends_ends_receives_without_out(jobs: Jobs) -> None:
     text = """
 if rank == 1:
     comm.send(np.ones(2), 0)
+    comm.recv(0)
     os._exit(3)
 here, never = comm.irecv(1), comm.irecv(1)
+comm.send(None, 1)
 assert here.wait().tolist() == [1, 1]
 error = error_of(never.wait)
 assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)

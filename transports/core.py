@@ -126,13 +126,13 @@ class CoreReceive(Transfer):
         """Hear how it has ended."""
         self.finish(self.transport.error_of(status))
 
+    def held(self) -> None:
+        """Hear that it has come, which was seen before this was told."""
+
     def cancel(self) -> None:
         super().cancel()
         self.transport.disown(self.face)
         self.face.drop()
-
-    def held(self) -> None:
-        """Hear that it has come, which is known."""
 
     def redirect(self, into: memoryview) -> None:
         self.face.redirect(into)
@@ -166,13 +166,13 @@ class CoreArrival(Arrival):
             transfer.finish(self.transport.error_of(status))
         return transfer
 
-    def held(self) -> None:
-        """Hear that it has come, which is known."""
-
     def release(self) -> None:
         self.payload = None
         self.transport.disown(self.face)
         self.face.drop()
+
+    def held(self) -> None:
+        """Hear that it has come, which was seen before this was told."""
 
     def ended(self, status: int) -> None:
         """Hear that it can be received no more."""

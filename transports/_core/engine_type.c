@@ -160,7 +160,9 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
             event = Py_BuildValue("ii", taken.kind, taken.peer);
             break;
         case PC_EVENT_LOST:
-            event = Py_BuildValue("iis", taken.kind, taken.peer, taken.why);
+            /* It may have been cut in the middle of a character. */
+            event = Py_BuildValue("iiN", taken.kind, taken.peer,
+                                  PyUnicode_DecodeUTF8(taken.why, (Py_ssize_t)strlen(taken.why), "replace"));
             break;
         case PC_EVENT_WATCHED:
             event = Py_BuildValue("(i)", taken.kind);
@@ -206,6 +208,14 @@ static void on_work(void *owner) {
         PyErr_WriteUnraisable(self->on_work);
     Py_XDECREF(result);
     PyGILState_Release(state);
+}
+
+int pc_engine_hear(pc_engine_object *self) {
+    if (PC_LIKELY(self->first == NULL) || self->on_work == NULL)
+        return 0;
+    PyObject *heard = PyObject_CallNoArgs(self->on_work);
+    Py_XDECREF(heard);
+    return heard != NULL ? 0 : -1;
 }
 
 static void change_pending(pc_engine_object *self, void *argument) {
@@ -523,6 +533,23 @@ static void close_links(pc_engine_object *self, void *argument) {
         pc_link_shm_close(&self->shm);
 }
 
+/* Of a closed engine nobody takes events: requests that end with it are let go here. */
+static void let_go_of_events(pc_engine_object *self) {
+    for (struct pc_event *event; (event = self->first) != NULL;) {
+        self->first = event->next;
+        event->stands = false;
+        PyObject *told = NULL;
+        if (event->kind == PC_EVENT_REQUEST) {
+            pc_request_event_taken(event);
+            told = pc_request_event(self, event);
+        } else if (event->kind == PC_EVENT_COLLECTIVE) {
+            told = pc_collective_event(event);
+        }
+        Py_XDECREF(told);
+    }
+    self->last = &self->first;
+}
+
 static PyObject *engine_close(pc_engine_object *self, PyObject *unused) {
     (void)unused;
     pc_engine_do(self, close_links, NULL);
@@ -530,8 +557,10 @@ static PyObject *engine_close(pc_engine_object *self, PyObject *unused) {
     pc_drive_close(&self->drive);
     PyEval_RestoreThread(state);
     pc_engine_let_go(self);
+    let_go_of_events(self);
     if (self->has_tcp)
         pc_tcp_close(&self->tcp.tcp);
+    Py_CLEAR(self->on_work); /* its owner, which has this */
     Py_RETURN_NONE;
 }
 

@@ -119,6 +119,9 @@ void pc_engine_post(pc_engine_object *self, struct pc_event *event);
 PyObject *pc_engine_is_closed(void);
 /* Let go of requests that have ended. */
 void pc_engine_let_go(pc_engine_object *self);
+/* Something was told to Python meanwhile, and nobody may be waiting who would hear it. 0; -1 with an exception. Without
+   the lock. */
+int pc_engine_hear(pc_engine_object *self);
 
 /* item_type.c */
 /* A receive that asks, for a message that Python shall see; NULL: there is no memory. */

@@ -395,10 +395,13 @@ static void redirect(pc_engine_object *self, void *argument) {
     struct accepting *accepting = argument;
     struct pc_receive *receive = &accepting->item->receive;
     (void)self;
-    if (receive->state == PC_RECEIVE_READING)
+    if (receive->state == PC_RECEIVE_READING) {
         pc_receive_redirect(receive, accepting->into);
-    else if (receive->nbytes > 0 && receive->state == PC_RECEIVE_ENDED && receive->status == 0)
-        memcpy(accepting->into, receive->into, receive->nbytes); /* its end stands in the queue */
+    } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) { /* its end stands in the queue */
+        if (receive->nbytes > 0)
+            memcpy(accepting->into, receive->into, receive->nbytes);
+        receive->into = accepting->into; /* it may be redirected once more */
+    }
 }
 
 static PyObject *receive_redirect(pc_face *face, PyObject *into) {

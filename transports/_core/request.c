@@ -209,14 +209,6 @@ static void start(pc_engine_object *engine, void *argument) {
     }
 }
 
-int pc_request_hear(pc_engine_object *engine) {
-    if (PC_LIKELY(engine->first == NULL))
-        return 0;
-    PyObject *heard = PyObject_CallNoArgs(engine->on_work);
-    Py_XDECREF(heard);
-    return heard != NULL ? 0 : -1;
-}
-
 struct pc_request *pc_request_start(struct pc_request *request, const void *header, size_t header_nbytes,
                                     enum pc_way way) {
     pc_engine_object *engine = request->messages->engine;
@@ -226,7 +218,7 @@ struct pc_request *pc_request_start(struct pc_request *request, const void *head
     /* Whether it has ended by now may be found by another thread, too, which then lets it go. */
     if (!done || starting.request == NULL)
         let_go(request);
-    if (done && pc_request_go_on(request) == 0 && pc_request_hear(engine) == 0)
+    if (done && pc_request_go_on(request) == 0 && pc_engine_hear(engine) == 0)
         return request;
     Py_DECREF((PyObject *)request);
     if (!done)

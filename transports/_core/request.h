@@ -116,9 +116,6 @@ void pc_request_end(struct pc_request *request, int status);
 bool pc_request_give_up(struct pc_request *request);
 /* Have whoever waits, or Python, go on with the message that a receive holds. */
 void pc_request_hold(struct pc_request *request);
-/* Something was told to Python meanwhile, and nobody may be waiting who would hear it. 0; -1 with an exception. Without
-   the lock. */
-int pc_request_hear(pc_engine_object *engine);
 
 /* Whether it is a receive or a probe, not a send. This and what follows also without the lock. */
 static inline bool pc_request_receives(const struct pc_request *request) { return request->kind >= PC_RECV; }

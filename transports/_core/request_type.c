@@ -27,8 +27,11 @@ static void give_up(pc_engine_object *engine, void *argument) {
 
 static void cancel(pc_engine_object *engine, void *argument) {
     struct asking *asking = argument;
-    if (asking->request->receive.state == PC_RECEIVE_POSTED)
-        give_up(engine, argument);
+    if (asking->request->receive.state != PC_RECEIVE_POSTED)
+        return;
+    asking->request->cancelled = 1; /* before its end, which wakes those who ask why */
+    give_up(engine, argument);
+    asking->request->cancelled = asking->answer;
 }
 
 static void watch(pc_engine_object *engine, void *argument) {
@@ -84,7 +87,7 @@ static PyObject *request_test(struct pc_request *self, PyObject *unused) {
     pc_engine_object *engine = self->messages->engine;
     if (!pc_request_is_done(self) && !engine->engaged) {
         pc_engine_look(engine);
-        if (pc_request_go_on(self) < 0 || pc_request_hear(engine) < 0)
+        if (pc_request_go_on(self) < 0 || pc_engine_hear(engine) < 0)
             return NULL;
     }
     return PyBool_FromLong(pc_request_is_done(self));
@@ -114,10 +117,7 @@ static PyObject *request_give_up(struct pc_request *self, PyObject *unused) {
 
 static PyObject *request_withdraw(struct pc_request *self, PyObject *unused) {
     (void)unused;
-    bool cancelled = ask(self, cancel);
-    if (cancelled)
-        self->cancelled = 1;
-    return PyBool_FromLong(cancelled);
+    return PyBool_FromLong(ask(self, cancel));
 }
 
 static PyObject *request_watch(struct pc_request *self, PyObject *unused) {

@@ -463,15 +463,6 @@ static void launch(pc_engine_object *engine, void *argument) {
     pc_engine_leave(&engine->engine);
 }
 
-/* Something was told to Python meanwhile, and nobody may be waiting who would hear it. */
-static int hear(pc_engine_object *engine) {
-    if (PC_LIKELY(engine->first == NULL))
-        return 0;
-    PyObject *heard = PyObject_CallNoArgs(engine->on_work);
-    Py_XDECREF(heard);
-    return heard != NULL ? 0 : -1;
-}
-
 /* Start a call. NULL without an exception: it could not be, and Python says why. */
 static struct pc_started *start(pc_collectives *self, pc_plan *plan, PyObject *x_object, void *source, PyObject *result,
                                 void *target, bool is_blocking) {
@@ -511,7 +502,7 @@ static struct pc_started *start(pc_collectives *self, pc_plan *plan, PyObject *x
         done = said != NULL;
         Py_XDECREF(said);
     }
-    if (done && hear(self->engine) == 0)
+    if (done && pc_engine_hear(self->engine) == 0)
         return started;
     Py_DECREF((PyObject *)started);
     return NULL;
@@ -560,7 +551,7 @@ static PyObject *collective_test(struct pc_started *self, PyObject *unused) {
     if (!pc_op_is_done(&self->op) && !engine->engaged) {
         pc_engine_do(engine, look, NULL);
         pc_engine_let_go(engine);
-        if (hear(engine) < 0)
+        if (pc_engine_hear(engine) < 0)
             return NULL;
     }
     return PyBool_FromLong(pc_op_is_done(&self->op));

@@ -235,12 +235,12 @@ int pc_receive_into(struct pc_receive *receive, void *into) {
 void pc_receive_redirect(struct pc_receive *receive, void *into) {
     struct pc_message *message = receive->message;
     struct pc_engine *engine = receive->context->engine;
-    if (message->link->ops->redirect(message->link, message, into)) {
-        receive->into = into;
+    void *before = receive->into;
+    receive->into = into;
+    if (message->link->ops->redirect(message->link, message, into))
         return;
-    }
     if (message->nbytes > 0)
-        memcpy(into, receive->into, message->nbytes);
+        memcpy(into, before, message->nbytes);
     pc_engine_enter(engine);
     decouple(receive);
     pc_receive_end(engine, receive, 0, message);

@@ -1,0 +1,199 @@
+"""Where Python meets the core's engine: memory, references and threads when something fails."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from script_jobs import Jobs, all_well
+from transport_world import DEADLINE_S, World
+
+from pycoll.context import KIND_P2P, P2P, Incoming
+from pycoll.core_context import CoreContext
+from pycoll.transports.base import Transfer
+from pycoll.transports.core import HOLDING, OVER
+
+pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+
+TRANSPORTS = ["shm", "tcp"]
+
+# First uses import modules, and are done in Python.
+WARM = """
+peer = 1 - rank
+comm.recv(comm.isend(np.zeros(1), rank) and rank)
+comm.sendrecv(np.zeros(1), peer)
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    """Runs scripts over the core's engine."""
+    monkeypatch.setenv("PYCOLL_ENGINE", "core")
+    return Jobs(tmp_path)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_message_for_which_there_is_no_memory_stays(jobs: Jobs, transport: str) -> None:
+    text = f"""{WARM}
+import resource
+
+x = np.full(1 << 26, 7, np.uint8)
+request = comm.isend(x, peer, 3)
+comm.send(np.zeros(1), peer, 4)
+comm.recv(peer, 4)
+with open("/proc/self/statm") as statm:
+    taken = int(statm.read().split()[0]) * resource.getpagesize()
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 25), before[1]))
+error = error_of(comm.recv, peer, 3)
+resource.setrlimit(resource.RLIMIT_AS, before)
+assert isinstance(error, MemoryError), repr(error)
+assert comm.recv(peer, 3).sum() == 7 << 26
+request.wait()
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+IDENT = 7
+
+
+@pytest.fixture(params=["core over shm, in segments", "core over tcp"])
+def pair(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Two ranks of one process, each with an engine of the core's."""
+    made = World(request.param, 2)
+    yield made
+    made.close()
+
+
+def context_of(world: World, rank: int) -> CoreContext:
+    transport: Any = world.nodes[rank].transport
+    return CoreContext(IDENT, tuple(range(len(world.nodes))), rank, transport)
+
+
+def sent(world: World, source: int, dest: int, tag: int, payload: bytes) -> Transfer:
+    return world.send(source, dest, P2P.pack(KIND_P2P, IDENT, tag, 0), payload)
+
+
+def matched(world: World, context: CoreContext, source: int, tag: int) -> Incoming:
+    match = context.match(source, tag)
+    world.run(lambda: match.done)
+    assert match.message is not None
+    return match.message
+
+
+def test_a_receive_given_up_when_its_message_is_there_gives_it_to_the_next_one(pair: World) -> None:
+    context = context_of(pair, 1)
+    payload = bytes(range(256)) * 4000
+    sent(pair, 0, 1, 5, payload)
+    message = matched(pair, context, 0, 5)
+    into = bytearray(len(payload))
+    transfer: Any = message.arrival.accept(memoryview(into))
+    cores = [node.transport.core for node in pair.nodes]  # type: ignore[attr-defined]
+    deadline = time.monotonic() + DEADLINE_S
+    while transfer.face.state != OVER:  # which Python has not heard of yet
+        for core in cores:
+            core.progress()
+        assert time.monotonic() < deadline
+    assert not transfer.done
+    context.park(message, transfer)
+    into[:] = bytes(len(into))  # it is its owner's again
+    again = matched(pair, context, 0, 5)
+    second = bytearray(len(payload))
+    last = again.arrival.accept(memoryview(second))
+    context.park(again, last)  # given up once more
+    second[:] = bytes(len(second))
+    third = bytearray(len(payload))
+    last = matched(pair, context, 0, 5).arrival.accept(memoryview(third))
+    pair.run(lambda: last.done)
+    assert last.error is None
+    assert third == payload
+
+
+def test_a_message_that_comes_while_its_receive_is_posted_is_told_once(pair: World) -> None:
+    context = context_of(pair, 1)
+    sent(pair, 0, 1, 4, b"makes the link")
+    matched(pair, context, 0, 4).arrival.release()
+    match: Any = context.match(0, 5)
+    sent(pair, 0, 1, 5, b"payload")
+    deadline = time.monotonic() + DEADLINE_S
+    while match.face.state != HOLDING:  # its event stands in the queue
+        for node in pair.nodes:
+            node.transport.core.progress()  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+    context.settle(match)  # as if it had come before `match` has looked
+    assert match.done
+    pair.nodes[1].transport.progress()
+    into = bytearray(7)
+    transfer = match.message.arrival.accept(memoryview(into))
+    pair.run(lambda: transfer.done)
+    assert into == b"payload"
+
+
+def test_why_a_link_is_lost_may_be_cut_within_a_character() -> None:
+    world = World("core over tcp", 2)
+    transport: Any = world.nodes[0].transport
+    transport.core.lose(1, "\u00e9" * 100)
+    world.run(lambda: bool(world.nodes[0].lost_peers))
+    world.close()
+    assert world.nodes[0].lost_peers[1].startswith("\u00e9\u00e9")
+
+
+@pytest.mark.parametrize("kind", ["core over shm", "core over tcp"])
+def test_a_closed_engine_is_freed(kind: str) -> None:
+    world = World(kind, 2)
+    sent(world, 0, 1, 5, b"payload")
+    matched(world, context_of(world, 1), 0, 5)
+    engines = [weakref.ref(node.transport) for node in world.nodes]
+    world.close()
+    del world
+    gc.collect()
+    assert [engine() for engine in engines] == [None, None]
+
+
+def test_what_failed_keeps_no_array(jobs: Jobs) -> None:
+    text = f"""{WARM}
+import gc, weakref
+
+def made(nbytes=8):
+    x = np.zeros(nbytes, np.uint8)
+    arrays.append(weakref.ref(x))
+    return x
+
+arrays = []
+other = comm.dup()
+comm.send(np.ones(64, np.uint8), peer, 5)
+refused = comm.irecv(peer, 5, made())
+error_like(pycoll.TruncationError, "", refused.wait)
+cancelled = comm.irecv(peer, 6, made())
+cancelled.cancel()
+late = other.irecv(peer, 7, made())
+error_like(pycoll.OperationTimeout, "", late.wait, 0.01)
+sending = other.isend(made(1 << 20), peer, 8)
+error_like(pycoll.OperationTimeout, "", sending.wait, 0.01)
+error_like(pycoll.OperationTimeout, "", other.send, made(1 << 20), peer, 9, timeout=0.01)
+error_like(pycoll.OperationTimeout, "", other.recv, peer, 11, made(), timeout=0.01)
+other.close()
+error_like(pycoll.Error, "closed", late.wait)
+while not sending.done:  # the peer, who closes too, drops it, if it was not taken back before
+    sending.test()
+comm.recv(peer, 5)
+comm.barrier()
+del refused, cancelled, late, sending
+gc.collect()
+assert [x() for x in arrays] == [None] * len(arrays), arrays
+pending = comm.irecv(peer, 10, made())
+error_like(pycoll.OperationTimeout, "", pending.wait, 0.01)
+comm.barrier()
+pycoll.finalize()
+del pending
+gc.collect()
+assert arrays[-1]() is None
+ok()
+"""
+    all_well(jobs(2, text), 2)
