@@ -482,9 +482,8 @@ class Engine(Driver):
             context = self.contexts.get(ident)
             if context is not None:
                 self._note(error)
-                context.unheard = isinstance(error, MismatchError) and not (
-                    context.broken or context.pending
-                )
+                if isinstance(error, MismatchError) and not (context.broken or context.pending):
+                    context.unheard = True
                 context.fail(error)
             elif ident not in self._closed_ids:  # this rank is still about to make it
                 self._broken_early[ident] = error
