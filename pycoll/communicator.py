@@ -162,7 +162,8 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         slow = {name: getattr(self, name) for name in names}
         calls = self._nonblocking_calls, self._calls
         core, methods = core_collectives.methods(group, context, calls, slow, self._op_timeout)
-        core.usable = group.engine.op_timeout == math.inf
+        # A wait in the core knows no deadline, and takes a tenth of a second at most.
+        core.usable = self._op_timeout >= 1.0
         with group.engine.locked():
             context.collectives = core
         for twin in ("all_reduce", "iall_reduce"):

@@ -22,7 +22,7 @@ from pycoll.group import Group
 from pycoll.native import KINDS, OPS
 from pycoll.request import Request
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
-from pycoll.task import Call, CallSteps, caller
+from pycoll.task import Call, CallSteps
 from pycoll.transports._core import Collective as Core
 from pycoll.transports._core import Collectives, Plan, forget_plans
 from pycoll.transports.base import Operation
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 SEND, RECV, RECV_SCRATCH, REDUCE, COPY = range(5)
 """Kinds of steps, numbered as in _core/engine/run.h."""
+
+SLICE_S = 0.1
+"""So long a call has been waited for when the core leaves it to Python."""
 
 NAMES = (
     "barrier",
@@ -150,6 +153,8 @@ class CoreCollective(Core, Request[Any]):
 
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
+        if timeout is None:
+            seconds -= SLICE_S
         if not self.done:
             task = self._task
             if not task.done:
@@ -314,7 +319,7 @@ def finish(collective: CoreCollective) -> None:
         yield task
 
     try:
-        owner.group.engine.run(task.call, steps, owner.op_timeout, collective=True)
+        owner.group.engine.run(task.call, steps, owner.op_timeout - SLICE_S, collective=True)
     except BaseException:
         with owner.group.engine.locked():
             task.cancel()  # also if the call did not even begin
@@ -339,8 +344,6 @@ def methods(
     """
     owner = Owner(group, op_timeout)
     plans = Plans(group, calls)
-    core = Collectives(
-        context.core, group.size, group.rank, owner, CoreCollective, plans, caller, finish
-    )
+    core = Collectives(context.core, group.size, group.rank, owner, CoreCollective, plans, finish)
     core.set_slow(slow)
     return core, {name: getattr(core, name) for name in slow}

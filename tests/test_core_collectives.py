@@ -268,3 +268,50 @@ ok()
         for name, value in environment.items():
             patch.setenv(name, value)
         all_well(jobs(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_persistent_collectives_and_waits_for_several_run_in_the_core(
+    jobs: Jobs, transport: str
+) -> None:
+    text = """
+import sys
+x, out = np.arange(4.0), np.empty(4)
+again = comm.persistent.all_reduce(x, out=out)
+again.start().wait()
+again.start().wait()
+calls, ways = [], ("__main__", "pycoll.core_requests", "pycoll.nonblocking")
+def note(frame, event, arg):
+    if event == "call" and frame.f_globals["__name__"] not in ways:
+        calls.append(frame.f_code.co_qualname)
+for _ in range(50):  # a wait of more than a moment is Python's
+    calls.clear()
+    sys.setprofile(note)
+    assert again.start().wait() is out
+    requests = [comm.irecv(1 - rank, 0, np.empty(4)), comm.iall_reduce(x), again.start()]
+    results = pycoll.wait_all([*requests, comm.isend(x, 1 - rank)])
+    sys.setprofile(None)
+    well = set(calls) <= {"wait_all", "edge.<locals>.call"}
+    if comm.iall_reduce(np.array([well]), "land").wait()[0]:
+        break
+assert well, calls
+assert results[0].tolist() == x.tolist() and results[3] is None
+assert results[1].tolist() == results[2].tolist() == (2 * x).tolist() == out.tolist()
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
+def test_a_default_deadline_ends_a_collective_that_blocks(jobs: Jobs) -> None:
+    text = """
+import threading
+comm.all_reduce(np.ones(2))
+comm.all_reduce(np.ones(2))  # by now the core does it alone
+if rank == 0:
+    error_like(pycoll.OperationTimeout, "all_reduce", comm.all_reduce, np.ones(2))
+    error_like(pycoll.OperationTimeout, "all_reduce", comm.all_reduce, np.ones(2))
+else:
+    threading.Event().wait(2.5)
+ok()
+"""
+    all_well(jobs(2, text, "--transport", "tcp", "-x", "PYCOLL_OP_TIMEOUT=1.5"), 2)

@@ -208,7 +208,6 @@ class Collectives:
         owner: Any,
         type: type[Collective],
         planner: Callable[[int, int, Any, int, int, Any], Plan | None],
-        caller: Callable[[], str],
         finish: Callable[[Any], None],
         /,
     ) -> Collectives: ...

@@ -154,6 +154,11 @@ PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count)
 /* run_type.c */
 PyObject *pc_collective_event(struct pc_event *event);
 void pc_engine_let_go_collectives(pc_engine_object *engine);
+/* Whether an object is a `Collective`; then what is waited for, and its engine; and its result (new reference; NULL with
+   an exception). */
+bool pc_is_collective(PyObject *object);
+struct pc_op *pc_collective_op(PyObject *object, pc_engine_object **engine);
+PyObject *pc_collective_result(PyObject *object);
 PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 
 #endif

@@ -211,7 +211,6 @@ typedef struct {
     PyObject *owner;   /* kept for Python */
     PyObject *type;    /* of calls under way */
     PyObject *planner; /* asked for plans */
-    PyObject *caller;  /* says where a call was made, if that is not this method's caller */
     PyObject *finish;  /* waits for a call that takes long */
     PyObject *slow[2][PC_KINDS]; /* the Python methods; the first index: it blocks */
     uint64_t generation;
@@ -260,6 +259,7 @@ static void end(struct pc_started *self) {
         free(self->runs);
     self->runs = NULL;
     if (!self->is_launched) {
+        self->op.status = self->status;
         atomic_store_explicit(&self->op.done, 1, memory_order_relaxed);
         return;
     }
@@ -366,12 +366,15 @@ PyObject *pc_collective_event(struct pc_event *event) {
 /* --- where a call was made --------------------------------------------------------------------------- */
 
 /* Of places that have called before: the code is kept, so that its address is no other code's. */
-static struct {
+struct known_place {
     PyObject *code;
     int line;
+    bool is_ours; /* in a module of pycoll */
     size_t nbytes;
     char text[MOST_PLACE_NBYTES];
-} known_places[64];
+};
+
+static struct known_place known_places[64];
 
 static bool is_ours(PyFrameObject *frame) {
     PyObject *globals = PyObject_GetAttrString((PyObject *)frame, "f_globals");
@@ -384,47 +387,50 @@ static bool is_ours(PyFrameObject *frame) {
     return is_ours;
 }
 
-/* Copy at most MOST_PLACE_NBYTES of a text, from after its last slash. */
-static size_t copy_name(PyObject *name, int line, char *to) {
+/* Know the file's name and the line. */
+static void know_place(struct known_place *known, PyFrameObject *frame, PyObject *code, int line) {
+    PyObject *name = PyObject_GetAttrString(code, "co_filename"), *before = known->code;
     const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
     PyErr_Clear();
-    if (text == NULL)
-        text = "?";
-    const char *slash = strrchr(text, '/');
-    if (slash != NULL)
-        text = slash + 1;
-    if (line < 0)
-        PyOS_snprintf(to, MOST_PLACE_NBYTES, "%s", text);
-    else
-        PyOS_snprintf(to, MOST_PLACE_NBYTES, "%s:%d", text, line);
-    return strlen(to);
+    const char *slash = text != NULL ? strrchr(text, '/') : NULL;
+    PyOS_snprintf(known->text, sizeof known->text, "%s:%d", slash != NULL ? slash + 1 : text != NULL ? text : "?", line);
+    known->nbytes = strlen(known->text);
+    known->is_ours = is_ours(frame);
+    known->line = line;
+    known->code = Py_NewRef(code);
+    Py_XDECREF(name);
+    Py_XDECREF(before);
 }
 
-/* Write file and line of the innermost frame that is not pycoll's; returns the length. */
-static size_t write_place(const pc_collectives *self, char *to) {
-    PyFrameObject *frame = PyEval_GetFrame();
-    PyCodeObject *code = frame != NULL ? PyFrame_GetCode(frame) : NULL;
-    int line = frame != NULL ? PyFrame_GetLineNumber(frame) : 0;
-    size_t slot = ((uintptr_t)code / 64 + (size_t)line) % 64;
-    if (known_places[slot].code != (PyObject *)code || known_places[slot].line != line || code == NULL) {
-        if (code == NULL || is_ours(frame)) {
-            PyObject *said = PyObject_CallNoArgs(self->caller);
-            size_t nbytes = copy_name(said, -1, to);
-            Py_XDECREF(said);
-            Py_XDECREF((PyObject *)code);
-            return nbytes;
+/* The frame that called this one (new reference); NULL: none. */
+static PyFrameObject *caller_of(PyFrameObject *frame) {
+    PyObject *outer = PyObject_GetAttrString((PyObject *)frame, "f_back");
+    PyErr_Clear();
+    if (outer == Py_None)
+        Py_CLEAR(outer);
+    return (PyFrameObject *)outer;
+}
+
+/* Write file and line of the innermost frame that is not pycoll's, as `task.caller` does; returns the length. */
+static size_t write_place(char *to) {
+    PyFrameObject *frame = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
+    while (frame != NULL) {
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
+        int line = PyFrame_GetLineNumber(frame);
+        struct known_place *known = &known_places[((uintptr_t)code / 64 + (size_t)line) % 64];
+        if (known->code != code || known->line != line)
+            know_place(known, frame, code, line);
+        Py_DECREF(code);
+        PyFrameObject *outer = known->is_ours ? caller_of(frame) : NULL;
+        Py_DECREF((PyObject *)frame);
+        if (!known->is_ours) {
+            memcpy(to, known->text, known->nbytes);
+            return known->nbytes;
         }
-        PyObject *name = PyObject_GetAttrString((PyObject *)code, "co_filename");
-        PyObject *before = known_places[slot].code;
-        known_places[slot].nbytes = copy_name(name, line, known_places[slot].text);
-        known_places[slot].code = Py_NewRef((PyObject *)code);
-        known_places[slot].line = line;
-        Py_XDECREF(name);
-        Py_XDECREF(before);
+        frame = outer;
     }
-    Py_XDECREF((PyObject *)code);
-    memcpy(to, known_places[slot].text, known_places[slot].nbytes);
-    return known_places[slot].nbytes;
+    to[0] = '?';
+    return 1;
 }
 
 /* --- beginning --------------------------------------------------------------------------------------- */
@@ -489,7 +495,7 @@ static struct pc_started *start(pc_collectives *self, pc_plan *plan, PyObject *x
         memcpy(starting.text, plan->text, plan->text_nbytes);
         starting.text[plan->text_nbytes] = 0;
         starting.text_nbytes = plan->text_nbytes + 1;
-        starting.text_nbytes += write_place(self, (char *)starting.text + starting.text_nbytes);
+        starting.text_nbytes += write_place((char *)starting.text + starting.text_nbytes);
         Py_INCREF((PyObject *)started);
         done = pc_engine_do(self->engine, launch, &starting) && starting.may;
         if (!done || !started->is_launched)
@@ -516,6 +522,16 @@ static PyObject *result_of(struct pc_started *self) {
     self->collected = 1;
     return Py_NewRef(self->result);
 }
+
+bool pc_is_collective(PyObject *object) { return PyObject_TypeCheck(object, collective_type); }
+
+struct pc_op *pc_collective_op(PyObject *object, pc_engine_object **engine) {
+    struct pc_started *self = (struct pc_started *)object;
+    *engine = self->collectives->engine;
+    return &self->op;
+}
+
+PyObject *pc_collective_result(PyObject *object) { return result_of((struct pc_started *)object); }
 
 static bool wait_a_while(struct pc_started *self) {
     if (pc_op_is_done(&self->op))
@@ -825,14 +841,14 @@ static PyObject *collective(pc_collectives *self, int kind, bool is_blocking, Py
 }
 
 static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *context, *owner, *call, *planner, *caller, *finish;
+    PyObject *context, *owner, *call, *planner, *finish;
     int size, rank;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner, &caller, &finish))
+    if (!PyArg_ParseTuple(args, "OiiOOOO", &context, &size, &rank, &owner, &call, &planner, &finish))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
         !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
-        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, caller, finish");
+        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, finish");
         return NULL;
     }
     pc_collectives *self = (pc_collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -845,7 +861,6 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->owner = Py_NewRef(owner);
     self->type = Py_NewRef(call);
     self->planner = Py_NewRef(planner);
-    self->caller = Py_NewRef(caller);
     self->finish = Py_NewRef(finish);
     self->generation = generation;
     self->plans = calloc(PLANS, sizeof *self->plans);
@@ -909,7 +924,6 @@ static void collectives_dealloc(pc_collectives *self) {
     free(self->plans);
     Py_XDECREF((PyObject *)self->context);
     Py_XDECREF(self->type);
-    Py_XDECREF(self->caller);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -964,10 +978,10 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_methods, collectives_methods},
     {Py_tp_members, collectives_members},
     {Py_tp_doc,
-     "Collectives(context, size, rank, owner, type, planner, caller, finish)\n\n"
+     "Collectives(context, size, rank, owner, type, planner, finish)\n\n"
      "The collectives of one communicator by messages, in the core. `type` is a subclass of `Collective`; `planner(kind, "
-     "blocking, x, op, root, result)` returns a `Plan`, or None if Python must run such calls; `caller()` says where a call "
-     "was made; `finish(collective)` waits for one that takes long."},
+     "blocking, x, op, root, result)` returns a `Plan`, or None if Python must run such calls; `finish(collective)` "
+     "waits for one that takes long."},
     {0, NULL},
 };
 
