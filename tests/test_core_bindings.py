@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transport_world import DEADLINE_S, World
 from pycoll.context import KIND_P2P, P2P, Incoming
 from pycoll.core_context import CoreContext
 from pycoll.transports.base import Transfer
-from pycoll.transports.core import HOLDING, OVER
+from pycoll.transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_BACK
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
@@ -87,6 +87,15 @@ def matched(world: World, context: CoreContext, source: int, tag: int) -> Incomi
     return match.message
 
 
+def drive(world: World, until: Callable[[], bool]) -> None:
+    """Have the engines of all ranks progress, of which Python does not hear."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not until():
+        for node in world.nodes:
+            node.transport.core.progress()  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+
+
 def test_a_receive_given_up_when_its_message_is_there_gives_it_to_the_next_one(pair: World) -> None:
     context = context_of(pair, 1)
     payload = bytes(range(256)) * 4000
@@ -94,12 +103,7 @@ def test_a_receive_given_up_when_its_message_is_there_gives_it_to_the_next_one(p
     message = matched(pair, context, 0, 5)
     into = bytearray(len(payload))
     transfer: Any = message.arrival.accept(memoryview(into))
-    cores = [node.transport.core for node in pair.nodes]  # type: ignore[attr-defined]
-    deadline = time.monotonic() + DEADLINE_S
-    while transfer.face.state != OVER:  # which Python has not heard of yet
-        for core in cores:
-            core.progress()
-        assert time.monotonic() < deadline
+    drive(pair, lambda: transfer.face.state == OVER)  # which Python has not heard of yet
     assert not transfer.done
     context.park(message, transfer)
     into[:] = bytes(len(into))  # it is its owner's again
@@ -121,11 +125,7 @@ def test_a_message_that_comes_while_its_receive_is_posted_is_told_once(pair: Wor
     matched(pair, context, 0, 4).arrival.release()
     match: Any = context.match(0, 5)
     sent(pair, 0, 1, 5, b"payload")
-    deadline = time.monotonic() + DEADLINE_S
-    while match.face.state != HOLDING:  # its event stands in the queue
-        for node in pair.nodes:
-            node.transport.core.progress()  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline
+    drive(pair, lambda: match.face.state == HOLDING)  # its event stands in the queue
     context.settle(match)  # as if it had come before `match` has looked
     assert match.done
     pair.nodes[1].transport.progress()
@@ -133,6 +133,23 @@ def test_a_message_that_comes_while_its_receive_is_posted_is_told_once(pair: Wor
     transfer = match.message.arrival.accept(memoryview(into))
     pair.run(lambda: transfer.done)
     assert into == b"payload"
+
+
+def test_a_message_that_is_taken_back_leaves_its_receive_where_it_was(pair: World) -> None:
+    context = context_of(pair, 1)
+    sent(pair, 0, 1, 4, b"makes the link")
+    matched(pair, context, 0, 4).arrival.release()
+    first, second = context.core.post(0, 5), context.core.post(0, 5)
+    sender: Any = pair.nodes[0].transport
+    taken_back = sender.core.send(1, P2P.pack(KIND_P2P, IDENT, 5, 0), (bytes(1 << 20),), OFFER)
+    drive(pair, lambda: first.state == HOLDING)
+    taken_back.take_back()
+    assert sender.core.send(1, P2P.pack(KIND_P2P, IDENT, 5, 0), (b"next",), BUFFER) is None
+    drive(pair, lambda: first.state == OVER)
+    assert first.status == TAKEN_BACK
+    again = context.core.post(0, 5, False, first.number)
+    drive(pair, lambda: again.state == HOLDING)
+    assert (again.nbytes, second.state) == (4, POSTED)
 
 
 def test_why_a_link_is_lost_may_be_cut_within_a_character() -> None:

@@ -193,7 +193,9 @@ draw, taken_back = random.Random(rank), 0
 for _ in range(100):
     if rank == 0:
         statuses = [pycoll.Status() for _ in lengths]
-        requests = [comm.irecv(1, 0, None, status) for status in statuses]
+        # What is not contiguous Python receives.
+        outs = [draw.choice([None, np.empty(2 * n, np.int8)[::2]]) for n in lengths]
+        requests = [comm.irecv(1, 0, *each) for each in zip(outs, statuses)]
         comm.barrier()
         pycoll.wait_all(requests)
         assert [status.nbytes for status in statuses] == lengths
