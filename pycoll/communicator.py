@@ -16,7 +16,7 @@ from pycoll.calls import Calls
 from pycoll.context import ANY_SOURCE, ANY_TAG, Status
 from pycoll.edge import edges
 from pycoll.engine import Engine
-from pycoll.errors import Error, MismatchError
+from pycoll.errors import Error, MismatchError, OperationTimeout
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.matched import Message
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pycoll import arguments, explain, p2p, shared_arrays
     from pycoll import grid as grids
-    from pycoll.core_requests import CoreRequest
+    from pycoll.core_requests import CoreRequest, CoreTask
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
     from pycoll.hints import A, D, MaybeNone, Reducer, T
@@ -677,14 +677,17 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         return received.result
 
     def _finish_begun(
-        self, text: str, steps: CallSteps, tasks: Sequence[Operation], seconds: float
+        self, text: str, steps: CallSteps, tasks: Sequence[CoreTask], seconds: float
     ) -> None:
         try:
             self._run(Prepared(text, lambda _: steps, collective=False), seconds)
-        except BaseException:
+        except BaseException as exc:
             with self._group.engine.locked():
                 for task in tasks:
                     task.cancel()  # also if the call did not even begin
+                is_well = all([task.request.is_well for task in tasks])
+            if is_well and isinstance(exc, OperationTimeout):
+                return  # it was done before it could be given up
             raise
 
     def _finish_send(self, dest: int, number: int) -> None:

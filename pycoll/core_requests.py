@@ -16,7 +16,7 @@ from pycoll.context import ANY, P2P, Incoming, Status
 from pycoll.dtypes import TABLE
 from pycoll.edge import edges
 from pycoll.engine import raise_error
-from pycoll.errors import Error
+from pycoll.errors import Error, OperationTimeout
 from pycoll.late import Late
 from pycoll.prepared import Prepared
 from pycoll.request import PersistentRequest, Request
@@ -135,6 +135,11 @@ class CoreRequest(Core, Request[Any]):
         return seconds
 
     @property
+    def is_well(self) -> bool:
+        """Whether it has ended, and not failed."""
+        return bool(self.done and self._status == 0 and not self._cancelled)
+
+    @property
     def _call(self) -> Call:
         kind, code, peer, tag, shape = self._description
         if kind >= RECV:
@@ -205,7 +210,8 @@ class CoreRequest(Core, Request[Any]):
     def _abandon(self) -> None:
         """Give it up, whatever it is at."""
         if self._by_python is not None:
-            self._by_python.abort(Error(f"{self._task.call} was given up"))
+            # So its message goes back to its place.
+            self._by_python.abort(OperationTimeout(f"{self._task.call} was given up"))
         self._give_up()
 
     def _wait(self, timeout: float | None = None) -> Any:

@@ -120,6 +120,30 @@ ok()
     all_well(jobs(2, text, "--transport", transport), 2)
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_python_receives_is_not_lost_when_time_is_short(jobs: Jobs, transport: str) -> None:
+    text = """
+dates = np.arange(300_000).astype("datetime64[s]")  # the core does not know such elements
+for _ in range(10):
+    if rank == 1:
+        requests = [comm.isend(dates, 0, 2), comm.isend(np.zeros(5), 0, 3)]
+        comm.barrier()
+        pycoll.wait_all(requests)
+        continue
+    comm.barrier()
+    seconds = 1e-5
+    while True:
+        try:
+            assert (comm.recv(1, pycoll.ANY_TAG, timeout=seconds) == dates).all()
+            break
+        except pycoll.OperationTimeout:
+            seconds *= 2
+    assert comm.recv(1, pycoll.ANY_TAG).size == 5
+ok()
+"""
+    all_well(jobs(2, text, "--transport", transport), 2)
+
+
 def test_a_peer_that_ends_ends_receives_without_out(jobs: Jobs) -> None:
     text = """
 if rank == 1:
