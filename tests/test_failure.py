@@ -42,7 +42,8 @@ else:
         5: (comm.recv,), 6: (comm.barrier,),
     }[rank]
     peer_failed(0, SIGKILL, call, *args, within=60)
-for call, *args in (comm.send, 1, 0), (comm.recv, 0), (comm.barrier,), (comm.dup,):
+# A short send is buffered if the news is still on its way.
+for call, *args in (comm.recv, 0), (comm.send, 1, 0), (comm.barrier,), (comm.dup,):
     peer_failed(0, SIGKILL, call, *args, within=1.0)
 ok()
 """,
