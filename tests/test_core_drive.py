@@ -46,7 +46,7 @@ def build(tmp_path: Path, engine: Path, flags: tuple[str, ...]) -> Path:
     ("flags", "worlds"),
     [
         pytest.param(THREAD, 20, id="few"),
-        pytest.param(THREAD, 2_000, marks=exhaustive, id="thread"),
+        pytest.param(THREAD, 1_000, marks=exhaustive, id="thread"),
         pytest.param(ADDRESS, 2_000, marks=exhaustive, id="address"),
         pytest.param(PLAIN, 3_000, marks=exhaustive, id="plain"),
     ],
