@@ -47,8 +47,8 @@ def build(tmp_path: Path, engine: Path, flags: tuple[str, ...]) -> Path:
     [
         pytest.param(THREAD, 20, id="few"),
         pytest.param(THREAD, 1_000, marks=exhaustive, id="thread"),
-        pytest.param(ADDRESS, 2_000, marks=exhaustive, id="address"),
-        pytest.param(PLAIN, 3_000, marks=exhaustive, id="plain"),
+        pytest.param(ADDRESS, 1_000, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 1_000, marks=exhaustive, id="plain"),
     ],
 )
 def test_random_threads_wait_for_their_ops_and_none_sleeps_on(
