@@ -100,6 +100,7 @@ class CollectiveTask(Operation):
 class CoreCollective(Core, Request[Any]):
     """A collective under way in the core."""
 
+    _cancelled = False
     _made: CollectiveTask | None = None
     _why: BaseException | None = None
 
@@ -214,7 +215,6 @@ class Plans:
     def __init__(self, group: Group, calls: tuple[Calls, Calls]) -> None:
         self._group = group
         self._calls = calls
-        self._generation = 0
 
     def __call__(
         self, kind: int, blocking: int, x: Any, op: int, root: int, result: Any

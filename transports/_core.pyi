@@ -183,7 +183,6 @@ class Plan:
 
 class Collective:
     _collected: bool
-    _cancelled: bool
     @property
     def _description(self) -> tuple[str, int, int, int, int, int]: ...
     @property

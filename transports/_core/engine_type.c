@@ -183,11 +183,16 @@ static void look(pc_engine_object *self, void *argument) {
         *worked |= self->drive.sources[index]->ops->progress(self->drive.sources[index]);
 }
 
-static PyObject *engine_progress(pc_engine_object *self, PyObject *unused) {
-    (void)unused;
+bool pc_engine_look(pc_engine_object *self) {
     bool worked = false;
     pc_engine_do(self, look, &worked);
-    return PyBool_FromLong(worked || self->first != NULL);
+    pc_engine_let_go(self);
+    return worked;
+}
+
+static PyObject *engine_progress(pc_engine_object *self, PyObject *unused) {
+    (void)unused;
+    return PyBool_FromLong(pc_engine_look(self) || self->first != NULL);
 }
 
 /* The doorbell has rung: who naps may have been meant. */
@@ -839,7 +844,8 @@ int pc_add_engine_types(PyObject *module) {
     engine_type = engine;
     pc_item_types(send, receive);
     pc_context_types(engine, context);
-    pc_run_types(plan, call);
+    pc_collective_types(call);
+    pc_collectives_types(plan, call);
     pc_request_types(request);
     pc_messages_types(context);
     bool made = make_type(module, &pc_seat_spec) != NULL && make_type(module, &pc_messages_spec) != NULL &&

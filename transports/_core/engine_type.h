@@ -107,7 +107,8 @@ extern PyTypeObject *pc_request_type, *pc_context_type;
 int pc_add_engine_types(PyObject *module);
 void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
 void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
-void pc_run_types(PyTypeObject *plan, PyTypeObject *call);
+void pc_collective_types(PyTypeObject *collective);
+void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective);
 void pc_request_types(PyTypeObject *request);
 void pc_messages_types(PyTypeObject *context);
 
@@ -119,6 +120,8 @@ void pc_engine_post(pc_engine_object *self, struct pc_event *event);
 PyObject *pc_engine_is_closed(void);
 /* Let go of requests that have ended. */
 void pc_engine_let_go(pc_engine_object *self);
+/* Let all links make progress, and let go of what has ended. Whether anything was done. */
+bool pc_engine_look(pc_engine_object *self);
 /* Something was told to Python meanwhile, and nobody may be waiting who would hear it. 0; -1 with an exception. Without
    the lock. */
 int pc_engine_hear(pc_engine_object *self);
@@ -151,14 +154,15 @@ PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
 /* wait_all.c */
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
-/* run_type.c */
+/* collective.c */
 PyObject *pc_collective_event(struct pc_event *event);
 void pc_engine_let_go_collectives(pc_engine_object *engine);
-/* Whether an object is a `Collective`; then what is waited for, and its engine; and its result (new reference; NULL with
+/* collective_type.c: whether an object is a `Collective`; then what is waited for, and its engine; and its result (new reference; NULL with
    an exception). */
 bool pc_is_collective(PyObject *object);
 struct pc_op *pc_collective_op(PyObject *object, pc_engine_object **engine);
 PyObject *pc_collective_result(PyObject *object);
+/* plan_type.c */
 PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 
 #endif

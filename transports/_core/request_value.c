@@ -268,17 +268,6 @@ PyObject *pc_request_result(struct pc_request *request) {
     return Py_NewRef(request->array != NULL ? request->array : Py_None);
 }
 
-static void look(pc_engine_object *engine, void *argument) {
-    (void)argument;
-    for (uint32_t index = 0; index < engine->drive.num_sources; index++)
-        engine->drive.sources[index]->ops->progress(engine->drive.sources[index]);
-}
-
-void pc_engine_look(pc_engine_object *engine) {
-    pc_engine_do(engine, look, NULL);
-    pc_engine_let_go(engine);
-}
-
 int pc_request_wait(struct pc_request *request, uint64_t until_ns) {
     pc_engine_object *engine = request->messages->engine;
     for (;;) {

@@ -1,0 +1,71 @@
+/* Where in a program a call was made. See collective.h. */
+#include "collective.h"
+
+#include <string.h>
+
+/* Of places that have called before: the code is kept, so that its address is no other code's. */
+struct known_place {
+    PyObject *code;
+    int line;
+    bool is_ours; /* in a module of pycoll */
+    size_t nbytes;
+    char text[PC_MOST_PLACE_NBYTES];
+};
+
+static struct known_place known_places[64];
+
+static bool is_ours(PyFrameObject *frame) {
+    PyObject *globals = PyObject_GetAttrString((PyObject *)frame, "f_globals");
+    PyObject *name = globals != NULL ? PyMapping_GetItemString(globals, "__name__") : NULL;
+    const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    bool is_ours = text != NULL && strncmp(text, "pycoll.", 7) == 0;
+    PyErr_Clear();
+    Py_XDECREF(globals);
+    Py_XDECREF(name);
+    return is_ours;
+}
+
+/* Know the file's name and the line. */
+static void know_place(struct known_place *known, PyFrameObject *frame, PyObject *code, int line) {
+    PyObject *name = PyObject_GetAttrString(code, "co_filename"), *before = known->code;
+    const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    PyErr_Clear();
+    const char *slash = text != NULL ? strrchr(text, '/') : NULL;
+    PyOS_snprintf(known->text, sizeof known->text, "%s:%d", slash != NULL ? slash + 1 : text != NULL ? text : "?", line);
+    known->nbytes = strlen(known->text);
+    known->is_ours = is_ours(frame);
+    known->line = line;
+    known->code = Py_NewRef(code);
+    Py_XDECREF(name);
+    Py_XDECREF(before);
+}
+
+/* The frame that called this one (new reference); NULL: none. */
+static PyFrameObject *caller_of(PyFrameObject *frame) {
+    PyObject *outer = PyObject_GetAttrString((PyObject *)frame, "f_back");
+    PyErr_Clear();
+    if (outer == Py_None)
+        Py_CLEAR(outer);
+    return (PyFrameObject *)outer;
+}
+
+size_t pc_call_place(char *to) {
+    PyFrameObject *frame = (PyFrameObject *)Py_XNewRef((PyObject *)PyEval_GetFrame());
+    while (frame != NULL) {
+        PyObject *code = (PyObject *)PyFrame_GetCode(frame);
+        int line = PyFrame_GetLineNumber(frame);
+        struct known_place *known = &known_places[((uintptr_t)code / 64 + (size_t)line) % 64];
+        if (known->code != code || known->line != line)
+            know_place(known, frame, code, line);
+        Py_DECREF(code);
+        PyFrameObject *outer = known->is_ours ? caller_of(frame) : NULL;
+        Py_DECREF((PyObject *)frame);
+        if (!known->is_ours) {
+            memcpy(to, known->text, known->nbytes);
+            return known->nbytes;
+        }
+        frame = outer;
+    }
+    to[0] = '?';
+    return 1;
+}

@@ -1,0 +1,227 @@
+/* Collectives under way: their beginning, their segments, their end. See collective.h. */
+#include "collective.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Segments of one call that are under way at a time. */
+#define IN_FLIGHT 16
+
+/* --- segments, and the end --------------------------------------------------------------------------- */
+
+static void end(struct pc_started *self) {
+    pc_engine_object *engine = self->collectives->engine;
+    if (self->status == 0)
+        pc_context_end(self->context, self->call);
+    pc_context_let_go(self->context);
+    self->context = NULL;
+    self->call = NULL;
+    if (self->runs != &self->one)
+        free(self->runs);
+    self->runs = NULL;
+    if (!self->is_launched) {
+        self->op.status = self->status;
+        atomic_store_explicit(&self->op.done, 1, memory_order_relaxed);
+        return;
+    }
+    self->under_way = false;
+    if (self->is_pending)
+        pc_drive_pending(&engine->drive, -1);
+    if (self->is_watched || self->status != 0) {
+        self->event.kind = PC_EVENT_COLLECTIVE;
+        pc_engine_post(engine, &self->event); /* which keeps it alive */
+    } else {
+        self->next = engine->ended_collectives;
+        engine->ended_collectives = self;
+    }
+    pc_op_end(&self->op, self->status);
+}
+
+static void cancel_runs(struct pc_started *self) {
+    for (uint32_t index = 0; index < self->most; index++)
+        if (self->runs[index].owner != NULL)
+            (void)pc_run_cancel(&self->runs[index]);
+    self->in_flight = 0;
+}
+
+static void run_ended(struct pc_run *run);
+
+/* Start as many segments as may be under way; end if nothing is left. */
+static void fill(struct pc_started *self) {
+    const pc_plan *plan = self->plan;
+    self->filling = true;
+    while (self->status == 0 && self->next_segment < plan->num_segments && self->in_flight < self->most) {
+        struct pc_run *run = self->runs;
+        while (run->owner != NULL)
+            run++;
+        *run = (struct pc_run){.table = &plan->table,
+                               .places = plan->places,
+                               .reduction = plan->reduction,
+                               .source = self->source,
+                               .target = self->target,
+                               .call = self->call,
+                               .lane = (uint16_t)self->next_segment,
+                               .segment = self->next_segment,
+                               .num_segments = plan->num_segments,
+                               .granule = plan->granule,
+                               .ended = run_ended,
+                               .owner = self};
+        self->next_segment++;
+        self->in_flight++;
+        if (!pc_run_start(self->context, run)) {
+            run->owner = NULL;
+            self->in_flight--;
+            self->status = -ENOMEM;
+        }
+    }
+    self->filling = false;
+    if (self->status != 0)
+        cancel_runs(self);
+    if (self->in_flight == 0)
+        end(self);
+}
+
+static void run_ended(struct pc_run *run) {
+    struct pc_started *self = run->owner;
+    run->owner = NULL;
+    self->in_flight--;
+    if (run->status != 0 && self->status == 0) {
+        self->status = run->status;
+        self->from = run->from;
+        self->came = run->came;
+        self->expected = run->expected;
+    }
+    if (!self->filling)
+        fill(self);
+}
+
+static void let_go(struct pc_started *self) {
+    Py_CLEAR(self->x);
+    Py_DECREF((PyObject *)self);
+}
+
+static void take_ended(pc_engine_object *engine, void *argument) {
+    struct pc_started **ended = argument;
+    *ended = engine->ended_collectives;
+    engine->ended_collectives = NULL;
+}
+
+void pc_engine_let_go_collectives(pc_engine_object *engine) {
+    struct pc_started *ended = NULL;
+    if (!pc_engine_do(engine, take_ended, &ended))
+        take_ended(engine, &ended); /* it is closed: nobody else comes here */
+    while (ended != NULL) {
+        struct pc_started *self = ended;
+        ended = self->next;
+        let_go(self);
+    }
+}
+
+PyObject *pc_collective_event(struct pc_event *event) {
+    struct pc_started *self = (struct pc_started *)((char *)event - offsetof(struct pc_started, event));
+    PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)self); /* for Python they are alike */
+    let_go(self);
+    return told;
+}
+
+/* --- beginning --------------------------------------------------------------------------------------- */
+
+struct starting {
+    struct pc_started *started;
+    unsigned char *text;
+    size_t text_nbytes;
+    bool may; /* else nothing has happened */
+};
+
+static void launch(pc_engine_object *engine, void *argument) {
+    struct starting *starting = argument;
+    struct pc_started *self = starting->started;
+    struct pc_context *context = self->collectives->context->context;
+    starting->may = context != NULL && context->broken == 0;
+    if (!starting->may)
+        return;
+    pc_op_begin(&self->op, &engine->drive, -1);
+    self->call = pc_context_begin(context, starting->text, starting->text_nbytes);
+    if (self->call == NULL) {
+        starting->may = false;
+        return;
+    }
+    self->number = self->call->number;
+    self->context = context;
+    context->num_users++;
+    pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
+    fill(self);
+    if (!pc_op_is_done(&self->op)) {
+        self->is_launched = self->under_way = true;
+        self->is_pending = !self->is_blocking;
+        if (self->is_pending)
+            pc_drive_pending(&engine->drive, 1);
+    }
+    pc_engine_leave(&engine->engine);
+}
+
+struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, PyObject *x, void *source,
+                                       PyObject *result, void *target, bool is_blocking) {
+    unsigned char few[512];
+    PyTypeObject *type = (PyTypeObject *)self->type;
+    struct pc_started *started = (struct pc_started *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (started == NULL)
+        return NULL;
+    started->collectives = (pc_collectives *)Py_NewRef((PyObject *)self);
+    started->plan = (pc_plan *)Py_NewRef((PyObject *)plan);
+    started->x = x != NULL ? Py_NewRef(x) : NULL;
+    started->result = Py_NewRef(result);
+    started->source = source;
+    started->target = target;
+    started->is_blocking = is_blocking;
+    started->most = plan->num_segments < IN_FLIGHT ? plan->num_segments : IN_FLIGHT;
+    started->runs = started->most == 1 ? &started->one : calloc(started->most, sizeof *started->runs);
+    struct starting starting = {.started = started, .text = few};
+    size_t most = plan->text_nbytes + 1 + PC_MOST_PLACE_NBYTES;
+    if (most > sizeof few)
+        starting.text = malloc(most);
+    bool done = false;
+    if (started->runs != NULL && starting.text != NULL) {
+        memcpy(starting.text, plan->text, plan->text_nbytes);
+        starting.text[plan->text_nbytes] = 0;
+        starting.text_nbytes = plan->text_nbytes + 1;
+        starting.text_nbytes += pc_call_place((char *)starting.text + starting.text_nbytes);
+        Py_INCREF((PyObject *)started);
+        done = pc_engine_do(self->engine, launch, &starting) && starting.may;
+        if (!done || !started->is_launched)
+            let_go(started);
+    }
+    if (starting.text != few)
+        free(starting.text);
+    if (done && started->status != 0 && !started->is_launched) {
+        PyObject *said = PyObject_CallMethod((PyObject *)started, "_fail", NULL);
+        done = said != NULL;
+        Py_XDECREF(said);
+    }
+    if (done && pc_engine_hear(self->engine) == 0)
+        return started;
+    Py_DECREF((PyObject *)started);
+    return NULL;
+}
+
+/* --- what is asked of one that is under way ---------------------------------------------------------- */
+
+void pc_collective_give_up(struct pc_started *self) {
+    struct pc_engine *engine = &self->collectives->engine->engine;
+    if (!self->under_way)
+        return;
+    pc_engine_enter(engine);
+    self->status = PC_CONTEXT_CLOSED; /* nobody asks why */
+    cancel_runs(self);
+    end(self);
+    pc_engine_leave(engine);
+}
+
+size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t most) {
+    size_t count = 0;
+    for (uint32_t index = 0; self->under_way && index < self->most; index++)
+        if (self->runs[index].owner != NULL)
+            count += pc_run_awaited(&self->runs[index], ranks + count, most - count);
+    return count;
+}

@@ -1,0 +1,312 @@
+/* `_core.Collectives`: the collectives of one communicator, over the message engine. See collective.h. */
+#include "collective.h"
+#include "collective_call.h"
+
+#include <stdlib.h>
+#include <structmember.h>
+
+/* Dimensions of an array of which plans are kept. */
+#define NAMED_DIMS 6
+/* Plans that a communicator keeps, and those of them among which a call looks for its own. */
+#define PLANS 128
+#define PLANS_TOGETHER 4
+
+static PyTypeObject *plan_type, *collective_type;
+
+void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective) {
+    plan_type = plan;
+    collective_type = collective;
+}
+
+/* --- plans ------------------------------------------------------------------------------------------- */
+
+struct plan_key {
+    int kind, blocking, op, dtype, root, ndim;
+    intptr_t dims[NAMED_DIMS];
+};
+
+struct pc_plan_entry {
+    struct plan_key key;
+    PyObject *plan; /* NULL: there is none; None: Python must run such calls */
+};
+
+static void forget_plans(pc_collectives *self) {
+    for (int index = 0; self->plans != NULL && index < PLANS; index++)
+        Py_CLEAR(self->plans[index].plan);
+}
+
+/* The place of a plan; if there is none, one that may be given to it. */
+static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_key *key) {
+    if (self->generation != pc_plans_generation()) {
+        forget_plans(self);
+        self->generation = pc_plans_generation();
+    }
+    uint64_t hash = pc_hash((uint64_t)key->kind << 32 | (uint64_t)key->op << 16 | (uint64_t)key->dtype << 8,
+                            (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)key->ndim);
+    for (int axis = 0; axis < key->ndim; axis++)
+        hash = pc_hash(hash, (uint64_t)key->dims[axis]);
+    struct pc_plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
+    for (int index = 0; index < PLANS_TOGETHER; index++)
+        if (together[index].plan == NULL || memcmp(&together[index].key, key, sizeof *key) == 0)
+            return &together[index];
+    return &together[self->num_made % PLANS_TOGETHER];
+}
+
+/* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
+static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObject **values, PyObject *result) {
+    struct pc_plan_entry *entry = find_plan(self, key);
+    if (PC_LIKELY(entry->plan != NULL && memcmp(&entry->key, key, sizeof *key) == 0))
+        return Py_NewRef(entry->plan);
+    PyObject *x = values[X] != NULL ? values[X] : Py_None;
+    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiO", key->kind, key->blocking, x, key->op, key->root, result);
+    if (plan == NULL)
+        return NULL;
+    if (plan != Py_None && Py_TYPE(plan) != plan_type) {
+        Py_DECREF(plan);
+        PyErr_SetString(PyExc_TypeError, "that is no plan");
+        return NULL;
+    }
+    entry = find_plan(self, key); /* plans may have been forgotten meanwhile */
+    self->num_made++;
+    entry->key = *key;
+    PyObject *before = entry->plan;
+    entry->plan = Py_NewRef(plan);
+    Py_XDECREF(before);
+    return plan;
+}
+
+/* --- methods ----------------------------------------------------------------------------------------- */
+
+static bool may_start(const pc_collectives *self) {
+    const pc_engine_object *engine = self->engine;
+    return PC_LIKELY(self->usable && !engine->engaged) &&
+           atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
+           (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
+}
+
+/* The result of a call (new reference): `out`, a new array, or None; NULL: leave it to Python. */
+static PyObject *result_for(const pc_collectives *self, int kind, PyObject **values, const struct pc_array *x, int root,
+                            struct pc_array *out) {
+    if (kind == PC_BARRIER || ((kind == PC_REDUCE || kind == PC_GATHER) && self->rank != root))
+        return Py_NewRef(Py_None);
+    if (!is_none(values[OUT])) {
+        if (!pc_array_view(values[OUT], out) || !out_fits(self->size, self->rank, kind, x, out))
+            return NULL;
+        return Py_NewRef(values[OUT]);
+    }
+    int change = shape_change(kind);
+    PyObject *result = pc_array_new(x, values[X], change > 0 ? self->size : change);
+    if (result != NULL && !pc_array_view(result, out))
+        Py_CLEAR(result);
+    return result;
+}
+
+/* NULL without an exception: leave it to Python. */
+static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking, PyObject **values) {
+    struct plan_key key;
+    struct pc_array x = {0}, out = {0};
+    memset(&key, 0, sizeof key);
+    key.kind = kind;
+    key.blocking = is_blocking;
+    bool reduces = kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER || kind == PC_SCAN;
+    bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
+    if (kind != PC_BARRIER) {
+        key.root = find_root(values[ROOT], self->size);
+        key.op = reduces ? find_op(values[OP]) : 0;
+        if (key.root < 0 || key.op < 0 || values[X] == NULL || !pc_array_view(values[X], &x) || x.ndim > NAMED_DIMS ||
+            (reduces && pc_reduce_find(key.op, x.dtype) == NULL) ||
+            (splits && (x.ndim == 0 || x.dims[0] != self->size)))
+            return NULL;
+        key.dtype = x.dtype;
+        key.ndim = x.ndim;
+        for (int axis = 0; axis < x.ndim; axis++)
+            key.dims[axis] = x.dims[axis];
+    }
+    PyObject *result = result_for(self, kind, values, &x, key.root, &out);
+    if (result == NULL)
+        return NULL;
+    struct pc_started *started = NULL;
+    PyObject *plan = plan_of(self, &key, values, result);
+    if (plan != NULL && plan != Py_None)
+        started = pc_collective_start(self, (pc_plan *)plan, values[X], kind != PC_BARRIER ? x.data : (void *)self, result, out.data,
+                        is_blocking); /* a barrier's chunks are empty, but somewhere */
+    Py_XDECREF(plan);
+    Py_DECREF(result);
+    return started;
+}
+
+static PyObject *collective(pc_collectives *self, int kind, bool is_blocking, PyObject *const *args, Py_ssize_t count,
+                            PyObject *keywords) {
+    PyObject *values[ARGUMENTS] = {NULL};
+    if (may_start(self) && parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM]) &&
+        values[TIMEOUT] == NULL) {
+        struct pc_started *started = begin(self, kind, is_blocking, values);
+        if (started == NULL && PyErr_Occurred())
+            return NULL;
+        if (started != NULL && !is_blocking)
+            return (PyObject *)started;
+        if (started != NULL) {
+            PyObject *result = NULL, *finished = NULL;
+            if (!pc_collective_wait(started))
+                finished = PyObject_CallFunctionObjArgs(self->finish, (PyObject *)started, NULL);
+            if (finished != NULL || !PyErr_Occurred())
+                result = pc_collective_result((PyObject *)started);
+            Py_XDECREF(finished);
+            Py_DECREF((PyObject *)started);
+            return result;
+        }
+    }
+    return pc_call_slow(self->slow[is_blocking][kind], args, count, keywords);
+}
+
+static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *context, *owner, *call, *planner, *finish;
+    int size, rank;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OiiOOOO", &context, &size, &rank, &owner, &call, &planner, &finish))
+        return NULL;
+    if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
+        !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
+        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, finish");
+        return NULL;
+    }
+    pc_collectives *self = (pc_collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->context = (pc_context_object *)Py_NewRef(context);
+    self->engine = self->context->engine;
+    self->size = size;
+    self->rank = rank;
+    self->owner = Py_NewRef(owner);
+    self->type = Py_NewRef(call);
+    self->planner = Py_NewRef(planner);
+    self->finish = Py_NewRef(finish);
+    self->generation = pc_plans_generation();
+    self->plans = calloc(PLANS, sizeof *self->plans);
+    if (self->plans != NULL)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+}
+
+static const char *const kind_names[PC_KINDS] = {
+    [PC_BARRIER] = "barrier", [PC_BROADCAST] = "broadcast", [PC_REDUCE] = "reduce", [PC_ALL_REDUCE] = "all_reduce",
+    [PC_GATHER] = "gather", [PC_ALL_GATHER] = "all_gather", [PC_SCATTER] = "scatter",
+    [PC_REDUCE_SCATTER] = "reduce_scatter", [PC_ALL_TO_ALL] = "all_to_all", [PC_SCAN] = "scan", [PC_EXSCAN] = "exscan",
+};
+
+/* set_slow({name: function}): the Python methods, by their names. */
+static PyObject *collectives_set_slow(pc_collectives *self, PyObject *slow) {
+    for (int blocking = 0; blocking < 2; blocking++)
+        for (int kind = 0; kind < PC_KINDS; kind++) {
+            char name[32];
+            PyOS_snprintf(name, sizeof name, "%s%s", blocking ? "" : "i", kind_names[kind]);
+            PyObject *function = PyMapping_GetItemString(slow, name);
+            if (function == NULL)
+                PyErr_Clear();
+            Py_XDECREF(self->slow[blocking][kind]);
+            self->slow[blocking][kind] = function;
+        }
+    Py_RETURN_NONE;
+}
+
+static PyObject *collectives_forget_plans(pc_collectives *self, PyObject *unused) {
+    (void)unused;
+    forget_plans(self);
+    Py_RETURN_NONE;
+}
+
+static int collectives_traverse(pc_collectives *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->owner);
+    Py_VISIT(self->planner);
+    Py_VISIT(self->finish);
+    for (int index = 0; index < 2 * PC_KINDS; index++)
+        Py_VISIT(self->slow[index / PC_KINDS][index % PC_KINDS]);
+    return 0;
+}
+
+static int collectives_clear(pc_collectives *self) {
+    Py_CLEAR(self->owner);
+    Py_CLEAR(self->planner);
+    Py_CLEAR(self->finish);
+    for (int index = 0; index < 2 * PC_KINDS; index++)
+        Py_CLEAR(self->slow[index / PC_KINDS][index % PC_KINDS]);
+    return 0;
+}
+
+static void collectives_dealloc(pc_collectives *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    collectives_clear(self);
+    forget_plans(self);
+    free(self->plans);
+    Py_XDECREF((PyObject *)self->context);
+    Py_XDECREF(self->type);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#define COLLECTIVE(name, kind)                                                                                  \
+    static PyObject *start_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) { \
+        return collective(self, kind, false, args, count, keywords);                                            \
+    }                                                                                                           \
+    static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {   \
+        return collective(self, kind, true, args, count, keywords);                                             \
+    }
+COLLECTIVE(barrier, PC_BARRIER)
+COLLECTIVE(reduce, PC_REDUCE)
+COLLECTIVE(all_reduce, PC_ALL_REDUCE)
+COLLECTIVE(gather, PC_GATHER)
+COLLECTIVE(all_gather, PC_ALL_GATHER)
+COLLECTIVE(reduce_scatter, PC_REDUCE_SCATTER)
+COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
+COLLECTIVE(scan, PC_SCAN)
+
+#define METHODS(name, parameters)                                                                               \
+    {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS,                       \
+     "i" #name "($self, " parameters "*, algorithm=None)\n--\n\nSee pycoll.Communicator.i" #name "."},          \
+    {#name, (PyCFunction)(void (*)(void))run_##name, METH_FASTCALL | METH_KEYWORDS,                             \
+     #name "($self, " parameters "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
+
+static PyMethodDef collectives_methods[] = {
+    METHODS(barrier, ""),
+    METHODS(reduce, "x, op='sum', root=0, out=None, "),
+    METHODS(all_reduce, "x, op='sum', out=None, "),
+    METHODS(gather, "x, root=0, out=None, "),
+    METHODS(all_gather, "x, out=None, "),
+    METHODS(reduce_scatter, "x, op='sum', out=None, "),
+    METHODS(all_to_all, "x, out=None, "),
+    METHODS(scan, "x, op='sum', out=None, "),
+    {"set_slow", (PyCFunction)collectives_set_slow, METH_O,
+     "set_slow({name: function}): the methods to which goes what is not done here, blocking or not."},
+    {"forget_plans", (PyCFunction)collectives_forget_plans, METH_NOARGS, "Ask for all plans anew."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef collectives_members[] = {
+    {"usable", T_BOOL, offsetof(pc_collectives, usable), 0, "whether anything is done here"},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot collectives_slots[] = {
+    {Py_tp_new, collectives_new},
+    {Py_tp_dealloc, collectives_dealloc},
+    {Py_tp_traverse, collectives_traverse},
+    {Py_tp_clear, collectives_clear},
+    {Py_tp_methods, collectives_methods},
+    {Py_tp_members, collectives_members},
+    {Py_tp_doc,
+     "Collectives(context, size, rank, owner, type, planner, finish)\n\n"
+     "The collectives of one communicator by messages, in the core. `type` is a subclass of `Collective`; `planner(kind, "
+     "blocking, x, op, root, result)` returns a `Plan`, or None if Python must run such calls; `finish(collective)` "
+     "waits for one that takes long."},
+    {0, NULL},
+};
+
+PyType_Spec pc_collectives_spec = {
+    .name = "pycoll.transports._core.Collectives",
+    .basicsize = sizeof(pc_collectives),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = collectives_slots,
+};

@@ -1,0 +1,168 @@
+/* `_core.Plan`: a compiled schedule, and where its chunks are in the memory of a call. See collective.h. */
+#include "collective.h"
+
+#include "reduce.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static uint64_t generation; /* counted up when all plans are to be forgotten */
+
+uint64_t pc_plans_generation(void) { return generation; }
+
+PyObject *pc_forget_plans(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    generation++;
+    Py_RETURN_NONE;
+}
+
+/* Append the numbers of a tuple, all below `limit`; -1 with an exception. */
+static int append(uint32_t **list, uint32_t *count, PyObject *numbers, uint32_t limit) {
+    Py_ssize_t added = PyTuple_Size(numbers);
+    if (added < 0)
+        return -1;
+    uint32_t *longer = realloc(*list, (*count + (size_t)added + 1) * sizeof **list);
+    if (longer == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *list = longer;
+    for (Py_ssize_t index = 0; index < added; index++) {
+        long number = PyLong_AsLong(PyTuple_GetItem(numbers, index));
+        if (number < 0 || number >= (long)limit) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "%ld is not below %u", number, limit);
+            return -1;
+        }
+        longer[(*count)++] = (uint32_t)number;
+    }
+    return 0;
+}
+
+/* Whether a step may be run: it names what there is. */
+static bool is_sound(const pc_plan *self, uint32_t position, int size) {
+    const struct pc_step *step = &self->steps[position];
+    if (step->kind > PC_STEP_COPY || step->num_chunks == 0)
+        return false;
+    if (step->kind == PC_STEP_COPY)
+        return step->other < self->table.num_chunks && step->num_chunks == 1;
+    if (step->kind == PC_STEP_REDUCE)
+        return position > 0 && self->steps[position - 1].kind == PC_STEP_RECV_SCRATCH &&
+               self->steps[position - 1].num_chunks == step->num_chunks;
+    return step->other < (uint32_t)size;
+}
+
+static int read_steps(pc_plan *self, PyObject *steps, int size) {
+    Py_ssize_t count = PyList_Size(steps);
+    uint32_t num_chunks = 0, num_successors = 0;
+    self->steps = calloc((size_t)count + 1, sizeof *self->steps);
+    if (self->steps == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t position = 0; position < count; position++) {
+        struct pc_step *step = &self->steps[position];
+        PyObject *chunks, *successors;
+        unsigned kind, other, index, waits;
+        int incoming_first;
+        if (!PyArg_ParseTuple(PyList_GetItem(steps, position), "IpIIO!O!I", &kind, &incoming_first, &other, &index,
+                              &PyTuple_Type, &chunks, &PyTuple_Type, &successors, &waits))
+            return -1;
+        *step = (struct pc_step){.kind = (uint8_t)kind, .incoming_first = incoming_first != 0, .other = other,
+                                 .index = index, .chunks = num_chunks, .successors = num_successors, .waits = waits};
+        if (append(&self->chunks, &num_chunks, chunks, self->table.num_chunks) < 0 ||
+            append(&self->successors, &num_successors, successors, (uint32_t)count) < 0)
+            return -1;
+        step->num_chunks = num_chunks - step->chunks;
+        step->num_successors = num_successors - step->successors;
+        if (kind > PC_STEP_COPY || !is_sound(self, (uint32_t)position, size)) {
+            PyErr_Format(PyExc_ValueError, "step %zd cannot be run", position);
+            return -1;
+        }
+    }
+    self->table.num_steps = (uint32_t)count;
+    self->table.steps = self->steps;
+    self->table.chunks = self->chunks;
+    self->table.successors = self->successors;
+    return 0;
+}
+
+static int read_places(pc_plan *self, PyObject *places) {
+    Py_ssize_t count = PyList_Size(places);
+    self->places = calloc((size_t)count + 1, sizeof *self->places);
+    if (self->places == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t chunk = 0; chunk < count; chunk++) {
+        Py_ssize_t nbytes, source, target;
+        if (!PyArg_ParseTuple(PyList_GetItem(places, chunk), "nnn", &nbytes, &source, &target))
+            return -1;
+        self->places[chunk] = (struct pc_chunk_place){(size_t)nbytes, source, target};
+    }
+    self->table.num_chunks = (uint32_t)count;
+    return 0;
+}
+
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *steps, *places;
+    const char *text;
+    Py_ssize_t text_nbytes, granule;
+    int size, op, dtype;
+    unsigned segments;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "iO!O!y#iiIn", &size, &PyList_Type, &steps, &PyList_Type, &places, &text, &text_nbytes,
+                          &op, &dtype, &segments, &granule))
+        return NULL;
+    if (segments == 0 || segments > UINT16_MAX || granule <= 0) {
+        PyErr_SetString(PyExc_ValueError, "there is no such segment");
+        return NULL;
+    }
+    pc_plan *self = (pc_plan *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL)
+        return NULL;
+    if (op >= 0)
+        self->reduction = (struct pc_reduction){pc_reduce_find(op, dtype), pc_itemsize(dtype)};
+    self->granule = (size_t)granule;
+    self->num_segments = segments;
+    self->text = malloc((size_t)text_nbytes + 1);
+    self->text_nbytes = (size_t)text_nbytes;
+    if (self->text != NULL)
+        memcpy(self->text, text, (size_t)text_nbytes);
+    else
+        PyErr_NoMemory();
+    if (self->text != NULL && read_places(self, places) == 0 && read_steps(self, steps, size) == 0)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
+static void plan_dealloc(pc_plan *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    free(self->steps);
+    free(self->chunks);
+    free(self->successors);
+    free(self->places);
+    free(self->text);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_new, plan_new},
+    {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_doc,
+     "Plan(size, steps, places, text, op, dtype, segments, granule): how calls run that are alike.\n\n"
+     "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, waits); `places`, by chunk, (nbytes, "
+     "offset in x, offset in the result), -1 for none; `text` is the call's signature; `op` and `dtype` are codes, -1: "
+     "nothing is reduced."},
+    {0, NULL},
+};
+
+PyType_Spec pc_plan_spec = {
+    .name = "pycoll.transports._core.Plan",
+    .basicsize = sizeof(pc_plan),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = plan_slots,
+};
