@@ -18,7 +18,7 @@ from pycoll.collectives import piece_ends, rows, type_text
 from pycoll.dtypes import DType
 from pycoll.errors import MismatchError
 from pycoll.executor import Binding
-from pycoll.group import Group
+from pycoll.group import Bound, Group
 from pycoll.late import Late
 from pycoll.p2p import Outgoing, contiguous, pulled
 from pycoll.scratch import new_bytes
@@ -33,6 +33,9 @@ else:  # for arrays on a GPU alone
 
 INLINE_NBYTES = 4096
 """Bytes of a broadcast value that travel with its announcement."""
+
+ANNOUNCING = "broadcast", Choice("tree")
+"""The schedule of the announcement; the root follows."""
 
 _HEAD = struct.Struct("<B?QHHQ")
 
@@ -87,8 +90,7 @@ def _announce(
     if announcement is not None:
         parts = (memoryview(announcement.pack()),)
     binding = Binding(nbytes=[None], source=[parts], target=[None])
-    how = "broadcast", Choice("tree"), root
-    run = yield from group.run((number, 0), call, how, binding)
+    run = yield from group.run((number, 0), call, (*ANNOUNCING, root), binding)
     if announcement is not None:
         return announcement
     return Announcement.unpack(run.location[0][0])
@@ -117,29 +119,48 @@ def broadcast(
     number = group.context.begin(call)
     announcement: Announcement | None = None
     if outgoing is not None:
-        chosen = group.choose("broadcast", outgoing.nbytes, algorithm, native=False)
-        # Who names an algorithm wants to see it run.
-        is_free = algorithm is None and not group.is_named("broadcast")
-        inline = None
-        if is_free and outgoing.nbytes <= INLINE_NBYTES:
+        announcement = of_broadcast(group, outgoing, algorithm)
+        if announcement.inline is not None:
             yield from pulled(group, outgoing.value)
-            inline = b"".join(outgoing.parts)
-        announcement = Announcement(
-            outgoing.is_object, outgoing.nbytes, chosen, outgoing.description, inline
-        )
+            announcement = announcement._replace(inline=b"".join(outgoing.parts))
     announcement = yield from _announce(group, number, call, root, announcement)
     assert announcement is not None
-    if outgoing is not None:
-        if announcement.inline is None:
-            yield from _spread(group, number, call, root, announcement, outgoing.parts, None)
-        group.context.end(number)
-        return None
+    result = None
+    if outgoing is None:
+        result = yield from take_broadcast(group, number, call, root, announcement, mine, gpu)
+    elif announcement.inline is None:
+        bound = bind_broadcast(group, root, announcement, outgoing.parts, None)
+        yield from group.run((number, 1), call, bound.how, bound.binding)
+    group.context.end(number)
+    return result
+
+
+def of_broadcast(group: Group, outgoing: Outgoing, algorithm: str | None) -> Announcement:
+    """Return how a value is announced; `inline` is empty if the value is to stand there."""
+    chosen = group.choose("broadcast", outgoing.nbytes, algorithm, native=False)
+    # Who names an algorithm wants to see it run.
+    is_free = algorithm is None and not group.is_named("broadcast")
+    inline = b"" if is_free and outgoing.nbytes <= INLINE_NBYTES else None
+    is_object, nbytes = outgoing.is_object, outgoing.nbytes
+    return Announcement(is_object, nbytes, chosen, outgoing.description, inline)
+
+
+def take_broadcast(
+    group: Group,
+    number: int,
+    call: bytes,
+    root: int,
+    announcement: Announcement,
+    mine: Value | None,
+    gpu: int | None,
+) -> CallSteps:
+    """Receive what was announced, off root."""
     value, target = broadcast_target(group, root, announcement, mine, gpu)
     if announcement.inline is None:
-        yield from _spread(group, number, call, root, announcement, None, target)
+        bound = bind_broadcast(group, root, announcement, None, target)
+        yield from group.run((number, 1), call, bound.how, bound.binding)
     else:
         target[:] = announcement.inline
-    group.context.end(number)
     return broadcast_result(value, target, mine)
 
 
@@ -182,16 +203,14 @@ def broadcast_target(
     return value, arrays.as_bytes(value.array)
 
 
-def _spread(
+def bind_broadcast(
     group: Group,
-    number: int,
-    call: bytes,
     root: int,
     announcement: Announcement,
     parts: Parts | None,
     target: memoryview | None,
-) -> CallSteps:
-    """Run the broadcast of the value itself."""
+) -> Bound:
+    """Bind what brings the value itself: on the root its bytes, elsewhere where they go."""
     count = schedules.find("broadcast", announcement.choice.name).chunks(group.size)
     ends = piece_ends(announcement.nbytes, 1, count)
     spans = [slice(begin, end) for begin, end in pairwise(ends)]
@@ -207,8 +226,7 @@ def _spread(
         target=[target[span] for span in spans] if target is not None else [None] * count,
         blocks=(value, target),
     )
-    how = "broadcast", announcement.choice, root
-    yield from group.run((number, 1), call, how, binding)
+    return Bound(("broadcast", announcement.choice, root), binding)
 
 
 # --- scatter -------------------------------------------------------------------------------
@@ -228,19 +246,50 @@ def scatter(
     Returns (Value, None) or (None, bytes of an object); the Value is `out` if that can have it.
     """
     number = group.context.begin(call)
-    announcement, views = _scatter_blocks(group, blocks, algorithm)
+    announcement, views = of_scatter(group, blocks, algorithm)
     announcement = yield from _announce(group, number, call, root, announcement)
     assert announcement is not None
+    if isinstance(blocks, Value):
+        gpu = blocks.gpu
+    result = yield from take_scatter(group, number, call, root, announcement, views, gpu, out)
+    group.context.end(number)
+    return result
+
+
+def take_scatter(
+    group: Group,
+    number: int,
+    call: bytes,
+    root: int,
+    announcement: Announcement,
+    views: Sequence[Parts] | None,
+    gpu: int | None,
+    out: Value | None,
+) -> CallSteps:
+    """Send, on the root, and receive the blocks that were announced; returns as `scatter`."""
     value: Value | None = None
     if announcement.is_object:
         lengths = list(struct.unpack(f"<{group.size}Q", announcement.description))
         target = new_bytes(lengths[group.rank])
     else:
         dtype, kind, shape = arrays.from_description(announcement.description)
-        gpu = blocks.gpu if isinstance(blocks, Value) else gpu
         value = scatter_target(out, dtype, kind, shape, gpu)
         target = arrays.as_bytes(value.array)
         lengths = [len(target)] * group.size
+    bound = bind_scatter(group, root, announcement, lengths, views, target)
+    yield from group.run((number, 1), call, bound.how, bound.binding)
+    return value, target
+
+
+def bind_scatter(
+    group: Group,
+    root: int,
+    announcement: Announcement,
+    lengths: Sequence[int],
+    views: Sequence[Parts] | None,
+    target: memoryview,
+) -> Bound:
+    """Bind blocks, whose bytes are `views` on the root, and this rank's to its place."""
     targets: list[memoryview | None] = [None] * group.size
     targets[group.rank] = target
     binding = Binding(
@@ -248,10 +297,7 @@ def scatter(
         source=list(views) if views is not None else [None] * group.size,
         target=targets,
     )
-    how = "scatter", announcement.choice, root
-    yield from group.run((number, 1), call, how, binding)
-    group.context.end(number)
-    return value, target
+    return Bound(("scatter", announcement.choice, root), binding)
 
 
 def scatter_target(
@@ -264,20 +310,25 @@ def scatter_target(
     return arrays.fresh(dtype, kind, shape, gpu)
 
 
-def _scatter_blocks(
+def of_block(group: Group, block: Value, algorithm: str | None) -> Announcement:
+    """Return how a scatter of arrays is announced, of which each rank gets one like `block`."""
+    nbytes = block.array.nbytes
+    chosen = group.choose("scatter", nbytes, algorithm, native=False)
+    return Announcement(False, nbytes, chosen, arrays.describe(block))
+
+
+def of_scatter(
     group: Group, blocks: Value | Sequence[Parts] | None, algorithm: str | None
 ) -> tuple[Announcement | None, Sequence[Parts] | None]:
+    """Return how the root announces its blocks, and their bytes; elsewhere None."""
     if blocks is None:
         return None, None
     if isinstance(blocks, Value):
         block = Value(blocks.array[0], blocks.dtype, blocks.kind)
-        views: Sequence[Parts] = [(row,) for row in rows(contiguous(blocks.array))]
-        nbytes = block.array.nbytes
-        description = arrays.describe(block)
-    else:
-        views = blocks
-        lengths = [sum(len(part) for part in parts) for parts in blocks]
-        nbytes = max(lengths)
-        description = struct.pack(f"<{group.size}Q", *lengths)
+        views = [(row,) for row in rows(contiguous(blocks.array))]
+        return of_block(group, block, algorithm), views
+    lengths = [sum(len(part) for part in parts) for parts in blocks]
+    nbytes = max(lengths)
+    description = struct.pack(f"<{group.size}Q", *lengths)
     chosen = group.choose("scatter", nbytes, algorithm, native=False)
-    return Announcement(not isinstance(blocks, Value), nbytes, chosen, description), views
+    return Announcement(True, nbytes, chosen, description), blocks

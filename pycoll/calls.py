@@ -296,17 +296,6 @@ class Calls:
         nbytes = whole.array.nbytes // group.size if whole is not None else 0
         lends = algorithm is None and announced.lends(group, "scatter", whole, nbytes)
 
-        def finish(received: Any) -> Any:
-            value, buffer = received
-            if value is None:
-                arguments.no_out(out)
-                return objects.load(buffer)
-            if wanted is None or value is wanted:
-                return arrays.unwrap(value)
-            checked = arrays.check_out(out, value.dtype, value.array.shape)
-            checked.array[...] = value.array
-            return arrays.unwrap(checked)
-
         def native(core: Native) -> Any:
             return native_announced.scatter(core, blocks, root, gpu, wanted, lends)
 
@@ -316,7 +305,7 @@ class Calls:
                 group, signature, blocks, BY_LENDING.name if lends else forced, root, gpu, wanted
             ),
             native if announces else None,
-            finish,
+            lambda received: scattered(out, wanted, *received),
             reads=() if lends else _arrays(whole),
         )
 
@@ -755,6 +744,24 @@ def reduction_text(reduction: Reduction) -> str:
 
 def _arrays(value: Value | None) -> tuple[Value, ...]:
     return (value,) if value is not None else ()
+
+
+def scattered(out: Any, wanted: Value | None, value: Value | None, data: memoryview) -> Any:
+    """Return what a scatter returns.
+
+    Args:
+        out: the caller's, `wanted` what it is as a Value; or None.
+        value: the block that has come, which is `wanted` if that could have it; None: an object.
+        data: the block's bytes, or the object's.
+    """
+    if value is None:
+        arguments.no_out(out)
+        return objects.load(data)
+    if wanted is None or value is wanted:
+        return arrays.unwrap(value)
+    checked = arrays.check_out(out, value.dtype, value.array.shape)
+    checked.array[...] = value.array
+    return arrays.unwrap(checked)
 
 
 def _folded(values: Sequence[Any], op: Op) -> Any:

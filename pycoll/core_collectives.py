@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pycoll import schedules, staged_run
-from pycoll.calls import Calls
+from pycoll import announced, arguments, arrays, p2p, schedules, staged_run
+from pycoll.announced import Announcement
+from pycoll.arrays import Value
+from pycoll.calls import Calls, scattered
+from pycoll.collectives import rows
 from pycoll.context import readable
 from pycoll.engine import raise_error
-from pycoll.errors import Error, MismatchError
+from pycoll.errors import Error, MismatchError, OperationTimeout
 from pycoll.group import Group
 from pycoll.native import KINDS, OPS
+from pycoll.prepared import Prepared
 from pycoll.request import Request
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
-from pycoll.task import Call, CallSteps
+from pycoll.task import Call, CallSteps, Started
 from pycoll.transports._core import Collective as Core
 from pycoll.transports._core import Collectives, Plan, forget_plans
-from pycoll.transports.base import Operation
+from pycoll.transports.base import Operation, Parts
 from pycoll.transports.core import NO_VALUE, REFUSED
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ SLICE_S = 0.1
 
 NAMES = (
     "barrier",
+    "broadcast",
+    "scatter",
     "reduce",
     "all_reduce",
     "gather",
@@ -51,16 +57,25 @@ NAMES = (
 """Collectives that run there, and so do their twins whose names begin with ``i``."""
 
 
+MOST_DIMS = 6
+"""As of _core/collective.h."""
+
+MOST_HEAD_NBYTES = 4096
+"""Of an announcement, without a value or lengths."""
+
+
 class Owner(NamedTuple):
     """The communicator of a collective.
 
     Attributes:
         group: its ranks.
         op_timeout: the default deadline, seconds.
+        plans: of its calls.
     """
 
     group: Group
     op_timeout: float
+    plans: Plans
 
 
 class CollectiveTask(Operation):
@@ -82,7 +97,8 @@ class CollectiveTask(Operation):
         self.watchers: dict[Callable[[Any], None], None] = {}
 
     def awaited(self) -> Collection[int]:
-        return set(self.collective._awaited())
+        by_python = self.collective._by_python
+        return by_python.awaited() if by_python is not None else set(self.collective._awaited())
 
     def finish(self, error: BaseException | None = None) -> None:
         if self.done:
@@ -94,7 +110,7 @@ class CollectiveTask(Operation):
 
     def cancel(self) -> None:
         super().cancel()
-        self.collective._give_up()
+        self.collective._abandon()
 
 
 class CoreCollective(Core, Request[Any]):
@@ -103,6 +119,7 @@ class CoreCollective(Core, Request[Any]):
     _cancelled = False
     _made: CollectiveTask | None = None
     _why: BaseException | None = None
+    _by_python: Started | None = None  # what goes on when the root's announcement has come
 
     @property
     def _group(self) -> Group:  # type: ignore[override]
@@ -136,12 +153,57 @@ class CoreCollective(Core, Request[Any]):
         return self._task
 
     def _ended(self) -> None:
-        """Hear that it is done, in the order of all that happens; under the engine's lock."""
+        """Hear that it is done, or what was announced, in the order of all that happens.
+
+        Under the engine's lock.
+        """
+        if not self.done:
+            data = self._take_announcement()
+            if data is not None:
+                self._go_on(Announcement.unpack(memoryview(data)))
+            return
+        by_python = self._by_python
         error = self._error()
+        if by_python is not None and error is by_python.unfit:
+            if self._made is not None:
+                self._made.unfit = by_python.unfit
+                self._made.finish()
+            return
         if error is not None:
             self._group.engine.break_context(self._group.context, error)
         if self._made is not None:
             self._made.finish(error)
+
+    def _go_on(self, announcement: Announcement) -> None:
+        """Receive what was announced, which is not what was expected."""
+        group = self._group
+        _, number, *_ = self._description
+        kind, blocking, root, place, _ = self._made_by
+        call = self._call
+        take = _broadcast if KINDS[kind] == "broadcast" else _scatter
+        steps, finish = take(group, number, call.text.encode(), root, announcement, place)
+        prepared = Prepared(call.text, lambda _: steps, finish=finish)
+        owner: Owner = self._owner
+        if place is None:
+            plan = owner.plans.expected(kind, blocking, root, announcement)
+            if plan is not None:
+                self._expect(plan)
+        self._by_python = group.engine.start(
+            call, steps, lambda result: prepared.conclude(group.engine, result), collective=False
+        )
+        if self._by_python.done:
+            self._taken(self._by_python)
+        else:
+            self._by_python.watchers[self._taken] = None
+
+    def _taken(self, task: Started) -> None:
+        self._settle(task.result, task.error is not None, task.unfit is not None)
+
+    def _abandon(self) -> None:
+        """Give it up, whatever it is at."""
+        if self._by_python is not None:
+            self._by_python.abort(OperationTimeout(f"{self._call} was given up"))
+        self._give_up()
 
     def _fail(self) -> None:
         """Hear that it has failed, before anybody else does."""
@@ -186,7 +248,11 @@ class CoreCollective(Core, Request[Any]):
 
     def _find_error(self) -> BaseException:
         text, _, status, rank, came, expected = self._description
-        context = self._group.context
+        context, by_python = self._group.context, self._by_python
+        if by_python is not None and by_python.done:
+            why = by_python.error or by_python.unfit
+            assert why is not None
+            return why
         if context.broken is not None:
             return context.broken
         if status == REFUSED:
@@ -221,6 +287,8 @@ class Plans:
     ) -> Plan | None:
         """Return the plan of a call and of all that are like it; None: Python must run them."""
         calls, name = self._calls[blocking], KINDS[kind]
+        if name in ("broadcast", "scatter"):
+            return self._announced(name, self._text(name, blocking, root), x, root, result)
         arguments: dict[str, Any] = {} if name == "barrier" else {"x": x, "out": result}
         if name in ("reduce", "gather"):
             arguments["root"] = root
@@ -245,6 +313,111 @@ class Plans:
         return Plan(
             size, _steps(schedule), places, text, code, dtype, choice.segments, bound.granule
         )
+
+    def _text(self, name: str, blocking: int, root: int) -> bytes:
+        """Return the signature of a call whose root announces it; it says nothing of the value."""
+        return f"{'' if blocking else 'i'}{name}(root={root})".encode()
+
+    def expected(self, kind: int, blocking: int, root: int, came: Announcement) -> Plan | None:
+        """Return the plan of calls that pass no array, off root, if the same comes again.
+
+        Args:
+            kind, blocking, root: of the call.
+            came: what has come; None is returned if that is no NumPy array.
+        """
+        if came.is_object:
+            return None
+        dtype, library, shape = arrays.from_description(came.description)
+        if library != "numpy" or len(shape) > MOST_DIMS:
+            return None
+        value = arrays.fresh(dtype, library, shape)
+        text = self._text(KINDS[kind], blocking, root)
+        like = came._replace(inline=b"" if came.inline is not None else None)
+        return self._by_announcement(KINDS[kind], text, root, like, None, value)
+
+    def _announced(self, name: str, text: bytes, x: Any, root: int, result: Any) -> Plan | None:
+        """Return the plan of a call whose root announces what comes; off root, what is expected."""
+        group = self._group
+        is_root = group.rank == root
+        value = arrays.wrap(x if is_root else result)
+        if value is None:  # no array off root: anything may come
+            steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
+            return Plan(group.size, [], [], text, -1, 0, 1, 1, steps)
+        if name == "broadcast":
+            came = announced.of_broadcast(group, p2p.Outgoing(value.array), None)
+        elif is_root:
+            block = Value(value.array[0], value.dtype, value.kind)
+            came = announced.of_block(group, block, None)
+        else:
+            came = announced.of_block(group, value, None)
+        target = arrays.wrap(result)
+        return self._by_announcement(name, text, root, came, value if is_root else None, target)
+
+    def _by_announcement(
+        self,
+        name: str,
+        text: bytes,
+        root: int,
+        came: Announcement,
+        source: Value | None,
+        target: Value | None,
+    ) -> Plan | None:
+        """Return the plan of what has this announcement, from the root's value to the result."""
+        group = self._group
+        into = arrays.as_bytes(target.array) if target is not None else None
+        views: list[Parts] | None = None
+        if name == "broadcast":
+            parts = (arrays.as_bytes(source.array),) if source is not None else None
+            bound = announced.bind_broadcast(
+                group, root, came, parts, into if source is None else None
+            )
+        else:
+            if source is not None:
+                views = [(row,) for row in rows(source.array)]
+            assert into is not None
+            lengths = [came.nbytes] * group.size
+            bound = announced.bind_scatter(group, root, came, lengths, views, into)
+        ends = source.array if source is not None else None, target.array if target else None
+        places = _places(bound, *ends)
+        if places is None:
+            return None
+        head, choice = came.pack(), came.choice
+        shape = target.array.shape if target is not None else None
+        dtype = target.dtype.code if target is not None else 0
+        inline = came.nbytes if came.inline is not None else -1
+        said = self._announcing(root), source is not None, head, inline, self._most(head)
+        steps = _steps(group.schedule(name, choice.name, root))
+        return Plan(
+            group.size, steps, places, text, -1, 0, choice.segments, 1, (*said, dtype, shape)
+        )
+
+    def _announcing(self, root: int) -> list[tuple[Any, ...]]:
+        collective, choice = announced.ANNOUNCING
+        return _steps(self._group.schedule(collective, choice.name, root))
+
+    def _most(self, head: bytes) -> int:
+        """Return how long an announcement may be: that of objects to scatter has their lengths."""
+        return announced.INLINE_NBYTES + MOST_HEAD_NBYTES + 8 * self._group.size + len(head)
+
+
+Taking = tuple[CallSteps, Callable[[Any], Any]]
+"""What is left of an announced call, and what its caller gets of the result."""
+
+
+def _broadcast(
+    group: Group, number: int, call: bytes, root: int, announcement: Announcement, place: Any
+) -> Taking:
+    mine, gpu = arguments.fillable(place), arrays.here()
+    steps = announced.take_broadcast(group, number, call, root, announcement, mine, gpu)
+    return steps, arrays.unwrapped
+
+
+def _scatter(
+    group: Group, number: int, call: bytes, root: int, announcement: Announcement, place: Any
+) -> Taking:
+    out, gpu = arguments.fillable_out(place), arrays.here()
+    steps = announced.take_scatter(group, number, call, root, announcement, None, gpu, out)
+    return steps, lambda received: scattered(place, out, *received)
 
 
 def _is_on_gpu(bound: Bound) -> bool:
@@ -342,8 +515,8 @@ def methods(
         slow: the methods, by name, to which goes what the core does not do.
         op_timeout: its default deadline, seconds.
     """
-    owner = Owner(group, op_timeout)
     plans = Plans(group, calls)
+    owner = Owner(group, op_timeout, plans)
     core = Collectives(context.core, group.size, group.rank, owner, CoreCollective, plans, finish)
     core.set_slow(slow)
     return core, {name: getattr(core, name) for name in slow}

@@ -6,7 +6,6 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,15 +29,8 @@ comm.sendrecv(np.zeros(1), peer)
 """
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    """Runs scripts over the core's engine."""
-    monkeypatch.setenv("PYCOLL_ENGINE", "core")
-    return Jobs(tmp_path)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_message_for_which_there_is_no_memory_stays(jobs: Jobs, transport: str) -> None:
+def test_a_message_for_which_there_is_no_memory_stays(core_job: Jobs, transport: str) -> None:
     text = f"""{WARM}
 import resource
 
@@ -57,7 +49,7 @@ assert comm.recv(peer, 3).sum() == 7 << 26
 request.wait()
 ok()
 """
-    all_well(jobs(2, text, "--transport", transport), 2)
+    all_well(core_job(2, text, "--transport", transport), 2)
 
 
 IDENT = 7
@@ -173,7 +165,7 @@ def test_a_closed_engine_is_freed(kind: str) -> None:
     assert [engine() for engine in engines] == [None, None]
 
 
-def test_what_failed_keeps_no_array(jobs: Jobs) -> None:
+def test_what_failed_keeps_no_array(core_job: Jobs) -> None:
     text = f"""{WARM}
 import gc, weakref
 
@@ -213,4 +205,4 @@ gc.collect()
 assert arrays[-1]() is None
 ok()
 """
-    all_well(jobs(2, text), 2)
+    all_well(core_job(2, text), 2)

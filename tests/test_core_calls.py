@@ -5,8 +5,6 @@ That all else is as with the other engine is tested by the same tests, run with 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from core_counting import COUNTING
 from script_jobs import Jobs, all_well
@@ -16,15 +14,8 @@ pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 TRANSPORTS = ["shm", "tcp"]
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    """Runs scripts over the core's engine."""
-    monkeypatch.setenv("PYCOLL_ENGINE", "core")
-    return Jobs(tmp_path)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sendrecv_and_probes_go_without_python(jobs: Jobs, transport: str) -> None:
+def test_sendrecv_and_probes_go_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"pycoll.context"}  # iprobe looks in Python now and then
 x, out, status = np.arange(6.0), np.zeros(6), pycoll.Status()
@@ -44,11 +35,11 @@ assert (new == x * 2).all() and (out == x).all() and none is None
 assert found == [pycoll.Status(rank, 9, 48)] * 2
 ok()
 """
-    all_well(jobs(2, COUNTING + text, "--transport", transport), 2)
+    all_well(core_job(2, COUNTING + text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_persistent_sends_and_receives_go_without_python(jobs: Jobs, transport: str) -> None:
+def test_persistent_sends_and_receives_go_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here", "pycoll.objects"}
 # Starting and waiting are methods in Python, each of a line or two.
@@ -75,10 +66,10 @@ def step():
 goes_without_python(step)
 ok()
 """
-    all_well(jobs(2, COUNTING + text, "--transport", transport), 2)
+    all_well(core_job(2, COUNTING + text, "--transport", transport), 2)
 
 
-def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(jobs: Jobs) -> None:
+def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(core_job: Jobs) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 comm.send(np.arange(5.0), peer, 1)
@@ -102,10 +93,10 @@ assert comm.sendrecv({"rank": rank}, peer, peer) == {"rank": peer}
 assert comm.sendrecv(x, pycoll.PROC_NULL, pycoll.PROC_NULL) is None
 ok()
 """
-    all_well(jobs(2, text), 2)
+    all_well(core_job(2, text), 2)
 
 
-def test_a_sendrecv_that_takes_long_goes_on_in_python(jobs: Jobs) -> None:
+def test_a_sendrecv_that_takes_long_goes_on_in_python(core_job: Jobs) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 if rank == 1:
@@ -113,10 +104,10 @@ if rank == 1:
 assert (comm.sendrecv(long, peer, peer, timeout=50) == long).all()
 ok()
 """
-    all_well(jobs(2, text), 2)
+    all_well(core_job(2, text), 2)
 
 
-def test_a_probe_waits_and_hears_that_nobody_can_send(jobs: Jobs) -> None:
+def test_a_probe_waits_and_hears_that_nobody_can_send(core_job: Jobs) -> None:
     text = """
 if rank == 1:
     await_table((0, r"probe\\(source=1, tag=4\\)"))
@@ -140,11 +131,11 @@ for call in (comm.probe, comm.iprobe):
     assert error.rank == 1
 ok()
 """
-    done = jobs(2, text)
+    done = core_job(2, text)
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_who_only_probes_hears_what_the_launcher_says(jobs: Jobs) -> None:
+def test_who_only_probes_hears_what_the_launcher_says(core_job: Jobs) -> None:
     text = """
 other = comm.dup()
 if rank == 1:
@@ -155,11 +146,11 @@ comm.recv(1)
 peer_failed(1, "exit status 3", lambda: [other.iprobe(0, 1) for _ in iter(int, 1)])
 ok()
 """
-    done = jobs(2, text)
+    done = core_job(2, text)
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_a_persistent_request_is_as_by_the_other_engine(jobs: Jobs) -> None:
+def test_a_persistent_request_is_as_by_the_other_engine(core_job: Jobs) -> None:
     text = """
 peer, out = 1 - rank, np.zeros(3)
 request = comm.persistent.recv(peer, 1, out)
@@ -188,4 +179,4 @@ other.close()
 error_like(pycoll.Error, "is closed", request.start)
 ok()
 """
-    all_well(jobs(2, text), 2)
+    all_well(core_job(2, text), 2)

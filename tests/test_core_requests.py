@@ -5,8 +5,6 @@ That all else is as with the other engine is tested by the same tests, run with 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from script_jobs import Jobs, all_well
 
@@ -18,15 +16,8 @@ pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 TRANSPORTS = ["shm", "tcp"]
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    """Runs scripts over the core's engine."""
-    monkeypatch.setenv("PYCOLL_ENGINE", "core")
-    return Jobs(tmp_path)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_arrays_go_without_python(jobs: Jobs, transport: str) -> None:
+def test_arrays_go_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 import sys
 from pycoll.core_requests import CoreRequest
@@ -64,11 +55,11 @@ got = comm.recv(rank) if comm.send(x, rank) is None else None
 assert got.shape == (2, 3) and (got == x).all()
 ok()
 """
-    all_well(jobs(2, text, "--transport", transport), 2)
+    all_well(core_job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_does_not_fit_is_refused_and_stays(jobs: Jobs, transport: str) -> None:
+def test_what_does_not_fit_is_refused_and_stays(core_job: Jobs, transport: str) -> None:
     text = """
 peer = 1 - rank
 comm.send(np.arange(4.0), peer, tag=1)
@@ -93,11 +84,11 @@ assert request.wait().tolist() == [1, 1]
 comm.recv(peer, 4)
 ok()
 """
-    all_well(jobs(2, text, "--transport", transport), 2)
+    all_well(core_job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_peer_that_ends_ends_what_waits_for_it(jobs: Jobs, transport: str) -> None:
+def test_a_peer_that_ends_ends_what_waits_for_it(core_job: Jobs, transport: str) -> None:
     text = """
 if rank == 1:
     comm.send(np.ones(2), 0)
@@ -111,11 +102,11 @@ for waiting in (request, large):
     assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)
 ok()
 """
-    done = jobs(2, text, "--transport", transport)
+    done = core_job(2, text, "--transport", transport)
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_waits_of_many_kinds_are_mixed(jobs: Jobs) -> None:
+def test_waits_of_many_kinds_are_mixed(core_job: Jobs) -> None:
     text = """
 import asyncio
 import threading
@@ -150,12 +141,12 @@ assert (rooms[0] == 2 * x).all() and (total.result == 2 * x).all()
 assert "irecv(source=" in repr(array) and "done" in repr(array)
 ok()
 """
-    all_well(jobs(2, text), 2)
+    all_well(core_job(2, text), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_is_refused_is_the_next_receives_also_if_that_is_pythons(
-    jobs: Jobs, transport: str
+    core_job: Jobs, transport: str
 ) -> None:
     text = """
 peer, room = 1 - rank, lambda n=4, dtype="f8": np.zeros(n, dtype)
@@ -181,11 +172,13 @@ for receives in (
     comm.barrier()
 ok()
 """
-    all_well(jobs(2, text, "--transport", transport), 2)
+    all_well(core_job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_receives_keep_their_order_while_sends_are_taken_back(jobs: Jobs, transport: str) -> None:
+def test_receives_keep_their_order_while_sends_are_taken_back(
+    core_job: Jobs, transport: str
+) -> None:
     text = """
 import random
 lengths = [424, 8176, 2_097_152, 2, 200_360, 283_352, 32_504, 128]
@@ -211,7 +204,7 @@ for _ in range(100):
 assert rank == 0 or taken_back
 ok()
 """
-    all_well(jobs(2, text, "--transport", transport), 2)
+    all_well(core_job(2, text, "--transport", transport), 2)
 
 
 def test_all_ranks_must_want_the_same_engine() -> None:
@@ -226,7 +219,7 @@ def test_there_is_no_other_engine() -> None:
         agreed.uses_core({"PYCOLL_ENGINE": "rust"})
 
 
-def test_the_core_does_not_move_messages_by_zmq(jobs: Jobs) -> None:
-    done = jobs(2, "ok()", "--transport", "zmq")
+def test_the_core_does_not_move_messages_by_zmq(core_job: Jobs) -> None:
+    done = core_job(2, "ok()", "--transport", "zmq")
     assert done.status != 0
     assert "PYCOLL_ENGINE=core moves messages by shm and tcp, not by zmq" in done.stderr

@@ -12,7 +12,7 @@
 
 static void end(struct pc_started *self) {
     pc_engine_object *engine = self->collectives->engine;
-    if (self->status == 0)
+    if (self->status == 0 || self->status == PC_UNFIT)
         pc_context_end(self->context, self->call);
     pc_context_let_go(self->context);
     self->context = NULL;
@@ -28,7 +28,9 @@ static void end(struct pc_started *self) {
     self->under_way = false;
     if (self->is_pending)
         pc_drive_pending(&engine->drive, -1);
-    if (self->is_watched || self->status != 0) {
+    if (self->is_told) {
+        /* who tells it lets it go */
+    } else if (self->is_watched || self->status != 0 || self->event.stands) {
         self->event.kind = PC_EVENT_COLLECTIVE;
         pc_engine_post(engine, &self->event); /* which keeps it alive */
     } else {
@@ -45,6 +47,13 @@ static void cancel_runs(struct pc_started *self) {
     self->in_flight = 0;
 }
 
+static void take_status(struct pc_started *self, const struct pc_run *run) {
+    self->status = run->status;
+    self->from = run->from;
+    self->came = run->came;
+    self->expected = run->expected;
+}
+
 static void run_ended(struct pc_run *run);
 
 /* Start as many segments as may be under way; end if nothing is left. */
@@ -55,13 +64,13 @@ static void fill(struct pc_started *self) {
         struct pc_run *run = self->runs;
         while (run->owner != NULL)
             run++;
-        *run = (struct pc_run){.table = &plan->table,
+        *run = (struct pc_run){.table = &plan->way.table,
                                .places = plan->places,
                                .reduction = plan->reduction,
                                .source = self->source,
                                .target = self->target,
                                .call = self->call,
-                               .lane = (uint16_t)self->next_segment,
+                               .lane = (uint16_t)(self->next_segment + plan->announced.is_announced),
                                .segment = self->next_segment,
                                .num_segments = plan->num_segments,
                                .granule = plan->granule,
@@ -86,15 +95,102 @@ static void run_ended(struct pc_run *run) {
     struct pc_started *self = run->owner;
     run->owner = NULL;
     self->in_flight--;
-    if (run->status != 0 && self->status == 0) {
-        self->status = run->status;
-        self->from = run->from;
-        self->came = run->came;
-        self->expected = run->expected;
-    }
+    if (run->status != 0 && self->status == 0)
+        take_status(self, run);
     if (!self->filling)
         fill(self);
 }
+
+/* --- what its root announces -------------------------------------------------------------------------- */
+
+/* Have Python see the announcement. */
+static void hold(struct pc_started *self) {
+    self->is_held = true;
+    self->event.kind = PC_EVENT_COLLECTIVE;
+    pc_engine_post(self->collectives->engine, &self->event);
+}
+
+static bool is_expected(const struct pc_started *self) {
+    const struct pc_announced *announced = &self->plan->announced;
+    size_t inline_nbytes = announced->inline_nbytes > 0 ? (size_t)announced->inline_nbytes : 0;
+    return announced->head != NULL && self->announcement_nbytes == announced->head_nbytes + inline_nbytes &&
+           memcmp(self->announcement, announced->head, announced->head_nbytes) == 0;
+}
+
+static void announcement_ended(struct pc_run *run) {
+    struct pc_started *self = run->owner;
+    const struct pc_announced *announced = &self->plan->announced;
+    run->owner = NULL;
+    self->in_flight = 0;
+    if (run->status != 0) {
+        take_status(self, run);
+        end(self);
+        return;
+    }
+    if (!announced->is_root) {
+        self->announcement_nbytes = run->came;
+        if (!is_expected(self)) {
+            hold(self);
+            return;
+        }
+        if (announced->inline_nbytes > 0)
+            memcpy(self->target, self->announcement + announced->head_nbytes, (size_t)announced->inline_nbytes);
+    }
+    if (announced->inline_nbytes >= 0)
+        end(self);
+    else
+        fill(self);
+}
+
+/* Send the announcement, or receive it and pass it on. */
+static void announce(struct pc_started *self) {
+    const struct pc_announced *announced = &self->plan->announced;
+    bool is_root = announced->is_root;
+    struct pc_run *run = self->runs;
+    self->announcement_place =
+        (struct pc_chunk_place){self->announcement_nbytes, is_root ? 0 : -1, is_root ? -1 : 0};
+    *run = (struct pc_run){.table = &announced->way.table,
+                           .places = &self->announcement_place,
+                           .source = self->announcement,
+                           .target = self->announcement,
+                           .call = self->call,
+                           .takes_less = !is_root,
+                           .num_segments = 1,
+                           .granule = 1,
+                           .ended = announcement_ended,
+                           .owner = self};
+    self->in_flight = 1;
+    if (!pc_run_start(self->context, run)) {
+        run->owner = NULL;
+        self->in_flight = 0;
+        self->status = -ENOMEM;
+        end(self);
+    }
+}
+
+/* Make its memory; that of the root holds it. False: there is none. */
+static bool prepare_announcement(struct pc_started *self) {
+    const struct pc_announced *announced = &self->plan->announced;
+    size_t inline_nbytes = announced->inline_nbytes > 0 ? (size_t)announced->inline_nbytes : 0;
+    self->announcement_nbytes = announced->is_root ? announced->head_nbytes + inline_nbytes : announced->most;
+    self->announcement = malloc(self->announcement_nbytes + 1);
+    if (self->announcement == NULL)
+        return false;
+    if (announced->is_root) {
+        memcpy(self->announcement, announced->head, announced->head_nbytes);
+        memcpy(self->announcement + announced->head_nbytes, self->source, inline_nbytes);
+    }
+    return true;
+}
+
+void pc_collective_settle(struct pc_started *self, int status) {
+    if (!self->under_way)
+        return;
+    self->status = status;
+    end(self);
+}
+
+/* --- events ------------------------------------------------------------------------------------------ */
 
 static void let_go(struct pc_started *self) {
     Py_CLEAR(self->x);
@@ -118,10 +214,32 @@ void pc_engine_let_go_collectives(pc_engine_object *engine) {
     }
 }
 
-PyObject *pc_collective_event(struct pc_event *event) {
-    struct pc_started *self = (struct pc_started *)((char *)event - offsetof(struct pc_started, event));
+static struct pc_started *of_event(struct pc_event *event) {
+    return (struct pc_started *)((char *)event - offsetof(struct pc_started, event));
+}
+
+void pc_collective_event_taken(struct pc_event *event) { of_event(event)->is_told = true; }
+
+struct telling {
+    struct pc_started *started;
+    bool has_ended;
+};
+
+static void was_told(pc_engine_object *engine, void *argument) {
+    struct telling *telling = argument;
+    (void)engine;
+    telling->started->is_told = false;
+    telling->has_ended = !telling->started->under_way;
+}
+
+PyObject *pc_collective_event(pc_engine_object *engine, struct pc_event *event) {
+    struct pc_started *self = of_event(event);
     PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)self); /* for Python they are alike */
-    let_go(self);
+    struct telling telling = {.started = self};
+    if (!pc_engine_do(engine, was_told, &telling))
+        was_told(engine, &telling); /* it is closed: nobody else comes here */
+    if (telling.has_ended)
+        let_go(self);
     return told;
 }
 
@@ -151,7 +269,10 @@ static void launch(pc_engine_object *engine, void *argument) {
     self->context = context;
     context->num_users++;
     pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
-    fill(self);
+    if (self->plan->announced.is_announced)
+        announce(self);
+    else
+        fill(self);
     if (!pc_op_is_done(&self->op)) {
         self->is_launched = self->under_way = true;
         self->is_pending = !self->is_blocking;
@@ -161,8 +282,7 @@ static void launch(pc_engine_object *engine, void *argument) {
     pc_engine_leave(&engine->engine);
 }
 
-struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, PyObject *x, void *source,
-                                       PyObject *result, void *target, bool is_blocking) {
+struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, const struct pc_collective_call *call) {
     unsigned char few[512];
     PyTypeObject *type = (PyTypeObject *)self->type;
     struct pc_started *started = (struct pc_started *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -170,19 +290,22 @@ struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, PyOb
         return NULL;
     started->collectives = (pc_collectives *)Py_NewRef((PyObject *)self);
     started->plan = (pc_plan *)Py_NewRef((PyObject *)plan);
-    started->x = x != NULL ? Py_NewRef(x) : NULL;
-    started->result = Py_NewRef(result);
-    started->source = source;
-    started->target = target;
-    started->is_blocking = is_blocking;
+    started->x = Py_XNewRef(call->x);
+    started->result = Py_NewRef(call->result);
+    started->source = call->source;
+    started->target = call->target;
+    started->kind = call->kind;
+    started->root = call->root;
+    started->is_blocking = call->is_blocking;
     started->most = plan->num_segments < IN_FLIGHT ? plan->num_segments : IN_FLIGHT;
     started->runs = started->most == 1 ? &started->one : calloc(started->most, sizeof *started->runs);
+    bool has_memory = started->runs != NULL && (!plan->announced.is_announced || prepare_announcement(started));
     struct starting starting = {.started = started, .text = few};
     size_t most = plan->text_nbytes + 1 + PC_MOST_PLACE_NBYTES;
     if (most > sizeof few)
         starting.text = malloc(most);
     bool done = false;
-    if (started->runs != NULL && starting.text != NULL) {
+    if (has_memory && starting.text != NULL) {
         memcpy(starting.text, plan->text, plan->text_nbytes);
         starting.text[plan->text_nbytes] = 0;
         starting.text_nbytes = plan->text_nbytes + 1;

@@ -17,13 +17,36 @@
 /* Bytes of the place where a call was made. */
 #define PC_MOST_PLACE_NBYTES 256
 
-/* What calls have in common that are alike. */
-typedef struct {
-    PyObject_HEAD
+/* Dimensions of an array of which plans are kept. */
+#define PC_PLAN_DIMS 6
+
+/* A schedule with its memory. */
+struct pc_compiled {
     struct pc_schedule table;
     struct pc_step *steps;
     uint32_t *chunks, *successors;
+};
+
+/* Of a call that its root announces (broadcast, scatter), because nobody else knows what will come: see announced.py. A
+   rank *expects* what an array of the same kind would be announced by. If that comes, the call goes on here; if not, it
+   is *held* until Python has seen the announcement. */
+struct pc_announced {
+    bool is_announced, is_root;
+    struct pc_compiled way; /* how the announcement goes, which is its one chunk */
+    unsigned char *head;    /* that of the root, or what is expected; NULL: nothing */
+    size_t head_nbytes;
+    Py_ssize_t inline_nbytes; /* so many bytes of the value follow the head, and that is all; -1: it comes later */
+    size_t most;              /* how long it may be */
+    int dtype, ndim;          /* of the result, for a rank that has passed no array; of no result: -1 dimensions */
+    intptr_t dims[PC_PLAN_DIMS];
+};
+
+/* What calls have in common that are alike. */
+typedef struct {
+    PyObject_HEAD
+    struct pc_compiled way;
     struct pc_chunk_place *places;
+    struct pc_announced announced;
     struct pc_reduction reduction;
     unsigned char *text;
     size_t text_nbytes, granule;
@@ -59,10 +82,16 @@ struct pc_started {
     struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
     struct pc_called *call;
     uint64_t number;
-    struct pc_run *runs, one; /* of the segments that are under way */
+    struct pc_run *runs, one; /* of the segments that are under way; or of the announcement */
     uint32_t most, in_flight, next_segment;
     PyObject *x, *result;
     void *source, *target;
+    unsigned char *announcement; /* of an announced call: its memory, and where that is its one chunk */
+    size_t announcement_nbytes;
+    struct pc_chunk_place announcement_place;
+    bool is_held; /* Python must see the announcement */
+    bool is_told; /* its event was taken out of the queue, and is being told */
+    int kind, root;
     char is_blocking, collected;
     bool filling, is_launched, is_pending, is_watched, under_way;
     int status, from;
@@ -70,6 +99,9 @@ struct pc_started {
     struct pc_started *next; /* of those that have ended */
 };
 
+/* collectives_type.c: let calls like this one, which were made without an array off root, go by that plan. 0; -1 with an
+   exception. */
+int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan);
 /* plan_type.c: plans of an earlier generation than this are not used. */
 uint64_t pc_plans_generation(void);
 
@@ -77,10 +109,19 @@ uint64_t pc_plans_generation(void);
    `task.caller` does; returns the length. */
 size_t pc_call_place(char *to);
 
+/* What is called. */
+struct pc_collective_call {
+    int kind, root;
+    bool is_blocking;
+    PyObject *x, *result; /* borrowed; x: or NULL */
+    void *source, *target;
+};
+
 /* collective.c: start a call. NULL without an exception: it could not be, and Python says why. `source` and `target` are
    the memory of `x` and of `result`, which are kept. */
-struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, PyObject *x, void *source,
-                                       PyObject *result, void *target, bool is_blocking);
+struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, const struct pc_collective_call *call);
+/* With the engine's lock: end a call that was held, with which Python has gone on. */
+void pc_collective_settle(struct pc_started *self, int status);
 /* With the engine's lock: give it up, if it is under way. */
 void pc_collective_give_up(struct pc_started *self);
 /* With the engine's lock: the ranks of the world for which it waits, some of them perhaps twice; at most `most`. */

@@ -144,8 +144,62 @@ static PyObject *collective_owner(struct pc_started *self, void *unused) {
     return Py_NewRef(self->collectives->owner != NULL ? self->collectives->owner : Py_None);
 }
 
+static void take_announcement(pc_engine_object *engine, void *argument) {
+    struct asking *asking = argument;
+    (void)engine;
+    asking->answer = asking->started->is_held && asking->started->under_way;
+    asking->started->is_held = false;
+}
+
+/* (announcement, signature) */
+static PyObject *collective_take_announcement(struct pc_started *self, PyObject *unused) {
+    (void)unused;
+    struct asking asking = {.started = self};
+    if (!ask(&asking, take_announcement))
+        Py_RETURN_NONE;
+    return Py_BuildValue("y#", self->announcement, (Py_ssize_t)self->announcement_nbytes);
+}
+
+struct settling {
+    struct pc_started *started;
+    int status;
+};
+
+static void settle(pc_engine_object *engine, void *argument) {
+    struct settling *settling = argument;
+    (void)engine;
+    pc_collective_settle(settling->started, settling->status);
+}
+
+static PyObject *collective_settle(struct pc_started *self, PyObject *args) {
+    PyObject *result, *before = self->result;
+    int failed, unfit;
+    if (!PyArg_ParseTuple(args, "Opp", &result, &failed, &unfit))
+        return NULL;
+    self->result = Py_NewRef(result);
+    Py_XDECREF(before);
+    struct settling settling = {self, failed ? PC_FAILED_IN_PYTHON : unfit ? PC_UNFIT : 0};
+    pc_engine_do(self->collectives->engine, settle, &settling);
+    pc_engine_let_go(self->collectives->engine);
+    Py_RETURN_NONE;
+}
+
+static PyObject *collective_expect(struct pc_started *self, PyObject *plan) {
+    if (pc_collectives_expect(self->collectives, self, plan) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* (kind, blocking, root, x, result) */
+static PyObject *collective_call(struct pc_started *self, void *unused) {
+    (void)unused;
+    PyObject *x = self->x != NULL ? self->x : Py_None, *result = self->result != NULL ? self->result : Py_None;
+    return Py_BuildValue("iiiOO", self->kind, (int)self->is_blocking, self->root, x, result);
+}
+
 static void collective_dealloc(struct pc_started *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
+    free(self->announcement);
     if (self->runs != &self->one)
         free(self->runs);
     Py_XDECREF(self->x);
@@ -164,6 +218,11 @@ static PyMethodDef collective_methods[] = {
     {"_watch", (PyCFunction)collective_watch, METH_NOARGS, "Have an event at its end; False: it has ended."},
     {"_give_up", (PyCFunction)collective_give_up, METH_NOARGS, "Give it up: its memory is not used any more."},
     {"_awaited", (PyCFunction)collective_awaited, METH_NOARGS, "World ranks that must be in the call before it ends."},
+    {"_take_announcement", (PyCFunction)collective_take_announcement, METH_NOARGS,
+     "The root's announcement, if Python must see it and has not; else None."},
+    {"_settle", (PyCFunction)collective_settle, METH_VARARGS,
+     "_settle(result, failed, unfit): what Python went on with is done."},
+    {"_expect", (PyCFunction)collective_expect, METH_O, "_expect(plan): calls like this one may go by that."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -172,6 +231,7 @@ static PyGetSetDef collective_values[] = {
     {"result", (getter)collective_result, NULL, "What the call returns. See pycoll.Request.result.", NULL},
     {"_description", (getter)collective_description, NULL,
      "(text, number, status, rank or chunk, bytes that came, bytes expected); the last three say why it failed.", NULL},
+    {"_made_by", (getter)collective_call, NULL, "(kind, blocking, root, x, result): what was called.", NULL},
     {"_owner", (getter)collective_owner, NULL, "What its communicator's `Collectives` keeps.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -5,8 +5,6 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-/* Dimensions of an array of which plans are kept. */
-#define NAMED_DIMS 6
 /* Plans that a communicator keeps, and those of them among which a call looks for its own. */
 #define PLANS 128
 #define PLANS_TOGETHER 4
@@ -21,8 +19,8 @@ void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective) {
 /* --- plans ------------------------------------------------------------------------------------------- */
 
 struct plan_key {
-    int kind, blocking, op, dtype, root, ndim;
-    intptr_t dims[NAMED_DIMS];
+    int kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
+    intptr_t dims[PC_PLAN_DIMS];
 };
 
 struct pc_plan_entry {
@@ -42,7 +40,7 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
         self->generation = pc_plans_generation();
     }
     uint64_t hash = pc_hash((uint64_t)key->kind << 32 | (uint64_t)key->op << 16 | (uint64_t)key->dtype << 8,
-                            (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)key->ndim);
+                            (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)(key->ndim + 1));
     for (int axis = 0; axis < key->ndim; axis++)
         hash = pc_hash(hash, (uint64_t)key->dims[axis]);
     struct pc_plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
@@ -50,6 +48,15 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
         if (together[index].plan == NULL || memcmp(&together[index].key, key, sizeof *key) == 0)
             return &together[index];
     return &together[self->num_made % PLANS_TOGETHER];
+}
+
+static void keep_plan(pc_collectives *self, const struct plan_key *key, PyObject *plan) {
+    struct pc_plan_entry *entry = find_plan(self, key);
+    self->num_made++;
+    entry->key = *key;
+    PyObject *before = entry->plan;
+    entry->plan = Py_NewRef(plan);
+    Py_XDECREF(before);
 }
 
 /* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
@@ -66,13 +73,23 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
         PyErr_SetString(PyExc_TypeError, "that is no plan");
         return NULL;
     }
-    entry = find_plan(self, key); /* plans may have been forgotten meanwhile */
-    self->num_made++;
-    entry->key = *key;
-    PyObject *before = entry->plan;
-    entry->plan = Py_NewRef(plan);
-    Py_XDECREF(before);
+    keep_plan(self, key, plan); /* plans may have been forgotten meanwhile */
     return plan;
+}
+
+int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan) {
+    struct plan_key key;
+    if (Py_TYPE(plan) != plan_type) {
+        PyErr_SetString(PyExc_TypeError, "that is no plan");
+        return -1;
+    }
+    memset(&key, 0, sizeof key);
+    key.kind = like->kind;
+    key.blocking = like->is_blocking;
+    key.root = like->root;
+    key.ndim = -1;
+    keep_plan(self, &key, plan);
+    return 0;
 }
 
 /* --- methods ----------------------------------------------------------------------------------------- */
@@ -89,6 +106,8 @@ static PyObject *result_for(const pc_collectives *self, int kind, PyObject **val
                             struct pc_array *out) {
     if (kind == PC_BARRIER || ((kind == PC_REDUCE || kind == PC_GATHER) && self->rank != root))
         return Py_NewRef(Py_None);
+    if (kind == PC_BROADCAST)
+        return Py_NewRef(values[X]);
     if (!is_none(values[OUT])) {
         if (!pc_array_view(values[OUT], out) || !out_fits(self->size, self->rank, kind, x, out))
             return NULL;
@@ -101,6 +120,52 @@ static PyObject *result_for(const pc_collectives *self, int kind, PyObject **val
     return result;
 }
 
+static void name_array(struct plan_key *key, const struct pc_array *array) {
+    key->dtype = array->dtype;
+    key->ndim = array->ndim;
+    for (int axis = 0; axis < array->ndim; axis++)
+        key->dims[axis] = array->dims[axis];
+}
+
+static bool is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
+
+/* A call whose plan was found; NULL without an exception: leave it to Python. */
+static struct pc_started *begin_by(pc_collectives *self, PyObject *plan, struct pc_collective_call *call) {
+    return plan != NULL && plan != Py_None ? pc_collective_start(self, (pc_plan *)plan, call) : NULL;
+}
+
+/* A call whose root announces what will come, on another rank. */
+static struct pc_started *begin_announced(pc_collectives *self, struct plan_key *key, PyObject **values) {
+    PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT]; /* where the result goes, if anybody says so */
+    struct pc_array out = {0};
+    key->ndim = -1;
+    if (!is_none(place)) {
+        if (!pc_array_view(place, &out) || !out.writeable || out.ndim > PC_PLAN_DIMS)
+            return NULL;
+        name_array(key, &out);
+    } else if (key->kind == PC_BROADCAST && values[X] == NULL) {
+        return NULL;
+    }
+    struct pc_started *started = NULL;
+    PyObject *plan = plan_of(self, key, values, !is_none(place) ? place : Py_None);
+    PyObject *result = Py_NewRef(!is_none(place) ? place : Py_None);
+    if (is_none(place) && plan != NULL && plan != Py_None && ((pc_plan *)plan)->announced.ndim >= 0) {
+        /* What it was last time: it is thrown away if something else comes. */
+        const struct pc_announced *expected = &((pc_plan *)plan)->announced;
+        Py_DECREF(result);
+        result = pc_array_empty(expected->dtype, expected->ndim, expected->dims);
+        if (result != NULL && !pc_array_view(result, &out))
+            Py_CLEAR(result);
+    }
+    struct pc_collective_call call = {.kind = key->kind, .root = key->root, .is_blocking = key->blocking != 0,
+                                      .x = place, .result = result, .target = out.data};
+    if (result != NULL)
+        started = begin_by(self, plan, &call);
+    Py_XDECREF(result);
+    Py_XDECREF(plan);
+    return started;
+}
+
 /* NULL without an exception: leave it to Python. */
 static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking, PyObject **values) {
     struct plan_key key;
@@ -109,27 +174,31 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
     key.kind = kind;
     key.blocking = is_blocking;
     bool reduces = kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER || kind == PC_SCAN;
-    bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
+    bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
     if (kind != PC_BARRIER) {
         key.root = find_root(values[ROOT], self->size);
         key.op = reduces ? find_op(values[OP]) : 0;
-        if (key.root < 0 || key.op < 0 || values[X] == NULL || !pc_array_view(values[X], &x) || x.ndim > NAMED_DIMS ||
-            (reduces && pc_reduce_find(key.op, x.dtype) == NULL) ||
+        if (key.root >= 0 && is_announced(kind) && self->rank != key.root)
+            return begin_announced(self, &key, values);
+        if (key.root < 0 || key.op < 0 || values[X] == NULL || !pc_array_view(values[X], &x) ||
+            x.ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key.op, x.dtype) == NULL) ||
             (splits && (x.ndim == 0 || x.dims[0] != self->size)))
             return NULL;
-        key.dtype = x.dtype;
-        key.ndim = x.ndim;
-        for (int axis = 0; axis < x.ndim; axis++)
-            key.dims[axis] = x.dims[axis];
+        name_array(&key, &x);
     }
     PyObject *result = result_for(self, kind, values, &x, key.root, &out);
     if (result == NULL)
         return NULL;
-    struct pc_started *started = NULL;
     PyObject *plan = plan_of(self, &key, values, result);
-    if (plan != NULL && plan != Py_None)
-        started = pc_collective_start(self, (pc_plan *)plan, values[X], kind != PC_BARRIER ? x.data : (void *)self, result, out.data,
-                        is_blocking); /* a barrier's chunks are empty, but somewhere */
+    struct pc_collective_call call = {
+        .kind = kind,
+        .root = key.root,
+        .is_blocking = is_blocking,
+        .x = values[X],
+        .result = result,
+        .source = kind != PC_BARRIER ? x.data : (void *)self, /* a barrier's chunks are empty, but somewhere */
+        .target = out.data};
+    struct pc_started *started = begin_by(self, plan, &call);
     Py_XDECREF(plan);
     Py_DECREF(result);
     return started;
@@ -255,6 +324,8 @@ static void collectives_dealloc(pc_collectives *self) {
         return collective(self, kind, true, args, count, keywords);                                             \
     }
 COLLECTIVE(barrier, PC_BARRIER)
+COLLECTIVE(broadcast, PC_BROADCAST)
+COLLECTIVE(scatter, PC_SCATTER)
 COLLECTIVE(reduce, PC_REDUCE)
 COLLECTIVE(all_reduce, PC_ALL_REDUCE)
 COLLECTIVE(gather, PC_GATHER)
@@ -271,6 +342,8 @@ COLLECTIVE(scan, PC_SCAN)
 
 static PyMethodDef collectives_methods[] = {
     METHODS(barrier, ""),
+    METHODS(broadcast, "x, root=0, "),
+    METHODS(scatter, "x, root=0, out=None, "),
     METHODS(reduce, "x, op='sum', root=0, out=None, "),
     METHODS(all_reduce, "x, op='sum', out=None, "),
     METHODS(gather, "x, root=0, out=None, "),

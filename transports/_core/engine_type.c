@@ -124,6 +124,8 @@ static void take_event(pc_engine_object *self, void *argument) {
             taken->status = ((struct pc_py_item *)event)->status;
         } else if (event->kind == PC_EVENT_REQUEST) {
             pc_request_event_taken(event);
+        } else if (event->kind == PC_EVENT_COLLECTIVE) {
+            pc_collective_event_taken(event);
         } else if (event->kind >= PC_EVENT_FINISHED && event != &self->watched) {
             taken->peer = 0;
             while (event < &self->peers[taken->peer].finished || event > &self->peers[taken->peer].wanted)
@@ -153,7 +155,7 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
             event = pc_request_event(self, taken.event);
             break;
         case PC_EVENT_COLLECTIVE:
-            event = pc_collective_event(taken.event);
+            event = pc_collective_event(self, taken.event);
             break;
         case PC_EVENT_FINISHED:
         case PC_EVENT_WANTED:
@@ -548,7 +550,8 @@ static void let_go_of_events(pc_engine_object *self) {
             pc_request_event_taken(event);
             told = pc_request_event(self, event);
         } else if (event->kind == PC_EVENT_COLLECTIVE) {
-            told = pc_collective_event(event);
+            pc_collective_event_taken(event);
+            told = pc_collective_event(self, event);
         }
         Py_XDECREF(told);
     }

@@ -98,6 +98,8 @@ typedef struct {
 
 /* Who breaks a context says no more than that: Python knows why. */
 enum { PC_BROKEN = 1 << 30 };
+/* The same of a call with which Python has gone on; of the latter all is done, but its caller cannot have the result. */
+enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
@@ -155,7 +157,9 @@ PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* collective.c */
-PyObject *pc_collective_event(struct pc_event *event);
+/* As for requests. */
+void pc_collective_event_taken(struct pc_event *event);
+PyObject *pc_collective_event(pc_engine_object *self, struct pc_event *event);
 void pc_engine_let_go_collectives(pc_engine_object *engine);
 /* collective_type.c: whether an object is a `Collective`; then what is waited for, and its engine; and its result (new reference; NULL with
    an exception). */

@@ -41,7 +41,7 @@ static int append(uint32_t **list, uint32_t *count, PyObject *numbers, uint32_t 
 }
 
 /* Whether a step may be run: it names what there is. */
-static bool is_sound(const pc_plan *self, uint32_t position, int size) {
+static bool is_sound(const struct pc_compiled *self, uint32_t position, int size) {
     const struct pc_step *step = &self->steps[position];
     if (step->kind > PC_STEP_COPY || step->num_chunks == 0)
         return false;
@@ -53,7 +53,7 @@ static bool is_sound(const pc_plan *self, uint32_t position, int size) {
     return step->other < (uint32_t)size;
 }
 
-static int read_steps(pc_plan *self, PyObject *steps, int size) {
+static int read_steps(struct pc_compiled *self, PyObject *steps, int size) {
     Py_ssize_t count = PyList_Size(steps);
     uint32_t num_chunks = 0, num_successors = 0;
     self->steps = calloc((size_t)count + 1, sizeof *self->steps);
@@ -101,19 +101,55 @@ static int read_places(pc_plan *self, PyObject *places) {
             return -1;
         self->places[chunk] = (struct pc_chunk_place){(size_t)nbytes, source, target};
     }
-    self->table.num_chunks = (uint32_t)count;
+    self->way.table.num_chunks = (uint32_t)count;
     return 0;
 }
 
+/* A copy of some bytes; NULL with an exception. */
+static unsigned char *copy_of(const char *bytes, Py_ssize_t nbytes) {
+    unsigned char *copy = malloc((size_t)nbytes + 1);
+    if (copy == NULL)
+        PyErr_NoMemory();
+    else
+        memcpy(copy, bytes, (size_t)nbytes);
+    return copy;
+}
+
+/* (steps, is the root's, head or None, inline nbytes, most, dtype, dims or None) */
+static int read_announced(struct pc_announced *self, PyObject *given, int size) {
+    PyObject *steps, *dims;
+    const char *head;
+    Py_ssize_t head_nbytes, most;
+    int is_root;
+    if (!PyArg_ParseTuple(given, "O!pz#nniO", &PyList_Type, &steps, &is_root, &head, &head_nbytes, &self->inline_nbytes,
+                          &most, &self->dtype, &dims))
+        return -1;
+    self->is_announced = true;
+    self->is_root = is_root != 0;
+    self->most = (size_t)most;
+    if (head != NULL && (self->head = copy_of(head, head_nbytes)) == NULL)
+        return -1;
+    self->head_nbytes = head != NULL ? (size_t)head_nbytes : 0;
+    self->ndim = dims != Py_None ? (int)PyTuple_Size(dims) : -1;
+    if (most < 0 || self->ndim > PC_PLAN_DIMS || (self->is_root && head == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "there is no such announcement");
+        return -1;
+    }
+    for (int axis = 0; axis < self->ndim; axis++)
+        self->dims[axis] = PyLong_AsSsize_t(PyTuple_GetItem(dims, axis));
+    self->way.table.num_chunks = 1;
+    return PyErr_Occurred() ? -1 : read_steps(&self->way, steps, size);
+}
+
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *steps, *places;
+    PyObject *steps, *places, *announced = Py_None;
     const char *text;
     Py_ssize_t text_nbytes, granule;
     int size, op, dtype;
     unsigned segments;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "iO!O!y#iiIn", &size, &PyList_Type, &steps, &PyList_Type, &places, &text, &text_nbytes,
-                          &op, &dtype, &segments, &granule))
+    if (!PyArg_ParseTuple(args, "iO!O!y#iiIn|O", &size, &PyList_Type, &steps, &PyList_Type, &places, &text, &text_nbytes,
+                          &op, &dtype, &segments, &granule, &announced))
         return NULL;
     if (segments == 0 || segments > UINT16_MAX || granule <= 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
@@ -126,23 +162,26 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         self->reduction = (struct pc_reduction){pc_reduce_find(op, dtype), pc_itemsize(dtype)};
     self->granule = (size_t)granule;
     self->num_segments = segments;
-    self->text = malloc((size_t)text_nbytes + 1);
     self->text_nbytes = (size_t)text_nbytes;
-    if (self->text != NULL)
-        memcpy(self->text, text, (size_t)text_nbytes);
-    else
-        PyErr_NoMemory();
-    if (self->text != NULL && read_places(self, places) == 0 && read_steps(self, steps, size) == 0)
+    self->text = copy_of(text, text_nbytes);
+    if (self->text != NULL && read_places(self, places) == 0 && read_steps(&self->way, steps, size) == 0 &&
+        (announced == Py_None || read_announced(&self->announced, announced, size) == 0))
         return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
 
+static void free_compiled(struct pc_compiled *compiled) {
+    free(compiled->steps);
+    free(compiled->chunks);
+    free(compiled->successors);
+}
+
 static void plan_dealloc(pc_plan *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    free(self->steps);
-    free(self->chunks);
-    free(self->successors);
+    free_compiled(&self->way);
+    free_compiled(&self->announced.way);
+    free(self->announced.head);
     free(self->places);
     free(self->text);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
@@ -153,10 +192,11 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_doc,
-     "Plan(size, steps, places, text, op, dtype, segments, granule): how calls run that are alike.\n\n"
+     "Plan(size, steps, places, text, op, dtype, segments, granule, announced=None): how calls run that are alike.\n\n"
      "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, waits); `places`, by chunk, (nbytes, "
      "offset in x, offset in the result), -1 for none; `text` is the call's signature; `op` and `dtype` are codes, -1: "
-     "nothing is reduced."},
+     "nothing is reduced. `announced`, of a call that its root announces, is (steps, is the root's, head or None, bytes "
+     "that follow it or -1, most bytes, dtype, dims or None)."},
     {0, NULL},
 };
 

@@ -31,7 +31,6 @@ enum {
     PC_HELD = 1000001,   /* somebody must go on with its message; it has not ended */
     PC_GIVEN_UP,         /* the caller has given it up */
     PC_GOING_ON,         /* a thread goes on with its message, or Python does; it has not ended */
-    PC_FAILED_IN_PYTHON, /* Python knows why */
 };
 
 /* The Python methods to which goes what is not done here. */

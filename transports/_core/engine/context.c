@@ -128,7 +128,8 @@ enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *
 
 bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *message) {
     if (receive->by_address)
-        return message->nbytes == receive->room && message->header[0] == PC_KIND_COLLECTIVE;
+        return (message->nbytes == receive->room || (receive->takes_less && message->nbytes < receive->room)) &&
+               message->header[0] == PC_KIND_COLLECTIVE;
     return message->nbytes <= receive->room && message->header_nbytes >= PC_FORM_AT + receive->expects_nbytes &&
            (receive->expects_nbytes == 0 ||
             memcmp(message->header + PC_FORM_AT, receive->expects, receive->expects_nbytes) == 0);

@@ -95,7 +95,8 @@ enum pc_receive_state {
 struct pc_receive {
     struct pc_posted posted; /* the first member: source, tag, and peek for a probe */
     struct pc_addressed address; /* or for a collective's message: call, lane, sender, index */
-    bool by_address;         /* so; without `ask` the message must have just `room` bytes */
+    bool by_address;         /* so; without `ask` the message must have just `room` bytes, */
+    bool takes_less;         /* or that many at most */
     bool ask;                /* what fits is held; else it is written to `into` at once */
     void *into;
     size_t room;

@@ -217,6 +217,8 @@ static void received(struct pc_receive *receive) {
         run->came = receive->nbytes;
         run->expected = receive->room;
     }
+    if (status == 0 && run->takes_less)
+        run->came = run->chunks[0].nbytes = receive->nbytes;
     free_move(move);
     if (status == 0)
         complete(run, position);
@@ -244,6 +246,7 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     receive->address.index = step->index;
     receive->into = into;
     receive->room = nbytes;
+    receive->takes_less = run->takes_less;
     receive->told = received;
     receive->owner = move;
     pc_collect_start(run->context, receive);

@@ -65,13 +65,14 @@ struct pc_run {
     void *target; /* the source, or disjoint from it, but for chunks that lie at the same place in both */
     struct pc_called *call;
     uint16_t lane;
+    bool takes_less; /* its one chunk is as long as the message that brings it, and no longer than its place */
     /* Of every chunk this run moves only one segment of several, of whole granules. */
     uint32_t segment, num_segments; /* 0 and 1: all of it */
     size_t granule;
     void (*ended)(struct pc_run *run); /* the last that is done with it; perhaps before `pc_run_start` returns */
     void *owner;
 
-    /* When it has ended. */
+    /* When it has ended; with `takes_less`, `came` is the length. */
     int status; /* as of receives; PC_REFUSED: the next three say why; PC_NO_VALUE: `from` is the chunk */
     int from;
     size_t came, expected;
