@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pycoll import announced, arguments, arrays, p2p, schedules, staged_run
+from pycoll import announced, arguments, arrays, ops, p2p, schedules, staged_run
 from pycoll.announced import Announcement
 from pycoll.arrays import Value
 from pycoll.calls import Calls, scattered
@@ -21,8 +21,8 @@ from pycoll.collectives import rows
 from pycoll.context import readable
 from pycoll.engine import raise_error
 from pycoll.errors import Error, MismatchError, OperationTimeout
-from pycoll.group import Group
-from pycoll.native import KINDS, OPS
+from pycoll.group import SHARED_MEMORY, Group
+from pycoll.native import KINDS, OPS, REDUCING
 from pycoll.prepared import Prepared
 from pycoll.request import Request
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
@@ -53,9 +53,12 @@ NAMES = (
     "reduce_scatter",
     "all_to_all",
     "scan",
+    "exscan",
 )
 """Collectives that run there, and so do their twins whose names begin with ``i``."""
 
+
+NO_REDUCTION = -1, 0, 0
 
 MOST_DIMS = 6
 """As of _core/collective.h."""
@@ -178,14 +181,14 @@ class CoreCollective(Core, Request[Any]):
         """Receive what was announced, which is not what was expected."""
         group = self._group
         _, number, *_ = self._description
-        kind, blocking, root, place, _ = self._made_by
+        kind, root, place = self._made_by
         call = self._call
         take = _broadcast if KINDS[kind] == "broadcast" else _scatter
         steps, finish = take(group, number, call.text.encode(), root, announcement, place)
         prepared = Prepared(call.text, lambda _: steps, finish=finish)
         owner: Owner = self._owner
         if place is None:
-            plan = owner.plans.expected(kind, blocking, root, announcement)
+            plan = owner.plans.expected(KINDS[kind], call.text.encode(), root, announcement)
             if plan is not None:
                 self._expect(plan)
         self._by_python = group.engine.start(
@@ -283,46 +286,61 @@ class Plans:
         self._calls = calls
 
     def __call__(
-        self, kind: int, blocking: int, x: Any, op: int, root: int, result: Any
+        self,
+        kind: int,
+        blocking: int,
+        x: Any,
+        op: int,
+        root: int,
+        result: Any,
+        algorithm: str | None,
     ) -> Plan | None:
         """Return the plan of a call and of all that are like it; None: Python must run them."""
-        calls, name = self._calls[blocking], KINDS[kind]
-        if name in ("broadcast", "scatter"):
-            return self._announced(name, self._text(name, blocking, root), x, root, result)
-        arguments: dict[str, Any] = {} if name == "barrier" else {"x": x, "out": result}
-        if name in ("reduce", "gather"):
+        group, calls, name = self._group, self._calls[blocking], KINDS[kind]
+        arguments: dict[str, Any] = {"algorithm": algorithm}
+        if name != "barrier":
+            arguments["x"] = x
+        if name in ("broadcast", "scatter", "reduce", "gather"):
             arguments["root"] = root
-        reduces = name in ("reduce", "all_reduce", "reduce_scatter", "scan")
-        if reduces:
+        if name not in ("barrier", "broadcast"):
+            arguments["out"] = result
+        if name in REDUCING:
             arguments["op"] = OPS[op]
         prepared = getattr(calls, name)(**arguments)
+        if name in ("broadcast", "scatter"):
+            if algorithm == SHARED_MEMORY:
+                return None
+            return self._announced(name, prepared.text.encode(), x, root, result, algorithm)
         if prepared.bound is None or prepared.by_levels is not None:
             return None
         bound: Bound = prepared.bound()
         binding, choice = bound.binding, bound.how[1]
-        if binding.finish is not None or _is_on_gpu(bound):
+        if _is_on_gpu(bound):
             return None
+        if name == "exscan" and group.rank == 0:
+            bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
         places = _places(bound, x, result)
         if places is None:
             return None
         collective, _, *roots = bound.how
-        schedule = self._group.schedule(collective, choice.name, *roots)
-        dtype = prepared.reads[0].dtype.code if reduces else 0
-        text, size = prepared.text.encode(), self._group.size
-        code = op if reduces else -1
-        return Plan(
-            size, _steps(schedule), places, text, code, dtype, choice.segments, bound.granule
-        )
+        steps = _steps(group.schedule(collective, choice.name, *roots))
+        reduction = NO_REDUCTION
+        if name in REDUCING:
+            reduction = op, prepared.reads[0].dtype.code, self._divisor(name, OPS[op])
+        text = prepared.text.encode()
+        return Plan(group.size, steps, places, text, reduction, choice.segments, bound.granule)
 
-    def _text(self, name: str, blocking: int, root: int) -> bytes:
-        """Return the signature of a call whose root announces it; it says nothing of the value."""
-        return f"{'' if blocking else 'i'}{name}(root={root})".encode()
+    def _divisor(self, name: str, op: str) -> int:
+        """Return by what a combined result is divided; 0: nothing is left to do with it."""
+        group = self._group
+        count = {"scan": group.rank + 1, "exscan": group.rank}.get(name, group.size)
+        return count if ops.has_finish(ops.resolve(op), count) else 0
 
-    def expected(self, kind: int, blocking: int, root: int, came: Announcement) -> Plan | None:
+    def expected(self, name: str, text: bytes, root: int, came: Announcement) -> Plan | None:
         """Return the plan of calls that pass no array, off root, if the same comes again.
 
         Args:
-            kind, blocking, root: of the call.
+            name, text, root: of the call.
             came: what has come; None is returned if that is no NumPy array.
         """
         if came.is_object:
@@ -331,25 +349,26 @@ class Plans:
         if library != "numpy" or len(shape) > MOST_DIMS:
             return None
         value = arrays.fresh(dtype, library, shape)
-        text = self._text(KINDS[kind], blocking, root)
         like = came._replace(inline=b"" if came.inline is not None else None)
-        return self._by_announcement(KINDS[kind], text, root, like, None, value)
+        return self._by_announcement(name, text, root, like, None, value)
 
-    def _announced(self, name: str, text: bytes, x: Any, root: int, result: Any) -> Plan | None:
+    def _announced(
+        self, name: str, text: bytes, x: Any, root: int, result: Any, algorithm: str | None
+    ) -> Plan | None:
         """Return the plan of a call whose root announces what comes; off root, what is expected."""
         group = self._group
         is_root = group.rank == root
         value = arrays.wrap(x if is_root else result)
         if value is None:  # no array off root: anything may come
             steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
-            return Plan(group.size, [], [], text, -1, 0, 1, 1, steps)
+            return Plan(group.size, [], [], text, NO_REDUCTION, 1, 1, steps)
         if name == "broadcast":
-            came = announced.of_broadcast(group, p2p.Outgoing(value.array), None)
+            came = announced.of_broadcast(group, p2p.Outgoing(x), algorithm)
         elif is_root:
             block = Value(value.array[0], value.dtype, value.kind)
-            came = announced.of_block(group, block, None)
+            came = announced.of_block(group, block, algorithm)
         else:
-            came = announced.of_block(group, value, None)
+            came = announced.of_block(group, value, algorithm)
         target = arrays.wrap(result)
         return self._by_announcement(name, text, root, came, value if is_root else None, target)
 
@@ -385,11 +404,11 @@ class Plans:
         shape = target.array.shape if target is not None else None
         dtype = target.dtype.code if target is not None else 0
         inline = came.nbytes if came.inline is not None else -1
+        said: tuple[Any, ...]
         said = self._announcing(root), source is not None, head, inline, self._most(head)
         steps = _steps(group.schedule(name, choice.name, root))
-        return Plan(
-            group.size, steps, places, text, -1, 0, choice.segments, 1, (*said, dtype, shape)
-        )
+        said = *said, dtype, shape
+        return Plan(group.size, steps, places, text, NO_REDUCTION, choice.segments, 1, said)
 
     def _announcing(self, root: int) -> list[tuple[Any, ...]]:
         collective, choice = announced.ANNOUNCING

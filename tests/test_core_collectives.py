@@ -21,7 +21,7 @@ from pycoll.core_collectives import CoreCollective
 
 size = comm.size
 x, rows = np.arange(4.0) + rank, np.arange(size * 4).reshape(size, 4) * (rank + 1)
-every = size * (size - 1) // 2
+every, copied = size * (size - 1) // 2, np.zeros(4)
 
 def start():
     return [
@@ -33,10 +33,22 @@ def start():
         comm.ireduce_scatter(rows),
         comm.iall_to_all(rows),
         comm.iscan(x, "prod"),
+        comm.iexscan(x),
+        comm.iall_reduce(x, "avg"),
+        comm.iscan(x, "avg"),
+        comm.iall_reduce(x, algorithm="double_tree"),
+        comm.ibroadcast(x if rank == 1 else copied, 1, algorithm="tree"),
     ]
 
 def check(results):
-    nothing, most, total, gathered, all_of, mine, turned, before = results
+    nothing, most, total, gathered, all_of, mine, turned, before, *more = results
+    below, mean, mean_so_far, again, sent = more
+    assert again.tolist() == total.tolist()
+    assert sent is (x if rank == 1 else copied) and sent.tolist() == (np.arange(4.0) + 1).tolist()
+    assert mean.tolist() == (total / size).tolist()
+    so_far = sum(np.arange(4.0) + r for r in range(rank + 1))
+    assert mean_so_far.tolist() == (so_far / (rank + 1)).tolist()
+    assert (below is None) if rank == 0 else below.tolist() == (so_far - x).tolist()
     assert nothing is None
     assert (most is None) if rank != 1 else most.tolist() == (np.arange(4.0) + size - 1).tolist()
     assert total.tolist() == (np.arange(4.0) * size + every).tolist()

@@ -174,8 +174,7 @@ class Plan:
         steps: list[tuple[Any, ...]],
         places: list[tuple[int, int, int]],
         text: bytes,
-        op: int,
-        dtype: int,
+        reduction: tuple[int, int, int],
         segments: int,
         granule: int,
         announced: tuple[Any, ...] | None = None,
@@ -201,7 +200,7 @@ class Collective:
     def _settle(self, result: object, failed: bool, unfit: bool, /) -> None: ...
     def _expect(self, plan: Plan, /) -> None: ...
     @property
-    def _made_by(self) -> tuple[int, int, int, Any, Any]: ...
+    def _made_by(self) -> tuple[int, int, Any]: ...
 
 class Collectives:
     usable: bool
@@ -212,7 +211,7 @@ class Collectives:
         rank: int,
         owner: Any,
         type: type[Collective],
-        planner: Callable[[int, int, Any, int, int, Any], Plan | None],
+        planner: Callable[[int, int, Any, int, int, Any, str | None], Plan | None],
         finish: Callable[[Any], None],
         /,
     ) -> Collectives: ...

@@ -296,6 +296,7 @@ struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, cons
     started->target = call->target;
     started->kind = call->kind;
     started->root = call->root;
+    started->algorithm = Py_XNewRef(call->algorithm);
     started->is_blocking = call->is_blocking;
     started->most = plan->num_segments < IN_FLIGHT ? plan->num_segments : IN_FLIGHT;
     started->runs = started->most == 1 ? &started->one : calloc(started->most, sizeof *started->runs);

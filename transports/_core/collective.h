@@ -92,6 +92,7 @@ struct pc_started {
     bool is_held; /* Python must see the announcement */
     bool is_told; /* its event was taken out of the queue, and is being told */
     int kind, root;
+    PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */
     char is_blocking, collected;
     bool filling, is_launched, is_pending, is_watched, under_way;
     int status, from;
@@ -113,7 +114,8 @@ size_t pc_call_place(char *to);
 struct pc_collective_call {
     int kind, root;
     bool is_blocking;
-    PyObject *x, *result; /* borrowed; x: or NULL */
+    PyObject *algorithm;  /* its name, as `pc_started` has it; or NULL */
+    PyObject *x, *result; /* borrowed, as the name is; x: or NULL */
     void *source, *target;
 };
 

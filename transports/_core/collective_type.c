@@ -190,11 +190,10 @@ static PyObject *collective_expect(struct pc_started *self, PyObject *plan) {
     Py_RETURN_NONE;
 }
 
-/* (kind, blocking, root, x, result) */
+/* (kind, root, place) */
 static PyObject *collective_call(struct pc_started *self, void *unused) {
     (void)unused;
-    PyObject *x = self->x != NULL ? self->x : Py_None, *result = self->result != NULL ? self->result : Py_None;
-    return Py_BuildValue("iiiOO", self->kind, (int)self->is_blocking, self->root, x, result);
+    return Py_BuildValue("iiO", self->kind, self->root, self->x != NULL ? self->x : Py_None);
 }
 
 static void collective_dealloc(struct pc_started *self) {
@@ -202,6 +201,7 @@ static void collective_dealloc(struct pc_started *self) {
     free(self->announcement);
     if (self->runs != &self->one)
         free(self->runs);
+    Py_XDECREF(self->algorithm);
     Py_XDECREF(self->x);
     Py_XDECREF(self->result);
     Py_XDECREF((PyObject *)self->plan);
@@ -231,7 +231,7 @@ static PyGetSetDef collective_values[] = {
     {"result", (getter)collective_result, NULL, "What the call returns. See pycoll.Request.result.", NULL},
     {"_description", (getter)collective_description, NULL,
      "(text, number, status, rank or chunk, bytes that came, bytes expected); the last three say why it failed.", NULL},
-    {"_made_by", (getter)collective_call, NULL, "(kind, blocking, root, x, result): what was called.", NULL},
+    {"_made_by", (getter)collective_call, NULL, "(kind, root, x): what was called; off root of a scatter, `out` for x.", NULL},
     {"_owner", (getter)collective_owner, NULL, "What its communicator's `Collectives` keeps.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -19,6 +19,7 @@ void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective) {
 /* --- plans ------------------------------------------------------------------------------------------- */
 
 struct plan_key {
+    PyObject *algorithm; /* as of `pc_started`; a kept key owns it */
     int kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
     intptr_t dims[PC_PLAN_DIMS];
 };
@@ -29,8 +30,10 @@ struct pc_plan_entry {
 };
 
 static void forget_plans(pc_collectives *self) {
-    for (int index = 0; self->plans != NULL && index < PLANS; index++)
+    for (int index = 0; self->plans != NULL && index < PLANS; index++) {
         Py_CLEAR(self->plans[index].plan);
+        Py_CLEAR(self->plans[index].key.algorithm);
+    }
 }
 
 /* The place of a plan; if there is none, one that may be given to it. */
@@ -41,6 +44,7 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
     }
     uint64_t hash = pc_hash((uint64_t)key->kind << 32 | (uint64_t)key->op << 16 | (uint64_t)key->dtype << 8,
                             (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)(key->ndim + 1));
+    hash = pc_hash(hash, (uint64_t)(uintptr_t)key->algorithm);
     for (int axis = 0; axis < key->ndim; axis++)
         hash = pc_hash(hash, (uint64_t)key->dims[axis]);
     struct pc_plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
@@ -53,10 +57,12 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
 static void keep_plan(pc_collectives *self, const struct plan_key *key, PyObject *plan) {
     struct pc_plan_entry *entry = find_plan(self, key);
     self->num_made++;
+    PyObject *before = entry->plan, *named_before = entry->key.algorithm;
     entry->key = *key;
-    PyObject *before = entry->plan;
+    Py_XINCREF(key->algorithm);
     entry->plan = Py_NewRef(plan);
     Py_XDECREF(before);
+    Py_XDECREF(named_before);
 }
 
 /* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
@@ -65,7 +71,9 @@ static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObj
     if (PC_LIKELY(entry->plan != NULL && memcmp(&entry->key, key, sizeof *key) == 0))
         return Py_NewRef(entry->plan);
     PyObject *x = values[X] != NULL ? values[X] : Py_None;
-    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiO", key->kind, key->blocking, x, key->op, key->root, result);
+    PyObject *algorithm = key->algorithm != NULL ? key->algorithm : Py_None;
+    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOO", key->kind, key->blocking, x, key->op, key->root,
+                                           result, algorithm);
     if (plan == NULL)
         return NULL;
     if (plan != Py_None && Py_TYPE(plan) != plan_type) {
@@ -87,6 +95,7 @@ int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, P
     key.kind = like->kind;
     key.blocking = like->is_blocking;
     key.root = like->root;
+    key.algorithm = like->algorithm;
     key.ndim = -1;
     keep_plan(self, &key, plan);
     return 0;
@@ -108,11 +117,14 @@ static PyObject *result_for(const pc_collectives *self, int kind, PyObject **val
         return Py_NewRef(Py_None);
     if (kind == PC_BROADCAST)
         return Py_NewRef(values[X]);
+    bool has_none = kind == PC_EXSCAN && self->rank == 0;
     if (!is_none(values[OUT])) {
         if (!pc_array_view(values[OUT], out) || !out_fits(self->size, self->rank, kind, x, out))
             return NULL;
-        return Py_NewRef(values[OUT]);
+        return Py_NewRef(has_none ? Py_None : values[OUT]);
     }
+    if (has_none)
+        return Py_NewRef(Py_None);
     int change = shape_change(kind);
     PyObject *result = pc_array_new(x, values[X], change > 0 ? self->size : change);
     if (result != NULL && !pc_array_view(result, out))
@@ -157,8 +169,13 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
         if (result != NULL && !pc_array_view(result, &out))
             Py_CLEAR(result);
     }
-    struct pc_collective_call call = {.kind = key->kind, .root = key->root, .is_blocking = key->blocking != 0,
-                                      .x = place, .result = result, .target = out.data};
+    struct pc_collective_call call = {.kind = key->kind,
+                                      .root = key->root,
+                                      .is_blocking = key->blocking != 0,
+                                      .algorithm = key->algorithm,
+                                      .x = place,
+                                      .result = result,
+                                      .target = out.data};
     if (result != NULL)
         started = begin_by(self, plan, &call);
     Py_XDECREF(result);
@@ -167,13 +184,16 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
 }
 
 /* NULL without an exception: leave it to Python. */
-static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking, PyObject **values) {
+static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking, PyObject *algorithm,
+                                PyObject **values) {
     struct plan_key key;
     struct pc_array x = {0}, out = {0};
     memset(&key, 0, sizeof key);
     key.kind = kind;
     key.blocking = is_blocking;
-    bool reduces = kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER || kind == PC_SCAN;
+    key.algorithm = algorithm;
+    bool reduces = kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER || kind == PC_SCAN ||
+                   kind == PC_EXSCAN;
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
     if (kind != PC_BARRIER) {
         key.root = find_root(values[ROOT], self->size);
@@ -194,6 +214,7 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
         .kind = kind,
         .root = key.root,
         .is_blocking = is_blocking,
+        .algorithm = algorithm,
         .x = values[X],
         .result = result,
         .source = kind != PC_BARRIER ? x.data : (void *)self, /* a barrier's chunks are empty, but somewhere */
@@ -207,9 +228,13 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
 static PyObject *collective(pc_collectives *self, int kind, bool is_blocking, PyObject *const *args, Py_ssize_t count,
                             PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
-    if (may_start(self) && parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM]) &&
-        values[TIMEOUT] == NULL) {
-        struct pc_started *started = begin(self, kind, is_blocking, values);
+    if (may_start(self) && parse(kind, args, count, keywords, values) && values[TIMEOUT] == NULL &&
+        (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
+        PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
+        if (algorithm != NULL)
+            PyUnicode_InternInPlace(&algorithm);
+        struct pc_started *started = begin(self, kind, is_blocking, algorithm, values);
+        Py_XDECREF(algorithm);
         if (started == NULL && PyErr_Occurred())
             return NULL;
         if (started != NULL && !is_blocking)
@@ -333,6 +358,7 @@ COLLECTIVE(all_gather, PC_ALL_GATHER)
 COLLECTIVE(reduce_scatter, PC_REDUCE_SCATTER)
 COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
 COLLECTIVE(scan, PC_SCAN)
+COLLECTIVE(exscan, PC_EXSCAN)
 
 #define METHODS(name, parameters)                                                                               \
     {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS,                       \
@@ -351,6 +377,7 @@ static PyMethodDef collectives_methods[] = {
     METHODS(reduce_scatter, "x, op='sum', out=None, "),
     METHODS(all_to_all, "x, out=None, "),
     METHODS(scan, "x, op='sum', out=None, "),
+    METHODS(exscan, "x, op='sum', out=None, "),
     {"set_slow", (PyCFunction)collectives_set_slow, METH_O,
      "set_slow({name: function}): the methods to which goes what is not done here, blocking or not."},
     {"forget_plans", (PyCFunction)collectives_forget_plans, METH_NOARGS, "Ask for all plans anew."},

@@ -145,11 +145,11 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     PyObject *steps, *places, *announced = Py_None;
     const char *text;
     Py_ssize_t text_nbytes, granule;
-    int size, op, dtype;
+    int size, op, dtype, divisor;
     unsigned segments;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "iO!O!y#iiIn|O", &size, &PyList_Type, &steps, &PyList_Type, &places, &text, &text_nbytes,
-                          &op, &dtype, &segments, &granule, &announced))
+    if (!PyArg_ParseTuple(args, "iO!O!y#(iii)In|O", &size, &PyList_Type, &steps, &PyList_Type, &places, &text,
+                          &text_nbytes, &op, &dtype, &divisor, &segments, &granule, &announced))
         return NULL;
     if (segments == 0 || segments > UINT16_MAX || granule <= 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
@@ -159,7 +159,10 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (self == NULL)
         return NULL;
     if (op >= 0)
-        self->reduction = (struct pc_reduction){pc_reduce_find(op, dtype), pc_itemsize(dtype)};
+        self->reduction = (struct pc_reduction){.combine = pc_reduce_find(op == PC_AVG ? PC_SUM : op, dtype),
+                                                .finish = divisor > 0 ? pc_reduce_find(op, dtype) : NULL,
+                                                .divisor = divisor,
+                                                .itemsize = pc_itemsize(dtype)};
     self->granule = (size_t)granule;
     self->num_segments = segments;
     self->text_nbytes = (size_t)text_nbytes;
@@ -192,10 +195,10 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_doc,
-     "Plan(size, steps, places, text, op, dtype, segments, granule, announced=None): how calls run that are alike.\n\n"
+     "Plan(size, steps, places, text, (op, dtype, divisor), segments, granule, announced=None): how calls run that are alike.\n\n"
      "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, waits); `places`, by chunk, (nbytes, "
      "offset in x, offset in the result), -1 for none; `text` is the call's signature; `op` and `dtype` are codes, -1: "
-     "nothing is reduced. `announced`, of a call that its root announces, is (steps, is the root's, head or None, bytes "
+     "nothing is reduced; what was combined is divided, if `divisor` is not 0 and the operator says so. `announced`, of a call that its root announces, is (steps, is the root's, head or None, bytes "
      "that follow it or -1, most bytes, dtype, dims or None)."},
     {0, NULL},
 };

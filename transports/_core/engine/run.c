@@ -109,12 +109,19 @@ static size_t length_of(const struct pc_run *run, const struct pc_step *step) {
     return nbytes;
 }
 
-/* Let each chunk whose value is needed have it in its place. */
+/* Let each chunk whose value is needed have it in its place, and be what it shall be. */
 static void settle(struct pc_run *run) {
     for (uint32_t number = 0; number < run->table->num_chunks; number++) {
         struct pc_run_chunk *chunk = &run->chunks[number];
-        if (chunk->target != NULL && chunk->value != NULL && chunk->value != chunk->target && chunk->nbytes > 0)
+        const struct pc_reduction *reduction = &run->reduction;
+        if (chunk->target == NULL || chunk->value == NULL || chunk->nbytes == 0)
+            continue;
+        if (chunk->value != chunk->target)
             memcpy(chunk->target, chunk->value, chunk->nbytes);
+        if (reduction->finish != NULL) {
+            const void *operand = chunk->target;
+            reduction->finish(chunk->target, &operand, 1, chunk->nbytes / reduction->itemsize, reduction->divisor);
+        }
     }
 }
 

@@ -47,9 +47,13 @@ struct pc_chunk_place {
     ptrdiff_t target; /* -1: its value is not needed at the end */
 };
 
+/* out = the operands combined, `count` elements; out may be one of them. */
+typedef void (*pc_combine_fn)(void *out, const void *const *operands, int num_operands, size_t count, int divisor);
+
 struct pc_reduction {
-    /* out = left op right, `count` elements; out may be one of both. */
-    void (*combine)(void *out, const void *const *operands, int num_operands, size_t count, int unused);
+    pc_combine_fn combine; /* of two operands */
+    pc_combine_fn finish;  /* of one: a result that was combined, which may have to be divided; or NULL */
+    int divisor;
     size_t itemsize;
 };
 
