@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from pycoll import subgroups
@@ -125,7 +125,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         group = self._group
         memory = group.engine.shared_memory
         if group.engine.is_core:
-            methods = self._messages_in_core() | self._collectives_in_core()
+            methods = self._methods_in_core()
         elif memory is not None and group.size > 1:
             methods = self._messages_on_host(memory)
         else:
@@ -138,38 +138,34 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
                 methods["allreduce"] = methods["all_reduce"]
         return methods
 
-    def _messages_in_core(self) -> dict[str, Any]:
-        from pycoll import core_requests
+    def _methods_in_core(self) -> dict[str, Any]:
+        from pycoll import core_collectives, core_requests
 
-        group = self._group
-        slow = {name: getattr(self, name) for name in core_requests.NAMES}
-        slow |= {"finish": self._finish_in_core, "finish_both": self._finish_both_in_core}
+        group, slow, op_timeout = self._group, self._in_python, self._op_timeout
         context: Any = group.context
-        short, methods = core_requests.methods(group, context, slow, self._op_timeout)
-        short.usable = True
+        messages = core_requests.messages_of(group, context, slow, op_timeout)
+        messages.usable = True
+        calls = self._nonblocking_calls, self._calls
+        collectives = core_collectives.collectives_of(group, context, calls, slow, op_timeout)
+        # A wait in the core knows no deadline, and takes a tenth of a second at most.
+        collectives.usable = op_timeout >= 1.0
         with group.engine.locked():
-            context.short = short
-        return methods
-
-    def _collectives_in_core(self) -> dict[str, Any]:
-        from pycoll import core_collectives
-
-        group = self._group
-        context: Any = group.context
-        names = [f"i{name}" for name in core_collectives.NAMES]
+            context.short, context.collectives = messages, collectives
+        methods = {name: getattr(messages, name) for name in core_requests.NAMES}
+        names = core_collectives.NONBLOCKING
         if group.native is None:
             names += core_collectives.NAMES
-        slow = {name: getattr(self, name) for name in names}
-        calls = self._nonblocking_calls, self._calls
-        core, methods = core_collectives.methods(group, context, calls, slow, self._op_timeout)
-        # A wait in the core knows no deadline, and takes a tenth of a second at most.
-        core.usable = self._op_timeout >= 1.0
-        with group.engine.locked():
-            context.collectives = core
+        methods |= {name: getattr(collectives, name) for name in names}
         for twin in ("all_reduce", "iall_reduce"):
             if twin in methods:
                 methods[twin.replace("_", "")] = methods[twin]
         return methods
+
+    def _in_python(self, name: str) -> Callable[..., Any]:
+        """Return the method of this class to which the core leaves a call that it does not do."""
+        name = {"finish": "_finish_in_core", "finish_both": "_finish_both_in_core"}.get(name, name)
+        method: Callable[..., Any] = getattr(type(self), name).__get__(self)
+        return method
 
     def _messages_on_host(self, memory: SharedMemory) -> dict[str, Any]:
         from pycoll.transports._core import PointToPoint

@@ -55,7 +55,7 @@ NAMES = (
     "scan",
     "exscan",
 )
-"""Collectives that run there, and so do their twins whose names begin with ``i``."""
+"""Collectives that run there, and so do `NONBLOCKING`."""
 
 
 NO_REDUCTION = -1, 0, 0
@@ -65,6 +65,10 @@ MOST_DIMS = 6
 
 MOST_HEAD_NBYTES = 4096
 """Of an announcement, without a value or lengths."""
+
+
+NONBLOCKING = tuple(f"i{name}" for name in NAMES)
+"""Their twins."""
 
 
 class Owner(NamedTuple):
@@ -518,24 +522,23 @@ def finish(collective: CoreCollective) -> None:
         raise
 
 
-def methods(
+def collectives_of(
     group: Group,
     context: CoreContext,
     calls: tuple[Calls, Calls],
-    slow: dict[str, Callable[..., Any]],
+    slow: Callable[[str], Callable[..., Any]],
     op_timeout: float,
-) -> tuple[Collectives, dict[str, Any]]:
-    """Return the core's collectives of a communicator, by name, and their object.
+) -> Collectives:
+    """Return the core's collectives of a communicator; `NAMES` are their methods.
 
     Args:
         group: its ranks.
         context: what matches there.
         calls: what prepares its calls: those that do not block, then those that do.
-        slow: the methods, by name, to which goes what the core does not do.
+        slow: returns the method of a name, to which goes what the core does not do.
         op_timeout: its default deadline, seconds.
     """
     plans = Plans(group, calls)
     owner = Owner(group, op_timeout, plans)
-    core = Collectives(context.core, group.size, group.rank, owner, CoreCollective, plans, finish)
-    core.set_slow(slow)
-    return core, {name: getattr(core, name) for name in slow}
+    size, rank = group.size, group.rank
+    return Collectives(context.core, size, rank, owner, CoreCollective, plans, finish, slow)

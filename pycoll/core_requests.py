@@ -43,7 +43,7 @@ NAMES = (
     *("send", "ssend", "recv", "isend", "issend", "irecv"),
     *("sendrecv", "probe", "iprobe"),
 )
-"""Methods that the core has; in the order of _core/request.h."""
+"""Methods that the core has."""
 
 _NAMES = ("isend", "issend", "irecv", "probe")
 
@@ -399,22 +399,23 @@ def _here() -> int | None:
 _VALUES = _dump, _load, new_bytes, _here
 
 
-def methods(
-    group: Group, context: CoreContext, slow: dict[str, Callable[..., Any]], op_timeout: float
-) -> tuple[Messages, dict[str, Any]]:
-    """Return the core's methods for messages of a communicator, by name, and their object.
+def messages_of(
+    group: Group,
+    context: CoreContext,
+    slow: Callable[[str], Callable[..., Any]],
+    op_timeout: float,
+) -> Messages:
+    """Return the core's messages of a communicator; `NAMES` are their methods.
 
     Args:
         group: its ranks.
         context: what matches there.
-        slow: the methods to which goes what the core does not do, and `finish`, which waits for a
-            request that takes long, and `finish_both`, which does for a receive and a send; they
-            return the result.
+        slow: returns the method of a name, to which goes what the core does not do; of "finish"
+            what waits for a request that takes long, of "finish_both" for a receive and a send;
+            they return the result.
         op_timeout: its default deadline, seconds.
     """
-    functions = [slow[name] for name in (*NAMES, "finish", "finish_both")]
     owner = Owner(group, op_timeout)
-    messages = Messages(
-        context.core, group.members, owner, CoreRequest, Status, _VALUES, op_timeout, functions
+    return Messages(
+        context.core, group.members, owner, CoreRequest, Status, _VALUES, op_timeout, slow
     )
-    return messages, {name: getattr(messages, name) for name in NAMES}

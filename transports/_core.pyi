@@ -1,6 +1,6 @@
 """The compiled core; its sources are in the folder of the same name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 def use_numpy(empty: Any, sample: Any, address: int, swapped: Any, /) -> bool: ...
@@ -213,9 +213,9 @@ class Collectives:
         type: type[Collective],
         planner: Callable[[int, int, Any, int, int, Any, str | None], Plan | None],
         finish: Callable[[Any], None],
+        slow: Callable[[str], Callable[..., Any]],
         /,
     ) -> Collectives: ...
-    def set_slow(self, functions: Mapping[str, Callable[..., Any]], /) -> None: ...
     def forget_plans(self) -> None: ...
 
 def forget_plans() -> None: ...
@@ -263,7 +263,7 @@ class Messages:
         status: type,
         values: tuple[Callable[..., Any], ...],
         op_timeout: float,
-        slow: Sequence[Callable[..., Any]],
+        slow: Callable[[str], Callable[..., Any]],
         /,
     ) -> Messages: ...
     def send(self, *args: Any, **kwargs: Any) -> None: ...

@@ -121,6 +121,16 @@ done:
     return result;
 }
 
+PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *args, Py_ssize_t count,
+                         PyObject *keywords) {
+    PyObject *method = methods != NULL ? PyObject_CallFunction(methods, "s", name) : NULL;
+    if (methods != NULL && method == NULL)
+        return NULL;
+    PyObject *result = pc_call_slow(method, args, count, keywords);
+    Py_XDECREF(method);
+    return result;
+}
+
 /* add_dtype(dtype, code): arrays of this dtype object hold elements of that type. */
 PyObject *pc_add_dtype(PyObject *module, PyObject *args) {
     (void)module;

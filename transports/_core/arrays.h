@@ -30,6 +30,9 @@ size_t pc_array_itemsize(int dtype);
 
 /* Hand the arguments of a METH_FASTCALL | METH_KEYWORDS method, as they are, to a Python function; NULL: closed. */
 PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+/* The same with what `methods` returns for a name. */
+PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *args, Py_ssize_t count,
+                         PyObject *keywords);
 
 PyObject *pc_use_numpy(PyObject *module, PyObject *args);
 PyObject *pc_add_dtype(PyObject *module, PyObject *args);

@@ -66,7 +66,7 @@ typedef struct {
     PyObject *type;    /* of calls under way */
     PyObject *planner; /* asked for plans */
     PyObject *finish;  /* waits for a call that takes long */
-    PyObject *slow[2][PC_KINDS]; /* the Python methods; the first index: it blocks */
+    PyObject *slow;    /* returns the Python method of a name, to which goes what is not done here */
     uint64_t generation;
     struct pc_plan_entry *plans;
     uint32_t num_made;

@@ -225,8 +225,8 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
     return started;
 }
 
-static PyObject *collective(pc_collectives *self, int kind, bool is_blocking, PyObject *const *args, Py_ssize_t count,
-                            PyObject *keywords) {
+static PyObject *collective(pc_collectives *self, const char *name, int kind, bool is_blocking, PyObject *const *args,
+                            Py_ssize_t count, PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
     if (may_start(self) && parse(kind, args, count, keywords, values) && values[TIMEOUT] == NULL &&
         (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
@@ -250,18 +250,18 @@ static PyObject *collective(pc_collectives *self, int kind, bool is_blocking, Py
             return result;
         }
     }
-    return pc_call_slow(self->slow[is_blocking][kind], args, count, keywords);
+    return pc_call_method(self->slow, name, args, count, keywords);
 }
 
 static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *context, *owner, *call, *planner, *finish;
+    PyObject *context, *owner, *call, *planner, *finish, *slow;
     int size, rank;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OiiOOOO", &context, &size, &rank, &owner, &call, &planner, &finish))
+    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner, &finish, &slow))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
         !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
-        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, finish");
+        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, finish, slow");
         return NULL;
     }
     pc_collectives *self = (pc_collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -275,33 +275,13 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->type = Py_NewRef(call);
     self->planner = Py_NewRef(planner);
     self->finish = Py_NewRef(finish);
+    self->slow = Py_NewRef(slow);
     self->generation = pc_plans_generation();
     self->plans = calloc(PLANS, sizeof *self->plans);
     if (self->plans != NULL)
         return (PyObject *)self;
     Py_DECREF(self);
     return PyErr_NoMemory();
-}
-
-static const char *const kind_names[PC_KINDS] = {
-    [PC_BARRIER] = "barrier", [PC_BROADCAST] = "broadcast", [PC_REDUCE] = "reduce", [PC_ALL_REDUCE] = "all_reduce",
-    [PC_GATHER] = "gather", [PC_ALL_GATHER] = "all_gather", [PC_SCATTER] = "scatter",
-    [PC_REDUCE_SCATTER] = "reduce_scatter", [PC_ALL_TO_ALL] = "all_to_all", [PC_SCAN] = "scan", [PC_EXSCAN] = "exscan",
-};
-
-/* set_slow({name: function}): the Python methods, by their names. */
-static PyObject *collectives_set_slow(pc_collectives *self, PyObject *slow) {
-    for (int blocking = 0; blocking < 2; blocking++)
-        for (int kind = 0; kind < PC_KINDS; kind++) {
-            char name[32];
-            PyOS_snprintf(name, sizeof name, "%s%s", blocking ? "" : "i", kind_names[kind]);
-            PyObject *function = PyMapping_GetItemString(slow, name);
-            if (function == NULL)
-                PyErr_Clear();
-            Py_XDECREF(self->slow[blocking][kind]);
-            self->slow[blocking][kind] = function;
-        }
-    Py_RETURN_NONE;
 }
 
 static PyObject *collectives_forget_plans(pc_collectives *self, PyObject *unused) {
@@ -315,8 +295,7 @@ static int collectives_traverse(pc_collectives *self, visitproc visit, void *arg
     Py_VISIT(self->owner);
     Py_VISIT(self->planner);
     Py_VISIT(self->finish);
-    for (int index = 0; index < 2 * PC_KINDS; index++)
-        Py_VISIT(self->slow[index / PC_KINDS][index % PC_KINDS]);
+    Py_VISIT(self->slow);
     return 0;
 }
 
@@ -324,8 +303,7 @@ static int collectives_clear(pc_collectives *self) {
     Py_CLEAR(self->owner);
     Py_CLEAR(self->planner);
     Py_CLEAR(self->finish);
-    for (int index = 0; index < 2 * PC_KINDS; index++)
-        Py_CLEAR(self->slow[index / PC_KINDS][index % PC_KINDS]);
+    Py_CLEAR(self->slow);
     return 0;
 }
 
@@ -343,10 +321,10 @@ static void collectives_dealloc(pc_collectives *self) {
 
 #define COLLECTIVE(name, kind)                                                                                  \
     static PyObject *start_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) { \
-        return collective(self, kind, false, args, count, keywords);                                            \
+        return collective(self, "i" #name, kind, false, args, count, keywords);                                            \
     }                                                                                                           \
     static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {   \
-        return collective(self, kind, true, args, count, keywords);                                             \
+        return collective(self, #name, kind, true, args, count, keywords);                                             \
     }
 COLLECTIVE(barrier, PC_BARRIER)
 COLLECTIVE(broadcast, PC_BROADCAST)
@@ -378,8 +356,6 @@ static PyMethodDef collectives_methods[] = {
     METHODS(all_to_all, "x, out=None, "),
     METHODS(scan, "x, op='sum', out=None, "),
     METHODS(exscan, "x, op='sum', out=None, "),
-    {"set_slow", (PyCFunction)collectives_set_slow, METH_O,
-     "set_slow({name: function}): the methods to which goes what is not done here, blocking or not."},
     {"forget_plans", (PyCFunction)collectives_forget_plans, METH_NOARGS, "Ask for all plans anew."},
     {NULL, NULL, 0, NULL},
 };
@@ -397,10 +373,10 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_methods, collectives_methods},
     {Py_tp_members, collectives_members},
     {Py_tp_doc,
-     "Collectives(context, size, rank, owner, type, planner, finish)\n\n"
+     "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
      "The collectives of one communicator by messages, in the core. `type` is a subclass of `Collective`; `planner(kind, "
-     "blocking, x, op, root, result)` returns a `Plan`, or None if Python must run such calls; `finish(collective)` "
-     "waits for one that takes long."},
+     "blocking, x, op, root, result, algorithm)` returns a `Plan`, or None if Python must run such calls; `finish(collective)` "
+     "waits for one that takes long; `slow(name)` returns the Python method to which goes what is not done here."},
     {0, NULL},
 };
 

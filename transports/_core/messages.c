@@ -174,14 +174,14 @@ PyObject *pc_patience_left(const struct pc_patience *patience) {
 }
 
 /* Have Python wait for what takes long: finish(requests..., seconds). */
-static PyObject *hand_over(PyObject *finish, struct pc_request *one, struct pc_request *other,
+static PyObject *hand_over(pc_messages *self, const char *name, struct pc_request *one, struct pc_request *other,
                            const struct pc_patience *patience) {
     PyObject *left = pc_patience_left(patience);
-    PyObject *result = NULL;
-    if (left != NULL)
-        result = PyObject_CallFunctionObjArgs(finish, (PyObject *)one, other != NULL ? (PyObject *)other : left,
-                                              other != NULL ? left : NULL, NULL);
-    Py_XDECREF(left);
+    if (left == NULL)
+        return NULL;
+    PyObject *args[3] = {(PyObject *)one, other != NULL ? (PyObject *)other : left, left};
+    PyObject *result = pc_call_method(self->slow, name, args, other != NULL ? 3 : 2, NULL);
+    Py_DECREF(left);
     return result;
 }
 
@@ -194,7 +194,7 @@ PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint
     if (done > 0)
         result = pc_request_result(request);
     else if (done == 0)
-        result = hand_over(self->slow[PC_SLOW_FINISH], request, NULL, &patience);
+        result = hand_over(self, "finish", request, NULL, &patience);
     Py_DECREF((PyObject *)request);
     return result;
 }
@@ -226,7 +226,7 @@ PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received
     if (done > 0 && received->status == 0)
         done = pc_request_wait(sent, patience.until_ns);
     if (done == 0) {
-        result = hand_over(self->slow[PC_SLOW_FINISH_BOTH], received, sent, &patience);
+        result = hand_over(self, "finish_both", received, sent, &patience);
     } else {
         PyObject *nothing = done > 0 && received->status == 0 ? pc_request_result(sent) : NULL;
         if (done > 0 && (nothing != NULL || received->status != 0))

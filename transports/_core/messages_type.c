@@ -22,7 +22,7 @@ static bool overlap(const struct pc_array *one, const struct pc_array *other) {
 }
 
 static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                         enum pc_request_kind kind, bool is_blocking, PyObject *slow) {
+                         enum pc_request_kind kind, bool is_blocking, const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_outgoing outgoing = {0};
     uint64_t timeout_ns;
@@ -31,47 +31,47 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     if (plain)
         plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
     if (plain <= 0)
-        return plain == 0 ? pc_call_slow(slow, args, count, keywords) : NULL;
+        return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
     enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
     struct pc_request *request = pc_messages_send(self, &outgoing, kind, is_blocking, way);
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
 static PyObject *messages_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SEND, true, self->slow[PC_SLOW_SEND]);
+    return do_send(self, args, count, keywords, PC_SEND, true, "send");
 }
 
 static PyObject *messages_ssend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SSEND, true, self->slow[PC_SLOW_SSEND]);
+    return do_send(self, args, count, keywords, PC_SSEND, true, "ssend");
 }
 
 static PyObject *messages_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SEND, false, self->slow[PC_SLOW_ISEND]);
+    return do_send(self, args, count, keywords, PC_SEND, false, "isend");
 }
 
 static PyObject *messages_issend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_send(self, args, count, keywords, PC_SSEND, false, self->slow[PC_SLOW_ISSEND]);
+    return do_send(self, args, count, keywords, PC_SSEND, false, "issend");
 }
 
 static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                            bool is_blocking, PyObject *slow) {
+                            bool is_blocking, const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
         !pc_seconds(self, values[TIMEOUT], &timeout_ns) || (!is_blocking && values[TIMEOUT] != NULL) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
-        return pc_call_slow(slow, args, count, keywords);
+        return pc_call_method(self->slow, name, args, count, keywords);
     struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
 static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_receive(self, args, count, keywords, true, self->slow[PC_SLOW_RECV]);
+    return do_receive(self, args, count, keywords, true, "recv");
 }
 
 static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
-    return do_receive(self, args, count, keywords, false, self->slow[PC_SLOW_IRECV]);
+    return do_receive(self, args, count, keywords, false, "irecv");
 }
 
 /* A receive and a send at the same time. What is received over what is sent is left to Python. */
@@ -91,7 +91,7 @@ static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_
         plain = 0;
     }
     if (plain <= 0)
-        return plain == 0 ? pc_call_slow(self->slow[PC_SLOW_SENDRECV], args, count, keywords) : NULL;
+        return plain == 0 ? pc_call_method(self->slow, "sendrecv", args, count, keywords) : NULL;
     struct pc_request *received = pc_messages_receive(self, &incoming, PC_RECV, true);
     if (received == NULL) {
         pc_views_release(outgoing.views);
@@ -125,7 +125,7 @@ static PyObject *messages_probe(pc_messages *self, PyObject *const *args, Py_ssi
     uint64_t timeout_ns;
     struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, true);
     if (request == NULL)
-        return PyErr_Occurred() ? NULL : pc_call_slow(self->slow[PC_SLOW_PROBE], args, count, keywords);
+        return PyErr_Occurred() ? NULL : pc_call_method(self->slow, "probe", args, count, keywords);
     return pc_messages_finish(self, request, timeout_ns);
 }
 
@@ -136,14 +136,14 @@ static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ss
     uint64_t timeout_ns;
     struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, false);
     if (request == NULL)
-        return PyErr_Occurred() ? NULL : pc_call_slow(self->slow[PC_SLOW_IPROBE], args, count, keywords);
+        return PyErr_Occurred() ? NULL : pc_call_method(self->slow, "iprobe", args, count, keywords);
     PyObject *result;
     uint64_t now = pc_drive_now_ns();
     if (pc_request_is_done(request) || !pc_messages_give_up(request)) {
         result = pc_request_result(request);
     } else if (now - self->looked_ns > LOOK_NS) {
         self->looked_ns = now;
-        result = pc_call_slow(self->slow[PC_SLOW_IPROBE], args, count, keywords);
+        result = pc_call_method(self->slow, "iprobe", args, count, keywords);
     } else {
         result = Py_NewRef(Py_None);
     }
@@ -159,7 +159,7 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                           &PyTuple_Type, &values, &op_timeout, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
-    if (size < 0 || PySequence_Size(slow) != PC_NUM_SLOW || PyTuple_Size(values) != 4 || !(op_timeout >= 0) ||
+    if (size < 0 || PyTuple_Size(values) != 4 || !(op_timeout >= 0) ||
         !PyType_Check(request) ||
         !PyType_IsSubtype((PyTypeObject *)request, pc_request_type)) {
         PyErr_SetString(PyExc_TypeError,
@@ -200,23 +200,20 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         }
         self->ranks[self->members[rank]] = rank;
     }
-    for (int index = 0; index < PC_NUM_SLOW; index++)
-        self->slow[index] = PySequence_GetItem(slow, index);
+    self->slow = Py_NewRef(slow);
     return (PyObject *)self;
 }
 
 static int messages_traverse(pc_messages *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT(self->owner);
-    for (int index = 0; index < PC_NUM_SLOW; index++)
-        Py_VISIT(self->slow[index]);
+    Py_VISIT(self->slow);
     return 0;
 }
 
 static int messages_clear(pc_messages *self) {
     Py_CLEAR(self->owner);
-    for (int index = 0; index < PC_NUM_SLOW; index++)
-        Py_CLEAR(self->slow[index]);
+    Py_CLEAR(self->slow);
     return 0;
 }
 
@@ -271,9 +268,9 @@ static PyType_Slot messages_slots[] = {
      "Point to point of one communicator, in the core. `request` is a subclass of `Request`, `status` that of what recv "
      "fills in. `values` are functions: dump(object) -> its parts, or None if it is none; load(memory) -> object; "
      "new_bytes(length) -> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
-     "deadline in seconds. `slow` are the methods to which all else goes: send, ssend, recv, isend, issend, irecv, "
-     "sendrecv, probe, iprobe; then finish(request, seconds), which waits for one that takes long, and returns its "
-     "result, and finish_both(received, sent, seconds), which does that for two."},
+     "deadline in seconds. `slow(name)` returns the method to which all else goes: send, ssend, recv, isend, issend, irecv, "
+     "sendrecv, probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns its result; and "
+     "finish_both(received, sent, seconds), which does that for two."},
     {0, NULL},
 };
 

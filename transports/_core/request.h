@@ -33,22 +33,6 @@ enum {
     PC_GOING_ON,         /* a thread goes on with its message, or Python does; it has not ended */
 };
 
-/* The Python methods to which goes what is not done here. */
-enum pc_slow {
-    PC_SLOW_SEND,
-    PC_SLOW_SSEND,
-    PC_SLOW_RECV,
-    PC_SLOW_ISEND,
-    PC_SLOW_ISSEND,
-    PC_SLOW_IRECV,
-    PC_SLOW_SENDRECV,
-    PC_SLOW_PROBE,
-    PC_SLOW_IPROBE,
-    PC_SLOW_FINISH,
-    PC_SLOW_FINISH_BOTH,
-    PC_NUM_SLOW
-};
-
 typedef struct {
     PyObject_HEAD
     pc_context_object *context;
@@ -65,7 +49,7 @@ typedef struct {
     PyObject *here;                    /* returns the GPU on which this thread works, or None */
     uint64_t op_timeout_ns;
     uint64_t looked_ns; /* when Python has looked last for a probe that does not wait */
-    PyObject *slow[PC_NUM_SLOW];
+    PyObject *slow; /* returns the Python method of a name, to which goes what is not done here */
 } pc_messages;
 
 enum pc_request_kind { PC_SEND, PC_SSEND, PC_RECV, PC_PROBE };
