@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pycoll import arguments, explain, p2p, shared_arrays
     from pycoll import grid as grids
-    from pycoll.core_requests import CoreRequest, CoreTask
+    from pycoll.core_requests import CoreRequest
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
     from pycoll.hints import A, D, MaybeNone, Reducer, T
@@ -660,7 +660,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         """Return the result of what the core's engine has begun and that takes long."""
         task = request._task
         text = task.call.text.removeprefix("i")
-        self._finish_begun(text, p2p.finish_send(task), (task,), seconds)
+        self._finish_begun(text, p2p.finish_send(task), (request,), seconds)
         return request.result
 
     def _finish_both_in_core(self, received: CoreRequest, sent: CoreRequest, seconds: float) -> Any:
@@ -668,20 +668,20 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         _, _, dest, tag, _ = sent._description
         source = received._description[2]
         text = f"sendrecv(dest={dest}, source={source if source >= 0 else 'ANY'}, tag={tag})"
-        tasks = received._task, sent._task
-        self._finish_begun(text, p2p.finish_both(*tasks), tasks, seconds)
+        steps = p2p.finish_both(received._task, sent._task)
+        self._finish_begun(text, steps, (received, sent), seconds)
         return received.result
 
     def _finish_begun(
-        self, text: str, steps: CallSteps, tasks: Sequence[CoreTask], seconds: float
+        self, text: str, steps: CallSteps, begun: Sequence[CoreRequest], seconds: float
     ) -> None:
         try:
             self._run(Prepared(text, lambda _: steps, collective=False), seconds)
         except BaseException as exc:
             with self._group.engine.locked():
-                for task in tasks:
-                    task.cancel()  # also if the call did not even begin
-                is_well = all([task.request.is_well for task in tasks])
+                for request in begun:
+                    request._task.cancel()  # also if the call did not even begin
+                is_well = all([request.is_well for request in begun])
             if is_well and isinstance(exc, OperationTimeout):
                 return  # it was done before it could be given up
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,17 +19,17 @@ from pycoll.arrays import Value
 from pycoll.calls import Calls, scattered
 from pycoll.collectives import rows
 from pycoll.context import readable
+from pycoll.core_started import CoreStarted, Owner
 from pycoll.engine import raise_error
-from pycoll.errors import Error, MismatchError, OperationTimeout
+from pycoll.errors import Error, MismatchError
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import KINDS, OPS, REDUCING
 from pycoll.prepared import Prepared
-from pycoll.request import Request
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.task import Call, CallSteps, Started
 from pycoll.transports._core import Collective as Core
 from pycoll.transports._core import Collectives, Plan, forget_plans
-from pycoll.transports.base import Operation, Parts
+from pycoll.transports.base import Parts
 from pycoll.transports.core import NO_VALUE, REFUSED
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ NAMES = (
 """Collectives that run there, and so do `NONBLOCKING`."""
 
 
+NONBLOCKING = tuple(f"i{name}" for name in NAMES)
+"""Their twins."""
+
 NO_REDUCTION = -1, 0, 0
 
 MOST_DIMS = 6
@@ -67,76 +70,11 @@ MOST_HEAD_NBYTES = 4096
 """Of an announcement, without a value or lengths."""
 
 
-NONBLOCKING = tuple(f"i{name}" for name in NAMES)
-"""Their twins."""
-
-
-class Owner(NamedTuple):
-    """The communicator of a collective.
-
-    Attributes:
-        group: its ranks.
-        op_timeout: the default deadline, seconds.
-        plans: of its calls.
-    """
-
-    group: Group
-    op_timeout: float
-    plans: Plans
-
-
-class CollectiveTask(Operation):
-    """A collective of the core's, for those who wait for it in Python.
-
-    Attributes:
-        call: what it is.
-        watchers: called when it is done, under the engine's lock.
-        unfit: as of `task.Started`.
-    """
-
-    __slots__ = ("call", "collective", "unfit", "watchers")
-
-    def __init__(self, collective: CoreCollective, call: Call) -> None:
-        super().__init__()
-        self.collective = collective
-        self.call = call
-        self.unfit: Exception | None = None
-        self.watchers: dict[Callable[[Any], None], None] = {}
-
-    def awaited(self) -> Collection[int]:
-        by_python = self.collective._by_python
-        return by_python.awaited() if by_python is not None else set(self.collective._awaited())
-
-    def finish(self, error: BaseException | None = None) -> None:
-        if self.done:
-            return
-        super().finish(error)
-        watchers, self.watchers = self.watchers, {}
-        for watcher in list(watchers):
-            watcher(self)
-
-    def cancel(self) -> None:
-        super().cancel()
-        self.collective._abandon()
-
-
-class CoreCollective(Core, Request[Any]):
+class CoreCollective(Core, CoreStarted):
     """A collective under way in the core."""
 
     _cancelled = False
-    _made: CollectiveTask | None = None
     _why: BaseException | None = None
-    _by_python: Started | None = None  # what goes on when the root's announcement has come
-
-    @property
-    def _group(self) -> Group:  # type: ignore[override]
-        group: Group = self._owner.group
-        return group
-
-    @property
-    def _op_timeout(self) -> float:  # type: ignore[override]
-        seconds: float = self._owner.op_timeout
-        return seconds
 
     @property
     def _call(self) -> Call:
@@ -146,18 +84,9 @@ class CoreCollective(Core, Request[Any]):
             number += context.in_core.number
         return Call(text, number, context)
 
-    @property
-    def _task(self) -> CollectiveTask:  # type: ignore[override]
-        if self._made is None:
-            # Another thread may make one, too, and wait for that.
-            made: CollectiveTask = vars(self).setdefault("_made", CollectiveTask(self, self._call))
-            if not self._watch() and self.done:  # else this is the child of a fork
-                made.finish(self._error())
-            return made
-        return self._made
-
-    def _started(self) -> CollectiveTask:  # type: ignore[override]
-        return self._task
+    def _waits_for(self) -> Collection[int]:
+        by_python = self._by_python
+        return by_python.awaited() if by_python is not None else set(self._awaited())
 
     def _ended(self) -> None:
         """Hear that it is done, or what was announced, in the order of all that happens.
@@ -191,7 +120,7 @@ class CoreCollective(Core, Request[Any]):
         steps, finish = take(group, number, call.text.encode(), root, announcement, place)
         prepared = Prepared(call.text, lambda _: steps, finish=finish)
         owner: Owner = self._owner
-        if place is None:
+        if place is None and owner.plans is not None:
             plan = owner.plans.expected(KINDS[kind], call.text.encode(), root, announcement)
             if plan is not None:
                 self._expect(plan)
@@ -205,12 +134,6 @@ class CoreCollective(Core, Request[Any]):
 
     def _taken(self, task: Started) -> None:
         self._settle(task.result, task.error is not None, task.unfit is not None)
-
-    def _abandon(self) -> None:
-        """Give it up, whatever it is at."""
-        if self._by_python is not None:
-            self._by_python.abort(OperationTimeout(f"{self._call} was given up"))
-        self._give_up()
 
     def _fail(self) -> None:
         """Hear that it has failed, before anybody else does."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import array as stdlib_array
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pycoll import request as requests
 from pycoll.context import ANY, P2P, Incoming, Status
+from pycoll.core_started import CoreStarted, Owner
 from pycoll.dtypes import TABLE
 from pycoll.edge import edges
 from pycoll.engine import raise_error
-from pycoll.errors import Error, OperationTimeout
+from pycoll.errors import Error
 from pycoll.late import Late
 from pycoll.prepared import Prepared
 from pycoll.request import PersistentRequest, Request
@@ -24,7 +25,6 @@ from pycoll.scratch import new_bytes
 from pycoll.task import Call, Started
 from pycoll.transports._core import Messages, wait_all
 from pycoll.transports._core import Request as Core
-from pycoll.transports.base import Operation
 from pycoll.transports.core import REFUSED
 
 if TYPE_CHECKING:
@@ -59,80 +59,8 @@ def _name(number: int) -> str:
     return str(number) if number >= 0 else "ANY"
 
 
-class Owner(NamedTuple):
-    """The communicator of a request.
-
-    Attributes:
-        group: its ranks.
-        op_timeout: the default deadline, seconds.
-    """
-
-    group: Group
-    op_timeout: float
-
-
-class CoreTask(Operation):
-    """A request of the core's, for those who wait for it in Python.
-
-    Attributes:
-        call: what it is.
-        watchers: called when it is done, under the engine's lock.
-        unfit: as of `task.Started`.
-    """
-
-    __slots__ = ("call", "request", "unfit", "watchers")
-
-    def __init__(self, request: CoreRequest, call: Call) -> None:
-        super().__init__()
-        self.request = request
-        self.call = call
-        self.unfit: Exception | None = None
-        self.watchers: dict[Callable[[Any], None], None] = {}
-
-    @property
-    def committed(self) -> bool:
-        kind = self.request._description[0]
-        return kind < RECV and not self.request.done and not self.request._stop()
-
-    def awaited(self) -> Collection[int]:
-        context = self.call.context
-        peer = self.request._description[2]
-        if peer != ANY:
-            return (context.members[peer],)
-        return [rank for rank in context.members if rank != context.me]
-
-    def ended(self) -> None:
-        """Hear that it is done."""
-        self.finish(self.request._error())
-
-    def finish(self, error: BaseException | None = None) -> None:
-        if self.done:
-            return
-        super().finish(error)
-        watchers, self.watchers = self.watchers, {}
-        for watcher in list(watchers):
-            watcher(self)
-
-    def cancel(self) -> None:
-        super().cancel()
-        self.request._abandon()
-
-
-class CoreRequest(Core, Request[Any]):
+class CoreRequest(Core, CoreStarted):
     """A send or a receive under way in the core."""
-
-    _made: CoreTask | None = None
-    _by_python: Started | None = None  # what goes on with its message
-
-    @property
-    def _group(self) -> Group:  # type: ignore[override]
-        group: Group = self._owner.group
-        return group
-
-    @property
-    def _op_timeout(self) -> float:  # type: ignore[override]
-        seconds: float = self._owner.op_timeout
-        return seconds
 
     @property
     def is_well(self) -> bool:
@@ -151,24 +79,21 @@ class CoreRequest(Core, Request[Any]):
             text = f"{_NAMES[kind]}({dtype}{list(shape)}, dest={peer}, tag={tag})"
         return Call(text, -1, self._group.context)
 
-    @property
-    def _task(self) -> CoreTask:  # type: ignore[override]
-        if self._made is None:
-            # Another thread may make one, too, and wait for that.
-            made: CoreTask = vars(self).setdefault("_made", CoreTask(self, self._call))
-            if not self._watch() and self.done:
-                made.ended()
-            return made
-        return self._made
+    def _is_committed(self) -> bool:
+        return self._description[0] < RECV and not self.done and not self._stop()
 
-    def _started(self) -> CoreTask:  # type: ignore[override]
-        return self._task
+    def _waits_for(self) -> Collection[int]:
+        context = self._group.context
+        peer = self._description[2]
+        if peer != ANY:
+            return (context.members[peer],)
+        return [rank for rank in context.members if rank != context.me]
 
     def _ended(self) -> None:
         """Hear that it holds a message or is done, in the order of all that happens."""
         self._go_on()
         if self.done and self._made is not None:
-            self._made.ended()
+            self._made.finish(self._error())
 
     def _take_over(self, face: Receive | None, place: int) -> None:
         """Go on with a message that the core can make no value of.
@@ -206,13 +131,6 @@ class CoreRequest(Core, Request[Any]):
 
     def _received(self, task: Started) -> None:
         self._settle(task.result, task.error is not None)
-
-    def _abandon(self) -> None:
-        """Give it up, whatever it is at."""
-        if self._by_python is not None:
-            # So its message goes back to its place.
-            self._by_python.abort(OperationTimeout(f"{self._task.call} was given up"))
-        self._give_up()
 
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
