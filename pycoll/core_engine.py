@@ -78,8 +78,10 @@ class CoreEngine(Engine):
         """Take in what the core has found for Python; called by the core, in any thread."""
         if self.closed is None and not self.is_inside():
             with self.locked():
-                if self.closed is None:
-                    self._progress()
+                while self.closed is None:
+                    worked = self._progress()
+                    if not (worked and self._core.has_work):  # one event may leave another
+                        return
 
     # --- the lock --------------------------------------------------------------------------
 

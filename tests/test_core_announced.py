@@ -108,3 +108,32 @@ for number in range(120):
 ok()
 """
     all_well(core_job(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_event_loop_that_is_busy_hears_what_python_has_made_of_an_object(
+    core_job: Jobs, transport: str
+) -> None:
+    text = """
+import asyncio
+async def main():
+    if rank == 0:
+        for peer in range(1, size):
+            await comm.irecv(peer)
+        assert await comm.ibroadcast("news", 0) == "news"
+        return
+    request = comm.ibroadcast(None, 0)
+    async def compute():
+        turns = 0
+        while not request.done:
+            await asyncio.sleep(0)
+            turns += 1
+            if turns == 100:
+                await comm.isend(None, 0)
+    _, value = await asyncio.gather(compute(), request)
+    assert value == "news"
+
+asyncio.run(asyncio.wait_for(main(), 20 * PATIENCE))
+ok()
+"""
+    all_well(core_job(3, text, "--transport", transport), 3)

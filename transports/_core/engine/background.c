@@ -18,10 +18,14 @@ static bool is_open(struct pc_drive *drive) {
     return atomic_load_explicit(&drive->closed, memory_order_relaxed) == PC_DRIVE_OPEN;
 }
 
+bool pc_drive_is_needed(struct pc_drive *drive) {
+    return drive->pending > 0 || (drive->on_work != NULL && atomic_load_explicit(&drive->work, memory_order_relaxed) != 0);
+}
+
 static bool may_park(struct pc_drive *drive, bool is_quiet) {
     if (drive->driver != NULL || drive->first != NULL) /* who drives, calls it when it leaves */
         return drive->asleep;
-    return drive->pending == 0 && is_quiet;
+    return !pc_drive_is_needed(drive) && is_quiet;
 }
 
 /* Sleep until it is called, or for that long. */
@@ -67,9 +71,9 @@ static void *live(void *argument) {
         seen = drive->activity;
         sleep_for(drive, rest_ns);
         is_quiet = drive->activity == seen;
-        if (!is_open(drive) || (drive->pending == 0 && is_quiet))
+        if (!is_open(drive) || (!pc_drive_is_needed(drive) && is_quiet))
             continue;
-        if (drive->pending > 0 && drive->first == NULL && drive->driver == NULL && is_quiet) {
+        if (pc_drive_is_needed(drive) && drive->first == NULL && drive->driver == NULL && is_quiet) {
             drive_for_others(drive);
             rest_ns = FIRST_REST_NS;
         } else {

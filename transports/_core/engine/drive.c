@@ -108,13 +108,15 @@ void pc_drive_hand_over(struct pc_drive *drive) {
         return;
     if (drive->first != NULL)
         wake(drive, drive->first);
-    else if (drive->pending > 0)
+    else if (pc_drive_is_needed(drive))
         pc_drive_call_background(drive);
 }
 
 void pc_drive_post_work(struct pc_drive *drive) {
     atomic_store_explicit(&drive->work, 1, memory_order_relaxed);
     pc_drive_ring(drive);
+    if (drive->driver == NULL && drive->first == NULL)
+        pc_drive_call_background(drive); /* if nobody takes it in time */
 }
 
 void pc_drive_posted(struct pc_drive *drive) {

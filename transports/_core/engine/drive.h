@@ -158,6 +158,8 @@ void pc_drive_ring(struct pc_drive *drive);
 uint64_t pc_drive_now_ns(void);
 /* background.c */
 void pc_drive_call_background(struct pc_drive *drive);
+/* Whether somebody must drive: something is pending, or a thread that did not wait has left work. */
+bool pc_drive_is_needed(struct pc_drive *drive);
 
 #ifdef PC_DRIVE_CHECKED
 #define PC_DRIVE_COUNT(drive, what) ((drive)->counts.what++)
