@@ -109,8 +109,8 @@ def said(environ: Mapping[str, str], rank: int) -> dict[str, Any]:
     own = _cores_here() | {"machine": _machine()}
     if encrypts(environ):
         own["encrypt"] = True
-    if uses_core(environ):
-        own["engine"] = CORE
+    if wanted := wanted_engine(environ):
+        own["engine"] = wanted
     return own | _settings(environ) if rank == 0 else own
 
 
@@ -160,7 +160,7 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
 
     Raises:
         BootstrapError: rank 0's settings make no sense to this rank: it has registered other
-            algorithms; or only some ranks encrypt, or use the core's engine.
+            algorithms; or only some ranks encrypt, or want an engine.
     """
     _check_encryption(infos)
     _check_engines(infos)
@@ -200,27 +200,28 @@ def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def uses_core(environ: Mapping[str, str]) -> bool:
-    """Return whether the compiled core's engine moves messages: PYCOLL_ENGINE.
+def wanted_engine(environ: Mapping[str, str]) -> str | None:
+    """Return the engine that shall move messages: PYCOLL_ENGINE; None: the best there is.
 
     Raises:
         BootstrapError: there is no such engine.
     """
-    name = environ.get("PYCOLL_ENGINE") or PYTHON
-    if name not in (CORE, PYTHON):
+    name = environ.get("PYCOLL_ENGINE") or None
+    if name not in (CORE, PYTHON, None):
         raise BootstrapError(f"PYCOLL_ENGINE is {name!r}: use {PYTHON} or {CORE}")
-    return name == CORE
+    return name
 
 
 def _check_engines(infos: Sequence[Mapping[str, Any]]) -> None:
-    """Raise BootstrapError if only some ranks use the core's engine."""
-    core = [rank for rank, info in enumerate(infos) if info.get("engine") == CORE]
-    if core and len(core) < len(infos):
-        others = [rank for rank in range(len(infos)) if rank not in set(core)]
-        raise BootstrapError(
-            f"PYCOLL_ENGINE={CORE} is set for {_ranks(core)}, but not for {_ranks(others)}; "
-            "set it for all ranks or for none"
-        )
+    """Raise BootstrapError if only some ranks want an engine."""
+    for name in (CORE, PYTHON):
+        wanting = [rank for rank, info in enumerate(infos) if info.get("engine") == name]
+        if wanting and len(wanting) < len(infos):
+            others = [rank for rank in range(len(infos)) if rank not in set(wanting)]
+            raise BootstrapError(
+                f"PYCOLL_ENGINE={name} is set for {_ranks(wanting)}, but not for {_ranks(others)}; "
+                "set it for all ranks or for none"
+            )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -7,34 +7,52 @@ take long, and what is said when something goes wrong.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from pycoll import announced, arguments, arrays, ops, p2p, schedules, staged_run
-from pycoll.announced import Announcement
-from pycoll.arrays import Value
 from pycoll.calls import Calls, scattered
-from pycoll.collectives import rows
 from pycoll.context import readable
 from pycoll.core_started import CoreStarted, Owner
+from pycoll.edge import edge
 from pycoll.engine import raise_error
 from pycoll.errors import Error, MismatchError
 from pycoll.group import SHARED_MEMORY, Group
+from pycoll.late import Late
 from pycoll.native import KINDS, OPS, REDUCING
 from pycoll.prepared import Prepared
-from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.task import Call, CallSteps, Started
 from pycoll.transports._core import Collective as Core
 from pycoll.transports._core import Collectives, Plan, forget_plans
-from pycoll.transports.base import Parts
 from pycoll.transports.core import NO_VALUE, REFUSED
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from pycoll import (
+        announced,
+        arguments,
+        arrays,
+        collectives,
+        ops,
+        p2p,
+        schedule,
+        schedules,
+        staged_run,
+    )
+    from pycoll.announced import Announcement
+    from pycoll.arrays import Value
     from pycoll.core_context import CoreContext
     from pycoll.group import Bound
+    from pycoll.schedule import Schedule
+    from pycoll.transports.base import Parts
+else:
+    np = Late("numpy")
+    announced, arguments = Late("pycoll.announced"), Late("pycoll.arguments")
+    arrays, collectives = Late("pycoll.arrays"), Late("pycoll.collectives")
+    ops, p2p, schedule = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.schedule")
+    schedules, staged_run = Late("pycoll.schedules"), Late("pycoll.staged_run")
 
 SEND, RECV, RECV_SCRATCH, REDUCE, COPY = range(5)
 """Kinds of steps, numbered as in _core/engine/run.h."""
@@ -96,7 +114,7 @@ class CoreCollective(Core, CoreStarted):
         if not self.done:
             data = self._take_announcement()
             if data is not None:
-                self._go_on(Announcement.unpack(memoryview(data)))
+                self._go_on(announced.Announcement.unpack(memoryview(data)))
             return
         by_python = self._by_python
         error = self._error()
@@ -144,6 +162,7 @@ class CoreCollective(Core, CoreStarted):
         with engine.locked():
             self._ended()
 
+    @edge
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
         if timeout is None:
@@ -212,6 +231,7 @@ class Plans:
         self._group = group
         self._calls = calls
 
+    @edge
     def __call__(
         self,
         kind: int,
@@ -223,6 +243,7 @@ class Plans:
         algorithm: str | None,
     ) -> Plan | None:
         """Return the plan of a call and of all that are like it; None: Python must run them."""
+        _follow_changes()
         group, calls, name = self._group, self._calls[blocking], KINDS[kind]
         arguments: dict[str, Any] = {"algorithm": algorithm}
         if name != "barrier":
@@ -270,6 +291,7 @@ class Plans:
             name, text, root: of the call.
             came: what has come; None is returned if that is no NumPy array.
         """
+        _follow_changes()
         if came.is_object:
             return None
         dtype, library, shape = arrays.from_description(came.description)
@@ -292,7 +314,7 @@ class Plans:
         if name == "broadcast":
             came = announced.of_broadcast(group, p2p.Outgoing(x), algorithm)
         elif is_root:
-            block = Value(value.array[0], value.dtype, value.kind)
+            block = arrays.Value(value.array[0], value.dtype, value.kind)
             came = announced.of_block(group, block, algorithm)
         else:
             came = announced.of_block(group, value, algorithm)
@@ -319,7 +341,7 @@ class Plans:
             )
         else:
             if source is not None:
-                views = [(row,) for row in rows(source.array)]
+                views = [(row,) for row in collectives.rows(source.array)]
             assert into is not None
             lengths = [came.nbytes] * group.size
             bound = announced.bind_scatter(group, root, came, lengths, views, into)
@@ -407,26 +429,29 @@ def _places(bound: Bound, x: Any, result: Any) -> list[tuple[int, int, int]] | N
     return places
 
 
-def _steps(schedule: Schedule) -> list[tuple[Any, ...]]:
+def _steps(compiled: Schedule) -> list[tuple[Any, ...]]:
     """Return a schedule's steps as `Plan` takes them."""
     steps: list[tuple[Any, ...]] = []
-    for position, step in enumerate(schedule.steps):
+    for position, step in enumerate(compiled.steps):
         match step:
-            case Send(peer):
+            case schedule.Send(peer):
                 kind = SEND, False, peer
-            case Recv(peer, _, scratch):
+            case schedule.Recv(peer, _, scratch):
                 kind = RECV_SCRATCH if scratch else RECV, False, peer
-            case Reduce(_, incoming_first):
+            case schedule.Reduce(_, incoming_first):
                 kind = REDUCE, incoming_first, 0
-            case Copy(source):
+            case schedule.Copy(source):
                 kind = COPY, False, source
-        chunks, successors = schedule.chunks[position], schedule.successors[position]
-        number, waits = schedule.number[position], schedule.waits[position]
+        chunks, successors = compiled.chunks[position], compiled.successors[position]
+        number, waits = compiled.number[position], compiled.waits[position]
         steps.append((*kind, number, tuple(chunks), tuple(successors), waits))
     return steps
 
 
-schedules.on_change.append(forget_plans)
+@functools.cache
+def _follow_changes() -> None:
+    """From now on plans are forgotten when there are other algorithms."""
+    schedules.on_change.append(forget_plans)
 
 
 def finish(collective: CoreCollective) -> None:

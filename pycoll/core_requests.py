@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pycoll import request as requests
 from pycoll.context import ANY, P2P, Incoming, Status
 from pycoll.core_started import CoreStarted, Owner
-from pycoll.dtypes import TABLE
-from pycoll.edge import edges
+from pycoll.edge import edge, edges
 from pycoll.engine import raise_error
 from pycoll.errors import Error
 from pycoll.late import Late
@@ -28,12 +27,13 @@ from pycoll.transports._core import Request as Core
 from pycoll.transports.core import REFUSED
 
 if TYPE_CHECKING:
-    from pycoll import arguments, arrays, objects, p2p
+    from pycoll import arguments, arrays, dtypes, objects, p2p
     from pycoll.core_context import CoreContext
     from pycoll.group import Group
     from pycoll.transports._core import Receive
 else:
     arguments, arrays = Late("pycoll.arguments"), Late("pycoll.arrays")
+    dtypes = Late("pycoll.dtypes")
     objects, p2p = Late("pycoll.objects"), Late("pycoll.p2p")
 
 SEND, SSEND, RECV, PROBE = range(4)
@@ -75,7 +75,7 @@ class CoreRequest(Core, CoreStarted):
         elif self._sent_type is not None:
             text = f"{_NAMES[kind]}({self._sent_type.__name__}, dest={peer}, tag={tag})"
         else:
-            dtype = next(dtype for dtype in TABLE if dtype.code == code)
+            dtype = next(dtype for dtype in dtypes.TABLE if dtype.code == code)
             text = f"{_NAMES[kind]}({dtype}{list(shape)}, dest={peer}, tag={tag})"
         return Call(text, -1, self._group.context)
 
@@ -132,6 +132,7 @@ class CoreRequest(Core, CoreStarted):
     def _received(self, task: Started) -> None:
         self._settle(task.result, task.error is not None)
 
+    @edge
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
         if not self.done:

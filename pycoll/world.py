@@ -32,6 +32,7 @@ from pycoll.launcher.rendezvous_wire import already_joined
 from pycoll.membership import NoVerdict
 from pycoll.transports.base import Transport
 from pycoll.transports.inproc import Hub, InprocTransport
+from pycoll.transports.shm import ShmTransport, missing_core, open_host
 
 if TYPE_CHECKING:
     from pycoll.memory import SharedMemory
@@ -404,7 +405,7 @@ def _alone(rank: int, op_timeout: float) -> Engine:
     """Return the engine of a job of one rank, whom no launcher has started."""
     engine: Engine
     to_self: Transport
-    if agreed.uses_core(os.environ):
+    if agreed.wanted_engine(os.environ) != agreed.PYTHON and missing_core() is None:
         from pycoll.core_engine import CoreEngine
         from pycoll.transports.core import CoreTransport
 
@@ -447,7 +448,7 @@ class _Meeting:
         self.shared_memory: SharedMemory | None = None
         self.no_shared_memory = "there is one rank"
         self.core: CoreTransport | None = None
-        uses_core = agreed.uses_core(os.environ)
+        wanted = agreed.wanted_engine(os.environ)
         doorbell = -1
         self._chosen = chosen
         self._rank = place.rank
@@ -457,18 +458,18 @@ class _Meeting:
         self._net_addresses: list[dict[str, Any]] = []
         encrypt = encrypts(os.environ)
         own: dict[str, Any] = {"node": place.node, **agreed.said(os.environ, place.rank)}
+        if missing_core() is None:
+            own["core"] = True
         if place.size > 1:
             own |= network.said(chosen)
-            memory = _open_shared_memory(place, chosen, uses_core)
+            memory = _open_shared_memory(place, chosen)
             if isinstance(memory, str):
                 self.no_shared_memory = memory
             else:
                 self.shared_memory, doorbell = memory
-                self._shm = self.shared_memory.transport
-                if self._shm is not None:
-                    opened.append(self._shm)
                 own["shm"] = {}
-            self._rdma = None if encrypt or uses_core else _open_rdma(place, chosen)
+            if not encrypt and wanted != agreed.CORE:
+                self._rdma = _open_rdma(place, chosen)
             if self._rdma is not None:
                 opened.append(self._rdma)
                 own["rdma"] = self._rdma.address()
@@ -479,15 +480,21 @@ class _Meeting:
         needs_network = self._needs_network(all(sharing))
         self._settle_shared_memory(place, sharing)
         name = network.choose(self._infos, encrypt) if needs_network else ""
-        if uses_core:
+        if wanted == agreed.CORE or (wanted is None and self._core_serves(name)):
             self.core = self._open_core(place, name, doorbell)
             self._net = self.core if needs_network else None
             opened.append(self.core)
-        elif needs_network:
-            self._net = network.open_network(
-                name, place.rank, place.size, place.key, place.addresses, encrypt, _lanes()
-            )
-            opened.append(self._net)
+        else:
+            if self.shared_memory is not None:
+                self.shared_memory = _with_transport(place, self.shared_memory, doorbell)
+                self._shm = self.shared_memory.transport
+                assert self._shm is not None
+                opened.append(self._shm)
+            if needs_network:
+                self._net = network.open_network(
+                    name, place.rank, place.size, place.key, place.addresses, encrypt, _lanes()
+                )
+                opened.append(self._net)
         if self._net is not None:
             said = control.exchange(self._net.address(), timeout)
             self._net_addresses = [
@@ -511,6 +518,16 @@ class _Meeting:
             self.no_shared_memory = "there is one rank on this host"
             self.shared_memory = None
 
+    def _core_serves(self, name: str) -> bool:
+        """Whether the core's engine can move all messages of the job.
+
+        Args:
+            name: of the network that the job needs; "": none.
+        """
+        ranks_have_it = all("core" in info for info in self._infos)
+        has_rdma = any("rdma" in info for info in self._infos)
+        return ranks_have_it and not has_rdma and name in ("", network.TCP)
+
     def _open_core(self, place: Place, name: str, doorbell: int) -> CoreTransport:
         """Open the core's engine.
 
@@ -522,6 +539,8 @@ class _Meeting:
         Raises:
             BootstrapError: the core does not move messages by that network.
         """
+        if missing := missing_core():
+            raise BootstrapError(f"PYCOLL_ENGINE={agreed.CORE} cannot be: {missing}")
         from pycoll.transports.core import CoreTransport, Memory, Network
 
         if name not in ("", network.TCP) or self._chosen == "rdma":
@@ -584,10 +603,7 @@ class _Meeting:
             engine.admit()
             return
         if self._shm is not None:
-            if self.shared_memory is None:
-                self._shm.close(0.0)
-            else:
-                self._shm.start([info.get("shm", {}) for info in self._infos], engine)
+            self._shm.start([info.get("shm", {}) for info in self._infos], engine)
         if self._rdma is not None:
             self._rdma.start([info.get("rdma", {}) for info in self._infos], engine)
         if self._net is not None:
@@ -600,9 +616,13 @@ def _lanes() -> int:
     return network.lanes(os.environ, 1 if table is None else table.lanes)
 
 
-def _open_shared_memory(
-    place: Place, chosen: str, uses_core: bool
-) -> tuple[SharedMemory, int] | str:
+def _with_transport(place: Place, memory: SharedMemory, doorbell: int) -> SharedMemory:
+    """Return the memory of this host with messages of its own."""
+    transport = ShmTransport(memory.host, doorbell, place.rank, memory.ranks, memory.single_copy)
+    return memory._replace(transport=transport)
+
+
+def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, int] | str:
     """Open the shared memory of this host; returns it and this rank's doorbell, or why not.
 
     Raises:
@@ -610,8 +630,6 @@ def _open_shared_memory(
     """
     if chosen in (*network.NETWORKS, "rdma"):
         return f"the transport is {chosen}"
-    from pycoll.transports.shm import ShmTransport, open_host
-
     found = open_host({"PYCOLL_SHM": place.memory}, place.local_rank, place.local_size)
     if chosen == "shm":
         if isinstance(found, str):
@@ -631,10 +649,7 @@ def _open_shared_memory(
     ranks = place.local_ranks
     host, doorbell = found
     single_copy = os.environ.get("PYCOLL_SINGLE_COPY") != "0"
-    transport = None
-    if not uses_core:
-        transport = ShmTransport(host, doorbell, place.rank, ranks, single_copy)
-    return SharedMemory(host, ranks, single_copy, transport), doorbell
+    return SharedMemory(host, ranks, single_copy, None), doorbell
 
 
 def _seen_from_here(said: dict[str, Any], host: str | None) -> dict[str, Any]:

@@ -31,6 +31,11 @@ def ok():
     sys.stdout.write(f"{rank} ok\\n")
     sys.stdout.flush()
 
+def links():
+    "The names of what connects this rank to the others."
+    transports = comm._group.engine.transports
+    return {t.link_name(r) for r, t in enumerate(transports) if r != rank}
+
 def error_of(call, *args, within=5.0, **kwargs):
     "The error of a call that must fail."
     start = time.monotonic()

@@ -216,7 +216,7 @@ def test_all_ranks_must_want_the_same_engine() -> None:
 
 def test_there_is_no_other_engine() -> None:
     with pytest.raises(BootstrapError, match="use python or core"):
-        agreed.uses_core({"PYCOLL_ENGINE": "rust"})
+        agreed.wanted_engine({"PYCOLL_ENGINE": "rust"})
 
 
 def test_the_core_does_not_move_messages_by_zmq(core_job: Jobs) -> None:

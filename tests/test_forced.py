@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sent_messages import sent_messages
 from tiers import few
 
 import pycoll
@@ -183,14 +184,6 @@ def test_the_bytes_that_travel_are_those_of_the_formula(ranks: Any) -> None:
     """Counted where the engine hands messages to the transports."""
 
     def program(comm: Comm) -> list[tuple[str, str, int, int]]:
-        engine, sent = comm._group.engine, [0, 0]
-        send = engine.send
-
-        def count(context: Any, world: int, header: bytes, parts: Any) -> Any:
-            sent[0] += 1
-            sent[1] += sum(len(part) for part in parts)
-            return send(context, world, header, parts)
-
         from pycoll import levels
 
         largest, levels.BY_LEVELS_NBYTES = levels.BY_LEVELS_NBYTES, -1  # by messages alone
@@ -208,10 +201,8 @@ def test_the_bytes_that_travel_are_those_of_the_formula(ranks: Any) -> None:
         counted = []
         for collective, call in calls.items():
             for name in algorithms(collective):
-                sent[:] = [0, 0]
-                engine.send = count
-                call(name)
-                del engine.send
+                with sent_messages(comm) as sent:
+                    call(name)
                 counted.append((collective, name, *sent))
         levels.BY_LEVELS_NBYTES = largest
         return counted

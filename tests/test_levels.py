@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from sent_messages import sent_messages
 from tiers import few
 
 import pycoll
@@ -59,13 +60,9 @@ def test_values_are_combined(ranks: Any) -> None:
 @of_worlds
 def test_a_host_sends_one_message_for_all_its_ranks(ranks: Any) -> None:
     def program(comm: Comm) -> int:
-        sent = []
-        engine = comm._group.engine
-        send = engine.send
-        engine.send = lambda *args: sent.append(1) or send(*args)
-        comm.all_reduce(np.ones(8, int), **FORCED)
-        del engine.send
-        return len(sent)
+        with sent_messages(comm) as sent:
+            comm.all_reduce(np.ones(8, int), **FORCED)
+        return sent[0]
 
     nodes = ranks(lambda comm: comm.node)
     sent = ranks(program)

@@ -72,6 +72,7 @@ class Tcp:
 
 class Engine:
     engaged: bool
+    sent: tuple[int, int]
     def __new__(
         cls,
         rank: int,

@@ -301,6 +301,10 @@ class Transport(ABC):
     def progress(self) -> bool:
         """Do what can be done without blocking; True if something was done."""
 
+    def link_name(self, peer: int) -> str:
+        """Return the name of the transport by which messages to a rank go."""
+        return self.name
+
     @property
     def is_behind(self) -> bool:
         """Whether something that was buffered waits here for the peer.

@@ -215,6 +215,7 @@ class CoreTransport(Transport):
         self._lanes = network.lanes if network is not None else 0
         self._endpoint = ""
         self._doorbell = memory.doorbell if memory is not None else -1
+        self._sharing = frozenset(memory.ranks if memory is not None else ())
         self._pid = os.getpid()
         limits = EAGER_LIMIT, AHEAD, CREDIT, MESSAGE_COST
         options: dict[str, Any] = {}
@@ -288,6 +289,11 @@ class CoreTransport(Transport):
     def _dial(self, link: Link) -> None:
         assert self._dialer is not None
         self._dialer.dial(link, self._addresses[link.peer]["endpoint"])
+
+    def link_name(self, peer: int) -> str:
+        if peer == self._rank:
+            return "self"
+        return "shm" if peer in self._sharing else "tcp"
 
     def links(self) -> list[int]:
         return self.core.links()

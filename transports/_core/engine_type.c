@@ -739,6 +739,11 @@ static PyObject *engine_rings(pc_engine_object *self, void *unused) {
     return PyLong_FromUnsignedLongLong(self->rings);
 }
 
+static PyObject *engine_sent(pc_engine_object *self, void *unused) {
+    (void)unused;
+    return Py_BuildValue("KK", (unsigned long long)self->engine.num_sent, (unsigned long long)self->engine.sent_nbytes);
+}
+
 static PyObject *engine_is_behind(pc_engine_object *self, void *unused) {
     (void)unused;
     return PyBool_FromLong(self->is_behind);
@@ -781,6 +786,7 @@ static PyGetSetDef engine_values[] = {
     {"engaged", (getter)engine_engaged, (setter)set_engaged,
      "Whether a thread is in the Python engine: then nothing is done without it.", NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
+    {"sent", (getter)engine_sent, NULL, "How many messages were sent, and the bytes of their payloads.", NULL},
     {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},
     {"is_receiving", (getter)engine_is_receiving, NULL, "Whether an accepted message is on its way.", NULL},
     {"has_work", (getter)engine_has_work, NULL, "Whether there is something for Python to do.", NULL},

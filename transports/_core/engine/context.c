@@ -339,6 +339,8 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
     send->nbytes = 0;
     for (size_t part = 0; part < send->num_parts; part++)
         send->nbytes += send->parts[part].iov_len;
+    engine->num_sent++;
+    engine->sent_nbytes += send->nbytes;
     pc_engine_enter(engine);
     struct pc_link *link = engine->links[send->peer];
     int answer = link->ops->send(link, send, header, header_nbytes, way);

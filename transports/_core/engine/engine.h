@@ -177,6 +177,7 @@ struct pc_engine {
     void (*lost)(struct pc_engine *engine, int peer, const char *why);
     void *owner;
 
+    uint64_t num_sent, sent_nbytes; /* messages, and their payloads */
     int *gone; /* by peer: a status; 0: it is there */
     struct pc_context *others; /* to which messages of other kinds belong, and their sends: nothing is matched there */
     struct pc_context *contexts;
