@@ -5,10 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Segments of one call that are under way at a time. */
-#define IN_FLIGHT 16
-
-/* --- segments, and the end --------------------------------------------------------------------------- */
+/* --- the end ----------------------------------------------------------------------------------------- */
 
 static void end(struct pc_started *self) {
     pc_engine_object *engine = self->collectives->engine;
@@ -17,9 +14,7 @@ static void end(struct pc_started *self) {
     pc_context_let_go(self->context);
     self->context = NULL;
     self->call = NULL;
-    if (self->runs != &self->one)
-        free(self->runs);
-    self->runs = NULL;
+    pc_pipeline_free(&self->pipeline);
     if (!self->is_launched) {
         self->op.status = self->status;
         atomic_store_explicit(&self->op.done, 1, memory_order_relaxed);
@@ -40,65 +35,17 @@ static void end(struct pc_started *self) {
     pc_op_end(&self->op, self->status);
 }
 
-static void cancel_runs(struct pc_started *self) {
-    for (uint32_t index = 0; index < self->most; index++)
-        if (self->runs[index].owner != NULL)
-            (void)pc_run_cancel(&self->runs[index]);
-    self->in_flight = 0;
+static void take_status(struct pc_started *self) {
+    self->status = self->pipeline.status;
+    self->from = self->pipeline.from;
+    self->came = self->pipeline.came;
+    self->expected = self->pipeline.expected;
 }
 
-static void take_status(struct pc_started *self, const struct pc_run *run) {
-    self->status = run->status;
-    self->from = run->from;
-    self->came = run->came;
-    self->expected = run->expected;
-}
-
-static void run_ended(struct pc_run *run);
-
-/* Start as many segments as may be under way; end if nothing is left. */
-static void fill(struct pc_started *self) {
-    const pc_plan *plan = self->plan;
-    self->filling = true;
-    while (self->status == 0 && self->next_segment < plan->num_segments && self->in_flight < self->most) {
-        struct pc_run *run = self->runs;
-        while (run->owner != NULL)
-            run++;
-        *run = (struct pc_run){.table = &plan->way.table,
-                               .places = plan->places,
-                               .reduction = plan->reduction,
-                               .source = self->source,
-                               .target = self->target,
-                               .call = self->call,
-                               .lane = (uint16_t)(self->next_segment + plan->announced.is_announced),
-                               .segment = self->next_segment,
-                               .num_segments = plan->num_segments,
-                               .granule = plan->granule,
-                               .ended = run_ended,
-                               .owner = self};
-        self->next_segment++;
-        self->in_flight++;
-        if (!pc_run_start(self->context, run)) {
-            run->owner = NULL;
-            self->in_flight--;
-            self->status = -ENOMEM;
-        }
-    }
-    self->filling = false;
-    if (self->status != 0)
-        cancel_runs(self);
-    if (self->in_flight == 0)
-        end(self);
-}
-
-static void run_ended(struct pc_run *run) {
-    struct pc_started *self = run->owner;
-    run->owner = NULL;
-    self->in_flight--;
-    if (run->status != 0 && self->status == 0)
-        take_status(self, run);
-    if (!self->filling)
-        fill(self);
+static void pipeline_ended(struct pc_pipeline *pipeline) {
+    struct pc_started *self = pipeline->owner;
+    take_status(self);
+    end(self);
 }
 
 /* --- what its root announces -------------------------------------------------------------------------- */
@@ -121,9 +68,9 @@ static void announcement_ended(struct pc_run *run) {
     struct pc_started *self = run->owner;
     const struct pc_announced *announced = &self->plan->announced;
     run->owner = NULL;
-    self->in_flight = 0;
     if (run->status != 0) {
-        take_status(self, run);
+        pc_pipeline_take_status(&self->pipeline, run);
+        take_status(self);
         end(self);
         return;
     }
@@ -139,14 +86,14 @@ static void announcement_ended(struct pc_run *run) {
     if (announced->inline_nbytes >= 0)
         end(self);
     else
-        fill(self);
+        pc_pipeline_start(self->context, &self->pipeline);
 }
 
 /* Send the announcement, or receive it and pass it on. */
 static void announce(struct pc_started *self) {
     const struct pc_announced *announced = &self->plan->announced;
     bool is_root = announced->is_root;
-    struct pc_run *run = self->runs;
+    struct pc_run *run = self->pipeline.runs; /* no segment needs it yet */
     self->announcement_place =
         (struct pc_chunk_place){self->announcement_nbytes, is_root ? 0 : -1, is_root ? -1 : 0};
     *run = (struct pc_run){.table = &announced->way.table,
@@ -159,10 +106,8 @@ static void announce(struct pc_started *self) {
                            .granule = 1,
                            .ended = announcement_ended,
                            .owner = self};
-    self->in_flight = 1;
     if (!pc_run_start(self->context, run)) {
         run->owner = NULL;
-        self->in_flight = 0;
         self->status = -ENOMEM;
         end(self);
     }
@@ -269,10 +214,11 @@ static void launch(pc_engine_object *engine, void *argument) {
     self->context = context;
     context->num_users++;
     pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
+    self->pipeline.call = self->call;
     if (self->plan->announced.is_announced)
         announce(self);
     else
-        fill(self);
+        pc_pipeline_start(context, &self->pipeline);
     if (!pc_op_is_done(&self->op)) {
         self->is_launched = self->under_way = true;
         self->is_pending = !self->is_blocking;
@@ -298,9 +244,17 @@ struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, cons
     started->root = call->root;
     started->algorithm = Py_XNewRef(call->algorithm);
     started->is_blocking = call->is_blocking;
-    started->most = plan->num_segments < IN_FLIGHT ? plan->num_segments : IN_FLIGHT;
-    started->runs = started->most == 1 ? &started->one : calloc(started->most, sizeof *started->runs);
-    bool has_memory = started->runs != NULL && (!plan->announced.is_announced || prepare_announcement(started));
+    started->pipeline = (struct pc_pipeline){.table = &plan->way.table,
+                                             .places = plan->places,
+                                             .reduction = plan->reduction,
+                                             .source = call->source,
+                                             .target = call->target,
+                                             .first_lane = plan->announced.is_announced,
+                                             .num_segments = plan->num_segments,
+                                             .granule = plan->granule,
+                                             .ended = pipeline_ended,
+                                             .owner = started};
+    bool has_memory = pc_pipeline_prepare(&started->pipeline) && (!plan->announced.is_announced || prepare_announcement(started));
     struct starting starting = {.started = started, .text = few};
     size_t most = plan->text_nbytes + 1 + PC_MOST_PLACE_NBYTES;
     if (most > sizeof few)
@@ -337,15 +291,11 @@ void pc_collective_give_up(struct pc_started *self) {
         return;
     pc_engine_enter(engine);
     self->status = PC_CONTEXT_CLOSED; /* nobody asks why */
-    cancel_runs(self);
+    pc_pipeline_cancel(&self->pipeline);
     end(self);
     pc_engine_leave(engine);
 }
 
 size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t most) {
-    size_t count = 0;
-    for (uint32_t index = 0; self->under_way && index < self->most; index++)
-        if (self->runs[index].owner != NULL)
-            count += pc_run_awaited(&self->runs[index], ranks + count, most - count);
-    return count;
+    return self->under_way ? pc_pipeline_awaited(&self->pipeline, ranks, most) : 0;
 }

@@ -12,7 +12,7 @@
 #include "engine_type.h"
 #include "kinds.h"
 
-#include "engine/run.h"
+#include "engine/pipeline.h"
 
 /* Bytes of the place where a call was made. */
 #define PC_MOST_PLACE_NBYTES 256
@@ -40,6 +40,12 @@ struct pc_announced {
     int dtype, ndim;          /* of the result, for a rank that has passed no array; of no result: -1 dimensions */
     intptr_t dims[PC_PLAN_DIMS];
 };
+
+/* plan_type.c: compile steps for `size` ranks; `table.num_chunks` is known. 0; -1 with an exception. */
+int pc_compiled_read(struct pc_compiled *self, PyObject *steps, int size);
+void pc_compiled_free(struct pc_compiled *self);
+/* The reduction of an operator, a dtype, and by what results are divided; an operator of -1: none. */
+struct pc_reduction pc_reduction_of(int op, int dtype, int divisor);
 
 /* What calls have in common that are alike. */
 typedef struct {
@@ -82,8 +88,7 @@ struct pc_started {
     struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
     struct pc_called *call;
     uint64_t number;
-    struct pc_run *runs, one; /* of the segments that are under way; or of the announcement */
-    uint32_t most, in_flight, next_segment;
+    struct pc_pipeline pipeline; /* of its segments; the first of its runs is before them that of the announcement */
     PyObject *x, *result;
     void *source, *target;
     unsigned char *announcement; /* of an announced call: its memory, and where that is its one chunk */
@@ -94,7 +99,7 @@ struct pc_started {
     int kind, root;
     PyObject *algorithm; /* an interned string: that name is found at no other place; or NULL */
     char is_blocking, collected;
-    bool filling, is_launched, is_pending, is_watched, under_way;
+    bool is_launched, is_pending, is_watched, under_way;
     int status, from;
     size_t came, expected;
     struct pc_started *next; /* of those that have ended */

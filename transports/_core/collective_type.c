@@ -199,8 +199,7 @@ static PyObject *collective_call(struct pc_started *self, void *unused) {
 static void collective_dealloc(struct pc_started *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     free(self->announcement);
-    if (self->runs != &self->one)
-        free(self->runs);
+    pc_pipeline_free(&self->pipeline);
     Py_XDECREF(self->algorithm);
     Py_XDECREF(self->x);
     Py_XDECREF(self->result);

@@ -53,7 +53,7 @@ static bool is_sound(const struct pc_compiled *self, uint32_t position, int size
     return step->other < (uint32_t)size;
 }
 
-static int read_steps(struct pc_compiled *self, PyObject *steps, int size) {
+int pc_compiled_read(struct pc_compiled *self, PyObject *steps, int size) {
     Py_ssize_t count = PyList_Size(steps);
     uint32_t num_chunks = 0, num_successors = 0;
     self->steps = calloc((size_t)count + 1, sizeof *self->steps);
@@ -138,7 +138,16 @@ static int read_announced(struct pc_announced *self, PyObject *given, int size) 
     for (int axis = 0; axis < self->ndim; axis++)
         self->dims[axis] = PyLong_AsSsize_t(PyTuple_GetItem(dims, axis));
     self->way.table.num_chunks = 1;
-    return PyErr_Occurred() ? -1 : read_steps(&self->way, steps, size);
+    return PyErr_Occurred() ? -1 : pc_compiled_read(&self->way, steps, size);
+}
+
+struct pc_reduction pc_reduction_of(int op, int dtype, int divisor) {
+    if (op < 0)
+        return (struct pc_reduction){0};
+    return (struct pc_reduction){.combine = pc_reduce_find(op == PC_AVG ? PC_SUM : op, dtype),
+                                 .finish = divisor > 0 ? pc_reduce_find(op, dtype) : NULL,
+                                 .divisor = divisor,
+                                 .itemsize = pc_itemsize(dtype)};
 }
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -158,23 +167,19 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     pc_plan *self = (pc_plan *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
-    if (op >= 0)
-        self->reduction = (struct pc_reduction){.combine = pc_reduce_find(op == PC_AVG ? PC_SUM : op, dtype),
-                                                .finish = divisor > 0 ? pc_reduce_find(op, dtype) : NULL,
-                                                .divisor = divisor,
-                                                .itemsize = pc_itemsize(dtype)};
+    self->reduction = pc_reduction_of(op, dtype, divisor);
     self->granule = (size_t)granule;
     self->num_segments = segments;
     self->text_nbytes = (size_t)text_nbytes;
     self->text = copy_of(text, text_nbytes);
-    if (self->text != NULL && read_places(self, places) == 0 && read_steps(&self->way, steps, size) == 0 &&
+    if (self->text != NULL && read_places(self, places) == 0 && pc_compiled_read(&self->way, steps, size) == 0 &&
         (announced == Py_None || read_announced(&self->announced, announced, size) == 0))
         return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
 
-static void free_compiled(struct pc_compiled *compiled) {
+void pc_compiled_free(struct pc_compiled *compiled) {
     free(compiled->steps);
     free(compiled->chunks);
     free(compiled->successors);
@@ -182,8 +187,8 @@ static void free_compiled(struct pc_compiled *compiled) {
 
 static void plan_dealloc(pc_plan *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    free_compiled(&self->way);
-    free_compiled(&self->announced.way);
+    pc_compiled_free(&self->way);
+    pc_compiled_free(&self->announced.way);
     free(self->announced.head);
     free(self->places);
     free(self->text);

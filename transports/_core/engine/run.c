@@ -387,8 +387,11 @@ static void place_chunks(struct pc_run *run) {
         if (run->num_segments > 1)
             cut(run, place->nbytes, &begin, &end);
         chunk->nbytes = end - begin;
-        chunk->value = place->source >= 0 ? (unsigned char *)(uintptr_t)run->source + place->source + begin : NULL;
-        chunk->target = place->target >= 0 ? (unsigned char *)run->target + place->target + begin : NULL;
+        /* The memory of the source may be nowhere, and a place an address. */
+        uintptr_t source = (uintptr_t)run->source + (uintptr_t)place->source + begin;
+        uintptr_t target = (uintptr_t)run->target + (uintptr_t)place->target + begin;
+        chunk->value = place->source >= 0 ? (unsigned char *)source : NULL;
+        chunk->target = place->target >= 0 ? (unsigned char *)target : NULL;
         chunk->own_at = run->own_nbytes;
         run->own_nbytes += chunk->nbytes;
     }

@@ -1,0 +1,49 @@
+/* Running one schedule on one segment of every chunk after the other: several segments are under way at a time, each on
+   a lane of its own, so while a rank hands one on, the next comes in. Plain C, without Python.
+
+   Nothing here locks: the caller holds the engine's lock for everything. */
+#ifndef PC_PIPELINE_H
+#define PC_PIPELINE_H
+
+#include "run.h"
+
+/* Segments that are under way at a time. */
+#define PC_SEGMENTS_IN_FLIGHT 16
+
+/* The caller sets the first block, and all else to zero. Its memory, table and places are the caller's. */
+struct pc_pipeline {
+    const struct pc_schedule *table;
+    const struct pc_chunk_place *places; /* by chunk */
+    struct pc_reduction reduction;
+    const void *source; /* as of a run */
+    void *target;
+    struct pc_called *call;
+    uint16_t first_lane;
+    uint32_t num_segments; /* 1 at least */
+    size_t granule;
+    void (*ended)(struct pc_pipeline *pipeline); /* the last that is done with it; perhaps before the start returns */
+    void *owner;
+
+    int status, from; /* when it has ended: as of the first run that has failed */
+    size_t came, expected;
+
+    struct pc_context *context;
+    struct pc_run *runs, one; /* those without an owner are free */
+    uint32_t most, in_flight, next;
+    bool filling;
+};
+
+/* Get its memory, for `num_segments`. False: there is none. */
+bool pc_pipeline_prepare(struct pc_pipeline *pipeline);
+/* Start what was prepared. It ends in any case. */
+void pc_pipeline_start(struct pc_context *context, struct pc_pipeline *pipeline);
+/* Give up what is under way: it does not end, and its memory is not used any more. */
+void pc_pipeline_cancel(struct pc_pipeline *pipeline);
+/* Let go of its memory, when it has ended, was given up, or was not started. May be called again. */
+void pc_pipeline_free(struct pc_pipeline *pipeline);
+/* As of runs. */
+size_t pc_pipeline_awaited(const struct pc_pipeline *pipeline, int *ranks, size_t most);
+/* It has failed as a run has. */
+void pc_pipeline_take_status(struct pc_pipeline *pipeline, const struct pc_run *run);
+
+#endif
