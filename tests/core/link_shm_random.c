@@ -29,11 +29,12 @@
 
 enum count {
     EAGER, OFFERED, BUFFERED, RECEIVED, HELD, PARKED, GIVEN_UP, CANCELLED, BROKEN, FORGOTTEN, NO_ROOM, FINISHED,
-    TAKEN_BACK, STARTED_AGAIN, DROPPED, COUNTS
+    TAKEN_BACK, STARTED_AGAIN, DROPPED, STOPPED, ENDED_STOPPED, COUNTS
 };
 static const char *const names[] = {"eager",        "offered",  "buffered",   "received",      "held",
                                     "parked",       "given up", "cancelled",  "broken",        "forgotten",
-                                    "without room", "finished", "taken back", "started again", "dropped"};
+                                    "without room", "finished", "taken back", "started again", "dropped",
+                                    "stopped for a while", "ended when stopped"};
 static uint64_t seed, random_state, counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -60,7 +61,7 @@ struct message {
     unsigned char *memory;
     struct iovec parts[3];
     struct pc_send send;
-    bool under_way, received, cancelled, dropped;
+    bool under_way, received, cancelled, dropped, stopped;
 };
 
 struct receive {
@@ -96,7 +97,13 @@ static void send_over(struct message *message) {
     free(message->memory);
 }
 
-static void send_ended(struct pc_send *send) { send_over(send->owner); }
+static void send_ended(struct pc_send *send) {
+    const struct message *message = send->owner;
+    check(!message->stopped || send->status != 0, "a send that was stopped has ended well",
+          (uint64_t)(message - messages));
+    counts[ENDED_STOPPED] += send->status == PC_STOPPED;
+    send_over(send->owner);
+}
 
 static void start_send(int rank) {
     int peer = (int)below(RANKS), ident = (int)below(IDENTS);
@@ -286,11 +293,18 @@ static void go_on(struct receive *receive) {
     counts[DROPPED]++;
 }
 
-/* A send is taken back, perhaps while its message is held: its receiver may want it before it hears of that. */
+/* A send is taken back, perhaps while its message is held: its receiver may want it before it hears of that. It may be
+   stopped long before, and then nobody receives it any more. */
 static void cancel(struct message *message) {
-    if (!message->under_way || !pc_send_stop(&message->send) || !pc_send_take_back(&message->send))
+    if (!message->under_way || !pc_send_stop(&message->send))
         return;
     message->cancelled = true;
+    if (!message->stopped && below(2)) {
+        message->stopped = true;
+        counts[STOPPED]++;
+        return;
+    }
+    check(pc_send_take_back(&message->send), "a send is over that is under way", (uint64_t)(message - messages));
     counts[CANCELLED]++;
     send_over(message);
     for (uint32_t number = 0, last = num_receives; number < last; number++)
@@ -370,6 +384,9 @@ static void end_all(void) {
     for (int rank = 0; rank < RANKS; rank++)
         for (int ident = 0; ident < IDENTS && !ranks[rank].dead; ident++)
             open_context(rank, ident);
+    for (uint32_t number = 0; number < num_messages; number++)
+        if (messages[number].stopped)
+            cancel(&messages[number]);
     for (uint32_t number = 0; number < num_receives; number++)
         give_up(&receives[number]);
     settle();

@@ -335,6 +335,7 @@ static bool is_shared(const struct pc_channel_send *send) {
 
 uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header, size_t header_nbytes) {
     send->mode = PC_OFFERED;
+    send->stopped = false;
     send->sent = 0;
     send->transfer = -1;
     send->pieces = pc_pieces(send->nbytes);
@@ -387,7 +388,7 @@ static struct pc_transfer *transfer_of(pc_channel *channel, struct pc_channel_se
     return send->transfer < 0 ? NULL : pc_transfer_of(channel->heap.base, send->transfer);
 }
 
-bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send) {
+static bool can_stop(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = transfer_of(channel, send);
     if (send->mode == PC_SEGMENTS)
         return send->sent < send->nbytes;
@@ -396,6 +397,11 @@ bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send) {
     if (pc_load(&transfer->state) == pc_phase_of(send->id, PC_PHASE_WITHDRAWN))
         return true;
     return pc_transfer_take_back(transfer);
+}
+
+bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send) {
+    send->stopped = send->stopped || can_stop(channel, send);
+    return send->stopped;
 }
 
 void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) {

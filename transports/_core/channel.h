@@ -105,6 +105,7 @@ struct pc_channel_send {
     void *owner;     /* of the memory: up to the caller; NULL: nobody needs to hear when it is used no more */
     int transfer;    /* index, -1: none */
     bool watched;    /* the sender looks at the transfer itself (p2p.c) */
+    bool stopped;    /* it goes no further: it will be given up */
     uint64_t pieces;
 };
 

@@ -341,8 +341,8 @@ static int handle_told(pc_channel *channel, int rank, enum pc_channel_kind kind,
         pc_channel_send_end(channel, send, true);
         return 0;
     }
-    if (send->mode != PC_OFFERED && send->mode != PC_HELPING)
-        return 0;
+    if ((send->mode != PC_OFFERED && send->mode != PC_HELPING) || send->stopped)
+        return 0; /* of one that was stopped its receiver will hear when it is given up */
     if (kind == PC_TAKE && !pc_channel_reaches(channel, rank))
         return 0;
     if (send->mode == PC_OFFERED && !pc_channel_list_add(&channel->sending, id))
@@ -434,7 +434,7 @@ static void find_active(pc_channel *channel) {
 static bool send_segments(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_peer *peer = &channel->peers[send->peer];
     bool worked = false;
-    while (send->sent < send->nbytes && peer->first == NULL) {
+    while (send->sent < send->nbytes && !send->stopped && peer->first == NULL) {
         struct pc_segment segment = {.id = send->id, .offset = send->sent};
         size_t total = PC_ITEM_NBYTES + sizeof segment, nbytes = send->nbytes - send->sent;
         if (nbytes > PC_SEGMENT_NBYTES)
@@ -528,7 +528,7 @@ static bool can_send(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_ring *ring = &channel->peers[send->peer].out;
     size_t nbytes = send->nbytes - send->sent;
     return send->mode == PC_HELPING ||
-           (channel->peers[send->peer].first == NULL && pc_ring_room(ring, ring->num_lines / 4) &&
+           (!send->stopped && channel->peers[send->peer].first == NULL && pc_ring_room(ring, ring->num_lines / 4) &&
             pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS, nbytes < PC_SEGMENT_NBYTES ? nbytes : PC_SEGMENT_NBYTES,
                          send->peer, true) != 0);
 }

@@ -334,6 +334,7 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
     struct pc_engine *engine = context->engine;
     send->status = context->broken != 0 ? context->broken : engine->gone[send->peer];
     send->ending.is_send = true;
+    send->stopped = false;
     if (send->status != 0)
         return PC_SENT;
     send->nbytes = 0;
@@ -363,7 +364,8 @@ bool pc_send_stop(struct pc_send *send) {
     if (send->context == NULL)
         return false;
     struct pc_link *link = send->context->engine->links[send->peer];
-    return link->ops->stop(link, send);
+    send->stopped |= link->ops->stop(link, send);
+    return send->stopped;
 }
 
 bool pc_send_take_back(struct pc_send *send) {

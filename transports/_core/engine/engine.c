@@ -400,7 +400,7 @@ void pc_withdrawn(struct pc_engine *engine, struct pc_message *message) {
 
 void pc_sent(struct pc_engine *engine, struct pc_send *send) {
     pc_engine_enter(engine);
-    pc_send_end(engine, send, 0);
+    pc_send_end(engine, send, send->stopped ? PC_STOPPED : 0);
     pc_engine_leave(engine);
 }
 

@@ -22,6 +22,7 @@ enum {
     PC_REFUSED = -100001, /* the message does not fit the receive, and is where it was */
     PC_CONTEXT_CLOSED = -100002,  /* the context was closed */
     PC_NO_VALUE = -100004, /* of a run: a step reads a chunk that has no value */
+    PC_STOPPED = -100005, /* a send was stopped before it could end */
     PC_TAKEN_BACK = -100003,      /* the sender has taken back the message that an asking receive had */
 };
 

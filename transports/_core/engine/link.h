@@ -39,6 +39,7 @@ struct pc_send {
     void *owner;                         /* up to the caller */
 
     int status; /* when it has ended */
+    bool stopped; /* it will not be received, whatever its link says of it until it is taken back */
     size_t nbytes;
     uint64_t token[2]; /* the link's own */
     struct pc_context *context;

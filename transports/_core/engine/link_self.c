@@ -42,6 +42,8 @@ static struct pc_send *used(struct pc_message *message) {
 static int self_accept(struct pc_link *link, struct pc_message *message, void *into) {
     struct pc_send *send = used(message);
     unsigned char *place = into;
+    if (send->stopped)
+        return PC_WITHDRAWN;
     for (size_t part = 0; part < send->num_parts; place += send->parts[part++].iov_len)
         if (send->parts[part].iov_len > 0)
             memcpy(place, send->parts[part].iov_base, send->parts[part].iov_len);
