@@ -6,18 +6,16 @@ found out by the first message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from pycoll import arrays, ops, schedules
+from pycoll import arrays, schedules
 from pycoll.arrays import Value
-from pycoll.dtypes import Array, DType
+from pycoll.dtypes import Array
 from pycoll.executor import Binding, Combine
 from pycoll.group import Bound, Group, How
-from pycoll.ops import Op
+from pycoll.ops import Combiner, Op, finisher
 from pycoll.p2p import contiguous
 from pycoll.select import Choice
 from pycoll.task import CallSteps
@@ -76,7 +74,7 @@ def exscan(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound
         nbytes=[len(own), len(own)],
         source=[(own,), None],
         target=[None, target],
-        combine=combiner(reduction.op, x.dtype, x.array.shape),
+        combine=Combiner(reduction.op, x.dtype, x.array.shape),
         finish=finisher(reduction.op, x.dtype, group.rank) if group.rank else None,
     )
     return Bound(("exscan", reduction.choice), binding, x.array.itemsize)
@@ -86,7 +84,7 @@ def _bind_reduction(
     group: Group, how: How, x: Value, reduction: Reduction, count: int, result: Array | None
 ) -> Bound:
     """Bind a reduction in which every piece of x is combined with its like, of `count` ranks."""
-    combine = combiner(reduction.op, x.dtype, x.array.shape)
+    combine = Combiner(reduction.op, x.dtype, x.array.shape)
     binding = bind_pieces(group, how, combine, contiguous(x.array), result)
     binding = binding._replace(finish=finisher(reduction.op, x.dtype, count))
     return Bound(how, binding, x.array.itemsize)
@@ -120,7 +118,7 @@ def reduce_scatter(group: Group, x: Value, reduction: Reduction, result: Array) 
         nbytes=_lengths(source),
         source=_sources(source),
         target=target,
-        combine=combiner(reduction.op, x.dtype, x.array.shape[1:]),
+        combine=Combiner(reduction.op, x.dtype, x.array.shape[1:]),
         blocks=(arrays.as_bytes(array), None) if reduction.op.elementwise else None,
         finish=finisher(reduction.op, x.dtype, group.size),
     )
@@ -163,26 +161,6 @@ def all_to_all(group: Group, x: Value, choice: Choice, result: Array) -> Bound:
         target=[*nothing, *target, *between],
     )
     return Bound(("all_to_all", choice), binding, x.array.itemsize)
-
-
-def combiner(op: Op, dtype: DType, shape: tuple[int, ...]) -> Combine:
-    """Return the reduction of byte views; whole arrays of `shape` if `op` is not elementwise."""
-    storage = dtype.storage
-
-    def combine(left: memoryview, right: memoryview, out: memoryview) -> None:
-        operands = [np.frombuffer(view, storage) for view in (left, right, out)]
-        if not op.elementwise:
-            operands = [operand.reshape(shape) for operand in operands]
-        ops.combine(op, dtype, *operands)
-
-    return combine
-
-
-def finisher(op: Op, dtype: DType, count: int) -> Callable[[memoryview], None] | None:
-    """Return what is left to do with the combined values of `count` ranks; None: nothing."""
-    if not ops.has_finish(op, count):
-        return None
-    return lambda view: ops.finish(op, dtype, np.frombuffer(view, dtype.storage), count)
 
 
 def piece_ends(size: int, itemsize: int, count: int) -> list[int]:

@@ -17,7 +17,7 @@ from pycoll.context import readable
 from pycoll.core_started import CoreStarted, Owner
 from pycoll.edge import edge
 from pycoll.engine import raise_error
-from pycoll.errors import Error, MismatchError
+from pycoll.errors import Error
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.late import Late
 from pycoll.native import KINDS, OPS, REDUCING
@@ -25,7 +25,6 @@ from pycoll.prepared import Prepared
 from pycoll.task import Call, CallSteps, Started
 from pycoll.transports._core import Collective as Core
 from pycoll.transports._core import Collectives, Plan, forget_plans
-from pycoll.transports.core import NO_VALUE, REFUSED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
         arguments,
         arrays,
         collectives,
+        core_runs,
         ops,
         p2p,
-        schedule,
         schedules,
         staged_run,
     )
@@ -45,17 +44,13 @@ if TYPE_CHECKING:
     from pycoll.arrays import Value
     from pycoll.core_context import CoreContext
     from pycoll.group import Bound
-    from pycoll.schedule import Schedule
     from pycoll.transports.base import Parts
 else:
     np = Late("numpy")
     announced, arguments = Late("pycoll.announced"), Late("pycoll.arguments")
     arrays, collectives = Late("pycoll.arrays"), Late("pycoll.collectives")
-    ops, p2p, schedule = Late("pycoll.ops"), Late("pycoll.p2p"), Late("pycoll.schedule")
+    core_runs, ops, p2p = Late("pycoll.core_runs"), Late("pycoll.ops"), Late("pycoll.p2p")
     schedules, staged_run = Late("pycoll.schedules"), Late("pycoll.staged_run")
-
-SEND, RECV, RECV_SCRATCH, REDUCE, COPY = range(5)
-"""Kinds of steps, numbered as in _core/engine/run.h."""
 
 SLICE_S = 0.1
 """So long a call has been waited for when the core leaves it to Python."""
@@ -78,8 +73,6 @@ NAMES = (
 
 NONBLOCKING = tuple(f"i{name}" for name in NAMES)
 """Their twins."""
-
-NO_REDUCTION = -1, 0, 0
 
 MOST_DIMS = 6
 """As of _core/collective.h."""
@@ -197,25 +190,14 @@ class CoreCollective(Core, CoreStarted):
 
     def _find_error(self) -> BaseException:
         text, _, status, rank, came, expected = self._description
-        context, by_python = self._group.context, self._by_python
+        by_python = self._by_python
         if by_python is not None and by_python.done:
             why = by_python.error or by_python.unfit
             assert why is not None
             return why
-        if context.broken is not None:
-            return context.broken
-        if status == REFUSED:
-            return MismatchError(
-                f"rank {rank} sent {came} bytes in {readable(text.encode())}, "
-                f"where rank {context.me} expects {expected}"
-            )
-        if status == NO_VALUE:
-            return Error(
-                f"{text}: a step of the algorithm reads chunk {rank} before it has a value. "
-                "pycoll.prove finds such faults."
-            )
-        engine: Any = self._group.engine
-        error: BaseException = context.gone.get(status - 1) or engine.transport.error_of(status)
+        ended = status, rank, came, expected
+        error = core_runs.why_failed(self._group, readable(text.encode()), ended)
+        assert error is not None
         return error
 
 
@@ -271,8 +253,8 @@ class Plans:
         if places is None:
             return None
         collective, _, *roots = bound.how
-        steps = _steps(group.schedule(collective, choice.name, *roots))
-        reduction = NO_REDUCTION
+        steps = core_runs.steps_of(group.schedule(collective, choice.name, *roots))
+        reduction = core_runs.NO_REDUCTION
         if name in REDUCING:
             reduction = op, prepared.reads[0].dtype.code, self._divisor(name, OPS[op])
         text = prepared.text.encode()
@@ -310,7 +292,7 @@ class Plans:
         value = arrays.wrap(x if is_root else result)
         if value is None:  # no array off root: anything may come
             steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
-            return Plan(group.size, [], [], text, NO_REDUCTION, 1, 1, steps)
+            return Plan(group.size, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
         if name == "broadcast":
             came = announced.of_broadcast(group, p2p.Outgoing(x), algorithm)
         elif is_root:
@@ -355,13 +337,15 @@ class Plans:
         inline = came.nbytes if came.inline is not None else -1
         said: tuple[Any, ...]
         said = self._announcing(root), source is not None, head, inline, self._most(head)
-        steps = _steps(group.schedule(name, choice.name, root))
+        steps = core_runs.steps_of(group.schedule(name, choice.name, root))
         said = *said, dtype, shape
-        return Plan(group.size, steps, places, text, NO_REDUCTION, choice.segments, 1, said)
+        return Plan(
+            group.size, steps, places, text, core_runs.NO_REDUCTION, choice.segments, 1, said
+        )
 
     def _announcing(self, root: int) -> list[tuple[Any, ...]]:
         collective, choice = announced.ANNOUNCING
-        return _steps(self._group.schedule(collective, choice.name, root))
+        return core_runs.steps_of(self._group.schedule(collective, choice.name, root))
 
     def _most(self, head: bytes) -> int:
         """Return how long an announcement may be: that of objects to scatter has their lengths."""
@@ -427,25 +411,6 @@ def _places(bound: Bound, x: Any, result: Any) -> list[tuple[int, int, int]] | N
             return None
         places.append((nbytes, begin, end))
     return places
-
-
-def _steps(compiled: Schedule) -> list[tuple[Any, ...]]:
-    """Return a schedule's steps as `Plan` takes them."""
-    steps: list[tuple[Any, ...]] = []
-    for position, step in enumerate(compiled.steps):
-        match step:
-            case schedule.Send(peer):
-                kind = SEND, False, peer
-            case schedule.Recv(peer, _, scratch):
-                kind = RECV_SCRATCH if scratch else RECV, False, peer
-            case schedule.Reduce(_, incoming_first):
-                kind = REDUCE, incoming_first, 0
-            case schedule.Copy(source):
-                kind = COPY, False, source
-        chunks, successors = compiled.chunks[position], compiled.successors[position]
-        number, waits = compiled.number[position], compiled.waits[position]
-        steps.append((*kind, number, tuple(chunks), tuple(successors), waits))
-    return steps
 
 
 @functools.cache

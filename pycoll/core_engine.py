@@ -8,6 +8,7 @@ for Python to do. So every thread has a seat of its own, and nobody drives for t
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from pycoll.core_context import CoreContext
 from pycoll.engine import Engine
 from pycoll.launcher.rendezvous import Client as Control
 from pycoll.seats import Seat
+from pycoll.transports._core import Seat as CoreSeat
+from pycoll.transports._core import timer_open, timer_set
 from pycoll.transports.base import Operation, Transport
 from pycoll.transports.core import CoreTransport
 
@@ -57,11 +60,10 @@ class CoreEngine(Engine):
         op_timeout: float = math.inf,
         shared_memory: SharedMemory | str = "there is one rank",
     ) -> None:
-        from pycoll.transports._core import Seat as CoreSeat
-
         self._new_seat: Callable[[], Any] = lambda: CoreSeat(transport.core)
         self._waiting: dict[_Waiter, None] = {}
         self._is_told_pending = False
+        self._timer_fd = -1
         self.transport = transport
         self._core = transport.core
         transports: list[Transport] = [transport] * size
@@ -146,7 +148,6 @@ class CoreEngine(Engine):
 
     def _rest(self, waiter: _Waiter, limit: float, seen: int | None = None) -> None:
         """Wait in the core until it has something for Python, or the seat is rung."""
-        limit = min([limit, *(due for due, _ in self._timers)])
         if not waiter.seat.begin(seen):
             return
         try:
@@ -158,9 +159,9 @@ class CoreEngine(Engine):
         self.interrupts.check()
 
     def _progress(self) -> bool:
-        had_work = self._core.has_work
         worked = super()._progress()
-        if had_work:
+        if self._core.has_fired:
+            self._set_timer_fd()
             self._core.watch_again()
         return worked
 
@@ -179,8 +180,16 @@ class CoreEngine(Engine):
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         self._timers.append((time.monotonic() + seconds, action))
-        for waiter in self._waiting:
-            waiter.seat.ring()
+        if self._timer_fd < 0:
+            self._timer_fd = timer_open()
+            self._core.watch(self._timer_fd)
+        self._set_timer_fd()
+
+    def _set_timer_fd(self) -> None:
+        """Have a thread come here when the next timer is due, whoever waits for whatever."""
+        if self._timer_fd >= 0:
+            left = min((due for due, _ in self._timers), default=math.inf) - time.monotonic()
+            timer_set(self._timer_fd, 0 if left == math.inf else max(1, int(left * 1e9)))
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -192,3 +201,6 @@ class CoreEngine(Engine):
     def _end_background(self, timeout_s: float) -> None:
         super()._end_background(timeout_s)
         self.transport.end()
+        if self._timer_fd >= 0:
+            os.close(self._timer_fd)
+            self._timer_fd = -1

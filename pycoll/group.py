@@ -15,15 +15,18 @@ from pycoll.late import Late
 from pycoll.select import Choice
 
 if TYPE_CHECKING:
-    from pycoll import executor, lending, lent_run, schedules, select, staged_run
+    from pycoll import core_runs, executor, lending, lent_run, schedules, select, staged_run
     from pycoll.agreed import Agreed
+    from pycoll.core_runs import CoreRun
     from pycoll.executor import Binding, Pipeline, Run
     from pycoll.external import Table
     from pycoll.native import Native
     from pycoll.schedule import Schedule
     from pycoll.select import Request, Selector
     from pycoll.task import CallSteps
+    from pycoll.transports._core import Table as CoreTable
 else:
+    core_runs = Late("pycoll.core_runs")
     executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
     select, staged_run = Late("pycoll.select"), Late("pycoll.staged_run")
     lending, lent_run = Late("pycoll.lending"), Late("pycoll.lent_run")
@@ -81,6 +84,7 @@ class Group:
         self.context.on_lending = lambda arrival: lending.heard(engine, self.context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
+        self._tables: dict[tuple[object, ...], tuple[Schedule, CoreTable]] = {}
         self.on_close: list[Callable[[], object]] = []
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._selector: Selector | None = None
@@ -240,7 +244,7 @@ class Group:
         how: How,
         binding: Binding,
         granule: int = 1,
-    ) -> Run | Pipeline:
+    ) -> Run | Pipeline | CoreRun:
         """Make what runs a schedule, as a part of a call; it must be started.
 
         Args:
@@ -261,6 +265,13 @@ class Group:
                 steps, binding = lent_run.lent(schedule, binding)
             else:
                 steps = staged_run.staged(schedule, binding)
+        elif self.engine.is_core:
+            table = self._table(how, schedule, len(binding.nbytes))
+            in_core = core_runs.operation(
+                self, call, address, table, binding, choice.segments, granule
+            )
+            if in_core is not None:
+                return in_core
         if choice.segments == 1:
             return executor.Run(self.engine, self.context, address, call, steps, binding)
         number, lane = address
@@ -271,6 +282,18 @@ class Group:
             return executor.Run(self.engine, self.context, here, call, steps, piece)
 
         return executor.Pipeline(segment, choice.segments)
+
+    def _table(self, how: How, schedule: Schedule, num_chunks: int) -> CoreTable:
+        """Return a schedule as the core runs it, compiled once."""
+        collective, choice, *root = how
+        key = collective, choice.name, *root
+        kept = self._tables.get(key)
+        if kept is None or kept[0] is not schedule:
+            kept = schedule, core_runs.table_of(schedule, self.size, num_chunks)
+            if len(self._tables) >= CACHED_SCHEDULES:
+                self._tables.clear()
+            self._tables[key] = kept
+        return kept[1]
 
     def run(
         self,

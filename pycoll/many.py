@@ -17,14 +17,14 @@ import numpy as np
 from pycoll import arrays, ops
 from pycoll.arguments import Target
 from pycoll.arrays import Value
-from pycoll.collectives import bind_pieces, combiner, finisher
+from pycoll.collectives import bind_pieces
 from pycoll.dtypes import Array, DType
 from pycoll.engine import Engine
 from pycoll.executor import Combine
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import KINDS, OPS, Native
 from pycoll.native_calls import combine, serves
-from pycoll.ops import Op
+from pycoll.ops import Combiner, Op, finisher
 from pycoll.p2p import contiguous, pulled
 from pycoll.prepared import Prepared
 from pycoll.select import Choice
@@ -122,10 +122,10 @@ class Bucket:
         """Return the reduction of byte views; array by array if `op` is not elementwise."""
         shapes = self._shapes
         if op.elementwise or len(shapes) == 1:
-            return combiner(op, self.dtype, shapes[0])
+            return Combiner(op, self.dtype, shapes[0])
         itemsize = self.dtype.itemsize
         parts = [
-            (slice(a * itemsize, b * itemsize), combiner(op, self.dtype, shape))
+            (slice(a * itemsize, b * itemsize), Combiner(op, self.dtype, shape))
             for (a, b), shape in zip(pairwise(self._ends), shapes, strict=True)
             if a < b
         ]

@@ -318,6 +318,46 @@ def finish(op: Op, dtype: DType, array: Array, size: int) -> None:
         ops_numpy.divide(dtype, array, size)
 
 
+class Combiner:
+    """The reduction of byte views by an operator.
+
+    Args:
+        op: the operator.
+        dtype: of the elements.
+        shape: of the whole arrays that it takes if it is not elementwise.
+    """
+
+    __slots__ = ("_shape", "dtype", "op")
+
+    def __init__(self, op: Op, dtype: DType, shape: tuple[int, ...]) -> None:
+        self.op = op
+        self.dtype = dtype
+        self._shape = shape
+
+    def __call__(self, left: memoryview, right: memoryview, out: memoryview) -> None:
+        operands = [np.frombuffer(view, self.dtype.storage) for view in (left, right, out)]
+        if not self.op.elementwise:
+            operands = [operand.reshape(self._shape) for operand in operands]
+        combine(self.op, self.dtype, *operands)
+
+
+@dataclass(frozen=True)
+class Finisher:
+    """What is left to do with the combined values of `count` ranks."""
+
+    op: Op
+    dtype: DType
+    count: int
+
+    def __call__(self, view: memoryview) -> None:
+        finish(self.op, self.dtype, np.frombuffer(view, self.dtype.storage), self.count)
+
+
+def finisher(op: Op, dtype: DType, count: int) -> Finisher | None:
+    """Return what is left to do with the combined values of `count` ranks; None: nothing."""
+    return Finisher(op, dtype, count) if has_finish(op, count) else None
+
+
 def _combine_user(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None:
     fn = cast("Callable[[Array, Array], object]", op.fn)
     shown = dtypes.to_numpy(dtype)

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from pycoll import arguments, arrays, blocks, native_uneven, ops
 from pycoll.announced import INLINE_NBYTES
 from pycoll.arrays import Value
-from pycoll.collectives import Reduction, combiner, finisher, type_text
+from pycoll.collectives import Reduction, type_text
 from pycoll.dtypes import Array
 from pycoll.executor import Binding
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native_calls import serves
+from pycoll.ops import Combiner, finisher
 from pycoll.p2p import contiguous, pulled
 from pycoll.prepared import Prepared
 from pycoll.select import Choice
@@ -380,7 +381,7 @@ def _reduce_scatterv(
         nbytes=[len(view) for view in source],
         source=[(view,) for view in source],
         target=target,
-        combine=combiner(reduction.op, x.dtype, (-1, *x.array.shape[1:])),
+        combine=Combiner(reduction.op, x.dtype, (-1, *x.array.shape[1:])),
         finish=finisher(reduction.op, x.dtype, group.size),
     )
     how = "reduce_scatter", reduction.choice

@@ -223,3 +223,64 @@ def test_the_core_does_not_move_messages_by_zmq(core_job: Jobs) -> None:
     done = core_job(2, "ok()", "--transport", "zmq")
     assert done.status != 0
     assert "PYCOLL_ENGINE=core moves messages by shm and tcp, not by zmq" in done.stderr
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["killed", "exit"])
+def test_who_awaits_a_message_hears_that_its_sender_has_ended(
+    core_job: Jobs, transport: str, how: str
+) -> None:
+    text = """
+import asyncio
+async def receive(source):
+    return await comm.irecv(source)
+if rank == size - 1:
+    comm.send(os.getpid(), 0)
+    comm.recv(0)
+    if HOW == "exit":
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+def hear():
+    if rank == 0:
+        last = comm.recv(size - 1)
+        comm.isend(None, size - 1)
+    asyncio.run(receive(size - 1))
+reason = "exit status 0" if HOW == "exit" else SIGKILL
+peer_failed(size - 1, reason, hear, within=10)
+ok()
+"""
+    done = core_job(3, text.replace("HOW", repr(how)), "--transport", transport)
+    assert done.content == [0, 1], done.stderr
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_message_whose_time_passes_again_and_again_is_received_once(
+    core_job: Jobs, transport: str
+) -> None:
+    text = """
+def patiently(call, timeout=0.0003):
+    while True:
+        try:
+            return call(timeout)
+        except pycoll.OperationTimeout:
+            timeout *= 3
+            assert timeout < 20 * PATIENCE
+other = comm.dup()
+pending = other.irecv(tag=7)  # somebody drives all the time
+x = np.arange(51358)
+for turn in range(150):
+    comm.barrier()
+    if rank == 0:
+        patiently(lambda timeout: comm.send(x, 1, turn, timeout=timeout))
+        comm.recv(1, turn)
+    else:
+        until = time.monotonic() + turn % 30 / 10_000  # late by another time each turn
+        while time.monotonic() < until:
+            pass
+        got = comm.recv(0, turn)
+        assert (got == x).all()
+        comm.send(got[::-1], 0, turn)
+assert pending.cancel()
+ok()
+"""
+    all_well(core_job(2, text, "--transport", transport), 2)

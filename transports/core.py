@@ -41,7 +41,7 @@ AHEAD = 1024 * 1024
 REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
 """The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""
 
-ARRIVED, HELD, ENDED, REQUEST, _, FINISHED, LOST, WANTED, WATCHED = range(9)
+ARRIVED, HELD, ENDED, REQUEST, _, _, FINISHED, LOST, WANTED, WATCHED = range(10)
 """Events, numbered as in _core/engine_type.h."""
 
 BUFFER, MAY_PUSH, OFFER = range(3)
@@ -419,6 +419,8 @@ class CoreTransport(Transport):
             self._later.append(event)
             if ends:
                 self._handle([self._later.pop()])
+        if self._later:
+            self.core.post_work()
 
     def close(self, timeout_s: float) -> None:
         """Deliver what is buffered; `end` must follow, without the owner's lock."""

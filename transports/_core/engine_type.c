@@ -157,6 +157,9 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
         case PC_EVENT_COLLECTIVE:
             event = pc_collective_event(self, taken.event);
             break;
+        case PC_EVENT_COMPOSED:
+            event = pc_composed_event(taken.event);
+            break;
         case PC_EVENT_FINISHED:
         case PC_EVENT_WANTED:
             event = Py_BuildValue("ii", taken.kind, taken.peer);
@@ -234,6 +237,17 @@ static PyObject *engine_pending(pc_engine_object *self, PyObject *number) {
     if (PyErr_Occurred())
         return NULL;
     pc_engine_do(self, change_pending, &delta);
+    Py_RETURN_NONE;
+}
+
+static void post_work(pc_engine_object *self, void *unused) {
+    (void)unused;
+    pc_drive_post_work(&self->drive);
+}
+
+static PyObject *engine_post_work(pc_engine_object *self, PyObject *unused) {
+    (void)unused;
+    pc_engine_do(self, post_work, NULL);
     Py_RETURN_NONE;
 }
 
@@ -552,6 +566,8 @@ static void let_go_of_events(pc_engine_object *self) {
         } else if (event->kind == PC_EVENT_COLLECTIVE) {
             pc_collective_event_taken(event);
             told = pc_collective_event(self, event);
+        } else if (event->kind == PC_EVENT_COMPOSED) {
+            told = pc_composed_event(event);
         }
         Py_XDECREF(told);
     }
@@ -769,6 +785,11 @@ static PyObject *engine_has_work(pc_engine_object *self, void *unused) {
     return PyBool_FromLong(atomic_load_explicit(&self->drive.work, memory_order_relaxed) != 0 || self->first != NULL);
 }
 
+static PyObject *engine_has_fired(pc_engine_object *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(atomic_load_explicit(&self->drive.fired, memory_order_relaxed) != 0);
+}
+
 static PyObject *engine_engaged(pc_engine_object *self, void *unused) {
     (void)unused;
     return PyBool_FromLong(self->engaged);
@@ -789,6 +810,7 @@ static PyGetSetDef engine_values[] = {
     {"sent", (getter)engine_sent, NULL, "How many messages were sent, and the bytes of their payloads.", NULL},
     {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},
     {"is_receiving", (getter)engine_is_receiving, NULL, "Whether an accepted message is on its way.", NULL},
+    {"has_fired", (getter)engine_has_fired, NULL, "Whether what is watched was readable, and is not watched anew yet.", NULL},
     {"has_work", (getter)engine_has_work, NULL, "Whether there is something for Python to do.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -801,6 +823,7 @@ static PyMethodDef engine_methods[] = {
      "Do what can be done without waiting; whether that was something, or there are events."},
     {"events", (PyCFunction)engine_events, METH_NOARGS, "Return what has happened since the last call, and forget it."},
     {"pending", (PyCFunction)engine_pending, METH_O, "pending(delta): so many more things are to be driven for."},
+    {"post_work", (PyCFunction)engine_post_work, METH_NOARGS, "There is something for Python to do: have somebody come."},
     {"watch", (PyCFunction)engine_watch, METH_O, "watch(fd): have waits end when it is readable, once."},
     {"watch_again", (PyCFunction)engine_watch_again, METH_NOARGS, "Have waits end again when what is watched is readable."},
     {"attach", (PyCFunction)engine_attach, METH_VARARGS, "attach(rank, lane, fd): take over a connected socket."},
@@ -846,18 +869,19 @@ int pc_add_engine_types(PyObject *module) {
     PyTypeObject *engine = make_type(module, &pc_engine_spec), *send = make_type(module, &pc_send_spec),
                  *receive = make_type(module, &pc_receive_spec), *context = make_type(module, &pc_context_spec),
                  *request = make_type(module, &pc_request_spec), *plan = make_type(module, &pc_plan_spec),
-                 *call = make_type(module, &pc_collective_spec);
+                 *call = make_type(module, &pc_collective_spec), *table = make_type(module, &pc_table_spec);
     if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
-        plan == NULL || call == NULL)
+        plan == NULL || call == NULL || table == NULL)
         return -1;
     engine_type = engine;
     pc_item_types(send, receive);
     pc_context_types(engine, context);
     pc_collective_types(call);
+    pc_composed_types(table);
     pc_collectives_types(plan, call);
     pc_request_types(request);
     pc_messages_types(context);
     bool made = make_type(module, &pc_seat_spec) != NULL && make_type(module, &pc_messages_spec) != NULL &&
-                make_type(module, &pc_collectives_spec) != NULL;
+                make_type(module, &pc_collectives_spec) != NULL && make_type(module, &pc_composed_spec) != NULL;
     return made ? 0 : -1;
 }

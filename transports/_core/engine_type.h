@@ -20,6 +20,7 @@ enum pc_event_kind {
     PC_EVENT_ENDED,    /* Receive or Send, status */
     PC_EVENT_REQUEST,  /* Request: it is done, or holds a message; or Collective: it is done */
     PC_EVENT_COLLECTIVE, /* so it is called in the queue, while it is a Collective */
+    PC_EVENT_COMPOSED,   /* or its owner: a run that is a part of a call of Python's has ended */
     PC_EVENT_FINISHED, /* rank */
     PC_EVENT_LOST,     /* rank, why */
     PC_EVENT_WANTED,   /* rank: it must be dialed */
@@ -103,13 +104,14 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
-extern PyType_Spec pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+extern PyType_Spec pc_table_spec, pc_composed_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
 void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
 void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
 void pc_collective_types(PyTypeObject *collective);
+void pc_composed_types(PyTypeObject *table);
 void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective);
 void pc_request_types(PyTypeObject *request);
 void pc_messages_types(PyTypeObject *context);
@@ -155,6 +157,9 @@ void pc_request_event_taken(struct pc_event *event);
 PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
 /* wait_all.c */
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
+
+/* composed_type.c: the event was taken out of the queue. Without the lock. */
+PyObject *pc_composed_event(struct pc_event *event);
 
 /* collective.c */
 /* As for requests. */

@@ -204,8 +204,10 @@ static void take_events(struct pc_drive *drive, const struct epoll_event *events
     for (int i = 0; i < count; i++)
         if (events[i].data.u32 == BELL)
             eventfd_read(drive->bell, &rings);
-        else if (events[i].data.u32 == WATCHED)
+        else if (events[i].data.u32 == WATCHED) {
+            atomic_store_explicit(&drive->fired, 1, memory_order_relaxed);
             atomic_store_explicit(&drive->work, 1, memory_order_relaxed);
+        }
     drive->all_due = true;
 }
 
@@ -460,6 +462,7 @@ void pc_drive_unwatch(struct pc_drive *drive, int fd) {
 
 void pc_drive_watch_again(struct pc_drive *drive) {
     struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u32 = WATCHED};
+    atomic_store_explicit(&drive->fired, 0, memory_order_relaxed);
     for (int i = 0; i < PC_WATCHED; i++)
         if (drive->watched[i] >= 0)
             epoll_ctl(drive->epoll, EPOLL_CTL_MOD, drive->watched[i], &event);

@@ -80,6 +80,7 @@ struct pc_drive {
     uint32_t num_sources;
     bool any_cheap;
     int watched[PC_WATCHED]; /* descriptors of others, or -1 */
+    pc_word fired;           /* one of them was readable, and none is watched anew */
 
     struct pc_waiter *first, *last; /* those that wait, the driver among them unless it is the background thread */
     struct pc_waiter *driver;
