@@ -7,12 +7,14 @@ length that only its sender knows is run by `executor`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from pycoll import ops
 from pycoll.context import readable
 from pycoll.errors import Error, MismatchError
+from pycoll.late import Late
 from pycoll.native import OPS
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.transports._core import Run, Table
@@ -20,8 +22,11 @@ from pycoll.transports.base import Operation
 from pycoll.transports.core import NO_VALUE, REFUSED
 
 if TYPE_CHECKING:
+    from pycoll import copies
     from pycoll.executor import Binding
     from pycoll.group import Group
+else:
+    copies = Late("pycoll.copies")
 
 SEND, RECV, RECV_SCRATCH, REDUCE, COPY = range(5)
 """Kinds of steps, numbered as in _core/engine/run.h."""
@@ -96,6 +101,8 @@ def operation(
     lengths: list[Any] = binding.nbytes
     if reduction is None or None in lengths:
         return None
+    if reduction == NO_REDUCTION and may_be_lent_to():
+        return None
     sources: list[memoryview | None] = []
     for parts in binding.source:
         if parts is not None and len(parts) != 1:
@@ -122,6 +129,14 @@ def operation(
         return None
     run.bind(core)
     return run
+
+
+def may_be_lent_to() -> bool:
+    """Whether a peer may lend this rank memory of a GPU, which the core does not know.
+
+    Peers lend to ranks that use a GPU themselves, and nothing that is reduced.
+    """
+    return "pycoll.copies" in sys.modules and copies.is_in_use()
 
 
 def _reduction_of(binding: Binding) -> tuple[int, int, int] | None:

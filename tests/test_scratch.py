@@ -41,7 +41,12 @@ def test_only_so_much_is_kept_and_small_pieces_are_not() -> None:
     assert scratch.take(WORTH_NBYTES - 1) is not small
 
 
-@pytest.mark.parametrize("ranks", [(2, ("--transport", "tcp"))], indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "ranks",
+    [(2, ("--transport", "tcp"), {"PYCOLL_ENGINE": "python"})],
+    indirect=True,
+    scope="module",
+)
 def test_calls_take_the_memory_of_the_call_before(ranks: Any) -> None:
     def program(comm: Any) -> None:
         x, out = np.ones(1 << 20), np.empty(1 << 20)

@@ -7,6 +7,10 @@
 #include <stdlib.h>
 #include <structmember.h>
 
+/* So often a thread that waits for something of Python's looks for signals: one may have come between its last look
+   and its sleep. */
+#define SEAT_SLICE_NS 100000000u
+
 struct pc_seat {
     PyObject_HEAD
     pc_engine_object *engine;
@@ -367,7 +371,7 @@ static PyObject *seat_wait(struct pc_seat *self, PyObject *number) {
     pc_engine_object *engine = self->engine;
     if (engine->is_open) {
         PyThreadState *state = PyEval_SaveThread();
-        pc_drive_wait(&engine->drive, &self->op, NULL, deadline, PC_FOR_EVER);
+        pc_drive_wait(&engine->drive, &self->op, NULL, deadline, SEAT_SLICE_NS);
         PyEval_RestoreThread(state);
     }
     pc_engine_do(engine, stop_napping, self);

@@ -1,0 +1,84 @@
+"""Schedules in calls that Python has begun, run by the compiled core: what a program sees."""
+
+from __future__ import annotations
+
+import pytest
+from script_jobs import Jobs, all_well
+
+pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_composite_calls_need_no_executor(core_job: Jobs, transport: str, size: int) -> None:
+    text = """
+from pycoll import executor
+
+def start(self):
+    raise AssertionError("this runs in Python")
+
+executor.Run.start = start
+numbers = np.arange(size)
+for turn in range(3):
+    x = np.arange(2.0 * size) * (rank + 1)
+    got = comm.ireduce_scatterv(x, [2] * size, "avg").wait()
+    assert (got == np.arange(2.0 * size)[2 * rank :][:2] * (size + 1) / 2).all(), got
+    got = comm.iall_reduce_many([np.full(3, rank), np.full((2, 2), rank, "f4")], "max").wait()
+    assert (got[0] == size - 1).all() and (got[1] == size - 1).all() and got[1].shape == (2, 2)
+    assert comm.iall_reduce(rank + 0.5, "avg").wait() == (numbers + 0.5).mean()
+    assert comm.iall_reduce(np.float32(rank), "sum").wait() == numbers.sum()
+    assert comm.iall_gather({"rank": rank}).wait() == [{"rank": peer} for peer in range(size)]
+    large = comm.iall_reduce(np.full(300_001, rank)[::-1], algorithm="ring").wait()
+    assert (large == numbers.sum()).all()
+    with comm.split(rank % 2, -rank) as part:
+        assert part.all_gather(comm.rank) == sorted(numbers[rank % 2 :: 2], reverse=True)
+ok()
+"""
+    all_well(core_job(size, text, "--transport", transport), size)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_the_core_cannot_reduce_python_does(core_job: Jobs, transport: str) -> None:
+    text = """
+# Contiguous, but not aligned.
+odd = np.frombuffer(bytearray(8 * 10 + 1), np.uint8)[1:].view("f8")
+odd[:] = np.arange(10) + rank
+parts = [odd, np.arange(3.0)]
+for _ in range(2):
+    first, second = comm.iall_reduce_many([odd[:4], odd[4:]]).wait()
+    assert (np.concatenate([first, second]) == size * np.arange(10) + sum(range(size))).all()
+    scattered = comm.ireduce_scatterv(odd, [10, 0, 0]).wait()
+    assert len(scattered) == (10 if rank == 0 else 0)
+    assert comm.iall_reduce(rank, lambda a, b: a + 2 * b).wait() == sum((0, 2, 4))
+ok()
+"""
+    all_well(core_job(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_disagree_hear_so(core_job: Jobs, transport: str) -> None:
+    text = """
+def differ():
+    comm.ireduce_scatterv(np.ones(4), [2, 2] if rank == 0 else [1, 3]).wait()
+
+error_like(pycoll.MismatchError, "reduce_scatterv", differ)
+ok()
+"""
+    all_well(core_job(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_dies_ends_the_composite_calls_of_the_others(
+    core_job: Jobs, transport: str
+) -> None:
+    text = """
+comm.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+peer_failed(1, SIGKILL, lambda: comm.iall_gatherv(np.ones(rank + 100_000)).wait())
+ok()
+"""
+    done = core_job(3, text, "--transport", transport)
+    assert done.content == [0, 2], done.stderr
