@@ -18,7 +18,7 @@ from pycoll.core_context import CoreContext
 from pycoll.engine import Engine
 from pycoll.launcher.rendezvous import Client as Control
 from pycoll.seats import Seat
-from pycoll.transports.base import Operation, Transport
+from pycoll.transports.base import Elsewhere, Operation, Reach, Transport
 from pycoll.transports.core import CoreTransport
 
 if TYPE_CHECKING:
@@ -68,8 +68,12 @@ class CoreEngine(Engine):
         super().__init__(rank, transports, control, op_timeout, shared_memory)
         self._door = transport.core
         transport.hear_work = self.hear
+        transport.hold = self._hold
         if control is not None:
             transport.core.watch(control.fileno())
+
+    def reach(self, peer: int, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        return self.transport.reach_to(peer, part, elsewhere)
 
     def new_context(self, ident: int, members: tuple[int, ...]) -> Context:
         return CoreContext(ident, members, self.rank, self.transport)
@@ -80,6 +84,25 @@ class CoreEngine(Engine):
             with self.locked():
                 if self.closed is None:
                     self._progress()
+
+    def _hold(self, action: Callable[[], object]) -> bool:
+        """Call a function under the lock; False: this thread is in the middle of an operation."""
+        if self.is_held():
+            action()
+            return True
+        if self.is_inside():
+            return False
+        holds = self.interrupts.hold()
+        try:
+            self._take()
+            try:
+                action()
+            finally:
+                self.leave()
+        finally:
+            if holds:
+                self.interrupts.release_later()
+        return True
 
     # --- the lock --------------------------------------------------------------------------
 
@@ -156,9 +179,8 @@ class CoreEngine(Engine):
         self.interrupts.check()
 
     def _progress(self) -> bool:
-        had_work = self._core.has_work
         worked = super()._progress()
-        if had_work:
+        if self._core.unwatched:
             self._core.watch_again()
         return worked
 
