@@ -242,7 +242,11 @@ class CoreTransport(Transport):
                 self._dialer = self._listen(rank, size, network, undo)
                 options |= {"lanes": network.lanes, "dialer": self._dialer.fileno()}
             if outside:
-                options |= {"queued": list(outside), "on_orders": self._order, "on_stop": self._stop}
+                options |= {
+                    "queued": list(outside),
+                    "on_orders": self._order,
+                    "on_stop": self._stop,
+                }
             self.core: Engine = Engine(rank, size, limits, self._work, **options)
             self.outside.open(self.core)
             undo.pop_all()
