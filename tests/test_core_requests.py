@@ -13,10 +13,13 @@ from pycoll.errors import BootstrapError
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "zmq"]
+
+IN_CORE = TRANSPORTS[:2]
+"""Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_arrays_go_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 import sys
@@ -219,7 +222,22 @@ def test_there_is_no_other_engine() -> None:
         agreed.uses_core({"PYCOLL_ENGINE": "rust"})
 
 
-def test_the_core_does_not_move_messages_by_zmq(core_job: Jobs) -> None:
-    done = core_job(2, "ok()", "--transport", "zmq")
-    assert done.status != 0
-    assert "PYCOLL_ENGINE=core moves messages by shm and tcp, not by zmq" in done.stderr
+@pytest.mark.parametrize("options", [(), ("--encrypt",)], ids=["plain", "encrypted"])
+def test_the_core_moves_messages_by_zmq_between_hosts(core_job: Jobs, options: tuple[str]) -> None:
+    text = """
+transport = comm._group.engine.transport
+assert transport.name == "core"
+assert {other.name for other in transport.outside.peers.values()} == {"zmq"}
+near, far = rank ^ 1, rank ^ 2
+assert near not in transport.outside.peers and far in transport.outside.peers
+for peer in (near, far):
+    got = comm.sendrecv(np.full(1 << 20, rank), peer, source=peer)
+    assert (got == peer).all()
+assert comm.all_reduce(np.ones(1 << 18))[-1] == size
+ok()
+"""
+    network = () if options else ("--transport", "zmq")
+    hosts = ("--emulate-hosts", "2")
+    if not options:
+        text = text.replace("assert near not in transport.outside.peers and", "assert")
+    all_well(core_job(4, text, *network, *hosts, *options), 4)
