@@ -21,7 +21,7 @@ from pycoll.launcher.rendezvous import Client as Control
 from pycoll.seats import Seat
 from pycoll.transports._core import Seat as CoreSeat
 from pycoll.transports._core import timer_open, timer_set
-from pycoll.transports.base import Operation, Transport
+from pycoll.transports.base import Elsewhere, Operation, Reach, Transport
 from pycoll.transports.core import CoreTransport
 
 if TYPE_CHECKING:
@@ -70,8 +70,12 @@ class CoreEngine(Engine):
         super().__init__(rank, transports, control, op_timeout, shared_memory)
         self._door = transport.core
         transport.hear_work = self.hear
+        transport.hold = self._hold
         if control is not None:
             transport.core.watch(control.fileno())
+
+    def reach(self, peer: int, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        return self.transport.reach_to(peer, part, elsewhere)
 
     def new_context(self, ident: int, members: tuple[int, ...]) -> Context:
         return CoreContext(ident, members, self.rank, self.transport)
@@ -84,6 +88,25 @@ class CoreEngine(Engine):
                     worked = self._progress()
                     if not (worked and self._core.has_work):  # one event may leave another
                         return
+
+    def _hold(self, action: Callable[[], object]) -> bool:
+        """Call a function under the lock; False: this thread is in the middle of an operation."""
+        if self.is_held():
+            action()
+            return True
+        if self.is_inside():
+            return False
+        holds = self.interrupts.hold()
+        try:
+            self._take()
+            try:
+                action()
+            finally:
+                self.leave()
+        finally:
+            if holds:
+                self.interrupts.release_later()
+        return True
 
     # --- the lock --------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from pycoll.launcher.rendezvous import Client as Control
 from pycoll.membership import Membership
 from pycoll.scratch import Scratch
 from pycoll.task import Call, CallSteps, Started, Task, caller
-from pycoll.transports.base import Arrival, Operation, Parts, Transport
+from pycoll.transports.base import Arrival, Elsewhere, Operation, Parts, Reach, Transport
 from pycoll.waits import Waits, options_of
 
 if TYPE_CHECKING:
@@ -340,6 +340,10 @@ class Engine(Driver):
         """Start sending what nobody copies before it is received, however short it is."""
         refusal = self.membership.refuse(peer)
         return refusal or self.transports[peer].offer(peer, header, parts)
+
+    def reach(self, peer: int, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        """Have what will be sent to `peer` taken from where it really is; see `Transport.reach`."""
+        return self.transports[peer].reach(part, elsewhere)
 
     # --- waiting ---------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def for_send(engine: Engine, stage: Stage, part: memoryview, peer: int) -> Reach
     if not _is_fit(stage, len(part)) or not stage.device.direct.reads:
         return None
     place = Place(stage.device, stage.pointer, len(part), stage)
-    return engine.transports[peer].reach(part, place)
+    return engine.reach(peer, part, place)
 
 
 def for_receive(arrival: Arrival, stage: Stage, into: memoryview) -> Reach | None:

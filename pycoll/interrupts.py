@@ -7,6 +7,7 @@ thread's call, so that communicators would break which have nothing to do with t
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 from collections.abc import Callable
@@ -54,6 +55,12 @@ class Interrupts:
         if threading.get_ident() == self._main:
             self._busy = False
             self.check()
+
+    def release_later(self) -> None:
+        """The same where nothing can be raised: Python raises the one that came soon after."""
+        self._busy = False
+        if self._pending:
+            _thread.interrupt_main()
 
     def check(self) -> None:
         """Raise the interrupt that was held back; in the main thread only."""

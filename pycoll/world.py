@@ -468,7 +468,7 @@ class _Meeting:
             else:
                 self.shared_memory, doorbell = memory
                 own["shm"] = {}
-            if not encrypt and wanted != agreed.CORE:
+            if not encrypt:
                 self._rdma = _open_rdma(place, chosen)
             if self._rdma is not None:
                 opened.append(self._rdma)
@@ -480,21 +480,23 @@ class _Meeting:
         needs_network = self._needs_network(all(sharing))
         self._settle_shared_memory(place, sharing)
         name = network.choose(self._infos, encrypt) if needs_network else ""
-        if wanted == agreed.CORE or (wanted is None and self._core_serves(name)):
-            self.core = self._open_core(place, name, doorbell)
-            self._net = self.core if needs_network else None
+        uses_core = wanted == agreed.CORE or (wanted is None and self._core_serves(name))
+        in_core = uses_core and name in ("", network.TCP)
+        if needs_network and not in_core:
+            self._net = network.open_network(
+                name, place.rank, place.size, place.key, place.addresses, encrypt, _lanes()
+            )
+            opened.append(self._net)
+        if uses_core:
+            self.core = self._open_core(place, in_core and needs_network, doorbell)
+            if in_core and needs_network:
+                self._net = self.core
             opened.append(self.core)
-        else:
-            if self.shared_memory is not None:
-                self.shared_memory = _with_transport(place, self.shared_memory, doorbell)
-                self._shm = self.shared_memory.transport
-                assert self._shm is not None
-                opened.append(self._shm)
-            if needs_network:
-                self._net = network.open_network(
-                    name, place.rank, place.size, place.key, place.addresses, encrypt, _lanes()
-                )
-                opened.append(self._net)
+        elif self.shared_memory is not None:
+            self.shared_memory = _with_transport(place, self.shared_memory, doorbell)
+            self._shm = self.shared_memory.transport
+            assert self._shm is not None
+            opened.append(self._shm)
         if self._net is not None:
             said = control.exchange(self._net.address(), timeout)
             self._net_addresses = [
@@ -519,7 +521,7 @@ class _Meeting:
             self.shared_memory = None
 
     def _core_serves(self, name: str) -> bool:
-        """Whether the core's engine can move all messages of the job.
+        """Whether the core's engine moves the messages of the job if nobody says what shall.
 
         Args:
             name: of the network that the job needs; "": none.
@@ -528,33 +530,36 @@ class _Meeting:
         has_rdma = any("rdma" in info for info in self._infos)
         return ranks_have_it and not has_rdma and name in ("", network.TCP)
 
-    def _open_core(self, place: Place, name: str, doorbell: int) -> CoreTransport:
+    def _open_core(self, place: Place, listens: bool, doorbell: int) -> CoreTransport:
         """Open the core's engine.
 
         Args:
             place: this rank's.
-            name: of the network that the job needs; "": none.
+            listens: the core is to reach others by tcp.
             doorbell: this rank's.
-
-        Raises:
-            BootstrapError: the core does not move messages by that network.
         """
         if missing := missing_core():
             raise BootstrapError(f"PYCOLL_ENGINE={agreed.CORE} cannot be: {missing}")
         from pycoll.transports.core import CoreTransport, Memory, Network
 
-        if name not in ("", network.TCP) or self._chosen == "rdma":
-            other = name if name not in ("", network.TCP) else self._chosen
-            raise BootstrapError(
-                f"PYCOLL_ENGINE={agreed.CORE} moves messages by shm and tcp, not by {other}: "
-                f"unset it, or use another transport"
-            )
         memory, net, shared = None, None, self.shared_memory
         if shared is not None:
             memory = Memory(shared.host, doorbell, shared.ranks, shared.single_copy)
-        if name:
+        if listens:
             net = Network(place.key, network.listening_at(place.addresses), _lanes())
-        return CoreTransport(place.rank, place.size, memory, net)
+        outside = {}
+        for rank in range(place.size):
+            transport = self._outside(rank)
+            if transport is not None:
+                outside[rank] = transport
+        return CoreTransport(place.rank, place.size, memory, net, outside)
+
+    def _outside(self, rank: int) -> Transport | None:
+        """Return the transport to a rank that the core does not reach by itself."""
+        shared = self.shared_memory
+        if rank == self._rank or (shared is not None and rank in shared.ranks):
+            return None
+        return self._network_to(rank)
 
     def _tell_unencrypted(self, control: Client) -> None:
         """Have the launcher tell the user, if the network connects hosts."""
@@ -588,18 +593,28 @@ class _Meeting:
         """Return the transport to another rank."""
         if self._shm is not None and self.shared_memory and rank in self.shared_memory.ranks:
             return self._shm
+        transport = self._network_to(rank)
+        assert transport is not None
+        return transport
+
+    def _network_to(self, rank: int) -> Transport | None:
+        """Return the transport to a rank that shares no memory with this one."""
         elsewhere = self._chosen == "rdma" or self.hosts[rank] != self.hosts[self._rank]
         if self._rdma is not None and elsewhere:
             own = self._network(self._rank)
             if own == self._network(rank):
                 return self._rdma
-        assert self._net is not None
         return self._net
 
     def start(self, engine: Engine) -> None:
         """Start what was opened."""
         if self.core is not None:
             self.core.start(self._net_addresses, engine)
+            outside = self.core.outside
+            if self._rdma is not None:
+                outside.start(self._rdma, [info.get("rdma", {}) for info in self._infos], engine)
+            if self._net is not None and self._net is not self.core:
+                outside.start(self._net, self._net_addresses, engine)
             engine.admit()
             return
         if self._shm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,9 +14,11 @@ from simulated_device import Fabric
 
 from pycoll import agreed
 from pycoll.communicator import Communicator, World
+from pycoll.core_engine import CoreEngine
 from pycoll.engine import Engine
 from pycoll.group import Group
 from pycoll.transports.base import Transport
+from pycoll.transports.core import CoreTransport
 from pycoll.transports.inproc import Hub, InprocTransport
 from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
 
@@ -37,6 +40,18 @@ class Rank(Engine):
         return ()
 
 
+class CoreRank(CoreEngine):
+    """The same over the core's engine."""
+
+    ranks: list[CoreRank]
+
+    def tell(self, peer: int, letter: bytes) -> None:
+        self.ranks[peer].transport.hear(self.rank, letter)
+
+    def listen(self, timeout_s: float) -> Collection[int]:
+        return ()
+
+
 class Job:
     """Ranks of one process, each with a communicator and a simulated device.
 
@@ -44,23 +59,41 @@ class Job:
         size: how many.
         seed: of what the devices do.
         op_timeout: deadline of calls that have none of their own, seconds.
+        engine: which moves messages; None: that of PYCOLL_ENGINE.
     """
 
-    def __init__(self, size: int, seed: int = 0, op_timeout: float = math.inf) -> None:
+    def __init__(
+        self, size: int, seed: int = 0, op_timeout: float = math.inf, engine: str | None = None
+    ) -> None:
+        in_core = agreed.uses_core({"PYCOLL_ENGINE": engine} if engine else os.environ)
         self.fabric = Fabric(seed=seed or size)
         own = {"node": 0, "rdma": {"network": "simulated"}, **agreed.said({}, 1)}
         infos = [own] * size
         agreed.settle(agreed.agree(infos))
-        hub, ranks = Hub(size), []
+        hub = Hub(size)
+        ranks: list[Any] = []
+        devices: list[RdmaTransport] = []
         for rank in range(size):
             device = self.fabric.device(receives_for(size - 1), completions_for(size - 1))
             rdma, to_self = RdmaTransport(rank, device, "simulated"), InprocTransport(hub, rank)
+            devices.append(rdma)
+            if in_core:
+                outside = {peer: rdma for peer in range(size) if peer != rank}
+                ranks.append(CoreRank(rank, CoreTransport(rank, size, outside=outside), size, None))
+                continue
             reach: list[Transport] = [rdma] * size
             reach[rank] = to_self
             ranks.append(Rank(rank, reach, None))
-        addresses = [rank.transports[rank.rank - 1].address() for rank in ranks]
+        addresses = [rdma.address() for rdma in devices]
         for rank in ranks:
             rank.ranks = ranks
+            if in_core:
+                rank.transport.start([{}] * size, rank)
+        for rank in ranks:
+            if in_core:
+                with rank.locked():
+                    rank.transport.outside.start(devices[rank.rank], addresses, rank)
+                continue
             for transport in rank._distinct:
                 transport.start(addresses, rank)
         self.ranks = ranks

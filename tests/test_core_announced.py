@@ -11,10 +11,13 @@ from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "zmq"]
+
+IN_CORE = TRANSPORTS[:2]
+"""Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_broadcasts_and_scatters_of_arrays_run_without_python(
     core_job: Jobs, transport: str
 ) -> None:

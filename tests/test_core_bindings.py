@@ -19,7 +19,7 @@ from pycoll.transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_B
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "zmq"]
 
 # First uses import modules, and are done in Python.
 WARM = """

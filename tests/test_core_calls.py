@@ -11,10 +11,13 @@ from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "zmq"]
+
+IN_CORE = TRANSPORTS[:2]
+"""Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_sendrecv_and_probes_go_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"pycoll.context"}  # iprobe looks in Python now and then
@@ -38,7 +41,7 @@ ok()
     all_well(core_job(2, COUNTING + text, "--transport", transport), 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_persistent_sends_and_receives_go_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here", "pycoll.objects"}

@@ -13,10 +13,13 @@ from pycoll.errors import BootstrapError
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "zmq"]
+
+IN_CORE = TRANSPORTS[:2]
+"""Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_arrays_go_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 import sys
@@ -92,7 +95,7 @@ def test_a_peer_that_ends_ends_what_waits_for_it(core_job: Jobs, transport: str)
     text = """
 if rank == 1:
     comm.send(np.ones(2), 0)
-    comm.recv(0, out=np.zeros(1))
+    comm.recv(0, 0, np.zeros(1))
     os._exit(3)
 comm.recv(1, out=np.zeros(2))
 request, large = comm.irecv(1, 7, np.zeros(2)), comm.isend(np.zeros(300_000), 1, 8)
@@ -219,12 +222,6 @@ def test_there_is_no_other_engine() -> None:
         agreed.wanted_engine({"PYCOLL_ENGINE": "rust"})
 
 
-def test_the_core_does_not_move_messages_by_zmq(core_job: Jobs) -> None:
-    done = core_job(2, "ok()", "--transport", "zmq")
-    assert done.status != 0
-    assert "PYCOLL_ENGINE=core moves messages by shm and tcp, not by zmq" in done.stderr
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", ["killed", "exit"])
 def test_who_awaits_a_message_hears_that_its_sender_has_ended(
@@ -284,3 +281,24 @@ assert pending.cancel()
 ok()
 """
     all_well(core_job(2, text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("options", [(), ("--encrypt",)], ids=["plain", "encrypted"])
+def test_the_core_moves_messages_by_zmq_between_hosts(core_job: Jobs, options: tuple[str]) -> None:
+    text = """
+transport = comm._group.engine.transport
+assert transport.name == "core"
+assert {other.name for other in transport.outside.peers.values()} == {"zmq"}
+near, far = rank ^ 1, rank ^ 2
+assert near not in transport.outside.peers and far in transport.outside.peers
+for peer in (near, far):
+    got = comm.sendrecv(np.full(1 << 20, rank), peer, source=peer)
+    assert (got == peer).all()
+assert comm.all_reduce(np.ones(1 << 18))[-1] == size
+ok()
+"""
+    network = () if options else ("--transport", "zmq")
+    hosts = ("--emulate-hosts", "2")
+    if not options:
+        text = text.replace("assert near not in transport.outside.peers and", "assert")
+    all_well(core_job(4, text, *network, *hosts, *options), 4)

@@ -11,10 +11,13 @@ from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", "tcp", "zmq"]
+
+IN_CORE = TRANSPORTS[:2]
+"""Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_arrays_are_made_without_python(core_job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here"}
@@ -185,7 +188,7 @@ ok()
     all_well(core_job(2, text), 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_of_objects_only_the_pickling_is_pythons(core_job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "pycoll.objects", "pycoll.scratch"}
@@ -255,7 +258,7 @@ ok()
     all_well(core_job(2, text), 2)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", IN_CORE)
 def test_a_deadline_needs_no_python_while_there_is_time(core_job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll.edge"}

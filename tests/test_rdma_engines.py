@@ -22,9 +22,10 @@ def settled() -> Iterator[None]:
     agreed.settle(before)
 
 
-@pytest.fixture(params=[2, 4])
+@pytest.fixture(params=[(2, "python"), (4, "python"), (2, "core"), (4, "core")])
 def job(request: pytest.FixtureRequest, settled: None) -> Iterator[Job]:
-    made = Job(request.param)
+    size, engine = request.param
+    made = Job(size, engine=engine)
     yield made
     made.close()
 

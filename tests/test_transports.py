@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from patience import PATIENCE
 from tiers import exhaustive
-from transport_world import DEADLINE_S, Node, World
+from transport_world import DEADLINE_S, OVER_PYTHON, Node, World
 
 from pycoll import transports
 from pycoll.errors import PeerFailed, TransportError
@@ -31,13 +31,18 @@ from pycoll.transports.shm import missing_core
 from pycoll.transports.zeromq import AHEAD, SEGMENT, WINDOW, ZmqTransport
 
 NETWORKS = ["zmq", "zmq with CURVE"]
+UNDER_CORE = ["zmq", "rdma, simulated"]
 BETWEEN_PROCESSES = [
     *NETWORKS,
     "rdma, simulated",
     *([] if missing_core() else ["shm", "shm in segments", "tcp", "tcp with lanes"]),
     *([] if missing_core() else ["core over shm", "core in segments", "core over tcp"]),
+    *([] if missing_core() else [f"{OVER_PYTHON}{kind}" for kind in UNDER_CORE]),
 ]
-KINDS = ["inproc", *BETWEEN_PROCESSES]
+KINDS = [
+    *("inproc", *BETWEEN_PROCESSES),
+    *([] if missing_core() else [f"{OVER_PYTHON}inproc"]),
+]
 
 
 @pytest.fixture(params=KINDS)

@@ -22,6 +22,9 @@ from pycoll.transports.tcp import TcpTransport
 from pycoll.transports.zeromq import ZmqTransport
 from pycoll.zap import Keys
 
+OVER_PYTHON = "core over Python's "
+"""Begin the kinds in which the core moves messages by a transport in Python."""
+
 DEADLINE_S = 30.0 * PATIENCE
 
 
@@ -68,6 +71,7 @@ class World:
         self.hosts: list[Any] = []
         self.fabric: Any = None
         self.nodes: list[Node] = []
+        self.outside: list[Node] = []  # the transports under those of the nodes
         for rank, transport in enumerate(self.make(kind, size)):
             self.nodes.append(Node(transport, self.nodes, rank))
         self.start()
@@ -77,8 +81,20 @@ class World:
         addresses = [node.transport.address() for node in self.nodes]
         for node in self.nodes:
             node.transport.start(addresses, node)
+        outside = [node.transport.address() for node in self.outside]
+        for node, under in zip(self.nodes, self.outside, strict=False):
+            node.transport.outside.start(under.transport, outside, node)
 
     def make(self, kind: str, size: int) -> list[Transport]:
+        if kind.startswith(OVER_PYTHON):
+            under = self.make(kind.removeprefix(OVER_PYTHON), size)
+            self.outside = [Node(transport) for transport in under]
+            return [
+                CoreTransport(
+                    rank, size, outside={peer: one for peer in range(size) if peer != rank}
+                )
+                for rank, one in enumerate(under)
+            ]
         if kind == "inproc":
             hub = Hub(size)
             return [InprocTransport(hub, rank) for rank in range(size)]

@@ -1,8 +1,8 @@
-"""The message engine in the compiled core, as a transport: self, shared memory and tcp at once.
+"""The message engine in the compiled core, as a transport: it reaches all ranks at once.
 
 The core (`_core/engine`) matches, waits and moves by itself. Here it becomes a `Transport` for what
 Python still does: collectives by messages, objects, arrays on a GPU. Who connects by tcp is decided
-in Python, as for the transport tcp.
+in Python, as for the transport tcp. Transports that are not the core's are links of it (`link`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pycoll.errors import Error, PeerFailed, TransportError
@@ -24,12 +24,15 @@ from pycoll.transports.base import (
     EAGER_LIMIT,
     MESSAGE_COST,
     Arrival,
+    Elsewhere,
     Handler,
     Parts,
+    Reach,
     Transfer,
     Transport,
     Withdrawn,
 )
+from pycoll.transports.link import Links
 
 if TYPE_CHECKING:
     from pycoll.transports._core import Engine, Host, Receive, Send
@@ -171,6 +174,10 @@ class CoreArrival(Arrival):
         self.transport.disown(self.face)
         self.face.drop()
 
+    def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        arrival = self.transport.outside.arrival(self.face.link_id)
+        return arrival.reach(into, elsewhere) if arrival is not None else None
+
     def held(self) -> None:
         """Hear that it has come, which was seen before this was told."""
 
@@ -187,9 +194,12 @@ class CoreTransport(Transport):
         rank, size: of the job.
         memory: of this host; None: it is not shared.
         network: how others reach this rank; None: they need not.
+        outside: the transport to each rank that one of Python's reaches.
 
     Attributes:
         core: the engine.
+        outside: those transports.
+        hold: calls a function under the owner's lock, if that can be.
 
     Raises:
         TransportError: it cannot listen there.
@@ -199,7 +209,12 @@ class CoreTransport(Transport):
     name: ClassVar[str] = "core"
 
     def __init__(
-        self, rank: int, size: int, memory: Memory | None = None, network: Network | None = None
+        self,
+        rank: int,
+        size: int,
+        memory: Memory | None = None,
+        network: Network | None = None,
+        outside: Mapping[int, Transport] | None = None,
     ) -> None:
         from pycoll.transports._core import Engine
 
@@ -207,6 +222,8 @@ class CoreTransport(Transport):
         self._closed = False
         self._handler: Handler | None = None
         self.hear_work: Callable[[], None] = lambda: None
+        self.hold: Callable[[Callable[[], object]], bool] = _call
+        self.outside = Links(outside or {})
         self._addresses: Sequence[dict[str, Any]] = ()
         self._forgotten: dict[int, str] = {}
         self._owners: dict[Any, Any] = {}
@@ -225,12 +242,26 @@ class CoreTransport(Transport):
             if network is not None:
                 self._dialer = self._listen(rank, size, network, undo)
                 options |= {"lanes": network.lanes, "dialer": self._dialer.fileno()}
+            if outside:
+                options |= {
+                    "queued": list(outside),
+                    "on_orders": self._order,
+                    "on_stop": self._stop,
+                }
             self.core: Engine = Engine(rank, size, limits, self._work, **options)
+            self.outside.open(self.core)
             undo.pop_all()
         _open.add(self)
 
     def _work(self) -> None:
         self.hear_work()
+
+    def _order(self) -> None:
+        if not self.hold(self.outside.pump):
+            self.core.tell_more()
+
+    def _stop(self, number: int) -> None:
+        self.hold(lambda: self.outside.ask_committed(number))
 
     def _listen(self, rank: int, size: int, network: Network, undo: contextlib.ExitStack) -> Dialer:
         from pycoll.transports.dial import Dialer
@@ -293,10 +324,12 @@ class CoreTransport(Transport):
     def link_name(self, peer: int) -> str:
         if peer == self._rank:
             return "self"
+        if peer in self.outside.peers:
+            return self.outside.peers[peer].name
         return "shm" if peer in self._sharing else "tcp"
 
     def links(self) -> list[int]:
-        return self.core.links()
+        return sorted({*self.core.links(), *self.outside.links()})
 
     # --- sending ---------------------------------------------------------------------------
 
@@ -345,7 +378,8 @@ class CoreTransport(Transport):
         self._owners.pop(face, None)
 
     def progress(self) -> bool:
-        worked = self.core.progress()
+        worked = self.outside.pump()
+        worked |= self.core.progress()
         if not self._later and not self.core.has_work:
             return worked
         later, self._later = self._later, []
@@ -404,6 +438,15 @@ class CoreTransport(Transport):
     def is_idle(self) -> bool:
         return not self._later and not self.core.has_work
 
+    # --- transports of Python's ------------------------------------------------------------
+
+    def hear(self, peer: int, letter: bytes) -> None:
+        self.outside.hear(peer, letter)
+
+    def reach_to(self, peer: int, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
+        """See `Transport.reach`, of the transport to `peer`."""
+        return self.outside.reach(peer, part, elsewhere)
+
     # --- the end ---------------------------------------------------------------------------
 
     def forget(self, peer: int, reason: str) -> None:
@@ -412,6 +455,7 @@ class CoreTransport(Transport):
         self._forgotten[peer] = reason
         if self._dialer is not None:
             self._dialer.forget(peer)
+        self.outside.forget(peer, reason)
         self.core.forget(peer)
         # Receives that wait hear of it by the next progress: then it is known why.
         for event in self.core.events():
@@ -429,6 +473,7 @@ class CoreTransport(Transport):
         self._closed = True
         _open.discard(self)
         if os.getpid() == self._pid:
+            self.outside.close(timeout_s)
             self.core.say_goodbye()
             self._deliver(time.monotonic() + timeout_s)
         if self._dialer is not None:
@@ -456,6 +501,11 @@ class CoreTransport(Transport):
         if self._dialer is not None:
             self._dialer.close()
         self.core.forked()
+
+
+def _call(action: Callable[[], object]) -> bool:
+    action()
+    return True
 
 
 _open: weakref.WeakSet[CoreTransport] = weakref.WeakSet()

@@ -25,11 +25,21 @@ static PyTypeObject *engine_type;
 
 /* What was written may not have left: then somebody must drive, though nothing else is pending. */
 static void settle(pc_engine_object *self) {
-    bool is_behind = self->has_tcp && self->tcp.tcp.behind > 0;
+    bool is_behind = self->lags || (self->has_tcp && self->tcp.tcp.behind > 0);
     if (is_behind == self->is_behind)
         return;
     self->is_behind = is_behind;
     pc_drive_pending(&self->drive, is_behind ? 1 : -1);
+}
+
+/* Whether it has left something for Python to do. */
+static bool do_locked(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
+    uint64_t before = self->queue.num_posted;
+    self->is_called = true;
+    work(self, argument);
+    self->is_called = false;
+    settle(self);
+    return self->queue.num_posted != before;
 }
 
 bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
@@ -37,23 +47,24 @@ bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, v
         return false;
     if (atomic_load_explicit(&self->drive.closed, memory_order_acquire) != PC_DRIVE_OPEN)
         return false;
+    bool is_open, has_orders = false;
     if (pc_lock_try(&self->drive.lock)) {
-        bool is_open = atomic_load_explicit(&self->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN;
-        if (is_open) {
-            work(self, argument);
-            settle(self);
-        }
+        is_open = atomic_load_explicit(&self->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN;
+        if (is_open)
+            has_orders = do_locked(self, work, argument);
         pc_lock_give(&self->drive.lock);
-        return is_open;
+    } else {
+        PyThreadState *state = PyEval_SaveThread();
+        is_open = pc_drive_enter(&self->drive);
+        if (is_open) {
+            has_orders = do_locked(self, work, argument);
+            pc_drive_leave(&self->drive);
+        }
+        PyEval_RestoreThread(state);
     }
-    PyThreadState *state = PyEval_SaveThread();
-    bool is_open = pc_drive_enter(&self->drive);
-    if (is_open) {
-        work(self, argument);
-        settle(self);
-        pc_drive_leave(&self->drive);
-    }
-    PyEval_RestoreThread(state);
+    /* Here, and not when somebody comes to it: what was given up may be used otherwise from now on. */
+    if (PC_UNLIKELY(has_orders))
+        pc_link_do_orders(self);
     return is_open;
 }
 
@@ -588,7 +599,10 @@ static PyObject *engine_close(pc_engine_object *self, PyObject *unused) {
     let_go_of_events(self);
     if (self->has_tcp)
         pc_tcp_close(&self->tcp.tcp);
-    Py_CLEAR(self->on_work); /* its owner, which has this */
+    /* Their owner, which has this. */
+    Py_CLEAR(self->on_work);
+    Py_CLEAR(self->on_orders);
+    Py_CLEAR(self->on_stop);
     Py_RETURN_NONE;
 }
 
@@ -604,7 +618,7 @@ static PyObject *engine_forked(pc_engine_object *self, PyObject *unused) {
 
 struct arguments {
     int rank, size, doorbell, single_copy, lanes, dialer;
-    PyObject *host, *ranks, *on_work;
+    PyObject *host, *ranks, *on_work, *queued, *on_orders, *on_stop;
     Py_ssize_t eager_limit, ahead, credit, message_cost;
 };
 
@@ -689,6 +703,8 @@ static int open_engine(pc_engine_object *self, const struct arguments *given) {
     self->links[given->rank] = &self->to_self;
     if (given->host != Py_None && (error = open_shm(self, given)) != 0)
         return error;
+    if (given->queued != Py_None && pc_link_open(self, given->queued) < 0)
+        return -1;
     if (given->lanes > 0 && (error = open_tcp(self, given)) != 0)
         return error;
     return 0;
@@ -696,12 +712,13 @@ static int open_engine(pc_engine_object *self, const struct arguments *given) {
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"rank",        "size",  "limits", "on_work", "host", "doorbell", "ranks",
-                            "single_copy", "lanes", "dialer", NULL};
-    struct arguments given = {.host = Py_None, .ranks = Py_None, .doorbell = -1, .dialer = -1};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii(nnnn)O|OiOpii", names, &given.rank, &given.size,
+                            "single_copy", "lanes", "dialer", "queued",  "on_orders", "on_stop", NULL};
+    struct arguments given = {.host = Py_None, .ranks = Py_None, .doorbell = -1, .dialer = -1,
+                              .queued = Py_None, .on_orders = Py_None, .on_stop = Py_None};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii(nnnn)O|OiOpiiOOO", names, &given.rank, &given.size,
                                      &given.eager_limit, &given.ahead, &given.credit, &given.message_cost,
                                      &given.on_work, &given.host, &given.doorbell, &given.ranks, &given.single_copy,
-                                     &given.lanes, &given.dialer))
+                                     &given.lanes, &given.dialer, &given.queued, &given.on_orders, &given.on_stop))
         return NULL;
     if (given.rank < 0 || given.rank >= given.size || given.lanes < 0 || given.lanes > PC_TCP_LANES) {
         PyErr_SetString(PyExc_ValueError, "there is no such rank, or no such number of lanes");
@@ -712,6 +729,8 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     self->last = &self->first;
     self->on_work = Py_NewRef(given.on_work);
+    self->on_orders = given.on_orders != Py_None ? Py_NewRef(given.on_orders) : NULL;
+    self->on_stop = given.on_stop != Py_None ? Py_NewRef(given.on_stop) : NULL;
     int error = open_engine(self, &given);
     if (error == 0)
         return (PyObject *)self;
@@ -745,11 +764,15 @@ static void engine_dealloc(pc_engine_object *self) {
             pc_link_shm_free(&self->shm);
         if (self->has_tcp)
             pc_link_tcp_free(&self->tcp);
+        if (self->has_queue)
+            pc_link_queue_free(&self->queue);
     }
     free(self->links);
     free(self->peers);
     Py_XDECREF(self->host);
     Py_XDECREF(self->on_work);
+    Py_XDECREF(self->on_orders);
+    Py_XDECREF(self->on_stop);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -833,6 +856,16 @@ static PyMethodDef engine_methods[] = {
     {"attach", (PyCFunction)engine_attach, METH_VARARGS, "attach(rank, lane, fd): take over a connected socket."},
     {"lose", (PyCFunction)engine_lose, METH_VARARGS, "lose(rank, why): there is no link to it."},
     {"forget", (PyCFunction)engine_forget, METH_O, "forget(rank): it has ended; what waits for it ends with 1 + rank."},
+    {"next_order", (PyCFunction)pc_link_next_order, METH_NOARGS,
+     "next_order() -> tuple | None: what a transport of Python's is to do next; the last order was done."},
+    {"tell_arrived", (PyCFunction)pc_link_tell_arrived, METH_VARARGS,
+     "tell_arrived(rank, header, payload, nbytes, waits) -> int: the message's number; 0: it is to be released now; -1: "
+     "there is no room, tell it later; -2: it makes no sense."},
+    {"tell_over", (PyCFunction)pc_link_tell, METH_VARARGS,
+     "tell_over(number, what): 0: received, 1: withdrawn, 2: sent, 3: it is too late to stop it."},
+    {"tell_end", (PyCFunction)pc_link_tell_end, METH_VARARGS, "tell_end(rank, why): it is lost; None: it has finished."},
+    {"tell_lag", (PyCFunction)pc_link_tell_lag, METH_O, "tell_lag(whether): a transport has something to write."},
+    {"tell_more", (PyCFunction)pc_link_tell_more, METH_NOARGS, "There is more to do: somebody must come."},
     {"links", (PyCFunction)engine_links, METH_NOARGS, "The ranks to which something was sent."},
     {"say_goodbye", (PyCFunction)engine_say_goodbye, METH_NOARGS, "Tell all links that nothing more will come."},
     {"flush", (PyCFunction)engine_flush, METH_NOARGS, "Deliver what is buffered; whether all of it is."},
@@ -873,13 +906,15 @@ int pc_add_engine_types(PyObject *module) {
     PyTypeObject *engine = make_type(module, &pc_engine_spec), *send = make_type(module, &pc_send_spec),
                  *receive = make_type(module, &pc_receive_spec), *context = make_type(module, &pc_context_spec),
                  *request = make_type(module, &pc_request_spec), *plan = make_type(module, &pc_plan_spec),
-                 *call = make_type(module, &pc_collective_spec), *table = make_type(module, &pc_table_spec);
+                 *call = make_type(module, &pc_collective_spec), *table = make_type(module, &pc_table_spec),
+                 *piece = make_type(module, &pc_piece_spec);
     if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
-        plan == NULL || call == NULL || table == NULL)
+        plan == NULL || call == NULL || table == NULL || piece == NULL)
         return -1;
     engine_type = engine;
     pc_item_types(send, receive);
     pc_context_types(engine, context);
+    pc_piece_type(piece);
     pc_collective_types(call);
     pc_composed_types(table);
     pc_collectives_types(plan, call);

@@ -10,6 +10,7 @@
 
 #include "engine/drive.h"
 #include "engine/engine.h"
+#include "engine/link_queue.h"
 #include "engine/link_shm.h"
 #include "engine/link_tcp.h"
 #include "views.h"
@@ -78,7 +79,11 @@ typedef struct pc_engine_object {
     PyObject *on_work;               /* called in the background, if there is something for Python to do */
     struct pc_link_shm shm;
     struct pc_link_tcp tcp;
-    bool is_open, has_tcp, is_behind;
+    struct pc_link_queue queue; /* to transports in Python */
+    PyObject *on_orders, *on_stop; /* see link_type.c */
+    bool is_open, has_tcp, has_queue, is_behind;
+    bool is_called; /* a thread with the interpreter's lock is in the engine */
+    bool lags;      /* a transport in Python has something to write */
     char engaged; /* a thread is in the Python engine */
     struct pc_event *first, **last; /* the queue */
     struct pc_event watched;
@@ -104,7 +109,7 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
-extern PyType_Spec pc_table_spec, pc_composed_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+extern PyType_Spec pc_table_spec, pc_composed_spec, pc_piece_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
@@ -150,6 +155,23 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
 bool pc_item_take_over(PyObject *face, struct pc_receive *from);
 /* A `Receive` that was not started; NULL with an exception. */
 PyObject *pc_item_receive(pc_engine_object *self);
+
+/* link_type.c */
+void pc_piece_type(PyTypeObject *type);
+/* Have these ranks reached by transports in Python. 0; -1 with an exception. */
+int pc_link_open(pc_engine_object *self, PyObject *ranks);
+/* Have Python do what stands in the queue; without the lock. An exception that is set stays. */
+void pc_link_do_orders(pc_engine_object *self);
+/* The same, if memory is still used that was given up. */
+void pc_link_settle(pc_engine_object *self);
+/* Have Python say whether it is too late to stop a send; without the lock. */
+void pc_link_before_stop(pc_engine_object *self, const struct pc_send *send);
+PyObject *pc_link_next_order(pc_engine_object *self, PyObject *unused);
+PyObject *pc_link_tell_arrived(pc_engine_object *self, PyObject *args);
+PyObject *pc_link_tell(pc_engine_object *self, PyObject *args);
+PyObject *pc_link_tell_end(pc_engine_object *self, PyObject *args);
+PyObject *pc_link_tell_lag(pc_engine_object *self, PyObject *value);
+PyObject *pc_link_tell_more(pc_engine_object *self, PyObject *unused);
 
 /* request.c */
 /* With the lock: the event was taken out of the queue. `pc_request_event` follows, without it. */

@@ -258,6 +258,16 @@ static void send(pc_engine_object *self, void *argument) {
                                     (enum pc_way)sending->way);
 }
 
+/* A transport in Python has been asked meanwhile: it may be done. */
+static void look_at_send(pc_engine_object *self, void *argument) {
+    struct sending *sending = argument;
+    (void)self;
+    if (sending->item->send.context == NULL)
+        sending->answer = PC_SENT;
+    else
+        sending->item->is_quiet = false;
+}
+
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count) {
     struct sending sending = {0};
     if (count != 4) {
@@ -293,10 +303,14 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
     item->send.num_parts = (size_t)views->count;
     item->send.ended = send_ended;
     item->send.owner = self;
+    item->send.keeper = views->count == 1 ? views->views[0].obj : NULL;
+    item->is_quiet = self->has_queue;
     if (!pc_engine_do(self, send, &sending)) {
         Py_DECREF(face);
         return pc_engine_is_closed();
     }
+    if (self->has_queue && sending.answer == PC_UNDER_WAY)
+        pc_engine_do(self, look_at_send, &sending);
     if (sending.answer == PC_UNDER_WAY)
         return face;
     int status = item->send.status;
@@ -315,6 +329,7 @@ static PyObject *send_stop(pc_face *face, PyObject *unused) {
     (void)unused;
     struct pc_py_item *item = face->item;
     bool was_quiet = item->is_quiet;
+    pc_link_before_stop(face->engine, &item->send);
     pc_engine_do(face->engine, stop, item);
     bool stopped = item->is_quiet;
     item->is_quiet = was_quiet;
@@ -492,6 +507,26 @@ static PyObject *receive_state(pc_face *face, void *unused) {
     pc_engine_do(face->engine, look, &looking);
     return PyLong_FromLong(looking.state);
 }
+struct finding {
+    struct pc_py_item *item;
+    uint64_t id;
+};
+
+static void find_link_id(pc_engine_object *self, void *argument) {
+    struct finding *finding = argument;
+    const struct pc_receive *receive = &finding->item->receive;
+    if (receive->state == PC_RECEIVE_HELD)
+        finding->id = pc_link_id_of_message(&self->queue, receive->message);
+}
+
+static PyObject *receive_link_id(pc_face *face, void *unused) {
+    (void)unused;
+    struct finding finding = {.item = face->item};
+    if (face->engine->has_queue)
+        pc_engine_do(face->engine, find_link_id, &finding);
+    return PyLong_FromUnsignedLongLong(finding.id);
+}
+
 static PyObject *receive_status(pc_face *face, void *unused) { (void)unused; return PyLong_FromLong(face->item->status); }
 
 static PyGetSetDef receive_values[] = {
@@ -502,6 +537,8 @@ static PyGetSetDef receive_values[] = {
      NULL},
     {"order", (getter)receive_order, NULL, "Where its message stood in the queue.", NULL},
     {"number", (getter)receive_number, NULL, "Where it stood among the receives.", NULL},
+    {"link_id", (getter)receive_link_id, NULL, "The number by which a transport in Python knows its message; 0: none.",
+     NULL},
     {"sender_waits", (getter)receive_sender_waits, NULL, "Whether the sender may wait until it is accepted.", NULL},
     {"state", (getter)receive_state, NULL, "0: idle, 1: posted, 2: it holds a message, 3: that is read, 4: ended.", NULL},
     {"status", (getter)receive_status, NULL, "When it has ended: 0, or why it failed.", NULL},

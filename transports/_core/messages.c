@@ -119,6 +119,9 @@ struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgo
             return NULL;
         }
     }
+    request->send.keeper = request->array;
+    if (request->views != NULL && request->views->count == 1)
+        request->send.keeper = request->views->views[0].obj;
     return pc_request_start(request, header, header_nbytes, kind == PC_SSEND ? PC_OFFER : way);
 }
 

@@ -123,6 +123,7 @@ static void let_go(struct pc_request *request) {
 }
 
 void pc_engine_let_go(pc_engine_object *engine) {
+    pc_link_settle(engine);
     if (engine->ended_collectives != NULL)
         pc_engine_let_go_collectives(engine);
     if (engine->ended == NULL)

@@ -107,6 +107,7 @@ static PyObject *request_result(struct pc_request *self, void *unused) {
 
 static PyObject *request_stop(struct pc_request *self, PyObject *unused) {
     (void)unused;
+    pc_link_before_stop(self->messages->engine, &self->send);
     return PyBool_FromLong(ask(self, stop));
 }
 

@@ -46,6 +46,31 @@ void pc_engine_leave(struct pc_engine *engine) {
     engine->telling = false;
 }
 
+/* --- memory that links may still use ----------------------------------------------------------------- */
+
+void pc_engine_free_later(struct pc_engine *engine, void *memory) {
+    if (engine->num_unsettled == 0 || memory == NULL) {
+        free(memory);
+        return;
+    }
+    struct pc_left *left = malloc(sizeof *left);
+    if (left == NULL)
+        return; /* it is lost: better than to have it written to */
+    *left = (struct pc_left){engine->left, memory};
+    engine->left = left;
+}
+
+void pc_engine_settled(struct pc_engine *engine) {
+    if (--engine->num_unsettled > 0)
+        return;
+    while (engine->left != NULL) {
+        struct pc_left *left = engine->left;
+        engine->left = left->next;
+        free(left->memory);
+        free(left);
+    }
+}
+
 /* --- the contexts ------------------------------------------------------------------------------------ */
 
 /* A context without messages, in the list of all; NULL: there is no memory. */

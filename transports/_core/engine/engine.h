@@ -160,6 +160,11 @@ struct pc_unopened {
     struct pc_unopened *next, **at;
 };
 
+struct pc_left {
+    struct pc_left *next;
+    void *memory;
+};
+
 struct pc_closed {
     uint64_t ident;
     struct pc_chained by_ident;
@@ -193,6 +198,8 @@ struct pc_engine {
     struct pc_message *arriving;
     int depth;
     bool telling;
+    size_t num_unsettled; /* promises about memory that links have made and not kept yet */
+    struct pc_left *left; /* memory that is freed then */
     struct pc_ending *endings, **last_ending; /* to be told */
 };
 
@@ -259,6 +266,11 @@ void pc_engine_leave(struct pc_engine *engine);
 void pc_list_clear(struct pc_message_list *list);
 void pc_list_append(struct pc_message_list *list, struct pc_message *message);
 void pc_list_remove(struct pc_message *message);
+
+/* Free memory that was sent from, or received into: when no link uses it any more. */
+void pc_engine_free_later(struct pc_engine *engine, void *memory);
+/* A link keeps one promise more. */
+void pc_engine_settled(struct pc_engine *engine);
 
 /* A message that stands nowhere yet, of a link; NULL: there is no memory. */
 struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in);

@@ -37,6 +37,7 @@ struct pc_send {
     size_t num_parts;
     void (*ended)(struct pc_send *send); /* the last that is done with it; not called if it was done at once */
     void *owner;                         /* up to the caller */
+    void *keeper; /* up to the caller, and to a link of his: what the payload belongs to, or NULL */
 
     int status; /* when it has ended */
     bool stopped; /* it will not be received, whatever its link says of it until it is taken back */

@@ -54,7 +54,7 @@ static void free_move(struct pc_moved *move) {
         free(move->parts);
     if (!move->is_send)
         free(move->receive.header);
-    free(move->scratch);
+    pc_engine_free_later(move->run->engine, move->scratch);
     free(move);
 }
 
@@ -74,7 +74,7 @@ static void clear(struct pc_run *run) {
     }
     for (uint32_t step = 0; step < run->table->num_steps; step++)
         free(run->incoming[step]);
-    free(run->own);
+    pc_engine_free_later(engine, run->own);
     free(run->memory);
     run->memory = NULL;
     pc_context_let_go(run->context);
