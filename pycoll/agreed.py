@@ -200,8 +200,12 @@ def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
+PREFERS_CORE: bool = False
+"""Whether a job that does not say has the core's engine, where that serves."""
+
+
 def wanted_engine(environ: Mapping[str, str]) -> str | None:
-    """Return the engine that shall move messages: PYCOLL_ENGINE; None: the best there is.
+    """Return the engine that shall move messages: PYCOLL_ENGINE; None: nobody says.
 
     Raises:
         BootstrapError: there is no such engine.

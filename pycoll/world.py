@@ -405,7 +405,8 @@ def _alone(rank: int, op_timeout: float) -> Engine:
     """Return the engine of a job of one rank, whom no launcher has started."""
     engine: Engine
     to_self: Transport
-    if agreed.wanted_engine(os.environ) != agreed.PYTHON and missing_core() is None:
+    wanted = agreed.wanted_engine(os.environ)
+    if wanted == agreed.CORE or (wanted is None and agreed.PREFERS_CORE and not missing_core()):
         from pycoll.core_engine import CoreEngine
         from pycoll.transports.core import CoreTransport
 
@@ -526,7 +527,7 @@ class _Meeting:
         Args:
             name: of the network that the job needs; "": none.
         """
-        ranks_have_it = all("core" in info for info in self._infos)
+        ranks_have_it = agreed.PREFERS_CORE and all("core" in info for info in self._infos)
         has_rdma = any("rdma" in info for info in self._infos)
         return ranks_have_it and not has_rdma and name in ("", network.TCP)
 
