@@ -65,7 +65,8 @@ class Job:
     def __init__(
         self, size: int, seed: int = 0, op_timeout: float = math.inf, engine: str | None = None
     ) -> None:
-        in_core = agreed.uses_core({"PYCOLL_ENGINE": engine} if engine else os.environ)
+        wanted = engine or agreed.wanted_engine(os.environ)
+        in_core = wanted == agreed.CORE
         self.fabric = Fabric(seed=seed or size)
         own = {"node": 0, "rdma": {"network": "simulated"}, **agreed.said({}, 1)}
         infos = [own] * size

@@ -116,10 +116,9 @@ world = comm.dup()
 part = comm.dup(name="part")
 if rank == 0:  # done at once: it only sends
     assert part.ireduce(np.ones(2), root=1).wait() is None
-    request = part.iall_reduce(np.ones(2))
+    error = error_of(lambda: part.iall_reduce(np.ones(2)).wait())
 else:
-    request = part.igather(np.ones(2), root=1)
-error = error_of(request.wait)
+    error = error_of(lambda: part.igather(np.ones(2), root=1).wait())
 assert type(error) is pycoll.MismatchError, repr(error)
 assert "collective number 0 of part" in str(error), error
 world.barrier()
