@@ -341,8 +341,8 @@ static int handle_told(pc_channel *channel, int rank, enum pc_channel_kind kind,
         pc_channel_send_end(channel, send, true);
         return 0;
     }
-    if ((send->mode != PC_OFFERED && send->mode != PC_HELPING) || send->stopped)
-        return 0; /* of one that was stopped its receiver will hear when it is given up */
+    if (send->mode != PC_OFFERED && send->mode != PC_HELPING)
+        return 0;
     if (kind == PC_TAKE && !pc_channel_reaches(channel, rank))
         return 0;
     if (send->mode == PC_OFFERED && !pc_channel_list_add(&channel->sending, id))
