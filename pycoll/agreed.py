@@ -200,7 +200,7 @@ def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-PREFERS_CORE: bool = False
+PREFERS_CORE: bool = True
 """Whether a job that does not say has the core's engine, where that serves."""
 
 
