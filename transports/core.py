@@ -32,7 +32,7 @@ from pycoll.transports.base import (
     Transport,
     Withdrawn,
 )
-from pycoll.transports.link import Links
+from pycoll.transports.link import FAILED, Links
 
 if TYPE_CHECKING:
     from pycoll.transports._core import Engine, Host, Receive, Send
@@ -360,6 +360,8 @@ class CoreTransport(Transport):
             return Withdrawn()
         if status in (-errno.ENOMEM, -errno.ENOBUFS):
             return MemoryError()
+        if status <= FAILED:
+            return TransportError(self.outside.failures[FAILED - status])
         if status < 0:
             return TransportError(f"a message could not be moved: status {status}")
         peer = status - 1

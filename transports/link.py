@@ -36,6 +36,9 @@ RECEIVED, WITHDRAWN, SENT, COMMITTED = range(4)
 NOW, NO_ROOM, NO_SENSE = 0, -1, -2
 """What `Engine.tell_arrived` returns in place of a number."""
 
+FAILED = -200_000
+"""The status of a send that failed alone, for the first of `Links.failures`; -200,001: the second."""
+
 ROUNDS = 16
 """Rounds of one `pump` in which something was done; then others have their turn."""
 
@@ -45,10 +48,14 @@ class Links:
 
     Args:
         peers: the transport to each rank that one of them reaches.
+
+    Attributes:
+        failures: why single sends have failed, each text once.
     """
 
     def __init__(self, peers: Mapping[int, Transport]) -> None:
         self.peers = peers
+        self.failures: list[str] = []
         self._transports = list(dict.fromkeys(peers.values()))
         self._started: list[Transport] = []
         self._asleep = False
@@ -158,8 +165,13 @@ class Links:
 
     def _sent(self, number: int, transfer: Operation) -> None:
         self._sends.pop(number, None)
-        if transfer.error is None:  # else its peer is about to be forgotten
+        if transfer.error is None:
             self._core.tell_over(number, SENT)
+        elif isinstance(transfer.error, TransportError):  # else its peer is about to be forgotten
+            text = str(transfer.error)
+            if text not in self.failures:
+                self.failures.append(text)
+            self._core.tell_over(number, SENT, FAILED - self.failures.index(text))
 
     def _accept(self, number: int, into: memoryview) -> None:
         arrival = self._arrivals.pop(number, None)

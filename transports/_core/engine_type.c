@@ -862,7 +862,8 @@ static PyMethodDef engine_methods[] = {
      "tell_arrived(rank, header, payload, nbytes, waits) -> int: the message's number; 0: it is to be released now; -1: "
      "there is no room, tell it later; -2: it makes no sense."},
     {"tell_over", (PyCFunction)pc_link_tell, METH_VARARGS,
-     "tell_over(number, what): 0: received, 1: withdrawn, 2: sent, 3: it is too late to stop it."},
+     "tell_over(number, what, status=0): 0: received, 1: withdrawn, 2: sent, or failed with a status that is not 0, "
+     "3: it is too late to stop it."},
     {"tell_end", (PyCFunction)pc_link_tell_end, METH_VARARGS, "tell_end(rank, why): it is lost; None: it has finished."},
     {"tell_lag", (PyCFunction)pc_link_tell_lag, METH_O, "tell_lag(whether): a transport has something to write."},
     {"tell_more", (PyCFunction)pc_link_tell_more, METH_NOARGS, "There is more to do: somebody must come."},

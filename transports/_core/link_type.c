@@ -149,6 +149,7 @@ enum what { RECEIVED, WITHDRAWN, SENT, COMMITTED };
 struct telling {
     uint64_t id;
     enum what what;
+    int status;
 };
 
 static void tell(pc_engine_object *self, void *argument) {
@@ -161,7 +162,7 @@ static void tell(pc_engine_object *self, void *argument) {
         pc_link_withdrawn(&self->queue, telling->id);
         break;
     case SENT:
-        pc_link_sent(&self->queue, telling->id);
+        pc_link_sent(&self->queue, telling->id, telling->status);
         break;
     case COMMITTED:
         pc_link_committed(&self->queue, telling->id);
@@ -170,10 +171,10 @@ static void tell(pc_engine_object *self, void *argument) {
 
 PyObject *pc_link_tell(pc_engine_object *self, PyObject *args) {
     unsigned long long id;
-    int what;
-    if (!PyArg_ParseTuple(args, "Ki", &id, &what))
+    int what, status = 0;
+    if (!PyArg_ParseTuple(args, "Ki|i", &id, &what, &status))
         return NULL;
-    struct telling telling = {id, (enum what)what};
+    struct telling telling = {id, (enum what)what, status};
     pc_engine_do(self, tell, &telling);
     Py_RETURN_NONE;
 }

@@ -429,6 +429,12 @@ void pc_sent(struct pc_engine *engine, struct pc_send *send) {
     pc_engine_leave(engine);
 }
 
+void pc_send_failed(struct pc_engine *engine, struct pc_send *send, int status) {
+    pc_engine_enter(engine);
+    pc_send_end(engine, send, status);
+    pc_engine_leave(engine);
+}
+
 /* --- a peer has ended -------------------------------------------------------------------------------- */
 
 /* Its messages in a list, but those that are here, are gone. */

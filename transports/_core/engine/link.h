@@ -127,6 +127,8 @@ void pc_received(struct pc_engine *engine, struct pc_message *message);
 void pc_withdrawn(struct pc_engine *engine, struct pc_message *message);
 /* A send that was under way is over: its memory is not used any more. */
 void pc_sent(struct pc_engine *engine, struct pc_send *send);
+/* It could not be done, for this status, and was taken back from its receiver. The link goes on. */
+void pc_send_failed(struct pc_engine *engine, struct pc_send *send, int status);
 
 /* A message to oneself is copied, but for one that waits to be accepted: then it is copied once. */
 void pc_link_self(struct pc_link *link, struct pc_engine *engine);

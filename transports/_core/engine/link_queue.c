@@ -311,13 +311,16 @@ void pc_link_withdrawn(struct pc_link_queue *self, uint64_t id) {
     pc_withdrawn(self->link.engine, message);
 }
 
-void pc_link_sent(struct pc_link_queue *self, uint64_t id) {
+void pc_link_sent(struct pc_link_queue *self, uint64_t id, int status) {
     struct pc_link_entry *entry = find(self, id);
     if (entry == NULL || entry->is_over)
         return;
     struct pc_send *send = entry->send;
     free_entry(self, entry);
-    pc_sent(self->link.engine, send);
+    if (status == 0)
+        pc_sent(self->link.engine, send);
+    else
+        pc_send_failed(self->link.engine, send, status);
 }
 
 void pc_link_committed(struct pc_link_queue *self, uint64_t id) {

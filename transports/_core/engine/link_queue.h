@@ -71,7 +71,7 @@ int pc_link_arrived(struct pc_link_queue *link, struct pc_incoming *incoming, ui
 /* What has become of it; numbers that are not known any more are passed over. */
 void pc_link_received(struct pc_link_queue *link, uint64_t id);
 void pc_link_withdrawn(struct pc_link_queue *link, uint64_t id);
-void pc_link_sent(struct pc_link_queue *link, uint64_t id);
+void pc_link_sent(struct pc_link_queue *link, uint64_t id, int status); /* 0, or why it failed */
 /* It is too late to stop a send: `stop` says so from now on. */
 void pc_link_committed(struct pc_link_queue *link, uint64_t id);
 /* The number of a send that was taken out, or of a message; 0: it has none. */
