@@ -527,9 +527,7 @@ class _Meeting:
         Args:
             name: of the network that the job needs; "": none.
         """
-        ranks_have_it = agreed.PREFERS_CORE and all("core" in info for info in self._infos)
-        has_rdma = any("rdma" in info for info in self._infos)
-        return ranks_have_it and not has_rdma and name in ("", network.TCP)
+        return agreed.PREFERS_CORE and all("core" in info for info in self._infos)
 
     def _open_core(self, place: Place, listens: bool, doorbell: int) -> CoreTransport:
         """Open the core's engine.

@@ -59,14 +59,14 @@ class Job:
         size: how many.
         seed: of what the devices do.
         op_timeout: deadline of calls that have none of their own, seconds.
-        engine: which moves messages; None: that of PYCOLL_ENGINE.
+        engine: which moves messages; None: that of PYCOLL_ENGINE, or the core's.
     """
 
     def __init__(
         self, size: int, seed: int = 0, op_timeout: float = math.inf, engine: str | None = None
     ) -> None:
         wanted = engine or agreed.wanted_engine(os.environ)
-        in_core = wanted == agreed.CORE
+        in_core = wanted in (agreed.CORE, None)
         self.fabric = Fabric(seed=seed or size)
         own = {"node": 0, "rdma": {"network": "simulated"}, **agreed.said({}, 1)}
         infos = [own] * size
@@ -98,6 +98,7 @@ class Job:
             for transport in rank._distinct:
                 transport.start(addresses, rank)
         self.ranks = ranks
+        self.devices = devices
         self.comms = []
         for rank in ranks:
             with rank.locked():

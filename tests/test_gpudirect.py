@@ -459,10 +459,7 @@ def test_the_lane_is_made_anew_and_all_starts_again(job: Job) -> None:
     np.testing.assert_array_equal(got.get(), values)
     assert cost["register_dmabuf"] == 2
     assert cost["d2h_bytes"] == cost["h2d_bytes"] == 0
-    assert [rank.transports[1 - r]._links[1 - r]._epoch for r, rank in enumerate(job.ranks)] == [
-        2,
-        2,
-    ]
+    assert [device._links[1 - rank]._epoch for rank, device in enumerate(job.devices)] == [2, 2]
 
 
 # --- whose memory ------------------------------------------------------------------------------
