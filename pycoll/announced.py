@@ -93,7 +93,7 @@ def _announce(
     run = yield from group.run((number, 0), call, (*ANNOUNCING, root), binding)
     if announcement is not None:
         return announcement
-    return Announcement.unpack(run.location[0][0])
+    return Announcement.unpack(run.value(0))
 
 
 def lends(group: Group, collective: str, value: Value | None, nbytes: int) -> bool:

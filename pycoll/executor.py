@@ -402,6 +402,21 @@ class Run(Operation):
             )
         return value
 
+    def value(self, chunk: int) -> memoryview:
+        """Return the value of a chunk; of one in several parts the first."""
+        return self._value(chunk)[0]
+
+    def where(self, chunk: int) -> memoryview | None:
+        """Return where a chunk has its value, which is in one part; None: it has none yet."""
+        location = self.location[chunk]
+        return location[0] if location is not None else None
+
+    def place(self, chunk: int) -> None:
+        """Have a chunk's value be at its target from now on: the caller puts it there."""
+        target = self.binding.target[chunk]
+        assert target is not None
+        self.location[chunk] = (target,)
+
     def values(self, chunks: Sequence[int]) -> Parts:
         """Return the values of chunks, in one part if they lie one behind the other."""
         if len(chunks) == 1:

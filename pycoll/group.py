@@ -265,13 +265,14 @@ class Group:
                 steps, binding = lent_run.lent(schedule, binding)
             else:
                 steps = staged_run.staged(schedule, binding)
-        elif self.engine.is_core:
-            table = self._table(how, schedule, len(binding.nbytes))
-            in_core = core_runs.operation(
-                self, call, address, table, binding, choice.segments, granule
+        if self.engine.is_core:
+            if steps is schedule:
+                table = self._table(how, schedule, len(binding.nbytes))
+            else:
+                table = core_runs.table_of(steps, self.size, len(binding.nbytes))
+            return core_runs.CoreRun(
+                self, call, address, table, steps, binding, choice.segments, granule
             )
-            if in_core is not None:
-                return in_core
         if choice.segments == 1:
             return executor.Run(self.engine, self.context, address, call, steps, binding)
         number, lane = address

@@ -120,11 +120,11 @@ def _ready(stage: Stage | None, run: Run) -> Operation | None:
 
 def _put(chunk: int, run: Run) -> Begun | None:
     """Copy the value of a chunk to its place, if it is not there."""
-    location, target = run.location[chunk], run.binding.target[chunk]
-    if target is None or location is None or location[0] is target:
+    location, target = run.where(chunk), run.binding.target[chunk]
+    if target is None or location is None or location is target:
         return None
-    run.location[chunk] = (target,)
-    return _fill(run.engine, target, location[0])
+    run.place(chunk)
+    return _fill(run.engine, target, location)
 
 
 def _copy(source: int, chunk: int, run: Run) -> Begun | None:

@@ -165,9 +165,16 @@ def compile_schedule(steps: Iterable[Step]) -> Schedule:
 
 
 def users_of(schedule: Schedule, num_chunks: int) -> dict[int, list[int]]:
-    """Return for each chunk the steps that name it; chunks in the order of their first use."""
+    """Return for each chunk the steps that use its value; chunks in the order of their first use.
+
+    A receive into scratch memory is none: only the reduction after it uses the chunk. If it waited
+    for something, receives might be opened in another order than the schedule's, and a window of
+    them can be too small for that.
+    """
     users: dict[int, list[int]] = {}
     for position, step in enumerate(schedule.steps):
+        if isinstance(step, Recv) and step.scratch:
+            continue
         chunks = schedule.chunks[position]
         for chunk in (*chunks, step.source) if isinstance(step, Copy) else chunks:
             users.setdefault(chunk, []).append(position)

@@ -290,7 +290,7 @@ def _gatherv(group: Group, call: bytes, x: Value, root: int, rooms: Rooms) -> Ca
     if group.rank != root:
         return None
     return [
-        rooms.copied(rank, x) if rank == root else blocks.unpack(run.location[rank][0])
+        rooms.copied(rank, x) if rank == root else blocks.unpack(run.value(rank))
         for rank in range(size)
     ]
 
@@ -305,7 +305,7 @@ def _all_gatherv(group: Group, call: bytes, x: Value, rooms: Rooms) -> CallSteps
     source[me] = packed if x.array.nbytes <= INLINE_NBYTES else packed[:1]
     binding = Binding([None] * size, list(source), [None] * size)
     run = yield from group.run((number, 0), call, ("all_gather", LINEAR), binding)
-    first: list[memoryview] = [run.location[rank][0] for rank in range(size)]
+    first: list[memoryview] = [run.value(rank) for rank in range(size)]
     heads = [blocks.read_head(data) for data in first]
     lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
     places = rooms.places(heads)
@@ -343,7 +343,7 @@ def _scatterv(
     group.context.end(number)
     if xs is not None:
         return room.copied(0, xs[root])
-    return blocks.unpack(run.location[group.rank][0])
+    return blocks.unpack(run.value(group.rank))
 
 
 def _all_to_allv(group: Group, call: bytes, xs: list[Value], rooms: Rooms) -> CallSteps:
@@ -360,7 +360,7 @@ def _all_to_allv(group: Group, call: bytes, xs: list[Value], rooms: Rooms) -> Ca
     run = yield from group.run((number, 0), call, ("all_to_all", PAIRWISE), binding)
     group.context.end(number)
     return [
-        rooms.copied(me, xs[me]) if rank == me else blocks.unpack(run.location[size + rank][0])
+        rooms.copied(me, xs[me]) if rank == me else blocks.unpack(run.value(size + rank))
         for rank in range(size)
     ]
 

@@ -22,7 +22,7 @@ from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 NAMES = (
     "engine", "message", "context", "calls", "run", "address", "link_self", "match", "chains"
 )  # fmt: skip
-KINDS = 32
+KINDS = 36
 """Things that the random calls count."""
 
 SIZES = range(1, 6)

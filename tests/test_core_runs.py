@@ -9,17 +9,21 @@ pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp"]
 
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_composite_calls_need_no_executor(core_job: Jobs, transport: str, size: int) -> None:
-    text = """
+WITHOUT_EXECUTOR = """
 from pycoll import executor
 
 def start(self):
     raise AssertionError("this runs in Python")
 
 executor.Run.start = start
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_composite_calls_need_no_executor(core_job: Jobs, transport: str, size: int) -> None:
+    text = f"""
+{WITHOUT_EXECUTOR}
 numbers = np.arange(size)
 for turn in range(3):
     x = np.arange(2.0 * size) * (rank + 1)
@@ -29,7 +33,18 @@ for turn in range(3):
     assert (got[0] == size - 1).all() and (got[1] == size - 1).all() and got[1].shape == (2, 2)
     assert comm.iall_reduce(rank + 0.5, "avg").wait() == (numbers + 0.5).mean()
     assert comm.iall_reduce(np.float32(rank), "sum").wait() == numbers.sum()
-    assert comm.iall_gather({"rank": rank}).wait() == [{"rank": peer} for peer in range(size)]
+    assert comm.iall_gather(("rank", rank)).wait() == [("rank", peer) for peer in range(size)]
+    gathered = comm.igatherv(np.full(rank, rank), root=size - 1).wait()
+    if rank == size - 1:
+        assert all((got == peer).all() and len(got) == peer for peer, got in enumerate(gathered))
+    for each in (3, 70_000):
+        gathered = comm.iall_gatherv(np.full(each + rank, rank)).wait()
+        assert [len(got) for got in gathered] == [each + peer for peer in range(size)]
+        assert all((got == peer).all() for peer, got in enumerate(gathered))
+        got = comm.iscatterv([np.full(each + n, n) for n in range(size)] if rank == 0 else None)
+        assert (got.wait() == rank).all() and len(got.wait()) == each + rank
+        got = comm.iall_to_allv([np.full(each + n, rank) for n in range(size)]).wait()
+        assert all((one == peer).all() and len(one) == each + rank for peer, one in enumerate(got))
     large = comm.iall_reduce(np.full(300_001, rank)[::-1], algorithm="ring").wait()
     assert (large == numbers.sum()).all()
     with comm.split(rank % 2, -rank) as part:
@@ -41,7 +56,8 @@ ok()
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_the_core_cannot_reduce_python_does(core_job: Jobs, transport: str) -> None:
-    text = """
+    text = f"""
+{WITHOUT_EXECUTOR}
 # Contiguous, but not aligned.
 odd = np.frombuffer(bytearray(8 * 10 + 1), np.uint8)[1:].view("f8")
 odd[:] = np.arange(10) + rank
@@ -52,7 +68,55 @@ for _ in range(2):
     scattered = comm.ireduce_scatterv(odd, [10, 0, 0]).wait()
     assert len(scattered) == (10 if rank == 0 else 0)
     assert comm.iall_reduce(rank, lambda a, b: a + 2 * b).wait() == sum((0, 2, 4))
+    for algorithm in ("ring", "tree", "recursive_doubling"):
+        largest = pycoll.Op(np.maximum, elementwise=True)
+        got = comm.iall_reduce(np.arange(200_000) * (rank + 1), largest, algorithm=algorithm).wait()
+        assert (got == np.arange(200_000) * size).all()
 ok()
+"""
+    all_well(core_job(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_operands_may_be_kept(core_job: Jobs, transport: str) -> None:
+    """An operator's arrays are views of the run's memory, which lives as long as they do."""
+    text = """
+kept = []
+
+def keep(a, b):
+    kept.append((a, b, a.copy(), b.copy()))
+    return a + b
+
+for algorithm in ("ring", "tree"):
+    for _ in range(3):
+        op = pycoll.Op(keep, elementwise=True)
+        comm.iall_reduce(np.arange(100_000) + rank, op, algorithm=algorithm).wait()
+before = [a.sum() + b.sum() for a, b, _, _ in kept]
+for _ in range(20):
+    comm.iall_reduce(np.ones(100_000)).wait()
+assert [a.sum() + b.sum() for a, b, _, _ in kept] == before
+ok()
+"""
+    all_well(core_job(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_operator_that_raises_ends_the_call(core_job: Jobs, transport: str) -> None:
+    text = """
+class Boom(Exception):
+    pass
+
+def fails(a, b):
+    raise Boom
+
+def call():
+    op = pycoll.Op(fails, elementwise=True)
+    comm.iall_reduce(np.arange(100_000), op, algorithm="ring").wait()
+
+try:
+    call()
+except (Boom, pycoll.PeerFailed):
+    ok()
 """
     all_well(core_job(3, text, "--transport", transport), 3)
 

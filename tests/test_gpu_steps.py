@@ -97,9 +97,9 @@ def test_a_chunk_is_pulled_before_its_first_use_and_pushed_after_its_last(
     ]
     assert hazards(table) == {
         "pull 1 0": ["Recv 1", "Send 1"],
-        "pull 0 0": ["Recv 0", "Reduce 0", "Send 0"],
+        "pull 0 0": ["Reduce 0", "Send 0"],  # the receive goes to scratch memory
         "Send 1": ["Recv 1", "push 1"],
-        "Recv 0": ["Reduce 0", "push 0"],
+        "Recv 0": ["Reduce 0"],
         "Reduce 0": ["Send 0", "push 0"],
         "Send 0": ["push 0"],
         "Recv 1": ["push 1"],

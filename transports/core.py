@@ -44,7 +44,7 @@ AHEAD = 1024 * 1024
 REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
 """The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""
 
-ARRIVED, HELD, ENDED, REQUEST, _, _, FINISHED, LOST, WANTED, WATCHED = range(10)
+ARRIVED, HELD, ENDED, REQUEST, _, _, ASKED, FINISHED, LOST, WANTED, WATCHED = range(11)
 """Events, numbered as in _core/engine_type.h."""
 
 BUFFER, MAY_PUSH, OFFER = range(3)
@@ -379,6 +379,13 @@ class CoreTransport(Transport):
         """Tell nobody any more."""
         self._owners.pop(face, None)
 
+    def arrival_of(self, face: Receive) -> CoreArrival:
+        """Return the message that a receive holds."""
+        assert self._handler is not None
+        arrival = CoreArrival(self, face, self._handler.withdrawn)
+        self.own(face, arrival)
+        return arrival
+
     def progress(self) -> bool:
         worked = self.outside.pump()
         worked |= self.core.progress()
@@ -395,15 +402,15 @@ class CoreTransport(Transport):
                 if owner is not None:
                     owner.ended(event[1])
             elif kind == ARRIVED:
-                arrival = CoreArrival(self, event[0], self._handler.withdrawn)
-                self.own(arrival.face, arrival)
-                self._handler.arrived(arrival)
+                self._handler.arrived(self.arrival_of(event[0]))
             elif kind == HELD:
                 owner = self._owners.get(event[0])
                 if owner is not None:
                     owner.held()
             elif kind == REQUEST:
                 event[0]._ended()
+            elif kind == ASKED:
+                event[0]._asked()
             else:
                 self._handle_link(kind, *event)
         return bool(events)

@@ -37,7 +37,7 @@ NOW, NO_ROOM, NO_SENSE = 0, -1, -2
 """What `Engine.tell_arrived` returns in place of a number."""
 
 FAILED = -200_000
-"""The status of a send that failed alone, for the first of `Links.failures`; -200,001: the second."""
+"""The status of a send that failed alone, for the first of `Links.failures`; one less: the next."""
 
 ROUNDS = 16
 """Rounds of one `pump` in which something was done; then others have their turn."""

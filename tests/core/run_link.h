@@ -30,14 +30,16 @@ enum count {
     CALLS, EARLY, SEGMENTS, IN_PLACE, IN_REVERSE, ASKED, RUNS_FAILED, RUNS_CANCELLED, REFUSED, LENT, OTHER_CALL,
     OTHER_EARLY, STRAY, FORGOTTEN, BROKEN_CONTEXTS, CLOSED_CONTEXTS, WITHOUT_MEMORY, WITHDRAWN, ABANDONED, REDIRECTED,
     MOVED, UNOPENED, GIVEN_UP, TAKEN_BACK, NONSENSE, FROM_CALLBACKS, ENDED_PENDING,
-    ENDED_STARTING, SENT_AGAIN, HERE, NO_VALUE, CLEAN_WORLDS, COUNTS
+    ENDED_STARTING, SENT_AGAIN, HERE, NO_VALUE, EXTERNAL, GROWN, ASKED_REDUCTIONS,
+    LENT_TO_RUNS, CLEAN_WORLDS, COUNTS
 };
 static const char *const names[] = {
     "calls", "early messages", "segments", "in place", "in reverse", "asked", "failed runs", "cancelled runs",
     "refused", "lent", "of another call", "early of another call", "stray", "forgotten", "broken", "closed",
     "without memory", "withdrawn", "abandoned", "redirected", "moved", "unopened", "given up", "taken back",
     "nonsense", "from callbacks", "closed before told", "closed at the start", "sent again",
-    "here though its sender is gone", "without a value", "clean worlds"};
+    "here though its sender is gone", "without a value", "external steps", "grown",
+    "reductions asked for", "lent to runs", "clean worlds"};
 static uint64_t counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {

@@ -3,7 +3,7 @@
 
    Ranks open contexts, begin calls, start what belongs to them and end them in whatever order, several at a time. A
    call is one of pycoll's algorithms with chunks of random lengths, perhaps in segments; beside its runs there are
-   messages by `pc_collect_start`, asked for or not. In clean worlds all must end well. In others ranks make another
+   messages by `pc_collect_start`, asked for or not. Some runs ask for steps (run_asks.h). In clean worlds all must end well. In others ranks make another
    call, or chunks of other lengths, send what nobody expects, lend what a run waits for, cancel, forget each other,
    break and close contexts, at any moment, also out of callbacks. Every run that ends well must have what the proof of
    its algorithm says, every other one must have a reason, and a message of another call must reach the caller.
@@ -25,6 +25,7 @@
 #define STRAY_LANE 0x7F01
 #define EXTRA_INDEX 0x01020300u
 #define NOBODY (-1)
+
 
 /* What a message beside the runs of a call is. */
 struct extra {
@@ -55,10 +56,13 @@ enum made { NOT_YET, UNDER_WAY, OVER };
 
 struct state;
 
+struct asked;
+
 struct running {
     struct pc_run run;
     struct state *state;
     int segment;
+    struct asked *asked; /* NULL: it asks for nothing */
 };
 
 struct asking {
@@ -170,7 +174,7 @@ static void make_plan(struct plan *plan, int context, uint32_t call, bool is_oth
     plan->liar = plan->lender = plan->loser = plan->stray_from = NOBODY;
     if (!clean) {
         plan->liar = chance(10) ? (int)below((uint64_t)size) : NOBODY;
-        plan->lender = chance(40) ? (int)below((uint64_t)size) : NOBODY;
+        plan->lender = chance(90) ? (int)below((uint64_t)size) : NOBODY;
         plan->loser = chance(12) ? (int)below((uint64_t)size) : NOBODY;
         plan->stray_from = chance(60) ? (int)below((uint64_t)size) : NOBODY;
         plan->stray_to = (int)below((uint64_t)size);
@@ -336,6 +340,10 @@ static void check_refused(const struct state *state, const struct pc_run *run) {
     int from = rank_in(state->context, run->from);
     counts[REFUSED]++;
     check(from != NOBODY && !clean, "a message of nobody is refused", (uint64_t)run->from);
+    if (run->grown != NULL) {
+        check(state->plan->lender == from, "a message of unknown length is refused", run->came);
+        return;
+    }
     const struct schedule *schedule = schedule_of(state);
     for (uint32_t position = 0; position < schedule->table.num_steps; position++) {
         const struct pc_step *step = &schedule->table.steps[position];
@@ -373,8 +381,12 @@ static void check_refused(const struct state *state, const struct pc_run *run) {
 
 /* --- runs -------------------------------------------------------------------------------------------- */
 
+static void asked_over(struct running *running, bool failed);
+
 static void run_over(struct running *running, bool failed) {
     struct state *state = running->state;
+    if (running->asked != NULL)
+        asked_over(running, failed);
     check(state->runs[running->segment] == UNDER_WAY, "a run ends twice", state->call);
     state->runs[running->segment] = OVER;
     state->running[running->segment] = NULL;
@@ -405,6 +417,10 @@ static void run_ended(struct pc_run *run) {
     maybe_act(rank);
 }
 
+static void cancel_run(struct state *state, int segment);
+
+#include "run_asks.h"
+
 static void start_run(struct state *state, int segment) {
     const struct plan *plan = state->plan;
     struct running *running = calloc(1, sizeof *running);
@@ -428,6 +444,8 @@ static void start_run(struct state *state, int segment) {
     run->granule = plan->granule * itemsize_of(plan);
     run->ended = run_ended;
     run->owner = running;
+    if (chance(plan->lender != NOBODY ? 85 : 50))
+        ask_for_steps(running);
     state->runs[segment] = UNDER_WAY;
     state->running[segment] = running;
     counts[SEGMENTS] += plan->num_segments > 1;
@@ -439,6 +457,8 @@ static void start_run(struct state *state, int segment) {
     check(was_scarce, "a run is not started", state->call);
     state->runs[segment] = NOT_YET;
     state->running[segment] = NULL;
+    if (running->asked != NULL)
+        asked_over(running, true);
     free(running);
 }
 
@@ -490,11 +510,11 @@ static void sending_over(struct sending *sending) {
 static void sending_ended(struct pc_send *send) { sending_over(send->owner); }
 
 static void send_message(struct state *state, int extra, const unsigned char *header, size_t header_nbytes, int dest,
-                         size_t nbytes) {
+                         size_t nbytes, const unsigned char *value) {
     struct sending *sending = calloc(1, sizeof *sending);
     unsigned char *memory = malloc(nbytes + 1);
     for (size_t offset = 0; offset < nbytes; offset++)
-        memory[offset] = byte_of(state->plan, extra, offset);
+        memory[offset] = value != NULL ? value[offset] : byte_of(state->plan, extra, offset);
     sending->part = (struct iovec){memory, nbytes};
     sending->send = (struct pc_send){.peer = contexts[state->context].members[dest],
                                      .parts = &sending->part,
@@ -523,7 +543,7 @@ static void send_extra(struct state *state, int number) {
     const struct extra *extra = &state->plan->extras[number];
     uint32_t index = EXTRA_INDEX + (uint32_t)number;
     size_t header_nbytes = write_message_header(header, state, extra->is_lent, EXTRA_LANE, index);
-    send_message(state, number, header, header_nbytes, extra->to, extra->nbytes);
+    send_message(state, number, header, header_nbytes, extra->to, extra->nbytes, NULL);
 }
 
 /* Instead of running lend what the first steps send. */
@@ -536,9 +556,16 @@ static void lend(struct state *state) {
         if (step->kind != PC_STEP_SEND || step->waits > 0)
             continue;
         size_t header_nbytes = write_message_header(header, state, true, state->plan->lane, step->index), nbytes = 0;
-        for (uint32_t each = 0; each < step->num_chunks; each++)
-            nbytes += state->plan->lengths[state->me][schedule->table.chunks[step->chunks + each]];
-        send_message(state, MOST_EXTRAS, header, header_nbytes, (int)step->other, nbytes * itemsize_of(state->plan));
+        size_t itemsize = itemsize_of(state->plan);
+        unsigned char *value = calloc(MOST_CHUNKS * MOST_ELEMENTS, itemsize);
+        for (uint32_t each = 0; each < step->num_chunks; each++) {
+            int chunk = (int)schedule->table.chunks[step->chunks + each];
+            for (size_t element = 0; element < state->plan->lengths[state->me][chunk]; element++, nbytes += itemsize)
+                write_element(value + nbytes, contribution(state->plan->number, state->me, chunk, element),
+                              state->plan->sums);
+        }
+        send_message(state, MOST_EXTRAS, header, header_nbytes, (int)step->other, nbytes, value);
+        free(value);
     }
 }
 
@@ -546,7 +573,7 @@ static void send_stray(struct state *state) {
     unsigned char header[300];
     state->stray_sent = true;
     size_t header_nbytes = write_message_header(header, state, false, STRAY_LANE, 0);
-    send_message(state, MOST_EXTRAS, header, header_nbytes, state->plan->stray_to, below(200));
+    send_message(state, MOST_EXTRAS, header, header_nbytes, state->plan->stray_to, below(200), NULL);
 }
 
 static void asking_over(struct asking *asking, bool received) {
@@ -909,6 +936,8 @@ static void stop(int context, int me, bool closes) {
 /* Do one of the things that belong to a call. */
 static void act_in(struct state *state) {
     int number = (int)below(4);
+    if (chance(50) && do_some_asked(state))
+        return;
     bool may_start = !(state->failed || state->lent);
     if (number < num_runs(state->plan) && state->runs[number] == NOT_YET && may_start) {
         if (state->plan->lender == state->me && num_runs(state->plan) == 1)
@@ -1131,7 +1160,7 @@ static void check_runs(void) {
                         continue;
                     int awaited[64];
                     size_t count = pc_run_awaited(&state->running[segment]->run, awaited, 64);
-                    check(count > 0, "a run waits for nobody", call);
+                    check(count > 0 || owes(state->running[segment]), "a run waits for nobody", call);
                     for (size_t each = 0; each < count; each++)
                         check(rank_in(context, awaited[each]) != NOBODY && awaited[each] != state->rank,
                               "a run waits for a stranger", (uint64_t)awaited[each]);
@@ -1144,8 +1173,8 @@ static void check_runs(void) {
                         only_reduces = only_reduces && (table->steps[step].kind == PC_STEP_RECV_SCRATCH ||
                                                         table->steps[step].kind == PC_STEP_REDUCE);
                     check(!only_reduces || count <= PC_RUN_WINDOW, "too many receives are open", count);
-                    check(pc_run_awaited(&state->running[segment]->run, awaited, 1) == 1, "too many ranks are told",
-                          call);
+                    check(pc_run_awaited(&state->running[segment]->run, awaited, 1) == (count > 0),
+                          "too many ranks are told", call);
                 }
 }
 
@@ -1211,7 +1240,7 @@ static void finish(void) {
         for (int peer = 0; peer < num_ranks; peer++)
             if (ranks[peer].engine.gone[rank] != 0)
                 pc_engine_forget(&ranks[rank].engine, peer, 1000 + peer);
-    for (int turn = 0; turn < 100000 && progress(); turn++)
+    for (int turn = 0; turn < 100000 && (progress() || do_all_asked()); turn++)
         check_runs();
     while (num_others > 0)
         drop_other();

@@ -25,6 +25,7 @@ struct pc_compiled {
     struct pc_schedule table;
     struct pc_step *steps;
     uint32_t *chunks, *successors;
+    bool has_external; /* some steps */
 };
 
 /* Of a call that its root announces (broadcast, scatter), because nobody else knows what will come: see announced.py. A

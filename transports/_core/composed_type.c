@@ -1,6 +1,6 @@
 /* `_core.Table` and `_core.Run`: a schedule run as a part of a call that Python has begun. Python says where each chunk
    is, and hears of the end by an event: `owner._ended()`. */
-#include "collective.h"
+#include "composed.h"
 
 #include "reduce.h"
 #include "views.h"
@@ -10,24 +10,6 @@
 
 /* Ranks for which a run is said to wait. */
 #define MOST_AWAITED 64
-
-typedef struct {
-    PyObject_HEAD
-    struct pc_compiled way;
-} pc_table_object;
-
-struct pc_composed {
-    PyObject_HEAD
-    pc_context_object *on;
-    PyObject *owner;
-    pc_table_object *table;
-    struct pc_views *sources, *targets;
-    struct pc_chunk_place *places;
-    struct pc_pipeline pipeline;
-    struct pc_event event;
-    uint64_t number;
-    bool is_launched, under_way; /* under way it keeps itself alive, until its end was told */
-};
 
 static PyTypeObject *table_type;
 
@@ -73,13 +55,19 @@ PyType_Spec pc_table_spec = {
 
 /* --- memory ------------------------------------------------------------------------------------------ */
 
-/* The views of those items of a list that are not None, in their order; NULL with an exception. */
+/* The views of those items of a list that are not None, in their order; of tuples those of their items. NULL with an
+   exception. */
 static struct pc_views *views_of(PyObject *list, bool writable) {
     Py_ssize_t count = PyList_Size(list);
     PyObject *present = PyList_New(0);
     for (Py_ssize_t index = 0; present != NULL && index < count; index++) {
         PyObject *item = PyList_GetItem(list, index);
-        if (item != Py_None && PyList_Append(present, item) < 0)
+        int failed = 0;
+        for (Py_ssize_t part = 0; PyTuple_Check(item) && failed == 0 && part < PyTuple_Size(item); part++)
+            failed = PyList_Append(present, PyTuple_GetItem(item, part));
+        if (item != Py_None && !PyTuple_Check(item))
+            failed = PyList_Append(present, item);
+        if (failed != 0)
             Py_CLEAR(present);
     }
     struct pc_views *views = present != NULL ? pc_view_parts(present) : NULL;
@@ -93,15 +81,46 @@ static struct pc_views *views_of(PyObject *list, bool writable) {
     return views;
 }
 
-/* Where the next view lies, as a place: its address. What is empty is somewhere, too. -1 with an exception. */
-static ptrdiff_t next_place(PyObject *list, Py_ssize_t chunk, const struct pc_views *views, Py_ssize_t *next,
-                            size_t nbytes) {
-    if (PyList_GetItem(list, chunk) == Py_None)
-        return -1;
-    const Py_buffer *view = &views->views[(*next)++];
-    if ((size_t)view->len != nbytes)
-        PyErr_Format(PyExc_ValueError, "chunk %zd has %zd bytes, and not %zu", chunk, view->len, nbytes);
-    return nbytes > 0 ? (ptrdiff_t)(uintptr_t)view->buf : 1;
+/* What is empty is somewhere, too. */
+static ptrdiff_t address_of(const void *start, size_t nbytes) { return nbytes > 0 ? (ptrdiff_t)(uintptr_t)start : 1; }
+
+static void check_length(Py_ssize_t chunk, size_t length, size_t nbytes) {
+    if (length != nbytes)
+        PyErr_Format(PyExc_ValueError, "chunk %zd has %zu bytes, and not %zu", chunk, length, nbytes);
+}
+
+/* Where the value of a chunk is at the start: it has the next views. */
+static void place_source(struct pc_composed *self, PyObject *item, Py_ssize_t chunk, Py_ssize_t *next) {
+    struct pc_chunk_place *place = &self->places[chunk];
+    place->source = -1;
+    if (item == Py_None)
+        return;
+    Py_ssize_t count = PyTuple_Check(item) ? PyTuple_Size(item) : 1;
+    struct iovec *parts = &self->parts[*next];
+    size_t nbytes = 0;
+    for (Py_ssize_t part = 0; part < count; part++) {
+        const Py_buffer *view = &self->sources->views[(*next)++];
+        parts[part] = (struct iovec){view->buf, (size_t)view->len};
+        nbytes += (size_t)view->len;
+    }
+    if (place->nbytes == PC_UNKNOWN) /* it is known here */
+        place->nbytes = nbytes;
+    check_length(chunk, nbytes, place->nbytes);
+    place->source = address_of(count > 0 ? parts->iov_base : NULL, nbytes);
+    if (count > 1) {
+        place->parts = parts;
+        place->num_parts = (size_t)count;
+    }
+}
+
+static void place_target(struct pc_composed *self, PyObject *item, Py_ssize_t chunk, Py_ssize_t *next) {
+    struct pc_chunk_place *place = &self->places[chunk];
+    place->target = -1;
+    if (item == Py_None)
+        return;
+    const Py_buffer *view = &self->targets->views[(*next)++];
+    check_length(chunk, (size_t)view->len, place->nbytes);
+    place->target = address_of(view->buf, place->nbytes);
 }
 
 static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *sources, PyObject *targets) {
@@ -113,15 +132,22 @@ static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *
     }
     self->sources = views_of(sources, false);
     self->targets = self->sources != NULL ? views_of(targets, true) : NULL;
+    if (self->targets == NULL)
+        return false;
     self->places = calloc((size_t)count + 1, sizeof *self->places);
-    if (self->places == NULL)
-        PyErr_NoMemory();
-    for (Py_ssize_t chunk = 0; self->targets != NULL && self->places != NULL && chunk < count; chunk++) {
-        size_t nbytes = PyLong_AsSize_t(PyList_GetItem(lengths, chunk));
-        self->places[chunk] =
-            (struct pc_chunk_place){nbytes, next_place(sources, chunk, self->sources, &source, nbytes),
-                                    next_place(targets, chunk, self->targets, &target, nbytes)};
+    self->parts = malloc((size_t)(self->sources->count + 1) * sizeof *self->parts);
+    bool grows = false;
+    for (Py_ssize_t chunk = 0; self->places != NULL && self->parts != NULL && chunk < count; chunk++) {
+        PyObject *length = PyList_GetItem(lengths, chunk);
+        struct pc_chunk_place *place = &self->places[chunk];
+        place->nbytes = length != Py_None ? PyLong_AsSize_t(length) : PC_UNKNOWN;
+        place_source(self, PyList_GetItem(sources, chunk), chunk, &source);
+        grows |= place->nbytes == PC_UNKNOWN;
+        place_target(self, PyList_GetItem(targets, chunk), chunk, &target);
     }
+    self->grown = grows ? calloc((size_t)count + 1, sizeof *self->grown) : NULL;
+    if (self->places == NULL || self->parts == NULL || (grows && self->grown == NULL))
+        PyErr_NoMemory();
     return !PyErr_Occurred();
 }
 
@@ -131,11 +157,20 @@ static bool can_reduce(const struct pc_composed *self) {
     size_t alignment = reduction->itemsize < sizeof(double) ? reduction->itemsize : sizeof(double);
     for (uint32_t chunk = 0; chunk < self->table->way.table.num_chunks; chunk++) {
         const struct pc_chunk_place *place = &self->places[chunk];
+        if (place->parts != NULL || place->nbytes == PC_UNKNOWN)
+            return false;
         if (place->nbytes > 0 && ((place->source >= 0 && (size_t)place->source % alignment != 0) ||
                                   (place->target >= 0 && (size_t)place->target % alignment != 0)))
             return false;
     }
     return reduction->combine != NULL;
+}
+
+static bool can_be_cut(const struct pc_composed *self) {
+    for (uint32_t chunk = 0; chunk < self->table->way.table.num_chunks; chunk++)
+        if (self->places[chunk].parts != NULL || self->places[chunk].nbytes == PC_UNKNOWN)
+            return false;
+    return true;
 }
 
 static void release(struct pc_composed *self) {
@@ -151,6 +186,7 @@ static void ended(struct pc_pipeline *pipeline) {
     struct pc_composed *self = pipeline->owner;
     pc_pipeline_free(pipeline);
     self->under_way = false;
+    pc_engine_unpost(self->on->engine, &self->asks);
     if (!self->is_launched)
         return;
     self->event.kind = PC_EVENT_COMPOSED;
@@ -165,6 +201,7 @@ PyObject *pc_composed_event(struct pc_event *event) {
     struct pc_composed *self = of_event(event);
     PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, self->owner); /* for Python they are alike */
     release(self);
+    Py_CLEAR(self->owner);
     Py_DECREF((PyObject *)self);
     return told;
 }
@@ -188,11 +225,12 @@ static void launch(pc_engine_object *engine, void *argument) {
     pc_engine_leave(&engine->engine);
 }
 
-static PyObject *run_start(struct pc_composed *self, PyObject *unused) {
-    (void)unused;
+static PyObject *run_start(struct pc_composed *self, PyObject *owner) {
+    self->owner = Py_NewRef(owner);
     Py_INCREF((PyObject *)self);
     bool is_open = pc_engine_do(self->on->engine, launch, self);
     if (!is_open || !self->is_launched) {
+        Py_CLEAR(self->owner);
         Py_DECREF((PyObject *)self);
         release(self);
     }
@@ -217,6 +255,7 @@ static void give_up(pc_engine_object *engine, void *argument) {
     pc_engine_enter(&engine->engine);
     pc_pipeline_cancel(&self->pipeline);
     pc_pipeline_free(&self->pipeline);
+    pc_engine_unpost(engine, &self->asks);
     self->under_way = false;
     pc_engine_leave(&engine->engine);
 }
@@ -227,6 +266,7 @@ static PyObject *run_give_up(struct pc_composed *self, PyObject *unused) {
     pc_engine_do(self->on->engine, give_up, &giving_up);
     if (giving_up.was_under_way) { /* no event will be told */
         release(self);
+        Py_CLEAR(self->owner);
         Py_DECREF((PyObject *)self);
     }
     Py_RETURN_NONE;
@@ -263,13 +303,13 @@ static PyObject *run_status(struct pc_composed *self, void *unused) {
 }
 
 static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *owner, *context, *table, *lengths, *sources, *targets;
+    PyObject *context, *table, *lengths, *sources, *targets;
     int op, dtype, divisor;
     unsigned lane, segments;
     unsigned long long number;
     Py_ssize_t granule;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!O!O!O!(iii)KIIn", &owner, pc_context_type, &context, table_type, &table,
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, table_type, &table,
                           &PyList_Type, &lengths, &PyList_Type, &sources, &PyList_Type, &targets, &op, &dtype, &divisor,
                           &number, &lane, &segments, &granule))
         return NULL;
@@ -280,7 +320,6 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     struct pc_composed *self = (struct pc_composed *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
-    self->owner = Py_NewRef(owner);
     self->on = (pc_context_object *)Py_NewRef(context);
     self->table = (pc_table_object *)Py_NewRef(table);
     self->number = number;
@@ -291,9 +330,13 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
                                               .first_lane = (uint16_t)lane,
                                               .num_segments = segments,
                                               .granule = (size_t)granule,
+                                              .grown = self->grown,
+                                              .asked = pc_composed_asked,
                                               .ended = ended,
                                               .owner = self};
-        if (op >= 0 && !can_reduce(self))
+        if (segments > 1 && !can_be_cut(self))
+            PyErr_SetString(PyExc_ValueError, "a chunk in parts, or of unknown length, cannot be cut");
+        else if (op >= 0 && !can_reduce(self))
             PyErr_SetString(PyExc_BufferError, "the core cannot reduce that, or there");
         else if (pc_pipeline_prepare(&self->pipeline))
             return (PyObject *)self;
@@ -308,7 +351,9 @@ static void run_dealloc(struct pc_composed *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     pc_pipeline_free(&self->pipeline);
     release(self);
+    pc_composed_free_grown(self);
     free(self->places);
+    free(self->parts);
     Py_XDECREF(self->owner);
     Py_XDECREF((PyObject *)self->on);
     Py_XDECREF((PyObject *)self->table);
@@ -317,10 +362,30 @@ static void run_dealloc(struct pc_composed *self) {
 }
 
 static PyMethodDef run_methods[] = {
-    {"start", (PyCFunction)run_start, METH_NOARGS,
-     "start() -> None | int: None: its end will be told; else it has ended, with that status."},
+    {"start", (PyCFunction)run_start, METH_O,
+     "start(owner) -> None | int: None: its end will be told; else it has ended, with that status."},
     {"give_up", (PyCFunction)run_give_up, METH_NOARGS, "It will not end, and its memory is not used any more."},
     {"awaited", (PyCFunction)run_awaited, METH_NOARGS, "World ranks that must be in the call before it ends."},
+    {"next_asked", (PyCFunction)pc_composed_next_asked, METH_NOARGS,
+     "next_asked() -> (segment, step) | None: the next step for Python to do: an external one, a reduction, or a receive "
+     "of what is lent. Step -1: only steps at the end are not done, and their ends are asked for now."},
+    {"step_done", (PyCFunction)pc_composed_step_done, METH_VARARGS, "step_done(segment, step): the run goes on, or ends."},
+    {"take", (PyCFunction)pc_composed_take, METH_VARARGS,
+     "take(segment, step) -> Receive | None: what holds the message that is lent."},
+    {"wait_again", (PyCFunction)pc_composed_wait_again, METH_VARARGS,
+     "wait_again(segment, step): the sender has taken back what was lent."},
+    {"incoming", (PyCFunction)pc_composed_incoming, METH_VARARGS,
+     "incoming(segment, step) -> Memory: what has come for a reduction, once."},
+    {"where", (PyCFunction)pc_composed_where, METH_VARARGS,
+     "where(segment, chunk) -> int: the value is 0: nowhere, 1: at its source, 2: at its target, 3: in the run's own "
+     "memory."},
+    {"place", (PyCFunction)pc_composed_place, METH_VARARGS,
+     "place(segment, chunk) -> int: from now on the value is at its target, or in the run's own memory; as of `where`."},
+    {"settle", (PyCFunction)pc_composed_settle, METH_VARARGS, "settle(segment, chunk): the target holds the value, in the end."},
+    {"own", (PyCFunction)pc_composed_own, METH_VARARGS,
+     "own(segment, 0) -> Memory | None: the run's own memory, in which chunks lie one behind the other; once."},
+    {"grown", (PyCFunction)pc_composed_grown, METH_O,
+     "grown(chunk) -> Memory | None: when the run has ended, the value of a chunk of unknown length; once."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -336,10 +401,11 @@ static PyType_Slot run_slots[] = {
     {Py_tp_methods, run_methods},
     {Py_tp_getset, run_values},
     {Py_tp_doc,
-     "Run(owner, context, table, lengths, sources, targets, (op, dtype, divisor), number, lane, segments, granule): a "
-     "schedule as a part of the call of that number.\n\n"
-     "`lengths`, `sources` and `targets` are by chunk: bytes, and their memory, None for none. `owner._ended()` is called "
-     "by who takes the event of its end."},
+     "Run(context, table, lengths, sources, targets, (op, dtype, divisor), number, lane, segments, granule): "
+     "a schedule as a part of the call of that number.\n\n"
+     "`lengths`, `sources` and `targets` are by chunk: bytes, or None if only the sender knows; and the memory: None for "
+     "none, of a source perhaps a tuple of parts. Who takes the event of its end calls `owner._ended()`, and if it "
+     "asks for steps, `owner._asked()`."},
     {0, NULL},
 };
 

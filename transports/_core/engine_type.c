@@ -85,6 +85,18 @@ void pc_engine_post(pc_engine_object *self, struct pc_event *event) {
     pc_drive_post_work(&self->drive);
 }
 
+void pc_engine_unpost(pc_engine_object *self, struct pc_event *event) {
+    struct pc_event **at = &self->first;
+    if (!event->stands)
+        return;
+    while (*at != event)
+        at = &(*at)->next;
+    *at = event->next;
+    if (*at == NULL)
+        self->last = at;
+    event->stands = false;
+}
+
 static void finished(struct pc_engine *engine, int peer) {
     pc_engine_object *self = engine->owner;
     self->peers[peer].finished.kind = PC_EVENT_FINISHED;
@@ -174,6 +186,9 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
             break;
         case PC_EVENT_COMPOSED:
             event = pc_composed_event(taken.event);
+            break;
+        case PC_EVENT_ASKED:
+            event = pc_composed_asks(taken.event);
             break;
         case PC_EVENT_FINISHED:
         case PC_EVENT_WANTED:
@@ -908,14 +923,15 @@ int pc_add_engine_types(PyObject *module) {
                  *receive = make_type(module, &pc_receive_spec), *context = make_type(module, &pc_context_spec),
                  *request = make_type(module, &pc_request_spec), *plan = make_type(module, &pc_plan_spec),
                  *call = make_type(module, &pc_collective_spec), *table = make_type(module, &pc_table_spec),
-                 *piece = make_type(module, &pc_piece_spec);
+                 *piece = make_type(module, &pc_piece_spec), *memory = make_type(module, &pc_memory_spec);
     if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
-        plan == NULL || call == NULL || table == NULL || piece == NULL)
+        plan == NULL || call == NULL || table == NULL || piece == NULL || memory == NULL)
         return -1;
     engine_type = engine;
     pc_item_types(send, receive);
     pc_context_types(engine, context);
     pc_piece_type(piece);
+    pc_memory_type(memory);
     pc_collective_types(call);
     pc_composed_types(table);
     pc_collectives_types(plan, call);

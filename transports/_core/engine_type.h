@@ -22,6 +22,7 @@ enum pc_event_kind {
     PC_EVENT_REQUEST,  /* Request: it is done, or holds a message; or Collective: it is done */
     PC_EVENT_COLLECTIVE, /* so it is called in the queue, while it is a Collective */
     PC_EVENT_COMPOSED,   /* or its owner: a run that is a part of a call of Python's has ended */
+    PC_EVENT_ASKED,      /* its owner: such a run has steps for Python to do */
     PC_EVENT_FINISHED, /* rank */
     PC_EVENT_LOST,     /* rank, why */
     PC_EVENT_WANTED,   /* rank: it must be dialed */
@@ -109,7 +110,7 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
-extern PyType_Spec pc_table_spec, pc_composed_spec, pc_piece_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
@@ -117,14 +118,16 @@ void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
 void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
 void pc_collective_types(PyTypeObject *collective);
 void pc_composed_types(PyTypeObject *table);
+void pc_memory_type(PyTypeObject *memory);
 void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective);
 void pc_request_types(PyTypeObject *request);
 void pc_messages_types(PyTypeObject *context);
 
 /* Do something with the engine's lock, which touches no Python object. False: the engine is closed, it was not done. */
 bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument);
-/* With that lock: put an event into the queue, and have somebody take it out. */
+/* With that lock: put an event into the queue, and have somebody take it out; or have nobody hear of it. */
 void pc_engine_post(pc_engine_object *self, struct pc_event *event);
+void pc_engine_unpost(pc_engine_object *self, struct pc_event *event);
 /* Raise that the engine is closed; returns NULL. */
 PyObject *pc_engine_is_closed(void);
 /* Let go of requests that have ended. */
@@ -182,6 +185,7 @@ PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count)
 
 /* composed_type.c: the event was taken out of the queue. Without the lock. */
 PyObject *pc_composed_event(struct pc_event *event);
+PyObject *pc_composed_asks(struct pc_event *event);
 
 /* collective.c */
 /* As for requests. */

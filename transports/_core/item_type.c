@@ -593,7 +593,7 @@ PyObject *pc_item_receive(pc_engine_object *self) {
 
 bool pc_item_take_over(PyObject *face, struct pc_receive *from) {
     struct pc_py_item *item = ((pc_face *)face)->item;
-    item->context = from->context;
+    item->context = from->by_address ? NULL : from->context;
     item->is_quiet = true;
     pc_receive_take_over(&item->receive, from);
     item->is_quiet = false;

@@ -43,6 +43,8 @@ static int append(uint32_t **list, uint32_t *count, PyObject *numbers, uint32_t 
 /* Whether a step may be run: it names what there is. */
 static bool is_sound(const struct pc_compiled *self, uint32_t position, int size) {
     const struct pc_step *step = &self->steps[position];
+    if (step->kind == PC_STEP_EXTERNAL)
+        return true;
     if (step->kind > PC_STEP_COPY || step->num_chunks == 0)
         return false;
     if (step->kind == PC_STEP_COPY)
@@ -65,18 +67,21 @@ int pc_compiled_read(struct pc_compiled *self, PyObject *steps, int size) {
         struct pc_step *step = &self->steps[position];
         PyObject *chunks, *successors;
         unsigned kind, other, index, waits;
-        int incoming_first;
-        if (!PyArg_ParseTuple(PyList_GetItem(steps, position), "IpIIO!O!I", &kind, &incoming_first, &other, &index,
+        int flag; /* of a reduction: incoming first; of an external step: at the end */
+        if (!PyArg_ParseTuple(PyList_GetItem(steps, position), "IpIIO!O!I", &kind, &flag, &other, &index,
                               &PyTuple_Type, &chunks, &PyTuple_Type, &successors, &waits))
             return -1;
-        *step = (struct pc_step){.kind = (uint8_t)kind, .incoming_first = incoming_first != 0, .other = other,
-                                 .index = index, .chunks = num_chunks, .successors = num_successors, .waits = waits};
+        *step = (struct pc_step){.kind = (uint8_t)kind, .other = other, .index = index, .chunks = num_chunks,
+                                 .successors = num_successors, .waits = waits};
+        step->incoming_first = kind == PC_STEP_REDUCE && flag;
+        step->at_end = kind == PC_STEP_EXTERNAL && flag;
+        self->has_external |= kind == PC_STEP_EXTERNAL;
         if (append(&self->chunks, &num_chunks, chunks, self->table.num_chunks) < 0 ||
             append(&self->successors, &num_successors, successors, (uint32_t)count) < 0)
             return -1;
         step->num_chunks = num_chunks - step->chunks;
         step->num_successors = num_successors - step->successors;
-        if (kind > PC_STEP_COPY || !is_sound(self, (uint32_t)position, size)) {
+        if (kind > PC_STEP_EXTERNAL || !is_sound(self, (uint32_t)position, size)) {
             PyErr_Format(PyExc_ValueError, "step %zd cannot be run", position);
             return -1;
         }
@@ -99,7 +104,7 @@ static int read_places(pc_plan *self, PyObject *places) {
         Py_ssize_t nbytes, source, target;
         if (!PyArg_ParseTuple(PyList_GetItem(places, chunk), "nnn", &nbytes, &source, &target))
             return -1;
-        self->places[chunk] = (struct pc_chunk_place){(size_t)nbytes, source, target};
+        self->places[chunk] = (struct pc_chunk_place){.nbytes = (size_t)nbytes, .source = source, .target = target};
     }
     self->way.table.num_chunks = (uint32_t)count;
     return 0;
@@ -150,6 +155,12 @@ struct pc_reduction pc_reduction_of(int op, int dtype, int divisor) {
                                  .itemsize = pc_itemsize(dtype)};
 }
 
+static bool is_of_messages(const struct pc_compiled *way) {
+    if (way->has_external)
+        PyErr_SetString(PyExc_ValueError, "a plan has no external steps");
+    return !way->has_external;
+}
+
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *steps, *places, *announced = Py_None;
     const char *text;
@@ -173,7 +184,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     self->text_nbytes = (size_t)text_nbytes;
     self->text = copy_of(text, text_nbytes);
     if (self->text != NULL && read_places(self, places) == 0 && pc_compiled_read(&self->way, steps, size) == 0 &&
-        (announced == Py_None || read_announced(&self->announced, announced, size) == 0))
+        is_of_messages(&self->way) && (announced == Py_None || read_announced(&self->announced, announced, size) == 0))
         return (PyObject *)self;
     Py_DECREF(self);
     return NULL;

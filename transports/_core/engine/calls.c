@@ -31,11 +31,15 @@ static bool is_same(const struct pc_called *call, const struct pc_message *messa
 
 /* --- receives ---------------------------------------------------------------------------------------- */
 
+static bool is_held(const struct pc_receive *receive, const struct pc_message *message) {
+    return receive->ask || (receive->takes_lent && message->header[0] == PC_KIND_LENT);
+}
+
 /* A receive that waits has got a message, which stands nowhere. */
 static void take(struct pc_receive *receive, struct pc_message *message) {
     struct pc_engine *engine = receive->context->engine;
     int error = PC_REFUSED;
-    if (receive->ask) {
+    if (is_held(receive, message)) {
         pc_receive_couple(receive, message, PC_RECEIVE_HELD);
         pc_engine_tell(engine, &receive->ending);
         return;
@@ -172,7 +176,7 @@ int pc_call_arrived(struct pc_context *context, struct pc_message *message) {
     if (there->is_early)
         return -EPROTO; /* two messages of one address */
     struct pc_receive *receive = PC_CHAINED_IN(there, struct pc_receive, address);
-    if (receive->ask && message->state == PC_MESSAGE_PASSING && !pc_message_keep(message))
+    if (is_held(receive, message) && message->state == PC_MESSAGE_PASSING && !pc_message_keep(message))
         return -ENOMEM;
     pc_address_remove(&context->addresses, there);
     take(receive, message);

@@ -135,6 +135,10 @@ bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *
             memcmp(message->header + PC_FORM_AT, receive->expects, receive->expects_nbytes) == 0);
 }
 
+bool pc_receive_is_lent(const struct pc_receive *receive) {
+    return receive->message->header[0] == PC_KIND_LENT;
+}
+
 /* A receive has taken a message. */
 static enum pc_fetched take(struct pc_receive *receive, struct pc_message *message) {
     struct pc_engine *engine = receive->context->engine;

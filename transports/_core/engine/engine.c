@@ -414,7 +414,7 @@ void pc_withdrawn(struct pc_engine *engine, struct pc_message *message) {
     struct pc_context *context = message->context;
     pc_engine_enter(engine);
     struct pc_receive *receive = pc_message_forget(engine, message);
-    if (receive != NULL && receive->ask)
+    if (receive != NULL && (receive->ask || receive->state == PC_RECEIVE_HELD))
         pc_receive_end(engine, receive, PC_TAKEN_BACK, NULL);
     else if (receive != NULL && receive->by_address)
         pc_collect_again(receive);

@@ -99,6 +99,7 @@ struct pc_receive {
     bool by_address;         /* so; without `ask` the message must have just `room` bytes, */
     bool takes_less;         /* or that many at most */
     bool ask;                /* what fits is held; else it is written to `into` at once */
+    bool takes_lent;         /* by address, without `ask`: a message that is lent is held */
     void *into;
     size_t room;
     const void *expects; /* with what the header must go on from its form: the caller's, until it has ended */
@@ -295,6 +296,8 @@ void pc_engine_tell(struct pc_engine *engine, struct pc_ending *ending);
 void pc_engine_tell_not(struct pc_engine *engine, struct pc_ending *ending);
 /* Whether a receive that has taken a message, which stands nowhere, may have it. If it asks it holds it. */
 bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *message);
+/* Whether the message that a receive holds is lent. */
+bool pc_receive_is_lent(const struct pc_receive *receive);
 void pc_receive_couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state);
 /* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not miss it, but ends.
    PC_GIVEN_BACK: because of `error`; the receive has not ended. */

@@ -34,6 +34,11 @@ void pc_pipeline_take_status(struct pc_pipeline *pipeline, const struct pc_run *
 
 static void run_ended(struct pc_run *run);
 
+static void run_asked(struct pc_run *run) {
+    struct pc_pipeline *pipeline = run->owner;
+    pipeline->asked(pipeline);
+}
+
 /* Start as many segments as may be under way; end if nothing is left. */
 static void fill(struct pc_pipeline *pipeline) {
     pipeline->filling = true;
@@ -51,6 +56,8 @@ static void fill(struct pc_pipeline *pipeline) {
                                .segment = pipeline->next,
                                .num_segments = pipeline->num_segments,
                                .granule = pipeline->granule,
+                               .grown = pipeline->grown,
+                               .asked = pipeline->asked != NULL ? run_asked : NULL,
                                .ended = run_ended,
                                .owner = pipeline};
         pipeline->next++;
@@ -89,4 +96,21 @@ size_t pc_pipeline_awaited(const struct pc_pipeline *pipeline, int *ranks, size_
         if (pipeline->runs[index].owner != NULL)
             count += pc_run_awaited(&pipeline->runs[index], ranks + count, most - count);
     return count;
+}
+
+uint32_t pc_pipeline_next_asked(struct pc_pipeline *pipeline, struct pc_run **run) {
+    for (uint32_t index = 0; index < pipeline->most; index++) {
+        *run = &pipeline->runs[index];
+        uint32_t position = (*run)->owner != NULL ? pc_run_next_asked(*run) : PC_NO_STEP;
+        if (position != PC_NO_STEP)
+            return position;
+    }
+    return PC_NO_STEP;
+}
+
+struct pc_run *pc_pipeline_run(struct pc_pipeline *pipeline, uint32_t segment) {
+    for (uint32_t index = 0; index < pipeline->most; index++)
+        if (pipeline->runs[index].owner != NULL && pipeline->runs[index].segment == segment)
+            return &pipeline->runs[index];
+    return NULL;
 }

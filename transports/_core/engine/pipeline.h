@@ -21,6 +21,8 @@ struct pc_pipeline {
     uint16_t first_lane;
     uint32_t num_segments; /* 1 at least */
     size_t granule;
+    struct pc_grown *grown;                      /* as of a run; of a single segment */
+    void (*asked)(struct pc_pipeline *pipeline); /* as of a run: `pc_pipeline_next_asked` says what */
     void (*ended)(struct pc_pipeline *pipeline); /* the last that is done with it; perhaps before the start returns */
     void *owner;
 
@@ -43,6 +45,10 @@ void pc_pipeline_cancel(struct pc_pipeline *pipeline);
 void pc_pipeline_free(struct pc_pipeline *pipeline);
 /* As of runs. */
 size_t pc_pipeline_awaited(const struct pc_pipeline *pipeline, int *ranks, size_t most);
+/* The next step that the owner shall do, and its run; PC_NO_STEP: there is none. */
+uint32_t pc_pipeline_next_asked(struct pc_pipeline *pipeline, struct pc_run **run);
+/* The run of a segment; NULL: it is not under way. */
+struct pc_run *pc_pipeline_run(struct pc_pipeline *pipeline, uint32_t segment);
 /* It has failed as a run has. */
 void pc_pipeline_take_status(struct pc_pipeline *pipeline, const struct pc_run *run);
 

@@ -11,6 +11,10 @@ struct pc_run_chunk {
     unsigned char *value;  /* where its value is now; NULL: it has none yet. Not written where it was at the start */
     unsigned char *target; /* where it must be at the end; NULL: nowhere */
     size_t own_at;         /* its place in the run's own memory */
+    const struct iovec *parts; /* its value is in several parts: as of its place; else NULL */
+    size_t num_parts;
+    bool is_grown;   /* its length is its sender's */
+    bool is_settled; /* its target holds what it shall */
 };
 
 /* A message of a run that is under way. */
@@ -74,7 +78,8 @@ static void clear(struct pc_run *run) {
     }
     for (uint32_t step = 0; step < run->table->num_steps; step++)
         free(run->incoming[step]);
-    pc_engine_free_later(engine, run->own);
+    if (!run->own_is_taken)
+        pc_engine_free_later(engine, run->own);
     free(run->memory);
     run->memory = NULL;
     pc_context_let_go(run->context);
@@ -95,7 +100,16 @@ static unsigned char *destination(struct pc_run *run, uint32_t number) {
         return NULL;
     }
     chunk->value = chunk->target != NULL ? chunk->target : run->own + chunk->own_at;
+    chunk->parts = NULL;
     return chunk->value;
+}
+
+static void copy_value(unsigned char *into, const struct pc_run_chunk *chunk) {
+    if (chunk->parts == NULL && chunk->nbytes > 0)
+        memcpy(into, chunk->value, chunk->nbytes);
+    for (size_t part = 0; chunk->parts != NULL && part < chunk->num_parts; into += chunk->parts[part++].iov_len)
+        if (chunk->parts[part].iov_len > 0)
+            memcpy(into, chunk->parts[part].iov_base, chunk->parts[part].iov_len);
 }
 
 static const uint32_t *chunks_of(const struct pc_run *run, const struct pc_step *step) {
@@ -109,19 +123,17 @@ static size_t length_of(const struct pc_run *run, const struct pc_step *step) {
     return nbytes;
 }
 
-/* Let each chunk whose value is needed have it in its place, and be what it shall be. */
-static void settle(struct pc_run *run) {
-    for (uint32_t number = 0; number < run->table->num_chunks; number++) {
-        struct pc_run_chunk *chunk = &run->chunks[number];
-        const struct pc_reduction *reduction = &run->reduction;
-        if (chunk->target == NULL || chunk->value == NULL || chunk->nbytes == 0)
-            continue;
-        if (chunk->value != chunk->target)
-            memcpy(chunk->target, chunk->value, chunk->nbytes);
-        if (reduction->finish != NULL) {
-            const void *operand = chunk->target;
-            reduction->finish(chunk->target, &operand, 1, chunk->nbytes / reduction->itemsize, reduction->divisor);
-        }
+/* Let a chunk whose value is needed have it in its place, and be what it shall be. */
+static void settle(struct pc_run *run, struct pc_run_chunk *chunk) {
+    const struct pc_reduction *reduction = &run->reduction;
+    if (chunk->target == NULL || chunk->value == NULL || chunk->nbytes == 0 || chunk->is_settled)
+        return;
+    chunk->is_settled = true;
+    if (chunk->value != chunk->target)
+        copy_value(chunk->target, chunk);
+    if (reduction->finish != NULL) {
+        const void *operand = chunk->target;
+        reduction->finish(chunk->target, &operand, 1, chunk->nbytes / reduction->itemsize, reduction->divisor);
     }
 }
 
@@ -157,6 +169,10 @@ static size_t gather(const struct pc_run *run, const struct pc_step *step, struc
         const struct pc_run_chunk *chunk = &run->chunks[chunks_of(run, step)[index]];
         if (chunk->nbytes == 0)
             continue;
+        for (size_t part = 0; chunk->parts != NULL && part < chunk->num_parts; part++)
+            parts[count++] = chunk->parts[part];
+        if (chunk->parts != NULL)
+            continue;
         struct iovec *last = count > 0 ? &parts[count - 1] : NULL;
         if (last != NULL && (unsigned char *)last->iov_base + last->iov_len == chunk->value)
             last->iov_len += chunk->nbytes;
@@ -172,7 +188,12 @@ static void post_send(struct pc_run *run, uint32_t position, const struct pc_ste
         fail(run, -ENOMEM);
         return;
     }
-    move->parts = step->num_chunks > 1 ? malloc(step->num_chunks * sizeof *move->parts) : &move->one;
+    size_t most = 0;
+    for (uint32_t index = 0; index < step->num_chunks; index++) {
+        const struct pc_run_chunk *chunk = &run->chunks[chunks_of(run, step)[index]];
+        most += chunk->parts != NULL ? chunk->num_parts : 1;
+    }
+    move->parts = most > 1 ? malloc(most * sizeof *move->parts) : &move->one;
     if (move->parts == NULL) {
         free_move(move);
         fail(run, -ENOMEM);
@@ -205,11 +226,56 @@ static void scatter(struct pc_run *run, const struct pc_step *step, const unsign
     }
 }
 
+static void ask(struct pc_run *run, uint32_t position) {
+    run->asked_for[run->last_asked++] = position;
+    run->asked(run);
+}
+
+/* A receive holds its message: it is lent, and so the owner's, or its length was not known. */
+static void held(struct pc_moved *move) {
+    struct pc_run *run = move->run;
+    struct pc_receive *receive = &move->receive;
+    const struct pc_step *step = &run->table->steps[move->step];
+    uint32_t number = chunks_of(run, step)[0];
+    struct pc_run_chunk *chunk = &run->chunks[number];
+    if (receive->takes_lent && pc_receive_is_lent(receive)) {
+        ask(run, move->step);
+        return;
+    }
+    struct pc_grown *grown = &run->grown[number];
+    size_t nbytes = receive->message->nbytes;
+    if (pc_receive_is_lent(receive)) { /* nobody lends what is not even announced */
+        run->from = receive->message->match.queued.source;
+        run->came = nbytes;
+        fail(run, PC_REFUSED);
+        drain(run);
+        return;
+    }
+    if (grown->memory == NULL)
+        grown->memory = malloc(nbytes + 1);
+    if (grown->memory == NULL || pc_receive_into(receive, grown->memory) < 0) {
+        fail(run, -ENOMEM);
+        drain(run);
+        return;
+    }
+    grown->nbytes = chunk->nbytes = nbytes;
+    chunk->value = grown->memory;
+}
+
 static void received(struct pc_receive *receive) {
     struct pc_moved *move = receive->owner;
     struct pc_run *run = move->run;
     uint32_t position = move->step;
     int status = receive->status;
+    if (receive->state == PC_RECEIVE_HELD) {
+        held(move);
+        return;
+    }
+    if (status == PC_TAKEN_BACK) { /* then its sender has broken the communicator: that will be heard by a receive */
+        free_move(move);
+        pc_run_wait_again(run, position);
+        return;
+    }
     if (status == 0 && move->scratch != NULL) {
         const struct pc_step *step = &run->table->steps[position];
         if (step->kind == PC_STEP_RECV) {
@@ -237,10 +303,11 @@ static void received(struct pc_receive *receive) {
 /* Wait for the message of a step; it goes to `into`, or without that to memory of its own. */
 static void post_receive(struct pc_run *run, uint32_t position, const struct pc_step *step, unsigned char *into) {
     struct pc_moved *move = new_move(run, position, false);
-    size_t nbytes = length_of(run, step);
-    if (move != NULL && into == NULL)
+    bool is_grown = step->num_chunks == 1 && run->chunks[chunks_of(run, step)[0]].is_grown;
+    size_t nbytes = is_grown ? 0 : length_of(run, step);
+    if (move != NULL && into == NULL && !is_grown)
         into = move->scratch = malloc(nbytes + 1);
-    if (into == NULL || move == NULL) {
+    if ((into == NULL && !is_grown) || move == NULL) {
         if (move != NULL)
             free_move(move);
         fail(run, -ENOMEM);
@@ -254,6 +321,8 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     receive->into = into;
     receive->room = nbytes;
     receive->takes_less = run->takes_less;
+    receive->ask = is_grown;
+    receive->takes_lent = run->asked != NULL && !is_grown && step->kind == PC_STEP_RECV;
     receive->told = received;
     receive->owner = move;
     pc_collect_start(run->context, receive);
@@ -264,6 +333,10 @@ static void post_recv(struct pc_run *run, uint32_t position, const struct pc_ste
     const uint32_t *chunks = chunks_of(run, step);
     unsigned char *first = NULL, *end = NULL;
     bool is_one = true;
+    if (step->num_chunks == 1 && run->chunks[chunks[0]].is_grown) {
+        post_receive(run, position, step, NULL);
+        return;
+    }
     for (uint32_t index = 0; index < step->num_chunks; index++) {
         unsigned char *place = destination(run, chunks[index]);
         if (place == NULL)
@@ -285,8 +358,19 @@ static void open_receives(struct pc_run *run) {
     }
 }
 
+/* A reduction is done. */
+static void reduced(struct pc_run *run, uint32_t position) {
+    run->num_open--;
+    complete(run, position);
+    open_receives(run);
+}
+
 static void reduce(struct pc_run *run, uint32_t position, const struct pc_step *step) {
     const unsigned char *incoming = run->incoming[position - 1];
+    if (run->reduction.combine == NULL && run->asked != NULL) {
+        ask(run, position);
+        return;
+    }
     for (uint32_t index = 0; index < step->num_chunks; index++) {
         uint32_t number = chunks_of(run, step)[index];
         size_t nbytes = run->chunks[number].nbytes;
@@ -301,9 +385,7 @@ static void reduce(struct pc_run *run, uint32_t position, const struct pc_step *
     }
     free(run->incoming[position - 1]);
     run->incoming[position - 1] = NULL;
-    run->num_open--;
-    complete(run, position);
-    open_receives(run);
+    reduced(run, position);
 }
 
 static void copy(struct pc_run *run, uint32_t position, const struct pc_step *step) {
@@ -312,9 +394,14 @@ static void copy(struct pc_run *run, uint32_t position, const struct pc_step *st
     unsigned char *into = destination(run, number);
     if (into == NULL)
         return;
-    if (from->nbytes > 0 && into != from->value)
-        memcpy(into, from->value, from->nbytes);
+    if (into != from->value)
+        copy_value(into, from);
     complete(run, position);
+}
+
+static void external(struct pc_run *run, uint32_t position, const struct pc_step *step) {
+    run->num_at_end += step->at_end;
+    ask(run, position);
 }
 
 /* Whether the chunks that a step reads have a value: an algorithm may be wrong. */
@@ -350,6 +437,9 @@ static void post(struct pc_run *run, uint32_t position) {
     case PC_STEP_REDUCE:
         reduce(run, position, step);
         break;
+    case PC_STEP_EXTERNAL:
+        external(run, position, step);
+        break;
     default:
         copy(run, position, step);
     }
@@ -362,10 +452,15 @@ static void drain(struct pc_run *run) {
     while (run->status == 0 && run->first_ready < run->last_ready)
         post(run, run->ready[run->first_ready++]);
     run->draining = false;
-    if (run->status == 0 && run->left > 0)
+    if (run->status == 0 && run->left > 0) {
+        if (run->num_at_end > 0 && run->left == run->num_at_end && !run->asks_last) {
+            run->asks_last = true;
+            ask(run, PC_LAST_STEPS);
+        }
         return;
-    if (run->status == 0)
-        settle(run);
+    }
+    for (uint32_t number = 0; run->status == 0 && number < run->table->num_chunks; number++)
+        settle(run, &run->chunks[number]);
     clear(run);
     run->ended(run);
 }
@@ -384,8 +479,14 @@ static void place_chunks(struct pc_run *run) {
         const struct pc_chunk_place *place = &run->places[number];
         struct pc_run_chunk *chunk = &run->chunks[number];
         size_t begin = 0, end = place->nbytes;
+        memset(chunk, 0, sizeof *chunk);
+        chunk->is_grown = place->nbytes == PC_UNKNOWN;
+        if (chunk->is_grown)
+            continue;
         if (run->num_segments > 1)
             cut(run, place->nbytes, &begin, &end);
+        chunk->parts = place->parts;
+        chunk->num_parts = place->num_parts;
         chunk->nbytes = end - begin;
         /* The memory of the source may be nowhere, and a place an address. */
         uintptr_t source = (uintptr_t)run->source + (uintptr_t)place->source + begin;
@@ -412,8 +513,8 @@ static void write_header(struct pc_run *run) {
 bool pc_run_start(struct pc_context *context, struct pc_run *run) {
     const struct pc_schedule *table = run->table;
     size_t steps = table->num_steps, chunks = table->num_chunks;
-    size_t nbytes = chunks * sizeof *run->chunks + steps * (sizeof *run->incoming + 3 * sizeof *run->waits) +
-                    PC_COLLECTIVE_NBYTES + run->call->nbytes;
+    size_t nbytes = chunks * sizeof *run->chunks + steps * (sizeof *run->incoming + 4 * sizeof *run->waits) +
+                    sizeof *run->waits + PC_COLLECTIVE_NBYTES + run->call->nbytes;
     run->memory = malloc(nbytes);
     if (run->memory == NULL)
         return false;
@@ -426,7 +527,8 @@ bool pc_run_start(struct pc_context *context, struct pc_run *run) {
     run->waits = (uint32_t *)(run->incoming + steps);
     run->ready = run->waits + steps;
     run->unopened = run->ready + steps;
-    run->header = (unsigned char *)(run->unopened + steps);
+    run->asked_for = run->unopened + steps; /* every step once, and the last ones */
+    run->header = (unsigned char *)(run->asked_for + steps + 1);
     run->left = table->num_steps;
     place_chunks(run);
     write_header(run);
@@ -457,6 +559,86 @@ size_t pc_run_awaited(const struct pc_run *run, int *ranks, size_t most) {
     size_t count = 0;
     for (const struct pc_moved *move = run->memory != NULL ? run->moves : NULL; move != NULL && count < most;
          move = move->next)
-        ranks[count++] = move->is_send ? move->send.peer : (int)move->receive.address.sender;
+        if (move->is_send || move->receive.state != PC_RECEIVE_HELD) /* else it waits for its owner */
+            ranks[count++] = move->is_send ? move->send.peer : (int)move->receive.address.sender;
     return count;
+}
+
+/* --- for an owner who does steps --------------------------------------------------------------------- */
+
+uint32_t pc_run_next_asked(struct pc_run *run) {
+    if (run->memory == NULL || run->first_asked == run->last_asked)
+        return PC_NO_STEP;
+    return run->asked_for[run->first_asked++];
+}
+
+void pc_run_step_done(struct pc_run *run, uint32_t position) {
+    const struct pc_step *step = &run->table->steps[position];
+    pc_engine_enter(run->engine);
+    if (step->kind == PC_STEP_REDUCE) {
+        reduced(run, position);
+    } else {
+        run->num_at_end -= step->kind == PC_STEP_EXTERNAL && step->at_end;
+        complete(run, position);
+    }
+    struct pc_engine *engine = run->engine;
+    drain(run);
+    pc_engine_leave(engine);
+}
+
+struct pc_receive *pc_run_held(struct pc_run *run, uint32_t position) {
+    for (struct pc_moved *move = run->moves; move != NULL; move = move->next)
+        if (!move->is_send && move->step == position)
+            return move->receive.state == PC_RECEIVE_HELD ? &move->receive : NULL;
+    return NULL;
+}
+
+void pc_run_taken(struct pc_run *run, uint32_t position) {
+    for (struct pc_moved *move = run->moves; move != NULL; move = move->next)
+        if (!move->is_send && move->step == position) {
+            free_move(move);
+            return;
+        }
+}
+
+void pc_run_wait_again(struct pc_run *run, uint32_t position) {
+    const struct pc_step *step = &run->table->steps[position];
+    struct pc_engine *engine = run->engine;
+    pc_engine_enter(engine);
+    if (step->kind == PC_STEP_RECV)
+        post_recv(run, position, step);
+    else
+        post_receive(run, position, step, NULL);
+    drain(run);
+    pc_engine_leave(engine);
+}
+
+void *pc_run_take_incoming(struct pc_run *run, uint32_t position, size_t *nbytes) {
+    *nbytes = length_of(run, &run->table->steps[position]);
+    void *memory = run->incoming[position - 1];
+    run->incoming[position - 1] = NULL;
+    return memory;
+}
+
+enum pc_value_place pc_run_where(const struct pc_run *run, uint32_t number) {
+    const struct pc_run_chunk *chunk = &run->chunks[number];
+    if (chunk->value == NULL)
+        return PC_VALUE_NOWHERE;
+    if (chunk->value == chunk->target)
+        return PC_VALUE_AT_TARGET;
+    bool is_own = chunk->is_grown || (run->own != NULL && chunk->value == run->own + chunk->own_at);
+    return is_own ? PC_VALUE_IN_OWN : PC_VALUE_AT_SOURCE;
+}
+
+bool pc_run_place(struct pc_run *run, uint32_t chunk) {
+    return destination(run, chunk) != NULL;
+}
+
+void pc_run_settle(struct pc_run *run, uint32_t chunk) {
+    settle(run, &run->chunks[chunk]);
+}
+
+void *pc_run_take_own(struct pc_run *run) {
+    run->own_is_taken = true;
+    return run->own;
 }
