@@ -129,11 +129,10 @@ class BuildCore(build_ext):  # type: ignore[misc,unused-ignore]
     """setuptools' build of an extension, with another compiler where its own is not there."""
 
     def run(self) -> None:
-        """Build the core, or warn that it cannot be built."""
+        """Build the core, or say why it cannot be built."""
         missing = pycoll_compiler.what_is_missing()
         if missing is not None:
-            pycoll_compiler.without_core(missing)
-            self.extensions: list[Extension] = []
+            pycoll_compiler.refuse_to_build(missing)
         super().run()
 
     def build_extensions(self) -> None:

@@ -11,7 +11,6 @@ import os
 import platform
 import shlex
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -35,13 +34,16 @@ def refuse_free_threading() -> None:
         )
 
 
-def without_core(reason: str) -> None:
-    """Warn that pycoll is built without the core. What makes the core necessary raises here.
+def refuse_to_build(reason: str) -> None:
+    """End the build: without the core there is nothing to install.
 
     Args:
-        reason: why there is no core, and what to do.
+        reason: why the core cannot be built, and what to do.
+
+    Raises:
+        SystemExit: always.
     """
-    print(f"pycoll: warning: built without the compiled core: {reason}", file=sys.stderr)
+    raise SystemExit(f"pycoll: the compiled core cannot be built: {reason}")
 
 
 def own_compiler() -> str | None:

@@ -57,7 +57,6 @@ SETTINGS = (
     Variable(
         "PYCOLL_TCP_LINKS", "connections of tcp between two ranks (1); more for fast networks"
     ),
-    Variable("PYCOLL_ENGINE", "python: messages are moved by the engine in Python"),
     Variable("PYCOLL_RDMA_DEVICE", "RDMA device to use, or one port of it: mlx5_0 or mlx5_0:1"),
     Variable("PYCOLL_RDMA_GID", "index of the RDMA port's address to use (pycoll info lists them)"),
     Variable("PYCOLL_CUDA_IPC", "0: ranks that share a GPU do not read each other's memory there"),

@@ -128,7 +128,14 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
             except (AttributeError, ImportError) as exc:
                 exc.__traceback__ = None  # as `edge.hide`
                 raise
-        value = getattr(import_module(home), name)
+        try:
+            value = getattr(import_module(home), name)
+        except ImportError as exc:
+            if exc.name != "pycoll.transports._core":
+                raise
+            from pycoll.transports.shm import missing_core
+
+            raise BootstrapError(missing_core()) from None
         globals()[name] = value
         return value
 

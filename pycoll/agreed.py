@@ -26,9 +26,6 @@ else:  # a job that has set nothing and talks through shared memory needs neithe
 SHARED_MEMORY = "shared_memory"
 """The algorithm of the compiled core, which is no schedule."""
 
-CORE, PYTHON = "core", "python"
-"""Engines that move messages: values of PYCOLL_ENGINE."""
-
 MAX_SAID_NBYTES = 48 << 10
 """What a rank says when ranks meet is bounded, and a table is only a part of it."""
 
@@ -109,8 +106,6 @@ def said(environ: Mapping[str, str], rank: int) -> dict[str, Any]:
     own = _cores_here() | {"machine": _machine()}
     if encrypts(environ):
         own["encrypt"] = True
-    if wanted := wanted_engine(environ):
-        own["engine"] = wanted
     return own | _settings(environ) if rank == 0 else own
 
 
@@ -160,10 +155,9 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
 
     Raises:
         BootstrapError: rank 0's settings make no sense to this rank: it has registered other
-            algorithms; or only some ranks encrypt, or want an engine.
+            algorithms; or only some ranks encrypt.
     """
     _check_encryption(infos)
-    _check_engines(infos)
     hosts: dict[int, list[Mapping[str, Any]]] = {}
     machines: dict[bytes, list[Mapping[str, Any]]] = {}
     for info in infos:
@@ -198,34 +192,6 @@ def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
             f"PYCOLL_ENCRYPT=1 is set for {_ranks(encrypting)}, but not for {_ranks(others)}; "
             "set it for all ranks or for none"
         )
-
-
-PREFERS_CORE: bool = True
-"""Whether a job that does not say has the core's engine, where that serves."""
-
-
-def wanted_engine(environ: Mapping[str, str]) -> str | None:
-    """Return the engine that shall move messages: PYCOLL_ENGINE; None: nobody says.
-
-    Raises:
-        BootstrapError: there is no such engine.
-    """
-    name = environ.get("PYCOLL_ENGINE") or None
-    if name not in (CORE, PYTHON, None):
-        raise BootstrapError(f"PYCOLL_ENGINE is {name!r}: use {PYTHON} or {CORE}")
-    return name
-
-
-def _check_engines(infos: Sequence[Mapping[str, Any]]) -> None:
-    """Raise BootstrapError if only some ranks want an engine."""
-    for name in (CORE, PYTHON):
-        wanting = [rank for rank, info in enumerate(infos) if info.get("engine") == name]
-        if wanting and len(wanting) < len(infos):
-            others = [rank for rank in range(len(infos)) if rank not in set(wanting)]
-            raise BootstrapError(
-                f"PYCOLL_ENGINE={name} is set for {_ranks(wanting)}, but not for {_ranks(others)}; "
-                "set it for all ranks or for none"
-            )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll import arrays, objects, schedules
 from pycoll.arrays import Value
+from pycoll.binding import Binding
 from pycoll.collectives import piece_ends, rows, type_text
 from pycoll.dtypes import DType
 from pycoll.errors import MismatchError
-from pycoll.executor import Binding
 from pycoll.group import Bound, Group
 from pycoll.late import Late
 from pycoll.p2p import Outgoing, contiguous, pulled

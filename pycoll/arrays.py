@@ -697,21 +697,17 @@ def _overlaps_itself(array: Array) -> bool:
 
 
 def _introduce_numpy() -> Any:
-    """Return the compiled core, or None, when it knows what NumPy's arrays and dtypes look like."""
-    try:
-        from pycoll.transports import _core
+    """Return the compiled core when it knows NumPy's arrays and dtypes; None: it cannot."""
+    from pycoll.transports import _core
 
-        use_numpy, add_dtype = _core.use_numpy, _core.add_dtype
-    except (ImportError, AttributeError):  # without the file beside it, the folder is found
-        return None
     sample = np.empty((2, 3))
     swapped = sample.T
     swapped.flags.writeable = False
-    if not use_numpy(np.empty, sample, sample.ctypes.data, swapped):
+    if not _core.use_numpy(np.empty, sample, sample.ctypes.data, swapped):
         return None
     for char in "?bhilqBHILQefdFD":
         dtype = np.dtype(char)
-        add_dtype(dtype, dtypes.of_numpy(dtype).code)
+        _core.add_dtype(dtype, dtypes.of_numpy(dtype).code)
     return _core
 
 

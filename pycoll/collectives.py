@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from pycoll import arrays, schedules
 from pycoll.arrays import Value
+from pycoll.binding import Binding, Combine
 from pycoll.dtypes import Array
-from pycoll.executor import Binding, Combine
 from pycoll.group import Bound, Group, How
 from pycoll.ops import Combiner, Op, finisher
 from pycoll.p2p import contiguous

@@ -20,7 +20,6 @@ from pycoll.errors import Error, MismatchError, OperationTimeout
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.matched import Message
-from pycoll.memory import SharedMemory
 from pycoll.native import BY_MESSAGES
 from pycoll.nonblocking import NonBlocking, Persistent
 from pycoll.prepared import Prepared
@@ -123,13 +122,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         They do the common case, NumPy arrays, themselves.
         """
         group = self._group
-        memory = group.engine.shared_memory
-        if group.engine.is_core:
-            methods = self._methods_in_core()
-        elif memory is not None and group.size > 1:
-            methods = self._messages_on_host(memory)
-        else:
-            return {}
+        methods = self._methods_in_core()
         if group.native is not None:
             # The core asks nobody: what the user has ruled out goes by the methods of this class.
             names = [name for name in COLLECTIVES if group.in_core(name)]
@@ -150,7 +143,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         # A wait in the core knows no deadline, and takes a tenth of a second at most.
         collectives.usable = op_timeout >= 1.0
         with group.engine.locked():
-            context.short, context.collectives = messages, collectives
+            context.messages, context.collectives = messages, collectives
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
         names = core_collectives.NONBLOCKING
         if group.native is None:
@@ -166,22 +159,6 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         name = {"finish": "_finish_in_core", "finish_both": "_finish_both_in_core"}.get(name, name)
         method: Callable[..., Any] = getattr(type(self), name).__get__(self)
         return method
-
-    def _messages_on_host(self, memory: SharedMemory) -> dict[str, Any]:
-        from pycoll.transports._core import PointToPoint
-
-        assert memory.transport is not None
-        group, channel = self._group, memory.transport.channel
-        local = {world: index for index, world in enumerate(memory.ranks)}
-        locals_ = [local.get(world, -1) for world in group.members]
-        short = PointToPoint(
-            channel, group.context.ident, locals_, self.send, self.recv, self._finish_send
-        )
-        short.usable = group.engine.op_timeout == math.inf
-        with group.engine.locked():
-            group.context.short = short
-            group.context.count()
-        return {"send": short.send, "recv": short.recv}
 
     @property
     def rank(self) -> int:
@@ -686,23 +663,6 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
                 return  # it was done before it could be given up
             raise
 
-    def _finish_send(self, dest: int, number: int) -> None:
-        """Wait for a send that the core has begun and that takes long."""
-        group = self._group
-        memory = group.engine.shared_memory
-        assert memory is not None
-        assert memory.transport is not None
-        with group.engine.locked():
-            transfer = memory.transport.adopt(group.members[dest], number)
-        text = f"send(array, dest={dest})"
-        try:
-            steps = p2p.finish_send(transfer)
-            self._run(Prepared(text, lambda _: steps, collective=False), None)
-        except BaseException:
-            with group.engine.locked():
-                transfer.cancel()  # also if the call did not even begin
-            raise
-
     def recv(
         self,
         source: int = ANY_SOURCE,
@@ -1108,7 +1068,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             with engine.locked():
                 error = engine.look_back(self._group.context)
                 self._group.close()
-                self._group.context.short = None  # it refers to this object
+                self._group.context.messages = None  # it refers to this object
                 self._group.context.collectives = None
         self._shut()
         if error is not None:

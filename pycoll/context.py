@@ -1,9 +1,10 @@
-"""Matching: which message belongs to which receive, for one communicator on one rank.
+"""One communicator on one rank: its messages, as far as Python has to do with them, and its calls.
 
-Point-to-point messages match by source and tag, in the order in which they came. A message of a
-collective has an address of its own: the number of the call, the lane (which of the call's
-schedules), the sender, and how many the sender has sent before on that lane. It also carries the
-call as text, so that ranks which made different calls find out at the first message they exchange.
+The core matches. Point-to-point messages match by source and tag, in the order in which they came.
+A message of a collective has an address of its own: the number of the call, the lane (which of the
+call's schedules), the sender, and how many the sender has sent before on that lane. It also carries
+the call as text, so that ranks which made different calls find out at the first message they
+exchange.
 
 Ranks are world ranks here. Everything runs under the engine's lock.
 """
@@ -11,16 +12,30 @@ Ranks are world ranks here. Everything runs under the engine's lock.
 from __future__ import annotations
 
 import copy
-import itertools
 import struct
+from bisect import insort
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll.errors import Error, MismatchError, PeerFailed
-from pycoll.matching import Queues
 from pycoll.scratch import new_bytes
+from pycoll.transports._core import Context as Core
 from pycoll.transports.base import Arrival, Operation, Transfer
+from pycoll.transports.core import (
+    HOLDING,
+    OVER,
+    POSTED,
+    READING,
+    REFUSED,
+    TAKEN_BACK,
+    CoreArrival,
+    CoreReceive,
+    CoreTransport,
+)
 from pycoll.words import OF_STATUSES, Hinting, advice
+
+if TYPE_CHECKING:
+    from pycoll.transports._core import Receive
 
 ANY = -1
 """Matches every source, or every tag."""
@@ -51,9 +66,6 @@ ARRAY, OBJECT, LENT, SEGMENTS = range(4)
 
 Of one that is lent, the value stays where it is; the last brings the first segment of one.
 """
-
-HISTORY = 16
-"""Finished calls that are remembered, to name them when a message comes for one of them."""
 
 
 class LastCall(NamedTuple):
@@ -89,17 +101,14 @@ class InCore(Protocol):
         """Return how a call of another rank differs from this one's, as far as can be seen now."""
 
 
-class ShortWay(Protocol):
-    """The compiled core's send and recv of one communicator.
+class Messages(Protocol):
+    """The point-to-point messages of one communicator that never enter Python.
 
     Attributes:
-        usable: whether they may be used at all.
-        queued: messages that are here, and receives that wait: while there are any, a receive must
-            be matched here.
+        usable: whether there may be any.
     """
 
     usable: bool
-    queued: int
 
 
 class RunInCore(Protocol):
@@ -120,15 +129,6 @@ Key = tuple[int, int, int, int]
 
 Wanted = Callable[[Arrival | None, BaseException | None], None]
 """Told the arrival, or the error that came instead."""
-
-
-Pattern = tuple[int, int]
-"""The source and the tag for which a receive asks; either may be `ANY`."""
-
-
-def patterns(source: int, tag: int) -> tuple[Pattern, ...]:
-    """Return everything that a receive which takes such a message may ask for."""
-    return (source, tag), (source, ANY), (ANY, tag), (ANY, ANY)
 
 
 def readable(call: bytes) -> str:
@@ -152,11 +152,6 @@ def different_calls(
 def are_same(one: bytes, other: bytes) -> bool:
     """Whether two calls, as they are on the wire, are the same: where they were made may differ."""
     return one.partition(b"\0")[0] == other.partition(b"\0")[0]
-
-
-def _key(arrival: Arrival) -> Key:
-    _, _, number, lane, index = COLLECTIVE.unpack_from(arrival.header)
-    return number, lane, arrival.peer, index
 
 
 def call_of(arrival: Arrival) -> bytes:
@@ -236,15 +231,28 @@ class Held:
         self.why = ""
 
 
+class _Found(Arrival):
+    """What a probe has found, or a receive has refused: its length."""
+
+    __slots__ = ()
+
+    def accept(self, into: memoryview) -> Transfer:
+        raise AssertionError("it was only looked at")
+
+    def release(self) -> None:
+        raise AssertionError("it was only looked at")
+
+
 class Match(Operation):
-    """A receive or a probe that waits for a message."""
+    """A receive or a probe that waits in the core."""
 
-    __slots__ = ("context", "message", "number", "peek", "source", "tag")
+    __slots__ = ("context", "face", "message", "number", "peek", "source", "tag")
 
-    def __init__(self, context: Context, number: int, source: int, tag: int, peek: bool) -> None:
+    def __init__(self, context: Context, face: Receive, source: int, tag: int, peek: bool) -> None:
         super().__init__()
         self.context = context
-        self.number = number
+        self.face = face
+        self.number = face.number
         self.source = source
         self.tag = tag
         self.peek = peek
@@ -253,17 +261,47 @@ class Match(Operation):
     @property
     def is_refused(self) -> bool:
         """Whether the message does not fit, and stays in the queue for the next receive."""
-        return False
+        return bool(self.face.status == REFUSED)
 
     def awaited(self) -> Collection[int]:
         if self.source != ANY:
             return (self.source,)
         return [rank for rank in self.context.members if rank != self.context.me]
 
+    def held(self) -> None:
+        """Hear that its message has come."""
+        self.context.settle(self)
+
+    def ended(self, status: int) -> None:
+        """Hear that it has ended."""
+        self.context.settle(self)
+
     def cancel(self) -> None:
         super().cancel()
-        if self.context.matches.remove(self.number):
-            self.context.count()
+        self.context.matches.pop(self.number, None)
+        self.context.transport.disown(self.face)
+        if not self.face.give_up():
+            self.face.drop()
+
+
+class _Collecting:
+    """A collective's message that is waited for in the core."""
+
+    __slots__ = ("context", "face", "key", "wanted")
+
+    def __init__(self, context: Context, key: Key, wanted: Wanted) -> None:
+        self.context = context
+        self.key = key
+        self.wanted = wanted
+        self.face: Receive = context.core.collect(*key)
+
+    def held(self) -> None:
+        """Hear that it has come."""
+        self.context.collected(self)
+
+    def ended(self, status: int) -> None:
+        """Hear that it will not come."""
+        self.context.collected(self)
 
 
 class ParkedArrival(Arrival):
@@ -292,13 +330,18 @@ class ParkedArrival(Arrival):
 class Context:
     """What one communicator waits for, and what has come for it.
 
+    Args:
+        transport: the core's engine.
+
     Attributes:
         ident: the communicator's number, the same on all its ranks.
         name: what messages call it.
         members: world ranks of its ranks, in order.
+        me: this rank.
+        core: the same in the core.
         broken: why no call on it can work any more, or None.
-        next_number: of the next collective call by messages.
         collectives: those that the core runs; or None.
+        messages: those that never enter Python; or None.
         num_started: returns how many collective calls have been started.
         in_core: those that do not go by messages; or None.
         unheard: it broke because of a call that this rank has left, which nobody here was told yet.
@@ -306,42 +349,41 @@ class Context:
             there: their senders may take them back.
         next_value: number of the next value that is sent in segments.
         turns: by rank here, the last send that waits for its value, or for one before it.
-        matches: receives and probes that wait, each in the queue of its pattern.
+        matches: receives and probes of Python's that wait, by number.
     """
 
-    def __init__(self, ident: int, members: tuple[int, ...], me: int) -> None:
+    def __init__(
+        self, ident: int, members: tuple[int, ...], me: int, transport: CoreTransport
+    ) -> None:
         self.ident = ident
         self.name = "a communicator"
         self.members = members
         self.me = me
+        self.transport = transport
+        self.core = Core(transport.core, ident, members, me)
         self.broken: BaseException | None = None
         self._closed = False
-        self.next_number = self.next_value = 0
-        self.calls: dict[int, bytes] = {}
+        self.next_value = 0
         self.pending: set[Operation] = set()
-        self.matches: Queues[Match] = Queues()
+        self.matches: dict[int, Match] = {}
         self.gone: dict[int, PeerFailed] = {}
         self.in_core: InCore | None = None
         self.unheard = False
-        self._history: dict[int, bytes] = {}
-        self._newest = b""  # the call begun last; the history may have it no more
         self._left: dict[int, LastCall] = {}
-        # Each message is in the queues of all its patterns.
-        self._messages: Queues[Incoming] = Queues()
+        # Messages that the core cannot take back: parts of them are elsewhere.
+        self._returned: list[Incoming] = []
         self._message_of: dict[Arrival, Incoming] = {}
         self._held: dict[int, Held] = {}  # by order
-        self._order = itertools.count()
-        self._early: dict[int, dict[Key, Arrival]] = {}
-        self._wanted: dict[Key, Wanted] = {}
+        self._collecting: dict[Key, _Collecting] = {}
         self.num_started: Callable[[], int] = lambda: self.next_number
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
-        self.short: ShortWay | None = None
+        self.messages: Messages | None = None
         self.collectives: RunInCore | None = None
         self.turns: dict[int, Operation] = {}
         self.borrowed: dict[Arrival, bool] = {}
         self.on_lending: Callable[[Arrival], None] = lambda arrival: arrival.release()
-        self._short_was_usable = False
+        self._messages_were_usable = False
 
     def is_broken(self) -> bool:
         """Whether no call can work any more."""
@@ -363,44 +405,84 @@ class Context:
         Args:
             for_handle: it will be held: nobody waits in this place again if it is taken back.
             fit: code of the dtype, and bytes, of the array that shall be filled. What does not fit
-                is found by the caller; who matches elsewhere refuses it at once (`is_refused`).
+                is refused at once (`is_refused`).
             place: the number of an earlier match whose message was withdrawn: this one waits where
                 that one did, before receives that were posted after it.
         """
-        number = next(self._order) if place is None else place
-        match = Match(self, number, source, tag, peek)
-        message = self.find(source, tag)
-        if message is not None:
-            if not peek:
-                self._remove(message)
-            match.message = message
-            match.finish()
+        number = -1 if place is None else place
+        face = self.core.post(source, tag, peek, number, *(fit or (-1, 0)), for_handle)
+        match = Match(self, face, source, tag, peek)
+        if self._returned and self._match_returned(match):
             return match
-        error = self._no_sender(source)
-        if error is not None:
-            match.finish(error)
+        if face.state == POSTED:
+            self.matches[match.number] = match
+            self.transport.own(face, match)
         else:
-            self.matches.add(match.number, match, (source, tag))
-            self.count()
+            self.settle(match)
         return match
 
-    def find(self, source: int, tag: int) -> Incoming | None:
-        """Return the first message that fits, and leave it in the queue."""
-        return self._messages.first((source, tag))
+    def adopt(self, face: Receive, source: int, tag: int) -> Match:
+        """Return the match of a receive that holds its message already.
+
+        Args:
+            face: the receive.
+            source, tag: what it asks for; the world rank, or `ANY`.
+        """
+        match = Match(self, face, source, tag, peek=False)
+        self.settle(match)
+        if not match.done:  # its message was taken back, and it waits again
+            self.matches[match.number] = match
+        return match
+
+    def settle(self, match: Match) -> None:
+        """Give a match what has become of it."""
+        face = match.face
+        state = face.state  # it may change at any time
+        if state == OVER and face.status == TAKEN_BACK:  # wait again, in the same place
+            match.face = face = self.core.post(match.source, match.tag, match.peek, match.number)
+            state = face.state
+        if state == POSTED:
+            self.transport.own(face, match)
+            return
+        self.matches.pop(match.number, None)
+        if state == HOLDING:
+            arrival = CoreArrival(self.transport, face, self.withdrawn)
+            self.transport.own(face, arrival)
+            match.message = self._incoming(arrival, face)
+            match.finish()
+        elif state == OVER and face.status in (0, REFUSED):  # a probe, or it does not fit
+            header = face.header
+            match.message = self._incoming(_Found(face.peer, header, face.nbytes, None), face)
+            match.finish()
+        else:
+            match.finish(self._why(match, face.status))
+
+    def _incoming(self, arrival: Arrival, face: Receive) -> Incoming:
+        header = arrival.header
+        _, _, tag, form = P2P.unpack_from(header)
+        description = bytes(header[P2P.size :])
+        return Incoming(arrival, face.peer, tag, form, description, face.order)
+
+    def _why(self, match: Match, status: int) -> BaseException | None:
+        return self.broken or self._no_sender(match.source) or self.transport.error_of(status)
 
     def put_back(self, message: Incoming) -> None:
         """Return a message to its place in the queue; another receive may take it from there.
 
         One that is held returns to its handle.
         """
+        arrival = message.arrival
         held = self._held.get(message.order)
         if self.is_broken():
-            self._drop(message.arrival)
+            self._drop(arrival)
         elif held is not None:
             held.message = message
-            self._message_of[message.arrival] = message
-        else:
-            self._offer(message)
+            self._message_of[arrival] = message
+        elif isinstance(arrival, CoreArrival) and arrival.face.state in (HOLDING, READING):
+            self.transport.disown(arrival.face)
+            arrival.face.give_up()
+        elif not isinstance(arrival, CoreArrival | _Found):
+            self._return(message)
 
     def park(self, message: Incoming, transfer: Transfer) -> None:
         """Put back a message whose receive was given up half-way: it goes on into memory of ours.
@@ -409,6 +491,15 @@ class Context:
             message: it.
             transfer: what it was accepted with.
         """
+        if (
+            isinstance(transfer, CoreReceive)
+            and message.order not in self._held
+            and not self.is_broken()
+            and transfer.face.give_up()
+        ):
+            self.transport.disown(transfer.face)
+            return
+        # What has ended is still to be heard of.
         spare = new_bytes(message.arrival.nbytes)
         parked = ParkedArrival(message.arrival, transfer, spare)
 
@@ -423,7 +514,6 @@ class Context:
         """Keep a matched message until `take` asks for it."""
         held = self._held[message.order] = Held(message)
         self._message_of[message.arrival] = message
-        self.count()
         return held
 
     def take(self, held: Held) -> Incoming:
@@ -443,30 +533,6 @@ class Context:
         """Forget the held message of this order, for it was received or is lost."""
         held.message, held.why = None, why
         self._held.pop(order, None)
-        self.count()
-
-    def _offer(self, message: Incoming) -> None:
-        """Give a message to those that wait for it; keep it if none of them takes it."""
-        fitting = patterns(message.source, message.tag)
-        told = []
-        while (match := self.matches.first(*fitting)) is not None:
-            self.matches.remove(match.number)
-            match.message = message
-            told.append(match)
-            if not match.peek:
-                break
-        else:
-            self._messages.add(message.order, message, *fitting)
-            self._message_of[message.arrival] = message
-        self.count()
-        # Last: what they do now may come back here.
-        for match in told:
-            match.finish()
-
-    def _remove(self, message: Incoming) -> None:
-        self._messages.remove(message.order)
-        del self._message_of[message.arrival]
-        self.count()
 
     def _no_sender(self, source: int) -> PeerFailed | None:
         """Return why no message can come from `source` any more."""
@@ -479,9 +545,9 @@ class Context:
 
     def take_turn(self, dest: int) -> Operation:
         """Come after all sends to `dest` that wait; those that start now come after this one."""
-        if not self.turns and self.short is not None:
-            self._short_was_usable = self.short.usable
-            self.short.usable = False  # it knows of no turns
+        if not self.turns and self.messages is not None:
+            self._messages_were_usable = self.messages.usable
+            self.messages.usable = False  # they know of no turns
         turn = self.turns[dest] = Operation()
         return turn
 
@@ -492,20 +558,57 @@ class Context:
             return
         if self.turns.get(dest) is turn:
             del self.turns[dest]
-        if not self.turns and self.short is not None and self.broken is None:
-            self.short.usable = self._short_was_usable
+        if not self.turns and self.messages is not None and self.broken is None:
+            self.messages.usable = self._messages_were_usable
         turn.finish()
+
+    # --- messages that are not in the core -------------------------------------------------
+
+    def _match_returned(self, match: Match) -> bool:
+        found = (each for each in self._returned if _fits(match, each))
+        message = next(found, None)
+        face = match.face
+        if message is None or (face.state == HOLDING and face.order < message.order):
+            return False
+        face.give_up()
+        if not match.peek:
+            self._returned.remove(message)
+            self._message_of.pop(message.arrival, None)
+        match.message = message
+        match.finish()
+        return True
+
+    def _return(self, message: Incoming) -> None:
+        """Give a message to who waits for it; keep it if nobody does."""
+        if self.messages is not None:
+            self.messages.usable = False  # the core does not know of it
+        told = []
+        waiting = sorted(self.matches.items())
+        for match in [match for _, match in waiting if _fits(match, message)]:
+            del self.matches[match.number]
+            self.transport.disown(match.face)
+            match.face.give_up()
+            match.message = message
+            told.append(match)
+            if not match.peek:
+                break
+        else:
+            insort(self._returned, message, key=lambda each: each.order)
+            self._message_of[message.arrival] = message
+        for match in told:
+            match.finish()
 
     # --- collectives -----------------------------------------------------------------------
 
+    @property
+    def next_number(self) -> int:
+        """Number of the next collective call by messages."""
+        return int(self.core.next_call)
+
     def begin(self, call: bytes) -> int:
         """Start a collective call; returns its number. Messages that came early are compared."""
-        number = self.next_number
-        self.next_number += 1
-        self.calls[number] = self._newest = call
+        number: int = self.core.begin(call)
         self.compare_left(number, call)
-        for arrival in list(self._early.get(number, {}).values()):
-            self._check_same(number, call, arrival.peer, call_of(arrival))
         return number
 
     def compare_left(self, number: int, call: bytes) -> None:
@@ -516,100 +619,76 @@ class Context:
 
     def end(self, number: int) -> None:
         """Finish a collective call: every message for it must have been used."""
-        call = self.calls.pop(number)
-        self._history[number] = call
-        if len(self._history) > HISTORY:
-            del self._history[next(iter(self._history))]
-        for arrival in self._early.pop(number, {}).values():
-            self._stale(number, arrival)
+        self.core.end(number)
 
     def collect(self, key: Key, wanted: Wanted) -> None:
         """Have `wanted` called with the message of that address, now or when it comes."""
-        early = self._early.get(key[0])
-        arrival = early.pop(key, None) if early else None
-        if early is not None and not early:
-            del self._early[key[0]]
-        if arrival is not None:
-            wanted(arrival, None)
-        elif key[2] in self.gone:
-            wanted(None, self.gone[key[2]])
+        self.collected(_Collecting(self, key, wanted))
+
+    def collected(self, collecting: _Collecting) -> None:
+        """Say what has become of a collective's message, if that is known."""
+        face = collecting.face
+        state = face.state
+        if state == OVER and face.status == TAKEN_BACK:
+            collecting.face = face = self.core.collect(*collecting.key)
+            state = face.state
+        if state == POSTED:
+            self._collecting[collecting.key] = collecting
+            self.transport.own(face, collecting)
+            return
+        self._collecting.pop(collecting.key, None)
+        if state == HOLDING:
+            arrival = CoreArrival(self.transport, face, self.withdrawn)
+            self.transport.own(face, arrival)
+            collecting.wanted(arrival, None)
         else:
-            self._wanted[key] = wanted
+            gone = self.gone.get(collecting.key[2])
+            error = self.broken or gone or self.transport.error_of(face.status)
+            collecting.wanted(None, error)
 
     def forget(self, key: Key) -> None:
         """Stop waiting for the message of that address."""
-        self._wanted.pop(key, None)
+        collecting = self._collecting.pop(key, None)
+        if collecting is not None:
+            self.transport.disown(collecting.face)
+            collecting.face.give_up()
 
     # --- what the engine tells -------------------------------------------------------------
 
     def arrived(self, arrival: Arrival) -> None:
-        """A message for this communicator has come."""
+        """A message has come for which Python is needed, or one of a call that differs."""
         if self.broken is not None:
             self._drop(arrival)
             return
-        header = arrival.header
-        if header[0] == KIND_P2P:
-            _, _, tag, form = P2P.unpack_from(header)
-            description = bytes(header[P2P.size :])
-            order = next(self._order)
-            self._offer(Incoming(arrival, arrival.peer, tag, form, description, order))
-            return
-        if header[0] == KIND_LENDING:
+        if arrival.header[0] == KIND_LENDING:
             self.on_lending(arrival)
             return
-        key = _key(arrival)
-        number = key[0]
-        call = self.calls.get(number)
-        if call is not None:
-            self._check_same(number, call, arrival.peer, call_of(arrival))
-        elif number < self.next_number:
-            self._stale(number, arrival)
-        if self.is_broken():
-            arrival.release()
-            return
-        wanted = self._wanted.pop(key, None)
-        if wanted is not None:
-            wanted(arrival, None)
-        else:
-            self._early.setdefault(number, {})[key] = arrival
+        _, _, number, _, _ = COLLECTIVE.unpack_from(arrival.header)
+        theirs = call_of(arrival)
+        peer = arrival.peer
+        arrival.release()
+        self.differs(number, peer, theirs)
 
-    def withdrawn(self, arrival: Arrival) -> bool:
-        """Forget a message that its sender took back; False if it is not one of these."""
+    def withdrawn(self, arrival: Arrival) -> None:
+        """Forget a message that its sender took back."""
+        self._returned = [each for each in self._returned if each.arrival is not arrival]
         if arrival in self.borrowed:
             self.borrowed[arrival] = False
-            return True
-        if arrival.header[0] == KIND_P2P:
-            message = self._message_of.get(arrival)
-            if message is None:
-                return False
-            self._remove(message)
-            if message.order in self._held:
-                self.let_go(
-                    self._held[message.order], message.order, "was taken back by its sender"
-                )
-            return True
-        key = _key(arrival)
-        early = self._early.get(key[0], {})
-        if early.get(key) is not arrival:
-            return False
-        del early[key]
-        if not early:
-            del self._early[key[0]]
-        return True
+            return
+        message = self._message_of.pop(arrival, None)
+        if message is not None and message.order in self._held:
+            why = "was taken back by its sender"
+            self.let_go(self._held[message.order], message.order, why)
 
     def peer_gone(self, rank: int, error: PeerFailed) -> None:
         """No more messages will come from `rank`: what waits for one fails."""
         if rank not in self.members or rank in self.gone:
             return
         self.gone[rank] = error
-        for match in self.matches:
+        for match in list(self.matches.values()):
             reason = self._no_sender(match.source)
             if reason is not None:
                 match.abort(reason)
-        for key in [key for key in self._wanted if key[2] == rank]:
-            wanted = self._wanted.pop(key, None)
-            if wanted is not None:
-                wanted(None, error)
 
     def fail(self, error: BaseException) -> None:
         """Break: everything pending ends with `error`, and so will every later call."""
@@ -618,38 +697,36 @@ class Context:
         self.broken = copy.copy(error)  # the traceback of what is raised keeps the call's arrays
         if self.in_core is not None:
             self.in_core.refuse()
-        if self.short is not None:
-            self.short.usable = False
+        if self.messages is not None:
+            self.messages.usable = False
         if self.collectives is not None:
             self.collectives.usable = False
         self.on_fail()
         for operation in list(self.pending):
             operation.abort(error)
-        for match in self.matches:
+        for match in list(self.matches.values()):
             match.abort(error)
         self._drop_messages()
+        for collecting in self._collecting.values():
+            self.transport.disown(collecting.face)
+        self._collecting.clear()
+        if self._closed:
+            self.core.close()  # who waits until its message is received goes on
+        else:
+            self.core.break_()
 
     def close(self) -> None:
         """Drop what has come and was never asked for; what other threads wait for ends."""
         self._closed = True
         self.fail(Error("this communicator is closed"))
 
-    def count(self) -> None:
-        """Tell the compiled core whether receives must be matched here."""
-        if self.short is not None:
-            # A held message may not have been accepted: what comes after it is in order only here.
-            self.short.queued = len(self._messages) + len(self.matches) + len(self._held)
-
     def _drop_messages(self) -> None:
         arrivals = list(self._message_of)
-        arrivals += [arrival for early in self._early.values() for arrival in early.values()]
         for held in self._held.values():
             held.message, held.why = None, "was dropped: its communicator is closed or broken"
-        self._messages = Queues()
         self._message_of.clear()
         self._held.clear()
-        self._early.clear()
-        self._wanted.clear()
+        self._returned.clear()
         for arrival in arrivals:
             self._drop(arrival)
 
@@ -673,11 +750,12 @@ class Context:
 
     def recent_calls(self) -> dict[int, bytes]:
         """Return the latest calls by messages, by number."""
-        return self._history | self.calls
+        calls: dict[int, bytes] = self.core.calls()
+        return calls
 
     def newest_call(self) -> bytes:
         """Return the call by messages that has begun last; empty: there was none."""
-        return self._newest
+        return next(iter(self.core.newest().values()), b"")
 
     def last_call(self) -> LastCall:
         """Return what to tell of the last call."""
@@ -701,11 +779,6 @@ class Context:
         if not are_same(mine, theirs):
             self.mismatch(number, readable(mine), peer, readable(theirs))
 
-    def _stale(self, number: int, arrival: Arrival) -> None:
-        theirs = call_of(arrival)
-        arrival.release()
-        self.differs(number, arrival.peer, theirs)
-
     def differs(self, number: int, peer: int, theirs: bytes) -> None:
         """Break because a rank has made a call that this rank has not made with that number."""
         mine = self.recent_calls().get(number, b"another collective")
@@ -714,3 +787,7 @@ class Context:
     def mismatch(self, number: int, mine: str, peer: int, theirs: str) -> None:
         """Break because two ranks made different calls."""
         self.on_mismatch(self, different_calls(self.name, number, self.me, mine, peer, theirs))
+
+
+def _fits(match: Match, message: Incoming) -> bool:
+    return match.source in (ANY, message.source) and match.tag in (ANY, message.tag)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from pycoll.announced import Announcement
     from pycoll.arrays import Value
-    from pycoll.core_context import CoreContext
+    from pycoll.context import Context
     from pycoll.group import Bound
     from pycoll.transports.base import Parts
 else:
@@ -439,7 +439,7 @@ def finish(collective: CoreCollective) -> None:
 
 def collectives_of(
     group: Group,
-    context: CoreContext,
+    context: Context,
     calls: tuple[Calls, Calls],
     slow: Callable[[str], Callable[..., Any]],
     op_timeout: float,

@@ -28,7 +28,7 @@ from pycoll.transports.core import REFUSED
 
 if TYPE_CHECKING:
     from pycoll import arguments, arrays, dtypes, objects, p2p
-    from pycoll.core_context import CoreContext
+    from pycoll.context import Context
     from pycoll.group import Group
     from pycoll.transports._core import Receive
 else:
@@ -320,7 +320,7 @@ _VALUES = _dump, _load, new_bytes, _here
 
 def messages_of(
     group: Group,
-    context: CoreContext,
+    context: Context,
     slow: Callable[[str], Callable[..., Any]],
     op_timeout: float,
 ) -> Messages:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pycoll import ops
+from pycoll.binding import Binding, are_neighbors, fill_all
 from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll.errors import Error, MismatchError
-from pycoll.executor import Binding, are_neighbors, fill_all
 from pycoll.external import External
 from pycoll.external import Table as Rewritten
 from pycoll.late import Late
@@ -47,6 +47,10 @@ NO_REDUCTION = -1, 0, 0
 
 Status = tuple[int, int, int, int]
 """How a run has ended: its status, the rank or chunk at fault, bytes that came, and expected."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class CoreRun(Operation):
@@ -99,8 +103,7 @@ class CoreRun(Operation):
         self._segments: dict[int, Segment] = {}
         self._transfers: dict[tuple[int, int], Operation] = {}
         # By segment, with its steps: of these the end is asked for last.
-        self._last: dict[int, list[tuple[int, Operation]]] = {}
-        context: Any = group.context
+        self._last: dict[int, deque[tuple[int, Operation]]] = {}
         if None in binding.nbytes:  # of what this rank has it knows the length
             nbytes = [
                 sum(map(len, parts)) if length is None and parts is not None else length
@@ -116,10 +119,10 @@ class CoreRun(Operation):
         reduction = _reduction_of(binding)
         self.finish_with = binding.finish if reduction == NO_REDUCTION else None
         try:
-            core = Run(context.core, *memory, reduction, *where)
+            core = Run(group.context.core, *memory, reduction, *where)
         except BufferError:  # what is not aligned NumPy reduces
             self.finish_with = binding.finish
-            core = Run(context.core, *memory, NO_REDUCTION, *where)
+            core = Run(group.context.core, *memory, NO_REDUCTION, *where)
         self._core = core
 
     def awaited(self) -> Collection[int]:
@@ -184,8 +187,7 @@ class CoreRun(Operation):
 
     def _do(self, number: int, position: int, begun: deque[tuple[int, int, Operation]]) -> None:
         if position < 0:
-            for last in self._last.pop(number, ()):
-                self._follow(number, *last)
+            self._ask_last(number)
             return
         segment = self._segment(number)
         step, chunks = self._schedule.steps[position], self._schedule.chunks[position]
@@ -197,7 +199,7 @@ class CoreRun(Operation):
                     return
                 self._transfers[number, position] = operation
                 if at_end:
-                    self._last.setdefault(number, []).append((position, operation))
+                    self._last.setdefault(number, deque()).append((position, operation))
                 else:
                     begun.append((number, position, operation))
             case Reduce(_, incoming_first):
@@ -206,14 +208,23 @@ class CoreRun(Operation):
             case _:
                 self._borrow(segment, position, chunks)
 
+    def _ask_last(self, number: int) -> None:
+        """Ask for the ends of what may end last, for one after the other."""
+        last = self._last.get(number)
+        while last and not self._is_given_up:
+            position, operation = last.popleft()
+            if not operation.done:
+                self._follow(number, position, operation, after=lambda: self._ask_last(number))
+                return
+            self._follow(number, position, operation)
+
     def _borrow(self, segment: Segment, position: int, chunks: Sequence[int]) -> None:
         """Receive a message that is lent."""
         face = self._core.take(segment.number, position)
         if face is None:
             return
         group = self._group
-        transport: Any = group.engine.transports[group.engine.rank]
-        arrival = transport.arrival_of(face)
+        arrival = group.engine.transport.arrival_of(face)
         try:
             segment.check_length(arrival.peer, arrival.nbytes, chunks)
             views = [segment.destination(chunk) for chunk in chunks]
@@ -227,20 +238,27 @@ class CoreRun(Operation):
             arrival.release()
             raise
         self._transfers[segment.number, position] = borrowing
-        fill = partial(fill_all, views, scratch) if scratch is not None else None
-        self._follow(segment.number, position, borrowing, fill)
+        fill = partial(fill_all, views, scratch) if scratch is not None else _nothing
+        self._follow(segment.number, position, borrowing, before=fill)
 
-    def _follow(self, number: int, position: int, operation: Operation, then: Any = None) -> None:
-        """Have a step done when an operation is, and something before that."""
+    def _follow(
+        self,
+        number: int,
+        position: int,
+        operation: Operation,
+        before: Callable[[], None] = _nothing,
+        after: Callable[[], None] = _nothing,
+    ) -> None:
+        """Have a step done when an operation is, and something else before and after that."""
 
         def done(operation: Operation) -> None:
             self._transfers.pop((number, position), None)
             if self._is_given_up:
                 return
             if operation.error is None:
-                if then is not None:
-                    then()
+                before()
                 self._core.step_done(number, position)
+                after()
             elif isinstance(operation.error, Withdrawn):
                 self._core.wait_again(number, position)
             else:
@@ -308,7 +326,7 @@ class Segment:
         """Return where a chunk has its value, which is in one part; None: it has none yet."""
         return self._view(chunk, self._core.where(self.number, chunk))
 
-    def destination(self, chunk: int, nbytes: int | None = None) -> memoryview:
+    def destination(self, chunk: int) -> memoryview:
         """Return the memory in which `chunk` has its value from now on."""
         view = self._view(chunk, self._core.place(self.number, chunk))
         assert view is not None
@@ -449,9 +467,7 @@ def why_failed(group: Group, text: str, ended: Status) -> BaseException | None:
         return MismatchError(wrong_length(at, came, text, context, expected))
     if status == NO_VALUE:
         return Error(no_value(text, at))
-    transport: Any = engine.transports[engine.rank]
-    error: BaseException = context.gone.get(status - 1) or transport.error_of(status)
-    return error
+    return context.gone.get(status - 1) or engine.transport.error_of(status)
 
 
 def table_of(schedule: Schedule | Rewritten, size: int, num_chunks: int) -> Table:

@@ -1,10 +1,8 @@
-"""Who drives: the lock of an engine, and the threads that wait in it.
+"""The lock of an engine, and the threads that wait in it.
 
-One lock owns everything. A thread that waits drives: it lets the transports progress until its
-operation is done, and sleeps in poll() between, without the lock. A second thread that must wait
-sleeps until the driver finds its operation done or hands the driving over. While requests are
-pending, or a transport is behind with what it has buffered, and nobody waits, a thread in the
-background drives; it gives way to whoever comes. Else nothing runs when nobody waits.
+Matching, links and waiting are the core's (`transports._core`). A thread that waits here waits in
+the core, which drives, and says when there is something for Python to do: so every thread has a
+seat of its own. If nobody waits, the core's own thread calls `hear`.
 
 A signal handler of the program may raise between any two calls made here, in the main thread, also
 when a Python function begins. So the lock knows its thread, everything that is taken is given back
@@ -16,101 +14,75 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import select
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pycoll.errors import Error
 from pycoll.interrupts import Interrupts
 from pycoll.launcher.rendezvous import Client as Control
-from pycoll.seats import Alarm, Seat, Sleeper
 from pycoll.task import Started
-from pycoll.transports.base import Operation, Transport
-
-if TYPE_CHECKING:
-    from pycoll.transports._core import Host
-
+from pycoll.transports._core import Guard, timer_open, timer_set
+from pycoll.transports._core import Seat as CoreSeat
+from pycoll.transports.base import Operation
+from pycoll.transports.core import CoreTransport
 
 _ENGINE = {f"pycoll.{name}" for name in ("communicator", "engine", "native", "request", "task")}
 _ENGINE.add(__name__)
 
 
-class Locked:
-    """Holds the lock of a driver in a `with` statement, where there is no compiled core.
+class _Waiter:
+    """A thread that waits; without an operation, for anything that comes."""
 
-    A signal may come when `__exit__` begins. The core's `Guard` does the same without that gap.
-    """
+    __slots__ = ("operation", "seat", "thread")
 
-    __slots__ = ("_driver", "_inside")
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    def __enter__(self) -> None:
-        self._inside = self._driver.is_inside()
-        try:
-            self._driver.enter(self._inside)
-        except BaseException:
-            self._driver.undo(self._inside)
-            raise
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            self._driver.leave()
-        finally:
-            self._driver.undo(self._inside)
-
-
-try:
-    from pycoll.transports._core import Guard
-except ImportError:
-    Guard = Locked  # type: ignore[assignment,misc]
+    def __init__(self, core: Any, operation: Operation | None) -> None:
+        self.seat = CoreSeat(core)
+        self.operation = operation
+        self.thread = threading.get_ident()
 
 
 class Driver(ABC):
     """The waiting half of an engine.
 
     Args:
-        transports: those that are driven, some of them more than once.
+        transport: the core's engine.
         control: the connection to the launcher, driven too; or None.
-        host: the memory of this host, which must know when a thread is in here; or None.
 
     Attributes:
         closed: why nothing can be done any more, or None.
         interrupts: what holds back Ctrl-C meanwhile.
     """
 
-    def __init__(
-        self, transports: list[Transport], control: Control | None, host: Host | None
-    ) -> None:
+    def __init__(self, transport: CoreTransport, control: Control | None) -> None:
+        self.transport = transport
         self.control = control
         self.closed: str | None = None
         self.interrupts = Interrupts(self._interrupted)
+        self._core = transport.core
         self._gate = threading.Lock()
         self._state = threading.RLock()
         self._is_mine: Callable[[], bool] = self._state._is_owned  # type: ignore[attr-defined]
-        self._door: Any = host if host is not None else self
-        self.engaged = False
         self._wanted = False
-        self._driver = 0  # the thread that drives
-        self._sleepers: list[Sleeper] = []
-        self._awakenings = 0
+        self._waiting: dict[_Waiter, None] = {}
         self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._timer_fd = -1
         self._requests: set[Started] = set()
-        self._background: threading.Thread | None = None
-        self._backing = False
-        self._alarm: Alarm | None = None
-        self._distinct = list(dict.fromkeys(transports))
-        self._may_lag = [t for t in self._distinct if type(t).is_behind is not Transport.is_behind]
+        self._is_told_pending = False
+        self._porter: threading.Thread | None = None
+        self._porter_bell = -1
         self._control_poller = select.poll()
         if control is not None:
             self._control_poller.register(control.fileno(), select.POLLIN)
-        self._front, self._back = self._seat(yields=True), self._seat(yields=False)
+            self._core.watch(control.fileno())
+        transport.hear_work = self.hear
+        transport.hold = self._hold
 
     @abstractmethod
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -120,11 +92,33 @@ class Driver(ABC):
     def _fail_all(self, error: BaseException) -> None:
         """End everything that is under way."""
 
-    def _seat(self, yields: bool) -> Seat:
-        descriptors = [transport.fileno() for transport in self._distinct]
-        if self.control is not None:
-            descriptors.append(self.control.fileno())
-        return Seat(descriptors, yields)
+    def hear(self) -> None:
+        """Take in what the core has found for Python; called by the core, in any thread."""
+        if self.closed is None and not self.is_inside():
+            with self.locked():
+                while self.closed is None:
+                    worked = self._progress()
+                    if not (worked and self._core.has_work):  # one event may leave another
+                        return
+
+    def _hold(self, action: Callable[[], object]) -> bool:
+        """Call a function under the lock; False: this thread is in the middle of an operation."""
+        if self.is_held():
+            action()
+            return True
+        if self.is_inside():
+            return False
+        holds = self.interrupts.hold()
+        try:
+            self._take()
+            try:
+                action()
+            finally:
+                self.leave()
+        finally:
+            if holds:
+                self.interrupts.release_later()
+        return True
 
     # --- the lock --------------------------------------------------------------------------
 
@@ -138,7 +132,7 @@ class Driver(ABC):
         If it only was, because a signal handler has torn it out, that is put right here.
         """
         me = threading.get_ident()
-        if not (self._is_mine() or self._driver == me or self._is_asleep(me)):
+        if not (self._is_mine() or self._is_asleep(me)):
             return False
         if _is_called_by_itself():
             return True
@@ -150,8 +144,7 @@ class Driver(ABC):
         return self._is_mine()
 
     def _is_asleep(self, thread: int) -> bool:
-        asleep = [sleeper.thread for sleeper in self._sleepers] if self._sleepers else ()
-        return self._front.sleeper == thread or thread in asleep
+        return bool(self._waiting) and any(each.thread == thread for each in list(self._waiting))
 
     def enter(self, inside: bool) -> None:
         """Get the lock, and hold interrupts back; then `leave` and `undo` must be called.
@@ -175,8 +168,10 @@ class Driver(ABC):
     def leave(self) -> None:
         """Let others in, and wake who has something to do."""
         self._wake_sleepers()
-        if self._front.asleep or self._is_pending():
-            self._wake_driver()
+        is_pending = bool(self._requests)
+        if is_pending != self._is_told_pending:
+            self._is_told_pending = is_pending
+            self._core.pending(1 if is_pending else -1)
         self._let_go()
 
     def undo(self, inside: bool) -> None:
@@ -189,12 +184,7 @@ class Driver(ABC):
     def _recover(self, me: int) -> None:
         """Put right what a thread has left behind: a signal handler has torn it out of here."""
         self._retake()
-        for seat in (self._front, self._back):
-            if seat.sleeper == me:
-                seat.asleep, seat.sleeper = False, 0
-        self._sleepers = [sleeper for sleeper in self._sleepers if sleeper.thread != me]
-        if self._driver == me:
-            self._driver = 0
+        self._waiting = {each: None for each in self._waiting if each.thread != me}
         self.leave()
 
     def _take(self) -> None:
@@ -206,7 +196,7 @@ class Driver(ABC):
                     self._state.acquire()
                 finally:
                     self._wanted = False
-        self._door.engaged = True  # the core's short way is closed
+        self._core.engaged = True  # the core's short way is closed
 
     def _retake(self) -> None:
         """Get the lock back, and only then raise what a signal handler has raised meanwhile."""
@@ -223,9 +213,7 @@ class Driver(ABC):
     def _let_go(self) -> None:
         """Release the lock, if this thread has it: more than once, if it was torn out before."""
         if self._is_mine():
-            if self._sleepers and not self._driver:
-                self._sleepers[0].event.set()  # to drive
-            self._door.engaged = False
+            self._core.engaged = False
             while self._is_mine():
                 self._state.release()
 
@@ -239,17 +227,16 @@ class Driver(ABC):
             self._retake()
 
     def _interrupted(self) -> None:
-        """Wake the main thread, which has an interrupt to raise: whether it drives or sleeps."""
-        self._front.ring()
-        for sleeper in self._sleepers:
-            sleeper.event.set()
+        """Wake the main thread, which has an interrupt to raise."""
+        for waiter in list(self._waiting):
+            waiter.seat.ring()
 
-    # --- driving ---------------------------------------------------------------------------
+    # --- waiting ---------------------------------------------------------------------------
 
     def _drive(self, operation: Operation, until: float) -> None:
+        waiter = _Waiter(self._core, operation)
         try:
-            self._take_over()
-            self._front.operation = operation
+            self._waiting[waiter] = None
             while not operation.done:
                 if self._wanted:
                     self._make_room()
@@ -258,31 +245,9 @@ class Driver(ABC):
                 elif time.monotonic() >= until:
                     return
                 else:
-                    self._poll(self._front, until)
+                    self._rest(waiter, until)
         finally:
-            self._driver, self._front.operation = 0, None
-
-    @property
-    def _driving(self) -> bool:
-        return self._driver != 0
-
-    def _take_over(self) -> None:
-        """Drive instead of the background thread."""
-        self._driver = threading.get_ident()
-        if self._alarm is not None:
-            self._alarm.clear()
-
-    def _sleep(self, operation: Operation | None, until: float) -> None:
-        sleeper = Sleeper(operation)
-        try:
-            self._sleepers.append(sleeper)
-            self.leave()
-            sleeper.event.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
-        finally:
-            try:
-                self._retake()
-            finally:
-                self._sleepers.remove(sleeper)
+            self._waiting.pop(waiter, None)
 
     def nap(self, look: Callable[[], float | None], seen: int | None = None) -> int | None:
         """Sleep once, until anything comes.
@@ -300,58 +265,33 @@ class Driver(ABC):
             until = look()
             if until is None:
                 return None
-            if seen is not None and seen != self._awakenings:
-                return self._awakenings
-            if self._driving:
-                self._sleep(None, until)
-                return self._awakenings
+            rings: int = self._core.rings
+            if seen is not None and seen != rings:
+                return rings
+            waiter = _Waiter(self._core, None)
             try:
-                self._take_over()
-                self._poll(self._front, until)
+                self._waiting[waiter] = None
+                self._rest(waiter, until, seen)
                 self._progress()
             finally:
-                self._driver = 0
-            return self._awakenings
+                self._waiting.pop(waiter, None)
+            return int(self._core.rings)
 
-    def _poll(self, seat: Seat, limit: float) -> None:
-        """Sleep until something comes, or until `limit`; without the lock."""
-        asleep: list[Transport] = []
+    def _rest(self, waiter: _Waiter, limit: float, seen: int | None = None) -> None:
+        """Wait in the core until it has something for Python, or the seat is rung."""
+        if not waiter.seat.begin(seen):
+            return
         try:
-            for transport in self._distinct:
-                asleep.append(transport)
-                if not transport.sleep():
-                    return
-            limit = min([limit, *(due for due, _ in self._timers)])
-            timeout_ms: float | None = None
-            if limit != math.inf:
-                timeout_ms = max(0, math.ceil((limit - time.monotonic()) * 1e3))
-            try:
-                seat.asleep, seat.sleeper = True, threading.get_ident()
-                self._let_go()
-                seat.poll(timeout_ms)
-            finally:
-                self._retake()
-                seat.asleep, seat.sleeper = False, 0
-                if self.closed is not None:
-                    seat.close()
+            self._let_go()
+            left = limit - time.monotonic() if limit != math.inf else math.inf
+            waiter.seat.wait(max(0.0, left))
         finally:
-            seat.asleep, seat.sleeper = False, 0
-            for transport in asleep:
-                transport.awake()
-            # A doorbell that rang, whoever it was for, does not ring any more.
-            self._awakenings += 1
-            for sleeper in self._sleepers:
-                if sleeper.operation is None:
-                    sleeper.event.set()
-            if seat is not self._front and self._front.asleep:
-                self._front.ring()
+            self._retake()
         self.interrupts.check()
 
     def _progress(self) -> bool:
         """Do what can be done without waiting; True if that was something."""
-        worked = False
-        for transport in self._distinct:
-            worked |= transport.progress()
+        worked = self.transport.progress()
         # Asked first: the kernel says no sooner than the connection does.
         if self.control is not None and self._control_poller.poll(0):
             for event in self.control.progress():
@@ -365,11 +305,20 @@ class Driver(ABC):
                 timer[1]()
         if worked:
             self._wake_napper()
+        if self._core.has_fired:
+            self._set_timer_fd()
+            self._core.watch_again()
         return worked
 
+    def _wake_sleepers(self) -> None:
+        for waiter in self._waiting:
+            if waiter.operation is not None and waiter.operation.done:
+                waiter.seat.ring()
+
     def _wake_napper(self) -> None:
-        if self._front.asleep and self._front.operation is None:
-            self._front.ring()  # it naps, and what it waits for we do not know
+        for waiter in self._waiting:
+            if waiter.operation is None:
+                waiter.seat.ring()
 
     def watch(self, operation: Operation) -> None:
         """See that who waits for an operation hears of its end, though nobody asks to be told."""
@@ -382,109 +331,70 @@ class Driver(ABC):
             operation.finish(error)
             self._wake_napper()
 
-    def _is_pending(self) -> bool:
-        """Whether there is something to drive for, though nobody may wait for it."""
-        return bool(self._requests) or any([transport.is_behind for transport in self._may_lag])
-
-    def _is_idle(self) -> bool:
-        return all(transport.is_idle() for transport in self._distinct)
-
-    def _wake_sleepers(self) -> None:
-        for sleeper in self._sleepers:
-            if sleeper.operation is not None and sleeper.operation.done:
-                sleeper.event.set()
-
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Have `action` called, under the lock, when some time has passed."""
         self._timers.append((time.monotonic() + seconds, action))
-        for seat in (self._front, self._back):
-            if seat.asleep:
-                seat.ring()  # to sleep no longer than that
+        if self._timer_fd < 0:
+            self._timer_fd = timer_open()
+            self._core.watch(self._timer_fd)
+        self._set_timer_fd()
 
-    # --- in the background -----------------------------------------------------------------
+    def _set_timer_fd(self) -> None:
+        """Have a thread come here when the next timer is due, whoever waits for whatever."""
+        if self._timer_fd >= 0:
+            left = min((due for due, _ in self._timers), default=math.inf) - time.monotonic()
+            timer_set(self._timer_fd, 0 if left == math.inf else max(1, int(left * 1e9)))
 
-    def _wake_driver(self) -> None:
-        """See that somebody drives who knows what there is to do."""
-        if not self._driving and not self._backing:
-            if self._is_pending() and not self._sleepers and self.closed is None:
-                self._call_background()
-            return
-        seat = self._front if self._driving else self._back
-        if seat.asleep:
-            operation = seat.operation
-            if (operation is not None and operation.done) or not self._is_idle():
-                seat.ring()
-
-    def _call_background(self) -> None:
-        """Have the background thread drive soon, unless a caller comes to wait before that."""
-        if self._alarm is None:
-            self._start_background(())
-        if self._alarm is not None:
-            self._alarm.set()
-
-    def _start_background(self, callers: Collection[int]) -> None:
-        try:
-            self._alarm = Alarm(callers)
-        except OSError:  # no descriptors any more: then who waits drives
-            return
-        self._background = threading.Thread(target=self._work, name="pycoll", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no threads any more: then who waits drives
-            self._background.start()
+    # --- callers ---------------------------------------------------------------------------
 
     def admit(self) -> None:
         """From now on, let other ranks make their links while no thread here is in a call."""
-        callers = [transport.callers_fileno() for transport in self._distinct]
-        callers = [descriptor for descriptor in callers if descriptor >= 0]
-        if callers:
-            self._start_background(callers)
+        callers = self.transport.callers_fileno()
+        if callers < 0:
+            return
+        with contextlib.suppress(OSError, RuntimeError):  # else they wait for the next call
+            self._porter_bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            porter = threading.Thread(
+                target=self._let_in, args=(callers,), name="pycoll", daemon=True
+            )
+            porter.start()
+            self._porter = porter
 
-    def _work(self) -> None:
-        """Drive while something is pending and nobody waits; the whole life of a thread.
-
-        Links that other ranks want are made whoever drives.
-        """
-        assert self._alarm is not None
+    def _let_in(self, callers: int) -> None:
+        """Answer those who call; the whole life of a thread."""
+        poller = select.poll()
+        poller.register(callers, select.POLLIN)
+        poller.register(self._porter_bell, select.POLLIN)
         while self.closed is None:
-            self._alarm.wait()
-            self._take()
-            self._alarm.is_set = False
-            self._backing = True
+            poller.poll()
             try:
-                if self.closed is None:
-                    self._progress()
-                while self._is_pending() and not self._driving and self.closed is None:
-                    if self._wanted:
-                        self._make_room()
-                    elif self._progress():
-                        self._wake_sleepers()
-                    else:
-                        self._poll(self._back, math.inf)
+                self.hear()
             except BaseException as exc:
-                self._fail_all(exc)  # nobody shall wait for what will not come
+                if self.closed is None:
+                    with self.locked():
+                        self._fail_all(exc)  # nobody shall wait for what will not come
                 raise
-            finally:
-                self._backing = False
-                self.leave()
 
     # --- the end ---------------------------------------------------------------------------
 
-    def _close_seats(self) -> None:
-        """Wake who still sleeps; with the lock, when this is closed."""
-        for seat in (self._front, self._back):
-            if seat.asleep:
-                seat.ring()  # who sleeps there closes it
-            else:
-                seat.close()
+    def _end_waiting(self) -> None:
+        """Wake who still waits; with the lock, when this is closed."""
+        for waiter in self._waiting:
+            waiter.seat.ring()
 
-    def _end_background(self, timeout_s: float) -> None:
-        """End the background thread; without the lock."""
-        if self._alarm is not None and self._background is not None:
-            self._alarm.ring()
-            if self._background.is_alive():
-                self._background.join(timeout_s)
-            # On a machine so busy that the thread has not come so far, it may still read from it.
-            if not self._background.is_alive():
-                self._alarm.close()
+    def _end_driving(self, timeout_s: float) -> None:
+        """End the core, and the thread of ours; without the lock."""
+        if self._porter is not None:
+            os.eventfd_write(self._porter_bell, 1)
+            self._porter.join(timeout_s)
+        # On a machine so busy that the thread has not come so far, it may still read from it.
+        if self._porter_bell >= 0 and (self._porter is None or not self._porter.is_alive()):
+            os.close(self._porter_bell)
+            self._porter_bell = -1
+        self.transport.end()
+        if self._timer_fd >= 0:
+            os.close(self._timer_fd)
+            self._timer_fd = -1
 
 
 def _is_called_by_itself() -> bool:

@@ -1,4 +1,4 @@
-"""The engine of one rank: it owns the transports, drives them, and tells who failed.
+"""The engine of one rank: it owns the core's, and tells who failed.
 
 It is a `Driver`: that half of it knows threads and waiting, this one calls and failures.
 """
@@ -18,9 +18,9 @@ from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 from pycoll.last_calls import LastCalls
 from pycoll.launcher.rendezvous import Client as Control
 from pycoll.membership import Membership
-from pycoll.scratch import Scratch
 from pycoll.task import Call, CallSteps, Started, Task, caller
-from pycoll.transports.base import Arrival, Elsewhere, Operation, Parts, Reach, Transport
+from pycoll.transports.base import Arrival, Elsewhere, Operation, Parts, Reach
+from pycoll.transports.core import CoreTransport
 from pycoll.waits import Waits, options_of
 
 if TYPE_CHECKING:
@@ -50,39 +50,34 @@ class Engine(Driver):
     """Everything one rank needs to communicate.
 
     Args:
-        rank: world rank of this process.
-        transports: for each world rank the transport that reaches it; `start` was not called yet.
+        transport: the core's engine; `start` was not called yet.
+        size: number of ranks.
         control: the connection to the launcher, joined; None: a job without one.
         op_timeout: default deadline of an operation, seconds; math.inf: none.
         shared_memory: that of this host, or why there is none.
 
     Attributes:
+        rank: world rank of this process.
         hosts: by world rank the number of its host.
         borrowers: whether a world rank can reach memory of a GPU, by its identity (`lending`).
-        scratch: memory for what is on its way.
-        is_core: messages are the compiled core's.
     """
-
-    is_core = False
 
     def __init__(
         self,
-        rank: int,
-        transports: list[Transport],
+        transport: CoreTransport,
+        size: int,
         control: Control | None,
         op_timeout: float = math.inf,
         shared_memory: SharedMemory | str = "there is one rank",
     ) -> None:
         memory = shared_memory if not isinstance(shared_memory, str) else None
-        super().__init__(transports, control, memory.host if memory is not None else None)
-        self.rank = rank
-        self.transports = transports
+        super().__init__(transport, control)
+        self.rank = rank = transport.rank
         self.op_timeout = op_timeout
         self.shared_memory = memory
         self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
         self.borrowers: dict[tuple[int, bytes], bool] = {}
-        self.hosts: tuple[int, ...] = (0,) * len(transports)
-        self.scratch = Scratch()
+        self.hosts: tuple[int, ...] = (0,) * size
         self.contexts: dict[int, Context] = {}
         self.membership = Membership(rank, self, has_launcher=control is not None)
         self._last_calls = LastCalls(rank, self.contexts)
@@ -99,7 +94,7 @@ class Engine(Driver):
 
     def open_context(self, ident: int, members: tuple[int, ...]) -> Context:
         """Register a communicator; messages that came for it already are handed over."""
-        context = self.new_context(ident, members)
+        context = Context(ident, members, self.rank, self.transport)
         context.on_mismatch = self._found_different
         self.contexts[ident] = context
         if self._job_lost is not None:
@@ -114,10 +109,6 @@ class Engine(Driver):
         for arrival in self._unclaimed.pop(ident, {}):
             context.arrived(arrival)
         return context
-
-    def new_context(self, ident: int, members: tuple[int, ...]) -> Context:
-        """Make what matches the messages of a communicator."""
-        return Context(ident, members, self.rank)
 
     def close_context(self, context: Context) -> None:
         """Forget a communicator, but for what ranks that leave later compare."""
@@ -332,18 +323,17 @@ class Engine(Driver):
 
     def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
-        transport = self.transports[peer]
-        start = transport.send if self._gives_up else transport.push
+        start = self.transport.send if self._gives_up else self.transport.push
         return self.membership.refuse(peer) or start(peer, header, parts)
 
     def hold(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending what nobody copies before it is received, however short it is."""
         refusal = self.membership.refuse(peer)
-        return refusal or self.transports[peer].offer(peer, header, parts)
+        return refusal or self.transport.offer(peer, header, parts)
 
     def reach(self, peer: int, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
         """Have what will be sent to `peer` taken from where it really is; see `Transport.reach`."""
-        return self.transports[peer].reach(part, elsewhere)
+        return self.transport.reach_to(peer, part, elsewhere)
 
     # --- waiting ---------------------------------------------------------------------------
 
@@ -374,10 +364,7 @@ class Engine(Driver):
                 if now >= limit:
                     raise self.timeout(call)
                 until = limit if reported else min(limit, report_at)
-                if self._driving:
-                    self._sleep(operation, until)
-                else:
-                    self._drive(operation, until)
+                self._drive(operation, until)
         finally:
             if reported and self.closed is None:
                 self.waits.end(reported)
@@ -422,7 +409,8 @@ class Engine(Driver):
     def _is_quiet(self) -> bool:
         """Whether nothing is on its way here, or from here without a call of this rank's."""
         return not (
-            any(transport.is_receiving or transport.is_behind for transport in self._distinct)
+            self.transport.is_receiving
+            or self.transport.is_behind
             or any(context.turns or context.borrowed for context in self.contexts.values())
         )
 
@@ -494,7 +482,7 @@ class Engine(Driver):
         elif kind == "look":
             self.waits.answer(fields["round"], fields["contexts"])
         elif kind == "told":
-            self.transports[fields["rank"]].hear(fields["rank"], fields["letter"])
+            self.transport.hear(fields["rank"], fields["letter"])
         elif kind == "lost":
             if self.has_helpers:
                 reason = "its helper, by which the ranks have met, or this host's agent is gone"
@@ -524,20 +512,19 @@ class Engine(Driver):
         for context in list(self.contexts.values()):
             if rank in context.members:
                 context.fail(error)
-        self.transports[rank].forget(rank, reason)
+        self.transport.forget(rank, reason)
 
     def peer_gone(self, error: PeerFailed) -> None:
         """A rank has ended in good order: what waits for it fails, and nothing else."""
         self._drain()
-        self.transports[error.rank].forget(error.rank, error.reason)
+        self.transport.forget(error.rank, error.reason)
         for context in list(self.contexts.values()):
             context.peer_gone(error.rank, error)
 
     def _drain(self) -> None:
         """Take in all that is here: what a rank sent before it ended is still delivered."""
-        for transport in self._distinct:
-            while transport.progress():
-                pass
+        while self.transport.progress():
+            pass
 
     # --- the end ---------------------------------------------------------------------------
 
@@ -552,9 +539,8 @@ class Engine(Driver):
         with self.locked():
             found = [self.look_back(context) for context in list(self.contexts.values())]
             self.closed = reason
-            links = sorted({peer for transport in self._distinct for peer in transport.links()})
-            for transport in self._distinct:
-                transport.close(timeout_s)
+            links = self.transport.links()
+            self.transport.close(timeout_s)
             # Other threads may wait in them. Not before: senders would hear that what was never
             # received has been dropped, and go on as if it had been.
             for context in list(self.contexts.values())[::-1]:  # the world's last: it is told
@@ -576,8 +562,8 @@ class Engine(Driver):
             error = next(filter(None, [*found, self._last_calls.different]), None)
             if self.control is not None and not keep_control and error is None:
                 self.control.close(max(0.0, deadline - time.monotonic()))
-            self._close_seats()
-        self._end_background(timeout_s)
+            self._end_waiting()
+        self._end_driving(timeout_s)
         return error
 
     def _fail_all(self, error: BaseException) -> None:

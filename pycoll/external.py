@@ -1,30 +1,64 @@
 """Steps outside of the messages: a fifth kind, which no author of an algorithm sees.
 
 Such a step is put into a compiled schedule: a copy between a GPU and host memory, for example. It
-waits for steps of the schedule, or they wait for it. The executor runs the result as it runs any
-schedule.
+waits for steps of the schedule, or they wait for it. The core runs the result as it runs any
+schedule, and asks for such steps (`core_runs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
+from pycoll.binding import Binding
+from pycoll.context import KIND_COLLECTIVE, Context
+from pycoll.engine import Engine
 from pycoll.schedule import Schedule, Step
-from pycoll.transports.base import Operation
+from pycoll.transports.base import Operation, Parts
+
+
+class Chunks(Protocol):
+    """The chunks of a run, or of one segment of it, as an external step sees them.
+
+    Attributes:
+        binding: where they are at the start, and must be at the end.
+        engine, context: of the ranks.
+    """
+
+    binding: Binding
+    engine: Engine
+    context: Context
+
+    def where(self, chunk: int) -> memoryview | None:
+        """Return where a chunk has its value, which is in one part; None: it has none yet."""
+
+    def values(self, chunks: Sequence[int]) -> Parts:
+        """Return the values of chunks, in one part if they lie one behind the other."""
+
+    def destination(self, chunk: int) -> memoryview:
+        """Return the memory in which a chunk has its value from now on."""
+
+    def place(self, chunk: int) -> None:
+        """Have a chunk's value be at its target from now on: the caller puts it there."""
+
+    def settle(self, chunk: int) -> None:
+        """Have the target of a chunk hold its value, once; no step uses the chunk any more."""
+
+    def header(self, number: int, kind: int = KIND_COLLECTIVE, more: bytes = b"") -> bytes:
+        """Return the header of the message to a peer before which there were `number`."""
 
 
 class External(NamedTuple):
     """Something that is done outside of the messages.
 
     Attributes:
-        start: begins it for a run (`executor.Run`). The step is done when the operation is that it
+        start: begins it for the chunks of a run. The step is done when the operation is that it
             returns; None: at once. The operation is cancelled with the run.
         at_end: the run asks for its end (`Operation.then`) when all other steps are done; else when
             no other step can begin. For operations of which it takes time to ask.
     """
 
-    start: Callable[[Any], Operation | None]
+    start: Callable[[Chunks], Operation | None]
     at_end: bool = False
 
 

@@ -15,10 +15,10 @@ from pycoll.late import Late
 from pycoll.select import Choice
 
 if TYPE_CHECKING:
-    from pycoll import core_runs, executor, lending, lent_run, schedules, select, staged_run
+    from pycoll import core_runs, lending, lent_run, schedules, select, staged_run
     from pycoll.agreed import Agreed
+    from pycoll.binding import Binding
     from pycoll.core_runs import CoreRun
-    from pycoll.executor import Binding, Pipeline, Run
     from pycoll.external import Table
     from pycoll.native import Native
     from pycoll.schedule import Schedule
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from pycoll.transports._core import Table as CoreTable
 else:
     core_runs = Late("pycoll.core_runs")
-    executor, schedules = Late("pycoll.executor"), Late("pycoll.schedules")
-    select, staged_run = Late("pycoll.select"), Late("pycoll.staged_run")
+    schedules, select = Late("pycoll.schedules"), Late("pycoll.select")
+    staged_run = Late("pycoll.staged_run")
     lending, lent_run = Late("pycoll.lending"), Late("pycoll.lent_run")
 
 How = tuple[str, Choice] | tuple[str, Choice, int]
@@ -244,7 +244,7 @@ class Group:
         how: How,
         binding: Binding,
         granule: int = 1,
-    ) -> Run | Pipeline | CoreRun:
+    ) -> CoreRun:
         """Make what runs a schedule, as a part of a call; it must be started.
 
         Args:
@@ -265,24 +265,13 @@ class Group:
                 steps, binding = lent_run.lent(schedule, binding)
             else:
                 steps = staged_run.staged(schedule, binding)
-        if self.engine.is_core:
-            if steps is schedule:
-                table = self._table(how, schedule, len(binding.nbytes))
-            else:
-                table = core_runs.table_of(steps, self.size, len(binding.nbytes))
-            return core_runs.CoreRun(
-                self, call, address, table, steps, binding, choice.segments, granule
-            )
-        if choice.segments == 1:
-            return executor.Run(self.engine, self.context, address, call, steps, binding)
-        number, lane = address
-
-        def segment(index: int) -> Run:
-            piece = binding.cut(index, choice.segments, granule)
-            here = number, lane + index
-            return executor.Run(self.engine, self.context, here, call, steps, piece)
-
-        return executor.Pipeline(segment, choice.segments)
+        if steps is schedule:
+            table = self._table(how, schedule, len(binding.nbytes))
+        else:
+            table = core_runs.table_of(steps, self.size, len(binding.nbytes))
+        return core_runs.CoreRun(
+            self, call, address, table, steps, binding, choice.segments, granule
+        )
 
     def _table(self, how: How, schedule: Schedule, num_chunks: int) -> CoreTable:
         """Return a schedule as the core runs it, compiled once."""

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from pycoll import lending
+from pycoll.binding import Binding, are_neighbors
 from pycoll.context import KIND_LENT, Context
 from pycoll.copies import Begun
 from pycoll.engine import Engine
 from pycoll.errors import TransportError
-from pycoll.executor import Binding, Run, are_neighbors
-from pycoll.external import Draft, External, Table
+from pycoll.external import Chunks, Draft, External, Table
 from pycoll.lending import MIN_NBYTES, Offer
 from pycoll.schedule import Copy, Reduce, Schedule, Send, users_of
 from pycoll.staging import Stage, stage_of
@@ -114,11 +114,11 @@ def lent(schedule: Schedule, binding: Binding) -> tuple[Table, Binding]:
 # --- the external steps ------------------------------------------------------------------------
 
 
-def _ready(stage: Stage | None, run: Run) -> Operation | None:
+def _ready(stage: Stage | None, run: Chunks) -> Operation | None:
     return stage.ready(run.engine) if stage is not None else None
 
 
-def _put(chunk: int, run: Run) -> Begun | None:
+def _put(chunk: int, run: Chunks) -> Begun | None:
     """Copy the value of a chunk to its place, if it is not there."""
     location, target = run.where(chunk), run.binding.target[chunk]
     if target is None or location is None or location is target:
@@ -127,9 +127,9 @@ def _put(chunk: int, run: Run) -> Begun | None:
     return _fill(run.engine, target, location)
 
 
-def _copy(source: int, chunk: int, run: Run) -> Begun | None:
+def _copy(source: int, chunk: int, run: Chunks) -> Begun | None:
     (value,) = run.values((source,))
-    return _fill(run.engine, run.destination(chunk, len(value)), value)
+    return _fill(run.engine, run.destination(chunk), value)
 
 
 def _fill(engine: Engine, into: memoryview, source: memoryview) -> Begun | None:
@@ -146,7 +146,7 @@ def _fill(engine: Engine, into: memoryview, source: memoryview) -> Begun | None:
     return Begun(copy, copy.settle)
 
 
-def _push(chunks: Sequence[int], run: Run) -> Begun | None:
+def _push(chunks: Sequence[int], run: Chunks) -> Begun | None:
     """Have what was received go on to the GPU, if it was not lent."""
     (value,) = run.values(chunks)
     if not len(value):
@@ -159,7 +159,7 @@ def _push(chunks: Sequence[int], run: Run) -> Begun | None:
     return Begun(copy, copy.settle)
 
 
-def _lend(peer: int, chunks: Sequence[int], number: int, run: Run) -> Operation:
+def _lend(peer: int, chunks: Sequence[int], number: int, run: Chunks) -> Operation:
     world, parts = run.context.members[peer], run.values(chunks)
     assert len(parts) == 1, "chunks of one message are not in one place"
     stage, begin = _place(parts[0])

@@ -17,10 +17,10 @@ import numpy as np
 from pycoll import arrays, ops
 from pycoll.arguments import Target
 from pycoll.arrays import Value
+from pycoll.binding import Combine
 from pycoll.collectives import bind_pieces
 from pycoll.dtypes import Array, DType
 from pycoll.engine import Engine
-from pycoll.executor import Combine
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import KINDS, OPS, Native
 from pycoll.native_calls import combine, serves

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pycoll.transports._core import Host
-    from pycoll.transports.shm import ShmTransport
 
 
 class SharedMemory(NamedTuple):
@@ -16,10 +15,8 @@ class SharedMemory(NamedTuple):
         host: as this rank has mapped it.
         ranks: world ranks of this host, in the order of their local ranks.
         single_copy: whether ranks may try to read each other's memory.
-        transport: its messages; None: they go by the core's engine.
     """
 
     host: Host
     ranks: tuple[int, ...]
     single_copy: bool
-    transport: ShmTransport | None

@@ -14,8 +14,8 @@ import numpy as np
 
 from pycoll import arrays, dtypes, objects, ops
 from pycoll.arrays import Value
+from pycoll.binding import fill_from
 from pycoll.dtypes import Array, DType
-from pycoll.executor import fill_from
 from pycoll.native import BY_MESSAGES, KINDS, OPS, Native
 from pycoll.ops import Op
 from pycoll.p2p import contiguous

@@ -1,7 +1,7 @@
 """The transport between ranks that neither shared memory nor RDMA connects: tcp or zmq.
 
-All ranks of a job use the same one. It is zmq if a rank has chosen that, if a rank has no compiled
-core, or if the job is encrypted; otherwise it is tcp.
+All ranks of a job use the same one. It is zmq if a rank has chosen that, or if the job is
+encrypted; otherwise it is tcp, which is the core's own.
 """
 
 from __future__ import annotations
@@ -32,14 +32,7 @@ def said(chosen: str) -> dict[str, str]:
     Args:
         chosen: the transport that the user wants, or "auto".
     """
-    if chosen in NETWORKS:
-        return {"network": chosen}
-    if chosen == "auto":
-        from pycoll.transports.shm import missing_core  # as shared memory needs it, too
-
-        if missing_core():
-            return {"network": ZMQ}
-    return {}
+    return {"network": chosen} if chosen in NETWORKS else {}
 
 
 def choose(infos: Sequence[Mapping[str, Any]], encrypt: bool) -> str:
@@ -82,54 +75,39 @@ def lanes(environ: Mapping[str, str], found: int) -> int:
 
 
 def listening_at(addresses: Mapping[int, str]) -> str:
-    """Return the address to listen on; see `open_network`."""
+    """Return the address to listen on.
+
+    Args:
+        addresses: by number of a host its address, as this host reaches it; empty if the job has
+            one real host: then it is on loopback only.
+    """
     if not addresses:
         return "127.0.0.1"
     return "::" if any(":" in address for address in addresses.values()) else "0.0.0.0"
 
 
-def open_network(
-    name: str,
-    rank: int,
-    size: int,
-    key: bytes,
-    addresses: Mapping[int, str],
-    encrypt: bool,
-    num_lanes: int = 1,
-) -> Transport:
-    """Open the transport `name`, which is "tcp" or "zmq".
+def open_zmq(rank: int, key: bytes, addresses: Mapping[int, str], encrypt: bool) -> Transport:
+    """Open the transport zmq.
 
     Args:
         rank: this rank.
-        size: number of ranks in the job.
         key: the job's.
-        addresses: by number of a host its address, as this host reaches it; empty if the job has
-            one real host: then it listens on loopback only.
-        encrypt: the user wants encryption. zmq also encrypts without that between real hosts.
-        num_lanes: see `lanes`.
+        addresses: see `listening_at`.
+        encrypt: the user wants encryption. It also encrypts without that between real hosts.
 
     Raises:
         TransportError: it cannot listen, or cannot encrypt.
     """
-    host = listening_at(addresses)
-    if name == TCP:
-        from pycoll.transports.tcp import TcpTransport
-
-        return TcpTransport(rank, size, key, host, num_lanes)
-    return _open_zmq(rank, host, key if encrypt or addresses else None)
-
-
-def _open_zmq(rank: int, host: str, key: bytes | None) -> Transport:
     import zmq
 
     from pycoll.transports.zeromq import ZmqTransport
     from pycoll.zap import Keys
 
     try:
-        keys = None if key is None else Keys.derive(key, b"pycoll zmq")
+        keys = Keys.derive(key, b"pycoll zmq") if encrypt or addresses else None
     except zmq.ZMQError as exc:
         raise TransportError(
             f"zmq: rank {rank} cannot encrypt: this libzmq has no CURVE ({exc.strerror}); "
             "install pyzmq from its wheel (pip install pyzmq)"
         ) from exc
-    return ZmqTransport(rank, host, keys)
+    return ZmqTransport(rank, listening_at(addresses), keys)

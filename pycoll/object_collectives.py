@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pycoll import objects, schedules
-from pycoll.executor import Binding, fill_from
+from pycoll.binding import Binding, fill_from
 from pycoll.group import Group, How
 from pycoll.scratch import new_bytes
 from pycoll.select import Choice

@@ -21,17 +21,12 @@ from pycoll import dtypes, ops_numpy
 from pycoll.dtypes import Array, DType
 from pycoll.edge import edge
 from pycoll.late import Late
+from pycoll.transports._core import reduce
 
 if TYPE_CHECKING:
     from pycoll import words
 else:  # needed when something is wrong
     words = Late("pycoll.words")
-
-_reduce: Callable[..., None] | None
-try:
-    from pycoll.transports._core import reduce as _reduce
-except ImportError:  # not compiled here
-    _reduce = None
 
 
 class _Builtin(NamedTuple):
@@ -284,14 +279,8 @@ def combine(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None
         return
     if not isinstance(op.fn, _Builtin):
         _combine_user(op, dtype, left, right, out)
-    elif (
-        _reduce is not None
-        and dtype.code
-        and _is_plain(left)
-        and _is_plain(right)
-        and _is_plain(out)
-    ):
-        _reduce(op.fn.code, dtype.code, out, (left, right))
+    elif dtype.code and _is_plain(left) and _is_plain(right) and _is_plain(out):
+        reduce(op.fn.code, dtype.code, out, (left, right))
     else:
         ops_numpy.combine(op.fn.ufunc, dtype, left, right, out)
 

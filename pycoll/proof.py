@@ -1,7 +1,7 @@
 """One proof: all ranks of one collective run together on symbolic values.
 
 A chunk holds an expression, not numbers: which rank's piece it is, or which two expressions were
-combined, and in which order. The ranks run as the executor runs them, under its hardest terms:
+combined, and in which order. The ranks run as the core runs them, under its hardest terms:
 
     - every step whose hazards are met is posted, in whatever order;
     - a Send completes only when its Recv has been posted, for nothing is buffered;

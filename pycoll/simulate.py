@@ -1,6 +1,6 @@
 """How long a collective takes on a network that is made up: the schedules of all ranks, timed.
 
-The ranks run as the executor runs them: a step is posted as soon as its hazards are met, receives
+The ranks run as the core runs them: a step is posted as soon as its hazards are met, receives
 into scratch `SCRATCH` at a time, a schedule once for each segment with so many of them under way.
 What differs is that every rank has a core of its own and that nothing is buffered:
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from pycoll.binding import Binding
 from pycoll.copies import Begun
-from pycoll.executor import Binding, Run
-from pycoll.external import Draft, External, Table
+from pycoll.external import Chunks, Draft, External, Table
 from pycoll.schedule import Schedule, users_of
 from pycoll.staging import stage_of
 
@@ -44,7 +44,7 @@ def staged(schedule: Schedule, binding: Binding) -> Table:
     return draft.table()
 
 
-def _pull(chunk: int, index: int, run: Run) -> Begun | None:
+def _pull(chunk: int, index: int, run: Chunks) -> Begun | None:
     """Copy a part of a chunk from the GPU."""
     part = (run.binding.source[chunk] or ())[index]
     stage = stage_of(part)
@@ -55,7 +55,7 @@ def _pull(chunk: int, index: int, run: Run) -> Begun | None:
     return Begun(copy, copy.watch)  # the array is let go in the end
 
 
-def _push(chunk: int, run: Run) -> Begun | None:
+def _push(chunk: int, run: Chunks) -> Begun | None:
     """Copy the value of a chunk to the GPU."""
     run.settle(chunk)
     target = run.binding.target[chunk]

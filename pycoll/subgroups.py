@@ -19,10 +19,10 @@ from pycoll.native import KINDS, Native
 from pycoll.task import CallSteps
 
 if TYPE_CHECKING:
-    from pycoll import arguments, executor
+    from pycoll import arguments, binding
     from pycoll.transports.base import Parts
 else:
-    arguments, executor = Late("pycoll.arguments"), Late("pycoll.executor")
+    arguments, binding = Late("pycoll.arguments"), Late("pycoll.binding")
 
 _ROW = struct.Struct("<?7xqqQ")
 """What a rank says in a split: whether it takes part, its color, its key, its number for it."""
@@ -68,8 +68,8 @@ def exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
     view = memoryview(rows)
     target: list[memoryview | None] = [view[i * length :][:length] for i in range(size)]
     chosen = group.choose("all_gather", length, None, native=False)
-    binding = executor.Binding([length] * size, source, target)
-    yield from group.run((number, 0), call, ("all_gather", chosen), binding)
+    where = binding.Binding([length] * size, source, target)
+    yield from group.run((number, 0), call, ("all_gather", chosen), where)
     group.context.end(number)
     return rows
 

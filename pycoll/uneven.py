@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from pycoll import arguments, arrays, blocks, native_uneven, ops
 from pycoll.announced import INLINE_NBYTES
 from pycoll.arrays import Value
+from pycoll.binding import Binding
 from pycoll.collectives import Reduction, type_text
 from pycoll.dtypes import Array
-from pycoll.executor import Binding
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native_calls import serves
 from pycoll.ops import Combiner, finisher

@@ -31,8 +31,7 @@ from pycoll.launcher.rendezvous import Client
 from pycoll.launcher.rendezvous_wire import already_joined
 from pycoll.membership import NoVerdict
 from pycoll.transports.base import Transport
-from pycoll.transports.inproc import Hub, InprocTransport
-from pycoll.transports.shm import ShmTransport, missing_core, open_host
+from pycoll.transports.shm import open_host
 
 if TYPE_CHECKING:
     from pycoll.memory import SharedMemory
@@ -360,7 +359,6 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
     if not place.rendezvous:
         agreed.settle(agreed.agree([{"node": place.node, **agreed.said(os.environ, place.rank)}]))
         return _alone(place.rank, op_timeout)
-    to_self = InprocTransport(Hub(place.size), place.rank)
     try:
         control = Client(
             place.rendezvous,
@@ -371,22 +369,11 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
         )
     except ValueError as exc:
         raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
-    opened: list[Transport] = [to_self]
+    opened: list[Transport] = []
     try:
         meeting = _Meeting(place, chosen, control, timeout, opened)
-        reach = [
-            to_self if rank == place.rank or meeting.core is not None else meeting.reach(rank)
-            for rank in range(place.size)
-        ]
         shared_memory = meeting.shared_memory or meeting.no_shared_memory
-        core = meeting.core
-        engine: Engine
-        if core is not None:
-            from pycoll.core_engine import CoreEngine
-
-            engine = CoreEngine(place.rank, core, place.size, control, op_timeout, shared_memory)
-        else:
-            engine = Engine(place.rank, reach, control, op_timeout, shared_memory)
+        engine = Engine(meeting.core, place.size, control, op_timeout, shared_memory)
     except BaseException:
         for transport in opened:
             transport.close(0.0)
@@ -396,26 +383,17 @@ def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engin
     engine.has_helpers = "PYCOLL_JOB" not in os.environ
     if engine.has_helpers:  # processes that this one starts have what its launcher has set, too
         os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
-    to_self.start([{}] * place.size, engine)
     meeting.start(engine)
     return engine
 
 
 def _alone(rank: int, op_timeout: float) -> Engine:
     """Return the engine of a job of one rank, whom no launcher has started."""
-    engine: Engine
-    to_self: Transport
-    wanted = agreed.wanted_engine(os.environ)
-    if wanted == agreed.CORE or (wanted is None and agreed.PREFERS_CORE and not missing_core()):
-        from pycoll.core_engine import CoreEngine
-        from pycoll.transports.core import CoreTransport
+    from pycoll.transports.core import CoreTransport
 
-        to_self = core = CoreTransport(rank, 1)
-        engine = CoreEngine(rank, core, 1, None, op_timeout)
-    else:
-        to_self = InprocTransport(Hub(1), rank)
-        engine = Engine(rank, [to_self], None, op_timeout)
-    to_self.start([{}], engine)
+    core = CoreTransport(rank, 1)
+    engine = Engine(core, 1, None, op_timeout)
+    core.start([{}], engine)
     return engine
 
 
@@ -439,7 +417,7 @@ class _Meeting:
 
     Attributes:
         shared_memory: this host's; None: `no_shared_memory` says why not.
-        core: moves all messages; None: each transport its own.
+        core: moves all messages.
         hosts: by rank the number of its host.
     """
 
@@ -448,19 +426,14 @@ class _Meeting:
     ) -> None:
         self.shared_memory: SharedMemory | None = None
         self.no_shared_memory = "there is one rank"
-        self.core: CoreTransport | None = None
-        wanted = agreed.wanted_engine(os.environ)
         doorbell = -1
         self._chosen = chosen
         self._rank = place.rank
-        self._shm: Transport | None = None
         self._rdma: Transport | None = None
         self._net: Transport | None = None
         self._net_addresses: list[dict[str, Any]] = []
         encrypt = encrypts(os.environ)
         own: dict[str, Any] = {"node": place.node, **agreed.said(os.environ, place.rank)}
-        if missing_core() is None:
-            own["core"] = True
         if place.size > 1:
             own |= network.said(chosen)
             memory = _open_shared_memory(place, chosen)
@@ -481,23 +454,13 @@ class _Meeting:
         needs_network = self._needs_network(all(sharing))
         self._settle_shared_memory(place, sharing)
         name = network.choose(self._infos, encrypt) if needs_network else ""
-        uses_core = wanted == agreed.CORE or (wanted is None and self._core_serves(name))
-        in_core = uses_core and name in ("", network.TCP)
-        if needs_network and not in_core:
-            self._net = network.open_network(
-                name, place.rank, place.size, place.key, place.addresses, encrypt, _lanes()
-            )
+        if needs_network and name == network.ZMQ:
+            self._net = network.open_zmq(place.rank, place.key, place.addresses, encrypt)
             opened.append(self._net)
-        if uses_core:
-            self.core = self._open_core(place, in_core and needs_network, doorbell)
-            if in_core and needs_network:
-                self._net = self.core
-            opened.append(self.core)
-        elif self.shared_memory is not None:
-            self.shared_memory = _with_transport(place, self.shared_memory, doorbell)
-            self._shm = self.shared_memory.transport
-            assert self._shm is not None
-            opened.append(self._shm)
+        self.core = self._open_core(place, needs_network and name == network.TCP, doorbell)
+        if needs_network and self._net is None:
+            self._net = self.core
+        opened.append(self.core)
         if self._net is not None:
             said = control.exchange(self._net.address(), timeout)
             self._net_addresses = [
@@ -521,14 +484,6 @@ class _Meeting:
             self.no_shared_memory = "there is one rank on this host"
             self.shared_memory = None
 
-    def _core_serves(self, name: str) -> bool:
-        """Whether the core's engine moves the messages of the job if nobody says what shall.
-
-        Args:
-            name: of the network that the job needs; "": none.
-        """
-        return agreed.PREFERS_CORE and all("core" in info for info in self._infos)
-
     def _open_core(self, place: Place, listens: bool, doorbell: int) -> CoreTransport:
         """Open the core's engine.
 
@@ -537,8 +492,6 @@ class _Meeting:
             listens: the core is to reach others by tcp.
             doorbell: this rank's.
         """
-        if missing := missing_core():
-            raise BootstrapError(f"PYCOLL_ENGINE={agreed.CORE} cannot be: {missing}")
         from pycoll.transports.core import CoreTransport, Memory, Network
 
         memory, net, shared = None, None, self.shared_memory
@@ -588,14 +541,6 @@ class _Meeting:
         network: str | None = self._infos[rank].get("rdma", {}).get("network")
         return network
 
-    def reach(self, rank: int) -> Transport:
-        """Return the transport to another rank."""
-        if self._shm is not None and self.shared_memory and rank in self.shared_memory.ranks:
-            return self._shm
-        transport = self._network_to(rank)
-        assert transport is not None
-        return transport
-
     def _network_to(self, rank: int) -> Transport | None:
         """Return the transport to a rank that shares no memory with this one."""
         elsewhere = self._chosen == "rdma" or self.hosts[rank] != self.hosts[self._rank]
@@ -607,33 +552,18 @@ class _Meeting:
 
     def start(self, engine: Engine) -> None:
         """Start what was opened."""
-        if self.core is not None:
-            self.core.start(self._net_addresses, engine)
-            outside = self.core.outside
-            if self._rdma is not None:
-                outside.start(self._rdma, [info.get("rdma", {}) for info in self._infos], engine)
-            if self._net is not None and self._net is not self.core:
-                outside.start(self._net, self._net_addresses, engine)
-            engine.admit()
-            return
-        if self._shm is not None:
-            self._shm.start([info.get("shm", {}) for info in self._infos], engine)
+        self.core.start(self._net_addresses, engine)
+        outside = self.core.outside
         if self._rdma is not None:
-            self._rdma.start([info.get("rdma", {}) for info in self._infos], engine)
-        if self._net is not None:
-            self._net.start(self._net_addresses, engine)
+            outside.start(self._rdma, [info.get("rdma", {}) for info in self._infos], engine)
+        if self._net is not None and self._net is not self.core:
+            outside.start(self._net, self._net_addresses, engine)
         engine.admit()
 
 
 def _lanes() -> int:
     table = agreed.current().table
     return network.lanes(os.environ, 1 if table is None else table.lanes)
-
-
-def _with_transport(place: Place, memory: SharedMemory, doorbell: int) -> SharedMemory:
-    """Return the memory of this host with messages of its own."""
-    transport = ShmTransport(memory.host, doorbell, place.rank, memory.ranks, memory.single_copy)
-    return memory._replace(transport=transport)
 
 
 def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, int] | str:
@@ -654,16 +584,13 @@ def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, int] |
                 "use --transport auto, which uses the network between hosts"
             )
     if isinstance(found, str):
-        if place.local_rank == 0 and found.startswith("the compiled core"):
-            text = f"{found}. The ranks of this host communicate by zmq, which is much slower."
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
         return found
     from pycoll.memory import SharedMemory
 
     ranks = place.local_ranks
     host, doorbell = found
     single_copy = os.environ.get("PYCOLL_SINGLE_COPY") != "0"
-    return SharedMemory(host, ranks, single_copy, None), doorbell
+    return SharedMemory(host, ranks, single_copy), doorbell
 
 
 def _seen_from_here(said: dict[str, Any], host: str | None) -> dict[str, Any]:

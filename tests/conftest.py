@@ -235,13 +235,6 @@ def job(tmp_path: Path) -> Any:
     return Jobs(tmp_path)
 
 
-@pytest.fixture
-def core_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Jobs:
-    """The same, over the core's engine."""
-    monkeypatch.setenv("PYCOLL_ENGINE", "core")
-    return Jobs(tmp_path)
-
-
 @pytest.fixture(scope="session")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The made-up CUDA driver, compiled; see fake_cuda.py."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,12 +13,9 @@ from simulated_device import Fabric
 
 from pycoll import agreed
 from pycoll.communicator import Communicator, World
-from pycoll.core_engine import CoreEngine
 from pycoll.engine import Engine
 from pycoll.group import Group
-from pycoll.transports.base import Transport
 from pycoll.transports.core import CoreTransport
-from pycoll.transports.inproc import Hub, InprocTransport
 from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
 
 DEADLINE_S = 60.0 * PATIENCE
@@ -29,21 +25,6 @@ class Rank(Engine):
     """An engine without a launcher: its letters go straight to the others."""
 
     ranks: list[Rank]
-
-    def tell(self, peer: int, letter: bytes) -> None:
-        other = self.ranks[peer]
-        other.transports[self.rank].hear(self.rank, letter)
-        for seat in (other._front, other._back):
-            seat.ring()
-
-    def listen(self, timeout_s: float) -> Collection[int]:
-        return ()
-
-
-class CoreRank(CoreEngine):
-    """The same over the core's engine."""
-
-    ranks: list[CoreRank]
 
     def tell(self, peer: int, letter: bytes) -> None:
         self.ranks[peer].transport.hear(self.rank, letter)
@@ -59,44 +40,28 @@ class Job:
         size: how many.
         seed: of what the devices do.
         op_timeout: deadline of calls that have none of their own, seconds.
-        engine: which moves messages; None: that of PYCOLL_ENGINE, or the core's.
     """
 
-    def __init__(
-        self, size: int, seed: int = 0, op_timeout: float = math.inf, engine: str | None = None
-    ) -> None:
-        wanted = engine or agreed.wanted_engine(os.environ)
-        in_core = wanted in (agreed.CORE, None)
+    def __init__(self, size: int, seed: int = 0, op_timeout: float = math.inf) -> None:
         self.fabric = Fabric(seed=seed or size)
         own = {"node": 0, "rdma": {"network": "simulated"}, **agreed.said({}, 1)}
         infos = [own] * size
         agreed.settle(agreed.agree(infos))
-        hub = Hub(size)
         ranks: list[Any] = []
         devices: list[RdmaTransport] = []
         for rank in range(size):
             device = self.fabric.device(receives_for(size - 1), completions_for(size - 1))
-            rdma, to_self = RdmaTransport(rank, device, "simulated"), InprocTransport(hub, rank)
+            rdma = RdmaTransport(rank, device, "simulated")
             devices.append(rdma)
-            if in_core:
-                outside = {peer: rdma for peer in range(size) if peer != rank}
-                ranks.append(CoreRank(rank, CoreTransport(rank, size, outside=outside), size, None))
-                continue
-            reach: list[Transport] = [rdma] * size
-            reach[rank] = to_self
-            ranks.append(Rank(rank, reach, None))
+            outside = {peer: rdma for peer in range(size) if peer != rank}
+            ranks.append(Rank(CoreTransport(rank, size, outside=outside), size, None))
         addresses = [rdma.address() for rdma in devices]
         for rank in ranks:
             rank.ranks = ranks
-            if in_core:
-                rank.transport.start([{}] * size, rank)
+            rank.transport.start([{}] * size, rank)
         for rank in ranks:
-            if in_core:
-                with rank.locked():
-                    rank.transport.outside.start(devices[rank.rank], addresses, rank)
-                continue
-            for transport in rank._distinct:
-                transport.start(addresses, rank)
+            with rank.locked():
+                rank.transport.outside.start(devices[rank.rank], addresses, rank)
         self.ranks = ranks
         self.devices = devices
         self.comms = []

@@ -33,8 +33,8 @@ def ok():
 
 def links():
     "The names of what connects this rank to the others."
-    transports = comm._group.engine.transports
-    return {t.link_name(r) for r, t in enumerate(transports) if r != rank}
+    transport = comm._group.engine.transport
+    return {transport.link_name(r) for r in range(size) if r != rank}
 
 def error_of(call, *args, within=5.0, **kwargs):
     "The error of a call that must fail."

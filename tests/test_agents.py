@@ -96,8 +96,8 @@ ENCRYPTION = """
 import os, pycoll
 comm = pycoll.init()
 assert comm.all_reduce(1) == comm.size
-names = {t.link_name(rank) for rank, t in enumerate(comm._group.engine.transports)}
-names -= {"self", "inproc", "shm"}
+names = {comm._group.engine.transport.link_name(rank) for rank in range(comm.size)}
+names -= {"self", "shm"}
 print(os.environ["PYCOLL_ENCRYPT"], *names)
 """
 

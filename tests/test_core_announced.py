@@ -1,4 +1,4 @@
-"""Broadcasts and scatters that the compiled core runs (PYCOLL_ENGINE=core): what a program sees.
+"""Broadcasts and scatters that the compiled core runs: what a program sees.
 
 The root announces what will come. A rank expects what its array would be announced by, or, if it
 passes none, what came last time; all else goes on in Python.
@@ -18,9 +18,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_broadcasts_and_scatters_of_arrays_run_without_python(
-    core_job: Jobs, transport: str
-) -> None:
+def test_broadcasts_and_scatters_of_arrays_run_without_python(job: Jobs, transport: str) -> None:
     text = """
 import sys
 size, root = comm.size, 1
@@ -67,11 +65,11 @@ check(results)
 assert again, calls
 ok()
 """
-    all_well(core_job(3, text, "--transport", transport), 3)
+    all_well(job(3, text, "--transport", transport), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_comes_may_be_another_thing_each_time(core_job: Jobs, transport: str) -> None:
+def test_what_comes_may_be_another_thing_each_time(job: Jobs, transport: str) -> None:
     text = """
 import random
 size, numbers = comm.size, random.Random(7)
@@ -110,12 +108,12 @@ for number in range(120):
             assert got == expected, (got, expected)
 ok()
 """
-    all_well(core_job(3, text, "--transport", transport), 3)
+    all_well(job(3, text, "--transport", transport), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_event_loop_that_is_busy_hears_what_python_has_made_of_an_object(
-    core_job: Jobs, transport: str
+    job: Jobs, transport: str
 ) -> None:
     text = """
 import asyncio
@@ -139,4 +137,4 @@ async def main():
 asyncio.run(asyncio.wait_for(main(), 20 * PATIENCE))
 ok()
 """
-    all_well(core_job(3, text, "--transport", transport), 3)
+    all_well(job(3, text, "--transport", transport), 3)

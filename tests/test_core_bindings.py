@@ -12,8 +12,7 @@ import pytest
 from script_jobs import Jobs, all_well
 from transport_world import DEADLINE_S, World
 
-from pycoll.context import KIND_P2P, P2P, Incoming
-from pycoll.core_context import CoreContext
+from pycoll.context import KIND_P2P, P2P, Context, Incoming
 from pycoll.transports.base import Transfer
 from pycoll.transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_BACK
 
@@ -30,7 +29,7 @@ comm.sendrecv(np.zeros(1), peer)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_message_for_which_there_is_no_memory_stays(core_job: Jobs, transport: str) -> None:
+def test_a_message_for_which_there_is_no_memory_stays(job: Jobs, transport: str) -> None:
     text = f"""{WARM}
 import resource
 
@@ -49,13 +48,13 @@ assert comm.recv(peer, 3).sum() == 7 << 26
 request.wait()
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 IDENT = 7
 
 
-@pytest.fixture(params=["core over shm, in segments", "core over tcp"])
+@pytest.fixture(params=["shm in segments", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[World]:
     """Two ranks of one process, each with an engine of the core's."""
     made = World(request.param, 2)
@@ -63,16 +62,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[World]:
     made.close()
 
 
-def context_of(world: World, rank: int) -> CoreContext:
+def context_of(world: World, rank: int) -> Context:
     transport: Any = world.nodes[rank].transport
-    return CoreContext(IDENT, tuple(range(len(world.nodes))), rank, transport)
+    return Context(IDENT, tuple(range(len(world.nodes))), rank, transport)
 
 
 def sent(world: World, source: int, dest: int, tag: int, payload: bytes) -> Transfer:
     return world.send(source, dest, P2P.pack(KIND_P2P, IDENT, tag, 0), payload)
 
 
-def matched(world: World, context: CoreContext, source: int, tag: int) -> Incoming:
+def matched(world: World, context: Context, source: int, tag: int) -> Incoming:
     match = context.match(source, tag)
     world.run(lambda: match.done)
     assert match.message is not None
@@ -145,7 +144,7 @@ def test_a_message_that_is_taken_back_leaves_its_receive_where_it_was(pair: Worl
 
 
 def test_why_a_link_is_lost_may_be_cut_within_a_character() -> None:
-    world = World("core over tcp", 2)
+    world = World("tcp", 2)
     transport: Any = world.nodes[0].transport
     transport.core.lose(1, "\u00e9" * 100)
     world.run(lambda: bool(world.nodes[0].lost_peers))
@@ -153,7 +152,7 @@ def test_why_a_link_is_lost_may_be_cut_within_a_character() -> None:
     assert world.nodes[0].lost_peers[1].startswith("\u00e9\u00e9")
 
 
-@pytest.mark.parametrize("kind", ["core over shm", "core over tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_closed_engine_is_freed(kind: str) -> None:
     world = World(kind, 2)
     sent(world, 0, 1, 5, b"payload")
@@ -165,7 +164,7 @@ def test_a_closed_engine_is_freed(kind: str) -> None:
     assert [engine() for engine in engines] == [None, None]
 
 
-def test_what_failed_keeps_no_array(core_job: Jobs) -> None:
+def test_what_failed_keeps_no_array(job: Jobs) -> None:
     text = f"""{WARM}
 import gc, weakref
 
@@ -205,4 +204,4 @@ gc.collect()
 assert arrays[-1]() is None
 ok()
 """
-    all_well(core_job(2, text), 2)
+    all_well(job(2, text), 2)

@@ -1,4 +1,4 @@
-"""sendrecv, probes and persistent requests in the compiled core (PYCOLL_ENGINE=core).
+"""sendrecv, probes and persistent requests in the compiled core.
 
 That all else is as with the other engine is tested by the same tests, run with that variable.
 """
@@ -18,7 +18,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_sendrecv_and_probes_go_without_python(core_job: Jobs, transport: str) -> None:
+def test_sendrecv_and_probes_go_without_python(job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"pycoll.context"}  # iprobe looks in Python now and then
 x, out, status = np.arange(6.0), np.zeros(6), pycoll.Status()
@@ -38,11 +38,11 @@ assert (new == x * 2).all() and (out == x).all() and none is None
 assert found == [pycoll.Status(rank, 9, 48)] * 2
 ok()
 """
-    all_well(core_job(2, COUNTING + text, "--transport", transport), 2)
+    all_well(job(2, COUNTING + text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_persistent_sends_and_receives_go_without_python(core_job: Jobs, transport: str) -> None:
+def test_persistent_sends_and_receives_go_without_python(job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here", "pycoll.objects"}
 # Starting and waiting are methods in Python, each of a line or two.
@@ -69,10 +69,10 @@ def step():
 goes_without_python(step)
 ok()
 """
-    all_well(core_job(2, COUNTING + text, "--transport", transport), 2)
+    all_well(job(2, COUNTING + text, "--transport", transport), 2)
 
 
-def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(core_job: Jobs) -> None:
+def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(job: Jobs) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 comm.send(np.arange(5.0), peer, 1)
@@ -96,10 +96,10 @@ assert comm.sendrecv({"rank": rank}, peer, peer) == {"rank": peer}
 assert comm.sendrecv(x, pycoll.PROC_NULL, pycoll.PROC_NULL) is None
 ok()
 """
-    all_well(core_job(2, text), 2)
+    all_well(job(2, text), 2)
 
 
-def test_a_sendrecv_that_takes_long_goes_on_in_python(core_job: Jobs) -> None:
+def test_a_sendrecv_that_takes_long_goes_on_in_python(job: Jobs) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 if rank == 1:
@@ -107,10 +107,10 @@ if rank == 1:
 assert (comm.sendrecv(long, peer, peer, timeout=50) == long).all()
 ok()
 """
-    all_well(core_job(2, text), 2)
+    all_well(job(2, text), 2)
 
 
-def test_a_probe_waits_and_hears_that_nobody_can_send(core_job: Jobs) -> None:
+def test_a_probe_waits_and_hears_that_nobody_can_send(job: Jobs) -> None:
     text = """
 if rank == 1:
     await_table((0, r"probe\\(source=1, tag=4\\)"))
@@ -134,11 +134,11 @@ for call in (comm.probe, comm.iprobe):
     assert error.rank == 1
 ok()
 """
-    done = core_job(2, text)
+    done = job(2, text)
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_who_only_probes_hears_what_the_launcher_says(core_job: Jobs) -> None:
+def test_who_only_probes_hears_what_the_launcher_says(job: Jobs) -> None:
     text = """
 other = comm.dup()
 if rank == 1:
@@ -149,11 +149,11 @@ comm.recv(1)
 peer_failed(1, "exit status 3", lambda: [other.iprobe(0, 1) for _ in iter(int, 1)])
 ok()
 """
-    done = core_job(2, text)
+    done = job(2, text)
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_a_persistent_request_is_as_by_the_other_engine(core_job: Jobs) -> None:
+def test_a_persistent_request_is_as_by_the_other_engine(job: Jobs) -> None:
     text = """
 peer, out = 1 - rank, np.zeros(3)
 request = comm.persistent.recv(peer, 1, out)
@@ -182,4 +182,4 @@ other.close()
 error_like(pycoll.Error, "is closed", request.start)
 ok()
 """
-    all_well(core_job(2, text), 2)
+    all_well(job(2, text), 2)

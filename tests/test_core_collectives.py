@@ -1,4 +1,4 @@
-"""Collectives by messages that the compiled core runs (PYCOLL_ENGINE=core): what a program sees.
+"""Collectives by messages that the compiled core runs: what a program sees.
 
 That all else is as with the other engine is tested by the same tests, run with that variable.
 """
@@ -17,7 +17,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_collectives_of_arrays_run_without_python(core_job: Jobs, transport: str) -> None:
+def test_collectives_of_arrays_run_without_python(job: Jobs, transport: str) -> None:
     text = """
 import sys
 from pycoll.core_collectives import CoreCollective
@@ -91,11 +91,11 @@ assert out.tolist() == total.tolist() if (total := comm.iall_reduce(x).wait()) i
 error_like(ValueError, "overlap", comm.iall_reduce, rows[0], out=rows[0][::-1])
 ok()
 """
-    all_well(core_job(3, text, "--transport", transport), 3)
+    all_well(job(3, text, "--transport", transport), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_start_different_collectives_hear_of_it(core_job: Jobs, transport: str) -> None:
+def test_ranks_that_start_different_collectives_hear_of_it(job: Jobs, transport: str) -> None:
     text = """
 comm.iall_reduce(np.ones(3)).wait()
 request = comm.iall_reduce(np.ones(3)) if rank == 0 else comm.iall_gather(np.ones(3))
@@ -106,11 +106,11 @@ assert "rank 1: iall_gather(float64[3]" in str(error), error
 error_like(pycoll.MismatchError, "different calls", comm.ibarrier)
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_of_an_earlier_number_is_named(core_job: Jobs, transport: str) -> None:
+def test_a_call_of_an_earlier_number_is_named(job: Jobs, transport: str) -> None:
     text = """
 world = comm.dup()
 part = comm.dup(name="part")
@@ -124,11 +124,11 @@ assert "collective number 0 of part" in str(error), error
 world.barrier()
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_a_rank_that_ends_ends_the_collectives_that_need_it(core_job: Jobs, transport: str) -> None:
+def test_a_rank_that_ends_ends_the_collectives_that_need_it(job: Jobs, transport: str) -> None:
     text = """
 import os
 comm.iall_reduce(np.ones(3)).wait()
@@ -141,14 +141,12 @@ error = error_of(lambda: comm.ibarrier().wait())
 assert type(error) is pycoll.PeerFailed and error.rank == 1, repr(error)
 ok()
 """
-    done = core_job(3, text, "--transport", transport)
+    done = job(3, text, "--transport", transport)
     assert done.content == [0, 2], done.stderr
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_wait_that_is_too_long_leaves_the_collective_under_way(
-    core_job: Jobs, transport: str
-) -> None:
+def test_a_wait_that_is_too_long_leaves_the_collective_under_way(job: Jobs, transport: str) -> None:
     text = """
 comm.iall_reduce(np.ones(3)).wait()
 if rank == 0:
@@ -174,11 +172,11 @@ requests = [comm.irecv(1 - rank), comm.ibarrier(), comm.isend(np.ones(2), 1 - ra
 assert sorted([pycoll.wait_any(requests)[0] for _ in requests]) == [0, 1, 2]
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_under_way_ends_with_its_communicator(core_job: Jobs, transport: str) -> None:
+def test_what_is_under_way_ends_with_its_communicator(job: Jobs, transport: str) -> None:
     text = """
 part = comm.dup()
 part.iall_reduce(np.ones(3)).wait()
@@ -191,10 +189,10 @@ if rank == 0:
 comm.barrier()
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
-def test_blocking_collectives_over_sockets_run_in_the_core(core_job: Jobs) -> None:
+def test_blocking_collectives_over_sockets_run_in_the_core(job: Jobs) -> None:
     text = """
 import threading
 x = np.arange(1000.0) + rank
@@ -215,12 +213,12 @@ error = error_of(lambda: comm.barrier() if rank else comm.all_reduce(x))
 assert type(error) is pycoll.MismatchError, repr(error)
 ok()
 """.replace("size", "comm.size")
-    all_well(core_job(3, text, "--transport", "tcp"), 3)
+    all_well(job(3, text, "--transport", "tcp"), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_how_a_call_goes_is_asked_once_until_an_algorithm_is_registered(
-    core_job: Jobs, transport: str
+    job: Jobs, transport: str
 ) -> None:
     text = """
 from pycoll.core_collectives import Plans
@@ -252,11 +250,11 @@ def swap(rank, size):
 assert start() == 10
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_long_values_go_in_segments(core_job: Jobs, transport: str) -> None:
+def test_long_values_go_in_segments(job: Jobs, transport: str) -> None:
     text = """
 import os
 for count in (1, 7, 100_003):
@@ -271,12 +269,12 @@ ok()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        all_well(core_job(3, text, "--transport", transport), 3)
+        all_well(job(3, text, "--transport", transport), 3)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_persistent_collectives_and_waits_for_several_run_in_the_core(
-    core_job: Jobs, transport: str
+    job: Jobs, transport: str
 ) -> None:
     text = """
 import sys
@@ -303,10 +301,10 @@ assert results[0].tolist() == x.tolist() and results[3] is None
 assert results[1].tolist() == results[2].tolist() == (2 * x).tolist() == out.tolist()
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
-def test_a_default_deadline_ends_a_collective_that_blocks(core_job: Jobs) -> None:
+def test_a_default_deadline_ends_a_collective_that_blocks(job: Jobs) -> None:
     text = """
 import threading
 comm.all_reduce(np.ones(2))
@@ -318,4 +316,4 @@ else:
     threading.Event().wait(5)
 ok()
 """
-    all_well(core_job(2, text, "--transport", "tcp", "-x", "PYCOLL_OP_TIMEOUT=4"), 2)
+    all_well(job(2, text, "--transport", "tcp", "-x", "PYCOLL_OP_TIMEOUT=4"), 2)

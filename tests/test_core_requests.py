@@ -1,4 +1,4 @@
-"""Messages by the compiled core's engine (PYCOLL_ENGINE=core): what a program sees of it.
+"""Messages by the compiled core's engine: what a program sees of it.
 
 That all else is as with the other engine is tested by the same tests, run with that variable.
 """
@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import pytest
 from script_jobs import Jobs, all_well
-
-from pycoll import agreed
-from pycoll.errors import BootstrapError
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
@@ -20,7 +17,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_arrays_go_without_python(core_job: Jobs, transport: str) -> None:
+def test_arrays_go_without_python(job: Jobs, transport: str) -> None:
     text = """
 import sys
 from pycoll.core_requests import CoreRequest
@@ -58,11 +55,11 @@ got = comm.recv(rank) if comm.send(x, rank) is None else None
 assert got.shape == (2, 3) and (got == x).all()
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_does_not_fit_is_refused_and_stays(core_job: Jobs, transport: str) -> None:
+def test_what_does_not_fit_is_refused_and_stays(job: Jobs, transport: str) -> None:
     text = """
 peer = 1 - rank
 comm.send(np.arange(4.0), peer, tag=1)
@@ -87,11 +84,11 @@ assert request.wait().tolist() == [1, 1]
 comm.recv(peer, 4)
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_peer_that_ends_ends_what_waits_for_it(core_job: Jobs, transport: str) -> None:
+def test_a_peer_that_ends_ends_what_waits_for_it(job: Jobs, transport: str) -> None:
     text = """
 if rank == 1:
     comm.send(np.ones(2), 0)
@@ -105,11 +102,11 @@ for waiting in (request, large):
     assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)
 ok()
 """
-    done = core_job(2, text, "--transport", transport)
+    done = job(2, text, "--transport", transport)
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_waits_of_many_kinds_are_mixed(core_job: Jobs) -> None:
+def test_waits_of_many_kinds_are_mixed(job: Jobs) -> None:
     text = """
 import asyncio
 import threading
@@ -144,12 +141,12 @@ assert (rooms[0] == 2 * x).all() and (total.result == 2 * x).all()
 assert "irecv(source=" in repr(array) and "done" in repr(array)
 ok()
 """
-    all_well(core_job(2, text), 2)
+    all_well(job(2, text), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_is_refused_is_the_next_receives_also_if_that_is_pythons(
-    core_job: Jobs, transport: str
+    job: Jobs, transport: str
 ) -> None:
     text = """
 peer, room = 1 - rank, lambda n=4, dtype="f8": np.zeros(n, dtype)
@@ -175,13 +172,11 @@ for receives in (
     comm.barrier()
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_receives_keep_their_order_while_sends_are_taken_back(
-    core_job: Jobs, transport: str
-) -> None:
+def test_receives_keep_their_order_while_sends_are_taken_back(job: Jobs, transport: str) -> None:
     text = """
 import random
 lengths = [424, 8176, 2_097_152, 2, 200_360, 283_352, 32_504, 128]
@@ -207,25 +202,13 @@ for _ in range(100):
 assert rank == 0 or taken_back
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
-
-
-def test_all_ranks_must_want_the_same_engine() -> None:
-    infos = [{"node": 0, "cpus": b"\x01"} for _ in range(3)]
-    infos[1]["engine"] = "core"
-    with pytest.raises(BootstrapError, match=r"set for rank 1, but not for ranks 0, 2"):
-        agreed.agree(infos)
-
-
-def test_there_is_no_other_engine() -> None:
-    with pytest.raises(BootstrapError, match="use python or core"):
-        agreed.wanted_engine({"PYCOLL_ENGINE": "rust"})
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", ["killed", "exit"])
 def test_who_awaits_a_message_hears_that_its_sender_has_ended(
-    core_job: Jobs, transport: str, how: str
+    job: Jobs, transport: str, how: str
 ) -> None:
     text = """
 import asyncio
@@ -246,13 +229,13 @@ reason = "exit status 0" if HOW == "exit" else SIGKILL
 peer_failed(size - 1, reason, hear, within=10)
 ok()
 """
-    done = core_job(3, text.replace("HOW", repr(how)), "--transport", transport)
+    done = job(3, text.replace("HOW", repr(how)), "--transport", transport)
     assert done.content == [0, 1], done.stderr
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_message_whose_time_passes_again_and_again_is_received_once(
-    core_job: Jobs, transport: str
+    job: Jobs, transport: str
 ) -> None:
     text = """
 def patiently(call, timeout=0.0003):
@@ -280,11 +263,11 @@ for turn in range(150):
 assert pending.cancel()
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("options", [(), ("--encrypt",)], ids=["plain", "encrypted"])
-def test_the_core_moves_messages_by_zmq_between_hosts(core_job: Jobs, options: tuple[str]) -> None:
+def test_the_core_moves_messages_by_zmq_between_hosts(job: Jobs, options: tuple[str]) -> None:
     text = """
 transport = comm._group.engine.transport
 assert transport.name == "core"
@@ -301,4 +284,4 @@ ok()
     hosts = ("--emulate-hosts", "2")
     if not options:
         text = text.replace("assert near not in transport.outside.peers and", "assert")
-    all_well(core_job(4, text, *network, *hosts, *options), 4)
+    all_well(job(4, text, *network, *hosts, *options), 4)

@@ -9,21 +9,11 @@ pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp"]
 
-WITHOUT_EXECUTOR = """
-from pycoll import executor
-
-def start(self):
-    raise AssertionError("this runs in Python")
-
-executor.Run.start = start
-"""
-
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_composite_calls_need_no_executor(core_job: Jobs, transport: str, size: int) -> None:
-    text = f"""
-{WITHOUT_EXECUTOR}
+def test_composite_calls_give_what_numpy_gives(job: Jobs, transport: str, size: int) -> None:
+    text = """
 numbers = np.arange(size)
 for turn in range(3):
     x = np.arange(2.0 * size) * (rank + 1)
@@ -51,13 +41,12 @@ for turn in range(3):
         assert part.all_gather(comm.rank) == sorted(numbers[rank % 2 :: 2], reverse=True)
 ok()
 """
-    all_well(core_job(size, text, "--transport", transport), size)
+    all_well(job(size, text, "--transport", transport), size)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_the_core_cannot_reduce_python_does(core_job: Jobs, transport: str) -> None:
-    text = f"""
-{WITHOUT_EXECUTOR}
+def test_what_the_core_cannot_reduce_python_does(job: Jobs, transport: str) -> None:
+    text = """
 # Contiguous, but not aligned.
 odd = np.frombuffer(bytearray(8 * 10 + 1), np.uint8)[1:].view("f8")
 odd[:] = np.arange(10) + rank
@@ -74,11 +63,11 @@ for _ in range(2):
         assert (got == np.arange(200_000) * size).all()
 ok()
 """
-    all_well(core_job(3, text, "--transport", transport), 3)
+    all_well(job(3, text, "--transport", transport), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_operands_may_be_kept(core_job: Jobs, transport: str) -> None:
+def test_operands_may_be_kept(job: Jobs, transport: str) -> None:
     """An operator's arrays are views of the run's memory, which lives as long as they do."""
     text = """
 kept = []
@@ -97,11 +86,11 @@ for _ in range(20):
 assert [a.sum() + b.sum() for a, b, _, _ in kept] == before
 ok()
 """
-    all_well(core_job(3, text, "--transport", transport), 3)
+    all_well(job(3, text, "--transport", transport), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_operator_that_raises_ends_the_call(core_job: Jobs, transport: str) -> None:
+def test_an_operator_that_raises_ends_the_call(job: Jobs, transport: str) -> None:
     text = """
 class Boom(Exception):
     pass
@@ -118,11 +107,11 @@ try:
 except (Boom, pycoll.PeerFailed):
     ok()
 """
-    all_well(core_job(3, text, "--transport", transport), 3)
+    all_well(job(3, text, "--transport", transport), 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_disagree_hear_so(core_job: Jobs, transport: str) -> None:
+def test_ranks_that_disagree_hear_so(job: Jobs, transport: str) -> None:
     text = """
 def differ():
     comm.ireduce_scatterv(np.ones(4), [2, 2] if rank == 0 else [1, 3]).wait()
@@ -130,13 +119,11 @@ def differ():
 error_like(pycoll.MismatchError, "reduce_scatterv", differ)
 ok()
 """
-    all_well(core_job(2, text, "--transport", transport), 2)
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_dies_ends_the_composite_calls_of_the_others(
-    core_job: Jobs, transport: str
-) -> None:
+def test_a_rank_that_dies_ends_the_composite_calls_of_the_others(job: Jobs, transport: str) -> None:
     text = """
 comm.barrier()
 if rank == 1:
@@ -144,5 +131,5 @@ if rank == 1:
 peer_failed(1, SIGKILL, lambda: comm.iall_gatherv(np.ones(rank + 100_000)).wait())
 ok()
 """
-    done = core_job(3, text, "--transport", transport)
+    done = job(3, text, "--transport", transport)
     assert done.content == [0, 2], done.stderr

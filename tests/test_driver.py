@@ -15,10 +15,10 @@ import pytest
 from pycoll.driver import Driver
 from pycoll.errors import Error
 from pycoll.interrupts import Interrupts
-from pycoll.seats import Seat
 from pycoll.transports.base import Operation
+from pycoll.transports.core import CoreTransport
 
-FILES = {sys.modules[part.__module__].__file__ for part in (Driver, Interrupts, Seat)}
+FILES = {sys.modules[part.__module__].__file__ for part in (Driver, Interrupts)}
 LIMIT_S = 30.0
 
 
@@ -26,7 +26,7 @@ class Plain(Driver):
     """Drives nothing: what waits here waits for another thread, or for its time."""
 
     def __init__(self) -> None:
-        super().__init__([], None, None)
+        super().__init__(CoreTransport(0, 1), None)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
         raise AssertionError
@@ -80,13 +80,10 @@ def is_well(driver: Plain) -> bool:
     driver.nap(soon)
     in_a_thread(lambda: driver.nap(soon))
     with driver.locked():
-        seats = driver._front, driver._back
-        assert not any(seat.asleep or seat.sleeper for seat in seats)
-        assert not driver._sleepers
-        assert not driver._driving
+        assert not driver._waiting
         assert not driver._wanted
     assert not driver._state.acquire(blocking=False) or not driver._state.release()
-    assert not driver.engaged
+    assert not driver._core.engaged
     assert driver.interrupts.hold()  # nobody holds them
     driver.interrupts.release()
     return True
@@ -100,8 +97,6 @@ def lock(driver: Plain) -> None:
 def drive_a_while(driver: Plain) -> None:
     never = Operation()
     with driver.locked():
-        while driver._driving:
-            driver._sleep(never, soon())
         driver._drive(never, soon())
 
 
@@ -109,7 +104,9 @@ def drive_a_while(driver: Plain) -> None:
 def driver() -> Iterator[Plain]:
     made = Plain()
     yield made
-    made._close_seats()
+    made._end_waiting()
+    made.transport.close(1.0)
+    made._end_driving(1.0)
 
 
 CALLS = {"locked": lock, "nap": lambda driver: driver.nap(soon), "drive": drive_a_while}
@@ -124,53 +121,6 @@ def test_whatever_raises_in_there_leaves_it_as_it_was(
         assert is_well(driver), moment
         moment += 1
     assert moment > 8
-
-
-@pytest.mark.parametrize("call", [*CALLS.values()][1:], ids=[*CALLS][1:])
-def test_who_sleeps_behind_drives_then_though_this_thread_never_comes_again(
-    call: Callable[[Plain], object], driver: Plain
-) -> None:
-    moment, was_torn = 0, True
-    while was_torn:
-
-        def come() -> None:
-            """Sleep until the other thread drives no more, then drive."""
-            never = Operation()
-            with driver.locked():
-                while driver._driving:
-                    driver._sleep(never, time.monotonic() + 2 * LIMIT_S)
-                driver._drive(never, soon())
-
-        thread = threading.Thread(target=come, daemon=True)
-        thread.start()
-        was_torn = raise_at(moment, lambda: call(driver))
-        thread.join(LIMIT_S)
-        assert not thread.is_alive(), moment
-        moment += 1
-    assert moment > 8
-
-
-def test_so_it_does_who_sleeps_while_another_thread_drives(driver: Plain) -> None:
-    moment, over = 0, Operation()
-
-    def drive() -> None:
-        with driver.locked():
-            driver._drive(over, time.monotonic() + LIMIT_S)
-
-    thread = threading.Thread(target=drive, daemon=True)
-    thread.start()
-    while not driver._front.asleep:
-        assert thread.is_alive()
-    while raise_at(moment, lambda: driver.nap(soon)):
-        with driver.locked():
-            assert not driver._sleepers, moment
-        in_a_thread(lambda: driver.nap(soon))
-        moment += 1
-    assert moment > 8
-    driver.finish(over, None)
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
-    assert is_well(driver)
 
 
 def test_an_operator_that_communicates_is_refused_and_does_no_harm(driver: Plain) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from pycoll.executor import Binding, Pipeline, Run
-from pycoll.external import Draft, External, Table
+from pycoll.binding import Binding
+from pycoll.core_runs import CoreRun, table_of
+from pycoll.engine import Engine
+from pycoll.external import Chunks, Draft, External, Table
+from pycoll.group import Group
 from pycoll.schedule import Copy, Recv, Reduce, Send, compile_schedule, recv_reduce, users_of
 from pycoll.transports.base import Operation
+from pycoll.transports.core import CoreTransport
 
 
 def nothing(_run: Any) -> None:
@@ -33,15 +37,54 @@ class Job(Operation):
         self.is_cancelled = True
 
 
-def run_of(table: Table, *values: bytes) -> Run:
-    """A run without messages, on chunks of one byte."""
-    binding = Binding(
-        nbytes=[1] * len(values),
-        source=[(memoryview(value),) for value in values],
-        target=[memoryview(bytearray(1)) for _ in values],
-    )
-    engine: Any = None
-    return Run(engine, engine, (0, 0), b"call", table, binding)
+class Alone:
+    """A job of one rank, whose runs have no messages and chunks of one byte."""
+
+    def __init__(self) -> None:
+        transport = CoreTransport(0, 1)
+        self.engine = Engine(transport, 1, None)
+        transport.start([{}], self.engine)
+        with self.engine.locked():
+            self.group = Group(self.engine, 1, [0])
+
+    def run_of(
+        self, table: Table, *values: bytes, finish: Callable[[memoryview], None] | None = None
+    ) -> CoreRun:
+        """Make a run."""
+        binding = Binding(
+            nbytes=[1] * len(values),
+            source=[(memoryview(value),) for value in values],
+            target=[memoryview(bytearray(1)) for _ in values],
+            finish=finish,
+        )
+        call = self.group.context.begin(b"call")
+        compiled = table_of(table, 1, len(values))
+        return CoreRun(self.group, b"call", (call, 0), compiled, table, binding, 1, 1)
+
+    def start(self, run: CoreRun) -> None:
+        """Start a run, and do what it asks for."""
+        with self.engine.locked():
+            run.start()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Hear what the core has to tell."""
+        with self.engine.locked():
+            while self.engine._progress():
+                pass
+
+    def end(self, job: Job, error: BaseException | None = None) -> None:
+        """End something that is under way."""
+        with self.engine.locked():
+            job.finish(error)
+        self.go_on()
+
+
+@pytest.fixture
+def alone() -> Iterator[Alone]:
+    made = Alone()
+    yield made
+    made.engine.close("the test has ended", 1.0)
 
 
 # --- the steps -----------------------------------------------------------------------------------
@@ -91,30 +134,30 @@ def test_the_users_of_a_chunk_are_known_in_the_order_of_first_use() -> None:
 # --- the run -------------------------------------------------------------------------------------
 
 
-def test_a_step_waits_for_an_external_one_and_that_for_another() -> None:
+def test_a_step_waits_for_an_external_one_and_that_for_another(alone: Alone) -> None:
     draft = Draft(compile_schedule([Copy(0, 1)]))
     job, order = Job(), []
 
-    def late(run: Run) -> None:
+    def late(run: Chunks) -> None:
         order.append(bytes(run.values((1,))[0]))
 
     draft.add(External(lambda _: job), before=[0])
     draft.add(External(late), after=[0])
-    run = run_of(draft.table(), b"a", b"b")
-    run.start()
+    run = alone.run_of(draft.table(), b"a", b"b")
+    alone.start(run)
     assert not order
     assert not run.done
-    job.finish()
+    alone.end(job)
     assert order == [b"a"]
     assert run.done
     assert run.error is None
 
 
-def test_all_that_can_begin_has_begun_before_somebody_asks_for_an_end() -> None:
+def test_all_that_can_begin_has_begun_before_somebody_asks_for_an_end(alone: Alone) -> None:
     draft = Draft(compile_schedule([]))
     jobs: list[Job] = []
 
-    def begin(_run: Run) -> Job:
+    def begin(_run: Chunks) -> Job:
         assert not any(job.is_asked for job in jobs)
         jobs.append(Job())
         return jobs[-1]
@@ -122,58 +165,61 @@ def test_all_that_can_begin_has_begun_before_somebody_asks_for_an_end() -> None:
     last = draft.add(External(nothing))
     for _ in range(3):
         draft.add(External(begin), before=[last])
-    run = run_of(draft.table())
-    run.start()
+    run = alone.run_of(draft.table())
+    alone.start(run)
     assert [job.is_asked for job in jobs] == [True] * 3
     assert not run.done
 
 
-def test_what_may_end_last_is_asked_when_all_else_is_done() -> None:
+def test_what_may_end_last_is_asked_when_all_else_is_done(alone: Alone) -> None:
     draft = Draft(compile_schedule([]))
     last, other = [Job(), Job()], Job()
     for job in last:
         draft.add(External(lambda _, job=job: job, at_end=True))
     draft.add(External(lambda _: other))
-    run = run_of(draft.table())
-    run.start()
+    run = alone.run_of(draft.table())
+    alone.start(run)
     assert (other.is_asked, last[0].is_asked) == (True, False)
-    other.finish()
+    alone.end(other)
     assert [job.is_asked for job in last] == [True, False]
-    last[1].finish()
-    last[0].finish()
+    alone.end(last[1])
+    alone.end(last[0])
     assert run.done
     assert run.error is None
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-def test_a_run_that_is_given_up_gives_up_what_has_begun(at_end: bool) -> None:
+def test_a_run_that_is_given_up_gives_up_what_has_begun(alone: Alone, at_end: bool) -> None:
     draft = Draft(compile_schedule([Copy(0, 1)]))
     jobs, later = [Job(), Job()], []
     draft.add(External(lambda _: jobs[0]), before=[0])
     draft.add(External(lambda _: jobs[1], at_end=at_end))
     draft.add(External(later.append), after=[0])
-    run = run_of(draft.table(), b"a", b"b")
-    run.start()
-    run.cancel()
+    run = alone.run_of(draft.table(), b"a", b"b")
+    alone.start(run)
+    with alone.engine.locked():
+        run.cancel()
     assert [job.is_cancelled for job in jobs] == [True, True]
-    jobs[0].finish()
+    alone.end(jobs[0])
     assert not later
 
 
-def test_an_error_ends_the_run_and_cancels_the_rest() -> None:
+def test_an_error_ends_the_run_and_cancels_the_rest(alone: Alone) -> None:
     draft = Draft(compile_schedule([]))
     bad, other, last = Job(), Job(), Job()
     draft.add(External(lambda _: bad))
     draft.add(External(lambda _: other))
     draft.add(External(lambda _: last, at_end=True))
-    run = run_of(draft.table())
-    run.start()
-    bad.finish(RuntimeError("the copy failed"))
+    run = alone.run_of(draft.table())
+    alone.start(run)
+    alone.end(bad, RuntimeError("the copy failed"))
     assert str(run.error) == "the copy failed"
     assert (other.is_cancelled, last.is_cancelled) == (True, True)
 
 
-def test_what_is_found_to_have_failed_while_the_run_is_given_up_changes_nothing() -> None:
+def test_what_is_found_to_have_failed_while_the_run_is_given_up_changes_nothing(
+    alone: Alone,
+) -> None:
     class Telling(Job):
         def cancel(self) -> None:
             super().cancel()
@@ -183,55 +229,36 @@ def test_what_is_found_to_have_failed_while_the_run_is_given_up_changes_nothing(
     bad, telling, other, ended = Job(), Telling(), Job(), []
     for job in (bad, telling, other):
         draft.add(External(lambda _, job=job: job))
-    run = run_of(draft.table())
+    run = alone.run_of(draft.table())
     run.then(ended.append)
-    run.start()
-    bad.finish(RuntimeError("the first"))
+    alone.start(run)
+    alone.end(bad, RuntimeError("the first"))
     assert ended == [run]
     assert str(run.error) == "the first"
 
 
-def test_what_cannot_begin_ends_the_run() -> None:
+def test_what_cannot_begin_ends_the_run(alone: Alone) -> None:
     draft = Draft(compile_schedule([]))
     first, ended = Job(), []
 
-    def fail(_run: Run) -> None:
+    def fail(_run: Chunks) -> None:
         raise RuntimeError("no copy can begin")
 
     draft.add(External(lambda _: first))
     draft.add(External(fail))
-    run = run_of(draft.table())
+    run = alone.run_of(draft.table())
     run.then(ended.append)
-    run.start()
+    alone.start(run)
     assert ended == [run]
     assert str(run.error) == "no copy can begin"
     assert first.is_cancelled
 
 
-def test_a_segment_whose_step_cannot_begin_ends_all_segments() -> None:
-    jobs: list[Job] = []
-
-    def begin(_run: Run) -> Job:
-        if len(jobs) == 2:
-            raise RuntimeError("no third copy")
-        jobs.append(Job())
-        return jobs[-1]
-
-    draft = Draft(compile_schedule([]))
-    draft.add(External(begin))
-    table = draft.table()
-    pipeline = Pipeline(lambda _: run_of(table), 4)
-    pipeline.start()
-    assert str(pipeline.error) == "no third copy"
-    assert [job.is_cancelled for job in jobs] == [True, True]
-
-
-def test_a_chunk_that_a_step_has_settled_is_finished_once() -> None:
+def test_a_chunk_that_a_step_has_settled_is_finished_once(alone: Alone) -> None:
     draft = Draft(compile_schedule([]))
     finished: list[bytes] = []
     draft.add(External(lambda run: run.settle(1)))
-    run = run_of(draft.table(), b"a", b"b")
-    run.binding = run.binding._replace(finish=lambda view: finished.append(bytes(view)))
-    run.start()
+    run = alone.run_of(draft.table(), b"a", b"b", finish=lambda view: finished.append(bytes(view)))
+    alone.start(run)
     assert finished == [b"b", b"a"]
     assert [bytes(view or b"") for view in run.binding.target] == [b"a", b"b"]

@@ -41,7 +41,7 @@ folder = Path(sys.argv[1])
 
 comm = pycoll.init()
 rank = comm.rank
-transport = comm._group.engine.transports[rank - 1]
+transport = comm._group.engine.transport
 print(json.dumps({
     "rank": rank, "pid": os.getpid(), "endpoint": transport.address()["endpoint"],
     "job": transport._dialer._secret.job.hex()}), flush=True)

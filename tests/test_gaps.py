@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,24 +13,8 @@ from script_jobs import LIMIT_S, RUN
 import pycoll
 from pycoll import arrays, dtypes
 from pycoll.launcher.outcome import Raised, RankState, judge
-from pycoll.matching import Queues
 
 Comm = Any
-
-
-def test_things_removed_behind_the_first_take_no_memory() -> None:
-    queues: Queues[int] = Queues()
-    for number in range(20):  # more than are looked through one by one
-        queues.add(number, number, "queue")
-    tracemalloc.start()
-    try:
-        for number in range(20, 5000):
-            queues.add(number, number, "queue")
-            queues.remove(number)
-        used, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert used < 50_000  # 40 bytes of each
 
 
 @pytest.mark.parametrize("ranks", [(2, ("--transport", "tcp"))], indirect=True, scope="module")

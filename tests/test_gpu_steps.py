@@ -18,7 +18,7 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 import fakegpu
 
 from pycoll import cuda
-from pycoll.executor import Binding
+from pycoll.binding import Binding
 from pycoll.external import External, Table
 from pycoll.lent_run import lent
 from pycoll.schedule import Copy, Recv, Send, Step, compile_schedule, recv_reduce

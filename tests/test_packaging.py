@@ -229,13 +229,9 @@ def test_without_pythons_headers_the_build_says_what_to_install(
     assert compiler.what_is_missing() is None
 
 
-def test_a_build_without_the_core_warns_in_one_line(
-    compiler: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compiler.without_core("the reason")
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err == "pycoll: warning: built without the compiled core: the reason\n"
+def test_where_the_core_cannot_be_built_the_build_ends_with_one_line(compiler: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="the compiled core cannot be built: the reason"):
+        compiler.refuse_to_build("the reason")
 
 
 def test_free_threaded_python_is_refused_by_the_build(

@@ -22,10 +22,9 @@ def settled() -> Iterator[None]:
     agreed.settle(before)
 
 
-@pytest.fixture(params=[(2, "python"), (4, "python"), (2, "core"), (4, "core")])
+@pytest.fixture(params=[2, 4])
 def job(request: pytest.FixtureRequest, settled: None) -> Iterator[Job]:
-    size, engine = request.param
-    made = Job(size, engine=engine)
+    made = Job(request.param)
     yield made
     made.close()
 

@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE
 
 import pycoll
-from pycoll import executor, simulate
+from pycoll import simulate
 from pycoll.schedule import Recv, Send, Step
 from pycoll.schedules import TABLE, Algorithm
 from pycoll.simulate import PIECES, Link, Network, Timing
@@ -237,9 +237,16 @@ def test_more_bytes_never_take_less_time() -> None:
     assert all(before < after for before, after in pairwise(times))
 
 
-def test_as_much_is_under_way_as_in_the_executor() -> None:
-    assert executor.WINDOW == simulate.SCRATCH
-    assert executor.SEGMENTS_IN_FLIGHT == simulate.WINDOW
+@pytest.mark.parametrize(
+    ("header", "name", "value"),
+    [
+        ("run.h", "PC_RUN_WINDOW", simulate.SCRATCH),
+        ("pipeline.h", "PC_SEGMENTS_IN_FLIGHT", simulate.WINDOW),
+    ],
+)
+def test_as_much_is_under_way_as_in_the_core(header: str, name: str, value: int) -> None:
+    folder = Path(__file__).resolve().parent.parent / "transports" / "_core" / "engine"
+    assert f"#define {name} {value}\n" in (folder / header).read_text()
 
 
 # What makes no sense

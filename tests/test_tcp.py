@@ -24,15 +24,12 @@ import numpy as np
 import pytest
 from patience import PATIENCE
 from tiers import few
-from transport_world import DEADLINE_S, World
+from transport_world import DEADLINE_S, World, over_tcp
 
 from pycoll.errors import PeerFailed
 from pycoll.transports.base import EAGER_LIMIT, Arrival, Transfer
+from pycoll.transports.core import AHEAD, CoreTransport
 from pycoll.transports.dial import Link
-from pycoll.transports.shm import missing_core
-from pycoll.transports.tcp import AHEAD, TcpTransport
-
-pytestmark = pytest.mark.skipif(bool(missing_core()), reason="the compiled core is missing here")
 
 KINDS = ["tcp", "tcp with lanes"]
 LANES = {"tcp": 1, "tcp with lanes": 3}
@@ -50,9 +47,9 @@ class TcpWorld(World):
             dialer._on_link = self._watch(rank, dialer._on_link)
             node.lost = self._count(rank, node.lost)  # type: ignore[method-assign]
 
-    def transport(self, rank: int) -> TcpTransport:
+    def transport(self, rank: int) -> CoreTransport:
         transport = self.nodes[rank].transport
-        assert isinstance(transport, TcpTransport)
+        assert isinstance(transport, CoreTransport)
         return transport
 
     def _watch(
@@ -161,15 +158,15 @@ def test_a_connection_cut_under_a_transfer_is_told_once_and_fails_all_after_the_
     world = TcpWorld(kind)
     world.link()
     nbytes = 64 * 1024**2
-    sending = world.send(0, 1, b"", bytes(nbytes))
+    sending = world.send(0, 1, b"h", bytes(nbytes))
     (arrival,) = world.arrivals(1, 1)
     receiving = arrival.accept(memoryview(bytearray(nbytes)))
-    waiting = world.send(0, 1, b"", bytes(nbytes))
+    waiting = world.send(0, 1, b"h", bytes(nbytes))
     world.nodes[1].transport.progress()
     with world.connection(0, 1, lane) as connection:
         cut(connection)
     world.run(lambda: len(world.losses) == 2)
-    later = world.send(0, 1, b"", b"later")
+    later = world.send(0, 1, b"h", b"later")
     for _ in range(10):
         for node in world.nodes:
             node.transport.progress()
@@ -177,7 +174,7 @@ def test_a_connection_cut_under_a_transfer_is_told_once_and_fails_all_after_the_
     assert not any(transfer.done for transfer in (sending, receiving, waiting, later))
     world.transport(0).forget(1, "killed")
     world.transport(1).forget(0, "killed")
-    for transfer in (sending, receiving, waiting, later, world.send(0, 1, b"", b"last")):
+    for transfer in (sending, receiving, waiting, later, world.send(0, 1, b"h", b"last")):
         assert isinstance(transfer.error, PeerFailed)
         assert transfer.error.reason == "killed"
     world.close()
@@ -186,24 +183,22 @@ def test_a_connection_cut_under_a_transfer_is_told_once_and_fails_all_after_the_
 PEER = """
 import select, sys
 sys.path[:0] = {path!r}
-from transport_world import Node
-from pycoll.transports.tcp import TcpTransport
+from transport_world import Node, over_tcp
 class Echo(Node):
     def arrived(self, arrival):
         into = bytearray(arrival.nbytes)
         header = bytes(arrival.header)
         arrival.accept(memoryview(into)).then(
             lambda _: self.transport.send(0, header, [memoryview(into)]))
-transport = TcpTransport(1, 2, bytes(32))
+transport = over_tcp(1, 2)
 print(transport.address()["endpoint"], flush=True)
 node = Echo(transport)
 transport.start([dict(endpoint=sys.stdin.readline().strip(), lanes=1), {{}}], node)
-poller = select.poll()
-poller.register(transport.fileno(), select.POLLIN)
 while not node.ended:
     if not transport.progress():
-        poller.poll(1000)
+        select.select([], [], [], 0.001)
 transport.close(5.0)
+transport.end()
 """
 
 
@@ -211,9 +206,10 @@ transport.close(5.0)
 def test_a_stopped_peer_is_not_lost_and_goes_on(stopped_s: float) -> None:
     # Its nodes are one transport here, and another in a process of its own.
     world = TcpWorld("tcp", 1)
-    transport = TcpTransport(0, 2, bytes(32))
-    world.nodes[0].transport.close(0.0)
+    transport = over_tcp(0, 2)
     node = world.nodes[0]
+    node.transport.close(0.0)
+    node.transport.end()
     node.transport = transport
     with subprocess.Popen(
         [sys.executable, "-c", PEER.format(path=[os.path.dirname(__file__)])],
@@ -230,17 +226,16 @@ def test_a_stopped_peer_is_not_lost_and_goes_on(stopped_s: float) -> None:
         peer.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, peer.pid, os.WSTOPPED)
         world.send(0, 1, b"while", large)
-        poller = select.poll()
-        poller.register(transport.fileno(), select.POLLIN)
         until = time.monotonic() + stopped_s
         while time.monotonic() < until:
-            transport.progress()
-            poller.poll(50)
+            if not transport.progress():
+                select.select([], [], [], 0.01)
         assert world.losses == []
         assert len(node.arrivals) == 1
         peer.send_signal(signal.SIGCONT)
         assert world.receive(world.arrivals(0, 2)[-1]) == large
         transport.close(5.0)
+        transport.end()
         assert peer.wait(DEADLINE_S) == 0
 
 
@@ -248,13 +243,14 @@ def test_a_stopped_peer_is_not_lost_and_goes_on(stopped_s: float) -> None:
 def test_a_wrong_key_makes_no_link_and_both_sides_say_why(seed: int) -> None:
     world = TcpWorld("tcp")
     world.nodes[1].transport.close(0.0)
-    other = TcpTransport(1, 2, b"another key of thirty-two bytes!")
+    world.nodes[1].transport.end()
+    other = over_tcp(1, 2, b"another key of thirty-two bytes!")
     world.nodes[1].transport = other
     addresses = [node.transport.address() for node in world.nodes]
     for node in world.nodes:
         node.transport.start(addresses, node)
     transfers = [
-        world.send(rank, 1 - rank, b"", bytes(2 * EAGER_LIMIT)) for rank in (seed, 1 - seed)
+        world.send(rank, 1 - rank, b"h", bytes(2 * EAGER_LIMIT)) for rank in (seed, 1 - seed)
     ]
     world.run(lambda: all(node.lost_peers for node in world.nodes))
     for rank, node in enumerate(world.nodes):
@@ -267,10 +263,10 @@ def test_a_wrong_key_makes_no_link_and_both_sides_say_why(seed: int) -> None:
 def test_a_connection_that_is_refused_is_a_lost_link() -> None:
     world = TcpWorld("tcp")
     world.nodes[1].transport.close(0.0)
-    transfer = world.send(0, 1, b"", b"x")
+    transfer = world.send(0, 1, b"h", b"x")
     world.run(lambda: bool(world.nodes[0].lost_peers), ranks=[0])
     assert world.nodes[0].lost_peers == {1: "it does not answer (connection refused)"}
-    large = world.send(0, 1, b"", bytes(2 * EAGER_LIMIT))
+    large = world.send(0, 1, b"h", bytes(2 * EAGER_LIMIT))
     assert transfer.done  # it was buffered
     assert not large.done
     world.transport(0).forget(1, "killed")
@@ -311,7 +307,7 @@ import os, sys
 sys.path[:0] = {path!r}
 from transport_world import World
 world = World({kind!r}, 2)
-world.send(0, 1, b"", b"x")
+world.send(0, 1, b"h", b"x")
 world.arrivals(1, 1)
 world.quiet(0, 1)
 reading, writing = os.pipe()
@@ -392,7 +388,7 @@ def test_a_slow_lane_takes_fewer_segments_and_all_arrive() -> None:
     dialer.dial = led  # type: ignore[method-assign]
     world.link()
     data = pattern(48 * 1024**2)
-    sending = world.send(0, 1, b"", data)
+    sending = world.send(0, 1, b"h", data)
     assert world.receive(world.arrivals(1, 1)[0]) == data
     world.run(lambda: sending.done)
     assert 0 < relay.nbytes < len(data) / 6
@@ -571,7 +567,7 @@ def test_close_delivers_what_was_sent_by_all_lanes(trial: int) -> None:
     world.buffer(1024**2)
     data = pattern(300_000 + trial)  # more than a segment, and less than the kernel takes
     into = bytearray(len(data))
-    sending = world.send(0, 1, b"", data)
+    sending = world.send(0, 1, b"h", data)
     (arrival,) = world.arrivals(1, 1)
     receiving = arrival.accept(memoryview(into))
     world.run(lambda: sending.done, ranks=[0])  # with the kernel, and nobody has read it

@@ -27,7 +27,6 @@ from pycoll.transports.base import (
     Transfer,
     Withdrawn,
 )
-from pycoll.transports.shm import missing_core
 from pycoll.transports.zeromq import AHEAD, SEGMENT, WINDOW, ZmqTransport
 
 NETWORKS = ["zmq", "zmq with CURVE"]
@@ -35,14 +34,10 @@ UNDER_CORE = ["zmq", "rdma, simulated"]
 BETWEEN_PROCESSES = [
     *NETWORKS,
     "rdma, simulated",
-    *([] if missing_core() else ["shm", "shm in segments", "tcp", "tcp with lanes"]),
-    *([] if missing_core() else ["core over shm", "core in segments", "core over tcp"]),
-    *([] if missing_core() else [f"{OVER_PYTHON}{kind}" for kind in UNDER_CORE]),
+    *("shm", "shm in segments", "tcp", "tcp with lanes"),
+    *(f"{OVER_PYTHON}{kind}" for kind in UNDER_CORE),
 ]
-KINDS = [
-    *("inproc", *BETWEEN_PROCESSES),
-    *([] if missing_core() else [f"{OVER_PYTHON}inproc"]),
-]
+KINDS = ["inproc", *BETWEEN_PROCESSES, f"{OVER_PYTHON}inproc"]
 
 
 @pytest.fixture(params=KINDS)

@@ -17,8 +17,6 @@ from pycoll.transports.base import Arrival, Transfer, Transport
 from pycoll.transports.core import CoreTransport, Memory, Network
 from pycoll.transports.inproc import Hub, InprocTransport
 from pycoll.transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
-from pycoll.transports.shm import ShmTransport
-from pycoll.transports.tcp import TcpTransport
 from pycoll.transports.zeromq import ZmqTransport
 from pycoll.zap import Keys
 
@@ -99,11 +97,7 @@ class World:
             hub = Hub(size)
             return [InprocTransport(hub, rank) for rank in range(size)]
         if kind in ("tcp", "tcp with lanes"):
-            lanes = 1 if kind == "tcp" else 3
-            return [TcpTransport(rank, size, bytes(32), lanes=lanes) for rank in range(size)]
-        if kind == "core over tcp":
-            network = Network(bytes(32), "127.0.0.1", 1)
-            return [CoreTransport(rank, size, None, network) for rank in range(size)]
+            return [over_tcp(rank, size, lanes=1 if kind == "tcp" else 3) for rank in range(size)]
         if kind == "zmq":
             return [ZmqTransport(rank) for rank in range(size)]
         if kind == "zmq with CURVE":
@@ -126,14 +120,8 @@ class World:
         doorbells = [os.eventfd(0, flags) for _ in range(size)]
         self.descriptors = [memory, *doorbells]
         self.hosts = [Host(memory, rank, doorbells, size) for rank in range(size)]
-        if kind.startswith("core"):
-            single_copy = kind == "core over shm"
-            return [
-                CoreTransport(rank, size, Memory(host, doorbells[rank], range(size), single_copy))
-                for rank, host in enumerate(self.hosts)
-            ]
         return [
-            ShmTransport(host, doorbells[rank], rank, range(size), kind == "shm")
+            CoreTransport(rank, size, Memory(host, doorbells[rank], range(size), kind == "shm"))
             for rank, host in enumerate(self.hosts)
         ]
 
@@ -146,7 +134,7 @@ class World:
         nodes = self.nodes if ranks is None else [self.nodes[rank] for rank in ranks]
         deadline = time.monotonic() + DEADLINE_S
         poller = select.poll()
-        is_core = self.kind.startswith("core")  # which sleeps in ways of its own
+        is_core = isinstance(nodes[0].transport, CoreTransport)  # which sleeps in ways of its own
         for node in () if is_core else nodes:
             poller.register(node.transport.fileno(), select.POLLIN)
         while True:
@@ -202,6 +190,11 @@ class World:
             os.close(descriptor)
         if self.fabric is not None:
             self.fabric.check()
+
+
+def over_tcp(rank: int, size: int, key: bytes = bytes(32), lanes: int = 1) -> CoreTransport:
+    """The core of a rank which the others reach by tcp."""
+    return CoreTransport(rank, size, None, Network(key, "127.0.0.1", lanes))
 
 
 def _on_device(rank: int, size: int) -> RdmaTransport:

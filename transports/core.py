@@ -197,6 +197,7 @@ class CoreTransport(Transport):
         outside: the transport to each rank that one of Python's reaches.
 
     Attributes:
+        rank: as given.
         core: the engine.
         outside: those transports.
         hold: calls a function under the owner's lock, if that can be.
@@ -218,7 +219,7 @@ class CoreTransport(Transport):
     ) -> None:
         from pycoll.transports._core import Engine
 
-        self._rank = rank
+        self.rank = rank
         self._closed = False
         self._handler: Handler | None = None
         self.hear_work: Callable[[], None] = lambda: None
@@ -322,7 +323,7 @@ class CoreTransport(Transport):
         self._dialer.dial(link, self._addresses[link.peer]["endpoint"])
 
     def link_name(self, peer: int) -> str:
-        if peer == self._rank:
+        if peer == self.rank:
             return "self"
         if peer in self.outside.peers:
             return self.outside.peers[peer].name

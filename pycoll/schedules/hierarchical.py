@@ -12,7 +12,7 @@ while the others wait. Here every rank leads a part of the value. Two hosts of f
 
 Inside a row everyone exchanges with everyone: as many bytes as around a ring, in one step, and a
 step between processes costs a wake-up. Columns follow the numbers of the hosts, which are neighbors
-in the network if they are neighbors in the list of hosts. Levels overlap by segments: the executor
+in the network if they are neighbors in the list of hosts. Levels overlap by segments: the core
 runs the schedule on several at a time.
 
 Any placement will do. There are as many parts as the smallest host has ranks. A larger host

@@ -346,7 +346,7 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, con
     }
     if (channel->num_free_transfers > 0 && (channel->single_copy || is_shared(send))) {
         send->transfer = channel->free_transfers[--channel->num_free_transfers];
-        pc_transfer_begin(pc_transfer_of(channel->heap.base, send->transfer), send->id, send->watched);
+        pc_transfer_begin(pc_transfer_of(channel->heap.base, send->transfer), send->id, false);
     }
     struct pc_offer offer = {
         .id = send->id,
@@ -419,20 +419,6 @@ void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) 
     }
     if (stopped)
         pc_channel_tell(channel, rank, PC_CANCEL, id); /* without memory the receiver waits in vain */
-}
-
-bool pc_channel_send_unwatch(pc_channel *channel, struct pc_channel_send *send) {
-    struct pc_transfer *transfer = transfer_of(channel, send);
-    if (transfer == NULL)
-        return false;
-    /* The receiver looks in the other order: it finds nobody watching, or we find that it is done. */
-    send->watched = false;
-    pc_publish(&transfer->watched, 0);
-    uint64_t state = pc_load(&transfer->state);
-    if (state == pc_phase_of(send->id, PC_PHASE_TAKEN) && pc_channel_reaches(channel, send->peer) &&
-        pc_channel_list_add(&channel->sending, send->id))
-        send->mode = PC_HELPING;
-    return state == pc_phase_of(send->id, PC_PHASE_DONE);
 }
 
 bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, size_t budget) {

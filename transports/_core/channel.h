@@ -66,8 +66,6 @@ struct pc_desk {
     uint64_t nonce_address, nonce; /* who can read it can copy */
     pc_flag64 closed;
     char pad2[PC_LINE - 32];
-    pc_flag64 awaited; /* 1 + the rank whose next item a receive waits for right now (p2p.c); 0: none */
-    char pad3[PC_LINE - 8];
     pc_flag64 senders[]; /* bits: ranks that have sent to this one */
 };
 
@@ -104,7 +102,6 @@ struct pc_channel_send {
     struct iovec one;
     void *owner;     /* of the memory: up to the caller; NULL: nobody needs to hear when it is used no more */
     int transfer;    /* index, -1: none */
-    bool watched;    /* the sender looks at the transfer itself (p2p.c) */
     bool stopped;    /* it goes no further: it will be given up */
     uint64_t pieces;
 };
@@ -203,8 +200,6 @@ void pc_channel_send_free(pc_channel *channel, struct pc_channel_send *send);
 /* Stop it if that is possible; false: the receiver has it, or will have it. */
 bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send);
 void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send);
-/* Wait for it no more by looking at its transfer; true: it is done. */
-bool pc_channel_send_unwatch(pc_channel *channel, struct pc_channel_send *send);
 /* Copy up to `budget` bytes into the receiver's memory; false: nothing is left to copy. Needs no lock. */
 bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, size_t budget);
 
@@ -217,7 +212,7 @@ void pc_channel_consume(pc_channel *channel, int peer, size_t nbytes, const stru
 
 /* Accept an offer. 1: it goes on; 0: done; -1: taken back; -2: the sender has left; -3: no memory. */
 int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer);
-/* The steps of that, for who copies by himself (p2p.c). Where a copy stands: */
+/* The steps of that. Where a copy stands: */
 enum pc_outcome { PC_MORE, PC_WAITS, PC_COMPLETE, PC_TOO_LATE, PC_FAILED, PC_GONE };
 /* Copy at most `budget` bytes. Needs no lock. */
 enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive, size_t budget);

@@ -847,7 +847,7 @@ static int set_engaged(pc_engine_object *self, PyObject *value, void *unused) {
 
 static PyGetSetDef engine_values[] = {
     {"engaged", (getter)engine_engaged, (setter)set_engaged,
-     "Whether a thread is in the Python engine: then nothing is done without it.", NULL},
+     "Whether a thread of Python's holds its engine: then nothing is done without it.", NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
     {"sent", (getter)engine_sent, NULL, "How many messages were sent, and the bytes of their payloads.", NULL},
     {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},

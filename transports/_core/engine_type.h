@@ -85,7 +85,7 @@ typedef struct pc_engine_object {
     bool is_open, has_tcp, has_queue, is_behind;
     bool is_called; /* a thread with the interpreter's lock is in the engine */
     bool lags;      /* a transport in Python has something to write */
-    char engaged; /* a thread is in the Python engine */
+    char engaged; /* a thread of Python's holds its engine */
     struct pc_event *first, **last; /* the queue */
     struct pc_event watched;
     struct pc_peer_events *peers;

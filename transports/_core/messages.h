@@ -43,6 +43,11 @@ struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgo
 struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incoming_call *incoming,
                                        enum pc_request_kind kind, bool is_blocking);
 
+/* messages_direct.c: send an array at once, or receive one that is the next. False: nothing has happened. */
+#define PC_DIRECT_NBYTES ((size_t)16 << 10)
+bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing);
+bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming);
+
 /* Give up a request of a blocking call; false: it has ended. */
 bool pc_messages_give_up(struct pc_request *request);
 struct pc_patience pc_patience(uint64_t timeout_ns);

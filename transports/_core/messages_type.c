@@ -32,6 +32,8 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
         plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
     if (plain <= 0)
         return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
+    if (is_blocking && kind == PC_SEND && outgoing.views == NULL && pc_messages_post(self, &outgoing))
+        Py_RETURN_NONE;
     enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
     struct pc_request *request = pc_messages_send(self, &outgoing, kind, is_blocking, way);
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
@@ -62,6 +64,8 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
         !pc_seconds(self, values[TIMEOUT], &timeout_ns) || (!is_blocking && values[TIMEOUT] != NULL) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
         return pc_call_method(self->slow, name, args, count, keywords);
+    if (is_blocking && pc_messages_take(self, &incoming))
+        return Py_NewRef(incoming.out);
     struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }

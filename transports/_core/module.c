@@ -1,12 +1,9 @@
 /* The compiled core of pycoll: what Python cannot do. See README.md in this folder. */
 #include "array_memory.h"
-#include "channel_type.h"
 #include "comm.h"
 #include "host_type.h"
-#include "p2p.h"
 
 extern PyType_Spec pc_guard_spec;
-extern PyType_Spec pc_tcp_spec;
 int pc_add_engine_types(PyObject *module);
 void pc_guard_init(void);
 PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
@@ -30,8 +27,7 @@ static int execute(PyObject *module) {
     pc_fast_init();
     pc_guard_init();
     if (add_type(module, &pc_host_spec) < 0 || add_type(module, pc_comm_spec()) < 0 ||
-        add_type(module, &pc_channel_spec) < 0 || add_type(module, &pc_p2p_spec) < 0 ||
-        add_type(module, &pc_guard_spec) < 0 || add_type(module, &pc_tcp_spec) < 0 || pc_add_engine_types(module) < 0)
+        add_type(module, &pc_guard_spec) < 0 || pc_add_engine_types(module) < 0)
         return -1;
     return 0;
 }

@@ -165,9 +165,9 @@ static int pass_on(struct claim *claim) {
 }
 
 int pc_request_go_on(struct pc_request *request) {
-    struct claim mine = {.request = request};
     if (PC_LIKELY(!pc_request_is_held(request)))
         return 0;
+    struct claim mine = {.request = request};
     pc_engine_object *engine = request->messages->engine;
     if (!pc_engine_do(engine, claim, &mine) || mine.number == 0)
         return 0;

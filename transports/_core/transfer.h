@@ -81,19 +81,6 @@ static inline bool pc_transfer_open(struct pc_transfer *transfer, uint64_t into,
     return false;
 }
 
-/* The receiver, after closing it: as if it had never been taken. False: the sender has taken it back. */
-static inline bool pc_transfer_untake(struct pc_transfer *transfer, uint64_t id) {
-    atomic_store_explicit(&transfer->returned, 0, memory_order_relaxed);
-    atomic_store_explicit(&transfer->done, 0, memory_order_relaxed);
-    uint64_t next = pc_load(&transfer->next);
-    while (!(next & PC_MARK_TAKEN_BACK))
-        if (atomic_compare_exchange_weak(&transfer->next, &next, PC_CLOSED)) {
-            pc_publish(&transfer->state, pc_phase_of(id, PC_PHASE_WAITING));
-            return true;
-        }
-    return false;
-}
-
 /* Either side: the number of a piece to copy, or -1: there is none. */
 static inline int64_t pc_transfer_claim(struct pc_transfer *transfer, uint64_t pieces) {
     uint64_t next = pc_load(&transfer->next);

@@ -59,10 +59,3 @@ struct pc_views *pc_view_parts(PyObject *parts) {
     }
     return views;
 }
-
-struct pc_views *pc_view_nothing(PyObject *object) {
-    struct pc_views *views = views_of(0);
-    if (views != NULL)
-        views->object = Py_NewRef(object);
-    return views;
-}

@@ -18,8 +18,6 @@ struct pc_views {
 struct pc_views *pc_view_into(PyObject *into, Py_ssize_t nbytes);
 /* All items of a sequence; NULL with an exception. */
 struct pc_views *pc_view_parts(PyObject *parts);
-/* Nothing of an object, which is kept alive; NULL with an exception. */
-struct pc_views *pc_view_nothing(PyObject *object);
 /* Let go of them; of NULL, too. */
 void pc_views_release(struct pc_views *views);
 

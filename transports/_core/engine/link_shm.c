@@ -373,6 +373,38 @@ static void stay(void *owner) { (void)owner; }
 static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered, sent,    cancelled, received,
                                             withdrawn, bye,              lost,    release, stay,      stay};
 
+/* --- the direct way ---------------------------------------------------------------------------------- */
+
+int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message, size_t *header_nbytes,
+                     size_t *nbytes) {
+    int local = shm->local[rank];
+    if (local < 0)
+        return -1;
+    struct pc_shm_peer *peer = &shm->peers[local];
+    struct pc_peer *theirs = &shm->channel.peers[local];
+    struct pc_item *item;
+    if (peer->untold.first != NULL || peer->num_withdrawn > 0 || peer->forgotten || theirs->dead)
+        return -1;
+    int64_t room = pc_ring_peek(&theirs->in, &item);
+    if (room == 0)
+        return 0;
+    if (room < (int64_t)PC_ITEM_NBYTES || pc_item_kind(item) != PC_EAGER)
+        return -1;
+    *message = item->body;
+    *header_nbytes = pc_item_header(item);
+    *nbytes = item->nbytes;
+    return *header_nbytes + *nbytes <= (size_t)room - PC_ITEM_NBYTES ? 1 : -1;
+}
+
+void pc_link_shm_took(struct pc_link_shm *shm, int rank, size_t nbytes) {
+    int local = shm->local[rank];
+    struct pc_ring *ring = &shm->channel.peers[local].in;
+    struct pc_item *item;
+    pc_channel_use(&shm->channel, local, nbytes);
+    if (pc_ring_consume(ring, pc_ring_peek(ring, &item)))
+        pc_host_wake(shm->channel.host, local);
+}
+
 /* --- what the engine asks for ------------------------------------------------------------------------ */
 
 /* What the channel keeps of a send: its parts that are not empty. NULL: there is no memory. */

@@ -45,6 +45,20 @@ struct pc_link_shm {
    freed whatever the result. */
 int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell, const int *ranks,
                      const pc_channel *limits);
+/* The direct way of short messages, past the engine's queues; with its lock, for peers that are there. Send a message of
+   one part at once. False: nothing has happened, send it as any other. */
+static inline bool pc_link_shm_post(struct pc_link_shm *shm, int rank, const void *header, size_t header_nbytes,
+                                    const struct iovec *part) {
+    return shm->local[rank] >= 0 &&
+           pc_channel_post(&shm->channel, shm->local[rank], header, header_nbytes, (struct pc_parts){part, 1},
+                           part->iov_len);
+}
+/* The next message of a rank, if it lies in its ring and all that came before has been told: header, then payload. 1; 0:
+   nothing has come; -1: something else has, or must be told before. It stays the next one until `pc_link_shm_took`. */
+int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message, size_t *header_nbytes,
+                     size_t *nbytes);
+/* Its payload was used. */
+void pc_link_shm_took(struct pc_link_shm *shm, int rank, size_t nbytes);
 /* Tell all to whom something was sent that nothing more will come; 0, or -ENOMEM. Then let `pc_channel_flush` send what
    waits for room. */
 int pc_link_shm_goodbye(struct pc_link_shm *shm);

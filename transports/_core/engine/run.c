@@ -467,7 +467,7 @@ static void drain(struct pc_run *run) {
 
 /* --- start and end ----------------------------------------------------------------------------------- */
 
-/* The segment of a chunk, as `executor.Binding.cut` has it. */
+/* The segment of a chunk, as `binding.Binding.cut` has it. */
 static void cut(const struct pc_run *run, size_t nbytes, size_t *begin, size_t *end) {
     size_t units = nbytes / run->granule;
     *begin = units * run->segment / run->num_segments * run->granule;

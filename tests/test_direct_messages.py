@@ -1,0 +1,123 @@
+"""Short arrays between ranks of one host, which are sent and received without a request."""
+
+from __future__ import annotations
+
+import pytest
+from script_jobs import Jobs, all_well
+
+TRANSPORTS = ["shm", "tcp"]  # by the second all goes its usual way: what a program sees is the same
+
+COUNT = """
+def array(value, n=4, dtype="i8"):
+    return np.full(n, value, dtype)
+
+def received(**how):
+    out = array(-1)
+    assert comm.recv(1, out=out, **how) is out
+    return out[0]
+"""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_came_before_and_waits_is_received_before(job: Jobs, transport: str) -> None:
+    """In the communicator's queue, or for a receive that was posted before."""
+    text = """
+for turn in range(50):
+    if rank == 1:
+        for value in range(3):
+            comm.send(array(value), 0, 5)
+        comm.recv(0)
+        comm.send(array(3), 0, 5)
+        comm.recv(0)
+        comm.send(array(4), 0, 5)
+        continue
+    while comm.iprobe(1) is None:  # the first three are in the queue, or some of them
+        pass
+    comm.send(None, 1)
+    assert received(tag=5) == 0
+    assert [received(), received()] == [1, 2]
+    early = comm.irecv(1, 5, array(-1))
+    comm.send(None, 1)
+    assert (received(tag=5), early.wait()[0]) == (4, 3)
+ok()
+"""
+    all_well(job(2, COUNT + text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_not_wanted_stays(job: Jobs, transport: str) -> None:
+    text = """
+other = comm.dup()
+if rank == 1:
+    comm.send(array(0), 0, 1)
+    comm.send(array(1), 0, 2)
+    other.send(array(2), 0, 1)
+    comm.send(array(3, 5), 0, 3)
+    comm.send(array(4, 4, "f4"), 0, 4)
+    comm.send({"an": "object"}, 0, 5)
+    comm.send(array(5, 0), 0, 6)
+    comm.send(array(6, 100_000), 0, 7)
+    comm.send(array(7, 2), 0, 8)
+    comm.recv(0)
+    comm.send(array(8), 0, 9)
+else:
+    out = array(-1)
+    assert other.recv(1, 1, out)[0] == 2
+    assert received(tag=2) == 1
+    assert received() == 0
+    error_like(pycoll.TruncationError, "40 bytes", comm.recv, 1, 3, out)
+    assert (comm.recv(1, 3) == 3).all()
+    error_like(pycoll.MismatchError, "float32", comm.recv, 1, 4, out)
+    assert (comm.recv(1, 4) == 4).all()
+    error_like(pycoll.MismatchError, "object", comm.recv, 1, 5, out)
+    assert comm.recv(1, 5) == {"an": "object"}
+    assert len(comm.recv(1, 6, np.empty(0, "i8"))) == 0
+    assert (comm.recv(1, 7, array(-1, 100_000)) == 6).all()
+    assert comm.recv(1, 8, out)[:2].tolist() == [7, 7]
+    error_like(pycoll.OperationTimeout, "recv", comm.recv, 1, 9, out, timeout=0.01)
+    comm.send(None, 1)
+    assert received(tag=9) == 8
+ok()
+"""
+    all_well(job(2, COUNT + text, "--transport", transport), 2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_of_all_lengths_go_round(job: Jobs, size: int) -> None:
+    """More of them than the rings and the credit hold, and with more ranks than cores."""
+    text = """
+right, left = (rank + 1) % size, (rank - 1) % size
+draw = np.random.default_rng(7)
+lengths = draw.choice([0, 1, 8, 500, 4_000, 9_000, 70_000], 2_000)
+for turn, n in enumerate(lengths):
+    x, out = np.full(n, turn % 251, "u1"), np.empty(n, "u1")
+    if rank % 2 == 0:
+        comm.send(x, right)
+        comm.recv(left, out=out)
+    else:
+        comm.recv(left, out=out)
+        comm.send(x, right)
+    assert (out == turn % 251).all()
+if rank == 0:
+    for turn in range(5_000):
+        comm.send(np.full(100, turn), 1)
+elif rank == 1:
+    out = np.empty(100, int)
+    for turn in range(5_000):
+        assert comm.recv(0, out=out)[99] == turn
+ok()
+"""
+    all_well(job(size, text, "--transport", "shm"), size)
+
+
+def test_a_rank_that_dies_ends_the_receive_of_another(job: Jobs) -> None:
+    text = """
+if rank == 1:
+    comm.send(array(1), 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+assert received() == 1
+peer_failed(1, SIGKILL, received)
+ok()
+"""
+    done = job(2, COUNT + text, "--transport", "shm")
+    assert done.content == [0], done.stderr

@@ -1,0 +1,80 @@
+/* Short arrays between ranks of one host, sent and received without a request: what a blocking call does first. If it
+   cannot, nothing has happened, and the call goes its usual way. With the interpreter's lock. */
+#include "messages.h"
+
+/* Waits for the next message look so often before the interpreter's lock is given up. */
+#define MOST_LOOKS 1000
+
+/* Take the engine's lock, unless somebody else has it; false: or the context cannot be used. */
+static bool enter(const pc_messages *self, const struct pc_context **context) {
+    pc_engine_object *engine = self->engine;
+    if (engine->host == NULL || !pc_lock_try(&engine->drive.lock))
+        return false;
+    *context = self->context->context;
+    if (PC_LIKELY(atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
+                  *context != NULL && (*context)->broken == 0))
+        return true;
+    pc_lock_give(&engine->drive.lock);
+    return false;
+}
+
+bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing) {
+    pc_engine_object *engine = self->engine;
+    const struct pc_array *array = &outgoing->array;
+    const struct pc_context *context;
+    unsigned char header[LONGEST_HEADER_NBYTES];
+    int rank = self->members[outgoing->dest];
+    if (array->nbytes > PC_DIRECT_NBYTES || !enter(self, &context))
+        return false;
+    bool posted = false;
+    if (engine->engine.gone[rank] == 0 && engine->links[rank] == &engine->shm.link) {
+        size_t header_nbytes = write_header(self->ident, array, outgoing->tag, header);
+        struct iovec part = {array->data, array->nbytes};
+        posted = pc_link_shm_post(&engine->shm, rank, header, header_nbytes, &part);
+    }
+    if (posted) {
+        engine->engine.num_sent++;
+        engine->engine.sent_nbytes += array->nbytes;
+    }
+    pc_lock_give(&engine->drive.lock);
+    return posted;
+}
+
+/* Whether a header is that of the array that is wanted, and `nbytes` of it fit. */
+static bool is_wanted(const pc_messages *self, const unsigned char *header, size_t header_nbytes, size_t nbytes,
+                      const struct pc_incoming_call *incoming) {
+    uint64_t ident;
+    int64_t tag;
+    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[0] != KIND_P2P || header[17] != PC_FORM_ARRAY)
+        return false;
+    memcpy(&ident, header + 1, 8);
+    memcpy(&tag, header + 9, 8);
+    return ident == self->ident && (incoming->tag == ANY || incoming->tag == tag) &&
+           header[18] == incoming->array.dtype && nbytes <= incoming->array.nbytes;
+}
+
+bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
+    pc_engine_object *engine = self->engine;
+    const struct pc_context *context;
+    if (incoming->out == NULL || incoming->source == ANY || incoming->status != NULL || !enter(self, &context))
+        return false;
+    int rank = self->members[incoming->source], looks = engine->shm.channel.host->spins, came = 0;
+    const unsigned char *message;
+    size_t header_nbytes, nbytes;
+    bool is_next = engine->engine.gone[rank] == 0 && engine->links[rank] == &engine->shm.link &&
+                   pc_match_first_posted(&context->matching) == NULL &&
+                   pc_match_first_message(&context->matching) == NULL;
+    for (int look = 0; is_next && came == 0 && look <= looks && look < MOST_LOOKS; look++) {
+        came = pc_link_shm_next(&engine->shm, rank, &message, &header_nbytes, &nbytes);
+        if (came == 0)
+            pc_relax();
+    }
+    bool taken = came > 0 && is_wanted(self, message, header_nbytes, nbytes, incoming);
+    if (taken) {
+        if (nbytes > 0)
+            memcpy(incoming->array.data, message + header_nbytes, nbytes);
+        pc_link_shm_took(&engine->shm, rank, nbytes);
+    }
+    pc_lock_give(&engine->drive.lock);
+    return taken;
+}
