@@ -35,7 +35,7 @@ from pycoll.errors import (
 TYPE_CHECKING = bool()  # noqa: UP018
 if TYPE_CHECKING:
     from pycoll.communicator import Communicator
-    from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+    from pycoll.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll.grid import Grid, compute_dims
     from pycoll.launcher.function import run
     from pycoll.matched import Message
@@ -84,15 +84,15 @@ __all__ = [
 
 # Imported when first used, so that `import pycoll` costs next to nothing.
 _HOMES = {
-    "ANY_SOURCE": "pycoll.context",
-    "ANY_TAG": "pycoll.context",
-    "PROC_NULL": "pycoll.context",
+    "ANY_SOURCE": "pycoll.envelope",
+    "ANY_TAG": "pycoll.envelope",
+    "PROC_NULL": "pycoll.envelope",
     "Communicator": "pycoll.communicator",
     "Grid": "pycoll.grid",
     "Message": "pycoll.matched",
     "Op": "pycoll.ops",
     "Request": "pycoll.request",
-    "Status": "pycoll.context",
+    "Status": "pycoll.envelope",
     "algorithms": "pycoll.registration",
     "compute_dims": "pycoll.grid",
     "empty": "pycoll.shared_arrays",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
-from pycoll.context import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
+from pycoll.envelope import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
 from pycoll.late import Late
 
 if TYPE_CHECKING:

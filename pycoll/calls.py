@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll.context import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Status
+from pycoll.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Status
 from pycoll.group import IN_CORE, SHARED_MEMORY, Group
 from pycoll.late import Late
 from pycoll.native import Native

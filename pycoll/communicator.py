@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from pycoll import subgroups
 from pycoll.calls import Calls
-from pycoll.context import ANY_SOURCE, ANY_TAG, Status
 from pycoll.edge import edges
 from pycoll.engine import Engine
+from pycoll.envelope import ANY_SOURCE, ANY_TAG, Status
 from pycoll.errors import Error, MismatchError, OperationTimeout
 from pycoll.group import Group
 from pycoll.late import Late

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from pycoll.calls import Calls, scattered
-from pycoll.context import readable
 from pycoll.core_started import CoreStarted, Owner
 from pycoll.edge import edge
 from pycoll.engine import raise_error
+from pycoll.envelope import readable
 from pycoll.errors import Error
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.late import Late

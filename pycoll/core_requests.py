@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pycoll import request as requests
-from pycoll.context import ANY, P2P, Incoming, Status
 from pycoll.core_started import CoreStarted, Owner
 from pycoll.edge import edge, edges
 from pycoll.engine import raise_error
+from pycoll.envelope import ANY, P2P, Incoming, Status
 from pycoll.errors import Error
 from pycoll.late import Late
 from pycoll.prepared import Prepared

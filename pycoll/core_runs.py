@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll import ops
 from pycoll.binding import Binding, are_neighbors, fill_all
-from pycoll.context import COLLECTIVE, KIND_COLLECTIVE, readable
+from pycoll.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll.errors import Error, MismatchError
 from pycoll.external import External
 from pycoll.external import Table as Rewritten

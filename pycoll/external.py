@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from pycoll.binding import Binding
-from pycoll.context import KIND_COLLECTIVE, Context
+from pycoll.context import Context
 from pycoll.engine import Engine
+from pycoll.envelope import KIND_COLLECTIVE
 from pycoll.schedule import Schedule, Step
 from pycoll.transports.base import Operation, Parts
 

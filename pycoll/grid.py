@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from pycoll import arguments, subgroups
 from pycoll.communicator import Communicator, World
-from pycoll.context import PROC_NULL
 from pycoll.edge import edge, edges
+from pycoll.envelope import PROC_NULL
 from pycoll.group import Group
 from pycoll.words import OF_GRIDS
 

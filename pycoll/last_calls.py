@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pycoll.context import Context, LastCall, are_same, different_calls, readable
+from pycoll.context import Context
+from pycoll.envelope import LastCall, are_same, different_calls, readable
 from pycoll.errors import MismatchError
 
 MAX_TOLD = 16

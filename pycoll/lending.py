@@ -16,8 +16,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pycoll import copies, cuda, staging
-from pycoll.context import COLLECTIVE, KIND_LENDING, LENDING, OFFER, Context
+from pycoll.context import Context
 from pycoll.engine import Engine
+from pycoll.envelope import COLLECTIVE, KIND_LENDING, LENDING, OFFER
 from pycoll.errors import TransportError
 from pycoll.transports.base import Arrival, Operation, Withdrawn
 

@@ -12,9 +12,10 @@ from functools import partial
 
 from pycoll import lending
 from pycoll.binding import Binding, are_neighbors
-from pycoll.context import KIND_LENT, Context
+from pycoll.context import Context
 from pycoll.copies import Begun
 from pycoll.engine import Engine
+from pycoll.envelope import KIND_LENT
 from pycoll.errors import TransportError
 from pycoll.external import Chunks, Draft, External, Table
 from pycoll.lending import MIN_NBYTES, Offer

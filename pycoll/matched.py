@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from pycoll.context import Held, Status
 from pycoll.edge import edges
+from pycoll.envelope import Held, Status
 from pycoll.request import Request
 from pycoll.words import OF_MESSAGES, Hinting
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pycoll.context import KIND_P2P, P2P, Context, Incoming
+from pycoll.context import Context
 from pycoll.engine import Engine
+from pycoll.envelope import KIND_P2P, P2P, Incoming
 from pycoll.errors import OperationTimeout
 from pycoll.task import CallSteps
 from pycoll.transports.base import Transfer

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
-from pycoll.context import Context, different_calls
+from pycoll.context import Context
 from pycoll.engine import Engine, left_without, raise_error
+from pycoll.envelope import different_calls
 from pycoll.errors import Error, MismatchError
 from pycoll.group import SHARED_MEMORY
 from pycoll.late import Late

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll import arrays, objects
 from pycoll.arrays import Value
-from pycoll.context import (
+from pycoll.context import Match
+from pycoll.dtypes import Array
+from pycoll.envelope import (
     ANY,
     ARRAY,
     KIND_P2P,
@@ -17,10 +19,8 @@ from pycoll.context import (
     SEGMENTS,
     Held,
     Incoming,
-    Match,
     Status,
 )
-from pycoll.dtypes import Array
 from pycoll.errors import Error, MismatchError, TruncationError
 from pycoll.group import Group
 from pycoll.late import Late

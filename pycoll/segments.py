@@ -14,14 +14,15 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from pycoll.context import ARRAY, COLLECTIVE, KIND_COLLECTIVE, SEGMENTS, Context, Key
+from pycoll.context import Context
 from pycoll.copies import Copy, Push, all_of
 from pycoll.engine import Engine
+from pycoll.envelope import ARRAY, COLLECTIVE, KIND_COLLECTIVE, SEGMENTS, Key
 from pycoll.errors import TransportError
 from pycoll.transports.base import Arrival, Operation, Transfer
 
 if TYPE_CHECKING:
-    from pycoll.context import Incoming
+    from pycoll.envelope import Incoming
     from pycoll.messages import Letter
     from pycoll.staging import Stage
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from pycoll import gpudirect, lending, segments
-from pycoll.context import ARRAY, LENT, SEGMENTS, Context, Incoming
+from pycoll.context import Context
 from pycoll.copies import Copy
 from pycoll.engine import Engine
+from pycoll.envelope import ARRAY, LENT, SEGMENTS, Incoming
 from pycoll.errors import OperationTimeout
 from pycoll.lending import Borrowing, Offer
 from pycoll.messages import Letter, accepted

@@ -12,7 +12,8 @@ import pytest
 from script_jobs import Jobs, all_well
 from transport_world import DEADLINE_S, World
 
-from pycoll.context import KIND_P2P, P2P, Context, Incoming
+from pycoll.context import Context
+from pycoll.envelope import KIND_P2P, P2P, Incoming
 from pycoll.transports.base import Transfer
 from pycoll.transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_BACK
 

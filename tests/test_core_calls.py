@@ -20,7 +20,7 @@ IN_CORE = TRANSPORTS[:2]
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_sendrecv_and_probes_go_without_python(job: Jobs, transport: str) -> None:
     text = """
-ALLOWED = {"pycoll.context"}  # iprobe looks in Python now and then
+ALLOWED = {"pycoll.envelope"}  # iprobe looks in Python now and then
 x, out, status = np.arange(6.0), np.zeros(6), pycoll.Status()
 
 def step():
