@@ -15,7 +15,7 @@ from tiers import exhaustive
 CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
 ENGINE = ["engine", "message", "context", "calls", "address", "match", "chains"]
 ENGINE += ["link_self", "link_shm"]
-KINDS = 17
+KINDS = 19
 """Things that the random calls count."""
 
 pytestmark = needs_gcc

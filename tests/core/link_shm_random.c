@@ -29,12 +29,12 @@
 
 enum count {
     EAGER, OFFERED, BUFFERED, RECEIVED, HELD, PARKED, GIVEN_UP, CANCELLED, BROKEN, FORGOTTEN, NO_ROOM, FINISHED,
-    TAKEN_BACK, STARTED_AGAIN, DROPPED, STOPPED, ENDED_STOPPED, COUNTS
+    TAKEN_BACK, STARTED_AGAIN, DROPPED, STOPPED, ENDED_STOPPED, POSTED, TAKEN, COUNTS
 };
 static const char *const names[] = {"eager",        "offered",  "buffered",   "received",      "held",
                                     "parked",       "given up", "cancelled",  "broken",        "forgotten",
                                     "without room", "finished", "taken back", "started again", "dropped",
-                                    "stopped for a while", "ended when stopped"};
+                                    "stopped for a while", "ended when stopped", "posted directly", "taken directly"};
 static uint64_t seed, random_state, counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {
@@ -129,7 +129,12 @@ static void start_send(int rank) {
         .peer = peer, .parts = message->parts, .num_parts = num_parts, .ended = send_ended, .owner = message};
     message->under_way = true;
     size_t header_nbytes = PC_P2P_NBYTES + 4 + (below(10) == 0 ? below(3000) : 0);
-    if (pc_send_start(ranks[rank].contexts[ident], &message->send, header, header_nbytes, (enum pc_way)below(3)) ==
+    if (num_parts == 1 && below(2) == 0 && !ranks[rank].broken[ident] &&
+        pc_link_shm_post(&ranks[rank].shm, peer, header, header_nbytes, message->parts)) {
+        counts[POSTED]++;
+        message->send.nbytes = nbytes;
+        send_over(message);
+    } else if (pc_send_start(ranks[rank].contexts[ident], &message->send, header, header_nbytes, (enum pc_way)below(3)) ==
         PC_SENT) {
         message->cancelled = message->send.status != 0;
         counts[EAGER] += message->send.status == 0;
@@ -329,8 +334,35 @@ static void check_order(int rank) {
     }
 }
 
+/* Take the next message of a rank past the queues, in which nothing waits. */
+static void take_directly(int rank) {
+    int source = (int)below(RANKS), ident = (int)below(IDENTS);
+    const struct pc_context *context = ranks[rank].contexts[ident];
+    const unsigned char *header;
+    size_t header_nbytes, nbytes;
+    if (source == rank || ranks[source].dead || context == NULL || ranks[rank].broken[ident] ||
+        pc_match_first_posted(&context->matching) != NULL || pc_match_first_message(&context->matching) != NULL ||
+        pc_link_shm_next(&ranks[rank].shm, source, &header, &header_nbytes, &nbytes) <= 0 || header[0] != PC_KIND_P2P ||
+        header[1] != ident)
+        return;
+    uint32_t number;
+    memcpy(&number, header + PC_P2P_NBYTES, 4);
+    check(number < num_messages, "there is no such message", number);
+    struct message *message = &messages[number];
+    check(message->source == source && message->dest == rank && message->ident == ident && !message->received &&
+              !message->cancelled && !message->dropped,
+          "a message is taken that should not", number);
+    for (size_t offset = 0; offset < nbytes; offset++)
+        check(header[header_nbytes + offset] == byte_of(number, offset), "a byte is wrong", number);
+    message->received = true;
+    counts[TAKEN]++;
+    pc_link_shm_took(&ranks[rank].shm, source, nbytes);
+}
+
 static void act(int rank, bool may_break) {
     uint64_t what = below(100);
+    if (below(3) == 0)
+        take_directly(rank);
     if (what < 30) {
         start_send(rank);
     } else if (what < 50) {
