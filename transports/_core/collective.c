@@ -95,7 +95,9 @@ static void announce(struct pc_started *self) {
     bool is_root = announced->is_root;
     struct pc_run *run = self->pipeline.runs; /* no segment needs it yet */
     self->announcement_place =
-        (struct pc_chunk_place){self->announcement_nbytes, is_root ? 0 : -1, is_root ? -1 : 0};
+        (struct pc_chunk_place){.nbytes = self->announcement_nbytes,
+                                .source = is_root ? 0 : -1,
+                                .target = is_root ? -1 : 0};
     *run = (struct pc_run){.table = &announced->way.table,
                            .places = &self->announcement_place,
                            .source = self->announcement,
