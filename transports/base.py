@@ -90,13 +90,18 @@ class Reach(ABC):
 
     Where it cannot after all, it uses the image.
 
+    Args:
+        elsewhere: where they really are.
+
     Attributes:
+        elsewhere: as given.
         is_in_image: of a receive: some of it has come into the image.
     """
 
-    __slots__ = ("is_in_image",)
+    __slots__ = ("elsewhere", "is_in_image")
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Elsewhere) -> None:
+        self.elsewhere = elsewhere
         self.is_in_image = False
 
     @abstractmethod

@@ -116,14 +116,19 @@ class CoreSend(Transfer):
 
 
 class CoreReceive(Transfer):
-    """A message that was accepted and is not here yet."""
+    """A message that was accepted and is not here yet.
 
-    __slots__ = ("face", "transport")
+    Attributes:
+        reach: how it comes to where its bytes are to be, if its memory is only an image of that.
+    """
 
-    def __init__(self, transport: CoreTransport, face: Receive) -> None:
+    __slots__ = ("face", "reach", "transport")
+
+    def __init__(self, transport: CoreTransport, face: Receive, reach: Reach | None) -> None:
         super().__init__()
         self.transport = transport
         self.face = face
+        self.reach = reach
 
     def ended(self, status: int) -> None:
         """Hear how it has ended."""
@@ -138,13 +143,17 @@ class CoreReceive(Transfer):
         self.face.drop()
 
     def redirect(self, into: memoryview) -> None:
+        is_here = self.face.state == OVER
         self.face.redirect(into)
+        reach, self.reach = self.reach, None
+        if is_here and reach is not None and not reach.is_in_image:
+            reach.elsewhere.read(into)  # while it was on its way, its transport has seen to that
 
 
 class CoreArrival(Arrival):
     """A message that has come, and that a receive of the core holds."""
 
-    __slots__ = ("face", "on_withdrawal", "transport")
+    __slots__ = ("_reach", "face", "on_withdrawal", "transport")
 
     def __init__(
         self, transport: CoreTransport, face: Receive, on_withdrawal: Callable[[Arrival], object]
@@ -153,13 +162,14 @@ class CoreArrival(Arrival):
         self.transport = transport
         self.face = face
         self.on_withdrawal = on_withdrawal
+        self._reach: Reach | None = None
 
     @property
     def sender_waits(self) -> bool:
         return self.face.sender_waits
 
     def accept(self, into: memoryview) -> Transfer:
-        transfer = CoreReceive(self.transport, self.face)
+        transfer = CoreReceive(self.transport, self.face, self._reach)
         self.payload = None
         status = self.face.into(into)
         if status is None:
@@ -176,7 +186,8 @@ class CoreArrival(Arrival):
 
     def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
         arrival = self.transport.outside.arrival(self.face.link_id)
-        return arrival.reach(into, elsewhere) if arrival is not None else None
+        self._reach = arrival.reach(into, elsewhere) if arrival is not None else None
+        return self._reach
 
     def held(self) -> None:
         """Hear that it has come, which was seen before this was told."""

@@ -100,11 +100,10 @@ class Direct(Reach):
     """Memory of a GPU, registered for one message, which is known by its image.
 
     Attributes:
-        elsewhere: the memory.
         uses: leases of it.
     """
 
-    __slots__ = ("_address", "_offset", "_others", "_region", "_view", "elsewhere", "uses")
+    __slots__ = ("_address", "_offset", "_others", "_region", "_view", "uses")
 
     def __init__(
         self,
@@ -114,8 +113,7 @@ class Direct(Reach):
         region: Region,
         offset: int,
     ) -> None:
-        super().__init__()
-        self.elsewhere = elsewhere
+        super().__init__(elsewhere)
         self.uses = 0
         self._others = others
         self._view = view  # while it lives, nothing else has its addresses
