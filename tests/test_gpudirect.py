@@ -19,6 +19,7 @@ from tiers import few
 
 import pycoll
 from pycoll import copies, cuda, engine, gpudirect
+from pycoll.transports.core import CoreReceive
 from pycoll.transports.rdma_lane import SEGMENT
 
 gpu, job = gpudirect_job.gpu, gpudirect_job.job
@@ -316,6 +317,30 @@ def test_a_receive_that_is_given_up_goes_on_elsewhere(
     np.testing.assert_array_equal(got.get(), values)
     with fakegpu.context(0):
         cuda.device(0).flush()
+    assert (out.get() == 0x77).all()
+
+
+def test_a_receive_that_is_given_up_when_all_is_there_but_not_told(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, out = data(LONG), on_gpu(np.zeros(LONG, np.uint8))
+    x = on_gpu(values)
+    untold: list[CoreReceive] = []
+    monkeypatch.setattr(CoreReceive, "ended", lambda receive, status: untold.append(receive))
+
+    def program(comm: Any) -> Any:
+        if comm.rank == 0:
+            return comm.send(x, 1)
+        with pytest.raises(pycoll.OperationTimeout):
+            comm.recv(0, out=out, timeout=0.3)
+        out.fill(0x77)
+        out.get()
+        monkeypatch.undo()
+        (receive,) = untold
+        receive.ended(0)
+        return comm.recv(0)
+
+    np.testing.assert_array_equal(job.run(program)[1].get(), values)
     assert (out.get() == 0x77).all()
 
 
