@@ -142,13 +142,28 @@ class Copy(_Failing):
             TransportError: it has failed.
         """
         self.look(SPIN_S)
-        if not self.done and self.mark is not None:
+        if not self.done:
             try:
-                self.mark.wait()
+                self.sleep()
             finally:
                 self._array = None  # to call it done is for who holds the engine's lock
         if self.error is not None:
             raise self.error
+
+    def sleep(self) -> None:
+        """Sleep until the GPU has ended it, in whatever way.
+
+        Raises:
+            TransportError: it has failed.
+        """
+        if self.mark is None:
+            return
+        try:
+            self.mark.wait()
+        except TransportError:
+            if self._lane is not None:
+                self._lane.drain()  # what has failed is perhaps the question alone
+            raise
 
 
 def all_of(copies: Iterable[Copy]) -> list[Copy]:
@@ -313,8 +328,7 @@ class Lane:
         """Sleep until a copy is done; while the thread waits for another it holds none."""
         error: BaseException | None = None
         try:
-            if copy.mark is not None:
-                copy.mark.wait()
+            copy.sleep()
         except TransportError as exc:
             error = exc
         if copy.engine is not None:

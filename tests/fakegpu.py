@@ -132,8 +132,10 @@ class Memory:
             with contextlib.suppress(RuntimeError), context(self.device):
                 while self._uses:
                     _, event = self._uses.popitem()
-                    with contextlib.suppress(RuntimeError):
-                        _checked(driver.cuEventSynchronize(event))
+                    for _ in range(2):  # unless it was waited for, the memory is still used
+                        with contextlib.suppress(RuntimeError):
+                            _checked(driver.cuEventSynchronize(event))
+                            break
                     with contextlib.suppress(RuntimeError):
                         _checked(driver.cuEventDestroy(event))
                 self.give_back()

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fake_cuda
 import numpy as np
@@ -510,3 +510,33 @@ def test_memory_for_a_result_dies_with_it(device: cuda.Device) -> None:
     del memory
     assert fake_cuda.stats()["allocations"] == before
     assert math.isfinite(staging.Memory(device, 0).pointer)  # also without bytes it has an address
+
+
+@pytest.mark.parametrize("way", ["wait", "settle"])
+def test_a_copy_whose_end_cannot_be_asked_keeps_its_array_until_all_has_ended(
+    way: str,
+) -> None:
+    class Array:
+        pass
+
+    class Unknown:
+        def is_done(self) -> bool:
+            return False
+
+        def wait(self) -> None:
+            raise TransportError("CUDA: unknown")
+
+    class Lane:
+        drained = False
+
+        def drain(self) -> None:
+            self.drained = is_kept() is not None
+
+    array: Any = Array()
+    is_kept, lane, mark = weakref.ref(array), Lane(), Unknown()
+    copy = copies.Copy(None, cast(Any, lane), cast(Any, mark), array)
+    del array
+    with pytest.raises(TransportError) if way == "wait" else contextlib.nullcontext():
+        getattr(copy, way)()
+    assert lane.drained
+    assert is_kept() is None
