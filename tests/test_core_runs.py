@@ -61,6 +61,11 @@ for _ in range(2):
         largest = pycoll.Op(np.maximum, elementwise=True)
         got = comm.iall_reduce(np.arange(200_000) * (rank + 1), largest, algorithm=algorithm).wait()
         assert (got == np.arange(200_000) * size).all()
+last = pycoll.Op(lambda a, b: b, commutative=False, elementwise=True)
+for call in comm.iall_reduce, comm.iscan, comm.ireduce_scatter:
+    x = np.arange(6.0).reshape(3, 2) + 10 * rank
+    wanted = np.arange(6.0).reshape(3, 2) + 10 * (rank if call == comm.iscan else size - 1)
+    assert (call(x, last).wait() == (wanted[rank] if call == comm.ireduce_scatter else wanted)).all()
 ok()
 """
     all_well(job(3, text, "--transport", transport), 3)

@@ -37,13 +37,16 @@ def test_an_out_whose_rows_overlap_in_turn_is_refused() -> None:
 @pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
 def test_wait_any_gives_a_persistent_request_once_for_each_start(ranks: Any) -> None:
     def program(comm: Comm) -> None:
-        request = comm.persistent.all_reduce(np.ones(3))
-        for _ in range(3):
-            request.start()
-            index, result = pycoll.wait_any([request])
-            assert (index, list(result)) == (0, [2.0, 2.0, 2.0])
-            with pytest.raises(ValueError, match="no request is left"):
-                pycoll.wait_any([request])
+        in_core = comm.persistent.all_reduce(np.ones(3))
+        not_in_core = comm.persistent.all_reduce_many([np.ones(3)])
+        for request in in_core, not_in_core:
+            for _ in range(3):
+                request.start()
+                index, result = pycoll.wait_any([request])
+                assert index == 0
+                np.testing.assert_array_equal(np.ravel(result), [2.0, 2.0, 2.0])
+                with pytest.raises(ValueError, match="no request is left"):
+                    pycoll.wait_any([request])
 
     ranks(program)
 
