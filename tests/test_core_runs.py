@@ -65,7 +65,8 @@ last = pycoll.Op(lambda a, b: b, commutative=False, elementwise=True)
 for call in comm.iall_reduce, comm.iscan, comm.ireduce_scatter:
     x = np.arange(6.0).reshape(3, 2) + 10 * rank
     wanted = np.arange(6.0).reshape(3, 2) + 10 * (rank if call == comm.iscan else size - 1)
-    assert (call(x, last).wait() == (wanted[rank] if call == comm.ireduce_scatter else wanted)).all()
+    wanted = wanted[rank] if call == comm.ireduce_scatter else wanted
+    assert (call(x, last).wait() == wanted).all()
 ok()
 """
     all_well(job(3, text, "--transport", transport), 3)
