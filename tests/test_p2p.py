@@ -231,17 +231,20 @@ def test_a_send_to_oneself_is_always_buffered(ranks: Any) -> None:
     ranks(program)
 
 
+@pytest.mark.parametrize("nbytes", [500, 20_000])
 @sizes(3)
-def test_a_flood_to_a_rank_that_does_not_receive_stays_bounded_in_memory(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
+def test_a_flood_to_a_rank_that_does_not_receive_stays_bounded_in_memory(
+    ranks: Any, nbytes: int
+) -> None:
+    def program(comm: Comm, nbytes: int) -> None:
         me, count = comm.rank, 0
         before = resident()
         if me == 0:
             with pytest.raises(pycoll.OperationTimeout):  # noqa: PT012  which send waits is open
                 while count < 100_000:
-                    comm.send(numbered(count % 251, 20_000), 1, timeout=0.3)
+                    comm.send(numbered(count % 251, nbytes), 1, timeout=0.3)
                     count += 1
-            assert 0 < count * 20_000 < 4 * MiB
+            assert 0 < count * nbytes < 4 * MiB
             comm.send(count, 2)
             comm.send("behind the flood", 1, tag=1, timeout=30)
         elif me == 2:
@@ -250,7 +253,7 @@ def test_a_flood_to_a_rank_that_does_not_receive_stays_bounded_in_memory(ranks: 
         else:
             count = comm.recv(2)  # waits in pycoll while the flood comes
             for i in range(count):
-                check(comm.recv(0, tag=0), i % 251, 20_000)
+                check(comm.recv(0, tag=0), i % 251, nbytes)
             # The one that timed out was taken back; what was sent after it is here.
             assert comm.recv(0) == "behind the flood"
         assert resident() - before < 40 * MiB
@@ -258,7 +261,7 @@ def test_a_flood_to_a_rank_that_does_not_receive_stays_bounded_in_memory(ranks: 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    ranks(program)
+    ranks(program, nbytes)
 
 
 @sizes(2)
