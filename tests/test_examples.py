@@ -82,8 +82,9 @@ def test_overlap_times_each_kind_of_computing(size: int, tmp_path: Path) -> None
     assert [line.split()[0] for line in lines[2:4]] == ["numpy_work", "python_work"]
     for line in lines[2:4]:
         computing, all_reduce, _, at_once, ratio = map(float, line.split()[1:])
-        assert min(computing, all_reduce, at_once) > 0.0
-        # The times are shown in hundredths of a millisecond, the ratio is of those before that.
+        # The times are shown in hundredths of a millisecond, the ratio is of those before that. To
+        # reduce the values of one rank takes less.
+        assert min(computing, at_once, all_reduce if size > 1 else 1.0) > 0.0
         assert ratio == pytest.approx(at_once / max(computing, all_reduce), rel=0.2, abs=0.01)
     assert (len(lines) == 5) is (size >= usable_cores())
 
