@@ -341,6 +341,8 @@ static bool do_asked(struct running *running) {
     if (position == PC_NO_STEP)
         return false;
     if (position == PC_LAST_STEPS) {
+        check(!asked->asks_last, "the ends of the last steps are asked for twice", run->left);
+        check(run->left == run->num_at_end, "the ends of the last steps are asked for before others are done", run->left);
         asked->asks_last = true;
     } else if (run->table->steps[position].kind == PC_STEP_EXTERNAL) {
         check(!asked->begun[position], "a step is asked for twice", position);
