@@ -21,9 +21,6 @@ from tiers import few
 from pycoll.transports import handshake
 from pycoll.transports.dial import SILENT
 from pycoll.transports.handshake import HELLO_NBYTES, Hello, Secret
-from pycoll.transports.shm import missing_core
-
-pytestmark = pytest.mark.skipif(bool(missing_core()), reason="the compiled core is missing here")
 
 RANKS = 4
 LIMIT_S = 50 * PATIENCE

@@ -344,6 +344,35 @@ def test_a_receive_that_is_given_up_when_all_is_there_but_not_told(
     assert (out.get() == 0x77).all()
 
 
+def test_a_handle_forgets_the_array_on_a_gpu_that_it_was_to_fill_first(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, out = data(LONG), on_gpu(np.zeros(LONG, np.uint8))
+    x = on_gpu(values)
+    untold: list[CoreReceive] = []
+    with fakegpu.held_stream() as (_, release):
+        copy = fakegpu.empty((LONG,), np.uint8)
+        copy.copy_from(out)  # held up
+
+        def program(comm: Any) -> Any:
+            if comm.rank == 0:
+                return comm.send(x, 1)
+            handle = comm.mprobe(0)
+            with pytest.raises(pycoll.OperationTimeout):
+                handle.recv(out, timeout=0.3)  # it may not be written yet
+            release()
+            ended = CoreReceive.ended
+            monkeypatch.setattr(CoreReceive, "ended", lambda receive, _: untold.append(receive))
+            with pytest.raises(pycoll.OperationTimeout):
+                handle.recv(np.zeros(LONG, np.uint8), timeout=0.3)
+            monkeypatch.undo()
+            (receive,) = untold
+            ended(receive, 0)
+            return handle.recv(np.zeros(LONG, np.uint8))
+
+        np.testing.assert_array_equal(job.run(program)[1], values)
+
+
 def test_a_receive_that_is_given_up_before_the_array_may_be_written(job: Job) -> None:
     values, out = data(LONG), on_gpu(np.zeros(LONG, np.uint8))
     x = on_gpu(values)

@@ -95,13 +95,15 @@ class Reach(ABC):
 
     Attributes:
         elsewhere: as given.
+        is_open: `close` was not called.
         is_in_image: of a receive: some of it has come into the image.
     """
 
-    __slots__ = ("elsewhere", "is_in_image")
+    __slots__ = ("elsewhere", "is_in_image", "is_open")
 
     def __init__(self, elsewhere: Elsewhere) -> None:
         self.elsewhere = elsewhere
+        self.is_open = True
         self.is_in_image = False
 
     @abstractmethod

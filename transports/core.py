@@ -146,7 +146,7 @@ class CoreReceive(Transfer):
         is_here = self.face.state == OVER
         self.face.redirect(into)
         reach, self.reach = self.reach, None
-        if is_here and reach is not None and not reach.is_in_image:
+        if is_here and reach is not None and reach.is_open and not reach.is_in_image:
             reach.elsewhere.read(into)  # while it was on its way, its transport has seen to that
 
 

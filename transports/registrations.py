@@ -131,7 +131,8 @@ class Direct(Reach):
         return Lease(self._offset + address - self._address, self._region, view, self)
 
     def close(self) -> None:
-        if self in self._others:
+        if self.is_open:
+            self.is_open = False
             self._others.remove(self)
             self._region.close()
 

@@ -51,9 +51,6 @@ def open_host(
     Returns:
         The memory and the descriptor of this rank's doorbell, or the reason why there is none.
     """
-    reason = missing_core()
-    if reason is not None:
-        return reason
     from pycoll.transports._core import Host
 
     handed = _handed_on(environ, local_rank, local_size)

@@ -158,7 +158,6 @@ typedef struct pc_channel {
     uint64_t seen_version;
     uint32_t backlogged; /* peers with notes */
     struct pc_heap heap;
-    struct pc_transfer *transfers;
     int16_t free_transfers[PC_TRANSFERS];
     int num_free_transfers;
     struct pc_table sends, receives;

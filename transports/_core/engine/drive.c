@@ -452,14 +452,6 @@ int pc_drive_watch(struct pc_drive *drive, int fd) {
     return ENOSPC;
 }
 
-void pc_drive_unwatch(struct pc_drive *drive, int fd) {
-    for (int i = 0; i < PC_WATCHED; i++)
-        if (drive->watched[i] == fd) {
-            epoll_ctl(drive->epoll, EPOLL_CTL_DEL, fd, NULL);
-            drive->watched[i] = -1;
-        }
-}
-
 void pc_drive_watch_again(struct pc_drive *drive) {
     struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u32 = WATCHED};
     atomic_store_explicit(&drive->fired, 0, memory_order_relaxed);

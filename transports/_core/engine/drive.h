@@ -141,7 +141,6 @@ bool pc_drive_take_work(struct pc_drive *drive);
 int pc_drive_add(struct pc_drive *drive, struct pc_source *source);
 /* Have the caller of a wait told when a descriptor is readable: once, until `pc_drive_watch_again`. */
 int pc_drive_watch(struct pc_drive *drive, int fd);
-void pc_drive_unwatch(struct pc_drive *drive, int fd);
 void pc_drive_watch_again(struct pc_drive *drive);
 
 /* There is work for a caller. */
