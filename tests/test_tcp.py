@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from patience import PATIENCE
 from tiers import few
-from transport_world import DEADLINE_S, World, over_tcp
+from transport_world import DEADLINE_S, World, kill, over_tcp
 
 from pycoll.errors import PeerFailed
 from pycoll.transports.base import EAGER_LIMIT, Arrival, Transfer
@@ -83,9 +83,7 @@ class TcpWorld(World):
         return len(self.lanes) == 2 * LANES[self.kind]
 
     def kill(self, rank: int) -> None:
-        """End a rank as the kernel ends a process: all that it has open is closed."""
-        self.transport(rank).abandon()
-        self.transport(rank)._closed = True
+        kill(self.transport(rank))
 
     def link(self) -> None:
         """Make all connections of ranks 0 and 1."""
@@ -305,7 +303,7 @@ def test_a_listener_without_descriptors_turns_callers_away_and_does_not_spin() -
 FORKED = """
 import os, sys
 sys.path[:0] = {path!r}
-from transport_world import World
+from transport_world import World, kill
 world = World({kind!r}, 2)
 world.send(0, 1, b"h", b"x")
 world.arrivals(1, 1)
@@ -323,7 +321,7 @@ if child == 0:
     os._exit(0)
 assert os.read(told, 1) == b"0", "the child holds connections"
 # The end of one is seen by the other, though the child goes on.
-world.nodes[0].transport.abandon()
+kill(world.nodes[0].transport)
 world.run(lambda: 0 in world.nodes[1].lost_peers, ranks=[1])
 world.nodes.pop(0)
 os.write(writing, b"x")

@@ -517,8 +517,8 @@ class CoreTransport(Transport):
         """End the engine: who still waits in it returns."""
         self.core.close()
 
-    def abandon(self) -> None:
-        """Close every descriptor, without a word."""
+    def _forked(self) -> None:
+        """In the child of a fork: close every descriptor. The background thread is the parent's."""
         if self._dialer is not None:
             self._dialer.close()
         self.core.forked()
@@ -534,7 +534,7 @@ _open: weakref.WeakSet[CoreTransport] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for transport in _open:
-        transport.abandon()
+        transport._forked()
     _open.clear()
 
 
