@@ -124,11 +124,12 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         group = self._group
         methods = self._methods_in_core()
         if group.native is not None:
-            # The core asks nobody: what the user has ruled out goes by the methods of this class.
+            # In shared memory, or by messages if the call says so; what the user has ruled out goes
+            # by messages.
             names = [name for name in COLLECTIVES if group.in_core(name)]
-            methods |= group.native.methods([(name, getattr(self, name)) for name in names])
-            if "all_reduce" in methods:
-                methods["allreduce"] = methods["all_reduce"]
+            methods |= group.native.methods([(name, methods[name]) for name in names])
+        for twin in ("all_reduce", "iall_reduce"):
+            methods[twin.replace("_", "")] = methods[twin]
         return methods
 
     def _methods_in_core(self) -> dict[str, Any]:
@@ -145,14 +146,8 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         with group.engine.locked():
             context.messages, context.collectives = messages, collectives
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
-        names = core_collectives.NONBLOCKING
-        if group.native is None:
-            names += core_collectives.NAMES
-        methods |= {name: getattr(collectives, name) for name in names}
-        for twin in ("all_reduce", "iall_reduce"):
-            if twin in methods:
-                methods[twin.replace("_", "")] = methods[twin]
-        return methods
+        names = core_collectives.NONBLOCKING + core_collectives.NAMES
+        return methods | {name: getattr(collectives, name) for name in names}
 
     def _in_python(self, name: str) -> Callable[..., Any]:
         """Return the method of this class to which the core leaves a call that it does not do."""

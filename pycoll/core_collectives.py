@@ -237,6 +237,8 @@ class Plans:
         if name in REDUCING:
             arguments["op"] = OPS[op]
         prepared = getattr(calls, name)(**arguments)
+        if prepared.native is not None and group.native is not None:
+            return None
         if name not in REDUCING and core_runs.may_be_lent_to():
             return None
         if name in ("broadcast", "scatter"):

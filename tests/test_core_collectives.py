@@ -1,11 +1,9 @@
-"""Collectives by messages that the compiled core runs: what a program sees.
-
-That all else is as with the other engine is tested by the same tests, run with that variable.
-"""
+"""Collectives by messages that the compiled core runs: what a program sees."""
 
 from __future__ import annotations
 
 import pytest
+from core_counting import COUNTING
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
@@ -92,6 +90,38 @@ error_like(ValueError, "overlap", comm.iall_reduce, rows[0], out=rows[0][::-1])
 ok()
 """
     all_well(job(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_a_named_algorithm_runs_without_python(job: Jobs, transport: str) -> None:
+    """Also where blocking calls go by shared memory, and some of them do between."""
+    text = (
+        COUNTING
+        + """
+ALLOWED = set()
+x, out, rows = np.arange(4.0) + rank, np.zeros(4), np.arange(size * 4.0).reshape(size, 4)
+
+def step():
+    comm.barrier(algorithm="dissemination")
+    assert comm.all_reduce(x, out=out, algorithm="ring") is out
+    assert out.tolist() == (np.arange(4.0) * 2 + 1).tolist()
+    assert comm.allreduce(x).tolist() == out.tolist()
+    assert comm.all_gather(x, algorithm="bruck").tolist() == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    assert comm.reduce_scatter(rows, algorithm="ring").tolist() == (rows[rank] * 2).tolist()
+    given = x if rank == 1 else out
+    assert comm.broadcast(given, 1, algorithm="tree") is given
+    assert given.tolist() == [1, 2, 3, 4]
+    total = comm.reduce(x, "max", 1, algorithm="tree")
+    assert (total is None) if rank == 0 else total.tolist() == [1, 2, 3, 4]
+
+goes_without_python(step)
+if comm.size == 2:
+    error = error_of(lambda: comm.all_reduce(x, algorithm="ring" if rank == 0 else None))
+    assert type(error) is pycoll.MismatchError, repr(error)
+ok()
+"""
+    )
+    all_well(job(2, text, "--transport", transport), 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

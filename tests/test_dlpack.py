@@ -130,7 +130,10 @@ def test_a_capsule_is_taken_once() -> None:
     assert len(x.given_back) == 1
 
 
-@pytest.mark.parametrize("capsule", [None, 5, new_capsule(1, b"something else", None)])
+OTHER_NAME = b"something else"  # a capsule does not keep it
+
+
+@pytest.mark.parametrize("capsule", [None, 5, new_capsule(1, OTHER_NAME, None)])
 def test_what_is_no_capsule_of_dlpack_is_refused(capsule: object) -> None:
     with pytest.raises(BufferError, match="no unused capsule"):
         dlpack.take(capsule)
