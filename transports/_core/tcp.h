@@ -23,9 +23,10 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-/* Bytes of a payload that one lane takes at a time. */
+/* Bytes of a payload that one lane takes at a time, and that one call writes. A call keeps the socket locked: meanwhile
+   the kernel frees nothing of what the peer has received, and it stops when its buffer is full. */
 #ifndef PC_TCP_SEGMENT
-#define PC_TCP_SEGMENT ((size_t)256 << 10)
+#define PC_TCP_SEGMENT ((size_t)512 << 10)
 #endif
 #ifndef PC_TCP_LONGEST_HEADER
 #define PC_TCP_LONGEST_HEADER ((size_t)64 << 10)

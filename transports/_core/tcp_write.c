@@ -219,6 +219,8 @@ static size_t collect_payload(const struct pc_tcp_out *out, struct iovec *pieces
     size_t rest = out->nbytes - skip, count = 0;
     if (rest == 0)
         return 0;
+    if (rest > PC_TCP_SEGMENT)
+        rest = PC_TCP_SEGMENT;
     if (out->copy != NULL) {
         pieces[0] = (struct iovec){out->copy + skip, rest};
         return 1;
