@@ -9,10 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    ENGINE,
+    PLAIN,
+    TESTS,
+    call,
+    counted,
+    needs_gcc,
+    prefix_of,
+)
 from tiers import exhaustive
 
-NAMES = ("engine", "message", "context", "calls", "address", "link_self", "match", "chains")
+NAMES = (*ENGINE, "link_self")
 KINDS = 21
 """Things that the random calls count."""
 

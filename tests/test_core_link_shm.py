@@ -9,12 +9,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    ENGINE,
+    PLAIN,
+    TESTS,
+    call,
+    counted,
+    needs_gcc,
+    prefix_of,
+)
 from tiers import exhaustive
 
 CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
-ENGINE = ["engine", "message", "context", "calls", "address", "match", "chains"]
-ENGINE += ["link_self", "link_shm"]
+NAMES = (*ENGINE, "link_self", "link_shm")
 KINDS = 19
 """Things that the random calls count."""
 
@@ -27,7 +37,7 @@ def build(tmp_path: Path, flags: tuple[str, ...]) -> Path:
     command: list[str | Path] = [*COMPILER, *flags, "-DPC_MOST_UNOPENED=5", "-DPC_NO_FREE_LIST"]
     command += ["-I", TESTS, "-I", CORE, "-include", TESTS / "channel_hooks.h"]
     command += [TESTS / "link_shm_random.c", *(CORE / f"{name}.c" for name in CHANNEL)]
-    command += [CORE / "engine" / f"{name}.c" for name in ENGINE]
+    command += [CORE / "engine" / f"{name}.c" for name in NAMES]
     made = call([*command, "-o", program, "-pthread"], tmp_path)
     assert made.returncode == 0, made.stdout
     return program

@@ -9,10 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    ENGINE,
+    PLAIN,
+    TESTS,
+    call,
+    counted,
+    needs_gcc,
+    prefix_of,
+)
 from tiers import exhaustive
 
-ENGINE = ("engine", "message", "context", "calls", "address", "match", "chains", "link_tcp")
+NAMES = (*ENGINE, "link_tcp")
 TCP = ("tcp", "tcp_read", "tcp_write", "table")
 KINDS = 16
 """Things that the random calls count."""
@@ -34,7 +45,7 @@ def test_random_messages_between_engines_come_whole_and_once(
     prefix = prefix_of(flags)
     sources = [
         TESTS / "link_tcp_random.c",
-        *(CORE / "engine" / f"{name}.c" for name in ENGINE),
+        *(CORE / "engine" / f"{name}.c" for name in NAMES),
         *(CORE / f"{name}.c" for name in TCP),
     ]
     small = ["-DPC_MOST_UNOPENED=10", "-DPC_NO_FREE_LIST", "-include", TESTS / "tcp_hooks.h"]

@@ -12,16 +12,25 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    ENGINE,
+    PLAIN,
+    TESTS,
+    call,
+    counted,
+    needs_gcc,
+    prefix_of,
+)
 from tiers import exhaustive
 
 from pycoll import schedules
 from pycoll.proof import Program, Run, Values
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 
-NAMES = (
-    "engine", "message", "context", "calls", "run", "address", "link_self", "match", "chains"
-)  # fmt: skip
+NAMES = (*ENGINE, "run", "link_self")
 KINDS = 36
 """Things that the random calls count."""
 

@@ -8,8 +8,11 @@
 #define PC_MOST_UNOPENED 10
 #define PC_SHORT_HEADER 40
 #define PC_RUN_WINDOW 2
+#define PC_SCRATCH_WORTH 1
 #ifdef __SANITIZE_ADDRESS__
 #define PC_NO_FREE_LIST /* AddressSanitizer sees who touches a message that is gone */
+#else
+#define PC_SCRATCH_KEPT ((size_t)2048)
 #endif
 
 void *scarce_malloc(size_t nbytes);

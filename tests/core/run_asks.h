@@ -177,9 +177,9 @@ static void asked_over(struct running *running, bool failed) {
         } else if (is_grown) {
             state->failed = true; /* nothing was written there */
         }
-        pc_engine_free_later(engine, grown->memory);
+        pc_engine_give_scratch(engine, grown->memory);
     }
-    pc_engine_free_later(engine, asked->own);
+    pc_engine_give_scratch(engine, asked->own);
     free(asked->steps);
     free(asked->successors);
     free(asked);
@@ -234,7 +234,7 @@ static bool combine_asked(struct running *running, uint32_t position) {
         unsigned char *own = value_of(running, chunk);
         if (!pc_run_place(run, chunk)) {
             check(was_scarce, "there was memory for a chunk", chunk);
-            pc_engine_free_later(run->engine, incoming);
+            pc_engine_give_scratch(run->engine, incoming);
             return false;
         }
         unsigned char *out = value_of(running, chunk);
@@ -246,7 +246,7 @@ static bool combine_asked(struct running *running, uint32_t position) {
         at += length;
     }
     check(at == nbytes, "what has come for a reduction has another length", nbytes);
-    pc_engine_free_later(run->engine, incoming);
+    pc_engine_give_scratch(run->engine, incoming);
     return true;
 }
 

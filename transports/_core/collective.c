@@ -86,7 +86,7 @@ static void announcement_ended(struct pc_run *run) {
     if (announced->inline_nbytes >= 0)
         end(self);
     else
-        pc_pipeline_start(self->context, &self->pipeline);
+        pc_pipeline_start(&self->pipeline);
 }
 
 /* Send the announcement, or receive it and pass it on. */
@@ -192,35 +192,26 @@ PyObject *pc_collective_event(pc_engine_object *engine, struct pc_event *event) 
 
 /* --- beginning --------------------------------------------------------------------------------------- */
 
-struct starting {
-    struct pc_started *started;
-    unsigned char *text;
-    size_t text_nbytes;
-    bool may; /* else nothing has happened */
-};
-
-static void launch(pc_engine_object *engine, void *argument) {
-    struct starting *starting = argument;
-    struct pc_started *self = starting->started;
+/* With the engine's lock. False: nothing has happened. */
+static bool launch(struct pc_started *self, const unsigned char *text, size_t text_nbytes) {
+    pc_engine_object *engine = self->collectives->engine;
     struct pc_context *context = self->collectives->context->context;
-    starting->may = context != NULL && context->broken == 0;
-    if (!starting->may)
-        return;
+    if (context == NULL || context->broken != 0)
+        return false;
     pc_op_begin(&self->op, &engine->drive, -1);
-    self->call = pc_context_begin(context, starting->text, starting->text_nbytes);
-    if (self->call == NULL) {
-        starting->may = false;
-        return;
-    }
+    self->call = pc_context_begin(context, text, text_nbytes);
+    if (self->call == NULL)
+        return false;
     self->number = self->call->number;
     self->context = context;
     context->num_users++;
     pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
     self->pipeline.call = self->call;
+    self->pipeline.context = context;
     if (self->plan->announced.is_announced)
         announce(self);
     else
-        pc_pipeline_start(context, &self->pipeline);
+        pc_pipeline_start(&self->pipeline);
     if (!pc_op_is_done(&self->op)) {
         self->is_launched = self->under_way = true;
         self->is_pending = !self->is_blocking;
@@ -228,10 +219,14 @@ static void launch(pc_engine_object *engine, void *argument) {
             pc_drive_pending(&engine->drive, 1);
     }
     pc_engine_leave(&engine->engine);
+    return true;
 }
 
-struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, const struct pc_collective_call *call) {
+struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given, const struct pc_collective_call *call) {
     unsigned char few[512];
+    if (given == NULL || given == Py_None)
+        return NULL;
+    pc_plan *plan = (pc_plan *)given;
     PyTypeObject *type = (PyTypeObject *)self->type;
     struct pc_started *started = (struct pc_started *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (started == NULL)
@@ -257,23 +252,24 @@ struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, cons
                                              .ended = pipeline_ended,
                                              .owner = started};
     bool has_memory = pc_pipeline_prepare(&started->pipeline) && (!plan->announced.is_announced || prepare_announcement(started));
-    struct starting starting = {.started = started, .text = few};
-    size_t most = plan->text_nbytes + 1 + PC_MOST_PLACE_NBYTES;
-    if (most > sizeof few)
-        starting.text = malloc(most);
+    size_t text_nbytes = plan->text_nbytes + 1, most = text_nbytes + PC_MOST_PLACE_NBYTES;
+    unsigned char *text = most <= sizeof few ? few : malloc(most);
     bool done = false;
-    if (has_memory && starting.text != NULL) {
-        memcpy(starting.text, plan->text, plan->text_nbytes);
-        starting.text[plan->text_nbytes] = 0;
-        starting.text_nbytes = plan->text_nbytes + 1;
-        starting.text_nbytes += pc_call_place((char *)starting.text + starting.text_nbytes);
+    if (has_memory && text != NULL) {
+        struct pc_turn turn;
+        memcpy(text, plan->text, plan->text_nbytes);
+        text[plan->text_nbytes] = 0;
+        text_nbytes += pc_call_place((char *)text + text_nbytes);
         Py_INCREF((PyObject *)started);
-        done = pc_engine_do(self->engine, launch, &starting) && starting.may;
+        if (pc_engine_take(self->engine, &turn)) {
+            done = launch(started, text, text_nbytes);
+            pc_engine_give(self->engine, &turn);
+        }
         if (!done || !started->is_launched)
             let_go(started);
     }
-    if (starting.text != few)
-        free(starting.text);
+    if (text != few)
+        free(text);
     if (done && started->status != 0 && !started->is_launched) {
         PyObject *said = PyObject_CallMethod((PyObject *)started, "_fail", NULL);
         done = said != NULL;

@@ -125,9 +125,9 @@ struct pc_collective_call {
     void *source, *target;
 };
 
-/* collective.c: start a call. NULL without an exception: it could not be, and Python says why. `source` and `target` are
-   the memory of `x` and of `result`, which are kept. */
-struct pc_started *pc_collective_start(pc_collectives *self, pc_plan *plan, const struct pc_collective_call *call);
+/* collective.c: start a call by its plan, which is None, or NULL, if it has none. NULL without an exception: it could not
+   be, and Python says why. `source` and `target` are the memory of `x` and of `result`, which are kept. */
+struct pc_started *pc_collective_start(pc_collectives *self, PyObject *plan, const struct pc_collective_call *call);
 /* With the engine's lock: end a call that was held, with which Python has gone on. */
 void pc_collective_settle(struct pc_started *self, int status);
 /* With the engine's lock: give it up, if it is under way. */

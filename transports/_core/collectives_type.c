@@ -141,11 +141,6 @@ static void name_array(struct plan_key *key, const struct pc_array *array) {
 
 static bool is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
 
-/* A call whose plan was found; NULL without an exception: leave it to Python. */
-static struct pc_started *begin_by(pc_collectives *self, PyObject *plan, struct pc_collective_call *call) {
-    return plan != NULL && plan != Py_None ? pc_collective_start(self, (pc_plan *)plan, call) : NULL;
-}
-
 /* A call whose root announces what will come, on another rank. */
 static struct pc_started *begin_announced(pc_collectives *self, struct plan_key *key, PyObject **values) {
     PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT]; /* where the result goes, if anybody says so */
@@ -177,7 +172,7 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
                                       .result = result,
                                       .target = out.data};
     if (result != NULL)
-        started = begin_by(self, plan, &call);
+        started = pc_collective_start(self, plan, &call);
     Py_XDECREF(result);
     Py_XDECREF(plan);
     return started;
@@ -219,7 +214,7 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
         .result = result,
         .source = kind != PC_BARRIER ? x.data : (void *)self, /* a barrier's chunks are empty, but somewhere */
         .target = out.data};
-    struct pc_started *started = begin_by(self, plan, &call);
+    struct pc_started *started = pc_collective_start(self, plan, &call);
     Py_XDECREF(plan);
     Py_DECREF(result);
     return started;

@@ -19,11 +19,11 @@ static PyTypeObject *memory_type;
 
 void pc_memory_type(PyTypeObject *memory) { memory_type = memory; }
 
-static void free_later(pc_engine_object *engine, void *memory) { pc_engine_free_later(&engine->engine, memory); }
+static void give_scratch(pc_engine_object *engine, void *memory) { pc_engine_give_scratch(&engine->engine, memory); }
 
 static void let_go(pc_engine_object *engine, void *memory) {
-    if (memory != NULL && !pc_engine_do(engine, free_later, memory))
-        free(memory);
+    if (memory != NULL && !pc_engine_do(engine, give_scratch, memory))
+        pc_scratch_discard(memory);
 }
 
 /* It owns the memory; without an object of ours that goes, too. */

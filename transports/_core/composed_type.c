@@ -220,7 +220,8 @@ static void launch(pc_engine_object *engine, void *argument) {
     }
     self->under_way = true;
     pc_engine_enter(&engine->engine); /* it is launched before it hears of anything */
-    pc_pipeline_start(context, &self->pipeline);
+    self->pipeline.context = context;
+    pc_pipeline_start(&self->pipeline);
     self->is_launched = self->under_way;
     pc_engine_leave(&engine->engine);
 }

@@ -32,40 +32,44 @@ static void settle(pc_engine_object *self) {
     pc_drive_pending(&self->drive, is_behind ? 1 : -1);
 }
 
-/* Whether it has left something for Python to do. */
-static bool do_locked(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
-    uint64_t before = self->queue.num_posted;
+bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn) {
+    if (!self->is_open || atomic_load_explicit(&self->drive.closed, memory_order_acquire) != PC_DRIVE_OPEN)
+        return false;
+    turn->state = NULL;
+    if (PC_UNLIKELY(!pc_lock_try(&self->drive.lock))) {
+        turn->state = PyEval_SaveThread();
+        pc_lock_take(&self->drive.lock);
+    }
+    if (PC_UNLIKELY(atomic_load_explicit(&self->drive.closed, memory_order_relaxed) != PC_DRIVE_OPEN)) {
+        pc_lock_give(&self->drive.lock);
+        if (turn->state != NULL)
+            PyEval_RestoreThread(turn->state);
+        return false;
+    }
+    turn->orders = self->queue.num_posted;
     self->is_called = true;
-    work(self, argument);
-    self->is_called = false;
-    settle(self);
-    return self->queue.num_posted != before;
+    return true;
 }
 
-bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
-    if (!self->is_open)
-        return false;
-    if (atomic_load_explicit(&self->drive.closed, memory_order_acquire) != PC_DRIVE_OPEN)
-        return false;
-    bool is_open, has_orders = false;
-    if (pc_lock_try(&self->drive.lock)) {
-        is_open = atomic_load_explicit(&self->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN;
-        if (is_open)
-            has_orders = do_locked(self, work, argument);
-        pc_lock_give(&self->drive.lock);
-    } else {
-        PyThreadState *state = PyEval_SaveThread();
-        is_open = pc_drive_enter(&self->drive);
-        if (is_open) {
-            has_orders = do_locked(self, work, argument);
-            pc_drive_leave(&self->drive);
-        }
-        PyEval_RestoreThread(state);
-    }
+void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn) {
+    self->is_called = false;
+    settle(self);
+    bool has_orders = self->queue.num_posted != turn->orders;
+    pc_lock_give(&self->drive.lock);
+    if (PC_UNLIKELY(turn->state != NULL))
+        PyEval_RestoreThread(turn->state);
     /* Here, and not when somebody comes to it: what was given up may be used otherwise from now on. */
     if (PC_UNLIKELY(has_orders))
         pc_link_do_orders(self);
-    return is_open;
+}
+
+bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
+    struct pc_turn turn;
+    if (!pc_engine_take(self, &turn))
+        return false;
+    work(self, argument);
+    pc_engine_give(self, &turn);
+    return true;
 }
 
 PyObject *pc_engine_is_closed(void) {

@@ -1,7 +1,7 @@
 /* The message engine as Python sees it: `_core.Engine`, and what belongs to it.
 
    Nothing here touches a Python object while the engine's lock is held, and nobody waits for that lock while he holds
-   the interpreter's: `pc_engine_do` tries it, and else gives up the interpreter's lock first. What the engine tells is
+   the interpreter's: `pc_engine_take` tries it, and else gives up the interpreter's lock first. What the engine tells is
    put into a queue, which `Engine.events` empties. */
 #ifndef PC_ENGINE_TYPE_H
 #define PC_ENGINE_TYPE_H
@@ -123,7 +123,15 @@ void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective);
 void pc_request_types(PyTypeObject *request);
 void pc_messages_types(PyTypeObject *context);
 
-/* Do something with the engine's lock, which touches no Python object. False: the engine is closed, it was not done. */
+/* What a thread of the program does with the engine's lock. */
+struct pc_turn {
+    PyThreadState *state; /* NULL: it still has the interpreter's lock */
+    uint64_t orders;      /* that the links in Python had before */
+};
+/* Take the engine's lock. Until it is given no Python object may be touched. False: the engine is closed. */
+bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn);
+void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn);
+/* Do something between the two. False: the engine is closed, it was not done. */
 bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument);
 /* With that lock: put an event into the queue, and have somebody take it out; or have nobody hear of it. */
 void pc_engine_post(pc_engine_object *self, struct pc_event *event);

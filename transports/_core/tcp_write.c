@@ -76,20 +76,7 @@ void pc_tcp_tell(struct pc_tcp *tcp, int number, enum pc_tcp_kind kind, uint64_t
     pc_tcp_write(tcp, number, 0);
 }
 
-/* Write a small message at once, as far as the kernel takes it; returns how much it took. */
-static size_t write_now(struct pc_tcp_peer *peer, struct iovec *pieces, size_t count) {
-    struct pc_tcp_lane *lane = peer->lanes;
-    if (lane == NULL || lane->fd < 0 || lane->first != NULL || lane->full || count > PIECES)
-        return 0;
-    struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
-    ssize_t written;
-    do
-        written = sendmsg(lane->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    while (written < 0 && errno == EINTR);
-    lane->full = written < 0 && errno == EAGAIN; /* another error is met again by the lane, in order */
-    return written > 0 ? (size_t)written : 0;
-}
-
+/* Write a small message at once, as far as the kernel takes it, and keep a copy of the rest. */
 static int64_t send_eager(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header, size_t header_nbytes) {
     struct pc_tcp_peer *peer = &tcp->peers[send->peer];
     struct pc_tcp_frame frame = {
@@ -102,7 +89,16 @@ static int64_t send_eager(struct pc_tcp *tcp, struct pc_tcp_send *send, const vo
     pieces[1] = (struct iovec){(void *)(uintptr_t)header, header_nbytes};
     memcpy(pieces + 2, send->parts, send->num_parts * sizeof *pieces);
     peer->used = true;
-    size_t written = write_now(peer, pieces, count);
+    struct pc_tcp_lane *lane = peer->lanes;
+    ssize_t took = 0;
+    if (lane != NULL && lane->fd >= 0 && lane->first == NULL && !lane->full && count <= PIECES) {
+        struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
+        do
+            took = sendmsg(lane->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        while (took < 0 && errno == EINTR);
+        lane->full = took < 0 && errno == EAGAIN; /* another error is met again by the lane, in order */
+    }
+    size_t written = took > 0 ? (size_t)took : 0;
     struct pc_tcp_out *out = written < whole ? make_out(tcp, pieces, count, written) : NULL;
     if (pieces != few)
         free(pieces);

@@ -48,9 +48,9 @@ void pc_engine_leave(struct pc_engine *engine) {
 
 /* --- memory that links may still use ----------------------------------------------------------------- */
 
-void pc_engine_free_later(struct pc_engine *engine, void *memory) {
+void pc_engine_give_scratch(struct pc_engine *engine, void *memory) {
     if (engine->num_unsettled == 0 || memory == NULL) {
-        free(memory);
+        pc_scratch_give(&engine->scratch, memory);
         return;
     }
     struct pc_left *left = malloc(sizeof *left);
@@ -66,7 +66,7 @@ void pc_engine_settled(struct pc_engine *engine) {
     while (engine->left != NULL) {
         struct pc_left *left = engine->left;
         engine->left = left->next;
-        free(left->memory);
+        pc_scratch_give(&engine->scratch, left->memory);
         free(left);
     }
 }
@@ -171,6 +171,7 @@ void pc_engine_free(struct pc_engine *engine) {
     pc_chains_free(&engine->unopened);
     pc_chains_free(&engine->by_closed);
     leave_list(engine->others);
+    pc_scratch_free(&engine->scratch);
     free(engine->gone);
     free(engine->closed);
 }

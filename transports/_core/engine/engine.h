@@ -15,6 +15,7 @@
 #include "address.h"
 #include "link.h"
 #include "match.h"
+#include "scratch.h"
 
 /* A status is 0, a negative errno of a link, one of these, or what the caller has given to `pc_context_break` or
    `pc_engine_forget`, which is positive. */
@@ -200,7 +201,8 @@ struct pc_engine {
     int depth;
     bool telling;
     size_t num_unsettled; /* promises about memory that links have made and not kept yet */
-    struct pc_left *left; /* memory that is freed then */
+    struct pc_left *left; /* scratch that is given back then */
+    struct pc_scratch scratch;
     struct pc_ending *endings, **last_ending; /* to be told */
 };
 
@@ -268,8 +270,8 @@ void pc_list_clear(struct pc_message_list *list);
 void pc_list_append(struct pc_message_list *list, struct pc_message *message);
 void pc_list_remove(struct pc_message *message);
 
-/* Free memory that was sent from, or received into: when no link uses it any more. */
-void pc_engine_free_later(struct pc_engine *engine, void *memory);
+/* Give scratch back that was sent from, or received into: when no link uses it any more. */
+void pc_engine_give_scratch(struct pc_engine *engine, void *memory);
 /* A link keeps one promise more. */
 void pc_engine_settled(struct pc_engine *engine);
 

@@ -6,7 +6,7 @@
 
    What `give_up`, `redirect` and `take_back` promise of memory holds when the owner has done what stands in the queue.
    Until then `is_unsettled` is true: whoever has called them sees to that before anybody may use the memory otherwise,
-   and memory of the engine's own is freed by `pc_engine_free_later`. */
+   and memory of the engine's own is freed by `pc_engine_give_scratch`. */
 #ifndef PC_LINK_QUEUE_H
 #define PC_LINK_QUEUE_H
 

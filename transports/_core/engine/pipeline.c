@@ -39,8 +39,8 @@ static void run_asked(struct pc_run *run) {
     pipeline->asked(pipeline);
 }
 
-/* Start as many segments as may be under way; end if nothing is left. */
-static void fill(struct pc_pipeline *pipeline) {
+/* As many segments as may be under way; and so again whenever one has ended. */
+void pc_pipeline_start(struct pc_pipeline *pipeline) {
     pipeline->filling = true;
     while (pipeline->status == 0 && pipeline->next < pipeline->num_segments && pipeline->in_flight < pipeline->most) {
         struct pc_run *run = pipeline->runs;
@@ -82,12 +82,7 @@ static void run_ended(struct pc_run *run) {
     if (run->status != 0 && pipeline->status == 0)
         pc_pipeline_take_status(pipeline, run);
     if (!pipeline->filling)
-        fill(pipeline);
-}
-
-void pc_pipeline_start(struct pc_context *context, struct pc_pipeline *pipeline) {
-    pipeline->context = context;
-    fill(pipeline);
+        pc_pipeline_start(pipeline);
 }
 
 size_t pc_pipeline_awaited(const struct pc_pipeline *pipeline, int *ranks, size_t most) {

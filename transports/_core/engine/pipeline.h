@@ -18,6 +18,7 @@ struct pc_pipeline {
     const void *source; /* as of a run */
     void *target;
     struct pc_called *call;
+    struct pc_context *context;
     uint16_t first_lane;
     uint32_t num_segments; /* 1 at least */
     size_t granule;
@@ -29,7 +30,6 @@ struct pc_pipeline {
     int status, from; /* when it has ended: as of the first run that has failed */
     size_t came, expected;
 
-    struct pc_context *context;
     struct pc_run *runs, one; /* those without an owner are free */
     uint32_t most, in_flight, next;
     bool filling;
@@ -37,8 +37,8 @@ struct pc_pipeline {
 
 /* Get its memory, for `num_segments`. False: there is none. */
 bool pc_pipeline_prepare(struct pc_pipeline *pipeline);
-/* Start what was prepared. It ends in any case. */
-void pc_pipeline_start(struct pc_context *context, struct pc_pipeline *pipeline);
+/* Start what was prepared, and has a call and a context. It ends in any case. */
+void pc_pipeline_start(struct pc_pipeline *pipeline);
 /* Give up what is under way: it does not end, and its memory is not used any more. */
 void pc_pipeline_cancel(struct pc_pipeline *pipeline);
 /* Let go of its memory, when it has ended, was given up, or was not started. May be called again. */

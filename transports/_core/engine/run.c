@@ -58,7 +58,7 @@ static void free_move(struct pc_moved *move) {
         free(move->parts);
     if (!move->is_send)
         free(move->receive.header);
-    pc_engine_free_later(move->run->engine, move->scratch);
+    pc_engine_give_scratch(move->run->engine, move->scratch);
     free(move);
 }
 
@@ -77,9 +77,9 @@ static void clear(struct pc_run *run) {
         free_move(move);
     }
     for (uint32_t step = 0; step < run->table->num_steps; step++)
-        free(run->incoming[step]);
+        pc_scratch_give(&engine->scratch, run->incoming[step]);
     if (!run->own_is_taken)
-        pc_engine_free_later(engine, run->own);
+        pc_engine_give_scratch(engine, run->own);
     free(run->memory);
     run->memory = NULL;
     pc_context_let_go(run->context);
@@ -95,8 +95,10 @@ static void fail(struct pc_run *run, int status) {
 /* Where a chunk has its value from now on; NULL: there is no memory, and the run fails. */
 static unsigned char *destination(struct pc_run *run, uint32_t number) {
     struct pc_run_chunk *chunk = &run->chunks[number];
-    if (chunk->target == NULL && run->own == NULL && (run->own = malloc(run->own_nbytes + 1)) == NULL) {
-        fail(run, -ENOMEM); /* all at once: pages that are not touched cost nothing */
+    if (chunk->target == NULL && run->own == NULL) /* all at once: pages that are not touched cost nothing */
+        run->own = pc_scratch_take(&run->engine->scratch, run->own_nbytes);
+    if (chunk->target == NULL && run->own == NULL) {
+        fail(run, -ENOMEM);
         return NULL;
     }
     chunk->value = chunk->target != NULL ? chunk->target : run->own + chunk->own_at;
@@ -252,7 +254,7 @@ static void held(struct pc_moved *move) {
         return;
     }
     if (grown->memory == NULL)
-        grown->memory = malloc(nbytes + 1);
+        grown->memory = pc_scratch_take(&run->engine->scratch, nbytes);
     if (grown->memory == NULL || pc_receive_into(receive, grown->memory) < 0) {
         fail(run, -ENOMEM);
         drain(run);
@@ -306,7 +308,7 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     bool is_grown = step->num_chunks == 1 && run->chunks[chunks_of(run, step)[0]].is_grown;
     size_t nbytes = is_grown ? 0 : length_of(run, step);
     if (move != NULL && into == NULL && !is_grown)
-        into = move->scratch = malloc(nbytes + 1);
+        into = move->scratch = pc_scratch_take(&run->engine->scratch, nbytes);
     if ((into == NULL && !is_grown) || move == NULL) {
         if (move != NULL)
             free_move(move);
@@ -383,7 +385,7 @@ static void reduce(struct pc_run *run, uint32_t position, const struct pc_step *
             run->reduction.combine(out, operands, 2, nbytes / run->reduction.itemsize, 1);
         incoming += nbytes;
     }
-    free(run->incoming[position - 1]);
+    pc_scratch_give(&run->engine->scratch, run->incoming[position - 1]);
     run->incoming[position - 1] = NULL;
     reduced(run, position);
 }

@@ -151,7 +151,7 @@ enum pc_value_place pc_run_where(const struct pc_run *run, uint32_t chunk);
 bool pc_run_place(struct pc_run *run, uint32_t chunk);
 /* Have the target of a chunk hold its value, which no step uses any more. */
 void pc_run_settle(struct pc_run *run, uint32_t chunk);
-/* The run's own memory, which is his from now on; NULL: it has none. Both are freed by `pc_engine_free_later`. */
+/* The run's own memory, which is his from now on; NULL: it has none. Both are freed by `pc_engine_give_scratch`. */
 void *pc_run_take_own(struct pc_run *run);
 
 #endif
