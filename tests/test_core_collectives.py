@@ -124,6 +124,28 @@ ok()
     all_well(job(2, text, "--transport", transport), 2)
 
 
+def test_without_an_algorithm_calls_go_by_shared_memory_however_they_are_made(job: Jobs) -> None:
+    text = """
+x, out = np.arange(4.0), np.zeros(4)
+
+def calls(on):
+    # Those that the core's own methods do not take: the first, one with a deadline, and others.
+    assert on.all_reduce(x, out=out)[1] == 2
+    assert on.all_reduce(x, timeout=60)[1] == 2
+    assert on.all_gather(x[::2])[1].tolist() == [0, 2]
+    assert on.broadcast(x.copy() if rank == 0 else np.zeros(4)).tolist() == x.tolist()
+    on.barrier()
+
+part = comm.dup()
+part.barrier(algorithm="tree")  # it exists on all ranks
+before = part._group.engine.transport.core.sent
+calls(part)
+assert part._group.engine.transport.core.sent == before
+ok()
+"""
+    all_well(job(2, text, "--transport", "shm"), 2)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ranks_that_start_different_collectives_hear_of_it(job: Jobs, transport: str) -> None:
     text = """
