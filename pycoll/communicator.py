@@ -52,6 +52,7 @@ COLLECTIVES = (
     "reduce_scatter",
     "all_to_all",
     "scan",
+    "exscan",
 )
 """Methods that the compiled core has too."""
 

@@ -20,6 +20,12 @@ BUDGET_S = 0.1
 MAX_CALLS = 15
 """and at most so many times."""
 
+LONG_S = 1e-3
+MOST_IN_A_ROW = 8
+"""Calls are timed in rows that take about so long, of at most so many: ranks do not leave a barrier
+together, which in a single short call counts more than the algorithm.
+"""
+
 
 class Way(NamedTuple):
     """A way to run a collective.
@@ -44,8 +50,8 @@ class Plan(NamedTuple):
 def measure(comm: Communicator, plans: Sequence[Plan]) -> list[list[list[float]]]:
     """Time the calls of every plan; returns for each and each way the seconds of every call.
 
-    A call is timed from a barrier until the slowest rank has returned. Ways take turns, so that
-    what disturbs one disturbs all.
+    Calls are timed in rows, from a barrier until the slowest rank has returned, and the seconds are
+    those of one. Ways take turns, so that what disturbs one disturbs all.
     """
     return [_measure(comm, plan) for plan in plans]
 
@@ -77,22 +83,24 @@ def _measure(comm: Communicator, plan: Plan) -> list[list[float]]:
     ]
     for make in calls:  # connections, schedules, pages
         make()
-    first = np.array([_time(comm, make) for make in calls])
+    first = np.array([_time(comm, make, 1) for make in calls])
     slowest = comm.all_reduce(first, "max")
     # All have the same number of turns: the quicker are not judged by more of them.
-    count = max(1, min(MAX_CALLS, int(BUDGET_S * len(calls) / max(slowest.sum(), 1e-9))))
-    seconds = np.array([[_time(comm, make) for make in calls] for _ in range(count)])
+    row = max(1, min(MOST_IN_A_ROW, int(LONG_S / max(slowest.max(), 1e-9))))
+    count = max(1, min(MAX_CALLS, int(BUDGET_S * len(calls) / max(row * slowest.sum(), 1e-9))))
+    seconds = np.array([[_time(comm, make, row) for make in calls] for _ in range(count)])
     for other in cutting.values():
         other.close()
     found: list[list[float]] = comm.all_reduce(seconds, "max").T.tolist()
     return found
 
 
-def _time(comm: Communicator, make: Callable[[], object]) -> float:
+def _time(comm: Communicator, make: Callable[[], object], row: int) -> float:
     comm.barrier()
     start = time.perf_counter()
-    make()
-    return time.perf_counter() - start
+    for _ in range(row):
+        make()
+    return (time.perf_counter() - start) / row
 
 
 def _cutting(comm: Communicator, segment_nbytes: int) -> Communicator:

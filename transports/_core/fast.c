@@ -25,14 +25,17 @@ static int begin(pc_collective *call, pc_comm *comm, int kind, int root) {
 /* Everything that is neither announced nor a barrier. */
 static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc_array *x, int op, int root) {
     bool has_result = (kind != PC_REDUCE && kind != PC_GATHER) || comm->rank == root;
-    struct pc_array out = {0};
+    bool has_none = kind == PC_EXSCAN && comm->rank == 0; /* nothing is written */
+    struct pc_array out = {.data = has_none ? x->data : NULL};
     PyObject *result;
     if (!has_result) {
         result = Py_NewRef(Py_None);
     } else if (!is_none(values[OUT])) {
         if (!pc_array_view(values[OUT], &out) || !out_fits(comm->size, comm->rank, kind, x, &out))
             return NULL;
-        result = Py_NewRef(values[OUT]);
+        result = Py_NewRef(has_none ? Py_None : values[OUT]);
+    } else if (has_none) {
+        result = Py_NewRef(Py_None);
     } else {
         int change = shape_change(kind);
         result = pc_array_new(x, values[X], change > 0 ? comm->size : change);
@@ -166,6 +169,7 @@ FAST(scatter, PC_SCATTER)
 FAST(reduce_scatter, PC_REDUCE_SCATTER)
 FAST(all_to_all, PC_ALL_TO_ALL)
 FAST(scan, PC_SCAN)
+FAST(exscan, PC_EXSCAN)
 
 #define METHOD(name, parameters)                                                                                  \
     {#name, (PyCFunction)(void (*)(void))fast_##name, METH_FASTCALL | METH_KEYWORDS,                              \
@@ -180,6 +184,7 @@ PyMethodDef pc_fast_methods[] = {
     METHOD(scatter, "x, root=0, out=None, "),
     METHOD(reduce_scatter, "x, op='sum', out=None, "),
     METHOD(all_to_all, "x, out=None, "),
-    METHOD(scan, "x, op='sum', "),
+    METHOD(scan, "x, op='sum', out=None, "),
+    METHOD(exscan, "x, op='sum', out=None, "),
     {NULL, NULL, 0, NULL},
 };
