@@ -76,3 +76,22 @@ def test_requests_in_both_directions_at_once(job: Job) -> None:
             pycoll.wait_all(requests)
 
     job.run(program)
+
+
+def test_an_array_that_is_sent_again_is_not_registered_again(job: Job) -> None:
+    def program(comm: Any) -> None:
+        x, peer = np.full(3_000_000, comm.rank, np.uint8), comm.rank ^ 1
+        registrations = job.devices[comm.rank].endpoint.registrations
+        for turn in range(5):
+            if comm.rank < peer:
+                comm.send(x if turn % 2 else x[1000:], peer)
+                assert len(registrations) == 1
+            else:
+                assert (comm.recv(peer, timeout=DEADLINE_S) == peer).all()
+        if comm.rank < peer:
+            comm.isend(x, peer).wait()
+            assert len(registrations) == 1
+        else:
+            comm.recv(peer, timeout=DEADLINE_S)
+
+    job.run(program)

@@ -293,6 +293,9 @@ def _owner(exporter: object) -> Any | None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
+    exporter = getattr(exporter, "keeper", exporter)  # of a `_core.Piece`
+    if isinstance(exporter, memoryview):
+        exporter = exporter.obj
     while isinstance(exporter, numpy.ndarray):
         if exporter.base is None:
             return exporter if exporter.flags.owndata else None

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <structmember.h>
 
 /* --- memory of a send -------------------------------------------------------------------------------- */
 
@@ -28,8 +29,14 @@ static void piece_dealloc(pc_piece *piece) {
     Py_DECREF(type);
 }
 
+static PyMemberDef piece_members[] = {
+    {"keeper", T_OBJECT_EX, offsetof(pc_piece, keeper), READONLY, "what it belongs to"},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot piece_slots[] = {
     {Py_bf_getbuffer, piece_buffer},
+    {Py_tp_members, piece_members},
     {Py_tp_dealloc, piece_dealloc},
     {Py_tp_doc, "Memory that a message is sent from."},
     {0, NULL},
