@@ -567,10 +567,14 @@ def test_scan_and_exscan_combine_the_ranks_up_to_this_one(ranks: Any) -> None:
                 for name in (None, *pycoll.algorithms("scan")):
                     check(comm.scan(xs[me], op, algorithm=name), reduced(op, xs[: me + 1]))
                     before = comm.exscan(xs[me], op, algorithm=name)
+                    out = np.full(count, -1.0)
+                    again = comm.exscan(xs[me], op, out=out, algorithm=name)
                     if me == 0:
-                        assert before is None
+                        assert before is None and again is None and (out == -1).all()
                     else:
                         check(before, reduced(op, xs[:me]))
+                        assert again is out
+                        check(out, before)
         last = pycoll.Op(lambda a, b: b, commutative=False)
         for name in (None, *pycoll.algorithms("scan")):  # the core does not have this operator
             assert comm.scan(np.array([me]), last, algorithm=name).tolist() == [me]
