@@ -134,12 +134,15 @@ def calls(on):
     assert on.all_reduce(x, timeout=60)[1] == 2
     assert on.all_gather(x[::2])[1].tolist() == [0, 2]
     assert on.broadcast(x.copy() if rank == 0 else np.zeros(4)).tolist() == x.tolist()
+    before = on.exscan(x, out=out)
+    assert (before is None) if rank == 0 else (before is out and out.tolist() == x.tolist())
     on.barrier()
 
 part = comm.dup()
 part.barrier(algorithm="tree")  # it exists on all ranks
 before = part._group.engine.transport.core.sent
-calls(part)
+for _ in range(2):
+    calls(part)
 assert part._group.engine.transport.core.sent == before
 ok()
 """
