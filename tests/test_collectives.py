@@ -570,7 +570,9 @@ def test_scan_and_exscan_combine_the_ranks_up_to_this_one(ranks: Any) -> None:
                     out = np.full(count, -1.0)
                     again = comm.exscan(xs[me], op, out=out, algorithm=name)
                     if me == 0:
-                        assert before is None and again is None and (out == -1).all()
+                        assert before is None
+                        assert again is None
+                        assert (out == -1).all()
                     else:
                         check(before, reduced(op, xs[:me]))
                         assert again is out
