@@ -6,6 +6,7 @@ stay up from test to test: where these run in emulation, a start takes many seco
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -410,9 +411,10 @@ def test_a_collective_that_gives_up_half_way_leaves_its_memory_alone(ranks: Any)
         before = np.empty(0)
         if comm.rank == 0:
             comm.send(os.getpid(), 1)
-            with pytest.raises(pycoll.Error):
+            with contextlib.suppress(pycoll.Error):  # its part may be done before it hears of that
                 broken.broadcast(np.full(LONG, 7, np.uint8), 0)
-                broken.barrier()  # its part may have ended before it hears of the other's end
+            with pytest.raises(pycoll.Error):
+                broken.barrier()
         else:
             before = give_up_half_way(out, comm.recv(0), broken.broadcast, out, 0)
         large = pattern(comm.rank, 3 * SEGMENT)
