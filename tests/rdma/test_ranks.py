@@ -517,7 +517,7 @@ def test_arrays_that_are_gone_leave_no_registration_behind(ranks: Any) -> None:
                 assert got.size == x.size
                 assert (got == i % 251).all(), i
 
-        exchange(30)
+        exchange(600)  # malloc's memory grows for a while
         before = len(registrations), regions_of_this_process(), resident_nbytes()
         assert before[1] > 0
         exchange(600)
