@@ -20,7 +20,7 @@ from pycoll.errors import Error, MismatchError, OperationTimeout
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.matched import Message
-from pycoll.native import BY_MESSAGES
+from pycoll.native import BY_MESSAGES, KINDS
 from pycoll.nonblocking import NonBlocking, Persistent
 from pycoll.prepared import Prepared
 from pycoll.task import Call, CallSteps, caller
@@ -40,21 +40,6 @@ else:  # a program that only calls barrier() imports no NumPy
     arguments, grids = Late("pycoll.arguments"), Late("pycoll.grid")
     explain, p2p = Late("pycoll.explain"), Late("pycoll.p2p")
     shared_arrays = Late("pycoll.shared_arrays")
-
-COLLECTIVES = (
-    "barrier",
-    "broadcast",
-    "reduce",
-    "all_reduce",
-    "gather",
-    "all_gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "scan",
-    "exscan",
-)
-"""Methods that the compiled core has too."""
 
 
 class World:
@@ -127,7 +112,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         if group.native is not None:
             # In shared memory, or by messages if the call says so; what the user has ruled out goes
             # by messages.
-            names = [name for name in COLLECTIVES if group.in_core(name)]
+            names = [name for name in KINDS if group.in_core(name)]
             methods |= group.native.methods([(name, methods[name]) for name in names])
         for twin in ("all_reduce", "iall_reduce"):
             methods[twin.replace("_", "")] = methods[twin]
@@ -147,7 +132,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         with group.engine.locked():
             context.messages, context.collectives = messages, collectives
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
-        names = core_collectives.NONBLOCKING + core_collectives.NAMES
+        names = core_collectives.NONBLOCKING + KINDS
         return methods | {name: getattr(collectives, name) for name in names}
 
     def _in_python(self, name: str) -> Callable[..., Any]:

@@ -55,24 +55,8 @@ else:
 SLICE_S = 0.1
 """So long a call has been waited for when the core leaves it to Python."""
 
-NAMES = (
-    "barrier",
-    "broadcast",
-    "scatter",
-    "reduce",
-    "all_reduce",
-    "gather",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "scan",
-    "exscan",
-)
-"""Collectives that run there, and so do `NONBLOCKING`."""
-
-
-NONBLOCKING = tuple(f"i{name}" for name in NAMES)
-"""Their twins."""
+NONBLOCKING = tuple(f"i{name}" for name in KINDS)
+"""Collectives that run there, and so do those of `KINDS`."""
 
 MOST_DIMS = 6
 """As of _core/collective.h."""
@@ -446,7 +430,7 @@ def collectives_of(
     slow: Callable[[str], Callable[..., Any]],
     op_timeout: float,
 ) -> Collectives:
-    """Return the core's collectives of a communicator; `NAMES` are their methods.
+    """Return the core's collectives of a communicator; `KINDS` and `NONBLOCKING` are its methods.
 
     Args:
         group: its ranks.
