@@ -75,7 +75,7 @@ for _ in range(50):  # a wait of more than a moment is Python's
     calls.clear()
     requests = start()
     results = [request.wait() for request in requests]
-    again = calls == ["start", "<listcomp>"]
+    again = [name for name in calls if name != "<listcomp>"] == ["start"]
     if comm.iall_reduce(np.array([again]), "land").wait()[0]:
         break
 sys.setprofile(None)

@@ -516,7 +516,10 @@ static void wait_for_work(struct world *world, void *(*from)(void *)) {
 static void do_work(void *owner) {
     struct world *world = owner;
     check(pc_drive_take_work(&world->drive), "the background is called without work");
-    eventfd_write(world->ways[MEMORY].source.fd, 1);
+    pthread_mutex_lock(&world->mutex);
+    world->over = true;
+    pthread_cond_broadcast(&world->filled);
+    pthread_mutex_unlock(&world->mutex);
 }
 
 /* A descriptor of others, and work that a thread posts, end a wait for the moment; without a wait, the background does
@@ -547,8 +550,10 @@ static void work_once(void) {
     pc_drive_watch_again(&world.drive);
     pc_drive_pending(&world.drive, 1);
     pc_lock_give(&world.drive.lock);
-    struct pollfd polled = {world.ways[MEMORY].source.fd, POLLIN, 0};
-    poll(&polled, 1, -1);
+    pthread_mutex_lock(&world.mutex);
+    while (!world.over)
+        pthread_cond_wait(&world.filled, &world.mutex);
+    pthread_mutex_unlock(&world.mutex);
     pc_drive_close(&world.drive);
     printf("worked\n");
 }
