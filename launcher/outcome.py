@@ -113,7 +113,8 @@ class RankState:
         if self.abort_code is not None:
             return f"called abort({self.abort_code})"
         if self.raised is not None and not (self.status == 0 and self.well):
-            return f"raised {self.raised.error}, {ended}"
+            when = " at its end" if self.status == 0 else ""
+            return f"raised {self.raised.error}{when}, {ended}"
         if self.died:
             return f"lost process {self.joined}, which had joined the job, {ended}"
         return ended

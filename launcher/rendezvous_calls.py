@@ -61,6 +61,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._waits: dict[int, Wait] = {}
+        self._last: dict[int, tuple[Wait, float]] = {}
         self._together: dict[tuple[Context, int], set[int]] = {}
         self._broken: dict[Context, None] = {}  # in the order they broke
         self._members: dict[Context, tuple[int, ...]] = {}
@@ -69,6 +70,10 @@ class Calls:
     def wait_of(self, rank: int) -> Wait | None:
         """Return what `rank` waits in."""
         return self._waits.get(rank)
+
+    def last_of(self, rank: int) -> tuple[Wait, float] | None:
+        """Return what `rank` waited in last, and when that ended (by time.monotonic())."""
+        return self._last.get(rank)
 
     def waits(self) -> dict[int, Wait]:
         """Return what each rank waits in that does; not to be changed."""
@@ -121,7 +126,10 @@ class Calls:
     def stop(self, rank: int) -> None:
         """Note that `rank` does not wait."""
         wait = self._waits.pop(rank, None)
-        if wait is None or wait.number < 0:
+        if wait is None:
+            return
+        self._last[rank] = wait, time.monotonic()
+        if wait.number < 0:
             return
         key = (wait.context, wait.number)
         together = self._together[key]

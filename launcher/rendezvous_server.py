@@ -590,7 +590,12 @@ class Server:
             return entry.trouble
         if entry.left:
             return "has finalized"
-        return self._waiting(rank, now) or "not waiting in pycoll (or only just)"
+        waiting = self._waiting(rank, now)
+        if waiting:
+            return waiting
+        last = self.calls.last_of(rank)
+        before = f"; until {now - last[1]:.1f} s ago in {last[0]}" if last else ""
+        return f"not waiting in pycoll (or only just){before}"
 
     def _waiting(self, rank: int, now: float) -> str:
         """What a rank that is there waits in, and for how long; "" if it does not wait."""

@@ -1,7 +1,7 @@
 """The public edge: a wrong argument is an error of the line that passed it.
 
-What pycoll raises on purpose about arguments shows no frame of pycoll: the traceback ends at the
-caller's line. An exception that arises unintended is a fault of pycoll's own, and keeps its frames.
+What pycoll raises on purpose shows no frame of pycoll: the traceback ends at the caller's line. An
+exception that arises unintended is a fault of pycoll's own, and keeps its frames.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from pycoll.errors import Error
 from pycoll.late import Late
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ def edge(function: F) -> F:
         __tracebackhide__ = True  # pytest shows `function`
         try:
             return function(*args, **kwargs)
+        except Error as exc:
+            if _is_on_purpose(exc.__traceback__):
+                hide(exc)
+            raise
         except (TypeError, ValueError) as exc:
             text = words.of_arguments(exc, call)
             if text:

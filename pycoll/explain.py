@@ -67,6 +67,9 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
+_ALIASES = {"allreduce": "all_reduce"}
+
+
 def explain(
     group: Group, collective: str, nbytes: int = 0, op: Reducer = "sum", blocking: bool = True
 ) -> Explanation:
@@ -86,6 +89,7 @@ def explain(
     nbytes = arguments.check_int(nbytes, "nbytes")
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it cannot be below 0")
+    collective = _ALIASES.get(collective, collective)
     request = Request(collective, 0 if collective == "barrier" else nbytes, native=blocking)
     schedules.names(collective)  # or it does not exist
     if collective in schedules.REDUCING:

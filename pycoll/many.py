@@ -22,7 +22,7 @@ from pycoll.collectives import bind_pieces
 from pycoll.dtypes import Array, DType
 from pycoll.engine import Engine
 from pycoll.group import SHARED_MEMORY, Group
-from pycoll.native import KINDS, OPS, Native
+from pycoll.native import KINDS, OPS, Native, part_of
 from pycoll.native_calls import combine, serves
 from pycoll.ops import Combiner, Op, finisher
 from pycoll.p2p import contiguous, pulled
@@ -194,7 +194,7 @@ def prepare_all_reduce_many(
         f"{'' if blocking else 'i'}all_reduce_many({len(values)} arrays, {total} bytes, "
         f"checksum {alike:08x}, op={resolved.signature}{forced})"
     )
-    salt = zlib.crc32(text.encode())
+    salt = part_of("many", text)
     return Prepared(
         text,
         lambda call: _over_messages(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -52,6 +53,9 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
 """Operators, numbered as in transports/_core/reduce.h."""
+
+PARTS = ("", "uneven", "many", "group", "operator")
+"""What a call in the core may be a part of: nothing, or a program's call that needs several."""
 
 BY_MESSAGES = object()
 """What a call in the core returns instead of a result: take the way over messages."""
@@ -394,17 +398,45 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def part_of(whole: str, text: str) -> int:
+    """Return the salt of a call in the core which is a part of another one.
+
+    Args:
+        whole: one of PARTS.
+        text: must be the same on all ranks.
+    """
+    return PARTS.index(whole) << 32 | zlib.crc32(text.encode())
+
+
 def _call_text(signature: int, shape: tuple[int, ...]) -> str:
     """Return what is known of a call whose rank has left it."""
     kind, op, code = signature & 15, signature >> 4 & 15, signature >> 8 & 31
     if kind >= len(KINDS):
         return "another collective"
     collective, root = KINDS[kind], signature >> 13 & 0xFFFF
+    part = signature >> 29 & 7
+    if part:
+        return _whole_text(PARTS[part] if part < len(PARTS) else "", collective, root)
     dtype = next((dtype for dtype in dtypes.TABLE if dtype.code == code), None)
     words = [f"{dtype}{list(shape)}"] if dtype is not None else []
     if dtype is None and collective in ("gather", "all_gather", "all_to_all"):
         words = [f"another dtype{list(shape)}"]
     return _text(collective, words, OPS[op] if op < len(OPS) else "?", root)
+
+
+def _whole_text(whole: str, collective: str, root: int) -> str:
+    """Return what is known of a call of which a part has been seen in the core."""
+    if whole == "uneven":
+        if collective == "all_gather":
+            return "gatherv or all_gatherv"
+        if collective == "scatter":
+            return f"scatterv(root={root})"
+        return "all_to_allv" if collective == "all_to_all" else "reduce_scatterv"
+    return {
+        "many": "all_reduce_many",
+        "group": "dup, split or another call that makes communicators",
+        "operator": "a reduction with an operator of the program's own",
+    }.get(whole, "another collective")
 
 
 def _text(collective: str, words: list[str], op: str, root: int) -> str:

@@ -16,7 +16,7 @@ from pycoll import arrays, dtypes, objects, ops
 from pycoll.arrays import Value
 from pycoll.binding import fill_from
 from pycoll.dtypes import Array, DType
-from pycoll.native import BY_MESSAGES, KINDS, OPS, Native
+from pycoll.native import BY_MESSAGES, KINDS, OPS, Native, part_of
 from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.transports.base import Parts, nbytes_of
@@ -129,7 +129,7 @@ def _fold(
     size, rows = native.size, None
     if result is not None:
         rows = np.empty((size, *result.shape), x.dtype.storage)
-    salt = zlib.crc32(f"{collective} {op.signature}".encode())
+    salt = part_of("operator", f"{collective} {op.signature}")
     _run(native, how, x, rows, 0, root, salt)
     count = {"scan": native.rank + 1, "exscan": native.rank}.get(collective, size)
     if rows is not None and result is not None and count:

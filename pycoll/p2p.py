@@ -443,8 +443,8 @@ def check_fits(group: Group, message: Incoming, out: Value) -> None:
     if nbytes > out.array.nbytes:
         raise TruncationError(
             f"the message of rank {group.rank_of(message.source)} (tag {message.tag}) has "
-            f"{nbytes} bytes ({dtype}{list(shape)}), out has {out.array.nbytes} "
-            f"({list(out.array.shape)}). It is still here: receive it with more room."
+            f"{nbytes} bytes ({dtype}{list(shape)}), but out has {out.array.nbytes} bytes "
+            f"({out.dtype}{list(out.array.shape)}). It is still here: receive it with more room."
         )
 
 

@@ -8,14 +8,13 @@ each other (split) or from what all of them know without a word (sub).
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from pycoll.group import Group
 from pycoll.late import Late
 from pycoll.launcher.rendezvous_wire import name_ranks
-from pycoll.native import KINDS, Native
+from pycoll.native import KINDS, Native, part_of
 from pycoll.task import CallSteps
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
 def exchange_native(native: Native, text: str, row: bytes) -> bytearray:
     """The same through shared memory; `text` is the call, for no other must meet it."""
     rows = bytearray(native.size * len(row))
-    kind, salt = KINDS.index("all_gather"), zlib.crc32(text.encode())
+    kind, salt = KINDS.index("all_gather"), part_of("group", text)
     native.core.run(None, kind, 0, 0, 0, (), salt, row, rows, len(row))
     return rows
 

@@ -299,12 +299,25 @@ def advice(mine: str, theirs: str) -> str:
     """Return what to do about two ranks' calls, as text, that differ."""
     import re
 
-    form = r"i?(\w+)\(([^\[(),=]*)(\[[^\]]*\])?(.*?)(?: at [^)]*)?"
+    form = r"(i?)(\w+)\((?:([^\[(),=]*)(\[[^\]]*\])?(?=[,)]))?,? ?(.*?)\)(?: at [^)]*)?"
     one, other = (re.fullmatch(form, call) for call in (mine, theirs))
-    if one is None or other is None or one.group(1, 4) != other.group(1, 4):
+    if one is None or other is None or one[2] != other[2]:
         return "Make the same calls in the same order on all ranks."
-    (name, dtype, shape, _), (_, other_dtype, other_shape, _) = one.groups(), other.groups()
-    if (dtype, shape) == (other_dtype, other_shape):
+    (kind, name, dtype, shape, more), (other_kind, _, other_dtype, other_shape, rest) = (
+        one.groups(),
+        other.groups(),
+    )
+    if kind != other_kind:
+        return (
+            f"A nonblocking call belongs to nonblocking ones: call {name} on all ranks, or i{name} "
+            "on all."
+        )
+    same_value = (dtype, shape) == (other_dtype, other_shape)
+    if more != rest:
+        name = _the_one_that_differs(more, rest) if same_value else ""
+        same = f"Pass the same {name} on all ranks, in" if name else "Make"
+        return f"{same} the same calls in the same order{'' if name else ' on all ranks'}."
+    if same_value:
         return "What they pass differs in dtype or shape: pass the same of both on all ranks."
     if "object" in (dtype, other_dtype):
         return "Pass an array or a number on all ranks, or another Python object on all."
@@ -317,6 +330,15 @@ def advice(mine: str, theirs: str) -> str:
     if name in OF_UNEVEN_BLOCKS:
         return f"Arrays whose shapes differ from rank to rank: {OF_UNEVEN_BLOCKS[name]}."
     return "The shapes differ: pass arrays of one shape on all ranks."
+
+
+def _the_one_that_differs(mine: str, theirs: str) -> str:
+    """Return which argument alone differs between two lists like "op=sum, root=0"; "": none."""
+    one, other = ([part.partition("=") for part in text.split(", ")] for text in (mine, theirs))
+    if [part[:2] for part in one] != [part[:2] for part in other]:
+        return ""
+    names = [part[0] for part, its in zip(one, other, strict=True) if part != its]
+    return names[0] if len(names) == 1 else ""
 
 
 def of_operator(op: object, ours: Sequence[str]) -> str:

@@ -156,6 +156,14 @@ def test_the_text_is_for_people(ranks: Any) -> None:
 
 
 @on(TCP)
+def test_the_other_name_of_all_reduce_is_known(ranks: Any) -> None:
+    def program(comm: Comm) -> bool:
+        return str(comm.explain("allreduce", 8)) == str(comm.explain("all_reduce", 8))
+
+    assert all(ranks(program))
+
+
+@on(TCP)
 def test_wrong_arguments_are_named(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         with pytest.raises(ValueError, match="no collective 'shuffle'; there are"):

@@ -47,8 +47,49 @@ comm.broadcast(np.full(3, rank), root=rank)
         f"    rank {first}: broadcast(root={first})\n"
     ) in done.stderr
     assert f"rank {later} failed after" in done.stderr
+    assert "raised MismatchError at its end, exit status 0" in done.stderr
+    assert "Pass the same root on all ranks" in done.stderr
     assert "world.py" not in done.stderr  # no frame of ours
     assert "Exception ignored" not in done.stderr
+
+
+def test_a_call_of_several_parts_in_shared_memory_is_called_by_its_name(job: Any) -> None:
+    done = job(
+        3,
+        BEFORE
+        + """
+if rank == 0:
+    comm.scatterv([np.zeros(r) for r in range(3)])
+else:
+    await_end(pids[0])
+    error = error_of(comm.barrier)
+    assert isinstance(error, pycoll.MismatchError), repr(error)
+    assert "rank 0: scatterv(root=0)" in str(error), str(error)
+    ok()
+""",
+        "--transport",
+        "shm",
+    )
+    assert done.content == [1, 2], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("whole", "kind", "text"),
+    [
+        ("uneven", "all_gather", "gatherv or all_gatherv"),
+        ("uneven", "all_to_all", "all_to_allv"),
+        ("uneven", "reduce", "reduce_scatterv"),
+        ("many", "all_reduce", "all_reduce_many"),
+        ("group", "all_gather", "dup, split or another call that makes communicators"),
+        ("operator", "gather", "a reduction with an operator of the program's own"),
+        ("", "gather", "gather(root=3, algorithm=shared_memory)"),
+    ],
+)
+def test_a_signature_says_of_which_call_it_is_a_part(whole: str, kind: str, text: str) -> None:
+    core = pytest.importorskip("pycoll.native")
+    part = core.part_of(whole, "the call, whose text does not count here") >> 32
+    signature = part << 29 | 3 << 13 | 31 << 8 | core.KINDS.index(kind)
+    assert core._call_text(signature, ()).replace("another dtype[], ", "") == text
 
 
 def test_finalize_and_the_end_of_a_with_block_raise_it_once(job: Any) -> None:

@@ -1065,6 +1065,8 @@ def test_the_table_says_what_each_rank_does(job: Job) -> None:
     launcher, clients = job.meet(6)
     wait_in(clients[1], "recv from 0", number=-1)
     wait_in(clients[2], "barrier()", "train.py:40")
+    wait_in(clients[0], "recv from 2", "train.py:41", number=-1)
+    clients[0].post("running")
     clients[3].post("raised", error="ValueError", text="", peer_failed=False)
     clients[4].post("left", links=[])
     for client in clients:
@@ -1072,7 +1074,9 @@ def test_the_table_says_what_each_rank_does(job: Job) -> None:
     launcher.rank_ended(5, "exit status 0", True)
     table = clients[0].ask_table(DEADLINE_S)
     assert table == launcher.call(launcher.server.table)
-    assert table[0] == "rank 0: not waiting in pycoll (or only just)"
+    before = r"recv from 2 at train\.py:41"
+    doing = rf"not waiting in pycoll \(or only just\); until 0\.\d s ago in {before}"
+    assert re.fullmatch(f"rank 0: {doing}", table[0])
     assert re.fullmatch(r"rank 1: recv from 0, for 0\.\d s", table[1])
     assert re.fullmatch(r"rank 2: barrier\(\) #5 at train\.py:40, for 0\.\d s", table[2])
     assert table[3:] == [

@@ -217,8 +217,11 @@ ADVICE = [
     ("scan(float64[3], op=sum)", "scan(float64[4], op=sum)", "arrays of one shape"),
     ("iall_gather(int8[3]) at a.py:1", "iall_gather(int8[4]) at b.py:2", "comm.all_gatherv(x)"),
     ("gather(root=0) at a.py:3", "gather(root=0) at a.py:3", "differs in dtype or shape"),
-    ("gather(int8[3], root=0)", "gather(int8[3], root=1)", "same order"),
-    ("all_reduce(int8[3], op=sum)", "all_reduce(int8[3], op=max)", "same order"),
+    ("gather(int8[3], root=0)", "gather(int8[3], root=1)", "same root on all ranks, in the same"),
+    ("scatter(root=0) at a.py:3", "scatter(root=1)", "same root on all ranks"),
+    ("all_reduce(int8[3], op=sum)", "all_reduce(int8[3], op=max)", "same op on all ranks"),
+    ("scan(int8[3], op=sum)", "scan(int8[4], op=max)", "the same calls in the same order on"),
+    ("iscan(int8[3], op=sum)", "scan(int8[3], op=sum) at a.py:2", "iscan on all"),
     ("barrier()", "gather(int8[3], root=1)", "same order"),
     ("barrier()", "another collective", "same order"),
 ]

@@ -36,6 +36,12 @@ void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims)
     call->dims = dims;
 }
 
+/* Of a call of which Python says in the salt's upper half what it is a part of: see `part_of` in native.py. */
+static void sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims) {
+    pc_sign(call, salt, ndim, dims);
+    call->signature |= (salt >> 32 & 7) << 29;
+}
+
 PyObject *pc_describe(const pc_collective *call) {
     uint64_t number = call->number != 0 ? call->number : call->comm->number + 1;
     call = call->within != NULL ? call->within : call;
@@ -324,7 +330,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.nbytes = (size_t)nbytes;
         call.gate = gate != Py_None ? gate : NULL;
         call.pass = pass_gate;
-        pc_sign(&call, salt, ndim, dims);
+        sign_part(&call, salt, ndim, dims);
         int status = pc_run(&call);
         bool by_messages = status == PC_BY_MESSAGES;
         pc_hold(&call.call);
@@ -451,7 +457,7 @@ static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
             held++;
     if (!PyErr_Occurred() && pc_call_begin(&call, comm, PC_ALL_GATHER, root) == 0) {
         call.text = text;
-        pc_sign(&call, salt, 0, NULL);
+        sign_part(&call, salt, 0, NULL);
         result = pc_call_end(&call, pc_fetch(&call, pieces, (size_t)count), Py_NewRef(Py_None));
     }
     while (held > 0)
