@@ -538,6 +538,7 @@ class Engine(Driver):
             return None
         with self.locked():
             found = [self.look_back(context) for context in list(self.contexts.values())]
+            self._finish_turns(time.monotonic() + timeout_s)
             self.closed = reason
             links = self.transport.links()
             self.transport.close(timeout_s)
@@ -565,6 +566,13 @@ class Engine(Driver):
             self._end_waiting()
         self._end_driving(timeout_s)
         return error
+
+    def _finish_turns(self, deadline: float) -> None:
+        """Let what is to be sent come from its GPU, and be handed over."""
+        for context in list(self.contexts.values()):
+            for turn in list(context.turns.values()):  # the last of each receiver
+                if not turn.done and time.monotonic() < deadline:
+                    self._drive(turn, deadline)
 
     def _fail_all(self, error: BaseException) -> None:
         for context in list(self.contexts.values()):

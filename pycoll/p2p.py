@@ -9,6 +9,7 @@ from pycoll import arrays, objects
 from pycoll.arrays import Value
 from pycoll.context import Match
 from pycoll.dtypes import Array
+from pycoll.engine import raise_error
 from pycoll.envelope import (
     ANY,
     ARRAY,
@@ -182,6 +183,8 @@ def _in_turn(group: Group, outgoing: Outgoing, way: Way | None, dest: int, tag: 
         for wanted in (copy, before):
             if wanted is not None and not wanted.done:
                 yield wanted
+        if context.broken is not None:  # so the one before this was not sent
+            raise_error(context.broken)
         return _start(group, outgoing, way, dest, tag)
     finally:
         context.end_turn(dest, turn, before)

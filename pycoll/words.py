@@ -314,9 +314,9 @@ def advice(mine: str, theirs: str) -> str:
         )
     same_value = (dtype, shape) == (other_dtype, other_shape)
     if more != rest:
-        name = _the_one_that_differs(more, rest) if same_value else ""
-        same = f"Pass the same {name} on all ranks, in" if name else "Make"
-        return f"{same} the same calls in the same order{'' if name else ' on all ranks'}."
+        differs = _the_one_that_differs(more, rest) if same_value else ""
+        same = f"Pass the same {differs} on all ranks, in" if differs else "Make"
+        return f"{same} the same calls in the same order{'' if differs else ' on all ranks'}."
     if same_value:
         return "What they pass differs in dtype or shape: pass the same of both on all ranks."
     if "object" in (dtype, other_dtype):

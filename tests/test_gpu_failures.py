@@ -263,6 +263,44 @@ ok()
     assert done.content == [0, 1], done.stderr
 
 
+def test_finalize_waits_for_what_is_still_computed(gpu_job: Any) -> None:
+    """And what was sent after it does not go before it."""
+    text = f"""{ON_GPU}
+if rank == 0:
+    fakegpu.use_stream(fakegpu.new_stream())
+    with fakegpu.context(0):
+        kernel = fake_cuda.hold(fakegpu.current_stream())
+    first = fakegpu.array(np.full(100, 1))
+    fakegpu.use_stream(fakegpu.LEGACY)
+    comm.isend(first, 1)
+    comm.isend(np.full(100, 2), 1)
+    comm.isend(fakegpu.array(np.full(100, 3)), 1)
+    threading.Timer(0.2, fake_cuda.release, [kernel]).start()
+    pycoll.finalize()
+else:
+    assert [int(np.asarray(getattr(x, "get", lambda: x)())[0])
+            for x in (comm.recv(0) for _ in range(3))] == [1, 2, 3]
+ok()
+"""
+    done = gpu_job(2, text)
+    assert done.content == [0, 1], done.stderr
+
+
+def test_what_never_comes_from_its_gpu_is_not_sent_and_nothing_after_it(gpu_job: Any) -> None:
+    text = f"""{ON_GPU}
+if rank == 0:
+    comm.isend(held(np.full(100, 1)), 1)
+    comm.isend(np.full(100, 2), 1)
+    pycoll.finalize()
+    os._exit(0)
+else:
+    peer_failed(0, "exit status 0", comm.recv, 0, within=10)
+ok()
+"""
+    done = gpu_job(2, text)
+    assert done.content == [1], done.stderr
+
+
 def test_a_program_may_end_without_a_word(gpu_job: Any) -> None:
     text = f"""{ON_GPU}
 x = fakegpu.array(np.ones({LARGE}))
