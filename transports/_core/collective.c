@@ -270,7 +270,7 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given, co
     }
     if (text != few)
         free(text);
-    if (done && started->status != 0 && !started->is_launched) {
+    if (done && !started->is_launched && started->status != 0) {
         PyObject *said = PyObject_CallMethod((PyObject *)started, "_fail", NULL);
         done = said != NULL;
         Py_XDECREF(said);

@@ -237,7 +237,7 @@ static PyObject *engine_progress(pc_engine_object *self, PyObject *unused) {
 /* The doorbell has rung: who naps may have been meant. */
 static void rung(void *owner) {
     pc_engine_object *self = owner;
-    self->rings++;
+    atomic_store_explicit(&self->rings, atomic_load_explicit(&self->rings, memory_order_relaxed) + 1, memory_order_relaxed);
     for (struct pc_seat *seat = self->nappers; seat != NULL; seat = seat->next)
         if (!pc_op_is_done(&seat->op))
             pc_op_end(&seat->op, 0);
@@ -798,7 +798,7 @@ static void engine_dealloc(pc_engine_object *self) {
 
 static PyObject *engine_rings(pc_engine_object *self, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(self->rings);
+    return PyLong_FromUnsignedLongLong(atomic_load_explicit(&self->rings, memory_order_relaxed));
 }
 
 static PyObject *engine_sent(pc_engine_object *self, void *unused) {

@@ -93,7 +93,7 @@ typedef struct pc_engine_object {
     struct pc_py_item *preceding; /* receives that have a successor, by `next_preceding` */
     struct pc_request *ended; /* requests that are to be let go */
     struct pc_started *ended_collectives; /* so, too */
-    uint64_t rings;           /* of the doorbell */
+    _Atomic uint64_t rings;   /* of the doorbell */
 } pc_engine_object;
 
 typedef struct {

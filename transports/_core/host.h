@@ -59,7 +59,7 @@ typedef struct pc_host {
     char engaged;      /* a thread is in the engine, so the short way is closed */
     int sleepers;      /* threads of this process that sleep until the doorbell rings */
     pthread_mutex_t sleeping; /* held for a moment: to change that, and what is told of it */
-    uint32_t seen_epoch;
+    pc_flag32 seen_epoch; /* any thread may look at it */
     uint32_t forks;    /* pc_forks when it was made */
     unsigned char *base; /* of the mapping, up to the regions */
     size_t mapped;
@@ -85,7 +85,8 @@ static inline bool pc_host_forked(const pc_host *host) { return host->forks != p
 
 /* Whether the engine must have a look before anything is done. */
 static inline bool pc_host_failed(pc_host *host) {
-    return atomic_load_explicit(&pc_host_page(host)->epoch, memory_order_relaxed) != host->seen_epoch ||
+    return atomic_load_explicit(&pc_host_page(host)->epoch, memory_order_relaxed) !=
+               atomic_load_explicit(&host->seen_epoch, memory_order_relaxed) ||
            pc_host_forked(host);
 }
 
