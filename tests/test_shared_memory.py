@@ -638,33 +638,78 @@ read_directly(1)
 x = np.full((2, 4 << 20), rank + 1.0)
 all_x = np.array([x * 0 + 1, x * 0 + 2])
 wanted = (
-    ("all_gather", all_x), ("all_reduce", x * 0 + 3), ("all_to_all", all_x[:, 0]),
-    ("reduce_scatter", x[0] * 0 + 3), ("broadcast", all_x[0]),
+    ("all_gather", all_x, None), ("all_reduce", x * 0 + 3, None), ("all_to_all", all_x[:, 0], None),
+    ("reduce_scatter", x[0] * 0 + 3, None), ("broadcast", all_x[0], 0),
+    # Here the root copies, too, or who sends to it.
+    ("broadcast", all_x[1], 1), ("scatter", x[0] * 0 + 1, 0), ("scatter", x[0] * 0 + 2, 1),
+    ("gather", all_x, 0), ("gather", all_x, 1),
 )
 # How long rank 1 reads depends on the machine.
-for (name, want), seconds in itertools.product(wanted, (0.003, 0.008, 0.02)):
+for (name, want, root), seconds in itertools.product(wanted, (0.003, 0.008, 0.02)):
     c = comm.dup()
     c.barrier()
     assert c._group.native.core.direct
     out = np.full(want.shape, 5.0) if rank == 0 else np.empty(want.shape)
     call = getattr(c, name)
     args, options = (x,), {"out": out}
-    if name == "broadcast":
-        args, options = (x if rank == 0 else out,), {}
+    if root is not None:
+        options["root"] = root
+        if name == "broadcast":
+            args, options = (x if rank == root else out, root), {}
+        elif name == "scatter":
+            args = (x if rank == root else None,)
+        elif rank != root:
+            options["out"] = None
     comm.barrier()
+    has_given_up = False
     try:
         call(*args, **options, timeout=seconds if rank == 0 else None)
     except pycoll.OperationTimeout:
         if rank == 0:
+            has_given_up = True
             x[...] = out[...] = 77.0
             x[...] = 1.0
     else:
-        got = out if name != "broadcast" or rank == 1 else x
+        got = x if name == "broadcast" and rank == root else out
+        if name == "gather" and rank != root:
+            got = want
+        if name == "scatter" and rank != root:
+            want = x[0] * 0 + root + 1
         assert (got == want).all(), (name, (got != want).sum())
     comm.barrier()
+    assert not has_given_up or (out == 77).all(), (name, root)  # nobody writes there any more
 ok()
 """
     all_well(job(2, NATIVE + text), 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "comm.broadcast(x, 0)",
+        "comm.broadcast(x, 1)",
+        "comm.scatter(rows if rank == 0 else None, 0, out=x)",
+        "comm.gather(x, 1, out=rows if rank == 1 else None)",
+    ],
+)
+def test_a_rank_that_is_killed_while_two_copy_ends_the_other_ones_call(job: Any, call: str) -> None:
+    text = f"""
+read_directly(1)
+x, rows = np.ones(1 << 20), np.ones((2, 1 << 20))
+pids = comm.all_gather(os.getpid())
+
+def calls():
+    for number in range(1 << 30):
+        {call}
+        if rank == 0 and number == 30:  # from now on at any moment
+            threading.Thread(target=os.kill, args=(pids[1], signal.SIGKILL)).start()
+
+error = error_of(calls, within=20)
+assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, repr(error)
+ok()
+"""
+    done = job(2, NATIVE + text)
+    assert (done.status, done.content) == (137, [0]), done.stderr
 
 
 # Ranks that die in native waits.
@@ -676,6 +721,8 @@ DYING = {
     "streaming": "comm.all_reduce(medium)",
     "direct": "comm.all_reduce(large)",
     "gathering": "comm.all_gather(large)",
+    "gathering_at_a_root": "for _ in range(20): comm.gather(large, root=rank_of_root)",
+    "scattering": "for _ in range(20): comm.scatter(rows, root=rank_of_root)",
     "root_of_small_broadcasts": "for _ in range(20): comm.broadcast(small, root=rank_of_root)",
     "root_of_large_broadcasts": "for _ in range(20): comm.broadcast(large, root=rank_of_root)",
     "reducing_to_a_root": "for _ in range(20): comm.reduce(medium)",
@@ -693,6 +740,7 @@ def test_all_native_waits_end_when_a_rank_ends(
     text = f"""
 read_directly(8 << 20)
 small, medium, large = np.ones(2), np.ones(100_000), np.ones(1 << 21)
+rows = np.ones((size, 1 << 20))
 calls = {calls!r}
 fresh = comm.dup()
 comms = [comm.dup() for _ in calls]
@@ -703,7 +751,7 @@ names, errors, calling = {list(DYING)!r}, {{}}, threading.Semaphore(0)
 def run(name, text, c):
     calling.release()
     try:
-        exec(text, {{"comm": c, "small": small, "medium": medium, "large": large,
+        exec(text, {{"comm": c, "small": small, "medium": medium, "large": large, "rows": rows,
                     "rank_of_root": 0, "range": range}})
         c.barrier()
     except BaseException as error:

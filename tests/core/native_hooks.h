@@ -24,6 +24,9 @@
 #define PC_WORK_PIECE ((size_t)512)
 #define PC_WORK_BLOCK ((size_t)256)
 #define PC_PAST_CACHE_NBYTES ((size_t)8 << 10)
+/* So that the root helps with what has several pieces. */
+#define PC_HELP_FROM ((size_t)1)
+#define PC_HELP_PIECE(nbytes) ((nbytes) / 5 + 1)
 /* So that clocks which run away end no wait for a piece. */
 #define PC_LONGEST_PIECE_NS UINT64_MAX
 
@@ -35,6 +38,8 @@ int hook_yield(void);
 int hook_clock(struct timespec *now);
 /* ThreadSanitizer does not see what a system call reads, so for it this is a copy. */
 ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote);
+/* Likewise; now and then it fails. */
+ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote);
 
 #ifndef PYCOLL_NATIVE_HOOKS_THEMSELVES
 #define memcpy(to, from, nbytes) hook_memcpy(to, from, nbytes)
@@ -42,6 +47,7 @@ ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, cons
 #define sched_yield() hook_yield()
 #define clock_gettime(clock, now) hook_clock(now)
 #define process_vm_readv(pid, local, local_count, remote, remote_count, flags) hook_readv(pid, local, local_count, remote)
+#define process_vm_writev(pid, local, local_count, remote, remote_count, flags) hook_writev(pid, local, local_count, remote)
 #endif
 
 #endif

@@ -76,6 +76,25 @@ ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, cons
 #endif
 }
 
+ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote) {
+    native_delay();
+    if (native_random(&native_seed) % 8 == 0) {
+        errno = EFAULT;
+        return -1;
+    }
+#ifdef __SANITIZE_THREAD__
+    (void)pid;
+    size_t copied = 0;
+    for (; count > 0; count--, local++) {
+        hook_memcpy((char *)remote->iov_base + copied, local->iov_base, local->iov_len);
+        copied += local->iov_len;
+    }
+    return (ssize_t)copied;
+#else
+    return process_vm_writev(pid, local, count, remote, 1, 0);
+#endif
+}
+
 /* --- Python -------------------------------------------------------------------------------------------- */
 
 bool native_has_lock(void) { return has_lock; }

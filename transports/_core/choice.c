@@ -11,6 +11,9 @@
 #ifndef PC_CHOICE_FROM
 #define PC_CHOICE_FROM ((size_t)12 << 10) /* what is shorter, with the same bytes for all, is streamed */
 #endif
+#ifndef PC_SCATTER_FROM
+#define PC_SCATTER_FROM ((size_t)256 << 10)
+#endif
 #ifndef PC_TURNS_BETWEEN
 #define PC_TURNS_BETWEEN 150 /* so many turns after a trial there is the next */
 #endif
@@ -66,8 +69,8 @@ static pc_choice *find(pc_collective *call) {
         PyErr_NoMemory();
         return NULL;
     }
-    /* Until it is known: reading is dearer for each page, but the root of a scatter would copy for all. */
-    made->direct = call->kind == PC_SCATTER;
+    /* Until it is known: reading is dearer for each page, but the root of a large scatter would copy for all. */
+    made->direct = call->kind == PC_SCATTER && pc_given_nbytes(call, call->nbytes) >= PC_SCATTER_FROM;
     made->calls_a_turn = pc_given_nbytes(call, call->nbytes) < PC_CHUNKS * call->comm->chunk_nbytes ? PC_CALLS_A_TURN : 2;
     made->left = made->calls_a_turn - 1; /* the first calls meet slots whose pages are fresh */
     return made;

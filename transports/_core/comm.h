@@ -99,7 +99,15 @@ static inline void pc_place_set(struct pc_place *place, uint64_t number, uint64_
     atomic_store_explicit(&place->working, 0, memory_order_relaxed);
     pc_transfer_begin(&place->work, number, false);
     atomic_store_explicit(&place->work.next, 0, memory_order_relaxed);
+    atomic_store_explicit(&place->work.into, 0, memory_order_relaxed);
     pc_publish(&place->number, number); /* that of what a root announces is waited for */
+}
+/* Before the first claim of a call, and after its last piece. */
+static inline void pc_work_begin(pc_collective *call) {
+    atomic_store(&pc_place_of(call->comm, call->comm->rank, call->number)->working, 1);
+}
+static inline void pc_work_end(pc_collective *call) {
+    atomic_store_explicit(&pc_place_of(call->comm, call->comm->rank, call->number)->working, 0, memory_order_release);
 }
 static inline unsigned char *pc_big_slot_of(pc_comm *comm, int rank, uint64_t chunk) {
     size_t index = (size_t)rank * PC_CHUNKS + chunk % PC_CHUNKS;
@@ -167,8 +175,10 @@ int pc_direct(pc_collective *call, struct pc_slot *slot);
 int pc_check_given_up(pc_collective *call); /* -1 with an exception: a rank has given up a call of this communicator */
 void pc_reach(pc_collective *call, uint64_t step); /* say how far this rank is in a call without slots; see `phase` */
 bool pc_can_be_read(const void *array, size_t nbytes); /* by others, of this process */
-int pc_direct_receive(pc_collective *call, uint64_t address);
-int pc_direct_serve(pc_collective *call); /* the root's: wait until all have read */
+/* With `together` the root copies only between arenas. */
+int pc_direct_receive(pc_collective *call, uint64_t address, bool together);
+int pc_direct_serve(pc_collective *call); /* the root's: help those who read, and wait until all have */
+int pc_await_readers(pc_collective *call); /* the same without help */
 
 /* A piece of another rank's memory, and where it is to be here. */
 struct pc_piece {

@@ -405,7 +405,7 @@ int pc_receive(pc_collective *call, struct pc_slot *slot) {
         if (header.address == 0)
             direct = 0;
         if ((pc_is_open(call, header.address) ? pc_receive_together(call, header.address)
-             : direct                         ? pc_direct_receive(call, header.address)
+             : direct                         ? pc_direct_receive(call, header.address, false)
                                               : pc_stream(call, NULL)) < 0)
             return -1;
         return pc_chosen(call);

@@ -189,14 +189,6 @@ static void work_on(const pc_collective *call, const struct meeting *met, int ow
 
 /* --- the work ----------------------------------------------------------------------------------------- */
 
-/* Before the first claim of a call, and after its last piece. */
-static void begin_work(pc_collective *call) {
-    atomic_store(&pc_place_of(call->comm, call->comm->rank, call->number)->working, 1);
-}
-static void end_work(pc_collective *call) {
-    atomic_store_explicit(&pc_place_of(call->comm, call->comm->rank, call->number)->working, 0, memory_order_release);
-}
-
 static void piece_done(pc_comm *comm, struct pc_transfer *work, uint64_t pieces) {
     if (atomic_fetch_add(&work->done, 1) + 1 == pieces)
         pc_wake_others(comm);
@@ -264,11 +256,11 @@ int pc_work_together(pc_collective *call, struct pc_slot *slot) {
         return -1;
     if (work_nbytes(call, &met, comm->rank) >= RELEASE_FROM)
         pc_release(&call->call);
-    begin_work(call);
+    pc_work_begin(call);
     for (int owner = 0; owner < comm->size; owner++)
         if (worker_for(call, &met, owner) == comm->rank)
             work_for(call, &met, owner);
-    end_work(call);
+    pc_work_end(call);
     bool only_own = call->kind == PC_GATHER && comm->rank != call->root;
     for (int step = 0; step < (only_own ? 1 : comm->size); step++)
         if (await_pieces(call, &met, (comm->rank + step) % comm->size) < 0)
@@ -305,7 +297,7 @@ int pc_serve_together(pc_collective *call) {
     pc_place_set(pc_place_of(comm, comm->rank, call->number), call->number, 0, 0, true);
     call->placed = true; /* if it gives up it waits for those who read its array */
     if (comm->host->spins == 0) /* the others need this core */
-        return pc_direct_serve(call);
+        return pc_await_readers(call);
     if (call->nbytes >= RELEASE_FROM)
         pc_release(&call->call);
     for (int step = 1; step < comm->size; step++) {
@@ -317,11 +309,11 @@ int pc_serve_together(pc_collective *call) {
         const unsigned char *from = call->x;
         if (to == NULL)
             continue;
-        begin_work(call);
+        pc_work_begin(call);
         copy_pieces(call, rank, from + (call->kind == PC_SCATTER ? (size_t)rank * call->nbytes : 0), to);
-        end_work(call);
+        pc_work_end(call);
     }
-    return pc_direct_serve(call);
+    return pc_await_readers(call);
 }
 
 int pc_receive_together(pc_collective *call, uint64_t address) {
@@ -330,7 +322,7 @@ int pc_receive_together(pc_collective *call, uint64_t address) {
     const unsigned char *from = pc_here(comm->host, comm->local[call->root], address, pc_given_nbytes(call, call->nbytes));
     uint64_t out = pc_arena_has(call->out, call->nbytes) ? (uintptr_t)call->out : 0;
     if (from == NULL) /* it was there before: its rank has taken it away */
-        return pc_direct_receive(call, address);
+        return pc_direct_receive(call, address, true);
     pc_place_set(place, call->number, 0, out, true);
     call->placed = true;
     pc_host_wake(comm->host, comm->local[call->root]);
@@ -338,9 +330,9 @@ int pc_receive_together(pc_collective *call, uint64_t address) {
         return -1;
     if (call->nbytes >= RELEASE_FROM)
         pc_release(&call->call);
-    begin_work(call);
+    pc_work_begin(call);
     copy_pieces(call, comm->rank, from + (call->kind == PC_SCATTER ? (size_t)comm->rank * call->nbytes : 0), call->out);
-    end_work(call);
+    pc_work_end(call);
     if (pc_wait(&call->call, &place->work.done, pieces_of(call->nbytes), call->root) < 0 || pc_check_given_up(call) < 0)
         return -1;
     pc_reach(call, 2);
