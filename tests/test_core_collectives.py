@@ -189,7 +189,10 @@ import os
 comm.iall_reduce(np.ones(3)).wait()
 comm.barrier()
 if rank == 1:
+    for other in (0, 2):
+        comm.recv(other)  # it has left the barrier
     os._exit(3)
+comm.send(None, 1)
 error = error_of(lambda: comm.iall_reduce(np.ones(3)).wait())  # a start may know it already
 assert type(error) is pycoll.PeerFailed and error.rank == 1, repr(error)
 error = error_of(lambda: comm.ibarrier().wait())

@@ -137,10 +137,10 @@ class Links:
                 if (send := self._sends.pop(number, None)) is not None:
                     send.cancel()
             elif kind == ACCEPT:
-                self._accept(number, *rest)
+                self._accept(number, memoryview(*rest))
             elif kind == REDIRECT:
                 if (receive := self._receives.get(number)) is not None:
-                    receive.redirect(*rest)
+                    receive.redirect(memoryview(*rest))
             elif kind == GIVE_UP:
                 if (receive := self._receives.pop(number, None)) is not None:
                     receive.cancel()

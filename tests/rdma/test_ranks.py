@@ -477,7 +477,35 @@ def test_an_array_that_is_sent_again_is_registered_once(ranks: Any) -> None:
     ranks(program)
 
 
-@pytest.mark.xfail(reason="what is received into, and scratch, is registered for each message")
+@jobs(TWO)
+def test_an_array_that_is_received_into_again_is_registered_once(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        registrations, made = device_of(comm).endpoint.registrations, []
+        x, out = np.full(40_000, comm.rank), np.empty(40_000, int)
+        rows = np.empty((2, 40_000), int)
+        register = registrations._register
+
+        def counted(*args: Any) -> Any:
+            made.append(args)
+            return register(*args)
+
+        for number in range(100):
+            if number == 5:
+                registrations._register = counted
+            if comm.rank == 0:
+                comm.send(x, 1)
+            else:
+                comm.recv(0, out=out)
+            comm.all_gather(x, out=rows, algorithm="linear")
+            assert (rows[0] == 0).all()
+            assert (rows[1] == 1).all()
+        assert not made, len(made)
+        registrations._register = register
+
+    ranks(program)
+
+
+@pytest.mark.xfail(reason="scratch of the core's is registered for each message")
 @jobs(TWO)
 def test_an_array_that_is_reduced_again_is_registered_once(ranks: Any) -> None:
     def program(comm: Comm) -> None:

@@ -246,6 +246,8 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given, co
                                              .reduction = plan->reduction,
                                              .source = call->source,
                                              .target = call->target,
+                                             .source_keeper = call->x,
+                                             .target_keeper = call->result,
                                              .first_lane = plan->announced.is_announced,
                                              .num_segments = plan->num_segments,
                                              .granule = plan->granule,

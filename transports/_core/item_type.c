@@ -371,6 +371,7 @@ PyType_Spec pc_send_spec = {
 struct accepting {
     struct pc_py_item *item;
     void *into;
+    PyObject *keeper; /* what that belongs to */
     int error;
     bool is_over;
 };
@@ -381,6 +382,7 @@ static void accept(pc_engine_object *self, void *argument) {
     (void)self;
     if (item->receive.state == PC_RECEIVE_HELD) {
         item->is_quiet = true;
+        item->receive.keeper = accepting->keeper;
         accepting->error = pc_receive_into(&item->receive, accepting->into);
         item->is_quiet = false;
     }
@@ -394,7 +396,7 @@ static PyObject *receive_into(pc_face *face, PyObject *into) {
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
-    struct accepting accepting = {.item = item, .into = views->views[0].buf};
+    struct accepting accepting = {.item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
     item->views = views;
     bool done = pc_engine_do(face->engine, accept, &accepting);
     if (done && accepting.error == 0 && !accepting.is_over)
@@ -410,6 +412,7 @@ static void redirect(pc_engine_object *self, void *argument) {
     struct accepting *accepting = argument;
     struct pc_receive *receive = &accepting->item->receive;
     (void)self;
+    receive->keeper = accepting->keeper;
     if (receive->state == PC_RECEIVE_READING) {
         pc_receive_redirect(receive, accepting->into);
     } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) { /* its end stands in the queue */
@@ -424,7 +427,7 @@ static PyObject *receive_redirect(pc_face *face, PyObject *into) {
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
-    struct accepting accepting = {.item = item, .into = views->views[0].buf};
+    struct accepting accepting = {.item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
     pc_engine_do(face->engine, redirect, &accepting);
     struct pc_views *before = item->views;
     item->views = views;

@@ -7,11 +7,13 @@
 
 /* --- memory of a send -------------------------------------------------------------------------------- */
 
-/* What a payload lies in, and what that belongs to: a transport may look at it after the send was given up. */
+/* What a payload lies in, or goes to, and what that belongs to: a transport may look at it after the send or the
+   receive was given up. */
 typedef struct {
     PyObject_HEAD
     void *start;
     Py_ssize_t nbytes;
+    bool is_writable;
     PyObject *keeper;
 } pc_piece;
 
@@ -19,7 +21,7 @@ static PyTypeObject *piece_type;
 
 static int piece_buffer(PyObject *self, Py_buffer *view, int flags) {
     pc_piece *piece = (pc_piece *)self;
-    return PyBuffer_FillInfo(view, self, piece->start, piece->nbytes, 1, flags);
+    return PyBuffer_FillInfo(view, self, piece->start, piece->nbytes, !piece->is_writable, flags);
 }
 
 static void piece_dealloc(pc_piece *piece) {
@@ -38,7 +40,7 @@ static PyType_Slot piece_slots[] = {
     {Py_bf_getbuffer, piece_buffer},
     {Py_tp_members, piece_members},
     {Py_tp_dealloc, piece_dealloc},
-    {Py_tp_doc, "Memory that a message is sent from."},
+    {Py_tp_doc, "Memory that a message is sent from, or comes to."},
     {0, NULL},
 };
 
@@ -51,17 +53,31 @@ PyType_Spec pc_piece_spec = {
 
 void pc_piece_type(PyTypeObject *type) { piece_type = type; }
 
-/* A view; without a keeper it is a copy. */
-static PyObject *view_of(const struct iovec *part, PyObject *keeper) {
-    if (keeper == NULL)
-        return PyBytes_FromStringAndSize(part->iov_base, (Py_ssize_t)part->iov_len);
+static PyObject *piece_of(void *start, size_t nbytes, bool is_writable, PyObject *keeper) {
     pc_piece *piece = (pc_piece *)((allocfunc)PyType_GetSlot(piece_type, Py_tp_alloc))(piece_type, 0);
     if (piece == NULL)
         return NULL;
-    piece->start = part->iov_base;
-    piece->nbytes = (Py_ssize_t)part->iov_len;
+    piece->start = start;
+    piece->nbytes = (Py_ssize_t)nbytes;
+    piece->is_writable = is_writable;
     piece->keeper = Py_NewRef(keeper);
     return (PyObject *)piece;
+}
+
+/* Something with the bytes of a send; without a keeper it is a copy. */
+static PyObject *sent_from(const struct iovec *part, PyObject *keeper) {
+    if (keeper == NULL)
+        return PyBytes_FromStringAndSize(part->iov_base, (Py_ssize_t)part->iov_len);
+    return piece_of(part->iov_base, part->iov_len, false, keeper);
+}
+
+/* Something to write to; without a keeper it stays only as long as the receive. */
+static PyObject *written_to(const struct pc_order *order) {
+    static char nothing[1];
+    void *into = order->nbytes > 0 ? order->into : nothing;
+    if (order->keeper == NULL)
+        return PyMemoryView_FromMemory(into, (Py_ssize_t)order->nbytes, PyBUF_WRITE);
+    return piece_of(into, order->nbytes, true, order->keeper);
 }
 
 /* --- orders ------------------------------------------------------------------------------------------ */
@@ -79,7 +95,7 @@ static void take(pc_engine_object *self, void *argument) {
 static PyObject *send_order(struct pc_order *order) {
     PyObject *parts = PyList_New((Py_ssize_t)order->num_parts);
     for (size_t part = 0; parts != NULL && part < order->num_parts; part++) {
-        PyObject *view = view_of(&order->parts[part], order->keeper);
+        PyObject *view = sent_from(&order->parts[part], order->keeper);
         if (view == NULL)
             Py_CLEAR(parts);
         else
@@ -104,9 +120,7 @@ PyObject *pc_link_next_order(pc_engine_object *self, PyObject *unused) {
         return send_order(order);
     if (order->kind != PC_ORDER_ACCEPT && order->kind != PC_ORDER_REDIRECT)
         return Py_BuildValue("iK", order->kind, (unsigned long long)order->id);
-    static char nothing[1];
-    PyObject *into = PyMemoryView_FromMemory(order->nbytes > 0 ? order->into : nothing, (Py_ssize_t)order->nbytes,
-                                             PyBUF_WRITE);
+    PyObject *into = written_to(order);
     return into != NULL ? Py_BuildValue("iKN", order->kind, (unsigned long long)order->id, into) : NULL;
 }
 

@@ -143,6 +143,7 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
     if (!receive->ask) {
         request->array = Py_NewRef(incoming->out);
         receive->into = incoming->array.data;
+        receive->keeper = request->array;
         receive->room = incoming->array.nbytes;
         request->expects[0] = PC_FORM_ARRAY;
         request->expects[1] = (unsigned char)incoming->array.dtype;

@@ -89,6 +89,7 @@ enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *
     struct pc_engine *engine = receive->context->engine;
     struct pc_link *link = message->link;
     int answer = PC_RECEIVED;
+    message->keeper = receive->keeper;
     switch (message->state) {
     case PC_MESSAGE_PASSING:
         gather(receive->into, message->passing);
@@ -242,6 +243,7 @@ void pc_receive_redirect(struct pc_receive *receive, void *into) {
     struct pc_engine *engine = receive->context->engine;
     void *before = receive->into;
     receive->into = into;
+    message->keeper = receive->keeper;
     if (message->link->ops->redirect(message->link, message, into))
         return;
     if (message->nbytes > 0)
@@ -296,6 +298,7 @@ static bool park(struct pc_message *message, void *into) {
     if (spare == NULL)
         return false;
     message->spare = spare;
+    message->keeper = NULL;
     if (message->link->ops->redirect(message->link, message, spare))
         return true;
     if (message->nbytes > 0)

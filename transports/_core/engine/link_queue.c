@@ -26,6 +26,7 @@ struct pc_link_entry {
     /* Of a message. */
     struct pc_message *message;
     unsigned char *where, *into; /* where the owner writes, and where he shall */
+    void *keeper;                /* of `into` */
     void *spare;                 /* `where` is in this memory, which is freed when he does not any more */
     /* Of a send. */
     struct pc_send *send;
@@ -168,6 +169,7 @@ static int queue_accept(struct pc_link *link, struct pc_message *message, void *
     struct pc_link_entry *entry = entry_of(message->token);
     entry->message = message;
     entry->into = into;
+    entry->keeper = message->keeper;
     enqueue(of(link), entry);
     return PC_UNDER_WAY;
 }
@@ -199,6 +201,7 @@ static bool queue_redirect(struct pc_link *link, struct pc_message *message, voi
     if (into != message->spare)
         take_spare(entry, message);
     entry->into = into;
+    entry->keeper = message->keeper;
     if (!entry->is_taken)
         return true; /* that it is to be accepted stands in the queue */
     set_unsettled(of(link), entry, true);
@@ -249,7 +252,8 @@ bool pc_link_take(struct pc_link_queue *self, struct pc_order *order) {
     done(self);
     if (entry == NULL)
         return false;
-    *order = (struct pc_order){.id = entry->id, .into = entry->into, .nbytes = entry->nbytes};
+    *order = (struct pc_order){
+        .id = entry->id, .into = entry->into, .nbytes = entry->nbytes, .keeper = entry->keeper};
     if (entry->is_over)
         order->kind = entry->is_send ? PC_ORDER_TAKE_BACK : entry->is_taken ? PC_ORDER_GIVE_UP : PC_ORDER_RELEASE;
     else if (entry->is_send)

@@ -51,6 +51,8 @@ void pc_pipeline_start(struct pc_pipeline *pipeline) {
                                .reduction = pipeline->reduction,
                                .source = pipeline->source,
                                .target = pipeline->target,
+                               .source_keeper = pipeline->source_keeper,
+                               .target_keeper = pipeline->target_keeper,
                                .call = pipeline->call,
                                .lane = (uint16_t)(pipeline->first_lane + pipeline->next),
                                .segment = pipeline->next,

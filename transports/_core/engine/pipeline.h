@@ -16,6 +16,7 @@ struct pc_pipeline {
     const struct pc_chunk_place *places; /* by chunk */
     struct pc_reduction reduction;
     const void *source; /* as of a run */
+    void *source_keeper, *target_keeper;
     void *target;
     struct pc_called *call;
     struct pc_context *context;

@@ -164,6 +164,25 @@ static void sent(struct pc_send *send) {
     drain(run);
 }
 
+/* What the value of a chunk belongs to; NULL: that is not known, or it is the run's. */
+static void *keeper_of(const struct pc_run *run, uint32_t number) {
+    switch (pc_run_where(run, number)) {
+    case PC_VALUE_AT_SOURCE: return run->chunks[number].parts == NULL ? run->source_keeper : NULL;
+    case PC_VALUE_AT_TARGET: return run->target_keeper;
+    default: return NULL;
+    }
+}
+
+/* What all chunks of a step belong to. */
+static void *keeper_of_all(const struct pc_run *run, const struct pc_step *step) {
+    const uint32_t *chunks = chunks_of(run, step);
+    void *keeper = step->num_chunks > 0 ? keeper_of(run, chunks[0]) : NULL;
+    for (uint32_t index = 1; index < step->num_chunks; index++)
+        if (keeper_of(run, chunks[index]) != keeper)
+            return NULL;
+    return keeper;
+}
+
 /* Neighbors in memory are one part. */
 static size_t gather(const struct pc_run *run, const struct pc_step *step, struct iovec *parts) {
     size_t count = 0;
@@ -207,6 +226,7 @@ static void post_send(struct pc_run *run, uint32_t position, const struct pc_ste
     send->parts = move->parts;
     send->ended = sent;
     send->owner = move;
+    send->keeper = keeper_of_all(run, step);
     for (int byte = 0; byte < 4; byte++)
         run->header[15 + byte] = (unsigned char)(step->index >> 8 * byte);
     if (pc_send_start(run->context, send, run->header, run->header_nbytes, PC_MAY_PUSH) == PC_UNDER_WAY)
@@ -321,6 +341,7 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     receive->address.sender = (uint32_t)run->context->members[step->other];
     receive->address.index = step->index;
     receive->into = into;
+    receive->keeper = into != move->scratch ? keeper_of_all(run, step) : NULL;
     receive->room = nbytes;
     receive->takes_less = run->takes_less;
     receive->ask = is_grown;

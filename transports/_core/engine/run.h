@@ -94,6 +94,7 @@ struct pc_run {
     struct pc_reduction reduction;
     const void *source;
     void *target; /* the source, or disjoint from it, but for chunks that lie at the same place in both */
+    void *source_keeper, *target_keeper; /* as of sends: what these belong to, or NULL */
     struct pc_called *call;
     uint16_t lane;
     bool takes_less; /* its one chunk is as long as the message that brings it, and no longer than its place */
