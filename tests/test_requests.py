@@ -711,7 +711,7 @@ before = taken()
 use(ROUNDS)
 after = taken()
 assert after[0] <= before[0] + 100, (before, after)
-assert after[1] == before[1], (before, after)
+assert after[1] <= before[1] + 1, (before, after)  # the timer of a first long wait
 assert after[2] <= before[2] + 8, (before, after)
 assert after[3] <= before[3] + 1024, (before, after)  # 4 MiB
 assert threading.active_count() <= 2
