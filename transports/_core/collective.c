@@ -30,7 +30,7 @@ static void end(struct pc_started *self) {
         pc_engine_post(engine, &self->event); /* which keeps it alive */
     } else {
         self->next = engine->ended_collectives;
-        engine->ended_collectives = self;
+        pc_engine_set(&engine->ended_collectives, self);
     }
     pc_op_end(&self->op, self->status);
 }
@@ -147,7 +147,7 @@ static void let_go(struct pc_started *self) {
 static void take_ended(pc_engine_object *engine, void *argument) {
     struct pc_started **ended = argument;
     *ended = engine->ended_collectives;
-    engine->ended_collectives = NULL;
+    pc_engine_set(&engine->ended_collectives, NULL);
 }
 
 void pc_engine_let_go_collectives(pc_engine_object *engine) {

@@ -84,7 +84,7 @@ void pc_engine_post(pc_engine_object *self, struct pc_event *event) {
         return;
     event->stands = true;
     event->next = NULL;
-    *self->last = event;
+    pc_engine_set(self->last, event);
     self->last = &event->next;
     pc_drive_post_work(&self->drive);
 }
@@ -95,7 +95,7 @@ void pc_engine_unpost(pc_engine_object *self, struct pc_event *event) {
         return;
     while (*at != event)
         at = &(*at)->next;
-    *at = event->next;
+    pc_engine_set(at, event->next);
     if (*at == NULL)
         self->last = at;
     event->stands = false;
@@ -144,7 +144,7 @@ static void take_event(pc_engine_object *self, void *argument) {
         struct pc_event *event = self->first;
         if (event == NULL)
             return;
-        self->first = event->next;
+        pc_engine_set(&self->first, event->next);
         if (self->first == NULL)
             self->last = &self->first;
         event->stands = false;
@@ -231,7 +231,7 @@ bool pc_engine_look(pc_engine_object *self) {
 
 static PyObject *engine_progress(pc_engine_object *self, PyObject *unused) {
     (void)unused;
-    return PyBool_FromLong(pc_engine_look(self) || self->first != NULL);
+    return PyBool_FromLong(pc_engine_look(self) || pc_engine_has(self->first));
 }
 
 /* The doorbell has rung: who naps may have been meant. */
@@ -255,7 +255,7 @@ static void on_work(void *owner) {
 }
 
 int pc_engine_hear(pc_engine_object *self) {
-    if (PC_LIKELY(self->first == NULL) || self->on_work == NULL)
+    if (PC_LIKELY(!pc_engine_has(self->first)) || self->on_work == NULL)
         return 0;
     PyObject *heard = PyObject_CallNoArgs(self->on_work);
     Py_XDECREF(heard);
@@ -828,7 +828,7 @@ static PyObject *engine_is_receiving(pc_engine_object *self, void *unused) {
 
 static PyObject *engine_has_work(pc_engine_object *self, void *unused) {
     (void)unused;
-    return PyBool_FromLong(atomic_load_explicit(&self->drive.work, memory_order_relaxed) != 0 || self->first != NULL);
+    return PyBool_FromLong(atomic_load_explicit(&self->drive.work, memory_order_relaxed) != 0 || pc_engine_has(self->first));
 }
 
 static PyObject *engine_has_fired(pc_engine_object *self, void *unused) {

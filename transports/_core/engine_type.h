@@ -86,15 +86,19 @@ typedef struct pc_engine_object {
     bool is_called; /* a thread with the interpreter's lock is in the engine */
     bool lags;      /* a transport in Python has something to write */
     char engaged; /* a thread of Python's holds its engine */
-    struct pc_event *first, **last; /* the queue */
+    struct pc_event *first, **last; /* the queue; written by `pc_engine_set` */
     struct pc_event watched;
     struct pc_peer_events *peers;
     struct pc_seat *nappers;
     struct pc_py_item *preceding; /* receives that have a successor, by `next_preceding` */
-    struct pc_request *ended; /* requests that are to be let go */
+    struct pc_request *ended; /* requests that are to be let go; written so, too */
     struct pc_started *ended_collectives; /* so, too */
     _Atomic uint64_t rings;   /* of the doorbell */
 } pc_engine_object;
+
+/* What is written with the lock, and looked at without it only to see whether there is something. */
+#define pc_engine_set(place, value) __atomic_store_n(place, value, __ATOMIC_RELAXED)
+#define pc_engine_has(place) (__atomic_load_n(&(place), __ATOMIC_RELAXED) != NULL)
 
 typedef struct {
     PyObject_HEAD

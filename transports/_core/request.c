@@ -32,7 +32,7 @@ void pc_request_end(struct pc_request *request, int status) {
         pc_engine_post(engine, &request->event); /* which keeps it alive */
     } else {
         request->next = engine->ended;
-        engine->ended = request;
+        pc_engine_set(&engine->ended, request);
     }
     pc_op_end(&request->op, status);
 }
@@ -109,7 +109,7 @@ void pc_request_received(struct pc_receive *receive) {
 static void take_ended(pc_engine_object *engine, void *argument) {
     struct pc_request **ended = argument;
     *ended = engine->ended;
-    engine->ended = NULL;
+    pc_engine_set(&engine->ended, NULL);
 }
 
 static void let_go(struct pc_request *request) {
@@ -124,9 +124,9 @@ static void let_go(struct pc_request *request) {
 
 void pc_engine_let_go(pc_engine_object *engine) {
     pc_link_settle(engine);
-    if (engine->ended_collectives != NULL)
+    if (pc_engine_has(engine->ended_collectives))
         pc_engine_let_go_collectives(engine);
-    if (engine->ended == NULL)
+    if (!pc_engine_has(engine->ended))
         return;
     struct pc_request *ended = NULL;
     if (!pc_engine_do(engine, take_ended, &ended))
