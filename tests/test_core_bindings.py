@@ -187,6 +187,7 @@ sending = other.isend(made(1 << 20), peer, 8)
 error_like(pycoll.OperationTimeout, "", sending.wait, 0.01)
 error_like(pycoll.OperationTimeout, "", other.send, made(1 << 20), peer, 9, timeout=0.01)
 error_like(pycoll.OperationTimeout, "", other.recv, peer, 11, made(), timeout=0.01)
+comm.barrier()  # who closes drops what the other sends
 other.close()
 error_like(pycoll.Error, "closed", late.wait)
 while not sending.done:  # the peer, who closes too, drops it, if it was not taken back before
