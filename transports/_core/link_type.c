@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-/* --- memory of a send -------------------------------------------------------------------------------- */
+/* --- memory of a message ----------------------------------------------------------------------------- */
 
 /* What a payload lies in, or goes to, and what that belongs to: a transport may look at it after the send or the
    receive was given up. */
