@@ -204,6 +204,12 @@ class Run:
 class Memory:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class Scratch:
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
 class Collective:
     _collected: bool
     @property

@@ -3,11 +3,12 @@
 To register memory pins its pages, which takes as long as copying a part of it, so what is used
 again is kept. That is only safe while nobody gives the pages back: freed and mapped anew, the same
 addresses are other pages, and the device would go on with the old ones. So what is kept is memory
-that NumPy has allocated for one array: a weak reference to that array takes its registration back
-before the memory is freed. Any other memory (of bytes, bytearray, a mapped file, another library)
-is registered for one message only.
+that NumPy has allocated for one array, and memory of the core's for values on their way: a weak
+reference to the array, or to what stands for the core's memory, takes its registration back before
+the memory is freed. Any other memory (of bytes, bytearray, a mapped file, another library) is
+registered for one message only.
 
-An array is registered as a whole, so that all pieces of it that travel need one registration.
+Such memory is registered as a whole, so that all pieces of it that travel need one registration.
 
 Bytes in host memory may be the image of what is in a GPU's memory, which the device then reaches
 itself. They remain its name: a lease of them is one of the GPU's memory. Who looks into payloads
@@ -27,16 +28,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from pycoll.transports._core import Scratch
 from pycoll.transports.base import Elsewhere, Reach
 from pycoll.transports.verbs import Region, VerbsError
 
 MOST_ENTRIES = 1024
-"""Arrays whose registrations are kept."""
+"""Owners of memory whose registrations are kept."""
 
 _CAP_IPC_LOCK = 14
 
 WHOLE = 64 << 20
-"""Bytes up to which an array is registered whole, however little of it travels."""
+"""Bytes up to which memory is registered whole, however little of it travels."""
 
 WHOLE_SHARE = 64
 """A larger one is if no more than so many times the piece."""
@@ -84,7 +86,7 @@ class Stays(Protocol):
 
 
 class _Entry:
-    """The registration of one array."""
+    """The registration of all that an array, or what stands for memory of the core's, owns."""
 
     __slots__ = ("address", "nbytes", "owner", "region", "uses")
 
@@ -222,8 +224,8 @@ class Registrations:
                 self._entries.move_to_end(number)
                 return entry
             self._take_back(number)  # it was resized
-        self._make_room(owner.nbytes)
-        begin, whole = owner.ctypes.data, owner.nbytes
+        begin, whole = _extent(owner)
+        self._make_room(whole)
         # Never for reading only, which may leave the device with the page of zeros that all
         # untouched memory shares, when the array gets pages of its own.
         region = self._make(begin, whole, True)
@@ -288,12 +290,20 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
+def _extent(owner: Any) -> tuple[int, int]:
+    """Return where what belongs to an owner begins, and its length in bytes."""
+    address = owner.address if isinstance(owner, Scratch) else owner.ctypes.data
+    return int(address), int(owner.nbytes)
+
+
 def _owner(exporter: object) -> Any | None:
-    """Return the NumPy array that has allocated the memory of `exporter`, if there is one."""
+    """Return the NumPy array, or the `Scratch`, that has the memory of `exporter`, if one has."""
+    exporter = getattr(exporter, "keeper", exporter)  # of a `_core.Piece`
+    if isinstance(exporter, Scratch):
+        return exporter
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
-    exporter = getattr(exporter, "keeper", exporter)  # of a `_core.Piece`
     if isinstance(exporter, memoryview):
         exporter = exporter.obj
     while isinstance(exporter, numpy.ndarray):

@@ -505,7 +505,6 @@ def test_an_array_that_is_received_into_again_is_registered_once(ranks: Any) -> 
     ranks(program)
 
 
-@pytest.mark.xfail(reason="scratch of the core's is registered for each message")
 @jobs(TWO)
 def test_an_array_that_is_reduced_again_is_registered_once(ranks: Any) -> None:
     def program(comm: Comm) -> None:

@@ -131,12 +131,28 @@ static PyObject *collective_result(struct pc_started *self, void *unused) {
     return result_of(self);
 }
 
+struct end {
+    struct pc_started *started;
+    int status, from;
+    size_t came, expected;
+};
+
+static void find_end(pc_engine_object *engine, void *argument) {
+    struct end *end = argument;
+    const struct pc_started *started = end->started;
+    (void)engine;
+    *end = (struct end){end->started, started->status, started->from, started->came, started->expected};
+}
+
 /* (text, number, status, rank or chunk, bytes that came, bytes expected) */
 static PyObject *collective_description(struct pc_started *self, void *unused) {
     (void)unused;
+    struct end end = {.started = self};
+    if (!pc_engine_do(self->collectives->engine, find_end, &end)) /* it is closed: nobody else writes there */
+        find_end(self->collectives->engine, &end);
     return Py_BuildValue("s#Kiinn", self->plan->text, (Py_ssize_t)self->plan->text_nbytes,
-                         (unsigned long long)self->number, self->status, self->from, (Py_ssize_t)self->came,
-                         (Py_ssize_t)self->expected);
+                         (unsigned long long)self->number, end.status, end.from, (Py_ssize_t)end.came,
+                         (Py_ssize_t)end.expected);
 }
 
 static PyObject *collective_owner(struct pc_started *self, void *unused) {

@@ -23,7 +23,7 @@ static void give_scratch(pc_engine_object *engine, void *memory) { pc_engine_giv
 
 static void let_go(pc_engine_object *engine, void *memory) {
     if (memory != NULL && !pc_engine_do(engine, give_scratch, memory))
-        pc_scratch_discard(memory);
+        pc_scratch_free_with_keeper(memory);
 }
 
 /* It owns the memory; without an object of ours that goes, too. */

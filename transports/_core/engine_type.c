@@ -785,6 +785,9 @@ static void engine_dealloc(pc_engine_object *self) {
             pc_link_tcp_free(&self->tcp);
         if (self->has_queue)
             pc_link_queue_free(&self->queue);
+        void *left;
+        while ((left = pc_scratch_next_left(&self->engine.scratch)) != NULL)
+            Py_DECREF((PyObject *)left);
     }
     free(self->links);
     free(self->peers);
@@ -927,15 +930,18 @@ int pc_add_engine_types(PyObject *module) {
                  *receive = make_type(module, &pc_receive_spec), *context = make_type(module, &pc_context_spec),
                  *request = make_type(module, &pc_request_spec), *plan = make_type(module, &pc_plan_spec),
                  *call = make_type(module, &pc_collective_spec), *table = make_type(module, &pc_table_spec),
-                 *piece = make_type(module, &pc_piece_spec), *memory = make_type(module, &pc_memory_spec);
+                 *piece = make_type(module, &pc_piece_spec), *memory = make_type(module, &pc_memory_spec),
+                 *scratch = make_type(module, &pc_scratch_spec);
     if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
-        plan == NULL || call == NULL || table == NULL || piece == NULL || memory == NULL)
+        plan == NULL || call == NULL || table == NULL || piece == NULL || memory == NULL ||
+        scratch == NULL)
         return -1;
     engine_type = engine;
     pc_item_types(send, receive);
     pc_context_types(engine, context);
     pc_piece_type(piece);
     pc_memory_type(memory);
+    pc_scratch_type(scratch);
     pc_collective_types(call);
     pc_composed_types(table);
     pc_collectives_types(plan, call);

@@ -114,7 +114,7 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
-extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
@@ -173,6 +173,15 @@ PyObject *pc_item_receive(pc_engine_object *self);
 
 /* link_type.c */
 void pc_piece_type(PyTypeObject *type);
+
+/* scratch_type.c */
+void pc_scratch_type(PyTypeObject *type);
+/* The object that keeps scratch memory; NULL, without an exception: it has none. */
+PyObject *pc_scratch_object_of(void *memory);
+/* Free scratch memory, now or when nobody refers to its object any more. */
+void pc_scratch_free_with_keeper(void *memory);
+/* Let go of objects whose memory the engine does not use any more. */
+void pc_scratch_let_go_left(pc_engine_object *self);
 /* Have these ranks reached by transports in Python. 0; -1 with an exception. */
 int pc_link_open(pc_engine_object *self, PyObject *ranks);
 /* Have Python do what stands in the queue; without the lock. An exception that is set stays. */

@@ -303,7 +303,7 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
     item->send.num_parts = (size_t)views->count;
     item->send.ended = send_ended;
     item->send.owner = self;
-    item->send.keeper = views->count == 1 ? views->views[0].obj : NULL;
+    item->send.keeper.object = views->count == 1 ? views->views[0].obj : NULL;
     item->is_quiet = self->has_queue;
     if (!pc_engine_do(self, send, &sending)) {
         Py_DECREF(face);
@@ -382,7 +382,7 @@ static void accept(pc_engine_object *self, void *argument) {
     (void)self;
     if (item->receive.state == PC_RECEIVE_HELD) {
         item->is_quiet = true;
-        item->receive.keeper = accepting->keeper;
+        item->receive.keeper.object = accepting->keeper;
         accepting->error = pc_receive_into(&item->receive, accepting->into);
         item->is_quiet = false;
     }
@@ -412,7 +412,7 @@ static void redirect(pc_engine_object *self, void *argument) {
     struct accepting *accepting = argument;
     struct pc_receive *receive = &accepting->item->receive;
     (void)self;
-    receive->keeper = accepting->keeper;
+    receive->keeper.object = accepting->keeper;
     if (receive->state == PC_RECEIVE_READING) {
         pc_receive_redirect(receive, accepting->into);
     } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) { /* its end stands in the queue */

@@ -53,19 +53,30 @@ PyType_Spec pc_piece_spec = {
 
 void pc_piece_type(PyTypeObject *type) { piece_type = type; }
 
+/* Some memory, and the reference to what it belongs to, which is taken over. */
 static PyObject *piece_of(void *start, size_t nbytes, bool is_writable, PyObject *keeper) {
     pc_piece *piece = (pc_piece *)((allocfunc)PyType_GetSlot(piece_type, Py_tp_alloc))(piece_type, 0);
-    if (piece == NULL)
+    if (piece == NULL) {
+        Py_DECREF(keeper);
         return NULL;
+    }
     piece->start = start;
     piece->nbytes = (Py_ssize_t)nbytes;
     piece->is_writable = is_writable;
-    piece->keeper = Py_NewRef(keeper);
+    piece->keeper = keeper;
     return (PyObject *)piece;
 }
 
+/* What memory belongs to, a new reference; NULL, without an exception: that is not known. */
+static PyObject *object_of(const struct pc_keeper *keeper) {
+    if (keeper->object != NULL)
+        return Py_NewRef((PyObject *)keeper->object);
+    return keeper->scratch != NULL ? pc_scratch_object_of(keeper->scratch) : NULL;
+}
+
 /* Something with the bytes of a send; without a keeper it is a copy. */
-static PyObject *sent_from(const struct iovec *part, PyObject *keeper) {
+static PyObject *sent_from(const struct iovec *part, const struct pc_keeper *of) {
+    PyObject *keeper = object_of(of);
     if (keeper == NULL)
         return PyBytes_FromStringAndSize(part->iov_base, (Py_ssize_t)part->iov_len);
     return piece_of(part->iov_base, part->iov_len, false, keeper);
@@ -75,9 +86,10 @@ static PyObject *sent_from(const struct iovec *part, PyObject *keeper) {
 static PyObject *written_to(const struct pc_order *order) {
     static char nothing[1];
     void *into = order->nbytes > 0 ? order->into : nothing;
-    if (order->keeper == NULL)
+    PyObject *keeper = object_of(&order->keeper);
+    if (keeper == NULL)
         return PyMemoryView_FromMemory(into, (Py_ssize_t)order->nbytes, PyBUF_WRITE);
-    return piece_of(into, order->nbytes, true, order->keeper);
+    return piece_of(into, order->nbytes, true, keeper);
 }
 
 /* --- orders ------------------------------------------------------------------------------------------ */
@@ -95,7 +107,7 @@ static void take(pc_engine_object *self, void *argument) {
 static PyObject *send_order(struct pc_order *order) {
     PyObject *parts = PyList_New((Py_ssize_t)order->num_parts);
     for (size_t part = 0; parts != NULL && part < order->num_parts; part++) {
-        PyObject *view = sent_from(&order->parts[part], order->keeper);
+        PyObject *view = sent_from(&order->parts[part], &order->keeper);
         if (view == NULL)
             Py_CLEAR(parts);
         else
@@ -113,7 +125,10 @@ static PyObject *send_order(struct pc_order *order) {
 PyObject *pc_link_next_order(pc_engine_object *self, PyObject *unused) {
     (void)unused;
     struct taking taking = {.any = false};
-    if (!pc_engine_do(self, take, &taking) || !taking.any)
+    bool is_open = pc_engine_do(self, take, &taking);
+    if (is_open && !taking.any)
+        pc_scratch_let_go_left(self);
+    if (!is_open || !taking.any)
         Py_RETURN_NONE;
     struct pc_order *order = &taking.order;
     if (order->kind == PC_ORDER_SEND)

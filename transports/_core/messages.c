@@ -119,9 +119,9 @@ struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgo
             return NULL;
         }
     }
-    request->send.keeper = request->array;
+    request->send.keeper.object = request->array;
     if (request->views != NULL && request->views->count == 1)
-        request->send.keeper = request->views->views[0].obj;
+        request->send.keeper.object = request->views->views[0].obj;
     return pc_request_start(request, header, header_nbytes, kind == PC_SSEND ? PC_OFFER : way);
 }
 
@@ -143,7 +143,7 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
     if (!receive->ask) {
         request->array = Py_NewRef(incoming->out);
         receive->into = incoming->array.data;
-        receive->keeper = request->array;
+        receive->keeper.object = request->array;
         receive->room = incoming->array.nbytes;
         request->expects[0] = PC_FORM_ARRAY;
         request->expects[1] = (unsigned char)incoming->array.dtype;

@@ -298,7 +298,7 @@ static bool park(struct pc_message *message, void *into) {
     if (spare == NULL)
         return false;
     message->spare = spare;
-    message->keeper = NULL;
+    message->keeper = (struct pc_keeper){NULL, NULL};
     if (message->link->ops->redirect(message->link, message, spare))
         return true;
     if (message->nbytes > 0)

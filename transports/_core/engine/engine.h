@@ -77,7 +77,7 @@ struct pc_message {
     unsigned char *spare;       /* of ours: freed with the message */
     struct pc_context *context; /* NULL: none that is open and works */
     struct pc_receive *taker;   /* holds it, or has it read */
-    void *keeper;               /* of the memory that it is written to: as of the receive */
+    struct pc_keeper keeper;    /* of the memory that it is written to: as of the receive */
     /* It stands in a list if a receive has taken it, or if it has no context. */
     struct pc_message_list *list;
     struct pc_message *next, **at;
@@ -103,7 +103,7 @@ struct pc_receive {
     bool ask;                /* what fits is held; else it is written to `into` at once */
     bool takes_lent;         /* by address, without `ask`: a message that is lent is held */
     void *into;
-    void *keeper; /* up to the caller, and to a link of his: what `into` belongs to, or NULL */
+    struct pc_keeper keeper; /* of `into` */
     size_t room;
     const void *expects; /* with what the header must go on from its form: the caller's, until it has ended */
     size_t expects_nbytes; /* 0: any will do, and if it asks, any length */

@@ -29,6 +29,12 @@ struct pc_ending {
     bool is_send, stands;
 };
 
+/* What some memory belongs to. Both NULL: that is not known, or it stays only as long as its message. */
+struct pc_keeper {
+    void *object;  /* up to the caller, and to a link of his */
+    void *scratch; /* or memory of the engine's own, which `pc_scratch_take` has returned */
+};
+
 /* A message that is sent. The caller sets the first block, and all else to zero. The payload must stay as it is until
    the send has ended. */
 struct pc_send {
@@ -37,7 +43,7 @@ struct pc_send {
     size_t num_parts;
     void (*ended)(struct pc_send *send); /* the last that is done with it; not called if it was done at once */
     void *owner;                         /* up to the caller */
-    void *keeper; /* up to the caller, and to a link of his: what the payload belongs to, or NULL */
+    struct pc_keeper keeper;             /* of all of the payload */
 
     int status; /* when it has ended */
     bool stopped; /* it will not be received, whatever its link says of it until it is taken back */

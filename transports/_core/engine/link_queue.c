@@ -26,7 +26,7 @@ struct pc_link_entry {
     /* Of a message. */
     struct pc_message *message;
     unsigned char *where, *into; /* where the owner writes, and where he shall */
-    void *keeper;                /* of `into` */
+    struct pc_keeper keeper;     /* of `into` */
     void *spare;                 /* `where` is in this memory, which is freed when he does not any more */
     /* Of a send. */
     struct pc_send *send;

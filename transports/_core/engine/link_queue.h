@@ -53,7 +53,7 @@ struct pc_order {
     size_t header_nbytes;
     struct iovec *parts;
     size_t num_parts;
-    void *keeper;
+    struct pc_keeper keeper;
 };
 
 void pc_link_queue(struct pc_link_queue *link, struct pc_engine *engine);

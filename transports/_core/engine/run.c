@@ -68,6 +68,7 @@ static void clear(struct pc_run *run) {
     while (run->moves != NULL) {
         struct pc_moved *move = run->moves;
         if (move->is_send) {
+            pc_scratch_spend(move->send.keeper.scratch); /* its link may look at it for a while */
             (void)pc_send_take_back(&move->send);
             pc_engine_tell_not(engine, &move->send.ending);
         } else {
@@ -164,23 +165,38 @@ static void sent(struct pc_send *send) {
     drain(run);
 }
 
-/* What the value of a chunk belongs to; NULL: that is not known, or it is the run's. */
-static void *keeper_of(const struct pc_run *run, uint32_t number) {
+/* What the value of a chunk belongs to. */
+static struct pc_keeper keeper_of(const struct pc_run *run, uint32_t number) {
+    const struct pc_run_chunk *chunk = &run->chunks[number];
+    struct pc_keeper keeper = {NULL, NULL};
     switch (pc_run_where(run, number)) {
-    case PC_VALUE_AT_SOURCE: return run->chunks[number].parts == NULL ? run->source_keeper : NULL;
-    case PC_VALUE_AT_TARGET: return run->target_keeper;
-    default: return NULL;
+    case PC_VALUE_AT_SOURCE:
+        keeper.object = chunk->parts == NULL ? run->source_keeper : NULL;
+        break;
+    case PC_VALUE_AT_TARGET:
+        keeper.object = run->target_keeper;
+        break;
+    case PC_VALUE_IN_OWN:
+        keeper.scratch = chunk->is_grown ? chunk->value : run->own;
+        break;
+    default:
+        break;
     }
+    return keeper;
 }
 
-/* What all chunks of a step belong to. */
-static void *keeper_of_all(const struct pc_run *run, const struct pc_step *step) {
+/* What all chunks of a step belong to, if that is the same for all. */
+static struct pc_keeper keeper_of_all(const struct pc_run *run, const struct pc_step *step) {
     const uint32_t *chunks = chunks_of(run, step);
-    void *keeper = step->num_chunks > 0 ? keeper_of(run, chunks[0]) : NULL;
-    for (uint32_t index = 1; index < step->num_chunks; index++)
-        if (keeper_of(run, chunks[index]) != keeper)
-            return NULL;
-    return keeper;
+    struct pc_keeper all = {NULL, NULL};
+    for (uint32_t index = 0; index < step->num_chunks; index++) {
+        struct pc_keeper keeper = keeper_of(run, chunks[index]);
+        if (index == 0)
+            all = keeper;
+        else if (keeper.object != all.object || keeper.scratch != all.scratch)
+            return (struct pc_keeper){NULL, NULL};
+    }
+    return all;
 }
 
 /* Neighbors in memory are one part. */
@@ -275,6 +291,7 @@ static void held(struct pc_moved *move) {
     }
     if (grown->memory == NULL)
         grown->memory = pc_scratch_take(&run->engine->scratch, nbytes);
+    receive->keeper.scratch = grown->memory;
     if (grown->memory == NULL || pc_receive_into(receive, grown->memory) < 0) {
         fail(run, -ENOMEM);
         drain(run);
@@ -341,7 +358,7 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     receive->address.sender = (uint32_t)run->context->members[step->other];
     receive->address.index = step->index;
     receive->into = into;
-    receive->keeper = into != move->scratch ? keeper_of_all(run, step) : NULL;
+    receive->keeper = move->scratch == NULL ? keeper_of_all(run, step) : (struct pc_keeper){NULL, move->scratch};
     receive->room = nbytes;
     receive->takes_less = run->takes_less;
     receive->ask = is_grown;
