@@ -125,3 +125,44 @@ if rank == 1:
 ok()
 """
     all_well(job(3, text, "--transport", "zmq"), 3)
+
+
+def test_what_is_sent_from_one_place_is_not_copied_for_a_transport_in_python(job: Jobs) -> None:
+    text = """
+from pycoll.transports import link
+
+copied, send = set(), link.Links._send
+
+
+def watched(self, number, peer, way, header, parts):
+    if any(type(memoryview(part).obj) is bytes and len(part) > 66_000 for part in parts):
+        copied.add(name)
+    send(self, number, peer, way, header, parts)
+
+
+link.Links._send = watched
+x = np.ones(30_000 * size)
+rows = x.reshape(size, -1)
+calls = {
+    "broadcast": lambda: comm.broadcast(x),
+    "scatter": lambda: comm.scatter(rows if rank == 0 else None),
+    "gather": lambda: comm.gather(x),
+    "reduce": lambda: comm.reduce(x),
+    "all_gather": lambda: comm.all_gather(x),
+    "all_gatherv": lambda: comm.all_gatherv(x),
+    "all_reduce": lambda: comm.all_reduce(x),
+    "all_reduce by Python": lambda: comm.all_reduce(x, op=lambda a, b: a + b),
+    "all_reduce of what is strided": lambda: comm.all_reduce(np.ones(60_000 * size)[::2]),
+    "reduce_scatter": lambda: comm.reduce_scatter(rows),
+    "all_to_all": lambda: comm.all_to_all(rows),
+    "scan": lambda: comm.scan(x),
+    "iall_reduce": lambda: comm.iall_reduce(x).wait(),
+    "sendrecv": lambda: comm.sendrecv(x, (rank + 1) % size, (rank - 1) % size),
+}
+for name, call in calls.items():
+    for _ in range(4):  # the first of them go another way
+        call()
+assert not copied, copied
+ok()
+"""
+    all_well(job(3, text, "--transport", "zmq"), 3)

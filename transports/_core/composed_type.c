@@ -110,6 +110,8 @@ static void place_source(struct pc_composed *self, PyObject *item, Py_ssize_t ch
     if (count > 1) {
         place->parts = parts;
         place->num_parts = (size_t)count;
+    } else if (count == 1) {
+        place->source_keeper = self->sources->views[*next - 1].obj;
     }
 }
 
@@ -121,6 +123,7 @@ static void place_target(struct pc_composed *self, PyObject *item, Py_ssize_t ch
     const Py_buffer *view = &self->targets->views[(*next)++];
     check_length(chunk, (size_t)view->len, place->nbytes);
     place->target = address_of(view->buf, place->nbytes);
+    place->target_keeper = view->obj;
 }
 
 static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *sources, PyObject *targets) {

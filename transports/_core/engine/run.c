@@ -168,13 +168,15 @@ static void sent(struct pc_send *send) {
 /* What the value of a chunk belongs to. */
 static struct pc_keeper keeper_of(const struct pc_run *run, uint32_t number) {
     const struct pc_run_chunk *chunk = &run->chunks[number];
+    const struct pc_chunk_place *place = &run->places[number];
     struct pc_keeper keeper = {NULL, NULL};
     switch (pc_run_where(run, number)) {
     case PC_VALUE_AT_SOURCE:
-        keeper.object = chunk->parts == NULL ? run->source_keeper : NULL;
+        if (chunk->parts == NULL)
+            keeper.object = place->source_keeper != NULL ? place->source_keeper : run->source_keeper;
         break;
     case PC_VALUE_AT_TARGET:
-        keeper.object = run->target_keeper;
+        keeper.object = place->target_keeper != NULL ? place->target_keeper : run->target_keeper;
         break;
     case PC_VALUE_IN_OWN:
         keeper.scratch = chunk->is_grown ? chunk->value : run->own;

@@ -53,6 +53,7 @@ struct pc_chunk_place {
     /* The value at the start, if it is in several parts; a run of a single segment may have such. */
     const struct iovec *parts;
     size_t num_parts;
+    void *source_keeper, *target_keeper; /* as of sends: what these belong to, or NULL: then it is as of the run */
 };
 #define PC_UNKNOWN SIZE_MAX
 
@@ -94,7 +95,7 @@ struct pc_run {
     struct pc_reduction reduction;
     const void *source;
     void *target; /* the source, or disjoint from it, but for chunks that lie at the same place in both */
-    void *source_keeper, *target_keeper; /* as of sends: what these belong to, or NULL */
+    void *source_keeper, *target_keeper; /* as of sends: what all of these belongs to, or NULL */
     struct pc_called *call;
     uint16_t lane;
     bool takes_less; /* its one chunk is as long as the message that brings it, and no longer than its place */
