@@ -406,21 +406,41 @@ class Calls:
 
     # --- uneven blocks ---------------------------------------------------------------------
 
-    def gatherv(self, x: A, root: int = 0, out: Any = None) -> Prepared[list[A] | MaybeNone]:
+    # `heard` is what the others have said, if the core has done the first round.
+
+    def gatherv(
+        self, x: A, root: int = 0, out: Any = None, *, heard: memoryview | None = None
+    ) -> Prepared[list[A] | MaybeNone]:
         """Prepare a gatherv."""
-        return uneven.prepare_gatherv(self._group, x, root, out, self._blocking)
+        return uneven.prepare_gatherv(self._group, x, root, out, self._blocking, heard)
 
-    def all_gatherv(self, x: A, out: Any = None) -> Prepared[list[A]]:
+    def all_gatherv(
+        self, x: A, out: Any = None, *, heard: memoryview | None = None
+    ) -> Prepared[list[A]]:
         """Prepare an all_gatherv."""
-        return uneven.prepare_all_gatherv(self._group, x, out, self._blocking)
+        return uneven.prepare_all_gatherv(self._group, x, out, self._blocking, heard)
 
-    def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> Prepared[A | Any]:
+    def scatterv(
+        self,
+        xs: Sequence[A] | None,
+        root: int = 0,
+        out: Any = None,
+        *,
+        heard: memoryview | None = None,
+    ) -> Prepared[A | Any]:
         """Prepare a scatterv."""
-        return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking)
+        return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking, heard)
 
-    def all_to_allv(self, xs: Sequence[A], out: Any = None) -> Prepared[list[A]]:
+    def all_to_allv(
+        self, xs: Sequence[A], out: Any = None, *, heard: memoryview | None = None
+    ) -> Prepared[list[A]]:
         """Prepare an all_to_allv."""
-        return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking)
+        return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking, heard)
+
+    @staticmethod
+    def sign_uneven(name: str, code: int, root: int) -> tuple[str, int]:
+        """Return the text and the salt of one of these four as a blocking call."""
+        return uneven.sign(name, code, root)
 
     def reduce_scatterv(
         self,

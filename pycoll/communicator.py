@@ -114,6 +114,8 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             # by messages.
             names = [name for name in KINDS if group.in_core(name)]
             methods |= group.native.methods([(name, methods[name]) for name in names])
+            sign = self._calls.sign_uneven
+            methods |= group.native.uneven_methods(self._in_python, self._resume, sign)
         for twin in ("all_reduce", "iall_reduce"):
             methods[twin.replace("_", "")] = methods[twin]
         return methods
@@ -1079,6 +1081,18 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             raise Error(self._group.engine.closed)
         if self._closed:
             raise Error("this communicator is closed")
+
+    def _resume(
+        self,
+        name: str,
+        heard: bytearray,
+        *args: Any,
+        timeout: float | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """Go on with a collective of uneven blocks whose first round the core has done."""
+        prepare = getattr(self._calls, name)
+        return self._run(prepare(*args, heard=memoryview(heard), **keywords), timeout)
 
     def _run(self, prepared: Prepared[Any], timeout: float | None) -> Any:
         """Run a call to its end; returns what the caller gets."""

@@ -11,6 +11,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -50,6 +51,9 @@ EVERYBODY = frozenset({"barrier", "all_reduce", "all_gather", "reduce_scatter", 
 
 REDUCING = frozenset({"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
+"""Collectives of blocks that differ in shape, numbered likewise."""
 
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
 """Operators, numbered as in transports/_core/reduce.h."""
@@ -215,6 +219,23 @@ class Native:
         for name, function in slow:
             self.core.set_slow(KINDS.index(name), function)
         return {name: getattr(self.core, name) for name, _ in slow}
+
+    def uneven_methods(
+        self,
+        slow: Callable[[str], Callable[..., Any]],
+        resume: Callable[..., Any],
+        sign: Callable[[str, int, int], tuple[str, int]],
+    ) -> dict[str, Any]:
+        """Return the core's methods for blocks that differ in shape.
+
+        Args:
+            slow: the method of a name, which the core calls for all that it does not do itself.
+            resume: goes on with a call, after its name, where the core has done the first round.
+            sign: the text of a call and its salt, by name, dtype and root.
+        """
+        for number, name in enumerate(UNEVEN):
+            self.core.set_uneven(number, slow(name), partial(resume, name), partial(sign, name))
+        return {name: getattr(self.core, name) for name in UNEVEN}
 
     # --- what the core calls ---------------------------------------------------------------
 

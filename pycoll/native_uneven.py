@@ -42,46 +42,72 @@ _FIRST = struct.Struct("<QQ")
 _NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 
 
-def gatherv(native: Native, salt: int, x: Value, root: int, rooms: Rooms) -> Any:
+# `heard` is what the others have said, if the first round is done (_core/uneven.c); else None.
+
+
+def gatherv(
+    native: Native, salt: int, x: Value, root: int, rooms: Rooms, heard: memoryview | None
+) -> Any:
     """Gather to the root: there the list of blocks by rank; None elsewhere."""
-    return _gather(native, salt, GATHER, x, root, rooms)
+    return _gather(native, salt, GATHER, x, root, rooms, heard)
 
 
-def all_gatherv(native: Native, salt: int, x: Value, rooms: Rooms) -> Any:
+def all_gatherv(native: Native, salt: int, x: Value, rooms: Rooms, heard: memoryview | None) -> Any:
     """Gather to every rank the list of blocks by rank."""
-    return _gather(native, salt, ALL_GATHER, x, 0, rooms)
+    return _gather(native, salt, ALL_GATHER, x, 0, rooms, heard)
 
 
-def _gather(native: Native, salt: int, kind: int, x: Value, root: int, rooms: Rooms) -> Any:
+def _gather(
+    native: Native,
+    salt: int,
+    kind: int,
+    x: Value,
+    root: int,
+    rooms: Rooms,
+    heard: memoryview | None,
+) -> Any:
     x, size, me = _contiguous(x), native.size, native.rank
-    heard = memoryview(bytearray(size * MAX_ROW_NBYTES))
-    # Everybody hears everything, also in a gatherv: all must know alike what comes next.
-    _run(native, ALL_GATHER, root, salt, _rows([x], MAX_ROW_NBYTES), heard, MAX_ROW_NBYTES)
+    if heard is None:
+        heard = memoryview(bytearray(size * MAX_ROW_NBYTES))
+        # Everybody hears everything, also in a gatherv: all must know alike what comes next.
+        _run(native, ALL_GATHER, root, salt, _rows([x], MAX_ROW_NBYTES), heard, MAX_ROW_NBYTES)
     sources = range(size) if kind == ALL_GATHER or me == root else ()
     got = _blocks(native, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources, rooms)
     return got if got is BY_MESSAGES or sources else None
 
 
-def all_to_allv(native: Native, salt: int, xs: Sequence[Value], rooms: Rooms) -> Any:
+def all_to_allv(
+    native: Native, salt: int, xs: Sequence[Value], rooms: Rooms, heard: memoryview | None
+) -> Any:
     """Send block i to rank i; returns the blocks received, by rank."""
     xs, size, me = [_contiguous(x) for x in xs], native.size, native.rank
     nbytes = _row_nbytes(size)
-    heard = memoryview(bytearray(size * nbytes))
-    _run(native, ALL_TO_ALL, 0, salt, _rows(xs, nbytes), heard, nbytes)
+    if heard is None:
+        heard = memoryview(bytearray(size * nbytes))
+        _run(native, ALL_TO_ALL, 0, salt, _rows(xs, nbytes), heard, nbytes)
     return _blocks(native, salt, 0, heard, nbytes, {me: xs[me]}, range(size), rooms)
 
 
-def scatterv(native: Native, salt: int, xs: Sequence[Value] | None, root: int, room: Room) -> Any:
+def scatterv(
+    native: Native,
+    salt: int,
+    xs: Sequence[Value] | None,
+    root: int,
+    room: Room,
+    heard: memoryview | None,
+) -> Any:
     """Give rank i the root's block i."""
     nbytes = _row_nbytes(native.size)
     if xs is not None:
         xs = [_contiguous(x) for x in xs]
-        said = _rows(xs, nbytes)
-        _run(native, SCATTER, root, salt, said, None, nbytes)
-        done = _blocks(native, salt, root, said[:nbytes], nbytes, {}, (), room)
+        if heard is None:
+            heard = _rows(xs, nbytes)
+            _run(native, SCATTER, root, salt, heard, None, nbytes)
+        done = _blocks(native, salt, root, heard[:nbytes], nbytes, {}, (), room)
         return done if done is BY_MESSAGES else room.copied(0, xs[root])
-    heard = memoryview(bytearray(nbytes))
-    _run(native, SCATTER, root, salt, None, heard, nbytes)
+    if heard is None:
+        heard = memoryview(bytearray(nbytes))
+        _run(native, SCATTER, root, salt, None, heard, nbytes)
     got = _blocks(native, salt, root, heard, nbytes, {}, (root,), room)
     return got if got is BY_MESSAGES else got[0]
 

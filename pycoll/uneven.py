@@ -12,12 +12,12 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll import arguments, arrays, blocks, native_uneven, ops
+from pycoll import arguments, arrays, blocks, dtypes, native_uneven, ops
 from pycoll.announced import INLINE_NBYTES
 from pycoll.arrays import Value
 from pycoll.binding import Binding
 from pycoll.collectives import Reduction, type_text
-from pycoll.dtypes import Array
+from pycoll.dtypes import Array, DType
 from pycoll.group import SHARED_MEMORY, Group
 from pycoll.native import part_of
 from pycoll.native_calls import serves
@@ -46,7 +46,9 @@ _EVEN = {
 # --- arguments -----------------------------------------------------------------------------
 
 
-def prepare_gatherv(group: Group, x: Any, root: int, out: Any, blocking: bool) -> Prepared[Any]:
+def prepare_gatherv(
+    group: Group, x: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
     """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
 
     Args:
@@ -55,6 +57,7 @@ def prepare_gatherv(group: Group, x: Any, root: int, out: Any, blocking: bool) -
         root: rank that gets the list.
         out: on the root, places of the blocks, as of `Rooms`.
         blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
 
     Raises:
         TypeError: `x` is no array.
@@ -64,31 +67,35 @@ def prepare_gatherv(group: Group, x: Any, root: int, out: Any, blocking: bool) -
     block = _block("gatherv", x)
     wanted = out if group.rank == root else None
     rooms = Rooms(wanted, group.size, block.dtype, {root: block}, [block])
-    text = f"{_prefix(blocking)}gatherv({block.dtype}, root={root})"
+    text = _prefix(blocking) + _text("gatherv", block.dtype, root)
     return Prepared(
         text,
         lambda call: _gatherv(group, call, block, root, rooms),
-        _through_core(group, blocking, native_uneven.gatherv, text, block, root, rooms),
+        _through_core(group, blocking, native_uneven.gatherv, text, block, root, rooms, heard),
         rooms.finish if group.rank == root else None,
         reads=(block,),
     )
 
 
-def prepare_all_gatherv(group: Group, x: Any, out: Any, blocking: bool) -> Prepared[Any]:
+def prepare_all_gatherv(
+    group: Group, x: Any, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
     """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
     block = _block("all_gatherv", x)
     rooms = Rooms(out, group.size, block.dtype, {group.rank: block}, [block])
-    text = f"{_prefix(blocking)}all_gatherv({block.dtype})"
+    text = _prefix(blocking) + _text("all_gatherv", block.dtype, 0)
     return Prepared(
         text,
         lambda call: _all_gatherv(group, call, block, rooms),
-        _through_core(group, blocking, native_uneven.all_gatherv, text, block, rooms),
+        _through_core(group, blocking, native_uneven.all_gatherv, text, block, rooms, heard),
         rooms.finish,
         reads=(block,),
     )
 
 
-def prepare_scatterv(group: Group, xs: Any, root: int, out: Any, blocking: bool) -> Prepared[Any]:
+def prepare_scatterv(
+    group: Group, xs: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
     """Give rank i the root's ``xs[i]``.
 
     Args:
@@ -97,6 +104,7 @@ def prepare_scatterv(group: Group, xs: Any, root: int, out: Any, blocking: bool)
         root: rank whose arrays they are.
         out: array for the result, or None.
         blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
 
     Raises:
         TypeError: `xs` is no list of arrays of one dtype, or `out` no array.
@@ -106,17 +114,19 @@ def prepare_scatterv(group: Group, xs: Any, root: int, out: Any, blocking: bool)
     own = _blocks("scatterv", xs, group.size) if group.rank == root else None
     mine = own[root] if own is not None else None
     room = Room(out, mine.dtype if mine is not None else None, mine, own or ())
-    text = f"{_prefix(blocking)}scatterv(root={root})"
+    text = _prefix(blocking) + _text("scatterv", None, root)
     return Prepared(
         text,
         lambda call: _scatterv(group, call, own, root, room),
-        _through_core(group, blocking, native_uneven.scatterv, text, own, root, room),
+        _through_core(group, blocking, native_uneven.scatterv, text, own, root, room, heard),
         lambda value: room.finish([value])[0],
         reads=own or (),
     )
 
 
-def prepare_all_to_allv(group: Group, xs: Any, out: Any, blocking: bool) -> Prepared[Any]:
+def prepare_all_to_allv(
+    group: Group, xs: Any, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
     """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
     Args:
@@ -124,6 +134,7 @@ def prepare_all_to_allv(group: Group, xs: Any, out: Any, blocking: bool) -> Prep
         xs: list or tuple of size arrays; one dtype, the same on all ranks.
         out: places of the blocks, as of `Rooms`.
         blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
 
     Raises:
         TypeError: `xs` is no list of arrays of one dtype.
@@ -131,11 +142,11 @@ def prepare_all_to_allv(group: Group, xs: Any, out: Any, blocking: bool) -> Prep
     """
     own = _blocks("all_to_allv", xs, group.size)
     rooms = Rooms(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
-    text = f"{_prefix(blocking)}all_to_allv({own[0].dtype})"
+    text = _prefix(blocking) + _text("all_to_allv", own[0].dtype, 0)
     return Prepared(
         text,
         lambda call: _all_to_allv(group, call, own, rooms),
-        _through_core(group, blocking, native_uneven.all_to_allv, text, own, rooms),
+        _through_core(group, blocking, native_uneven.all_to_allv, text, own, rooms, heard),
         rooms.finish,
         reads=own,
     )
@@ -206,6 +217,24 @@ def prepare_reduce_scatterv(
         lambda _: target.result(),
         reads=(value,),
     )
+
+
+def sign(name: str, code: int, root: int) -> tuple[str, int]:
+    """Return the text of a blocking call, and the salt with which the core compares it.
+
+    Args:
+        name: gatherv, all_gatherv, scatterv or all_to_allv.
+        code: of the dtype of the arrays.
+        root: if it has one.
+    """
+    text = _text(name, next((dtype for dtype in dtypes.TABLE if dtype.code == code), None), root)
+    return text, part_of("uneven", text)
+
+
+def _text(name: str, dtype: DType | None, root: int) -> str:
+    """What must be the same on all ranks; of a scatterv only its root knows the dtype."""
+    rooted = {"gatherv": f"{dtype}, root={root}", "scatterv": f"root={root}"}
+    return f"{name}({rooted.get(name, dtype)})"
 
 
 def _prefix(blocking: bool) -> str:

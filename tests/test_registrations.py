@@ -148,6 +148,26 @@ def test_an_array_in_a_cycle_is_taken_back_when_that_is_collected(memory: Memory
     assert not memory.regions
 
 
+def test_an_array_may_be_collected_while_the_entries_are_gone_through(memory: Memory) -> None:
+    entries = kept(memory)
+    stay = [np.zeros(1000, np.uint8) for _ in range(50)]
+    for each in stay:
+        use(entries, each.data).close()
+    before = gc.get_threshold()
+    for _ in range(20):
+        cycle: list[object] = [np.zeros(1000, np.uint8)]
+        cycle.append(cycle)
+        use(entries, cycle[0].data).close()  # type: ignore[attr-defined]
+        gc.set_threshold(1)
+        try:
+            del cycle
+            assert entries.nbytes >= 50 * 1000  # makes tuples, each of which may collect
+        finally:
+            gc.set_threshold(*before)
+    gc.collect()
+    assert len(entries) == 50
+
+
 def test_numpy_does_not_let_an_array_move_while_it_is_registered(memory: Memory) -> None:
     entries, made = kept(memory), np.zeros(1000, np.uint8)
     use(entries, made.data).close()

@@ -336,6 +336,14 @@ class Comm:
     def allow(self, usable: bool, /) -> None: ...
     def close(self) -> None: ...
     def set_slow(self, kind: int, function: Callable[..., Any], /) -> None: ...
+    def set_uneven(
+        self,
+        kind: int,
+        slow: Callable[..., Any],
+        resume: Callable[..., Any],
+        sign: Callable[[int, int], tuple[str, int]],
+        /,
+    ) -> None: ...
     def run(
         self,
         text: None,

@@ -164,7 +164,7 @@ class Registrations:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept registered."""
-        return sum(entry.nbytes for entry in list(self._entries.values()))
+        return sum(entry.nbytes for _, entry in self._all())
 
     def lease(self, view: memoryview, into: bool) -> Lease:
         """Return the registration of some memory, which is kept until the lease is closed.
@@ -209,8 +209,15 @@ class Registrations:
 
     def close(self) -> None:
         """Take back all that is kept."""
-        for number in list(self._entries):
+        for number, _ in self._all():
             self._take_back(number)
+
+    def _all(self) -> list[tuple[int, _Entry]]:
+        while True:
+            try:
+                return list(self._entries.items())
+            except RuntimeError:  # meanwhile the garbage collection has freed an array of these
+                continue
 
     def _is_worth_it(self, whole: int, piece: int) -> bool:
         return whole <= self._most // 2 and whole <= max(WHOLE, WHOLE_SHARE * piece)
@@ -244,7 +251,7 @@ class Registrations:
     def _make_room(self, nbytes: int) -> bool:
         """Take back what was used longest ago, for `nbytes` more; returns whether there was any."""
         left, worked = self.nbytes, False
-        for number, entry in list(self._entries.items()):
+        for number, entry in self._all():
             if left + nbytes <= self._most and len(self._entries) < MOST_ENTRIES:
                 break
             if not entry.uses:

@@ -36,8 +36,7 @@ void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims)
     call->dims = dims;
 }
 
-/* Of a call of which Python says in the salt's upper half what it is a part of: see `part_of` in native.py. */
-static void sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims) {
+void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims) {
     pc_sign(call, salt, ndim, dims);
     call->signature |= (salt >> 32 & 7) << 29;
 }
@@ -252,11 +251,22 @@ static void detach(pc_comm *comm) {
     }
 }
 
+static void clear_methods(pc_comm *comm) {
+    for (int kind = 0; kind < PC_KINDS; kind++)
+        Py_CLEAR(comm->slow[kind]);
+    for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++) {
+        struct pc_uneven *uneven = &comm->uneven[kind];
+        Py_CLEAR(uneven->slow);
+        Py_CLEAR(uneven->resume);
+        Py_CLEAR(uneven->sign);
+        Py_CLEAR(uneven->text);
+    }
+}
+
 static PyObject *comm_close(pc_comm *comm, PyObject *unused) {
     (void)unused;
     detach(comm);
-    for (int kind = 0; kind < PC_KINDS; kind++)
-        Py_CLEAR(comm->slow[kind]);
+    clear_methods(comm);
     Py_RETURN_NONE;
 }
 
@@ -330,7 +340,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.nbytes = (size_t)nbytes;
         call.gate = gate != Py_None ? gate : NULL;
         call.pass = pass_gate;
-        sign_part(&call, salt, ndim, dims);
+        pc_sign_part(&call, salt, ndim, dims);
         int status = pc_run(&call);
         bool by_messages = status == PC_BY_MESSAGES;
         pc_hold(&call.call);
@@ -390,8 +400,9 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
         return NULL;
     call.text = text;
     pc_sign(&call, 0, 0, NULL);
-    if (pc_call_end(&call, pc_hear(&call, &slot), Py_None) == NULL)
+    if (pc_call_end(&call, pc_hear(&call, &slot), Py_NewRef(Py_None)) == NULL)
         return NULL;
+    Py_DECREF(Py_None);
     return header_tuple(slot);
 }
 
@@ -457,7 +468,7 @@ static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
             held++;
     if (!PyErr_Occurred() && pc_call_begin(&call, comm, PC_ALL_GATHER, root) == 0) {
         call.text = text;
-        sign_part(&call, salt, 0, NULL);
+        pc_sign_part(&call, salt, 0, NULL);
         result = pc_call_end(&call, pc_fetch(&call, pieces, (size_t)count), Py_NewRef(Py_None));
     }
     while (held > 0)
@@ -596,6 +607,11 @@ static int comm_traverse(pc_comm *comm, visitproc visit, void *arg) {
     Py_VISIT(comm->give_up);
     for (int kind = 0; kind < PC_KINDS; kind++)
         Py_VISIT(comm->slow[kind]);
+    for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++) {
+        Py_VISIT(comm->uneven[kind].slow);
+        Py_VISIT(comm->uneven[kind].resume);
+        Py_VISIT(comm->uneven[kind].sign);
+    }
     return 0;
 }
 
@@ -603,8 +619,7 @@ static int comm_clear(pc_comm *comm) {
     Py_CLEAR(comm->sleep);
     Py_CLEAR(comm->mismatch);
     Py_CLEAR(comm->give_up);
-    for (int kind = 0; kind < PC_KINDS; kind++)
-        Py_CLEAR(comm->slow[kind]);
+    clear_methods(comm);
     comm->usable = false;
     return 0;
 }
@@ -637,6 +652,20 @@ static PyObject *comm_set_slow(pc_comm *comm, PyObject *args) {
     PyObject *old = comm->slow[kind];
     comm->slow[kind] = Py_NewRef(function);
     Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+/* set_uneven(kind, slow, resume, sign): see struct pc_uneven */
+static PyObject *comm_set_uneven(pc_comm *comm, PyObject *args) {
+    int kind;
+    PyObject *slow, *resume, *sign;
+    if (!PyArg_ParseTuple(args, "iOOO", &kind, &slow, &resume, &sign))
+        return NULL;
+    if (kind < 0 || kind >= PC_UNEVEN_KINDS || comm->uneven[kind].slow != NULL) {
+        PyErr_SetString(PyExc_ValueError, "no such kind, or it is set");
+        return NULL;
+    }
+    comm->uneven[kind] = (struct pc_uneven){Py_NewRef(slow), Py_NewRef(resume), Py_NewRef(sign), NULL, 0, 0, 0};
     Py_RETURN_NONE;
 }
 
@@ -699,6 +728,7 @@ static PyMethodDef comm_methods[] = {
     COMM_METHOD(close, METH_NOARGS, "Give the region back."),
     COMM_METHOD(set_slow, METH_VARARGS, "What a method calls for what it does not do itself."),
     COMM_METHOD(run, METH_VARARGS, "Run a collective on contiguous memory."),
+    COMM_METHOD(set_uneven, METH_VARARGS, "The same for a collective of blocks that differ in shape."),
     COMM_METHOD(announce, METH_VARARGS, "The root's part of a broadcast or scatter."),
     COMM_METHOD(hear, METH_VARARGS, "Wait for what the root announces."),
     COMM_METHOD(receive, METH_VARARGS, "Receive what the root has announced."),
@@ -717,6 +747,8 @@ static PyMethodDef *all_methods(void) {
     for (PyMethodDef *method = comm_methods; method->ml_name != NULL; method++)
         methods[count++] = *method;
     for (PyMethodDef *method = pc_fast_methods; method->ml_name != NULL; method++)
+        methods[count++] = *method;
+    for (PyMethodDef *method = pc_uneven_methods; method->ml_name != NULL; method++)
         methods[count++] = *method;
     return methods;
 }

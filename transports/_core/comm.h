@@ -14,6 +14,17 @@
 
 #include <pthread.h>
 
+/* Collectives of blocks that differ in shape. */
+enum pc_uneven_kind { PC_GATHERV, PC_ALL_GATHERV, PC_SCATTERV, PC_ALL_TO_ALLV, PC_UNEVEN_KINDS };
+
+struct pc_uneven {
+    PyObject *slow, *resume; /* what its method calls for all that it does not do, from the start or after the first round */
+    PyObject *sign;          /* (dtype, root) -> (text, salt); the last answer: */
+    PyObject *text;
+    uint64_t salt;
+    int dtype, root;
+};
+
 #define PC_CHOICES 32
 typedef struct pc_choice pc_choice;
 
@@ -47,6 +58,7 @@ typedef struct pc_comm {
     int trials; /* under way */
     PyObject *sleep, *mismatch, *give_up; /* Python callables */
     PyObject *slow[PC_KINDS];
+    struct pc_uneven uneven[PC_UNEVEN_KINDS];
 } pc_comm;
 
 /* One collective under way. */
@@ -235,9 +247,15 @@ int pc_other_value(pc_collective *call, const struct pc_slot *slot);
 uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims);
 /* Set the signature of a call on an array of this shape; `salt` tells apart what else must be the same. */
 void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
+/* Of a call of which Python says in the salt's upper half what it is a part of: see `part_of` in native.py. */
+void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 
 /* fast.c: the methods that take NumPy arrays, and call `slow` for everything else. */
 extern PyMethodDef pc_fast_methods[];
+uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to); /* without so many axes; its length */
+
+/* uneven.c: the same for blocks that differ in shape. */
+extern PyMethodDef pc_uneven_methods[];
 void pc_fast_init(void);
 
 PyType_Spec *pc_comm_spec(void);

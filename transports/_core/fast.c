@@ -65,7 +65,7 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc
 }
 
 /* Write what arrays.describe writes for a NumPy array; returns its length. */
-static uint32_t describe_array(const struct pc_array *x, int skipped, unsigned char *to) {
+uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to) {
     int ndim = x->ndim - skipped;
     to[0] = (unsigned char)x->dtype;
     to[1] = 5;
@@ -107,7 +107,7 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
         call.nbytes = skipped ? x.nbytes / (size_t)comm->size : x.nbytes;
         struct pc_header header = {.nbytes = call.nbytes, .address = (uintptr_t)x.data, .form = 0};
         header.value = pc_hash_dims((uint64_t)x.dtype, x.ndim - skipped, x.dims + skipped);
-        header.description_nbytes = describe_array(&x, skipped, description);
+        header.description_nbytes = pc_describe_array(&x, skipped, description);
         status = pc_announce(&call, &header, description);
         PyObject *result = skipped ? values[OUT] : values[X];
         return pc_call_end(&call, status, Py_NewRef(result));
