@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 Call = Callable[[], object]
-NO_SIZE = frozenset({"split, close"})
+NO_SIZE = frozenset({"send of an object", "split, close"})
 
 
 def turns(rank: int, send: Callable[[int], object], receive: Callable[[int], object]) -> Call:
@@ -37,17 +37,24 @@ def pycoll_calls(comm: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
     right, left = (rank + 1) % size, (rank - 1) % size
     out, status = np.empty_like(x), pycoll.Status()
     table = np.empty(rows.size)  # blocks one after the other
-    value = {"step": 7, "name": "layer", "data": x}
+    value, small = {"step": 7, "name": "layer", "data": x}, {"step": 7, "name": "layer"}
     reduction = comm.persistent.all_reduce(x, out=out)
     exchange = comm.persistent.sendrecv(x, right, left, out=out)
     yield "persistent all_reduce", lambda: (reduction.start(), reduction.wait())
     yield "persistent sendrecv", lambda: (exchange.start(), exchange.wait())
-    yield "send of an object", turns(rank, lambda to: comm.send(value, to), comm.recv)
+    yield "send of an object", turns(rank, lambda to: comm.send(small, to), comm.recv)
+    yield "the same with an array", turns(rank, lambda to: comm.send(value, to), comm.recv)
     yield (
         "recv, any, status",
         turns(rank, lambda to: comm.send(x, to, 3), lambda _: comm.recv(out=out, status=status)),
     )
-    yield "to oneself", lambda: (comm.isend(x, rank), comm.recv(rank, out=out))
+
+    def to_oneself() -> None:
+        request = comm.irecv(rank, out=out)
+        comm.send(x, rank)
+        request.wait()
+
+    yield "to oneself", to_oneself
     yield "gatherv", lambda: comm.gatherv(x, out=table if rank == 0 else None)
     yield "scatterv", lambda: comm.scatterv(list(rows) if rank == 0 else None, out=out)
     yield "all_gatherv", lambda: comm.all_gatherv(x, out=table)
@@ -68,7 +75,7 @@ def mpi_calls(mpi: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
     rank, size = comm.rank, comm.size
     right, left = (rank + 1) % size, (rank - 1) % size
     out, table, status = np.empty_like(x), np.empty_like(rows), mpi.Status()
-    value = {"step": 7, "name": "layer", "data": x}
+    value, small = {"step": 7, "name": "layer", "data": x}, {"step": 7, "name": "layer"}
     double = mpi.DOUBLE
     here, there = [x, double], [out, double]
     counts = [len(x)] * size
@@ -82,7 +89,8 @@ def mpi_calls(mpi: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
         lambda: (mpi.Prequest.Startall(requests), mpi.Request.Waitall(requests)),
     )
     receive = functools.partial(comm.recv, None)
-    yield "send of an object", turns(rank, lambda to: comm.send(value, to), receive)
+    yield "send of an object", turns(rank, lambda to: comm.send(small, to), receive)
+    yield "the same with an array", turns(rank, lambda to: comm.send(value, to), receive)
     yield (
         "recv, any, status",
         turns(

@@ -392,13 +392,13 @@ class Native:
 
     def _described(self, described: tuple[Any, ...]) -> Call:
         """Return a call of the short way, from what the core kept of it."""
-        _, kind, x, op, root, number = described
+        text, kind, x, op, root, number = described
         collective = KINDS[kind]
         words = []
         value = arrays.wrap(x) if x is not None else None
         if value is not None and collective not in ("broadcast", "scatter"):
             words.append(f"{value.dtype}{list(value.array.shape)}")
-        text = _text(collective, words, op or "sum", root)
+        text = text or _text(collective, words, op or "sum", root)
         order = self._context.next_number + max(0, number - self.core.internal - 1)
         return Call(text, order, self._context)
 

@@ -25,6 +25,11 @@ import numpy as np
 
 _ALIGNMENT: Final = 64
 
+_ZEROS: Final = bytes(_ALIGNMENT)
+
+_ALONE: Final = struct.Struct("<QQ")
+"""The header of a pickle without buffers."""
+
 # Smaller parts are joined, so that a list of a million small arrays is not two million messages.
 _SMALL: Final = 32 * 1024
 
@@ -86,16 +91,11 @@ def dump(obj: object) -> list[memoryview]:
         TypeError: `obj`, or something inside it, cannot be pickled.
         ValueError: `obj` is nested too deeply.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
     try:
         try:
-            _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
+            pickled, views = _plain(obj) or _pickled(obj, _Pickler)
         except _REFUSALS:
-            buffers, stream = [], io.BytesIO()
-            by_value = _pickler_by_value()
-            by_value(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
-        views = [buffer.raw() for buffer in buffers]
+            pickled, views = _pickled(obj, _pickler_by_value())
     except RecursionError as exc:
         raise ValueError(
             f"a value of type {_type_name(obj)} is nested too deeply to be sent. "
@@ -106,7 +106,34 @@ def dump(obj: object) -> list[memoryview]:
             f"a value of type {_type_name(obj)} cannot be sent: {exc}. "
             "Send the plain data inside it."
         ) from exc
-    return list(_joined(_stream(stream.getbuffer(), views)))
+    if not views and len(pickled) < _SMALL:
+        return [memoryview(_ALONE.pack(0, len(pickled)) + pickled)]
+    parts = _stream(pickled, views)
+    if len(pickled) < _SMALL and sum([view.nbytes for view in views]) < _SMALL:
+        return [memoryview(b"".join(parts))]
+    return list(_joined(map(memoryview, parts)))
+
+
+def _plain(obj: object) -> tuple[bytes, list[memoryview]] | None:
+    """Return the pickle of `obj` and its buffers; None: it may have arrays that need `_Pickler`.
+
+    Most have not, and to ask it about everything inside takes longer than the rest.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = pickle.dumps(obj, 5, buffer_callback=buffers.append)
+    views = [buffer.raw() for buffer in buffers]
+    if views and any(view.readonly for view in views):
+        return None
+    if len(pickled) > _SMALL and b"_reconstruct" in pickled:  # a strided array, perhaps
+        return None
+    return pickled, views
+
+
+def _pickled(obj: object, pickler: Callable[..., Any]) -> tuple[bytes, list[memoryview]]:
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    pickler(stream, protocol=5, buffer_callback=buffers.append).dump(obj)
+    return stream.getvalue(), [buffer.raw() for buffer in buffers]
 
 
 def load(buffer: memoryview) -> Any:
@@ -120,13 +147,22 @@ def load(buffer: memoryview) -> Any:
     """
     buffer = buffer.cast("B")
     pickled_nbytes, lengths = _read_header(buffer)
+    if not lengths and _ALONE.size + pickled_nbytes == buffer.nbytes:
+        return _loaded(buffer[_ALONE.size :], iter(()))
     spans, end = _layout(pickled_nbytes, lengths)
     if end != buffer.nbytes:
         raise ValueError(f"an object of {end} bytes came in {buffer.nbytes} bytes")
     (start, stop), *rest = spans
     unused = iter([buffer[begin:after] for begin, after in rest])
+    obj = _loaded(buffer[start:stop], unused)
+    if next(unused, None) is not None:
+        raise ValueError("the bytes of an object are damaged: more buffers than it has arrays")
+    return obj
+
+
+def _loaded(pickled: memoryview, buffers: Iterator[memoryview]) -> Any:
     try:
-        obj = pickle.loads(buffer[start:stop], buffers=unused)
+        return pickle.loads(pickled, buffers=buffers)
     except (pickle.UnpicklingError, EOFError) as exc:
         raise ValueError(f"the bytes of an object are damaged: {exc}") from exc
     except (ImportError, AttributeError) as exc:
@@ -135,9 +171,6 @@ def load(buffer: memoryview) -> Any:
             "Define it in a module that every rank can import."
         )
         raise
-    if next(unused, None) is not None:
-        raise ValueError("the bytes of an object are damaged: more buffers than it has arrays")
-    return obj
 
 
 def _layout(pickled_nbytes: int, lengths: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
@@ -165,16 +198,16 @@ def _read_header(buffer: memoryview) -> tuple[int, tuple[int, ...]]:
     return pickled_nbytes, struct.unpack_from(f"<{count}Q", buffer, 16)
 
 
-def _stream(pickled: memoryview, views: Sequence[memoryview]) -> Iterator[memoryview]:
+def _stream(pickled: bytes, views: Sequence[memoryview]) -> list[bytes | memoryview]:
     lengths = [view.nbytes for view in views]
-    spans, _ = _layout(pickled.nbytes, lengths)
-    yield memoryview(_header(pickled.nbytes, lengths))
-    yield pickled
-    end = spans[0][1]
-    for view, (begin, stop) in zip(views, spans[1:], strict=True):
-        yield memoryview(bytes(begin - end))
-        yield view
-        end = stop
+    header = _header(len(pickled), lengths)
+    parts: list[bytes | memoryview] = [header, pickled]
+    end = len(header) + len(pickled)
+    for view, length in zip(views, lengths, strict=True):
+        gap = -end % _ALIGNMENT
+        parts += (_ZEROS[:gap], view)
+        end += gap + length
+    return parts
 
 
 def _joined(parts: Iterable[memoryview]) -> Iterator[memoryview]:
