@@ -41,6 +41,11 @@ def pycoll_calls(comm: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
     reduction = comm.persistent.all_reduce(x, out=out)
     exchange = comm.persistent.sendrecv(x, right, left, out=out)
     yield "persistent all_reduce", lambda: (reduction.start(), reduction.wait())
+    comes, goes = comm.persistent.recv(left, out=out), comm.persistent.send(x, right)
+    yield (
+        "persistent recv and send",
+        lambda: (comes.start(), goes.start(), pycoll.wait_all([comes, goes])),
+    )
     yield "persistent sendrecv", lambda: (exchange.start(), exchange.wait())
     yield "send of an object", turns(rank, lambda to: comm.send(small, to), comm.recv)
     yield "the same with an array", turns(rank, lambda to: comm.send(value, to), comm.recv)
@@ -84,10 +89,13 @@ def mpi_calls(mpi: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
     reduction = comm.Allreduce_init(here, there)
     requests = [comm.Recv_init(there, left), comm.Send_init(here, right)]
     yield "persistent all_reduce", lambda: (reduction.Start(), reduction.Wait())
-    yield (
-        "persistent sendrecv",
-        lambda: (mpi.Prequest.Startall(requests), mpi.Request.Waitall(requests)),
-    )
+
+    def exchange() -> None:
+        mpi.Prequest.Startall(requests)
+        mpi.Request.Waitall(requests)
+
+    yield "persistent recv and send", exchange
+    yield "persistent sendrecv", exchange  # which MPI has not
     receive = functools.partial(comm.recv, None)
     yield "send of an object", turns(rank, lambda to: comm.send(small, to), receive)
     yield "the same with an array", turns(rank, lambda to: comm.send(value, to), receive)
