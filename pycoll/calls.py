@@ -406,41 +406,21 @@ class Calls:
 
     # --- uneven blocks ---------------------------------------------------------------------
 
-    # `heard` is what the others have said, if the core has done the first round.
-
-    def gatherv(
-        self, x: A, root: int = 0, out: Any = None, *, heard: memoryview | None = None
-    ) -> Prepared[list[A] | MaybeNone]:
+    def gatherv(self, x: A, root: int = 0, out: Any = None) -> Prepared[list[A] | MaybeNone]:
         """Prepare a gatherv."""
-        return uneven.prepare_gatherv(self._group, x, root, out, self._blocking, heard)
+        return uneven.prepare_gatherv(self._group, x, root, out, self._blocking)
 
-    def all_gatherv(
-        self, x: A, out: Any = None, *, heard: memoryview | None = None
-    ) -> Prepared[list[A]]:
+    def all_gatherv(self, x: A, out: Any = None) -> Prepared[list[A]]:
         """Prepare an all_gatherv."""
-        return uneven.prepare_all_gatherv(self._group, x, out, self._blocking, heard)
+        return uneven.prepare_all_gatherv(self._group, x, out, self._blocking)
 
-    def scatterv(
-        self,
-        xs: Sequence[A] | None,
-        root: int = 0,
-        out: Any = None,
-        *,
-        heard: memoryview | None = None,
-    ) -> Prepared[A | Any]:
+    def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> Prepared[A | Any]:
         """Prepare a scatterv."""
-        return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking, heard)
+        return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking)
 
-    def all_to_allv(
-        self, xs: Sequence[A], out: Any = None, *, heard: memoryview | None = None
-    ) -> Prepared[list[A]]:
+    def all_to_allv(self, xs: Sequence[A], out: Any = None) -> Prepared[list[A]]:
         """Prepare an all_to_allv."""
-        return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking, heard)
-
-    @staticmethod
-    def sign_uneven(name: str, code: int, root: int) -> tuple[str, int]:
-        """Return the text and the salt of one of these four as a blocking call."""
-        return uneven.sign(name, code, root)
+        return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking)
 
     def reduce_scatterv(
         self,
@@ -808,3 +788,28 @@ def _fill_null(status: Status | None) -> None:
 
 def _forced(algorithm: str | None) -> str:
     return f", algorithm={algorithm}" if algorithm else ""
+
+
+def resumed(
+    group: Group, name: str, heard: memoryview, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Prepared[Any]:
+    """Prepare a blocking collective of uneven blocks of which the core has done the first round.
+
+    Args:
+        group: of its communicator.
+        name: gatherv, all_gatherv, scatterv or all_to_allv.
+        heard: what the other ranks have said in that round.
+        args, keywords: of the call.
+    """
+    import inspect  # late: few calls need it
+
+    bound = inspect.signature(getattr(Calls, name)).bind(None, *args, **keywords)
+    bound.apply_defaults()
+    prepare = getattr(uneven, f"prepare_{name}")
+    prepared: Prepared[Any] = prepare(group, *bound.args[1:], blocking=True, heard=heard)
+    return prepared
+
+
+def sign_uneven(name: str, code: int, root: int) -> tuple[str, int]:
+    """See `uneven.sign`, which is imported when such a call is made."""
+    return uneven.sign(name, code, root)

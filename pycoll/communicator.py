@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from pycoll import subgroups
-from pycoll.calls import Calls
+from pycoll.calls import Calls, resumed, sign_uneven
 from pycoll.edge import edges
 from pycoll.engine import Engine
 from pycoll.envelope import ANY_SOURCE, ANY_TAG, Status
@@ -114,8 +114,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             # by messages.
             names = [name for name in KINDS if group.in_core(name)]
             methods |= group.native.methods([(name, methods[name]) for name in names])
-            sign = self._calls.sign_uneven
-            methods |= group.native.uneven_methods(self._in_python, self._resume, sign)
+            methods |= group.native.uneven_methods(self._in_python, self._resume, sign_uneven)
         for twin in ("all_reduce", "iall_reduce"):
             methods[twin.replace("_", "")] = methods[twin]
         return methods
@@ -1091,8 +1090,8 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         **keywords: Any,
     ) -> Any:
         """Go on with a collective of uneven blocks whose first round the core has done."""
-        prepare = getattr(self._calls, name)
-        return self._run(prepare(*args, heard=memoryview(heard), **keywords), timeout)
+        prepared = resumed(self._group, name, memoryview(heard), args, keywords)
+        return self._run(prepared, timeout)
 
     def _run(self, prepared: Prepared[Any], timeout: float | None) -> Any:
         """Run a call to its end; returns what the caller gets."""

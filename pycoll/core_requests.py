@@ -7,6 +7,7 @@ for several, of asyncio and of other threads, and what is said when something go
 from __future__ import annotations
 
 import array as stdlib_array
+import functools
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from pycoll.request import PersistentRequest, Request
 from pycoll.scratch import new_bytes
 from pycoll.task import Call, Started
 from pycoll.transports._core import Messages, wait_all
+from pycoll.transports._core import Persistent as Again
 from pycoll.transports._core import Request as Core
 from pycoll.transports.core import REFUSED
 
@@ -215,32 +217,33 @@ class CoreRequest(Core, CoreStarted):
 
 
 @edges
-class CorePersistent(PersistentRequest[Any]):
+class CorePersistent(Again, PersistentRequest[Any]):
     """A persistent request whose calls the core may do: each start is a request of its own.
 
     Args:
         group: the communicator's ranks.
         prepare: prepares the call, to find now what is wrong with its arguments.
         op_timeout: the default deadline, seconds.
-        begin: starts the call.
+        begin: starts the call, with `args` and `keywords`.
     """
-
-    _in_core: Request[Any] | None = None
 
     def __init__(
         self,
         group: Group,
         prepare: Callable[[], Prepared[Any]],
         op_timeout: float,
-        begin: Callable[[], Request[Any]],
+        begin: Callable[..., Request[Any]],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
     ) -> None:
         self._group = group
         self._op_timeout = op_timeout
-        self._begin = begin
+        self._begin = functools.partial(begin, *args, **keywords)
+        self._bind(begin, args, keywords)
         self._receives = prepare().receives
 
-    def start(self) -> CorePersistent:
-        """Start the call; see `pycoll.PersistentRequest.start`."""
+    def _start(self) -> CorePersistent:
+        """Start the call where the last one may be under way, or was not the core's."""
         last = self._in_core
         if last is not None and not last.done:
             raise Error(f"{last._started().call} is still under way: wait() for it first")
@@ -248,13 +251,14 @@ class CorePersistent(PersistentRequest[Any]):
         return self
 
     def _last(self) -> Request[Any]:
-        if self._in_core is None:
+        last: Request[Any] | None = self._in_core
+        if last is None:
             self._started()  # raises that it was not started
-        assert self._in_core is not None
-        return self._in_core
+        assert last is not None
+        return last
 
-    def wait(self, timeout: float | None = None) -> Any:
-        """Return the result; see `pycoll.Request.wait`."""
+    def _wait(self, timeout: float | None = None) -> Any:
+        """Wait for a call that is not the core's."""
         return self._last().wait(timeout)
 
     def test(self) -> bool:

@@ -50,7 +50,7 @@ def _persistent(
             return PersistentRequest(self._group, again, self._op_timeout)
         from pycoll.core_requests import CorePersistent
 
-        return CorePersistent(self._group, again, self._op_timeout, lambda: begin(*args, **kwargs))
+        return CorePersistent(self._group, again, self._op_timeout, begin, args, dict(kwargs))
 
     _document(make, prepare, "persistent.", prepare.__name__, "Make a persistent")
     return make

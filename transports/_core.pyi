@@ -249,6 +249,14 @@ class Collectives:
 
 def forget_plans() -> None: ...
 
+class Persistent:
+    _in_core: Any
+    def start(self) -> Any: ...
+    def wait(self, timeout: float | None = None) -> Any: ...
+    def _bind(
+        self, begin: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any], /
+    ) -> None: ...
+
 class Request:
     _collected: bool
     _cancelled: bool

@@ -137,5 +137,8 @@ size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t m
 
 /* collective_type.c: wait for the call as long as that is done here; whether it has ended. */
 bool pc_collective_wait(struct pc_started *self);
+/* The method `wait`. */
+PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args, Py_ssize_t count,
+                                    PyObject *keywords);
 
 #endif

@@ -43,7 +43,7 @@ bool pc_collective_wait(struct pc_started *self) {
     return pc_op_is_done(&self->op);
 }
 
-static PyObject *collective_wait(struct pc_started *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     Py_ssize_t named = keywords != NULL ? PyTuple_Size(keywords) : 0;
     bool plain = count + named == 0 || (count == 1 && named == 0 && args[0] == Py_None);
     if (plain && (pc_op_is_done(&self->op) || (!self->collectives->engine->engaged && pc_collective_wait(self))))
@@ -226,7 +226,7 @@ static void collective_dealloc(struct pc_started *self) {
 }
 
 static PyMethodDef collective_methods[] = {
-    {"wait", (PyCFunction)(void (*)(void))collective_wait, METH_FASTCALL | METH_KEYWORDS,
+    {"wait", (PyCFunction)(void (*)(void))pc_collective_wait_method, METH_FASTCALL | METH_KEYWORDS,
      "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See pycoll.Request.wait."},
     {"test", (PyCFunction)collective_test, METH_NOARGS,
      "Return whether the call is done, in whatever way; never waits."},

@@ -114,7 +114,7 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
-extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec, pc_persistent_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
@@ -216,6 +216,9 @@ void pc_engine_let_go_collectives(pc_engine_object *engine);
 /* collective_type.c: whether an object is a `Collective`; then what is waited for, and its engine; and its result (new reference; NULL with
    an exception). */
 bool pc_is_collective(PyObject *object);
+/* persistent_type.c: what one has started last, borrowed; NULL: nothing, or it is none. */
+PyObject *pc_persistent_last(PyObject *object);
+void pc_persistent_type(PyTypeObject *type);
 struct pc_op *pc_collective_op(PyObject *object, pc_engine_object **engine);
 PyObject *pc_collective_result(PyObject *object);
 /* plan_type.c */

@@ -120,6 +120,8 @@ bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t
 int pc_request_go_on(struct pc_request *request);
 /* What a request returns that has ended; NULL with an exception. */
 PyObject *pc_request_result(struct pc_request *request);
+/* The method `wait`. */
+PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 /* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. Returns 1: it has; 0: not yet; -1 with an
    exception. */
 int pc_request_wait(struct pc_request *request, uint64_t until_ns);

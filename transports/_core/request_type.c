@@ -62,7 +62,7 @@ static bool is_plain_wait(struct pc_request *self, PyObject *const *args, Py_ssi
     return pc_seconds(self->messages, count + named == 1 ? args[0] : NULL, timeout_ns);
 }
 
-static PyObject *request_wait(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     uint64_t timeout_ns;
     if (!is_plain_wait(self, args, count, keywords, &timeout_ns)) {
         PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
@@ -226,7 +226,7 @@ static PyObject *request_settle(struct pc_request *self, PyObject *args) {
 }
 
 static PyMethodDef request_methods[] = {
-    {"wait", (PyCFunction)(void (*)(void))request_wait, METH_FASTCALL | METH_KEYWORDS,
+    {"wait", (PyCFunction)(void (*)(void))pc_request_wait_method, METH_FASTCALL | METH_KEYWORDS,
      "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See pycoll.Request.wait."},
     {"test", (PyCFunction)request_test, METH_NOARGS, "Return whether the call is done, in whatever way; never waits."},
     {"_stop", (PyCFunction)request_stop, METH_NOARGS, "Stop a send, if that can be."},

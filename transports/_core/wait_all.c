@@ -48,23 +48,16 @@ static void scatter(pc_engine_object *engine, void *argument) {
 
 /* What is waited for in the core: an item itself, or what a persistent one has started. False: it is not in the core. */
 static bool find(PyObject *item, struct awaited *awaited, pc_engine_object **engine) {
-    PyObject *object = Py_NewRef(item);
-    for (int turn = 0; object != NULL; turn++) {
-        bool is_request = PyObject_TypeCheck(object, pc_request_type);
-        if (is_request || pc_is_collective(object)) {
-            struct pc_request *request = is_request ? (struct pc_request *)object : NULL;
-            struct pc_op *op = is_request ? &request->op : pc_collective_op(object, engine);
-            *awaited = (struct awaited){object, request, op};
-            if (is_request)
-                *engine = request->messages->engine;
-            return true;
-        }
-        PyObject *started = turn == 0 ? PyObject_GetAttrString(object, "_in_core") : NULL;
-        Py_DECREF(object);
-        object = started;
-    }
-    PyErr_Clear();
-    return false;
+    PyObject *started = pc_persistent_last(item), *object = started != NULL ? started : item;
+    bool is_request = PyObject_TypeCheck(object, pc_request_type);
+    if (!is_request && !pc_is_collective(object))
+        return false;
+    struct pc_request *request = is_request ? (struct pc_request *)object : NULL;
+    struct pc_op *op = is_request ? &request->op : pc_collective_op(object, engine);
+    *awaited = (struct awaited){Py_NewRef(object), request, op};
+    if (is_request)
+        *engine = request->messages->engine;
+    return true;
 }
 
 /* Keep requests of one engine, none of which holds the others up for ever; false: leave it to Python. */
