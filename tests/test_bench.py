@@ -384,6 +384,27 @@ def test_what_a_large_message_uses_is_counted_and_a_missing_tool_is_named(tmp_pa
     assert 1 <= ratio < 3  # other programs may use the loopback interface, too
 
 
+def test_other_calls_are_timed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, ROOT / "benchmarks/calls", "--against", ""),
+            *("--rounds", "1", "--sizes", "8,64K"),
+        ],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120 * PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    for name in ("gatherv", "scatterv", "all_gatherv", "all_to_allv", "reduce_scatterv", "scan"):
+        times = [float(row[3]) for row in rows if row[:1] == [name]]
+        assert len(times) == 2, done.stdout
+        assert all(0 < time < 1e6 for time in times)
+
+
 def test_what_messages_does_not_know_is_refused() -> None:
     for arguments in (["send", "--transport", "udp"], ["--against", "mvapich"], ["sendd"]):
         done = run_messages(*arguments)
