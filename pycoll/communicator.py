@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pycoll import arguments, explain, p2p, shared_arrays
     from pycoll import grid as grids
-    from pycoll.core_requests import CoreRequest
+    from pycoll.core_requests import Both, CoreRequest
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
     from pycoll.hints import A, D, MaybeNone, Reducer, T
@@ -58,6 +58,14 @@ class World:
         self.local_size = local_size
         self.node = node
         self.op_timeout = op_timeout
+
+
+_IN_CORE = {
+    "finish": "_finish_in_core",
+    "finish_both": "_finish_both_in_core",
+    "both": "_both_in_core",
+}
+"""Methods that only the core calls, by what it calls them."""
 
 
 @edges
@@ -138,7 +146,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
 
     def _in_python(self, name: str) -> Callable[..., Any]:
         """Return the method of this class to which the core leaves a call that it does not do."""
-        name = {"finish": "_finish_in_core", "finish_both": "_finish_both_in_core"}.get(name, name)
+        name = _IN_CORE.get(name, name)
         method: Callable[..., Any] = getattr(type(self), name).__get__(self)
         return method
 
@@ -630,6 +638,12 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         steps = p2p.finish_both(received._task, sent._task)
         self._finish_begun(text, steps, (received, sent), seconds)
         return received.result
+
+    def _both_in_core(self, received: CoreRequest, sent: CoreRequest) -> Both:
+        """Return one request for a receive and a send that the core has begun."""
+        from pycoll import core_requests
+
+        return core_requests.Both(received, sent)
 
     def _finish_begun(
         self, text: str, steps: CallSteps, begun: Sequence[CoreRequest], seconds: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array as stdlib_array
 import functools
+import time
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ SEND, SSEND, RECV, PROBE = range(4)
 
 NAMES = (
     *("send", "ssend", "recv", "isend", "issend", "irecv"),
-    *("sendrecv", "probe", "iprobe"),
+    *("sendrecv", "isendrecv", "probe", "iprobe"),
 )
 """Methods that the core has."""
 
@@ -214,6 +215,89 @@ class CoreRequest(Core, CoreStarted):
         except Error as exc:
             return exc
         return Error("a message was refused that fits")
+
+
+@edges
+class Both(Request[Any]):
+    """A receive and a send of the core's as one request, an isendrecv.
+
+    Args:
+        received: the receive, whose value is the result.
+        sent: the send.
+    """
+
+    _receives = _cancelled = False
+    _made: Started | None = None
+
+    def __init__(self, received: CoreRequest, sent: CoreRequest) -> None:
+        self._received = received
+        self._sent = sent
+        self._collected = False
+
+    @property
+    def _group(self) -> Group:  # type: ignore[override]
+        return self._received._group
+
+    @property
+    def _op_timeout(self) -> float:  # type: ignore[override]
+        return self._received._op_timeout
+
+    @property
+    def _task(self) -> Started:  # type: ignore[override]
+        """What waits for both, for all that is done in Python: made when it is first needed."""
+        made = self._made
+        if made is not None:
+            return made
+        received, sent, engine = self._received, self._sent, self._group.engine
+        _, _, dest, tag, _ = sent._description
+        source = _name(received._description[2])
+        text = f"isendrecv(dest={dest}, source={source}, tag={tag})"
+        with engine.locked():
+            if self._made is None:
+                self._made = engine.start(
+                    Call(text, -1, self._group.context),
+                    p2p.finish_both(received._task, sent._task),
+                    lambda _: (received.result, ()),
+                    collective=False,
+                )
+            return self._made
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Return the result, when both are done; see `pycoll.Request.wait`."""
+        seconds = self._seconds(timeout)
+        if self._made is None:
+            since = time.monotonic()
+            results = wait_all([self._received, self._sent], timeout)
+            if results is not None:
+                self._collected = True
+                return results[0]
+            seconds = max(0.0, seconds + since - time.monotonic())
+        return super().wait(seconds)
+
+    def test(self) -> bool:
+        """Return whether both are done; see `pycoll.Request.test`."""
+        return all([self._received.test(), self._sent.test()]) or (
+            self.done or (self._made is not None and super().test())
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether both are done, or one has failed; see `pycoll.Request.done`."""
+        if self._made is not None:
+            return self._made.done
+        begun = self._received, self._sent
+        if all([request.done for request in begun]):
+            return True
+        has_failed = any([request.done and not request.is_well for request in begun])
+        return has_failed and self._task.done
+
+    @property
+    def result(self) -> Any:
+        """What was received; see `pycoll.Request.result`."""
+        if self._made is None and self._received.is_well and self._sent.is_well:
+            self._collected = True
+            return self._received.result
+        return super().result
 
 
 @edges

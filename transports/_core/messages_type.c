@@ -79,13 +79,14 @@ static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssi
 }
 
 /* A receive and a send at the same time. What is received over what is sent is left to Python. */
-static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords, bool is_blocking,
+                         const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_outgoing outgoing = {0};
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) && parse(sendrecv_order, args, count, keywords, values) &&
-                pc_seconds(self, values[TIMEOUT], &timeout_ns) &&
+                pc_seconds(self, values[TIMEOUT], &timeout_ns) && (is_blocking || values[TIMEOUT] == NULL) &&
                 pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS], &incoming) &&
                 values[OUT] != values[X];
     if (plain)
@@ -95,19 +96,34 @@ static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_
         plain = 0;
     }
     if (plain <= 0)
-        return plain == 0 ? pc_call_method(self->slow, "sendrecv", args, count, keywords) : NULL;
-    struct pc_request *received = pc_messages_receive(self, &incoming, PC_RECV, true);
+        return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
+    struct pc_request *received = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
     if (received == NULL) {
         pc_views_release(outgoing.views);
         return NULL;
     }
-    struct pc_request *sent = pc_messages_send(self, &outgoing, PC_SEND, true, way_of(timeout_ns));
+    enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
+    struct pc_request *sent = pc_messages_send(self, &outgoing, PC_SEND, is_blocking, way);
     if (sent == NULL) {
         pc_messages_give_up(received);
         Py_DECREF((PyObject *)received);
         return NULL;
     }
-    return pc_messages_finish_both(self, received, sent, timeout_ns);
+    if (is_blocking)
+        return pc_messages_finish_both(self, received, sent, timeout_ns);
+    PyObject *const both[] = {(PyObject *)received, (PyObject *)sent};
+    PyObject *result = pc_call_method(self->slow, "both", both, 2, NULL);
+    Py_DECREF(both[0]);
+    Py_DECREF(both[1]);
+    return result;
+}
+
+static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_both(self, args, count, keywords, true, "sendrecv");
+}
+
+static PyObject *messages_isendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+    return do_both(self, args, count, keywords, false, "isendrecv");
 }
 
 /* The request of a probe; NULL with an exception, or without one: leave it to Python. */
@@ -250,6 +266,7 @@ static PyMethodDef messages_methods[] = {
     METHOD(issend, "x, dest, tag=0"),
     METHOD(irecv, "source=-1, tag=-1, out=None, status=None"),
     METHOD(sendrecv, "x, dest, source=-1, sendtag=0, recvtag=-1, out=None, status=None, *, timeout=None"),
+    METHOD(isendrecv, "x, dest, source=-1, sendtag=0, recvtag=-1, out=None, status=None"),
     METHOD(probe, "source=-1, tag=-1, *, timeout=None"),
     METHOD(iprobe, "source=-1, tag=-1"),
     {NULL, NULL, 0, NULL},
@@ -273,7 +290,7 @@ static PyType_Slot messages_slots[] = {
      "fills in. `values` are functions: dump(object) -> its parts, or None if it is none; load(memory) -> object; "
      "new_bytes(length) -> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
      "deadline in seconds. `slow(name)` returns the method to which all else goes: send, ssend, recv, isend, issend, irecv, "
-     "sendrecv, probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns its result; and "
+     "sendrecv, isendrecv, probe, iprobe; both(received, sent), which makes one request of two; finish(request, seconds), which waits for one that takes long, and returns its result; and "
      "finish_both(received, sent, seconds), which does that for two."},
     {0, NULL},
 };
