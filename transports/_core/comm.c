@@ -382,7 +382,9 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
         call.nbytes = (size_t)nbytes;
         pc_sign(&call, 0, 0, NULL);
         struct pc_header header = {(uint64_t)nbytes, (uintptr_t)call.x, value, (uint32_t)description_nbytes, (uint32_t)form};
-        result = pc_call_end(&call, pc_announce(&call, &header, description), Py_NewRef(Py_None));
+        int status = pc_announce(&call, &header, description);
+        pc_hold(&call.call);
+        result = pc_call_end(&call, status, Py_NewRef(Py_None));
     }
     PyBuffer_Release(&x_view);
     PyBuffer_Release(&out_view);
@@ -400,7 +402,9 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
         return NULL;
     call.text = text;
     pc_sign(&call, 0, 0, NULL);
-    if (pc_call_end(&call, pc_hear(&call, &slot), Py_NewRef(Py_None)) == NULL)
+    int status = pc_hear(&call, &slot);
+    pc_hold(&call.call);
+    if (pc_call_end(&call, status, Py_NewRef(Py_None)) == NULL)
         return NULL;
     Py_DECREF(Py_None);
     return header_tuple(slot);
@@ -422,7 +426,9 @@ static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
         call.number = comm->number;
         pc_sign(&call, 0, 0, NULL);
         struct pc_slot *slot = pc_slot_of(comm, root, comm->number);
-        result = pc_call_end(&call, pc_receive(&call, slot), Py_NewRef(Py_None));
+        int status = pc_receive(&call, slot);
+        pc_hold(&call.call);
+        result = pc_call_end(&call, status, Py_NewRef(Py_None));
     }
     PyBuffer_Release(&view);
     return result;
@@ -469,7 +475,9 @@ static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
     if (!PyErr_Occurred() && pc_call_begin(&call, comm, PC_ALL_GATHER, root) == 0) {
         call.text = text;
         pc_sign_part(&call, salt, 0, NULL);
-        result = pc_call_end(&call, pc_fetch(&call, pieces, (size_t)count), Py_NewRef(Py_None));
+        int status = pc_fetch(&call, pieces, (size_t)count);
+        pc_hold(&call.call);
+        result = pc_call_end(&call, status, Py_NewRef(Py_None));
     }
     while (held > 0)
         PyBuffer_Release(&views[--held]);

@@ -238,7 +238,8 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot); /* as pc_st
 
 /* comm.c */
 int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root); /* -1 with an exception: another is under way */
-PyObject *pc_call_end(pc_collective *call, int status, PyObject *result); /* steals result */
+/* Steals `result`, of which a new reference is counted after `pc_hold`: a call may have let go of the lock. */
+PyObject *pc_call_end(pc_collective *call, int status, PyObject *result);
 PyObject *pc_describe(const pc_collective *call); /* (text, kind, x, op, root, number): None for what is not there */
 /* Have Python raise the error: this rank and `rank` made different calls as `number`. Returns -1. */
 int pc_mismatch(pc_collective *call, int rank, uint64_t number);

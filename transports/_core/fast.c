@@ -110,6 +110,7 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
         header.description_nbytes = pc_describe_array(&x, skipped, description);
         status = pc_announce(&call, &header, description);
         PyObject *result = skipped ? values[OUT] : values[X];
+        pc_hold(&call.call); /* the interpreter's lock, before a reference is counted */
         return pc_call_end(&call, status, Py_NewRef(result));
     }
     struct pc_slot *slot;
@@ -120,6 +121,7 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
         bool alike = header.form == 0 && header.value == pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims);
         status = alike ? pc_receive(&call, slot) : pc_other_value(&call, slot);
     }
+    pc_hold(&call.call);
     return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
 }
 
@@ -134,7 +136,9 @@ static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *arg
             pc_collective call;
             if (begin(&call, comm, kind, 0) == 0) {
                 pc_sign(&call, 0, 0, NULL);
-                result = pc_call_end(&call, pc_run(&call), Py_NewRef(Py_None));
+                int status = pc_run(&call);
+                pc_hold(&call.call);
+                result = pc_call_end(&call, status, Py_NewRef(Py_None));
             }
         } else if (root >= 0 && values[X] != NULL) {
             if (pc_is_announced(kind)) {

@@ -331,6 +331,7 @@ static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t
         return NULL;
     round.nbytes = call->row_nbytes;
     int status = first_round(call, &round);
+    pc_hold(&round.call); /* the interpreter's lock, before a reference is counted */
     if (pc_call_end(&round, status, Py_NewRef(Py_None)) == NULL)
         return NULL;
     Py_DECREF(Py_None);
