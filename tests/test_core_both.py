@@ -94,3 +94,23 @@ assert (exchange.wait() == 1).all()
 ok()
 """
     all_well(job(2, text, "--transport", transport), 2)
+
+
+def test_messages_to_oneself_that_nobody_waits_long_for_keep_nothing(job: Jobs) -> None:
+    text = """
+import gc, weakref
+
+alive = weakref.WeakSet()
+for turn in range(200):
+    out = np.empty(1 << 14)
+    received, sent = comm.irecv(rank, out=out), comm.isend(out.copy(), rank)
+    sent.wait()
+    received.wait()
+    alive.add(received)
+    alive.add(sent)
+del received, sent, out
+gc.collect()
+assert len(alive) < 5, len(alive)
+ok()
+"""
+    all_well(job(1, text), 1)

@@ -506,10 +506,12 @@ static void look(pc_engine_object *self, void *argument) {
 
 static PyObject *receive_state(pc_face *face, void *unused) {
     (void)unused;
-    struct looking looking = {.item = face->item, .state = face->item->receive.state};
-    pc_engine_do(face->engine, look, &looking);
+    struct looking looking = {.item = face->item};
+    if (!pc_engine_do(face->engine, look, &looking)) /* it is closed: nobody else writes there */
+        looking.state = face->item->receive.state;
     return PyLong_FromLong(looking.state);
 }
+
 struct finding {
     struct pc_py_item *item;
     uint64_t id;

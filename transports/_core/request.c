@@ -219,6 +219,7 @@ struct pc_request *pc_request_start(struct pc_request *request, const void *head
     /* Whether it has ended by now may be found by another thread, too, which then lets it go. */
     if (!done || starting.request == NULL)
         let_go(request);
+    pc_engine_let_go(engine); /* a message to oneself has ended another one, too */
     if (done && pc_request_go_on(request) == 0 && pc_engine_hear(engine) == 0)
         return request;
     Py_DECREF((PyObject *)request);
