@@ -126,11 +126,13 @@ class Match(Operation):
 
     def held(self) -> None:
         """Hear that its message has come."""
-        self.context.settle(self)
+        if not self.done:
+            self.context.settle(self)
 
     def ended(self, status: int) -> None:
         """Hear that it has ended."""
-        self.context.settle(self)
+        if not self.done:
+            self.context.settle(self)
 
     def cancel(self) -> None:
         super().cancel()
@@ -295,6 +297,7 @@ class Context:
         face = match.face
         state = face.state  # it may change at any time
         if state == OVER and face.status == TAKEN_BACK:  # wait again, in the same place
+            self.transport.disown(face)  # that it has ended may still be told
             match.face = face = self.core.post(match.source, match.tag, match.peek, match.number)
             state = face.state
         if state == POSTED:
@@ -486,6 +489,7 @@ class Context:
         face = collecting.face
         state = face.state
         if state == OVER and face.status == TAKEN_BACK:
+            self.transport.disown(face)  # that it has ended may still be told
             collecting.face = face = self.core.collect(*collecting.key)
             state = face.state
         if state == POSTED:

@@ -5,10 +5,16 @@ That all else is as with the other engine is tested by the same tests, run with 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+
+from pycoll.context import Context, Match
+from pycoll.transports.core import HOLDING, OVER, TAKEN_BACK
 
 TRANSPORTS = ["shm", "tcp", "zmq"]
 
@@ -286,3 +292,38 @@ ok()
     if not options:
         text = text.replace("assert near not in transport.outside.peers and", "assert")
     all_well(job(4, text, *network, *hosts, *options), 4)
+
+
+class Face:
+    """A receive of the core's, as Python sees it."""
+
+    def __init__(self, state: int, status: int = 0) -> None:
+        self.state, self.status, self.number, self.peer, self.order = state, status, 7, 1, 0
+        self.header, self.nbytes, self.payload = bytes(64), 8, None
+
+
+def test_what_is_told_late_of_a_message_that_was_taken_back_posts_nothing() -> None:
+    # The first message was taken back, and the second came to the receive that waits in its place;
+    # that was taken back, too, before the end of the first was told.
+    owners: dict[Any, Any] = {}
+    posted: list[Face] = [Face(HOLDING)]
+    transport = SimpleNamespace(own=owners.__setitem__, disown=lambda face: owners.pop(face, None))
+    context: Any = SimpleNamespace(
+        core=SimpleNamespace(post=lambda *_: posted.pop()),
+        transport=transport,
+        matches={},
+        withdrawn=None,
+        _incoming=lambda arrival, face: arrival,
+    )
+    context.settle = lambda match: Context.settle(context, match)
+    first: Any = Face(OVER, TAKEN_BACK)
+    match = Match(context, first, 1, 0, peek=False)
+    owners[first] = match
+    match.held()
+    assert match.done
+    assert not posted
+    second: Any = match.face
+    second.state, second.status = OVER, TAKEN_BACK
+    assert first not in owners
+    match.ended(TAKEN_BACK)  # IndexError, if it posted once more
+    assert match.face is second
