@@ -93,7 +93,7 @@ def dump(obj: object) -> list[memoryview]:
     """
     try:
         try:
-            pickled, views = _plain(obj) or _pickled(obj, _Pickler)
+            pickled, views = _pickled(obj, _Pickler)
         except _REFUSALS:
             pickled, views = _pickled(obj, _pickler_by_value())
     except RecursionError as exc:
@@ -112,21 +112,6 @@ def dump(obj: object) -> list[memoryview]:
     if len(pickled) < _SMALL and sum([view.nbytes for view in views]) < _SMALL:
         return [memoryview(b"".join(parts))]
     return list(_joined(map(memoryview, parts)))
-
-
-def _plain(obj: object) -> tuple[bytes, list[memoryview]] | None:
-    """Return the pickle of `obj` and its buffers; None: it may have arrays that need `_Pickler`.
-
-    Most have not, and to ask it about everything inside takes longer than the rest.
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = pickle.dumps(obj, 5, buffer_callback=buffers.append)
-    views = [buffer.raw() for buffer in buffers]
-    if views and any(view.readonly for view in views):
-        return None
-    if len(pickled) > _SMALL and b"_reconstruct" in pickled:  # a strided array, perhaps
-        return None
-    return pickled, views
 
 
 def _pickled(obj: object, pickler: Callable[..., Any]) -> tuple[bytes, list[memoryview]]:

@@ -239,3 +239,70 @@ ok()
 """
     done = job(2, text, "--transport", "shm")
     assert done.content == [0], done.stderr
+
+
+def test_who_fails_between_the_rounds_has_given_up(job: Jobs) -> None:
+    text = """
+from pycoll import communicator
+
+comm.all_gatherv(np.ones(2))
+part = comm.dup()
+part.all_gatherv(np.ones(2))
+mine = memoryview(np.ones(50_000)) if rank == 1 else np.ones(50_000)
+if rank == 0:
+    def interrupted(*args):
+        raise KeyboardInterrupt
+    go_on, communicator.resumed = communicator.resumed, interrupted
+    error_like(KeyboardInterrupt, "", part.all_gatherv, mine)
+    communicator.resumed = go_on
+    peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.barrier)
+else:
+    peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.all_gatherv, mine)
+comm.barrier()
+ok()
+"""
+    all_well(job(3, text, "--transport", "shm"), 3)
+
+
+def test_no_other_thread_comes_in_between_the_rounds(job: Jobs) -> None:
+    text = """
+from pycoll import communicator
+
+comm.all_gatherv(np.ones(2))
+go_on, errors = communicator.resumed, []
+
+def other():
+    errors.append(error_of(comm.all_gatherv, np.ones(5)))
+
+def crowded(*args):
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    return go_on(*args)
+
+if rank == 0:
+    communicator.resumed = crowded
+mine = memoryview(np.ones(50_000)) if rank == 1 else np.ones(50_000)
+got = comm.all_gatherv(mine)
+assert [len(each) for each in got] == [50_000, 50_000]
+assert rank == 1 or "another thread" in str(errors[0]), errors
+assert [len(each) for each in comm.all_gatherv(np.ones(rank))] == [0, 1]
+ok()
+"""
+    all_well(job(2, text, "--transport", "shm"), 2)
+
+
+def test_arguments_are_named_as_in_python(job: Jobs) -> None:
+    text = """
+comm.barrier()
+for _ in range(2):
+    error_like(TypeError, "xs", comm.scatterv)
+    error_like(TypeError, "x", comm.scatterv, x=[np.ones(1)])
+    error_like(TypeError, "x", comm.all_to_allv, x=[np.ones(1)])
+    error_like(TypeError, "algorithm", comm.all_gatherv, np.ones(1), algorithm=None)
+    error_like(TypeError, "root", comm.all_gatherv, np.ones(1), root=0)
+    assert comm.scatterv(xs=[np.ones(2)]).size == 2
+    assert comm.all_to_allv(xs=[np.ones(2)])[0].size == 2
+ok()
+"""
+    all_well(job(1, text, "--transport", "shm"), 1)

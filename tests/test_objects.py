@@ -247,3 +247,29 @@ def test_tensors_inside_objects_round_trip() -> None:
     state = {"weight": torch.arange(6.0).reshape(2, 3).t(), "bias": torch.ones(2).bfloat16()}
     result = sent(state)
     assert all(torch.equal(result[key], state[key]) for key in state)
+
+
+class Drained:
+    """What pickling empties."""
+
+    def __init__(self, items: list[int]) -> None:
+        self.items = items
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        items, self.items = self.items, []
+        return Drained, (items,)
+
+
+def test_what_pickling_changes_is_pickled_once() -> None:
+    read_only = np.ones(3)
+    read_only.flags.writeable = False
+    drained, _ = sent([Drained([1, 2, 3]), read_only])
+    assert drained.items == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [">i4", ">f8", "<i4"])
+def test_a_strided_array_keeps_its_byte_order(dtype: str) -> None:
+    array = np.arange(8, dtype=dtype)[::2]
+    got = sent({"array": array})["array"]
+    assert got.dtype == array.dtype
+    assert (got == array).all()

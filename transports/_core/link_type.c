@@ -67,16 +67,9 @@ static PyObject *piece_of(void *start, size_t nbytes, bool is_writable, PyObject
     return (PyObject *)piece;
 }
 
-/* What memory belongs to, a new reference; NULL, without an exception: that is not known. */
-static PyObject *object_of(const struct pc_keeper *keeper) {
-    if (keeper->object != NULL)
-        return Py_NewRef((PyObject *)keeper->object);
-    return keeper->scratch != NULL ? pc_scratch_object_of(keeper->scratch) : NULL;
-}
-
 /* Something with the bytes of a send; without a keeper it is a copy. */
 static PyObject *sent_from(const struct iovec *part, const struct pc_keeper *of) {
-    PyObject *keeper = object_of(of);
+    PyObject *keeper = Py_XNewRef((PyObject *)of->object);
     if (keeper == NULL)
         return PyBytes_FromStringAndSize(part->iov_base, (Py_ssize_t)part->iov_len);
     return piece_of(part->iov_base, part->iov_len, false, keeper);
@@ -86,7 +79,7 @@ static PyObject *sent_from(const struct iovec *part, const struct pc_keeper *of)
 static PyObject *written_to(const struct pc_order *order) {
     static char nothing[1];
     void *into = order->nbytes > 0 ? order->into : nothing;
-    PyObject *keeper = object_of(&order->keeper);
+    PyObject *keeper = Py_XNewRef((PyObject *)order->keeper.object);
     if (keeper == NULL)
         return PyMemoryView_FromMemory(into, (Py_ssize_t)order->nbytes, PyBUF_WRITE);
     return piece_of(into, order->nbytes, true, keeper);
@@ -97,11 +90,15 @@ static PyObject *written_to(const struct pc_order *order) {
 struct taking {
     struct pc_order order;
     bool any;
+    PyObject *scratch; /* the object of scratch memory, made while nobody can give that back; or NULL */
 };
 
 static void take(pc_engine_object *self, void *argument) {
     struct taking *taking = argument;
     taking->any = pc_link_take(&self->queue, &taking->order);
+    struct pc_keeper *keeper = &taking->order.keeper;
+    if (taking->any && keeper->object == NULL && keeper->scratch != NULL)
+        keeper->object = taking->scratch = pc_scratch_object_of(keeper->scratch);
 }
 
 static PyObject *send_order(struct pc_order *order) {
@@ -124,19 +121,25 @@ static PyObject *send_order(struct pc_order *order) {
 
 PyObject *pc_link_next_order(pc_engine_object *self, PyObject *unused) {
     (void)unused;
-    struct taking taking = {.any = false};
+    struct taking taking = {.any = false, .scratch = NULL};
     bool is_open = pc_engine_do(self, take, &taking);
     if (is_open && !taking.any)
         pc_scratch_let_go_left(self);
     if (!is_open || !taking.any)
         Py_RETURN_NONE;
     struct pc_order *order = &taking.order;
-    if (order->kind == PC_ORDER_SEND)
-        return send_order(order);
-    if (order->kind != PC_ORDER_ACCEPT && order->kind != PC_ORDER_REDIRECT)
-        return Py_BuildValue("iK", order->kind, (unsigned long long)order->id);
-    PyObject *into = written_to(order);
-    return into != NULL ? Py_BuildValue("iKN", order->kind, (unsigned long long)order->id, into) : NULL;
+    PyObject *told = NULL;
+    if (order->kind == PC_ORDER_SEND) {
+        told = send_order(order);
+    } else if (order->kind == PC_ORDER_ACCEPT || order->kind == PC_ORDER_REDIRECT) {
+        PyObject *into = written_to(order);
+        if (into != NULL)
+            told = Py_BuildValue("iKN", order->kind, (unsigned long long)order->id, into);
+    } else {
+        told = Py_BuildValue("iK", order->kind, (unsigned long long)order->id);
+    }
+    Py_XDECREF(taking.scratch);
+    return told;
 }
 
 /* --- what has happened ------------------------------------------------------------------------------- */

@@ -113,7 +113,7 @@ static bool view_out(struct uneven_call *call, PyObject *out) {
     return rows_alike(whole, mine->ndim, mine->dims) && mine->dims[0] <= whole->dims[0];
 }
 
-/* The text of the call, which all ranks compare, and its hash. */
+/* The text of the call, which all ranks compare, and its hash. False with an exception. */
 static bool find_text(struct uneven_call *call) {
     struct pc_uneven *known = call->known;
     int dtype = call->kind == PC_SCATTERV ? 0 : call->own[0].dtype;
@@ -123,7 +123,6 @@ static bool find_text(struct uneven_call *call) {
     unsigned long long salt;
     if (said == NULL || !PyArg_ParseTuple(said, "OK", &text, &salt)) {
         Py_XDECREF(said);
-        PyErr_Clear();
         return false;
     }
     PyObject *before = known->text;
@@ -213,21 +212,27 @@ static bool read_row(const struct uneven_call *call, int rank, struct block *blo
     return itemsize != 0 && (call->num_own == 0 || block->dtype == call->own[0].dtype);
 }
 
-/* Read all rows; returns what is left, or -1: Python must go on. */
-static int read_rows(struct uneven_call *call) {
-    const pc_comm *comm = call->comm;
-    int most = NOTHING;
-    bool takes = call->kind != PC_GATHERV || comm->rank == call->root;
-    for (int rank = 0; rank < comm->size; rank++) {
-        struct first first;
-        if (call->rows[rank] == NULL)
-            continue;
-        memcpy(&first, call->rows[rank], sizeof first);
-        most = first.left > (uint64_t)most ? (int)first.left : most;
-        if (takes && !read_row(call, rank, &call->blocks[call->num_blocks++]))
-            return -1;
+/* What is left: the most that any rank has left to say. */
+static uint64_t read_left(const struct uneven_call *call) {
+    uint64_t most = NOTHING;
+    for (int rank = 0; rank < call->comm->size; rank++) {
+        struct first first = {NOTHING, 0};
+        if (call->rows[rank] != NULL)
+            memcpy(&first, call->rows[rank], sizeof first);
+        most = first.left > most ? first.left : most;
     }
-    return most >= LONG_HEADS ? -1 : most;
+    return most;
+}
+
+/* Read all rows; false: Python must go on. */
+static bool read_rows(struct uneven_call *call) {
+    const pc_comm *comm = call->comm;
+    if (call->kind == PC_GATHERV && comm->rank != call->root)
+        return true;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (call->rows[rank] != NULL && !read_row(call, rank, &call->blocks[call->num_blocks++]))
+            return false;
+    return true;
 }
 
 /* Find the places of the blocks; NULL, perhaps with an exception: Python must go on. */
@@ -287,7 +292,7 @@ static size_t fill(const struct uneven_call *call, struct pc_piece *pieces) {
 
 /* --- a call ------------------------------------------------------------------------------------------ */
 
-static int begin(struct uneven_call *call, pc_collective *round, int kind, bool has_shape) {
+static int begin(const struct uneven_call *call, pc_collective *round, int kind, bool has_shape) {
     static const intptr_t no_dims[1];
     intptr_t dims[1] = {(intptr_t)call->row_nbytes};
     if (pc_call_begin(round, call->comm, kind, call->root) < 0)
@@ -324,6 +329,18 @@ static PyObject *resume(const struct uneven_call *call, PyObject *const *args, P
     return result;
 }
 
+/* Read the others' memory; the reference to the result is taken over. */
+static PyObject *second_round(const struct uneven_call *call, PyObject *result) {
+    struct pc_piece pieces[MAX_SIZE];
+    pc_collective round;
+    size_t num_pieces = fill(call, pieces);
+    if (begin(call, &round, PC_ALL_GATHER, false) < 0) {
+        Py_DECREF(result);
+        return NULL;
+    }
+    return pc_call_end(&round, pc_fetch(&round, pieces, num_pieces), result);
+}
+
 static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     pc_collective round;
     int kind = call->kind == PC_GATHERV ? PC_ALL_GATHER : twins[call->kind]; /* all hear how it goes on */
@@ -335,23 +352,21 @@ static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t
     if (pc_call_end(&round, status, Py_NewRef(Py_None)) == NULL)
         return NULL;
     Py_DECREF(Py_None);
-    int left = read_rows(call);
+    uint64_t left = read_left(call), number = call->comm->number;
     PyObject *result = NULL;
-    if (left >= 0)
+    if (left < LONG_HEADS && read_rows(call))
         result = call->num_blocks > 0 ? make_result(call) : Py_NewRef(Py_None);
-    if (result == NULL) {
-        PyErr_Clear();
-        return resume(call, args, count, keywords);
-    }
-    struct pc_piece pieces[MAX_SIZE];
-    size_t num_pieces = fill(call, pieces);
-    if (left == NOTHING)
-        return result;
-    if (begin(call, &round, PC_ALL_GATHER, false) < 0) {
-        Py_DECREF(result);
-        return NULL;
-    }
-    return pc_call_end(&round, pc_fetch(&round, pieces, num_pieces), result);
+    if (result == NULL && !PyErr_Occurred())
+        result = resume(call, args, count, keywords);
+    else if (result != NULL && left != NOTHING)
+        return second_round(call, result);
+    else if (result != NULL)
+        fill(call, NULL);
+    /* The others wait in a second round, into which this rank did not come. */
+    if (result == NULL && left != NOTHING && call->comm->number == number && call->comm->usable &&
+        begin(call, &round, PC_ALL_GATHER, false) == 0)
+        return pc_call_end(&round, -1, NULL);
+    return result;
 }
 
 static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
@@ -361,11 +376,20 @@ static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize
     if (comm->usable && comm->direct && !comm->claimed && !comm->busy && !comm->host->engaged &&
         comm->size <= MAX_SIZE && !pc_host_failed(comm->host) && parse(twins[kind], args, count, keywords, values) &&
         is_none(values[TIMEOUT]) && values[ALGORITHM] == NULL && values[OP] == NULL &&
+        (count > 0 || (kind != PC_SCATTERV && kind != PC_ALL_TO_ALLV)) && /* there it is `xs`, and not `x` */
         (values[ROOT] == NULL || kind == PC_GATHERV || kind == PC_SCATTERV) &&
         (call.root = find_root(values[ROOT], comm->size)) >= 0) {
         call.row_nbytes = gathers(&call) || share > MAX_ROW_NBYTES ? MAX_ROW_NBYTES : share;
-        bool is_plain = view_own(&call, values[X]) && view_out(&call, values[OUT]) && find_text(&call);
-        PyObject *result = is_plain ? run(&call, args, count, keywords) : NULL;
+        bool is_plain = view_own(&call, values[X]) && view_out(&call, values[OUT]);
+        PyObject *result = NULL;
+        if (is_plain) {
+            comm->claimed = true; /* no other thread comes in between the rounds */
+            comm->caller = pthread_self();
+            if (find_text(&call))
+                result = run(&call, args, count, keywords);
+            if (pthread_equal(comm->caller, pthread_self())) /* else Python has let it go, and another has come */
+                comm->claimed = false;
+        }
         Py_XDECREF(call.held);
         if (is_plain)
             return result;
