@@ -28,7 +28,8 @@ static struct {
     int code;
     size_t itemsize;
 } dtypes[MAX_DTYPES];
-static int num_dtypes, last_dtype;
+static _Atomic int num_dtypes; /* without the interpreter's lock, too: what stands before stays */
+static int last_dtype;
 
 int pc_array_view(PyObject *x, struct pc_array *view) {
     if (Py_TYPE(x) != ndarray || ndarray == NULL)

@@ -97,7 +97,10 @@ static void take(pc_engine_object *self, void *argument) {
     struct taking *taking = argument;
     taking->any = pc_link_take(&self->queue, &taking->order);
     struct pc_keeper *keeper = &taking->order.keeper;
-    if (taking->any && keeper->object == NULL && keeper->scratch != NULL)
+    enum pc_order_kind kind = taking->order.kind;
+    /* What is given up or released may have been given back already. */
+    bool is_used = kind == PC_ORDER_SEND || kind == PC_ORDER_ACCEPT || kind == PC_ORDER_REDIRECT;
+    if (taking->any && is_used && keeper->object == NULL && keeper->scratch != NULL)
         keeper->object = taking->scratch = pc_scratch_object_of(keeper->scratch);
 }
 
