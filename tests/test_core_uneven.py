@@ -301,6 +301,8 @@ for _ in range(2):
     error_like(TypeError, "x", comm.all_to_allv, x=[np.ones(1)])
     error_like(TypeError, "algorithm", comm.all_gatherv, np.ones(1), algorithm=None)
     error_like(TypeError, "root", comm.all_gatherv, np.ones(1), root=0)
+    error_like(TypeError, "root", comm.all_reduce, np.ones(1), root=0)
+    error_like(TypeError, "x", comm.barrier, x=np.ones(1))
     assert comm.scatterv(xs=[np.ones(2)]).size == 2
     assert comm.all_to_allv(xs=[np.ones(2)])[0].size == 2
 ok()

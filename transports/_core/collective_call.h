@@ -33,6 +33,14 @@ static inline int find_name(PyObject *name, PyObject *const *names, int count) {
     return -1;
 }
 
+/* Whether a method has this parameter. */
+static inline bool has_parameter(int method, int which) {
+    const signed char *order = positional[method];
+    while (*order >= 0 && *order != which)
+        order++;
+    return *order == which || which == ALGORITHM || which == TIMEOUT;
+}
+
 /* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
 static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords, PyObject **values) {
     const signed char *order = positional[kind];
@@ -47,7 +55,7 @@ static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyOb
     for (Py_ssize_t index = 0; index < num_keywords; index++) {
         PyObject *keyword = PyTuple_GetItem(keywords, index);
         int which = find_name(keyword, pc_argument_names, ARGUMENTS);
-        if (which < 0 || values[which] != NULL)
+        if (which < 0 || values[which] != NULL || !has_parameter(kind, which))
             return false;
         values[which] = args[count + index];
     }
