@@ -121,7 +121,10 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             # In shared memory, or by messages if the call says so; what the user has ruled out goes
             # by messages.
             names = [name for name in KINDS if group.in_core(name)]
-            methods |= group.native.methods([(name, methods[name]) for name in names])
+            slow = [(name, methods[name]) for name in names]
+            if group.in_core("reduce_scatter"):
+                slow.append(("reduce_scatterv", self._in_python("reduce_scatterv")))
+            methods |= group.native.methods(slow)
             methods |= group.native.uneven_methods(self._in_python, self._resume, sign_uneven)
         for twin in ("all_reduce", "iall_reduce"):
             methods[twin.replace("_", "")] = methods[twin]

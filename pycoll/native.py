@@ -44,12 +44,17 @@ KINDS = (
     "scan",
     "exscan",
 )
-"""Collectives, numbered as in transports/_core/comm.h."""
+"""Collectives, numbered as in transports/_core/kinds.h."""
+
+METHODS = (*KINDS, "reduce_scatterv")
+"""What has methods in the core, numbered likewise."""
 
 EVERYBODY = frozenset({"barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 """Collectives in which every rank needs every other."""
 
-REDUCING = frozenset({"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"})
+REDUCING = frozenset(
+    {"reduce", "all_reduce", "reduce_scatter", "reduce_scatterv", "scan", "exscan"}
+)
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
@@ -58,7 +63,7 @@ UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
 """Operators, numbered as in transports/_core/reduce.h."""
 
-PARTS = ("", "uneven", "many", "group", "operator")
+PARTS = ("", "uneven", "many", "group", "operator")  # "uneven" also in _core/reduce_scatterv.c
 """What a call in the core may be a part of: nothing, or a program's call that needs several."""
 
 BY_MESSAGES = object()
@@ -66,6 +71,9 @@ BY_MESSAGES = object()
 
 VERDICT_S = 1.0
 """Seconds that a mismatch waits for the other rank to show its call."""
+
+MANY_COUNTS = 16
+"""A call's text shows so many counts; of more, their checksum."""
 
 SLEEP_S = 0.1
 """Longest sleep between two looks at what a wait is for."""
@@ -217,7 +225,7 @@ class Native:
     def methods(self, slow: Sequence[tuple[str, Callable[..., Any]]]) -> dict[str, Any]:
         """Return the core's methods of these names; each calls its `slow` for all else."""
         for name, function in slow:
-            self.core.set_slow(KINDS.index(name), function)
+            self.core.set_slow(METHODS.index(name), function)
         return {name: getattr(self.core, name) for name, _ in slow}
 
     def uneven_methods(
@@ -376,7 +384,7 @@ class Native:
     def _other_value(
         self, described: tuple[Any, ...], peer: int, header: tuple[int, int, int, bytes]
     ) -> MismatchError:
-        _, kind, mine, _, _, _ = described
+        kind, mine = described[1:3]
         is_object, _, _, description = header
         theirs = "a Python object"
         if not is_object:
@@ -392,12 +400,15 @@ class Native:
 
     def _described(self, described: tuple[Any, ...]) -> Call:
         """Return a call of the short way, from what the core kept of it."""
-        text, kind, x, op, root, number = described
+        text, kind, x, op, root, number, counts = described
         collective = KINDS[kind]
         words = []
         value = arrays.wrap(x) if x is not None else None
         if value is not None and collective not in ("broadcast", "scatter"):
             words.append(f"{value.dtype}{list(value.array.shape)}")
+        if counts is not None:
+            collective += "v"
+            words.append(counts_text(counts))
         text = text or _text(collective, words, op or "sum", root)
         order = self._context.next_number + max(0, number - self.core.internal - 1)
         return Call(text, order, self._context)
@@ -427,6 +438,13 @@ def part_of(whole: str, text: str) -> int:
         text: must be the same on all ranks.
     """
     return PARTS.index(whole) << 32 | zlib.crc32(text.encode())
+
+
+def counts_text(counts: Sequence[int]) -> str:
+    """Return the counts of a reduce_scatterv as its text shows them."""
+    if len(counts) <= MANY_COUNTS:
+        return f"counts={list(counts)}"
+    return f"counts={len(counts)} with checksum {zlib.crc32(str(counts).encode()):08x}"
 
 
 def _call_text(signature: int, shape: tuple[int, ...]) -> str:

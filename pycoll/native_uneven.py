@@ -26,7 +26,7 @@ from pycoll.ops import Op
 from pycoll.p2p import contiguous
 from pycoll.uneven_out import Room, Rooms
 
-BARRIER, REDUCE, REDUCE_SCATTER = map(KINDS.index, ("barrier", "reduce", "reduce_scatter"))
+BARRIER = KINDS.index("barrier")
 GATHER, ALL_GATHER = map(KINDS.index, ("gather", "all_gather"))
 SCATTER, ALL_TO_ALL = map(KINDS.index, ("scatter", "all_to_all"))
 
@@ -193,27 +193,20 @@ def _blocks(
 
 
 def reduce_scatterv(
-    native: Native, salt: int, x: Value, counts: Sequence[int], op: Op, result: Array
+    native: Native, salt: int, x: Value, counts: list[int], op: Op, result: Array
 ) -> None:
     """Reduce part r of all ranks' x into rank r's C-contiguous `result`."""
-    me = native.rank
-    source = cut(contiguous(x.array), counts)
-    if not serves(op, x):
-        _run(native, BARRIER, 0, salt, None, None, 0)
-        for root, view in enumerate(source):
-            part = np.frombuffer(view, x.dtype.storage).reshape(counts[root], *x.array.shape[1:])
-            value = Value(part, x.dtype, "numpy")
-            combine(native, "reduce", value, result if root == me else None, op, root)
+    array = contiguous(x.array)
+    if serves(op, x):
+        source, out = arrays.as_bytes(array), arrays.as_bytes(result)
+        code = OPS.index(op.name)
+        native.core.reduce_rows(x.dtype.code, code, array.shape, counts, source, out)
         return
-    code = OPS.index(op.name)
-    out = arrays.as_bytes(result)
-    if min(counts) == max(counts):
-        everything, nbytes = arrays.as_bytes(contiguous(x.array)), len(out)
-        _run(native, REDUCE_SCATTER, 0, salt, everything, out, nbytes, x.dtype.code, code)
-        return
-    for root, view in enumerate(source):
-        into = out if root == me else None
-        _run(native, REDUCE, root, salt, view, into, len(view), x.dtype.code, code)
+    _run(native, BARRIER, 0, salt, None, None, 0)
+    for root, view in enumerate(cut(array, counts)):
+        part = np.frombuffer(view, x.dtype.storage).reshape(counts[root], *array.shape[1:])
+        value = Value(part, x.dtype, "numpy")
+        combine(native, "reduce", value, result if root == native.rank else None, op, root)
 
 
 def cut(array: Array, counts: Sequence[int]) -> list[memoryview]:
@@ -232,7 +225,5 @@ def _run(
     x: memoryview | None,
     out: memoryview | None,
     nbytes: int,
-    dtype: int = UINT8.code,
-    op: int = 0,
 ) -> None:
-    native.core.run(None, kind, dtype, op, root, (nbytes,), salt, x, out, nbytes)
+    native.core.run(None, kind, UINT8.code, 0, root, (nbytes,), salt, x, out, nbytes)

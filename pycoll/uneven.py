@@ -8,7 +8,6 @@ What nobody but the sender knows of a block comes with it (`blocks`).
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from pycoll.binding import Binding
 from pycoll.collectives import Reduction, type_text
 from pycoll.dtypes import Array, DType
 from pycoll.group import SHARED_MEMORY, Group
-from pycoll.native import part_of
+from pycoll.native import counts_text, part_of
 from pycoll.native_calls import serves
 from pycoll.ops import Combiner, finisher
 from pycoll.p2p import contiguous, pulled
@@ -31,9 +30,6 @@ from pycoll.uneven_out import Room, Rooms
 
 if TYPE_CHECKING:
     from pycoll.hints import Reducer
-
-MANY_COUNTS = 16
-"""A call's text shows so many counts; of more, their checksum."""
 
 _EVEN = {
     "gatherv": "gather",
@@ -197,7 +193,7 @@ def prepare_reduce_scatterv(
     target.check_overlap(value, (target.value.place, value.place[begin : begin + count]))
     reduction = Reduction(resolved, chosen)
     text = (
-        f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, counts={_shown(checked)}, "
+        f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, {counts_text(checked)}, "
         f"op={resolved.signature}, algorithm={chosen})"
     )
 
@@ -294,12 +290,6 @@ def _counts(counts: Any, shape: tuple[int, ...], size: int) -> list[int]:
             f"({sum(checked)}, ...); this one has {shape}"
         )
     return checked
-
-
-def _shown(counts: Sequence[int]) -> str:
-    if len(counts) <= MANY_COUNTS:
-        return str(list(counts))
-    return f"{len(counts)} with checksum {zlib.crc32(str(counts).encode()):08x}"
 
 
 LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")

@@ -78,7 +78,7 @@ else:
     [
         ("uneven", "all_gather", "gatherv or all_gatherv"),
         ("uneven", "all_to_all", "all_to_allv"),
-        ("uneven", "reduce", "reduce_scatterv"),
+        ("uneven", "reduce_scatter", "reduce_scatterv"),
         ("many", "all_reduce", "all_reduce_many"),
         ("group", "all_gather", "dup, split or another call that makes communicators"),
         ("operator", "gather", "a reduction with an operator of the program's own"),

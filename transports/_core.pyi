@@ -368,6 +368,16 @@ class Comm:
         gate: Callable[[int], object] | None = None,
         /,
     ) -> bool: ...
+    def reduce_rows(
+        self,
+        dtype: int,
+        op: int,
+        shape: tuple[int, ...],
+        counts: list[int],
+        x: memoryview,
+        out: memoryview,
+        /,
+    ) -> None: ...
     def announce(
         self,
         text: None,

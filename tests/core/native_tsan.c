@@ -117,9 +117,24 @@ struct call { /* the same on all ranks */
     uint64_t ident;
     int kind, op, dtype, root, size;
     size_t count; /* elements of a unit */
+    size_t begins[MAX_RANKS + 1]; /* of a reduce_scatterv, in elements; else 0 */
     uint32_t description_nbytes;
     bool in_place;
 };
+
+/* Give the elements of a reduce_scatter to the ranks by chance. */
+static void cut_unevenly(struct call *call, uint64_t *seed) {
+    size_t all = call->count * (size_t)call->size;
+    call->count = 0;
+    for (int rank = 0; rank < call->size; rank++) {
+        size_t rest = all - call->begins[rank], some = native_random(seed) % 3 == 0 ? 0 : native_random(seed) % (rest + 1);
+        size_t count = rank == call->size - 1 ? rest : some;
+        call->begins[rank + 1] = call->begins[rank] + count;
+        call->count = count > call->count ? count : call->count;
+    }
+}
+
+static bool is_uneven(const struct call *call) { return call->begins[call->size] > 0; }
 
 static struct call choose_call(uint64_t *seed, uint64_t ident, int size, size_t chunk_nbytes) {
     struct call call = {.ident = ident, .size = size};
@@ -139,6 +154,8 @@ static struct call choose_call(uint64_t *seed, uint64_t ident, int size, size_t 
     if (chance >= 98)
         given = native_random(seed) % MAX_GIVEN;
     call.count = given / pc_itemsize(call.dtype) / (pc_is_split(call.kind) ? (size_t)size : 1);
+    if (call.kind == PC_REDUCE_SCATTER && native_random(seed) % 2 == 0)
+        cut_unevenly(&call, seed);
     if (call.kind == PC_BARRIER)
         call.count = 0;
     if (pc_is_announced(call.kind))
@@ -163,10 +180,14 @@ UNSEEN static void put_element(const struct call *call, unsigned char *array, si
 static size_t count_in(const struct call *call, int rank) {
     if (pc_is_announced(call->kind) && rank != call->root)
         return 0;
+    if (is_uneven(call))
+        return call->begins[call->size];
     return call->count * (pc_is_split(call->kind) ? (size_t)call->size : 1);
 }
 
 static size_t count_out(const struct call *call, int rank) {
+    if (is_uneven(call))
+        return call->begins[rank + 1] - call->begins[rank];
     switch (call->kind) {
     case PC_BARRIER: return 0;
     case PC_BROADCAST: return rank == call->root ? 0 : call->count;
@@ -188,7 +209,7 @@ UNSEEN static uint64_t expected(const struct call *call, int rank, size_t index)
     case PC_GATHER:
     case PC_ALL_GATHER: return element(call, (int)block, within);
     case PC_ALL_TO_ALL: return element(call, (int)block, (size_t)rank * count + within);
-    case PC_REDUCE_SCATTER: index += (size_t)rank * count; break;
+    case PC_REDUCE_SCATTER: index += is_uneven(call) ? call->begins[rank] : (size_t)rank * count; break;
     case PC_SCAN: last = rank + 1; break;
     case PC_EXSCAN: last = rank; break;
     }
@@ -288,7 +309,7 @@ static void run_call(struct rank *rank, const struct call *call, unsigned char *
     fill(call, me, copy);
     memcpy(x, copy, in_nbytes);
     if (call->kind == PC_REDUCE_SCATTER && call->in_place)
-        out = x + (size_t)me * call->count * itemsize;
+        out = x + (is_uneven(call) ? call->begins[me] : (size_t)me * call->count) * itemsize;
     native_delay();
     if (pc_is_announced(call->kind)) {
         run_announced(rank, call, x, call->kind == PC_BROADCAST && me == call->root ? NULL : out);
@@ -298,6 +319,8 @@ static void run_call(struct rank *rank, const struct call *call, unsigned char *
         native.x = x;
         native.out = out_nbytes > 0 ? out : NULL;
         native.nbytes = call->count * itemsize;
+        native.begins = is_uneven(call) ? call->begins : NULL;
+        native.row_nbytes = itemsize;
         end(&native, pc_run(&native));
     }
     memcpy(copy, out, out_nbytes);

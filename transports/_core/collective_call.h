@@ -10,16 +10,16 @@
 
 #include <string.h>
 
-enum argument { X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, ARGUMENTS };
+enum argument { X, OP, ROOT, OUT, ALGORITHM, TIMEOUT, COUNTS, ARGUMENTS };
 
 extern PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS]; /* interned */
 
 /* The positional parameters of each method, in order. */
-static const signed char positional[PC_KINDS][5] = {
+static const signed char positional[PC_METHODS][5] = {
     [PC_BARRIER] = {-1}, [PC_BROADCAST] = {X, ROOT, -1}, [PC_REDUCE] = {X, OP, ROOT, OUT, -1},
     [PC_ALL_REDUCE] = {X, OP, OUT, -1}, [PC_GATHER] = {X, ROOT, OUT, -1}, [PC_ALL_GATHER] = {X, OUT, -1},
     [PC_SCATTER] = {X, ROOT, OUT, -1}, [PC_REDUCE_SCATTER] = {X, OP, OUT, -1}, [PC_ALL_TO_ALL] = {X, OUT, -1},
-    [PC_SCAN] = {X, OP, OUT, -1}, [PC_EXSCAN] = {X, OP, OUT, -1},
+    [PC_SCAN] = {X, OP, OUT, -1}, [PC_EXSCAN] = {X, OP, OUT, -1}, [PC_REDUCE_SCATTERV] = {X, COUNTS, OP, OUT, -1},
 };
 
 /* The index of a name, or -1. What stands in a program is interned; a name made while it runs is not. */

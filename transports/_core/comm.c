@@ -45,8 +45,16 @@ PyObject *pc_describe(const pc_collective *call) {
     uint64_t number = call->number != 0 ? call->number : call->comm->number + 1;
     call = call->within != NULL ? call->within : call;
     PyObject *text = call->text != NULL ? call->text : Py_None, *x = call->x_object != NULL ? call->x_object : Py_None;
-    PyObject *op = call->op_object != NULL ? call->op_object : Py_None;
-    return Py_BuildValue("(OiOOiK)", text, call->kind, x, op, call->root, (unsigned long long)number);
+    PyObject *op = call->op_object != NULL ? call->op_object : Py_None, *counts = NULL;
+    if (call->begins != NULL) { /* those that were given may have changed */
+        counts = PyList_New(call->comm->size);
+        for (int rank = 0; counts != NULL && rank < call->comm->size; rank++)
+            PyList_SetItem(counts, rank, PyLong_FromSize_t(call->begins[rank + 1] - call->begins[rank]));
+        if (counts == NULL)
+            return NULL;
+    }
+    return Py_BuildValue("(OiOOiKN)", text, call->kind, x, op, call->root, (unsigned long long)number,
+                         counts != NULL ? counts : Py_NewRef(Py_None));
 }
 
 static PyObject *header_tuple(const struct pc_slot *slot) {
@@ -252,7 +260,7 @@ static void detach(pc_comm *comm) {
 }
 
 static void clear_methods(pc_comm *comm) {
-    for (int kind = 0; kind < PC_KINDS; kind++)
+    for (int kind = 0; kind < PC_METHODS; kind++)
         Py_CLEAR(comm->slow[kind]);
     for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++) {
         struct pc_uneven *uneven = &comm->uneven[kind];
@@ -283,19 +291,16 @@ static int get_buffer(PyObject *object, Py_buffer *view, int flags) {
     return object == Py_None ? 0 : PyObject_GetBuffer(object, view, flags);
 }
 
-#define MAX_DIMS 64
-
-/* Returns the number of dimensions, or -1 with an exception. */
-static int get_shape(PyObject *shape, intptr_t *dims) {
+int pc_get_shape(PyObject *shape, intptr_t *dims) {
     Py_ssize_t ndim = PyTuple_Size(shape);
-    if (ndim > MAX_DIMS)
+    if (ndim > PC_MAX_DIMS)
         PyErr_SetString(PyExc_ValueError, "too many dimensions");
     for (Py_ssize_t axis = 0; axis < ndim && !PyErr_Occurred(); axis++)
         dims[axis] = (intptr_t)PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
     return PyErr_Occurred() ? -1 : (int)ndim;
 }
 
-static int check_attached(pc_comm *comm) {
+int pc_check_attached(const pc_comm *comm) {
     if (comm->entry >= 0)
         return 0;
     PyErr_SetString(PyExc_RuntimeError, "not attached to shared memory");
@@ -318,11 +323,11 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     Py_ssize_t nbytes;
     Py_buffer x_view, out_view;
     pc_collective call;
-    intptr_t dims[MAX_DIMS];
+    intptr_t dims[PC_MAX_DIMS];
     int ndim;
     if (!PyArg_ParseTuple(args, "OiiiiOKOOn|O", &text, &kind, &dtype, &op, &root, &shape, &salt, &x, &out, &nbytes,
                           &gate) ||
-        check_attached(comm) < 0 || (ndim = get_shape(shape, dims)) < 0)
+        pc_check_attached(comm) < 0 || (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
     if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
         return NULL;
@@ -362,7 +367,7 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
     pc_collective call;
     if (!PyArg_ParseTuple(args, "OiiKiy#OOn", &text, &kind, &root, &value, &form, &description,
                           &description_nbytes, &x, &out, &nbytes) ||
-        check_attached(comm) < 0)
+        pc_check_attached(comm) < 0)
         return NULL;
     if (description_nbytes > PC_DESCRIPTION_NBYTES) {
         PyErr_SetString(PyExc_ValueError, "the description is too long");
@@ -397,7 +402,7 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
     int kind, root;
     pc_collective call;
     struct pc_slot *slot = NULL;
-    if (!PyArg_ParseTuple(args, "Oii", &text, &kind, &root) || check_attached(comm) < 0 ||
+    if (!PyArg_ParseTuple(args, "Oii", &text, &kind, &root) || pc_check_attached(comm) < 0 ||
         pc_call_begin(&call, comm, kind, root) < 0)
         return NULL;
     call.text = text;
@@ -416,7 +421,7 @@ static PyObject *comm_receive(pc_comm *comm, PyObject *args) {
     int kind, root;
     Py_buffer view;
     pc_collective call;
-    if (!PyArg_ParseTuple(args, "OiiO", &text, &kind, &root, &out) || check_attached(comm) < 0 ||
+    if (!PyArg_ParseTuple(args, "OiiO", &text, &kind, &root, &out) || pc_check_attached(comm) < 0 ||
         get_buffer(out, &view, PyBUF_WRITABLE) < 0)
         return NULL;
     PyObject *result = NULL;
@@ -458,7 +463,7 @@ static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
     int root;
     unsigned long long salt;
     pc_collective call;
-    if (!PyArg_ParseTuple(args, "OiKO!", &text, &root, &salt, &PyList_Type, &items) || check_attached(comm) < 0)
+    if (!PyArg_ParseTuple(args, "OiKO!", &text, &root, &salt, &PyList_Type, &items) || pc_check_attached(comm) < 0)
         return NULL;
     if (!comm->direct) {
         PyErr_SetString(PyExc_RuntimeError, "the ranks cannot read each other's memory");
@@ -509,8 +514,8 @@ static PyObject *comm_value_hash(pc_comm *comm, PyObject *args) {
     int dtype, ndim;
     PyObject *shape;
     unsigned long long salt;
-    intptr_t dims[MAX_DIMS];
-    if (!PyArg_ParseTuple(args, "iOK", &dtype, &shape, &salt) || (ndim = get_shape(shape, dims)) < 0)
+    intptr_t dims[PC_MAX_DIMS];
+    if (!PyArg_ParseTuple(args, "iOK", &dtype, &shape, &salt) || (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
     return PyLong_FromUnsignedLongLong(pc_hash_dims((uint64_t)dtype + salt, ndim, dims));
 }
@@ -528,7 +533,7 @@ static uint64_t last_entered(pc_comm *comm, int rank) {
 /* entered(rank): number of the last call it has entered */
 static PyObject *comm_entered(pc_comm *comm, PyObject *arg) {
     long rank = PyLong_AsLong(arg);
-    if (PyErr_Occurred() || check_attached(comm) < 0)
+    if (PyErr_Occurred() || pc_check_attached(comm) < 0)
         return NULL;
     if (rank < 0 || rank >= comm->size) {
         PyErr_SetString(PyExc_ValueError, "no such rank");
@@ -613,7 +618,7 @@ static int comm_traverse(pc_comm *comm, visitproc visit, void *arg) {
     Py_VISIT(comm->sleep);
     Py_VISIT(comm->mismatch);
     Py_VISIT(comm->give_up);
-    for (int kind = 0; kind < PC_KINDS; kind++)
+    for (int kind = 0; kind < PC_METHODS; kind++)
         Py_VISIT(comm->slow[kind]);
     for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++) {
         Py_VISIT(comm->uneven[kind].slow);
@@ -653,7 +658,7 @@ static PyObject *comm_set_slow(pc_comm *comm, PyObject *args) {
     PyObject *function;
     if (!PyArg_ParseTuple(args, "iO", &kind, &function))
         return NULL;
-    if (kind < 0 || kind >= PC_KINDS) {
+    if (kind < 0 || kind >= PC_METHODS) {
         PyErr_SetString(PyExc_ValueError, "no such kind");
         return NULL;
     }
@@ -757,6 +762,8 @@ static PyMethodDef *all_methods(void) {
     for (PyMethodDef *method = pc_fast_methods; method->ml_name != NULL; method++)
         methods[count++] = *method;
     for (PyMethodDef *method = pc_uneven_methods; method->ml_name != NULL; method++)
+        methods[count++] = *method;
+    for (PyMethodDef *method = pc_reduce_scatterv_methods; method->ml_name != NULL; method++)
         methods[count++] = *method;
     return methods;
 }

@@ -57,7 +57,7 @@ typedef struct pc_comm {
     pc_choice *choices[PC_KINDS][PC_CHOICES]; /* by kind and size: which way large values go; or NULL yet */
     int trials; /* under way */
     PyObject *sleep, *mismatch, *give_up; /* Python callables */
-    PyObject *slow[PC_KINDS];
+    PyObject *slow[PC_METHODS];
     struct pc_uneven uneven[PC_UNEVEN_KINDS];
 } pc_comm;
 
@@ -68,7 +68,9 @@ typedef struct pc_collective {
     int kind, op, dtype, root;
     const void *x;
     void *out;
-    size_t nbytes; /* of a unit: what one rank has for all, or for one other */
+    size_t nbytes; /* of a unit: what one rank has for all, or for one other; of the longest, if blocks differ in length */
+    const size_t *begins; /* then, by rank, rows of x before its block, and all rows; else NULL */
+    size_t row_nbytes;    /* of these */
     uint64_t number, signature;
     bool placed;      /* others may be at work on its arrays */
     pc_choice *trial; /* this call is one of a trial, or NULL */
@@ -156,8 +158,18 @@ static inline bool pc_is_split(int kind) {
     return kind == PC_SCATTER || kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
 }
 
+/* Where the block for `rank` begins in what is split, and how long it is. */
+static inline size_t pc_block_begin(const pc_collective *call, int rank) {
+    return call->begins == NULL ? (size_t)rank * call->nbytes : call->begins[rank] * call->row_nbytes;
+}
+static inline size_t pc_block_nbytes(const pc_collective *call, int rank) {
+    return call->begins == NULL ? call->nbytes : (call->begins[rank + 1] - call->begins[rank]) * call->row_nbytes;
+}
+
 /* All the bytes that a rank gives, where a unit has `nbytes`. */
 static inline size_t pc_given_nbytes(const pc_collective *call, size_t nbytes) {
+    if (PC_UNLIKELY(call->begins != NULL))
+        return pc_block_begin(call, call->comm->size);
     return pc_is_split(call->kind) ? nbytes * (size_t)call->comm->size : nbytes;
 }
 
@@ -224,6 +236,7 @@ static inline pc_collective pc_part_of(const pc_collective *call) {
     pc_collective part = *call;
     part.within = call;
     part.gate = NULL;
+    part.begins = NULL;
     return part;
 }
 static inline void pc_part_begin(const pc_collective *part) { /* the user's has been counted */
@@ -240,7 +253,8 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot); /* as pc_st
 int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root); /* -1 with an exception: another is under way */
 /* Steals `result`, of which a new reference is counted after `pc_hold`: a call may have let go of the lock. */
 PyObject *pc_call_end(pc_collective *call, int status, PyObject *result);
-PyObject *pc_describe(const pc_collective *call); /* (text, kind, x, op, root, number): None for what is not there */
+/* (text, kind, x, op, root, number, counts): None for what is not there */
+PyObject *pc_describe(const pc_collective *call);
 /* Have Python raise the error: this rank and `rank` made different calls as `number`. Returns -1. */
 int pc_mismatch(pc_collective *call, int rank, uint64_t number);
 /* The same: the root has announced another value than the caller's array. */
@@ -251,12 +265,19 @@ void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims)
 /* Of a call of which Python says in the salt's upper half what it is a part of: see `part_of` in native.py. */
 void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 
+int pc_check_attached(const pc_comm *comm); /* -1 with an exception */
+#define PC_MAX_DIMS 64
+int pc_get_shape(PyObject *shape, intptr_t *dims); /* the number of dimensions, or -1 with an exception */
+
 /* fast.c: the methods that take NumPy arrays, and call `slow` for everything else. */
 extern PyMethodDef pc_fast_methods[];
 uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to); /* without so many axes; its length */
 
 /* uneven.c: the same for blocks that differ in shape. */
 extern PyMethodDef pc_uneven_methods[];
+
+/* reduce_scatterv.c: the same for a reduce_scatter whose blocks differ in length. */
+extern PyMethodDef pc_reduce_scatterv_methods[];
 void pc_fast_init(void);
 
 PyType_Spec *pc_comm_spec(void);

@@ -336,8 +336,8 @@ int pc_direct(pc_collective *call, struct pc_slot *slot) {
         status = reduce_range(call, xs, 0, nbytes, out);
     } else if (call->kind == PC_REDUCE_SCATTER) {
         for (size_t rank = 0; rank < size; rank++)
-            xs[rank] += me * nbytes;
-        status = reduce_range(call, xs, 0, nbytes, out);
+            xs[rank] += pc_block_begin(call, comm->rank);
+        status = reduce_range(call, xs, 0, pc_block_nbytes(call, comm->rank), out);
     } else {
         for (size_t step = 1; status == 0 && step < size; step++) {
             size_t rank = (me + step) % size;

@@ -38,6 +38,24 @@ static bool takes(const pc_collective *call) {
     return false;
 }
 
+/* How much of the block for `rank` is in bytes [offset, offset + length) of all blocks. In a slot these pieces lie one
+   after the other. */
+static size_t piece_nbytes(const pc_collective *call, int rank, size_t offset, size_t length) {
+    if (PC_LIKELY(call->begins == NULL))
+        return length;
+    size_t nbytes = pc_block_nbytes(call, rank);
+    return nbytes <= offset ? 0 : nbytes - offset < length ? nbytes - offset : length;
+}
+
+static size_t piece_begin(const pc_collective *call, int rank, size_t offset, size_t length) {
+    if (PC_LIKELY(call->begins == NULL))
+        return (size_t)rank * length;
+    size_t begin = 0;
+    for (int before = 0; before < rank; before++)
+        begin += piece_nbytes(call, before, offset, length);
+    return begin;
+}
+
 /* Copy bytes [offset, offset + length) of what this rank gives to `to`. */
 static void give(const pc_collective *call, unsigned char *to, size_t offset, size_t length) {
     const unsigned char *x = (const unsigned char *)call->x + offset;
@@ -45,9 +63,12 @@ static void give(const pc_collective *call, unsigned char *to, size_t offset, si
         pc_copy(to, x, length);
         return;
     }
-    for (int rank = 0; rank < call->comm->size; rank++)
-        if (rank != call->comm->rank)
-            pc_copy(to + (size_t)rank * length, x + (size_t)rank * call->nbytes, length);
+    for (int rank = 0; rank < call->comm->size; rank++) {
+        size_t nbytes = piece_nbytes(call, rank, offset, length);
+        if (rank != call->comm->rank && nbytes > 0)
+            pc_copy(to, x + pc_block_begin(call, rank), nbytes);
+        to += nbytes;
+    }
 }
 
 /* Take bytes [offset, offset + length) of what the others gave: `from` by rank. */
@@ -78,8 +99,10 @@ static void take(const pc_collective *call, const unsigned char **from, size_t o
                 pc_copy_part(out + me * nbytes + offset, x + me * nbytes + offset, length, nbytes);
         return;
     case PC_REDUCE_SCATTER:
-        for (size_t rank = 0; rank < size; rank++)
-            inputs[rank] = rank == me ? x + me * nbytes + offset : from[rank] + me * length;
+        x += pc_block_begin(call, comm->rank);
+        for (size_t rank = 0, begin = piece_begin(call, comm->rank, offset, length); rank < size; rank++)
+            inputs[rank] = rank == me ? x + offset : from[rank] + begin;
+        length = piece_nbytes(call, comm->rank, offset, length);
         break;
     case PC_EXSCAN: num_inputs = comm->rank; /* fall through */
     case PC_SCAN:

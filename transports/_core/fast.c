@@ -6,7 +6,7 @@
 PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
 
 void pc_fast_init(void) {
-    static const char *names[ARGUMENTS] = {"x", "op", "root", "out", "algorithm", "timeout"};
+    static const char *names[ARGUMENTS] = {"x", "op", "root", "out", "algorithm", "timeout", "counts"};
     static const char *ops[PC_OPS] = {"sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor"};
     for (int index = 0; index < ARGUMENTS; index++)
         pc_argument_names[index] = PyUnicode_InternFromString(names[index]);

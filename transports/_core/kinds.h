@@ -7,4 +7,7 @@ enum pc_kind {
     PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
 };
 
+/* A reduce_scatter whose blocks differ in length is a method of its own, but no kind. */
+enum { PC_REDUCE_SCATTERV = PC_KINDS, PC_METHODS };
+
 #endif

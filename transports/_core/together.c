@@ -59,6 +59,7 @@ static size_t taken_nbytes(const pc_collective *call, int rank) {
     case PC_ALL_GATHER:
     case PC_ALL_TO_ALL: return call->nbytes * (size_t)call->comm->size;
     case PC_REDUCE: return rank == call->root ? call->nbytes : 0;
+    case PC_REDUCE_SCATTER: return pc_block_nbytes(call, rank);
     default: return call->nbytes;
     }
 }
@@ -76,19 +77,28 @@ bool pc_may_work_together(const pc_collective *call) {
 
 /* --- the pieces of a rank ------------------------------------------------------------------------------ */
 
-/* Where the part begins that `rank` reduces of a value for all. */
+/* Whether the ranks of a reduce_scatter share the work, so that no rank has more because its block is longer. */
+static bool shares(const pc_collective *call, const struct meeting *met) {
+    return call->kind == PC_REDUCE_SCATTER && call->begins != NULL && met->all_outs;
+}
+
+/* Where the part begins that `rank` reduces of a value for all, or of the blocks of all. */
 static size_t part_begin(const pc_collective *call, int rank) {
-    size_t pages = (call->nbytes + PC_PAGE - 1) / PC_PAGE;
+    size_t nbytes = call->begins != NULL ? pc_given_nbytes(call, call->nbytes) : call->nbytes;
+    size_t pages = (nbytes + PC_PAGE - 1) / PC_PAGE;
     size_t begin = pages * (size_t)rank / (size_t)call->comm->size * PC_PAGE;
-    return begin < call->nbytes ? begin : call->nbytes;
+    return begin < nbytes ? begin : nbytes;
 }
 
 static size_t work_nbytes(const pc_collective *call, const struct meeting *met, int rank) {
+    if (shares(call, met))
+        return part_begin(call, rank + 1) - part_begin(call, rank);
     switch (call->kind) {
     case PC_ALL_REDUCE:
     case PC_REDUCE: return part_begin(call, rank + 1) - part_begin(call, rank);
     case PC_ALL_GATHER: return met->all_outs ? call->nbytes : call->nbytes * (size_t)call->comm->size;
     case PC_ALL_TO_ALL: return call->nbytes * (size_t)call->comm->size;
+    case PC_REDUCE_SCATTER: return pc_block_nbytes(call, rank);
     default: return call->nbytes;
     }
 }
@@ -123,6 +133,21 @@ static void reduce_into(const pc_collective *call, const unsigned char *const *x
         reduce(reduced, inputs, size, length / pc_itemsize(call->dtype), size);
         for (size_t index = !past; index < num_outs; index++)
             pc_copy_shared(outs[index] + at, reduced, length, call->nbytes);
+    }
+}
+
+/* Reduce bytes [begin, end) of all blocks, one after the other, each into its rank's result. */
+static void reduce_blocks(const pc_collective *call, const struct arrays *all, size_t begin, size_t end) {
+    int size = call->comm->size;
+    const unsigned char *xs[size];
+    for (int owner = 0; owner < size; owner++) {
+        size_t first = pc_block_begin(call, owner), after = pc_block_begin(call, owner + 1);
+        size_t from = begin > first ? begin : first, to = end < after ? end : after;
+        if (from >= to)
+            continue;
+        for (int rank = 0; rank < size; rank++)
+            xs[rank] = all[rank].x + first;
+        reduce_into(call, xs, &all[owner].out, 1, from - first, to - first);
     }
 }
 
@@ -162,8 +187,13 @@ static void work_on(const pc_collective *call, const struct meeting *met, int ow
         reduce_into(call, xs, outs, 1, shift + begin, shift + end);
         return;
     case PC_REDUCE_SCATTER:
+        if (shares(call, met)) {
+            shift = part_begin(call, owner);
+            reduce_blocks(call, all, shift + begin, shift + end);
+            return;
+        }
         for (size_t rank = 0; rank < size; rank++)
-            xs[rank] += (size_t)owner * nbytes;
+            xs[rank] += pc_block_begin(call, owner);
         outs[0] = all[owner].out;
         reduce_into(call, xs, outs, 1, begin, end);
         return;
@@ -222,7 +252,8 @@ static int meet(pc_collective *call, struct meeting *met) {
     for (int rank = 0; rank < comm->size; rank++) {
         if (rank == comm->rank) {
             all[rank] = (struct arrays){(unsigned char *)call->x, call->out};
-            bool out_is_here = pc_arena_has(call->out, taken_nbytes(call, rank));
+            size_t taken = taken_nbytes(call, rank);
+            bool out_is_here = taken == 0 || pc_arena_has(call->out, taken);
             met->all_outs = met->all_outs && out_is_here;
             met->root_out = met->root_out || (rank == call->root && out_is_here);
             continue;
@@ -234,7 +265,7 @@ static int meet(pc_collective *call, struct meeting *met) {
         int local = comm->local[rank];
         all[rank].x = pc_here(comm->host, local, place->x, given);
         all[rank].out = pc_here(comm->host, local, place->out, taken_nbytes(call, rank));
-        met->all_outs = met->all_outs && all[rank].out != NULL;
+        met->all_outs = met->all_outs && (all[rank].out != NULL || taken_nbytes(call, rank) == 0);
         met->root_out = met->root_out || (rank == call->root && all[rank].out != NULL);
         here = here && place->together && (all[rank].x != NULL || !needs_x(call, rank)) && (all[rank].out != NULL || !needs_out(call, rank));
     }
