@@ -325,7 +325,10 @@ def _result(requests: Sequence[Request[R]], index: int) -> R:
 
 
 def _has_failed(request: Request[Any]) -> bool:
-    task = request._started()
+    return _is_failed(request._started())
+
+
+def _is_failed(task: Started) -> bool:
     return task.done and (task.error or task.unfit) is not None
 
 
@@ -335,11 +338,11 @@ def _wait_for(
     """Return when so many more are done, or one has failed."""
     engine = pending[0]._group.engine
     seconds = pending[0]._seconds(timeout)
+    tasks = [request._started() for request in pending]  # which may take the engine's lock
     with engine.locked():
-        tasks = [request._started() for request in pending]
         waiting = list(dict.fromkeys(task for task in tasks if not task.done))
         needed = min(needed - sum(task.done for task in tasks), len(waiting))
-        if needed <= 0 or any(map(_has_failed, pending)):
+        if needed <= 0 or any(map(_is_failed, tasks)):
             return
         several = Several(waiting, needed)
     first = waiting[0].call

@@ -58,6 +58,37 @@ ok()
     all_well(job(size, text, "--transport", transport), size)
 
 
+def test_nobody_can_come_between_a_look_and_the_wait_for_several(job: Jobs) -> None:
+    text = f"""{RING}
+from pycoll import request as requests
+
+looked = 0
+
+class Several(requests.Several):
+    def __init__(self, *args):
+        global looked
+        looked += 1
+        assert comm._group.engine.is_held(), "what ends now is never heard of"
+        super().__init__(*args)
+
+requests.Several = Several
+x = np.ones(3)
+for turn, wait in enumerate((pycoll.wait_any, pycoll.wait_some, pycoll.wait_all)):
+    for begin in (comm.isendrecv, lambda *args: comm.persistent.sendrecv(*args).start()):
+        if rank == 0:
+            request = begin(x, right, left)
+            error_like(pycoll.OperationTimeout, "isendrecv", wait, [request], timeout=0.05)
+            comm.send("now", 1, 7)
+        else:
+            comm.recv(0, 7)
+            request = begin(x, right, left)
+        assert (request.wait() == 1).all()
+assert looked == (0 if rank else 6), looked
+ok()
+"""
+    all_well(job(2, text), 2)
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_goes_wrong_is_said_of_the_whole_call(job: Jobs, transport: str) -> None:
     text = f"""{RING}

@@ -152,15 +152,16 @@ ok()
 
 def test_more_dimensions_than_a_row_has_room_for(job: Jobs) -> None:
     text = """
-deep = np.ones((1,) * 60)
+most = 60 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32  # what NumPy 1 has at most
+deep = np.ones((1,) * most)
 for turn in range(3):
     row = [deep if (rank + peer) % 2 else np.ones(3) for peer in range(size)]
     got = comm.all_to_allv(row)
-    assert [each.ndim for each in got] == [60 if (rank + peer) % 2 else 1 for peer in range(size)]
+    assert [each.ndim for each in got] == [most if (rank + peer) % 2 else 1 for peer in range(size)]
     row = [deep if peer % 2 else np.ones(2) for peer in range(size)]
     got = comm.scatterv(row if rank == 0 else None)
-    assert got.ndim == (60 if rank % 2 else 1)
-    assert [each.ndim for each in comm.all_gatherv(deep if rank else np.ones(1))][:2] == [1, 60]
+    assert got.ndim == (most if rank % 2 else 1)
+    assert [each.ndim for each in comm.all_gatherv(deep if rank else np.ones(1))][:2] == [1, most]
 ok()
 """
     all_well(job(16, text, "--transport", "shm"), 16)
