@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pycoll import arguments, explain, p2p, shared_arrays
     from pycoll import grid as grids
-    from pycoll.core_requests import Both, CoreRequest
+    from pycoll.core_requests import CoreRequest
     from pycoll.explain import Explanation
     from pycoll.grid import Grid
     from pycoll.hints import A, D, MaybeNone, Reducer, T
@@ -63,7 +63,6 @@ class World:
 _IN_CORE = {
     "finish": "_finish_in_core",
     "finish_both": "_finish_both_in_core",
-    "both": "_both_in_core",
 }
 """Methods that only the core calls, by what it calls them."""
 
@@ -641,12 +640,6 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
         steps = p2p.finish_both(received._task, sent._task)
         self._finish_begun(text, steps, (received, sent), seconds)
         return received.result
-
-    def _both_in_core(self, received: CoreRequest, sent: CoreRequest) -> Both:
-        """Return one request for a receive and a send that the core has begun."""
-        from pycoll import core_requests
-
-        return core_requests.Both(received, sent)
 
     def _finish_begun(
         self, text: str, steps: CallSteps, begun: Sequence[CoreRequest], seconds: float

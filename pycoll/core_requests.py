@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array as stdlib_array
 import functools
-import time
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,8 @@ from pycoll.prepared import Prepared
 from pycoll.request import PersistentRequest, Request
 from pycoll.scratch import new_bytes
 from pycoll.task import Call, Started
-from pycoll.transports._core import Messages, wait_all
+from pycoll.transports._core import Both as CoreBoth
+from pycoll.transports._core import Messages, wait_all, wait_any
 from pycoll.transports._core import Persistent as Again
 from pycoll.transports._core import Request as Core
 from pycoll.transports.core import REFUSED
@@ -218,33 +218,31 @@ class CoreRequest(Core, CoreStarted):
 
 
 @edges
-class Both(Request[Any]):
+class Both(CoreBoth, Request[Any]):
     """A receive and a send of the core's as one request, an isendrecv.
 
-    Args:
-        received: the receive, whose value is the result.
-        sent: the send.
+    Here is what the core leaves of it: as for `CoreRequest`.
     """
 
     _receives = _cancelled = False
     _made: Started | None = None
 
-    def __init__(self, received: CoreRequest, sent: CoreRequest) -> None:
-        self._received = received
-        self._sent = sent
-        self._collected = False
-
     @property
     def _group(self) -> Group:  # type: ignore[override]
-        return self._received._group
+        group: Group = self._received._group
+        return group
 
     @property
     def _op_timeout(self) -> float:  # type: ignore[override]
-        return self._received._op_timeout
+        seconds: float = self._received._op_timeout
+        return seconds
 
     @property
     def _task(self) -> Started:  # type: ignore[override]
-        """What waits for both, for all that is done in Python: made when it is first needed."""
+        """What waits for both, for all that is done in Python: made when it is first needed.
+
+        It takes the engine's lock.
+        """
         made = self._made
         if made is not None:
             return made
@@ -262,42 +260,17 @@ class Both(Request[Any]):
                 )
             return self._made
 
-    def wait(self, timeout: float | None = None) -> Any:
-        """Return the result, when both are done; see `pycoll.Request.wait`."""
-        seconds = self._seconds(timeout)
-        if self._made is None:
-            since = time.monotonic()
-            results = wait_all([self._received, self._sent], timeout)
-            if results is not None:
-                self._collected = True
-                return results[0]
-            seconds = max(0.0, seconds + since - time.monotonic())
-        return super().wait(seconds)
+    def _wait(self, timeout: float | None = None) -> Any:
+        return Request.wait(self, timeout)
 
-    def test(self) -> bool:
-        """Return whether both are done; see `pycoll.Request.test`."""
-        return all([self._received.test(), self._sent.test()]) or (
-            self.done or (self._made is not None and super().test())
-        )
+    def _is_over(self) -> bool:
+        """Return whether all is over, now that one has failed: the other one is given up."""
+        return self._group.engine.look_at(self._task)
 
-    @property
-    def done(self) -> bool:
-        """Whether both are done, or one has failed; see `pycoll.Request.done`."""
-        if self._made is not None:
-            return self._made.done
-        begun = self._received, self._sent
-        if all([request.done for request in begun]):
-            return True
-        has_failed = any([request.done and not request.is_well for request in begun])
-        return has_failed and self._task.done
-
-    @property
-    def result(self) -> Any:
-        """What was received; see `pycoll.Request.result`."""
-        if self._made is None and self._received.is_well and self._sent.is_well:
-            self._collected = True
-            return self._received.result
-        return super().result
+    def _failed(self) -> None:
+        """Raise why it has no result."""
+        self._collected = self._is_over()
+        Request.result.__get__(self)
 
 
 @edges
@@ -381,6 +354,7 @@ class CorePersistent(Again, PersistentRequest[Any]):
 
 
 requests.in_core = wait_all
+requests.any_in_core = wait_any
 
 
 def _dump(x: Any) -> list[memoryview] | None:
@@ -424,5 +398,5 @@ def messages_of(
     """
     owner = Owner(group, op_timeout)
     return Messages(
-        context.core, group.members, owner, CoreRequest, Status, _VALUES, op_timeout, slow
+        context.core, group.members, owner, CoreRequest, Both, Status, _VALUES, op_timeout, slow
     )

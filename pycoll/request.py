@@ -34,6 +34,9 @@ R = TypeVar("R", covariant=True)
 in_core: Callable[[Any, Any], Any] | None = None
 """The core's `wait_all`, if its engine is used; it returns None for what it cannot do."""
 
+any_in_core: Callable[[Any, Any], bool] | None = None
+"""The core's `wait_any`: whether one is done; False: that is left to Python."""
+
 
 def begin(group: Group, prepared: Prepared[Any]) -> Started:
     """Start a call."""
@@ -312,8 +315,10 @@ def _take_done(
             raise ValueError(f"{what}: no request is left whose result was not returned already")
         if deadline == math.inf:
             deadline = time.monotonic() + requests[left[0]]._seconds(timeout)
-        remaining = max(0.0, deadline - time.monotonic())  # another thread may have taken it
-        _wait_for(what, [requests[index] for index in left], 1, remaining)
+        waiting = [requests[index] for index in left]
+        if any_in_core is not None and any_in_core(waiting, timeout):
+            continue  # another thread may take it
+        _wait_for(what, waiting, 1, max(0.0, deadline - time.monotonic()))
 
 
 def _result(requests: Sequence[Request[R]], index: int) -> R:

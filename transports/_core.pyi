@@ -257,6 +257,19 @@ class Persistent:
         self, begin: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any], /
     ) -> None: ...
 
+class Both:
+    _collected: bool
+    @property
+    def _received(self) -> Any: ...
+    @property
+    def _sent(self) -> Any: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def result(self) -> Any: ...
+    def wait(self, timeout: float | None = None) -> Any: ...
+    def test(self) -> bool: ...
+
 class Request:
     _collected: bool
     _cancelled: bool
@@ -297,6 +310,7 @@ class Messages:
         members: Sequence[int],
         owner: object,
         request: type,
+        both: type,
         status: type,
         values: tuple[Callable[..., Any], ...],
         op_timeout: float,
@@ -315,6 +329,7 @@ class Messages:
     def iprobe(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def wait_all(requests: object, timeout: object, /) -> list[Any] | None: ...
+def wait_any(requests: object, timeout: object, /) -> bool: ...
 
 class Comm:
     def __new__(

@@ -932,10 +932,10 @@ int pc_add_engine_types(PyObject *module) {
                  *call = make_type(module, &pc_collective_spec), *table = make_type(module, &pc_table_spec),
                  *piece = make_type(module, &pc_piece_spec), *memory = make_type(module, &pc_memory_spec),
                  *scratch = make_type(module, &pc_scratch_spec),
-                 *persistent = make_type(module, &pc_persistent_spec);
+                 *persistent = make_type(module, &pc_persistent_spec), *both = make_type(module, &pc_both_spec);
     if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
         plan == NULL || call == NULL || table == NULL || piece == NULL || memory == NULL ||
-        scratch == NULL || persistent == NULL)
+        scratch == NULL || persistent == NULL || both == NULL)
         return -1;
     engine_type = engine;
     pc_item_types(send, receive);
@@ -944,6 +944,7 @@ int pc_add_engine_types(PyObject *module) {
     pc_memory_type(memory);
     pc_scratch_type(scratch);
     pc_persistent_type(persistent);
+    pc_both_type(both);
     pc_collective_types(call);
     pc_composed_types(table);
     pc_collectives_types(plan, call);

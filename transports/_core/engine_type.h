@@ -114,7 +114,7 @@ enum { PC_FAILED_IN_PYTHON = 1 << 29, PC_UNFIT };
 
 extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, pc_receive_spec, pc_request_spec,
     pc_messages_spec;
-extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec, pc_persistent_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
+extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec, pc_persistent_spec, pc_both_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
 int pc_add_engine_types(PyObject *module);
@@ -201,8 +201,6 @@ PyObject *pc_link_tell_more(pc_engine_object *self, PyObject *unused);
 /* With the lock: the event was taken out of the queue. `pc_request_event` follows, without it. */
 void pc_request_event_taken(struct pc_event *event);
 PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
-/* wait_all.c */
-PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* composed_type.c: the event was taken out of the queue. Without the lock. */
 PyObject *pc_composed_event(struct pc_event *event);
@@ -219,6 +217,8 @@ bool pc_is_collective(PyObject *object);
 /* persistent_type.c: what one has started last, borrowed; NULL: nothing, or it is none. */
 PyObject *pc_persistent_last(PyObject *object);
 void pc_persistent_type(PyTypeObject *type);
+/* both_type.c */
+void pc_both_type(PyTypeObject *type);
 struct pc_op *pc_collective_op(PyObject *object, pc_engine_object **engine);
 PyObject *pc_collective_result(PyObject *object);
 /* plan_type.c */

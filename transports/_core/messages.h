@@ -59,4 +59,16 @@ PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint
 PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received, struct pc_request *sent,
                                   uint64_t timeout_ns);
 
+/* both_type.c: a request of a type that derives from `_core.Both`; NULL with an exception. */
+PyObject *pc_both_new(PyObject *type, struct pc_request *received, struct pc_request *sent);
+bool pc_is_both_type(PyObject *type);
+/* The requests it is made of, borrowed; false: it is none. */
+bool pc_both_parts(PyObject *object, struct pc_request **received, struct pc_request **sent);
+/* Whether both have ended. */
+bool pc_both_is_done(PyObject *object);
+/* NULL with an exception. */
+PyObject *pc_both_result(PyObject *object);
+/* The method `wait`. */
+PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+
 #endif

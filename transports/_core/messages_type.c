@@ -111,11 +111,10 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
     }
     if (is_blocking)
         return pc_messages_finish_both(self, received, sent, timeout_ns);
-    PyObject *const both[] = {(PyObject *)received, (PyObject *)sent};
-    PyObject *result = pc_call_method(self->slow, "both", both, 2, NULL);
-    Py_DECREF(both[0]);
-    Py_DECREF(both[1]);
-    return result;
+    PyObject *both = pc_both_new(self->both_type, received, sent);
+    Py_DECREF((PyObject *)received);
+    Py_DECREF((PyObject *)sent);
+    return both;
 }
 
 static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
@@ -172,18 +171,17 @@ static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ss
 }
 
 static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *context, *members, *owner, *request, *status, *values, *slow;
+    PyObject *context, *members, *owner, *request, *both, *status, *values, *slow;
     double op_timeout;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!OOOOO!dO", context_type, &context, &members, &owner, &request, &status,
-                          &PyTuple_Type, &values, &op_timeout, &slow))
+    if (!PyArg_ParseTuple(args, "O!OOO!O!OO!dO", context_type, &context, &members, &owner, &PyType_Type, &request,
+                          &PyType_Type, &both, &status, &PyTuple_Type, &values, &op_timeout, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
     if (size < 0 || PyTuple_Size(values) != 4 || !(op_timeout >= 0) ||
-        !PyType_Check(request) ||
-        !PyType_IsSubtype((PyTypeObject *)request, pc_request_type)) {
+        !PyType_IsSubtype((PyTypeObject *)request, pc_request_type) || !pc_is_both_type(both)) {
         PyErr_SetString(PyExc_TypeError,
-                        "arguments are context, members, owner, request, status, values, op_timeout, slow");
+                        "arguments are context, members, owner, request, both, status, values, op_timeout, slow");
         return NULL;
     }
     pc_messages *self = (pc_messages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -197,6 +195,7 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->ranks = malloc((size_t)self->engine->engine.size * sizeof *self->ranks);
     self->owner = Py_NewRef(owner);
     self->type = Py_NewRef(request);
+    self->both_type = Py_NewRef(both);
     self->status_type = Py_NewRef(status);
     self->dump = Py_NewRef(PyTuple_GetItem(values, 0));
     self->load = Py_NewRef(PyTuple_GetItem(values, 1));
@@ -243,6 +242,7 @@ static void messages_dealloc(pc_messages *self) {
     messages_clear(self);
     Py_XDECREF((PyObject *)self->context);
     Py_XDECREF(self->type);
+    Py_XDECREF(self->both_type);
     Py_XDECREF(self->status_type);
     Py_XDECREF(self->dump);
     Py_XDECREF(self->load);
@@ -285,12 +285,12 @@ static PyType_Slot messages_slots[] = {
     {Py_tp_methods, messages_methods},
     {Py_tp_members, messages_members},
     {Py_tp_doc,
-     "Messages(context, members, owner, request, status, values, op_timeout, slow)\n\n"
-     "Point to point of one communicator, in the core. `request` is a subclass of `Request`, `status` that of what recv "
+     "Messages(context, members, owner, request, both, status, values, op_timeout, slow)\n\n"
+     "Point to point of one communicator, in the core. `request` is a subclass of `Request`, `both` one of `Both`, `status` that of what recv "
      "fills in. `values` are functions: dump(object) -> its parts, or None if it is none; load(memory) -> object; "
      "new_bytes(length) -> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
      "deadline in seconds. `slow(name)` returns the method to which all else goes: send, ssend, recv, isend, issend, irecv, "
-     "sendrecv, isendrecv, probe, iprobe; both(received, sent), which makes one request of two; finish(request, seconds), which waits for one that takes long, and returns its result; and "
+     "sendrecv, isendrecv, probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns its result; and "
      "finish_both(received, sent, seconds), which does that for two."},
     {0, NULL},
 };

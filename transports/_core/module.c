@@ -12,6 +12,7 @@ PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *pc_wait_any(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 
 static int add_type(PyObject *module, PyType_Spec *spec) {
@@ -50,6 +51,8 @@ static PyMethodDef methods[] = {
     {"forget_plans", pc_forget_plans, METH_NOARGS, "Have all plans of collectives made anew."},
     {"wait_all", (PyCFunction)(void (*)(void))pc_wait_all, METH_FASTCALL,
      "wait_all(list, timeout) -> list | None: the results of requests, if all is well."},
+    {"wait_any", (PyCFunction)(void (*)(void))pc_wait_any, METH_FASTCALL,
+     "wait_any(list, timeout) -> bool: whether a request is done now; if not, it is left to Python."},
     {NULL, NULL, 0, NULL},
 };
 

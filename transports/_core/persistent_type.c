@@ -1,6 +1,6 @@
 /* `_core.Persistent`: a call that is started again and again. Each start is a request of its own. */
 #include "collective.h"
-#include "request.h"
+#include "messages.h"
 
 #include "arrays.h"
 
@@ -16,6 +16,9 @@ static PyTypeObject *persistent_type;
 static bool is_done_in_core(PyObject *request) {
     if (PyObject_TypeCheck(request, pc_request_type))
         return pc_request_is_done((struct pc_request *)request);
+    struct pc_request *received, *sent;
+    if (pc_both_parts(request, &received, &sent))
+        return pc_both_is_done(request);
     pc_engine_object *engine;
     return pc_is_collective(request) && pc_op_is_done(pc_collective_op(request, &engine));
 }
@@ -48,8 +51,11 @@ static PyObject *persistent_start(pc_persistent *self, PyObject *unused) {
 
 static PyObject *persistent_wait(pc_persistent *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     PyObject *last = Py_XNewRef(self->last), *result;
+    struct pc_request *received, *sent;
     if (last != NULL && PyObject_TypeCheck(last, pc_request_type)) {
         result = pc_request_wait_method((struct pc_request *)last, args, count, keywords);
+    } else if (last != NULL && pc_both_parts(last, &received, &sent)) {
+        result = pc_both_wait_method(last, args, count, keywords);
     } else if (last != NULL && pc_is_collective(last)) {
         result = pc_collective_wait_method((struct pc_started *)last, args, count, keywords);
     } else {

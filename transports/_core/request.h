@@ -44,6 +44,7 @@ typedef struct {
     char usable;
     PyObject *owner;       /* kept for Python */
     PyObject *type;        /* of requests */
+    PyObject *both_type;   /* of a receive and a send as one request */
     PyObject *status_type; /* of what a receive fills in */
     PyObject *dump, *load, *new_bytes; /* functions of pickling: see `Messages` */
     PyObject *here;                    /* returns the GPU on which this thread works, or None */
@@ -108,7 +109,11 @@ static inline bool pc_request_is_held(struct pc_request *request) {
 }
 /* Whether it has ended, as its caller sees it. The end of its op may also mean that it holds a message. */
 static inline bool pc_request_is_done(struct pc_request *request) {
-    return pc_op_is_done(&request->op) && !pc_request_is_held(request);
+    if (!pc_op_is_done(&request->op))
+        return false;
+    int status = atomic_load_explicit(&request->status, memory_order_acquire);
+    /* Another thread may just have begun to go on with its message, or to wait for another one. */
+    return status != PC_HELD && status != PC_GOING_ON && pc_op_is_done(&request->op);
 }
 
 /* request_value.c: from messages to values. With the interpreter's lock, without the engine's. */
@@ -120,6 +125,9 @@ bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t
 int pc_request_go_on(struct pc_request *request);
 /* What a request returns that has ended; NULL with an exception. */
 PyObject *pc_request_result(struct pc_request *request);
+/* The timeout of a wait, if its arguments are no more than that. */
+bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                      uint64_t *timeout_ns);
 /* The method `wait`. */
 PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
 /* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. Returns 1: it has; 0: not yet; -1 with an

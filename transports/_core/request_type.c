@@ -52,9 +52,8 @@ static bool ask(struct pc_request *request, void (*work)(pc_engine_object *engin
 
 /* --- methods of requests ----------------------------------------------------------------------------- */
 
-/* The timeout of a wait, if its arguments are no more than that. */
-static bool is_plain_wait(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                          uint64_t *timeout_ns) {
+bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                      uint64_t *timeout_ns) {
     Py_ssize_t named = keywords != NULL ? PyTuple_Size(keywords) : 0;
     if (count + named > 1 ||
         (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "timeout") != 0))
@@ -64,7 +63,7 @@ static bool is_plain_wait(struct pc_request *self, PyObject *const *args, Py_ssi
 
 PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     uint64_t timeout_ns;
-    if (!is_plain_wait(self, args, count, keywords, &timeout_ns)) {
+    if (!pc_is_plain_wait(self, args, count, keywords, &timeout_ns)) {
         PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
         PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
         Py_XDECREF(slow);
