@@ -6,6 +6,7 @@ other end is a `CallerLine` on a `Router`.
 
 from __future__ import annotations
 
+import errno
 import queue
 import select
 import selectors
@@ -173,6 +174,10 @@ def _try(address: str, port: int, answers: queue.SimpleQueue[tuple[str, str, str
     found, why = "", ""
     try:
         with socket.create_connection((address, port), _REACH_S) as connection:
+            if connection.getpeername() == connection.getsockname():
+                # Nobody listens on this host, and the port was free: the socket got it, and so
+                # connected to itself.
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
             found = connection.getpeername()[0]
     except TimeoutError:
         why = f"no answer in {_REACH_S:g} s (a firewall?)"

@@ -24,7 +24,8 @@ from patience import PATIENCE
 import pycoll
 from pycoll import k8s
 from pycoll.errors import BootstrapError, Error
-from pycoll.launcher import engines, function
+from pycoll.launcher import engines, function, network_line
+from pycoll.launcher.doors import Ticket
 from pycoll.launcher.nodes import find_node
 from pycoll.launcher.spawn import UNENCRYPTED
 
@@ -161,8 +162,12 @@ assert found == {("zmq", True)}, found
 def until_listening(port: int) -> None:
     deadline = time.monotonic() + LIMIT_S
     while True:
-        with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection(("127.0.0.1", port)).close()
+        with (
+            contextlib.suppress(ConnectionRefusedError),
+            socket.create_connection(("127.0.0.1", port)) as connection,
+        ):
+            if connection.getpeername() != connection.getsockname():  # else it has met itself
+                return
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -442,6 +447,20 @@ def test_a_rank_on_an_engine_has_no_input_and_no_path_of_ours() -> None:
         return sys.stdin.read(), os.environ.get("PYTHONPATH")
 
     assert run_on(Pool(), fn, [0]) == [("", os.environ.get("PYTHONPATH"))]
+
+
+def test_a_socket_that_has_met_itself_has_found_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # So it may be with a port that the system also gives to whoever connects to somewhere.
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        itself = socket.socket()
+        itself.bind(address)
+        itself.connect(address)
+        return itself
+
+    monkeypatch.setattr(network_line.socket, "create_connection", connect)
+    ticket = Ticket(bytes(32), free_port(), ["127.0.0.1"])
+    with pytest.raises(BootstrapError, match="cannot reach node 0: .*: Connection refused"):
+        network_line.reach(ticket, "node 0", 2, time.monotonic() + 0.1, [], [])
 
 
 def test_time_passes_before_all_nodes_have_come() -> None:
