@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from pycoll.calls import Calls, scattered
-from pycoll.core_started import CoreStarted, Owner
+from pycoll.core_started import CoreStarted, Owner, waiting
 from pycoll.edge import edge
 from pycoll.engine import raise_error
 from pycoll.envelope import readable
@@ -139,7 +139,7 @@ class CoreCollective(Core, CoreStarted):
         with engine.locked():
             self._ended()
 
-    @edge
+    @waiting
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
         if timeout is None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pycoll import request as requests
-from pycoll.core_started import CoreStarted, Owner
-from pycoll.edge import edge, edges
+from pycoll.core_started import CoreStarted, Owner, waiting
+from pycoll.edge import edges
 from pycoll.engine import raise_error
 from pycoll.envelope import ANY, P2P, Incoming, Status
 from pycoll.errors import Error
@@ -135,7 +135,7 @@ class CoreRequest(Core, CoreStarted):
     def _received(self, task: Started) -> None:
         self._settle(task.result, task.error is not None)
 
-    @edge
+    @waiting
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
         if not self.done:
@@ -260,6 +260,7 @@ class Both(CoreBoth, Request[Any]):
                 )
             return self._made
 
+    @waiting
     def _wait(self, timeout: float | None = None) -> Any:
         return Request.wait(self, timeout)
 
@@ -314,6 +315,7 @@ class CorePersistent(Again, PersistentRequest[Any]):
         assert last is not None
         return last
 
+    @waiting
     def _wait(self, timeout: float | None = None) -> Any:
         """Wait for a call that is not the core's."""
         return self._last().wait(timeout)

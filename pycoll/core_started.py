@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from pycoll.edge import edge
 from pycoll.errors import OperationTimeout
 from pycoll.request import Request
 from pycoll.task import Call, Started
@@ -13,6 +14,15 @@ from pycoll.transports.base import Operation
 if TYPE_CHECKING:
     from pycoll.core_collectives import Plans
     from pycoll.group import Group
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def waiting(method: F) -> F:
+    """Return the method to which the core leaves a wait; errors name the one that was called."""
+    method.__name__, method.__qualname__ = "wait", "Request.wait"
+    return edge(method)
 
 
 class Owner(NamedTuple):

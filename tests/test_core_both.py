@@ -145,3 +145,23 @@ assert len(alive) < 5, len(alive)
 ok()
 """
     all_well(job(1, text), 1)
+
+
+def test_errors_name_the_method_that_was_called(job: Jobs) -> None:
+    text = f"""{RING}
+x = np.ones(3)
+begun = comm.isendrecv, comm.persistent.sendrecv, comm.persistent.all_reduce, comm.iall_reduce
+for begin in begun:
+    request = begin(x, right, left) if "sendrecv" in begin.__name__ else begin(x)
+    if hasattr(request, "start"):
+        request.start()
+    error_like(TypeError, r"Request.wait.*unexpected keyword argument 'tim'", request.wait, tim=2)
+    request.wait()
+other = comm.dup()
+methods = [getattr(other, name) for name in ("all_reduce", "gatherv", "scan", "iall_reduce")]
+other.close()
+for method in methods:
+    error_like(pycoll.Error, "this communicator is closed", method, x)
+ok()
+"""
+    all_well(job(2, text), 2)

@@ -95,9 +95,19 @@ PyObject *pc_array_empty(int dtype, int ndim, const intptr_t *dims) {
     return made;
 }
 
+/* Raise pycoll.Error. */
+static void set_error(const char *text) {
+    PyObject *errors = PyImport_ImportModule("pycoll.errors");
+    PyObject *type = errors != NULL ? PyObject_GetAttrString(errors, "Error") : NULL;
+    if (type != NULL)
+        PyErr_SetString(type, text);
+    Py_XDECREF(type);
+    Py_XDECREF(errors);
+}
+
 PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     if (slow == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "this communicator is closed");
+        set_error("this communicator is closed");
         return NULL;
     }
     PyObject *positionals = PyTuple_New(count), *named = NULL, *result = NULL;
