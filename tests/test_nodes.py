@@ -460,7 +460,7 @@ def test_a_socket_that_has_met_itself_has_found_nobody(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(network_line.socket, "create_connection", connect)
     ticket = Ticket(bytes(32), free_port(), ["127.0.0.1"])
-    with pytest.raises(BootstrapError, match="cannot reach node 0: .*: Connection refused"):
+    with pytest.raises(BootstrapError, match=r"cannot reach node 0: .*: Connection refused"):
         network_line.reach(ticket, "node 0", 2, time.monotonic(), [], [])
 
 
