@@ -47,6 +47,14 @@ def pycoll_calls(comm: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
         lambda: (comes.start(), goes.start(), pycoll.wait_all([comes, goes])),
     )
     yield "persistent sendrecv", lambda: (exchange.start(), exchange.wait())
+    yield "isendrecv and wait", lambda: comm.isendrecv(x, right, left, out=out).wait()
+
+    def each_in_turn() -> None:
+        requests = [comm.irecv(left, out=out), comm.isend(x, right)]
+        for _ in requests:
+            pycoll.wait_any(requests)
+
+    yield "irecv, isend, wait_any twice", each_in_turn
     yield "send of an object", turns(rank, lambda to: comm.send(small, to), comm.recv)
     yield "the same with an array", turns(rank, lambda to: comm.send(value, to), comm.recv)
     yield (
@@ -96,6 +104,14 @@ def mpi_calls(mpi: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
 
     yield "persistent recv and send", exchange
     yield "persistent sendrecv", exchange  # which MPI has not
+    yield "isendrecv and wait", lambda: comm.Isendrecv(here, right, 0, there, left, 0).Wait()
+
+    def each_in_turn() -> None:
+        begun = [comm.Irecv(there, left), comm.Isend(here, right)]
+        for _ in begun:
+            mpi.Request.Waitany(begun)
+
+    yield "irecv, isend, wait_any twice", each_in_turn
     receive = functools.partial(comm.recv, None)
     yield "send of an object", turns(rank, lambda to: comm.send(small, to), receive)
     yield "the same with an array", turns(rank, lambda to: comm.send(value, to), receive)
