@@ -79,6 +79,10 @@ class CoreCollective(Core, CoreStarted):
             number += context.in_core.number
         return Call(text, number, context)
 
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self.done and self._description[2] != 0)
+
     def _waits_for(self) -> Collection[int]:
         by_python = self._by_python
         return by_python.awaited() if by_python is not None else set(self._awaited())

@@ -71,6 +71,10 @@ class CoreRequest(Core, CoreStarted):
         return bool(self.done and self._status == 0 and not self._cancelled)
 
     @property
+    def _has_failed(self) -> bool:
+        return self.done and not self.is_well
+
+    @property
     def _call(self) -> Call:
         kind, code, peer, tag, shape = self._description
         if kind >= RECV:
@@ -228,6 +232,10 @@ class Both(CoreBoth, Request[Any]):
     _made: Started | None = None
 
     @property
+    def _has_failed(self) -> bool:
+        return self.done and not (self._received.is_well and self._sent.is_well)
+
+    @property
     def _group(self) -> Group:  # type: ignore[override]
         group: Group = self._received._group
         return group
@@ -337,6 +345,10 @@ class CorePersistent(Again, PersistentRequest[Any]):
     def cancel(self) -> bool:
         """Withdraw a receive; see `pycoll.Request.cancel`."""
         return self._last().cancel()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._last()._has_failed
 
     @property
     def _task(self) -> Started | None:  # type: ignore[override]

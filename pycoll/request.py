@@ -166,6 +166,11 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS):
 
     # --- for the functions below -------------------------------------------------------------
 
+    @property
+    def _has_failed(self) -> bool:
+        """Whether it is done, and has no result."""
+        return _is_failed(self._started())
+
     def _started(self) -> Started:
         if self._task is None:
             raise Error("this persistent request was not started: call start() first")
@@ -225,10 +230,10 @@ def wait_all(requests: Iterable[Request[R]], timeout: float | None = None) -> li
             return results
     listed = _listed("wait_all", requests)
     pending = [request for request in listed if not request.done]
-    if pending and not any(map(_has_failed, listed)):
+    if pending and not any(request._has_failed for request in listed):
         seconds = pending[0]._seconds(timeout)
         _wait_for("wait_all", pending, len(pending), max(0.0, seconds + since - time.monotonic()))
-    failed = next((index for index, request in enumerate(listed) if _has_failed(request)), None)
+    failed = next((index for index, request in enumerate(listed) if request._has_failed), None)
     if failed is not None:
         _result(listed, failed)
     return [request.result for request in listed]
@@ -305,8 +310,9 @@ def _take_done(
         with _taking:
             left = [i for i, request in enumerate(requests) if not request._collected]
             done = [i for i in left if requests[i].done]
-            well = [i for i in done if not _has_failed(requests[i])]
-            taken = (well or done[:1]) if several else done[:1]
+            taken = done[:1]
+            if several:
+                taken = [i for i in done if not requests[i]._has_failed] or taken
             for index in taken:
                 requests[index]._collected = True
         if taken:
@@ -327,10 +333,6 @@ def _result(requests: Sequence[Request[R]], index: int) -> R:
     except Exception as exc:
         exc.add_note(f"request {index} of {len(requests)}: {requests[index]!r}")
         raise
-
-
-def _has_failed(request: Request[Any]) -> bool:
-    return _is_failed(request._started())
 
 
 def _is_failed(task: Started) -> bool:

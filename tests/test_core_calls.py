@@ -72,6 +72,46 @@ ok()
     all_well(job(2, COUNTING + text, "--transport", transport), 2)
 
 
+@pytest.mark.parametrize("transport", IN_CORE)
+def test_isendrecv_and_its_waits_go_without_python(job: Jobs, transport: str) -> None:
+    text = """
+# wait_any and wait_some choose in Python; what they wait in is the core's.
+ALLOWED = {"pycoll.edge", "wait_all", "wait_any", "wait_some", "_take_done"}
+ALLOWED |= {"_from_core", "_listed", "<listcomp>", "<genexpr>", "_here", "pycoll.arrays"}
+ALLOWED |= {"_has_failed", "is_well", "_result", "_op_timeout", "_group", "_seconds"}
+x, out = np.zeros(6), np.zeros(6)
+exchange = comm.persistent.sendrecv(x, peer, peer, 7, 7, out)
+
+def begun(tag):
+    return comm.isendrecv(x, peer, peer, tag, tag)
+
+def step():
+    x[:] += 1
+    assert (begun(1).wait() == x).all()
+    request = begun(2)
+    while not request.test():
+        pass
+    assert request.done and (request.result == x).all()
+    exchange.start()
+    assert exchange.wait() is out and (out == x).all()
+    several = [begun(3), exchange.start(), comm.irecv(peer, 4), comm.isend(x, peer, 4)]
+    assert all((got == x).all() for got in pycoll.wait_all(several)[:3])
+
+def any_step():
+    several = [begun(5), begun(6)]
+    assert {pycoll.wait_any(several)[0], pycoll.wait_any(several)[0]} == {0, 1}
+    several = [begun(5), begun(6)]
+    left = {0, 1}
+    while left:
+        left -= set(pycoll.wait_some(several)[0])
+
+goes_without_python(step)
+goes_without_python(any_step)
+ok()
+"""
+    all_well(job(2, COUNTING + text, "--transport", transport), 2)
+
+
 def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(job: Jobs) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
