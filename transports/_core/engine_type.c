@@ -152,6 +152,7 @@ static void take_event(pc_engine_object *self, void *argument) {
         if (event->kind <= PC_EVENT_ENDED) {
             if (!pc_item_taken((struct pc_py_item *)event))
                 continue;
+            ((struct pc_py_item *)event)->is_told = true;
             taken->status = ((struct pc_py_item *)event)->status;
         } else if (event->kind == PC_EVENT_REQUEST) {
             pc_request_event_taken(event);
@@ -180,7 +181,8 @@ static PyObject *engine_events(pc_engine_object *self, PyObject *unused) {
         case PC_EVENT_ARRIVED:
         case PC_EVENT_HELD:
         case PC_EVENT_ENDED:
-            event = pc_item_event(self, (struct pc_py_item *)taken.event, taken.kind, taken.status);
+            if (!pc_item_event(self, (struct pc_py_item *)taken.event, taken.kind, taken.status, &event))
+                continue;
             break;
         case PC_EVENT_REQUEST:
             event = pc_request_event(self, taken.event);

@@ -48,6 +48,8 @@ struct pc_py_item {
     PyObject *face;  /* not owned; NULL: it has none yet */
     bool is_orphan;  /* its face is gone: who takes the event out of the queue frees this */
     bool is_quiet;   /* what becomes of it is returned, not told */
+    bool is_told;    /* its event was taken out of the queue, and is being told: who tells it looks at this last */
+    bool is_gone;    /* its face is being freed; with the interpreter's lock */
     int status;
     struct pc_views *views; /* of the memory that is used */
     struct iovec *parts;
@@ -155,8 +157,8 @@ int pc_engine_hear(pc_engine_object *self);
 struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_message *message);
 /* With the lock: take over what Python shall know of an item whose event was taken out of the queue. False: nothing. */
 bool pc_item_taken(struct pc_py_item *item);
-/* The event of an item as Python sees it; NULL with an exception. */
-PyObject *pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status);
+/* The event of an item as Python sees it; NULL with an exception. False: its face is being freed, and hears nothing. */
+bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status, PyObject **event);
 /* With the lock: the successor of some receive, in its place, which it is no more; NULL: there is none. */
 struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context *context, uint64_t number);
 /* Give a face another item than the one it was made with, which was not started. */

@@ -189,15 +189,40 @@ static PyObject *make_face(PyTypeObject *type, pc_engine_object *engine, struct 
     return (PyObject *)face;
 }
 
-PyObject *pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status) {
+/* NULL with an exception. */
+static PyObject *event_of(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status) {
     PyObject *face = item->face != NULL ? Py_NewRef(item->face) : make_face(receive_type, self, item);
     if (face == NULL)
         return NULL;
     if (kind != PC_EVENT_ENDED)
         return Py_BuildValue("iN", kind, face);
-    pc_views_release(item->views);
+    struct pc_views *views = item->views;
     item->views = NULL;
+    pc_views_release(views);
     return Py_BuildValue("iNi", kind, face, status);
+}
+
+struct telling {
+    struct pc_py_item *item;
+    bool is_orphan;
+};
+
+static void was_told(pc_engine_object *self, void *argument) {
+    struct telling *telling = argument;
+    (void)self;
+    telling->item->is_told = false;
+    telling->is_orphan = telling->item->is_orphan && !telling->item->event.stands; /* else it is freed from there */
+}
+
+bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status,
+                   PyObject **event) {
+    bool is_gone = item->is_gone;
+    if (!is_gone)
+        *event = event_of(self, item, kind, status);
+    struct telling telling = {.item = item};
+    if (pc_engine_do(self, was_told, &telling) && telling.is_orphan)
+        free_item(item);
+    return !is_gone;
 }
 
 /* Give up whatever is under way, without a word. */
@@ -219,23 +244,34 @@ static void abandon(pc_engine_object *self, void *argument) {
     }
 }
 
+struct orphaning {
+    struct pc_py_item *item;
+    struct pc_views *views;
+    bool is_in_queue; /* or is being told: who takes its event out of there frees it, which may be at once */
+};
+
 static void orphan(pc_engine_object *self, void *argument) {
-    struct pc_py_item *item = argument;
+    struct orphaning *orphaning = argument;
+    struct pc_py_item *item = orphaning->item;
     drop_successor(self, item);
     abandon(self, item);
     item->is_orphan = true;
-    item->is_quiet = item->event.stands;
+    item->is_quiet = orphaning->is_in_queue = item->event.stands || item->is_told;
+    orphaning->views = item->views;
+    item->views = NULL;
 }
 
 static void face_dealloc(pc_face *face) {
     PyTypeObject *type = Py_TYPE((PyObject *)face);
     struct pc_py_item *item = face->item;
     if (item != NULL) {
-        bool is_open = pc_engine_do(face->engine, orphan, item);
-        pc_views_release(item->views);
-        item->views = NULL;
-        if (!is_open || !item->event.stands) /* of a closed engine nobody takes events */
+        struct orphaning orphaning = {.item = item};
+        item->is_gone = true;
+        if (!pc_engine_do(face->engine, orphan, &orphaning)) /* it is closed: nobody takes events */
+            orphaning.views = item->views;
+        if (!orphaning.is_in_queue)
             free_item(item);
+        pc_views_release(orphaning.views);
     }
     Py_XDECREF((PyObject *)face->engine);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(face);
@@ -318,29 +354,36 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
     return status == 0 ? Py_NewRef(Py_None) : PyLong_FromLong(status);
 }
 
+struct stopping {
+    struct pc_py_item *item;
+    bool stopped;
+};
+
 static void stop(pc_engine_object *self, void *argument) {
-    struct pc_py_item *item = argument;
+    struct stopping *stopping = argument;
     (void)self;
-    item->is_quiet = pc_send_stop(&item->send);
+    stopping->stopped = pc_send_stop(&stopping->item->send);
 }
 
-/* Returned, not told: whether it was stopped. */
 static PyObject *send_stop(pc_face *face, PyObject *unused) {
     (void)unused;
-    struct pc_py_item *item = face->item;
-    bool was_quiet = item->is_quiet;
-    pc_link_before_stop(face->engine, &item->send);
-    pc_engine_do(face->engine, stop, item);
-    bool stopped = item->is_quiet;
-    item->is_quiet = was_quiet;
-    return PyBool_FromLong(stopped);
+    struct stopping stopping = {.item = face->item};
+    pc_link_before_stop(face->engine, &face->item->send);
+    pc_engine_do(face->engine, stop, &stopping);
+    return PyBool_FromLong(stopping.stopped);
+}
+
+/* Python, which has given it up, is told no more of it. */
+static void abandon_quietly(pc_engine_object *self, void *argument) {
+    struct pc_py_item *item = argument;
+    item->is_quiet = true;
+    abandon(self, item);
 }
 
 static PyObject *face_take_back(pc_face *face, PyObject *unused) {
     (void)unused;
     struct pc_py_item *item = face->item;
-    item->is_quiet = true;
-    pc_engine_do(face->engine, abandon, item);
+    pc_engine_do(face->engine, abandon_quietly, item);
     pc_views_release(item->views);
     item->views = NULL;
     Py_RETURN_NONE;
@@ -444,6 +487,8 @@ static void give_up(pc_engine_object *self, void *argument) {
     struct giving_up *giving = argument;
     (void)self;
     giving->given_up = pc_receive_give_up(&giving->item->receive);
+    if (giving->given_up)
+        giving->item->is_quiet = true; /* its end may stand in the queue */
 }
 
 static PyObject *receive_give_up(pc_face *face, PyObject *unused) {
@@ -452,7 +497,6 @@ static PyObject *receive_give_up(pc_face *face, PyObject *unused) {
     struct giving_up giving = {.item = item};
     if (!pc_engine_do(face->engine, give_up, &giving) || !giving.given_up)
         Py_RETURN_FALSE;
-    item->is_quiet = true;
     pc_views_release(item->views);
     item->views = NULL;
     Py_RETURN_TRUE;
