@@ -538,7 +538,14 @@ static PyObject *receive_sender_waits(pc_face *face, void *unused) {
 struct looking {
     struct pc_py_item *item;
     enum pc_receive_state state;
+    int status;
 };
+
+static void look_at_status(pc_engine_object *self, void *argument) {
+    struct looking *looking = argument;
+    (void)self;
+    looking->status = looking->item->status;
+}
 
 static void look(pc_engine_object *self, void *argument) {
     struct looking *looking = argument;
@@ -576,7 +583,13 @@ static PyObject *receive_link_id(pc_face *face, void *unused) {
     return PyLong_FromUnsignedLongLong(finding.id);
 }
 
-static PyObject *receive_status(pc_face *face, void *unused) { (void)unused; return PyLong_FromLong(face->item->status); }
+static PyObject *receive_status(pc_face *face, void *unused) {
+    (void)unused;
+    struct looking looking = {.item = face->item};
+    if (!pc_engine_do(face->engine, look_at_status, &looking)) /* it is closed: nobody else writes there */
+        looking.status = face->item->status;
+    return PyLong_FromLong(looking.status);
+}
 
 static PyGetSetDef receive_values[] = {
     {"peer", (getter)receive_peer, NULL, "The rank that has sent its message.", NULL},
