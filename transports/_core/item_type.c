@@ -4,6 +4,7 @@
    events, unless the call that does it returns it. The face must be kept while the item is under way: with it the item
    is given up. */
 #include "engine_type.h"
+#include "copy.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -460,7 +461,7 @@ static void redirect(pc_engine_object *self, void *argument) {
         pc_receive_redirect(receive, accepting->into);
     } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) { /* its end stands in the queue */
         if (receive->nbytes > 0)
-            memcpy(accepting->into, receive->into, receive->nbytes);
+            pc_copy(accepting->into, receive->into, receive->nbytes);
         receive->into = accepting->into; /* it may be redirected once more */
     }
 }

@@ -1,6 +1,7 @@
 /* Reductions: choice of the level, chains of more than two operands, and the call from Python. */
 #include "py.h"
 
+#include "copy.h"
 #include "reduce.h"
 #include "reduce_kernels.h"
 
@@ -82,7 +83,7 @@ void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size
     }
     if (n == 1) {
         if (out != in[0])
-            memcpy(out, in[0], count * itemsize);
+            pc_copy(out, in[0], count * itemsize); /* memcpy is slow on some processors: see copy.c */
         return;
     }
     _Alignas(PC_LINE) char partial[BLOCK];

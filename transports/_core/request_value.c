@@ -1,5 +1,6 @@
 /* From messages to what a receive returns. See request.h. */
 #include "request.h"
+#include "copy.h"
 
 #include <stdlib.h>
 
@@ -199,7 +200,7 @@ static int unpack(struct pc_request *request) {
         Py_DECREF(value);
         return 0;
     }
-    memcpy(data, request->spare, receive->nbytes);
+    pc_copy(data, request->spare, receive->nbytes);
     free(request->spare);
     request->spare = NULL;
     request->is_pickled = is_object(message.header, message.header_nbytes);

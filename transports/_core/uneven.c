@@ -146,7 +146,7 @@ static bool write_row(const struct pc_array *own, unsigned char *row, size_t row
     memset(at + 4 + length, 0, said - 4 - length);
     if (own->nbytes > row_nbytes - sizeof(struct first) - said)
         return false;
-    memcpy(at + said, own->data, own->nbytes);
+    pc_copy(at + said, own->data, own->nbytes);
     return true;
 }
 
