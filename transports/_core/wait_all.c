@@ -12,6 +12,7 @@ struct awaited {
     struct pc_request *request;
     struct pc_op *op;
     Py_ssize_t place; /* of its result */
+    bool was_done;    /* when it was last looked at, without the engine's lock */
 };
 
 struct gathering {
@@ -28,21 +29,24 @@ struct gathering {
 static void gather(pc_engine_object *engine, void *argument) {
     struct gathering *gathering = argument;
     uint32_t left = 0;
+    bool is_new = false; /* one has ended since it was looked at */
     (void)engine;
     gathering->is_taken = gathering->is_held = false;
     for (Py_ssize_t index = 0; index < gathering->count; index++) {
         struct pc_request *request = gathering->awaited[index].request;
         struct pc_op *op = gathering->awaited[index].op;
         gathering->is_held |= request != NULL && pc_request_is_held(request);
-        if (pc_op_is_done(op))
+        if (pc_op_is_done(op)) {
+            is_new |= !gathering->awaited[index].was_done;
             continue;
+        }
         if (pc_several_add(&gathering->several, op))
             left++;
         else
             gathering->is_taken = true;
     }
-    if (gathering->any && left > 1)
-        left = 1;
+    if (gathering->any && left > 0)
+        left = is_new ? 0 : 1;
     atomic_store_explicit(&gathering->several.left, left, memory_order_relaxed);
 }
 
@@ -55,7 +59,7 @@ static void scatter(pc_engine_object *engine, void *argument) {
 
 static void add(struct gathering *gathering, PyObject *object, struct pc_request *request, struct pc_op *op,
                 Py_ssize_t place) {
-    gathering->awaited[gathering->count++] = (struct awaited){Py_NewRef(object), request, op, place};
+    gathering->awaited[gathering->count++] = (struct awaited){Py_NewRef(object), request, op, place, false};
 }
 
 /* Add what is waited for in the core: an item itself, or what a persistent one has started. NULL: it is not in the core.
@@ -108,12 +112,14 @@ static int are_done(struct gathering *gathering) {
     for (Py_ssize_t index = 0; index < gathering->count; index++)
         if (gathering->awaited[index].request != NULL && pc_request_go_on(gathering->awaited[index].request) < 0)
             return -1;
+    for (Py_ssize_t index = 0; index < gathering->count; index++)
+        gathering->awaited[index].was_done = is_done(&gathering->awaited[index]);
     for (Py_ssize_t index = 0; index < gathering->count; index++) {
         const struct awaited *awaited = &gathering->awaited[index];
-        bool done = is_done(awaited), failed = done && !is_well(awaited);
+        bool done = awaited->was_done, failed = done && !is_well(awaited);
         while (index + 1 < gathering->count && awaited[1].place == NO_PLACE) {
             awaited++, index++;
-            bool is_too = is_done(awaited);
+            bool is_too = awaited->was_done;
             failed |= is_too && !is_well(awaited);
             done &= is_too;
         }
