@@ -67,7 +67,7 @@ ALONE = "pytest -n 0 --last-failed --last-failed-no-failures none"
 # install and nothing else. An extension that cannot be built is no error for users, but here it is.
 LINT = [
     "CFLAGS=-Werror pip install --quiet -e '.[test,dev]'",
-    "python -c 'from pycoll.transports._core import Comm'",
+    "python -c 'from pycoll._transports._core import Comm'",
     "ruff check",
     "ruff format --check",
     "mypy -p pycoll",

@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pycoll import dtypes, ops
-from pycoll.dtypes import BFLOAT16, FLOAT32, DType
-from pycoll.transports._core import reduce, reduce_level
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import operators
+from pycoll._dtypes import BFLOAT16, FLOAT32, DType
+from pycoll._transports._core import reduce, reduce_level
 
 REPEATS = 30
 BATCH_S = 2e-3
@@ -43,14 +44,14 @@ def time_an_element(op: str, dtype: DType, n: int, nbytes: int) -> float:
     count = nbytes // ((n + 1) * dtype.itemsize)
     one = 0x3F80 if dtype is BFLOAT16 else 1
     out, *operands = (np.full(count, one, dtype.storage) for _ in range(n + 1))
-    code = ops.NAMES.index(op)
+    code = operators.NAMES.index(op)
     return best_time(lambda: reduce(code, dtype.code, out, operands, n)) / count
 
 
 def takes(op: str, dtype: DType) -> bool:
     """Return whether the operator works on this dtype."""
     try:
-        ops.check(ops.resolve(op), dtype)
+        operators.check(operators.resolve(op), dtype)
     except TypeError:
         return False
     return True
@@ -59,7 +60,7 @@ def takes(op: str, dtype: DType) -> bool:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("op", nargs="?", default="sum", choices=ops.NAMES[:-2])
+    parser.add_argument("op", nargs="?", default="sum", choices=operators.NAMES[:-2])
     parser.add_argument("--kib", type=int, default=512, help="all operands and the result together")
     parser.add_argument("--level", type=int, default=-1, choices=(-1, 0, 1, 2))
     options = parser.parse_args()

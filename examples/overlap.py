@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 import pycoll
-from pycoll.launcher.environment import usable_cores
+from pycoll._support.environment import usable_cores
 
 
 def numpy_work(amount):

@@ -18,7 +18,7 @@ import time
 import numpy as np
 
 import pycoll
-from pycoll.launcher.environment import usable_cores
+from pycoll._support.environment import usable_cores
 
 # The same products of the same matrices: only a BLAS that rounds by how memory is aligned differs.
 TOLERANCE = 1e-12

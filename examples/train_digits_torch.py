@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 import pycoll
-from pycoll.launcher.environment import usable_cores
+from pycoll._support.environment import usable_cores
 
 LAYERS = (64, 64, 10)  # 8 x 8 pixels in, one hidden layer, ten digits out
 EPOCHS, BATCH = 30, 100  # a batch is what all ranks together take in a step

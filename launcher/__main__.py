@@ -1,9 +1,9 @@
-"""`python -m pycoll.launcher` is `pycoll-run`."""
+"""`python -m pycoll._launcher` is `pycoll-run`."""
 
 from __future__ import annotations
 
 import sys
 
-from pycoll.launcher.cli import main
+from pycoll._launcher.cli import main
 
 sys.exit(main())

@@ -1,6 +1,6 @@
 """The agent of a host whose ranks another launcher has started: they come to it (`doors`).
 
-`python -m pycoll.launcher.adopting FD SIZE DEADLINE`, which a rank starts (`entering`): FD listens
+`python -m pycoll._launcher.adopting FD SIZE DEADLINE`, which a rank starts (`entering`): FD listens
 at the door, standard input has the ticket. It goes on in the background, and ends when its ranks
 have. Beside
 what an agent says (`agent`):
@@ -30,16 +30,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from pycoll._launcher import agent_socket
+from pycoll._launcher.agent import Agent
+from pycoll._launcher.connection import Hear, Line
+from pycoll._launcher.host import Events, OwnHost, Program
+from pycoll._launcher.host_memory import JobMemory
+from pycoll._launcher.network_line import LinkLine, reach
+from pycoll._launcher.process import doing as process_doing
+from pycoll._launcher.signals import caught_signals, outlive_signals
+from pycoll._support.environment import Place, rank_environment, usable_cores
 from pycoll.errors import BootstrapError
-from pycoll.launcher import doors
-from pycoll.launcher.agent import Agent
-from pycoll.launcher.connection import Hear, Line
-from pycoll.launcher.environment import Place, rank_environment, usable_cores
-from pycoll.launcher.host import Events, OwnHost, Program
-from pycoll.launcher.host_memory import JobMemory
-from pycoll.launcher.network_line import LinkLine, reach
-from pycoll.launcher.process import doing as process_doing
-from pycoll.launcher.signals import caught_signals, outlive_signals
 
 UNKNOWN = 256
 """The status of a process that has ended, if only its parent can know it."""
@@ -54,7 +54,7 @@ class _Visitor:
 
     def __init__(self, number: int, connection: socket.socket, pid: int) -> None:
         self.number, self.connection, self.pid = number, connection, pid
-        self.reader = doors.Reader(connection)
+        self.reader = agent_socket.Reader(connection)
         self.rank = -1
 
 
@@ -102,7 +102,7 @@ class AdoptedHost:
                 "cores": self._cores,
             }
             try:
-                doors.send(visitor.connection, message, [link, *memory.descriptors])
+                agent_socket.send(visitor.connection, message, [link, *memory.descriptors])
             except OSError as exc:
                 if exc.errno not in _GONE:  # that it has ended is seen
                     raise
@@ -196,7 +196,7 @@ class AdoptingAgent(Agent):
         if kind == "missing":
             for visitor in self._visitors.values():
                 with contextlib.suppress(OSError):
-                    doors.send_if_ready(visitor.connection, {"missing": fields[0]})
+                    agent_socket.send_if_ready(visitor.connection, {"missing": fields[0]})
         elif kind == "turn_away":
             number, why = fields
             found = [v for v in self._visitors.values() if number in (-1, v.number)]
@@ -249,13 +249,13 @@ class AdoptingAgent(Agent):
         except OSError:
             return
         try:
-            pid = doors.peer_of(connection)
+            pid = agent_socket.peer_of(connection)
         except OSError:
             return connection.close()
         if self._have_entered:
             why = "its job has met; a process that a rank has started cannot join it"
             with connection, contextlib.suppress(OSError):
-                doors.send(connection, {"refused": why})
+                agent_socket.send(connection, {"refused": why})
             return
         visitor = _Visitor(self._num_visitors, connection, pid)
         self._num_visitors += 1
@@ -276,7 +276,7 @@ class AdoptingAgent(Agent):
     def _tell(self, visitors: Iterable[_Visitor], message: dict[str, Any]) -> None:
         for visitor in visitors:
             with contextlib.suppress(OSError):
-                doors.send(visitor.connection, message)
+                agent_socket.send(visitor.connection, message)
 
     def _forget(self, visitor: _Visitor) -> None:
         if self._visitors.pop(visitor.number, None) is not None:
@@ -293,7 +293,7 @@ class AdoptingAgent(Agent):
 
 def main(descriptor: str, size: str, deadline: str) -> int:
     """Be the agent, in the background."""
-    ticket = doors.Ticket.read(sys.stdin.readline())
+    ticket = agent_socket.Ticket.read(sys.stdin.readline())
     door = socket.socket(fileno=int(descriptor))
     starter = os.pidfd_open(os.getppid())
     if os.fork():
@@ -328,8 +328,8 @@ def _refuse_all(door: socket.socket, why: str) -> int:
         while time.monotonic() < deadline:
             connection = door.accept()[0]
             with connection, contextlib.suppress(OSError):
-                doors.peer_of(connection)
-                doors.send(connection, {"refused": why})
+                agent_socket.peer_of(connection)
+                agent_socket.send(connection, {"refused": why})
     return 1
 
 

@@ -1,6 +1,6 @@
 """The launcher's part on another host: has the ranks there started, watched and ended.
 
-`python -m pycoll.launcher.agent ssh` (or `srun`), on whose standard input and output it talks to
+`python -m pycoll._launcher.agent ssh` (or `srun`), on whose standard input and output it talks to
 the launcher (`connection`; the launcher's end is `remote`). When that is gone, or has said nothing
 for a while, it ends the ranks.
 
@@ -45,15 +45,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pycoll.launcher.connection import LOST_S, Connection, Hear, Line
-from pycoll.launcher.environment import Place, free_port, personal, usable_cores
-from pycoll.launcher.host import LocalHost, OwnHost, Program, reserve_descriptors
-from pycoll.launcher.input import Feed
-from pycoll.launcher.outcome import signal_name
-from pycoll.launcher.reach import Doorman, Reach, Target, Trial, own_addresses
-from pycoll.launcher.rendezvous_pairs import Pairs
-from pycoll.launcher.rendezvous_wire import WIRE_VERSION
-from pycoll.launcher.signals import caught_signals
+from pycoll._launcher.connection import LOST_S, Connection, Hear, Line
+from pycoll._launcher.host import LocalHost, OwnHost, Program, reserve_descriptors
+from pycoll._launcher.input import Feed
+from pycoll._launcher.outcome import signal_name
+from pycoll._launcher.reach import Doorman, Reach, Target, Trial, own_addresses
+from pycoll._launcher.rendezvous_pairs import Pairs
+from pycoll._launcher.signals import caught_signals
+from pycoll._rendezvous.wire import WIRE_VERSION
+from pycoll._support.environment import Place, free_port, personal, usable_cores, version
 
 WINDOW_NBYTES = 256 << 10
 """Bytes of one stream of a rank's output that may be on the way."""
@@ -65,8 +65,6 @@ _FLUSH_S = 5.0  # for the last words
 
 def versions() -> dict[str, str]:
     """What must be the same on all hosts of a job."""
-    from pycoll.launcher.cli import version
-
     return {
         "pycoll": version(),
         "protocol": str(WIRE_VERSION),

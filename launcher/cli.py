@@ -11,13 +11,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from pycoll._launcher.host import NamedHost
+from pycoll._launcher.spawn import Job, Options
+from pycoll._support.environment import (
+    IDENTITY,
+    TORCH,
+    VARIABLES,
+    encrypts,
+    usable_cores,
+    version,
+)
 from pycoll.errors import Error, TransportError
-from pycoll.launcher.environment import IDENTITY, TORCH, VARIABLES, encrypts, usable_cores
-from pycoll.launcher.host import NamedHost
-from pycoll.launcher.spawn import Job, Options
 
 if TYPE_CHECKING:
-    from pycoll.launcher.nodes import Node
+    from pycoll._launcher.nodes import Node
 
 _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
@@ -130,16 +137,6 @@ def variables_text() -> str:
     return "\n".join(lines).rstrip()
 
 
-def version() -> str:
-    """The version of the package that is installed."""
-    from importlib import metadata  # not at the top: it would take a quarter of the start-up
-
-    try:
-        return metadata.version("pycoll")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
-
-
 def _split(parser: _Parser, argv: Sequence[str]) -> int:
     """Where the options end and the program begins."""
     # argparse would take options from behind the program too, so the program is found first.
@@ -189,9 +186,9 @@ def _hosts(args: argparse.Namespace, node: Node | None) -> tuple[list[NamedHost]
     if args.hosts is None and args.hostfile is None and "SLURM_JOB_ID" not in environ:
         return [], []
     # Not at the top: most jobs have one host.
-    from pycoll.launcher import slurm
-    from pycoll.launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
-    from pycoll.launcher.starters import named_host
+    from pycoll._launcher import slurm
+    from pycoll._launcher.hostlist import lay_out, parse_hosts, read_hostfile, spread
+    from pycoll._launcher.starters import named_host
 
     allocated = slurm.allocation(environ) if slurm.is_allocation(environ) else []
     if args.hosts is not None and args.hostfile is not None:
@@ -220,7 +217,7 @@ def _node() -> Node | None:
     """Which of several nodes this is, on each of which pycoll-run is called; None: no such."""
     if "PYCOLL_NODES" not in os.environ:
         return None
-    from pycoll.launcher.nodes import find_node
+    from pycoll._launcher.nodes import find_node
 
     return find_node(os.environ)
 
@@ -278,7 +275,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _check_encryption(name: str, source: str) -> None:
     """Refuse a transport that does not encrypt."""
-    from pycoll.network import why_not_encrypted  # not sooner: few jobs are encrypted
+    from pycoll._transports.network import why_not_encrypted  # not sooner: few jobs are encrypted
 
     if reason := why_not_encrypted(name):
         raise _UsageError(f"{source} {reason}")
@@ -288,7 +285,7 @@ def _check_transport(name: str, source: str, environ: Mapping[str, str]) -> None
     """Refuse a transport that no rank could use; of "auto" the ranks think for themselves."""
     if name == "auto":
         return
-    from pycoll import transports  # not sooner: nearly every job is "auto"
+    from pycoll import _transports as transports  # not sooner: nearly every job is "auto"
 
     try:
         transports.check(name, environ)
@@ -343,7 +340,7 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if outcome.report:
         _tell(outcome.report)
     elif job.ways:
-        from pycoll.launcher.reach_table import lines
+        from pycoll._launcher.reach_table import lines
 
         print(f"{len(options.hosts)} hosts, all of pycoll {version()}")
         print(

@@ -19,11 +19,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
+from pycoll._launcher import agent_socket
+from pycoll._launcher.agent_socket import Ticket
+from pycoll._launcher.rendezvous_pairs import link_variable
+from pycoll._rendezvous.wire import name_ranks, seconds_since
 from pycoll.errors import BootstrapError
-from pycoll.launcher import doors
-from pycoll.launcher.doors import Ticket
-from pycoll.launcher.rendezvous_pairs import link_variable
-from pycoll.launcher.rendezvous_wire import name_ranks, seconds_since
 
 _NOTICE_S = 10.0  # between words on who is missing
 _PART = 0.9  # of a rank's time, for its agent to reach the meeting: then it still hears why not
@@ -43,7 +43,7 @@ def meeting(size: int, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
         BootstrapError: it cannot be started, or not listen there.
     """
     key = key or os.urandom(32)
-    command = [sys.executable, "-P", "-m", "pycoll.launcher.meeting", str(size), str(port)]
+    command = [sys.executable, "-P", "-m", "pycoll._launcher.meeting", str(size), str(port)]
     process = _start(command, (), subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -98,10 +98,10 @@ def enter(ticket: Ticket, rank: int, size: int, timeout: float) -> dict[str, str
     started = time.monotonic()
     deadline = started + timeout
     with _at_the_door(ticket, size, timeout) as connection:
-        doors.peer_of(connection)
-        doors.send(connection, {"rank": rank, "size": size})
+        agent_socket.peer_of(connection)
+        agent_socket.send(connection, {"rank": rank, "size": size})
         message = _wait(connection, rank, size, started, deadline)
-        found = doors.receive_descriptors(connection, message["count"], deadline)
+        found = agent_socket.receive_descriptors(connection, message["count"], deadline)
     link, *memory = found
     variables: dict[str, str] = message["environment"]
     variables["PYCOLL_LINK"] = link_variable(link)
@@ -121,7 +121,7 @@ def _wait(
     notice_at = started + _NOTICE_S
     while True:
         try:
-            message = doors.receive(connection, min(deadline, notice_at))
+            message = agent_socket.receive(connection, min(deadline, notice_at))
         except TimeoutError:
             if time.monotonic() >= deadline:
                 raise _too_late(rank, size, started, missing) from None
@@ -161,12 +161,12 @@ def _print_missing(rank: int, size: int, started: float, missing: Sequence[int])
 
 def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:
     """Go to the door of this host's agent, or be the first there and start it."""
-    name = doors.name(ticket.key)
+    name = agent_socket.name(ticket.key)
     began = time.monotonic()
     deadline = began + timeout
     while True:
         with contextlib.suppress(ConnectionRefusedError):
-            return doors.connect(name, deadline)
+            return agent_socket.connect(name, deadline)
         door = socket.socket(socket.AF_UNIX)
         try:
             door.bind(name)
@@ -183,7 +183,7 @@ def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:
 
 def _start_agent(ticket: Ticket, size: int, deadline: float, door: int) -> None:
     numbers = map(str, (door, size, deadline))
-    words = [sys.executable, "-P", "-m", "pycoll.launcher.adopting", *numbers]
+    words = [sys.executable, "-P", "-m", "pycoll._launcher.adopting", *numbers]
     process = _start(words, (door,), subprocess.DEVNULL)
     assert process.stdin is not None
     with process.stdin as to_agent, contextlib.suppress(BrokenPipeError):

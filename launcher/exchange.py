@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pycoll._launcher.slurm import expand
+from pycoll._rendezvous.wire import check_key
+from pycoll._support.ports import agreed_port
 from pycoll.errors import BootstrapError
-from pycoll.launcher.rendezvous_wire import check_key
-from pycoll.launcher.slurm import expand
-from pycoll.ports import agreed_port
 
 if TYPE_CHECKING:
-    from pycoll.launcher.doors import Ticket
+    from pycoll._launcher.agent_socket import Ticket
 
 
 class _Launcher(NamedTuple):
@@ -92,7 +92,7 @@ def join(environ: Mapping[str, str], launched: Launched, timeout: float) -> dict
     if environ.get("PYCOLL_KEY"):
         where, key = _agreed_meeting(environ, launched)
         return join_at(where, key, launched.rank, launched.size, timeout)
-    from pycoll.launcher import entering  # not sooner: it takes long
+    from pycoll._launcher import entering  # not sooner: it takes long
 
     deadline = time.monotonic() + timeout
     try:
@@ -118,8 +118,8 @@ def join_at(rendezvous: str, key: str, rank: int, size: int, timeout: float) -> 
     Raises:
         BootstrapError: it is no address, rank 0 cannot listen there, or the ranks did not meet.
     """
-    from pycoll.launcher import entering
-    from pycoll.launcher.doors import Ticket
+    from pycoll._launcher import entering
+    from pycoll._launcher.agent_socket import Ticket
 
     host, port = read_address(rendezvous)
     secret = read_key(key)
@@ -188,8 +188,8 @@ def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str
 
 @contextlib.contextmanager
 def _meeting(board: Board, launched: Launched, timeout: float) -> Iterator[Ticket]:
-    from pycoll.launcher import entering
-    from pycoll.launcher.doors import Ticket
+    from pycoll._launcher import entering
+    from pycoll._launcher.agent_socket import Ticket
 
     if launched.rank:
         text = board.share("", timeout)
@@ -215,15 +215,15 @@ def _board(environ: Mapping[str, str], launched: Launched) -> Board:
     """
     why = ""
     if launched.who == "torchrun":
-        from pycoll.launcher.torch_store import TorchStore
+        from pycoll._launcher.torch_store import TorchStore
 
         return TorchStore(environ, launched.rank, launched.size)
     if "PMI_FD" in environ:
-        from pycoll.launcher.pmi import Pmi
+        from pycoll._launcher.pmi import Pmi
 
         return Pmi(int(environ["PMI_FD"]))
     if "PMIX_NAMESPACE" in environ:
-        from pycoll.launcher.pmix import Pmix
+        from pycoll._launcher.pmix import Pmix
 
         try:
             return Pmix(environ)
@@ -232,7 +232,7 @@ def _board(environ: Mapping[str, str], launched: Launched) -> Board:
                 raise
             why = f" ({exc})"
     if launched.who == "srun":
-        from pycoll.launcher.munge import Munge, why_not
+        from pycoll._launcher.munge import Munge, why_not
 
         no_munge = why_not()
         if not no_munge:

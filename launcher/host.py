@@ -14,11 +14,11 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, Any, NamedTuple, Protocol
 
-from pycoll.launcher import guardian, process
-from pycoll.launcher.environment import Place, cpus_of_cores, rank_environment, usable_cores
-from pycoll.launcher.host_memory import JobMemory
-from pycoll.launcher.outcome import signal_name
-from pycoll.launcher.rendezvous_pairs import link_variable
+from pycoll._launcher import guardian, process
+from pycoll._launcher.host_memory import JobMemory
+from pycoll._launcher.outcome import signal_name
+from pycoll._launcher.rendezvous_pairs import link_variable
+from pycoll._support.environment import Place, cpus_of_cores, rank_environment, usable_cores
 
 _POLL_S = 0.05  # between looks at the ranks where there are no pidfds
 # Of a rank: process, joined process, two pipes, log file, connection, eventfd; and of its host,

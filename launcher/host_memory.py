@@ -19,7 +19,7 @@ import struct
 import time
 from collections.abc import Mapping
 
-from pycoll.launcher.environment import Place
+from pycoll._support.environment import Place
 
 _PAGE = 4096
 _EPOCH = 64 // 4  # as an index of uint32

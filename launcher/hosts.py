@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pycoll.launcher.environment import (
+from pycoll._launcher.host import Events, Host, LocalHost, NamedHost, Program
+from pycoll._launcher.output import Relay
+from pycoll._launcher.rendezvous_server import Server
+from pycoll._support.environment import (
     Place,
     blocks,
     free_port,
@@ -22,16 +25,13 @@ from pycoll.launcher.environment import (
     sent,
     shared_environment,
 )
-from pycoll.launcher.host import Events, Host, LocalHost, NamedHost, Program
-from pycoll.launcher.output import Relay
-from pycoll.launcher.rendezvous_server import Server
 
 if TYPE_CHECKING:
-    from pycoll.launcher.input import Input
-    from pycoll.launcher.lobby import Calls, Lobby
-    from pycoll.launcher.reach import Reach
-    from pycoll.launcher.remote import RemoteHost
-    from pycoll.launcher.ways import Way, Ways
+    from pycoll._launcher.agent_listener import Calls, Lobby
+    from pycoll._launcher.host_routes import Way, Ways
+    from pycoll._launcher.input import Input
+    from pycoll._launcher.reach import Reach
+    from pycoll._launcher.remote import RemoteHost
 
 _LOOPBACK = "127.0.0.1"
 _QUICK_S, _PROGRESS_S = 2.0, 5.0  # before, and between, words on who is not there yet
@@ -163,11 +163,11 @@ class Hosts:
                 self._stack,
             )
             return self._here
-        from pycoll.launcher.remote import RemoteHost, StartedHost  # most jobs have none
+        from pycoll._launcher.remote import RemoteHost, StartedHost  # most jobs have none
 
         remote: RemoteHost
         if host.calls:
-            from pycoll.launcher.lobby import Lobby
+            from pycoll._launcher.agent_listener import Lobby
 
             assert plan.calls is not None
             if self._lobby is None:
@@ -292,7 +292,7 @@ class Hosts:
 
     def _read_input(self, host: RemoteHost) -> None:
         """Pass standard input on to rank 0, which is there."""
-        from pycoll.launcher.input import Input
+        from pycoll._launcher.input import Input
 
         host.input = self._input = Input(0, self._selector, host.line)
         self._stack.callback(self._input.close)
@@ -318,12 +318,12 @@ class Hosts:
 
     def _try_ways(self) -> None:
         """Have all hosts try to reach the others."""
-        from pycoll.launcher import ways
+        from pycoll._launcher import host_routes
 
-        plan = ways.Plan(
+        plan = host_routes.Plan(
             self._plan.key, self._plan.interface, self._plan.address, self._plan.checks
         )
-        self._ways = ways.Ways(
+        self._ways = host_routes.Ways(
             plan, self._all, self._names, self._selector, self._see_ways, self._stack
         )
 

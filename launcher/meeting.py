@@ -1,6 +1,6 @@
 """Where the ranks meet that another launcher has started: pycoll-run's part, but it starts nothing.
 
-`python -m pycoll.launcher.meeting SIZE PORT`, which rank 0 starts (`entering`): standard input has
+`python -m pycoll._launcher.meeting SIZE PORT`, which rank 0 starts (`entering`): standard input has
 the key; that it ends before all ranks have come means that rank 0 has given up. It says where it
 listens, goes on in the background until all ranks have ended, and closes its standard output when
 all but rank 0 have. Agents come to it (`adopting`),
@@ -19,20 +19,20 @@ import sys
 import time
 from collections.abc import Sequence
 
+from pycoll._launcher import host_routes
+from pycoll._launcher.adopting import UNKNOWN
+from pycoll._launcher.host import Program
+from pycoll._launcher.network_line import CallerLine
+from pycoll._launcher.outcome import end_text
+from pycoll._launcher.reach import Reach, listen_everywhere, own_addresses
+from pycoll._launcher.remote import RemoteHost
+from pycoll._launcher.rendezvous_router import Caller, Router
+from pycoll._launcher.rendezvous_server import Notice, Server
+from pycoll._launcher.signals import caught_signals, outlive_signals
+from pycoll._launcher.watch import Watch
+from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, name_ranks
+from pycoll._support.environment import places, warn_after
 from pycoll.errors import Error
-from pycoll.launcher import ways
-from pycoll.launcher.adopting import UNKNOWN
-from pycoll.launcher.environment import places, warn_after
-from pycoll.launcher.host import Program
-from pycoll.launcher.network_line import CallerLine
-from pycoll.launcher.outcome import end_text
-from pycoll.launcher.reach import Reach, listen_everywhere, own_addresses
-from pycoll.launcher.remote import RemoteHost
-from pycoll.launcher.rendezvous_router import Caller, Router
-from pycoll.launcher.rendezvous_server import Notice, Server
-from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, name_ranks
-from pycoll.launcher.signals import caught_signals, outlive_signals
-from pycoll.launcher.watch import Watch
 
 _ABORT_S = 1.0  # for a rank that has called abort to end
 _KILL_S = 2.0  # then from SIGTERM to SIGKILL for the others
@@ -74,7 +74,7 @@ class Meeting:
         self._of: dict[int, RemoteHost] = {}  # by rank, who has come
         self._visitors: dict[tuple[RemoteHost, int], int] = {}  # host and number at its door: rank
         self._hosts: list[RemoteHost] = []  # in the order of their numbers, once all have come
-        self._ways: ways.Ways | None = None
+        self._ways: host_routes.Ways | None = None
         self._num_opened = 0
         self._have_started = False  # ranks are being let in
         self._left: set[int] = set()  # ranks that have finalized
@@ -303,8 +303,8 @@ class Meeting:
         if len(self._hosts) == 1:
             return self._start()
         names = [each.name for each in self._hosts]
-        plan = ways.Plan(self._key)
-        self._ways = ways.Ways(
+        plan = host_routes.Plan(self._key)
+        self._ways = host_routes.Ways(
             plan, self._hosts, names, self._selector, self._see_ways, self._stack
         )
 

@@ -26,10 +26,10 @@ import threading
 import time
 from collections.abc import Mapping
 
+from pycoll._launcher.reach import listen_everywhere
+from pycoll._launcher.slurm import expand
+from pycoll._support.ports import agreed_port
 from pycoll.errors import BootstrapError
-from pycoll.launcher.reach import listen_everywhere
-from pycoll.launcher.slurm import expand
-from pycoll.ports import agreed_port
 
 _TRIES = 8  # ports, of which another job may have some
 _TALK_S = 5.0

@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from pycoll._launcher.agent_socket import Ticket
+from pycoll._launcher.connection import Hear, Line
+from pycoll._launcher.rendezvous_router import Caller
+from pycoll._rendezvous.connection import Link
+from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
 from pycoll.errors import BootstrapError
-from pycoll.launcher.connection import Hear, Line
-from pycoll.launcher.doors import Ticket
-from pycoll.launcher.rendezvous_link import Link
-from pycoll.launcher.rendezvous_router import Caller
-from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
 
 _LINGER_S = 1.0  # for the last frames
 _REACH_S = 10.0  # for an address to answer

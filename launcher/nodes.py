@@ -11,12 +11,12 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from pycoll._launcher.host import NamedHost
 from pycoll.errors import Error
-from pycoll.launcher.host import NamedHost
 
 if TYPE_CHECKING:
-    from pycoll.launcher.doors import Ticket
-    from pycoll.launcher.lobby import Calls
+    from pycoll._launcher.agent_listener import Calls
+    from pycoll._launcher.agent_socket import Ticket
 
 WAIT_S = 600.0
 """How long nodes wait for each other: an image may have to be fetched first."""
@@ -56,8 +56,8 @@ class Node(NamedTuple):
         Raises:
             Error: the port is taken.
         """
-        from pycoll.launcher.lobby import Calls
-        from pycoll.launcher.reach import listen_everywhere
+        from pycoll._launcher.agent_listener import Calls
+        from pycoll._launcher.reach import listen_everywhere
 
         try:
             listener = listen_everywhere(self.ticket.port)
@@ -74,9 +74,9 @@ class Node(NamedTuple):
         Raises:
             Error: node 0 was not reached, has no place for this one, or is gone.
         """
-        from pycoll.launcher import calling
+        from pycoll._launcher import agent_caller
 
-        status = calling.serve(self.ticket, f"node 0 ({_NEEDED[2]})", self.number, WAIT_S)
+        status = agent_caller.serve(self.ticket, f"node 0 ({_NEEDED[2]})", self.number, WAIT_S)
         if status:
             raise Error(f"node {self.number}: node 0 is gone, or a signal has ended this")
         return status
@@ -101,8 +101,8 @@ def find_node(environ: Mapping[str, str]) -> Node | None:
         raise Error(f"PYCOLL_NODE is {number}, of {count} nodes (PYCOLL_NODES): it counts from 0")
     if count == "1":
         return None
-    from pycoll.launcher.doors import Ticket
-    from pycoll.launcher.exchange import read_address, read_key
+    from pycoll._launcher.agent_socket import Ticket
+    from pycoll._launcher.exchange import read_address, read_key
 
     host, port = read_address(environ["PYCOLL_RENDEZVOUS"])
     return Node(int(number), int(count), Ticket(read_key(environ["PYCOLL_KEY"]), port, [host]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pycoll.launcher.ways import Way
+from pycoll._launcher.host_routes import Way
 
 _CLOCK_S = 1.0
 """A clock that is off by more is worth a word: file times and logs differ then."""

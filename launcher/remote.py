@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pycoll.launcher import agent
-from pycoll.launcher.connection import LOST_S, Connection, Line
-from pycoll.launcher.environment import Place
-from pycoll.launcher.host import Events, Program
-from pycoll.launcher.input import Input
-from pycoll.launcher.output import Relay
-from pycoll.launcher.reach import Reach, Target
-from pycoll.launcher.rendezvous_server import Peer, Relayed
+from pycoll._launcher import agent
+from pycoll._launcher.connection import LOST_S, Connection, Line
+from pycoll._launcher.host import Events, Program
+from pycoll._launcher.input import Input
+from pycoll._launcher.output import Relay
+from pycoll._launcher.reach import Reach, Target
+from pycoll._launcher.rendezvous_server import Peer, Relayed
+from pycoll._support.environment import Place
 
 START_S = 60.0
 """For an agent to say who it is."""

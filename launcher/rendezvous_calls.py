@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-from pycoll.launcher.rendezvous_wire import Context
-from pycoll.words import advice
+from pycoll._rendezvous.wire import Context
+from pycoll._support.foreign_names import advice
 
 # Broken communicators that are remembered, so that a later cause is not taken for the first.
 _MAX_BROKEN = 10_000

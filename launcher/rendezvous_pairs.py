@@ -8,8 +8,8 @@ import socket
 from collections import deque
 from collections.abc import Iterator
 
-from pycoll.launcher.rendezvous_local import FrameSocket, greeting
-from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES
+from pycoll._rendezvous.local import FrameSocket, greeting
+from pycoll._rendezvous.wire import MAX_FRAME_NBYTES
 
 # What waits for a rank that does not read (it is stopped); what comes on top is dropped.
 _MAX_WAITING_NBYTES = 64 << 20

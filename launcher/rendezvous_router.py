@@ -10,9 +10,9 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from pycoll.launcher.rendezvous_wire import MAX_FRAME_NBYTES
-from pycoll.launcher.rendezvous_zmq import Wakeup, derive_keys
-from pycoll.zap import Authenticator, Keys, guard, open_context
+from pycoll._rendezvous.wire import MAX_FRAME_NBYTES
+from pycoll._rendezvous.zmq_keys import Wakeup, derive_keys
+from pycoll._support.zmq_auth import Authenticator, Keys, guard, open_context
 
 _ZAP_DOMAIN = "pycoll.rendezvous"
 

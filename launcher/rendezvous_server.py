@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from pycoll._launcher.rendezvous_calls import Calls
+from pycoll._launcher.rendezvous_pairs import Pair, Pairs
+from pycoll._rendezvous import wire as wire
+from pycoll._support.ports import endpoint_of, listen
 from pycoll.errors import BootstrapError
-from pycoll.launcher import rendezvous_wire as wire
-from pycoll.launcher.rendezvous_calls import Calls
-from pycoll.launcher.rendezvous_pairs import Pair, Pairs
-from pycoll.ports import endpoint_of, listen
 
 # Who comes too late is told so in one piece, and not kept. So many at a time, that a flood does not
 # hold the launcher's loop.
@@ -323,7 +323,7 @@ class Server:
         """Let ZeroMQ serve the port: somebody has come to it."""
         import zmq  # not sooner: it takes long
 
-        from pycoll.launcher.rendezvous_router import Router
+        from pycoll._launcher.rendezvous_router import Router
 
         self._epoll.unregister(self._listener)
         self._has_router = True

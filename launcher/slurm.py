@@ -10,8 +10,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
+from pycoll._launcher.hostlist import Slots
 from pycoll.errors import Error
-from pycoll.launcher.hostlist import Slots
 
 _BRACKETS = re.compile(r"\[([^\]]*)\]")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")

@@ -17,21 +17,21 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from pycoll._launcher.host import NamedHost, reserve_descriptors
+from pycoll._launcher.hosts import Hosts, Plan
+from pycoll._launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
+from pycoll._launcher.outcome import signal_name as name_of
+from pycoll._launcher.output import Relay, Target
+from pycoll._launcher.rendezvous_server import Notice, Server
+from pycoll._launcher.signals import caught_signals
+from pycoll._launcher.wait_table import PREFIX
+from pycoll._launcher.watch import Watch
+from pycoll._support.environment import warn_after
 from pycoll.errors import Error
-from pycoll.launcher.environment import warn_after
-from pycoll.launcher.host import NamedHost, reserve_descriptors
-from pycoll.launcher.hosts import Hosts, Plan
-from pycoll.launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
-from pycoll.launcher.outcome import signal_name as name_of
-from pycoll.launcher.output import Relay, Target
-from pycoll.launcher.rendezvous_server import Notice, Server
-from pycoll.launcher.signals import caught_signals
-from pycoll.launcher.wait_table import PREFIX
-from pycoll.launcher.watch import Watch
 
 if TYPE_CHECKING:
-    from pycoll.launcher.lobby import Calls
-    from pycoll.launcher.ways import Way
+    from pycoll._launcher.agent_listener import Calls
+    from pycoll._launcher.host_routes import Way
 
 _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up

@@ -11,9 +11,9 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping
 
-from pycoll.launcher import slurm
-from pycoll.launcher.host import NamedHost
-from pycoll.launcher.hostlist import is_here
+from pycoll._launcher import slurm
+from pycoll._launcher.host import NamedHost
+from pycoll._launcher.hostlist import is_here
 
 
 def named_host(name: str, environ: Mapping[str, str], allocated: Collection[str]) -> NamedHost:
@@ -31,7 +31,7 @@ def named_host(name: str, environ: Mapping[str, str], allocated: Collection[str]
 
 
 def _agent(starter: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "pycoll.launcher.agent", starter]
+    return [sys.executable, "-P", "-m", "pycoll._launcher.agent", starter]
 
 
 def _ssh_command(name: str, environ: Mapping[str, str]) -> list[str]:

@@ -16,11 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from pycoll.launcher import wait_table
-from pycoll.launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
-from pycoll.launcher.rendezvous_calls import Wait
-from pycoll.launcher.rendezvous_server import Server
-from pycoll.launcher.wait_table import Waiter
+from pycoll._launcher import wait_table
+from pycoll._launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
+from pycoll._launcher.rendezvous_calls import Wait
+from pycoll._launcher.rendezvous_server import Server
+from pycoll._launcher.wait_table import Waiter
 
 _ROUNDS = 3
 _PAUSE_S = 0.25  # between rounds, or `after_s`: longer than a message is on its way

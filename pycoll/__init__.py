@@ -34,16 +34,16 @@ from pycoll.errors import (
 # out.
 TYPE_CHECKING = bool()  # noqa: UP018
 if TYPE_CHECKING:
-    from pycoll.communicator import Communicator
-    from pycoll.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
-    from pycoll.grid import Grid, compute_dims
-    from pycoll.launcher.function import run
-    from pycoll.matched import Message
-    from pycoll.ops import Op
-    from pycoll.registration import algorithms, prove, register_algorithm
-    from pycoll.request import Request, test_all, wait_all, wait_any, wait_some
-    from pycoll.shared_arrays import empty, empty_like, share_arrays, zeros
-    from pycoll.world import finalize, init
+    from pycoll._arrays.operators import Op
+    from pycoll._communicator import Communicator
+    from pycoll._functions.function import run
+    from pycoll._grid import Grid, compute_dims
+    from pycoll._registration import algorithms, prove, register_algorithm
+    from pycoll._requests.matched import Message
+    from pycoll._requests.request import Request, test_all, wait_all, wait_any, wait_some
+    from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
+    from pycoll._runtime.shared_arrays import empty, empty_like, share_arrays, zeros
+    from pycoll._world import finalize, init
 
 __version__ = "0.1.0"
 
@@ -84,30 +84,30 @@ __all__ = [
 
 # Imported when first used, so that `import pycoll` costs next to nothing.
 _HOMES = {
-    "ANY_SOURCE": "pycoll.envelope",
-    "ANY_TAG": "pycoll.envelope",
-    "PROC_NULL": "pycoll.envelope",
-    "Communicator": "pycoll.communicator",
-    "Grid": "pycoll.grid",
-    "Message": "pycoll.matched",
-    "Op": "pycoll.ops",
-    "Request": "pycoll.request",
-    "Status": "pycoll.envelope",
-    "algorithms": "pycoll.registration",
-    "compute_dims": "pycoll.grid",
-    "empty": "pycoll.shared_arrays",
-    "empty_like": "pycoll.shared_arrays",
-    "finalize": "pycoll.world",
-    "init": "pycoll.world",
-    "prove": "pycoll.registration",
-    "register_algorithm": "pycoll.registration",
-    "run": "pycoll.launcher.function",
-    "share_arrays": "pycoll.shared_arrays",
-    "test_all": "pycoll.request",
-    "wait_all": "pycoll.request",
-    "wait_any": "pycoll.request",
-    "wait_some": "pycoll.request",
-    "zeros": "pycoll.shared_arrays",
+    "ANY_SOURCE": "pycoll._runtime.envelope",
+    "ANY_TAG": "pycoll._runtime.envelope",
+    "PROC_NULL": "pycoll._runtime.envelope",
+    "Communicator": "pycoll._communicator",
+    "Grid": "pycoll._grid",
+    "Message": "pycoll._requests.matched",
+    "Op": "pycoll._arrays.operators",
+    "Request": "pycoll._requests.request",
+    "Status": "pycoll._runtime.envelope",
+    "algorithms": "pycoll._registration",
+    "compute_dims": "pycoll._grid",
+    "empty": "pycoll._runtime.shared_arrays",
+    "empty_like": "pycoll._runtime.shared_arrays",
+    "finalize": "pycoll._world",
+    "init": "pycoll._world",
+    "prove": "pycoll._registration",
+    "register_algorithm": "pycoll._registration",
+    "run": "pycoll._functions.function",
+    "share_arrays": "pycoll._runtime.shared_arrays",
+    "test_all": "pycoll._requests.request",
+    "wait_all": "pycoll._requests.request",
+    "wait_any": "pycoll._requests.request",
+    "wait_some": "pycoll._requests.request",
+    "zeros": "pycoll._runtime.shared_arrays",
 }
 
 
@@ -118,7 +118,7 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
 
         home = _HOMES.get(name)
         if home is None:
-            ours = import_module("pycoll.words").of_module(name)
+            ours = import_module("pycoll._support.foreign_names").of_module(name)
             text = f"module 'pycoll' has no attribute {name!r}" + (f": use {ours}" if ours else "")
             try:
                 # `from pycoll import name` asks first whether there is one, and drops this text.
@@ -131,9 +131,9 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
         try:
             value = getattr(import_module(home), name)
         except ImportError as exc:
-            if exc.name != "pycoll.transports._core":
+            if exc.name != "pycoll._transports._core":
                 raise
-            from pycoll.transports.shm import missing_core
+            from pycoll._transports.shm import missing_core
 
             raise BootstrapError(missing_core()) from None
         globals()[name] = value

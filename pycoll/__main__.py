@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from pycoll.cli import main
+from pycoll._tools.cli import main
 
 sys.exit(main())

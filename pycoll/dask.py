@@ -18,9 +18,9 @@ try:
 except ImportError as exc:
     raise ImportError("pycoll.dask needs Dask: pip install distributed") from exc
 
-from pycoll.edge import edge
+from pycoll._functions import engines, function
+from pycoll._support.public_edge import edge
 from pycoll.errors import Error
-from pycoll.launcher import engines, function
 
 _LOOK_S = 1.0  # between looks at whether a worker is still there
 

@@ -19,9 +19,9 @@ try:
 except ImportError as exc:
     raise ImportError("pycoll.ray needs Ray: pip install ray") from exc
 
-from pycoll.edge import edge
+from pycoll._functions import engines, function
+from pycoll._support.public_edge import edge
 from pycoll.errors import Error
-from pycoll.launcher import engines, function
 
 _PLACE_S = 60.0  # for the cluster to have room
 

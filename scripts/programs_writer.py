@@ -15,7 +15,8 @@ from programs_steps import Close, Compute, Drop, Make, MakeGrid, Step, Team, Tou
 from programs_values import calls
 
 import pycoll
-from pycoll import ops, select
+from pycoll._arrays import operators
+from pycoll._selection import select
 
 MIB = 1 << 20
 LARGEST = 2 * MIB
@@ -347,7 +348,7 @@ class Writer:
         if how != "block" or not team.shared:
             known.remove("shared_memory")
         if isinstance(op, int) and name not in ("scan", "exscan"):
-            operator = ops.resolve(calls.USER_OPS[op][0])
+            operator = operators.resolve(calls.USER_OPS[op][0])
             order, whole = not operator.commutative, not operator.elementwise
             known = [
                 other for other in known

@@ -14,7 +14,7 @@ from hosts_bed import Bed
 from patience import PATIENCE
 
 HEAD = "10.77.0.1"
-_OF_A_JOB = ("pycoll.launcher", "call.py", "script.py", "prte", "mpirun", "hydra", "torchrun")
+_OF_A_JOB = ("pycoll._launcher", "call.py", "script.py", "prte", "mpirun", "hydra", "torchrun")
 
 
 def why_not(*modules: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any, SupportsInt
 
 from patience import PATIENCE
 
-from pycoll import cuda
+from pycoll._cuda import cuda
 
 SOURCES = Path(__file__).resolve().parent / "fake_cuda"
 NAME = "libcuda.so.1"

@@ -159,7 +159,7 @@ def tidy(program: Callable[..., Any]) -> Callable[..., Any]:
 
 def allocations() -> int:
     """How many there are on GPUs, but for those that pycoll keeps for other ranks to try."""
-    lending = sys.modules.get("pycoll.lending")
+    lending = sys.modules.get("pycoll._gpu.cuda_ipc")
     return fake_cuda.stats()["allocations"] - (len(lending._trials) if lending else 0)
 
 

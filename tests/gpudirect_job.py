@@ -25,7 +25,7 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 
-from pycoll import agreed
+from pycoll._selection import agreed
 
 DEADLINE_S = 20.0 * PATIENCE
 LONG = LARGE + 1000

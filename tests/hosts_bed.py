@@ -234,4 +234,4 @@ def bed(folder: Path, count: int, *, decoy: bool = False) -> Iterator[Bed]:
         hosts.close()
 
 
-PYCOLL_RUN = [sys.executable, "-P", "-m", "pycoll.launcher"]
+PYCOLL_RUN = [sys.executable, "-P", "-m", "pycoll._launcher"]

@@ -112,6 +112,6 @@ def job(hosts: Bed, *words: str, ready: int = 4, under: Sequence[str] = ()) -> I
         yield running
     finally:
         with contextlib.suppress(ProcessLookupError):
-            hosts.run("hosta", "pkill", "-9", "-f", "pycoll.launcher ")
+            hosts.run("hosta", "pkill", "-9", "-f", "pycoll._launcher ")
         running.process.kill()
         running.end(10.0)

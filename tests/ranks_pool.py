@@ -90,12 +90,12 @@ class Pool:
         """Run ``program(comm, *args)`` on every rank; return the results by rank."""
         import cloudpickle
 
-        from pycoll import by_value
+        from pycoll._support import pickling
 
         module = sys.modules[program.__module__]
         cloudpickle.register_pickle_by_value(module)  # its name means nothing to the ranks
         try:
-            payload = by_value.dumps((program, args))
+            payload = pickling.dumps((program, args))
         finally:
             cloudpickle.unregister_pickle_by_value(module)
         if self._connection is None:
@@ -123,7 +123,7 @@ class Pool:
             listener.listen()
             listener.settimeout(0.2)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pycoll.launcher", *options, __file__, address],
+                [sys.executable, "-m", "pycoll._launcher", *options, __file__, address],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,

@@ -11,12 +11,12 @@ from typing import Any
 from patience import PATIENCE
 from simulated_device import Fabric
 
-from pycoll import agreed
-from pycoll.communicator import Communicator, World
-from pycoll.engine import Engine
-from pycoll.group import Group
-from pycoll.transports.core import CoreTransport
-from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
+from pycoll._calls.group import Group
+from pycoll._communicator import Communicator, World
+from pycoll._runtime.engine import Engine
+from pycoll._selection import agreed
+from pycoll._transports.core import CoreTransport
+from pycoll._transports.rdma import RdmaTransport, completions_for, receives_for
 
 DEADLINE_S = 60.0 * PATIENCE
 

@@ -8,12 +8,12 @@ from typing import Any
 import transport_world
 from simulated_device import Fabric
 
-from pycoll.transports.base import Transfer
-from pycoll.transports.rdma import RdmaTransport, completions_for, receives_for
-from pycoll.transports.rdma_frames import RECEIVES
-from pycoll.transports.rdma_lane import SEGMENT
-from pycoll.transports.rdma_link import Link
-from pycoll.transports.rdma_queues import SEND_SLOTS
+from pycoll._transports.base import Transfer
+from pycoll._transports.rdma import RdmaTransport, completions_for, receives_for
+from pycoll._transports.rdma_frames import RECEIVES
+from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_link import Link
+from pycoll._transports.rdma_queues import SEND_SLOTS
 
 ROUNDS = 20_000  # in which all ranks progress; what then is not done never will be
 LARGE = 3 * SEGMENT

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from patience import PATIENCE
 
-RUN = [sys.executable, "-m", "pycoll.launcher"]
+RUN = [sys.executable, "-m", "pycoll._launcher"]
 
 LIMIT_S = 50 * PATIENCE
 """No job takes this long: it is ended then, and says what each rank was doing."""

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import fake_cuda
 
-from pycoll.transports import verbs
-from pycoll.transports.verbs import FLUSHED, SUCCESS, Peer, VerbsError
+from pycoll._transports import verbs
+from pycoll._transports.verbs import FLUSHED, SUCCESS, Peer, VerbsError
 
 RECEIVED = 128  # opcode of the completion of a receive that a send has used up (IBV_WC_RECV)
 TOO_LONG, LOCAL_PROTECTION, REMOTE_INVALID, REMOTE_ACCESS, REMOTE_OPERATION = 1, 4, 9, 10, 11

@@ -22,15 +22,15 @@ from typing import Any
 import pytest
 from patience import PATIENCE
 
+from pycoll._launcher import connection, reach
+from pycoll._launcher.connection import MARKER, Connection
+from pycoll._launcher.host_routes import Way
+from pycoll._launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
+from pycoll._launcher.input import WINDOW_NBYTES, Input
+from pycoll._launcher.reach import Doorman, Reach, Target, reach_all
+from pycoll._launcher.reach_table import lines
+from pycoll._launcher.spawn import UNENCRYPTED
 from pycoll.errors import Error
-from pycoll.launcher import connection, reach
-from pycoll.launcher.connection import MARKER, Connection
-from pycoll.launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
-from pycoll.launcher.input import WINDOW_NBYTES, Input
-from pycoll.launcher.reach import Doorman, Reach, Target, reach_all
-from pycoll.launcher.reach_table import lines
-from pycoll.launcher.spawn import UNENCRYPTED
-from pycoll.launcher.ways import Way
 
 LIMIT_S = 60 * PATIENCE
 
@@ -61,7 +61,14 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         program.write_text(script)
         path = f"{tmp_path}:{os.environ['PATH']}"
         return subprocess.run(
-            [sys.executable, "-P", "-m", "pycoll.launcher", *words, *([program] if script else [])],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "pycoll._launcher",
+                *words,
+                *([program] if script else []),
+            ],
             env={**os.environ, "PATH": path, **variables},
             stdin=stdin,
             capture_output=True,
@@ -162,7 +169,7 @@ def test_a_login_shell_that_does_not_stop_printing_is_no_host(run: Run) -> None:
 
 def test_another_version_is_named(run: Run) -> None:
     hello = (
-        "from pycoll.launcher import agent; real = agent.versions();"
+        "from pycoll._launcher import agent; real = agent.versions();"
         "agent.versions = lambda: real | {'pycoll': '9.9'}; agent.main('ssh')"
     )
     done = run("-H", "localhost,other", script=SUM, before=f'exec {sys.executable} -c "{hello}"')
@@ -337,7 +344,7 @@ for _ in range(20):
 
 def test_input_that_is_closed_is_none(tmp_path: Path, run: Any) -> None:
     run("-H", "far:1", script=READS)  # writes ssh and the script
-    words = [sys.executable, "-P", "-m", "pycoll.launcher", "-H", "far:2", tmp_path / "script.py"]
+    words = [sys.executable, "-P", "-m", "pycoll._launcher", "-H", "far:2", tmp_path / "script.py"]
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     shell = ["sh", "-c", 'exec "$@" <&-', "sh", *words]
     done = subprocess.run(shell, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
@@ -350,7 +357,7 @@ def test_an_agent_without_ranks_ends_when_it_is_told() -> None:
     ours, theirs = socket.socketpair()
     heard: list[str] = []
     with theirs:
-        words = [sys.executable, "-P", "-m", "pycoll.launcher.agent", "ssh"]
+        words = [sys.executable, "-P", "-m", "pycoll._launcher.agent", "ssh"]
         agent = subprocess.Popen(words, stdin=theirs, stdout=theirs)
     with selectors.DefaultSelector() as selector:
         end = ours.detach()

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 from patience import PATIENCE
 
-from pycoll import proof, schedules
+from pycoll import schedules
 from pycoll.schedule import Send, chunks_of
-from pycoll.schedules import REDUCING, TABLE, Cost, cost_of, find, steps_of
+from pycoll.schedules import REDUCING, TABLE, Cost, cost_of, find, proof, steps_of
 from pycoll.schedules.powers import ceil_lg, floor_lg, power_below
 from pycoll.schedules.ring_2d import shape
 from pycoll.simulate import PIECES
@@ -185,7 +185,7 @@ def test_the_programs_run_and_print_what_is_shown(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     silence = 'import os, sys\nif os.environ["PYCOLL_RANK"] != "0":\n    sys.stdout = None\n'
     program.write_text(silence + blocks("python"))
-    command = [sys.executable, "-m", "pycoll.launcher", "-n", "3", str(program)]
+    command = [sys.executable, "-m", "pycoll._launcher", "-n", "3", str(program)]
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

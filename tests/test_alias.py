@@ -17,7 +17,7 @@ CORE = ROOT / "transports" / "_core"
 
 # What every rank has for the others, every result at a distance of its own behind a page.
 PROGRAM = """
-from pycoll.transports import _core
+from pycoll._transports import _core
 
 KINDS = {"broadcast": 1, "gather": 4, "all_gather": 5, "scatter": 6, "all_to_all": 8}
 SPLITTING, STACKING = ("scatter", "all_to_all"), ("gather", "all_gather", "all_to_all")

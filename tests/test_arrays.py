@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from patience import PATIENCE
 
-from pycoll import arrays, dtypes
-from pycoll.arrays import Value
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import conversion
+from pycoll._arrays.conversion import Value
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +42,7 @@ def ml_dtypes() -> Any:
 
 
 def wrapped(x: object) -> Value:
-    value = arrays.wrap(x)
+    value = conversion.wrap(x)
     assert value is not None
     return value
 
@@ -49,10 +50,10 @@ def wrapped(x: object) -> Value:
 def sent(x: object) -> Any:
     """What another rank makes of `x`: described, parsed, filled with its elements."""
     value = wrapped(x)
-    dtype, kind, shape = arrays.from_description(arrays.describe(value))
-    result = arrays.fresh(dtype, kind, shape)
+    dtype, kind, shape = conversion.from_description(conversion.describe(value))
+    result = conversion.fresh(dtype, kind, shape)
     result.array[...] = value.array
-    return arrays.unwrap(result)
+    return conversion.unwrap(result)
 
 
 def same_memory(value: Value, x: np.ndarray[Any, Any]) -> bool:
@@ -75,7 +76,7 @@ STRIDED = [
 def test_numpy_arrays_of_any_strides_are_not_copied(x: np.ndarray[Any, Any]) -> None:
     value = wrapped(x)
     assert value.array is x
-    assert arrays.unwrap(value) is x
+    assert conversion.unwrap(value) is x
     result = sent(x)
     assert type(result) is np.ndarray
     assert (result.shape, result.dtype) == (x.shape, x.dtype)
@@ -108,7 +109,7 @@ def test_a_record_array_comes_as_a_structured_array() -> None:
 
 def test_a_masked_array_is_refused_because_its_mask_would_be_lost() -> None:
     with pytest.raises(TypeError, match=r"mask would be lost.*filled"):
-        arrays.wrap(np.ma.masked_array([1, 2], [True, False]))
+        conversion.wrap(np.ma.masked_array([1, 2], [True, False]))
 
 
 def test_a_bfloat16_array_is_viewed_not_copied(ml_dtypes: Any) -> None:
@@ -149,7 +150,7 @@ def test_a_bfloat16_array_is_viewed_not_copied(ml_dtypes: Any) -> None:
     ids=lambda x: type(x).__name__,
 )
 def test_what_is_no_array_travels_as_an_object(x: object) -> None:
-    assert arrays.wrap(x) is None
+    assert conversion.wrap(x) is None
 
 
 @pytest.mark.parametrize("dtype", [">f8", "M8[ns]", "S3", "U2", "g", "V3", [("a", "f4", (2,))]])
@@ -204,7 +205,7 @@ def test_a_memoryview_without_elements_or_dimensions_moves() -> None:
 
 def test_a_memoryview_of_pointers_is_refused_with_advice() -> None:
     with pytest.raises(TypeError, match=r"does not hold numbers\. Pass its bytes"):
-        arrays.wrap(memoryview((ctypes.c_void_p * 2)()))
+        conversion.wrap(memoryview((ctypes.c_void_p * 2)()))
 
 
 @pytest.mark.parametrize("typecode", list("bBhHiIlLqQfd"))
@@ -220,7 +221,7 @@ def test_an_array_array_comes_back_with_its_typecode(typecode: str, count: int) 
 
 def test_a_gathered_array_array_is_a_numpy_array_because_it_has_two_dimensions() -> None:
     value = wrapped(array.array("i", [1, 2]))
-    result = arrays.unwrap(arrays.fresh(value.dtype, value.kind, (3, 2)))
+    result = conversion.unwrap(conversion.fresh(value.dtype, value.kind, (3, 2)))
     assert isinstance(result, np.ndarray)
     assert result.shape == (3, 2)
 
@@ -228,7 +229,7 @@ def test_a_gathered_array_array_is_a_numpy_array_because_it_has_two_dimensions()
 def test_a_strided_part_of_a_result_can_be_unwrapped() -> None:
     backwards = np.arange(4, dtype=np.int32)[::-1]
     for kind in ("array", "memoryview", "numpy"):
-        result = arrays.unwrap(Value(backwards, dtypes.INT32, kind))
+        result = conversion.unwrap(Value(backwards, dtypes.INT32, kind))
         assert list(result) == [3, 2, 1, 0]
 
 
@@ -256,7 +257,7 @@ def test_a_tensor_is_not_copied_whatever_its_strides(torch: Any, name: str) -> N
     assert value.array.shape == (3, 3)
     value.array[0, 1] = 1
     assert bool(x[0, 1])
-    assert arrays.unwrap(value) is x
+    assert conversion.unwrap(value) is x
 
 
 def test_a_tensor_that_requires_grad_is_read_without_its_graph(torch: Any) -> None:
@@ -270,9 +271,9 @@ def test_lazily_conjugated_and_negated_tensors_have_the_values_they_show(torch: 
     x = torch.tensor([1 + 2j]).conj()
     assert wrapped(x).array.tolist() == [1 - 2j]
     assert wrapped(x.imag).array.tolist() == [-2.0]
-    assert arrays.unwrap(wrapped(x)).tolist() == [1 - 2j]
+    assert conversion.unwrap(wrapped(x)).tolist() == [1 - 2j]
     with pytest.raises(ValueError, match="resolve_conj"):
-        arrays.check_out(x, dtypes.COMPLEX64, (1,))
+        conversion.check_out(x, dtypes.COMPLEX64, (1,))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -289,7 +290,7 @@ def test_tensors_without_plain_memory_are_refused_with_advice(torch: Any) -> Non
         (torch.nn.parameter.UninitializedParameter(), "plain tensor"),
     ]:
         with pytest.raises(TypeError, match=advice):
-            arrays.wrap(x)
+            conversion.wrap(x)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -300,7 +301,7 @@ def test_a_tensor_of_any_dtype_is_sent_or_refused_with_advice(torch: Any) -> Non
         x = torch.empty(3, dtype=dtype)
         if dtypes.of_name(str(dtype).removeprefix("torch.")) is None:
             with pytest.raises(TypeError, match="send its bits"):
-                arrays.wrap(x)
+                conversion.wrap(x)
             refused.add(dtype)
         else:
             value = wrapped(x)
@@ -314,13 +315,13 @@ def test_a_tensor_of_any_dtype_is_sent_or_refused_with_advice(torch: Any) -> Non
 def test_a_read_only_or_reversed_result_becomes_a_tensor_by_a_copy(torch: Any) -> None:
     x = np.arange(3)
     x.flags.writeable = False
-    assert arrays.unwrap(Value(x, dtypes.INT64, "torch")).tolist() == [0, 1, 2]
-    assert arrays.unwrap(Value(x[::-1], dtypes.INT64, "torch")).tolist() == [2, 1, 0]
+    assert conversion.unwrap(Value(x, dtypes.INT64, "torch")).tolist() == [0, 1, 2]
+    assert conversion.unwrap(Value(x[::-1], dtypes.INT64, "torch")).tolist() == [2, 1, 0]
 
 
 def test_a_tensor_result_shares_the_memory_it_was_received_in(torch: Any) -> None:
-    value = arrays.fresh(dtypes.BFLOAT16, "torch", (4,))
-    assert arrays.unwrap(value).data_ptr() == value.array.ctypes.data
+    value = conversion.fresh(dtypes.BFLOAT16, "torch", (4,))
+    assert conversion.unwrap(value).data_ptr() == value.array.ctypes.data
 
 
 @pytest.mark.parametrize("kind", ["torch", "jax", "dlpack:no_such_library_here", "cupy"])
@@ -329,9 +330,9 @@ def test_without_the_senders_library_a_value_comes_as_numpy(
 ) -> None:
     for name in ("torch", "jax", "jax.numpy"):
         monkeypatch.setitem(sys.modules, name, None)
-    value = arrays.fresh(dtypes.FLOAT32, kind, (2,))
+    value = conversion.fresh(dtypes.FLOAT32, kind, (2,))
     assert value.kind == "numpy"
-    assert type(arrays.unwrap(value)) is np.ndarray
+    assert type(conversion.unwrap(value)) is np.ndarray
 
 
 def test_bfloat16_without_any_library_is_refused_before_it_is_received(
@@ -340,7 +341,7 @@ def test_bfloat16_without_any_library_is_refused_before_it_is_received(
     for name in ("torch", "ml_dtypes"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(TypeError, match="ml_dtypes"):
-        arrays.fresh(dtypes.BFLOAT16, "torch", (2,))
+        conversion.fresh(dtypes.BFLOAT16, "torch", (2,))
 
 
 # JAX
@@ -364,9 +365,9 @@ def test_a_jax_array_comes_back_as_one(jax: Any, name: str, shape: tuple[int, ..
 def test_a_jax_result_of_64_bits_keeps_them(jax: Any, name: str) -> None:
     dtype = dtypes.of_name(name)
     assert dtype is not None
-    value = arrays.fresh(dtype, "jax", (2,))
+    value = conversion.fresh(dtype, "jax", (2,))
     value.array[...] = 2**33 + 1
-    result = arrays.unwrap(value)
+    result = conversion.unwrap(value)
     assert isinstance(result, jax.Array)
     assert result.dtype == name
     assert np.asarray(result).tolist() == [2**33 + 1] * 2
@@ -377,23 +378,23 @@ def test_a_jax_array_that_has_no_elements_to_read_is_refused(jax: Any) -> None:
 
     def traced(x: Any) -> Any:
         with pytest.raises(TypeError, match="outside of jit") as info:
-            arrays.wrap(x)
+            conversion.wrap(x)
         refused.append(str(info.value))
         return x
 
     jax.jit(traced)(jax.numpy.ones(3))
     assert len(refused) == 1
     with pytest.raises(TypeError, match="key_data"):
-        arrays.wrap(jax.random.key(0))
+        conversion.wrap(jax.random.key(0))
     deleted = jax.numpy.ones(3)
     deleted.delete()
     with pytest.raises(TypeError, match="deleted"):
-        arrays.wrap(deleted)
+        conversion.wrap(deleted)
 
 
 def test_a_jax_out_is_refused_because_it_never_changes(jax: Any) -> None:
     with pytest.raises(ValueError, match="JAX"):
-        arrays.check_out(jax.numpy.ones(3), dtypes.FLOAT32, (3,))
+        conversion.check_out(jax.numpy.ones(3), dtypes.FLOAT32, (3,))
 
 
 # Other libraries, by DLPack or the CUDA array interface
@@ -428,8 +429,8 @@ def test_a_result_is_made_by_the_from_dlpack_of_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "a_library", sys.modules[__name__])
-    value = arrays.fresh(dtypes.FLOAT32, "dlpack:a_library", (2,))
-    result = arrays.unwrap(value)
+    value = conversion.fresh(dtypes.FLOAT32, "dlpack:a_library", (2,))
+    result = conversion.unwrap(value)
     assert isinstance(result, Exported)
     assert same_memory(value, result.x)
 
@@ -437,7 +438,7 @@ def test_a_result_is_made_by_the_from_dlpack_of_the_library(
 ON_A_GPU = """
 import sys
 import pytest
-from pycoll import arrays
+from pycoll._arrays import conversion as arrays
 
 class Exported:
     def __dlpack_device__(self):
@@ -476,7 +477,7 @@ def test_an_array_on_a_gpu_that_cannot_be_used_is_refused_with_advice(
 
 
 def test_what_its_library_will_not_export_travels_as_an_object() -> None:
-    assert arrays.wrap(Exported(np.array(["text"]))) is None
+    assert conversion.wrap(Exported(np.array(["text"]))) is None
 
 
 # Numbers
@@ -509,13 +510,13 @@ def flat(x: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("x", NUMBERS, ids=repr)
 def test_a_number_or_a_pair_comes_back_with_its_type(x: Any) -> None:
-    operand = arrays.wrap_operand(x)
+    operand = conversion.wrap_operand(x)
     assert operand.array.shape == ()
     assert operand.array.dtype == operand.dtype.storage
-    dtype, kind, shape = arrays.from_description(arrays.describe(operand))
-    value = arrays.fresh(dtype, kind, shape)
+    dtype, kind, shape = conversion.from_description(conversion.describe(operand))
+    value = conversion.fresh(dtype, kind, shape)
     value.array[...] = operand.array
-    result = arrays.unwrap(value)
+    result = conversion.unwrap(value)
     assert [type(part) for part in flat(result)] == [type(part) for part in flat(x)]
     assert [np.array(part).tobytes() for part in flat(result)] == [
         np.array(part).tobytes() for part in flat(x)
@@ -523,22 +524,22 @@ def test_a_number_or_a_pair_comes_back_with_its_type(x: Any) -> None:
 
 
 def test_a_bfloat16_scalar_comes_back_as_one(ml_dtypes: Any) -> None:
-    operand = arrays.wrap_operand(ml_dtypes.bfloat16(1.5))
+    operand = conversion.wrap_operand(ml_dtypes.bfloat16(1.5))
     assert operand.dtype is dtypes.BFLOAT16
-    result = arrays.unwrap(operand)
+    result = conversion.unwrap(operand)
     assert type(result) is ml_dtypes.bfloat16
     assert result == 1.5
 
 
 def test_bool_is_not_int() -> None:
-    assert arrays.wrap_operand(True).dtype is dtypes.BOOL
-    assert arrays.wrap_operand(1).dtype is dtypes.INT64
+    assert conversion.wrap_operand(True).dtype is dtypes.BOOL
+    assert conversion.wrap_operand(1).dtype is dtypes.INT64
 
 
 @pytest.mark.parametrize("x", [2**63, -(2**63) - 1, 10**4000, (1.0, 2**70)])
 def test_an_int_outside_int64_is_refused(x: object) -> None:
     with pytest.raises(ValueError, match="does not fit into int64"):
-        arrays.wrap_operand(x)
+        conversion.wrap_operand(x)
 
 
 @pytest.mark.parametrize(
@@ -546,17 +547,17 @@ def test_an_int_outside_int64_is_refused(x: object) -> None:
 )
 def test_an_operand_that_is_neither_array_nor_number_is_refused(x: object) -> None:
     with pytest.raises(TypeError, match=r"reductions take arrays and numbers.*numpy\.asarray"):
-        arrays.wrap_operand(x)
+        conversion.wrap_operand(x)
 
 
 def test_an_array_operand_is_wrapped_without_a_copy() -> None:
     x = np.arange(3)
-    assert arrays.wrap_operand(x).array is x
+    assert conversion.wrap_operand(x).array is x
 
 
 def test_a_structured_scalar_comes_back_as_one() -> None:
     x = np.array((1.5, 3), [("value", "f8"), ("index", "i4")])[()]
-    result = arrays.unwrap(arrays.wrap_operand(x))
+    result = conversion.unwrap(conversion.wrap_operand(x))
     assert type(result) is np.void
     assert result == x
 
@@ -572,18 +573,22 @@ def test_a_structured_scalar_comes_back_as_one() -> None:
 )
 def test_a_description_gives_dtype_kind_and_shape(x: np.ndarray[Any, Any]) -> None:
     value = wrapped(x)
-    assert arrays.from_description(arrays.describe(value)) == (value.dtype, "numpy", x.shape)
+    assert conversion.from_description(conversion.describe(value)) == (
+        value.dtype,
+        "numpy",
+        x.shape,
+    )
 
 
 def test_a_description_of_a_small_array_is_small() -> None:
-    assert len(arrays.describe(wrapped(np.zeros((2, 3))))) <= 32
+    assert len(conversion.describe(wrapped(np.zeros((2, 3))))) <= 32
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=80))
 def test_garbage_is_not_a_description(garbage: bytes) -> None:
     try:
-        arrays.from_description(garbage)
+        conversion.from_description(garbage)
     except ValueError:
         return
 
@@ -591,12 +596,14 @@ def test_garbage_is_not_a_description(garbage: bytes) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 40), st.binary(min_size=1, max_size=8))
 def test_a_damaged_description_gives_an_array_or_a_value_error(at: int, damage: bytes) -> None:
-    good = arrays.describe(arrays.wrap_operand((2.5, 3)))
+    good = conversion.describe(conversion.wrap_operand((2.5, 3)))
     try:
-        dtype, kind, shape = arrays.from_description(good[:at] + damage + good[at + len(damage) :])
+        dtype, kind, shape = conversion.from_description(
+            good[:at] + damage + good[at + len(damage) :]
+        )
     except ValueError:
         return
-    arrays.unwrap(Value(np.zeros([min(dim, 2) for dim in shape], dtype.storage), dtype, kind))
+    conversion.unwrap(Value(np.zeros([min(dim, 2) for dim in shape], dtype.storage), dtype, kind))
 
 
 @pytest.mark.parametrize(
@@ -621,7 +628,9 @@ def test_a_description_of_what_cannot_be_is_refused(
 ) -> None:
     head = bytes([code, len(kind), len(dims)]) + kind
     with pytest.raises(ValueError, match=r"kind|pair|number|shape|dtype"):
-        arrays.from_description(head + b"".join(dim.to_bytes(8, "little") for dim in dims) + text)
+        conversion.from_description(
+            head + b"".join(dim.to_bytes(8, "little") for dim in dims) + text
+        )
 
 
 # out
@@ -630,30 +639,30 @@ def test_a_description_of_what_cannot_be_is_refused(
 @pytest.mark.parametrize("make", [lambda: np.zeros((4, 6))[::2, ::-3], lambda: np.zeros((2, 2)).T])
 def test_out_may_be_non_contiguous(make: Any) -> None:
     out = make()
-    value = arrays.check_out(out, dtypes.FLOAT64, (2, 2))
+    value = conversion.check_out(out, dtypes.FLOAT64, (2, 2))
     assert value.array is out
-    assert arrays.unwrap(value) is out
+    assert conversion.unwrap(value) is out
 
 
 def test_out_may_be_of_another_kind(torch: Any) -> None:
     for out in (torch.zeros(3), array.array("f", [0, 0, 0]), memoryview(array.array("f", [0] * 3))):
-        arrays.check_out(out, dtypes.FLOAT32, (3,)).array[1] = 5
+        conversion.check_out(out, dtypes.FLOAT32, (3,)).array[1] = 5
         assert list(out) == [0, 5, 0]
 
 
 def test_a_tensor_that_requires_grad_may_be_filled(torch: Any) -> None:
     out = torch.zeros(2, requires_grad=True)
-    arrays.check_out(out, dtypes.FLOAT32, (2,)).array[...] = 3
+    conversion.check_out(out, dtypes.FLOAT32, (2,)).array[...] = 3
     assert out.tolist() == [3, 3]
 
 
 def test_out_of_another_dtype_or_shape_names_both() -> None:
     with pytest.raises(ValueError, match=r"dtype float64, but the result is float32"):
-        arrays.check_out(np.zeros(3), dtypes.FLOAT32, (3,))
+        conversion.check_out(np.zeros(3), dtypes.FLOAT32, (3,))
     with pytest.raises(ValueError, match=r"shape \(3,\), but the result has shape \(2, 3\)"):
-        arrays.check_out(np.zeros(3), dtypes.FLOAT64, (2, 3))
+        conversion.check_out(np.zeros(3), dtypes.FLOAT64, (2, 3))
     with pytest.raises(ValueError, match=r"dtype uint16, but the result is bfloat16"):
-        arrays.check_out(np.zeros(3, np.uint16), dtypes.BFLOAT16, (3,))
+        conversion.check_out(np.zeros(3, np.uint16), dtypes.BFLOAT16, (3,))
 
 
 def test_a_read_only_out_is_refused() -> None:
@@ -661,27 +670,27 @@ def test_a_read_only_out_is_refused() -> None:
     out.flags.writeable = False
     for read_only in (out, out.data):
         with pytest.raises(ValueError, match="read-only"):
-            arrays.check_out(read_only, dtypes.FLOAT64, (3,))
+            conversion.check_out(read_only, dtypes.FLOAT64, (3,))
 
 
 def test_an_out_that_overlaps_itself_is_refused(torch: Any) -> None:
     expanded = torch.zeros(1).expand(3)
     with pytest.raises(ValueError, match="overlaps itself"):
-        arrays.check_out(expanded, dtypes.FLOAT32, (3,))
+        conversion.check_out(expanded, dtypes.FLOAT32, (3,))
     windows = np.lib.stride_tricks.sliding_window_view(np.zeros(4), 2, writeable=True)
     with pytest.raises(ValueError, match="overlaps itself"):
-        arrays.check_out(windows, dtypes.FLOAT64, (3, 2))
+        conversion.check_out(windows, dtypes.FLOAT64, (3, 2))
 
 
 def test_a_broadcast_axis_of_length_one_is_no_overlap() -> None:
     out = np.lib.stride_tricks.as_strided(np.zeros(3), (1, 3), (0, 8))
-    assert arrays.check_out(out, dtypes.FLOAT64, (1, 3)).array is out
+    assert conversion.check_out(out, dtypes.FLOAT64, (1, 3)).array is out
 
 
 @pytest.mark.parametrize("out", [[0, 0], bytearray(8), np.float64(0), 5])
 def test_an_out_that_is_no_array_is_a_type_error(out: object) -> None:
     with pytest.raises(TypeError, match="out is not an array"):
-        arrays.check_out(out, dtypes.FLOAT64, ())
+        conversion.check_out(out, dtypes.FLOAT64, ())
 
 
 # Memory
@@ -689,18 +698,18 @@ def test_an_out_that_is_no_array_is_a_type_error(out: object) -> None:
 
 def test_interleaved_slices_do_not_overlap() -> None:
     x = np.zeros(10)
-    assert not arrays.overlap(x[::2], x[1::2])
-    assert arrays.overlap(x[::2], x[4:5])
-    assert arrays.overlap(x, x)
-    assert not arrays.overlap(x, x.copy())
-    assert not arrays.overlap(x[:0], x)
+    assert not conversion.overlap(x[::2], x[1::2])
+    assert conversion.overlap(x[::2], x[4:5])
+    assert conversion.overlap(x, x)
+    assert not conversion.overlap(x, x.copy())
+    assert not conversion.overlap(x[:0], x)
 
 
 def test_overlap_of_contrived_strides_is_answered_at_once() -> None:
     x = np.zeros(4_000_000, np.int8)
     strided = np.lib.stride_tricks.as_strided
     a = strided(x, (7, 11, 13, 17, 19), (36674, 61119, 85569, 103391, 120091))
-    assert isinstance(arrays.overlap(a[..., 1:], a[1:, ..., :-1]), bool)
+    assert isinstance(conversion.overlap(a[..., 1:], a[1:, ..., :-1]), bool)
 
 
 @pytest.mark.parametrize(
@@ -716,7 +725,7 @@ def test_overlap_of_contrived_strides_is_answered_at_once() -> None:
     ids=lambda x: str(x.dtype),
 )
 def test_as_bytes_is_a_flat_view_of_the_memory(x: np.ndarray[Any, Any]) -> None:
-    view = arrays.as_bytes(x)
+    view = conversion.as_bytes(x)
     assert (view.format, view.ndim, view.nbytes) == ("B", 1, x.nbytes)
     assert bytes(view) == x.tobytes()
     if x.nbytes:
@@ -727,7 +736,7 @@ def test_as_bytes_is_a_flat_view_of_the_memory(x: np.ndarray[Any, Any]) -> None:
 def test_as_bytes_of_a_read_only_array_is_read_only() -> None:
     x = np.ones(3)
     x.flags.writeable = False
-    assert arrays.as_bytes(x).readonly
+    assert conversion.as_bytes(x).readonly
 
 
 # Every kind of array, to another rank and back

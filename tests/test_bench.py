@@ -20,13 +20,13 @@ import pytest
 from patience import PATIENCE
 
 import pycoll
-from pycoll import bench, bench_machine, bench_report, bench_sides, bench_worker
-from pycoll.bench_report import Row, Sample, Spread
-from pycoll.bench_sides import BenchError
+from pycoll._tools import bench, bench_machine, bench_report, bench_sides, bench_worker
+from pycoll._tools.bench_report import Row, Sample, Spread
+from pycoll._tools.bench_sides import BenchError
 
 ROOT = Path(__file__).resolve().parent.parent
 KIB, MIB = 2**10, 2**20
-COMMAND = [sys.executable, "-m", "pycoll.cli", "bench"]
+COMMAND = [sys.executable, "-m", "pycoll._tools.cli", "bench"]
 
 
 def run_bench(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -229,7 +229,7 @@ def test_a_second_benchmark_waits_for_the_first(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     program = (
-        "from pycoll.bench_machine import alone\n"
+        "from pycoll._tools.bench_machine import alone\n"
         "with alone(lambda text: print(text, flush=True)):\n"
         "    print('mine', flush=True)\n"
     )

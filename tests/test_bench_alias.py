@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pycoll import bench, bench_report
-from pycoll.bench_report import Row, Spread
-from pycoll.bench_worker import Array, Call, Case, Side
+from pycoll._tools import bench, bench_report
+from pycoll._tools.bench_report import Row, Spread
+from pycoll._tools.bench_worker import Array, Call, Case, Side
 
 
 class Placed(Side):
@@ -73,7 +73,7 @@ def test_the_table_has_a_column_of_distances_if_there_are_any() -> None:
 
 def test_every_size_is_measured_at_every_distance(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "pycoll.cli", "bench", "send", "--rounds", "1"]
+    command = [sys.executable, "-m", "pycoll._tools.cli", "bench", "send", "--rounds", "1"]
     command += ["--sizes", "8,64K", "--alias", "0,16", "--json", str(file)]
     done = subprocess.run(
         command, env=os.environ, capture_output=True, text=True, timeout=60, check=False

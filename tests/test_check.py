@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from patience import PATIENCE
 from tiers import few
 
-from pycoll.check import prove, prove_algorithm, prove_all
-from pycoll.cli import main
+from pycoll._tools.cli import main
 from pycoll.errors import ProofError
 from pycoll.schedule import Copy, Recv, Reduce, Send, Step, chunks_of, recv_reduce
 from pycoll.schedules import (
@@ -30,6 +29,7 @@ from pycoll.schedules import (
     ring,
     steps_of,
 )
+from pycoll.schedules.check import prove, prove_algorithm, prove_all
 
 ROWS = [algorithm for row in TABLE.values() for algorithm in row.values()]
 Steps = list[Step]
@@ -470,7 +470,7 @@ def test_a_step_that_makes_no_sense_is_refused(rank_0: Steps, what: str) -> None
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prove in this process."""
-    monkeypatch.setattr("pycoll.launcher.environment.usable_cores", lambda: 1)
+    monkeypatch.setattr("pycoll._support.environment.usable_cores", lambda: 1)
 
 
 @pytest.mark.usefixtures("one_core")
@@ -484,9 +484,9 @@ def test_the_command_prints_a_line_for_each_algorithm(capsys: pytest.CaptureFixt
 
 def test_the_command_proves_on_all_cores_and_prints_in_order() -> None:
     command = (
-        "import sys, pycoll.launcher.environment as environment\n"
+        "import sys, pycoll._support.environment as environment\n"
         "environment.usable_cores = lambda: 2\n"
-        "from pycoll.cli import main\n"
+        "from pycoll._tools.cli import main\n"
         "if __name__ == '__main__': sys.exit(main(sys.argv[1:]))"
     )
     ran = subprocess.run(

@@ -13,7 +13,7 @@ from script_jobs import all_well
 
 def test_the_ranks_choose_together_how_large_values_go(job: Any) -> None:
     text = """
-from pycoll.native import KINDS as names
+from pycoll._calls.numbering import KINDS as names
 for nbytes, calls in ((65536, 100), (8 << 20, 20)):
     x, rows = np.ones(nbytes // 4, "f4"), np.ones((size, nbytes // 4), "f4")
     for number in range(calls):

@@ -20,7 +20,7 @@ import pytest
 from tiers import sizes
 
 import pycoll
-from pycoll.native import KINDS
+from pycoll._calls.numbering import KINDS
 
 Array = Any
 Comm = Any
@@ -334,7 +334,7 @@ def test_lengths_around_every_threshold_are_right(ranks: Any, read_from: int) ->
         if not read_from:
             check_lengths(comm)
             return
-        from pycoll.transports._core import set_direct_from
+        from pycoll._transports._core import set_direct_from
 
         for kind in range(len(KINDS)):
             set_direct_from(kind, read_from)

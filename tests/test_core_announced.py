@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from script_jobs import Jobs, all_well
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp", "zmq"]
 

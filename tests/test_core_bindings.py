@@ -12,12 +12,12 @@ import pytest
 from script_jobs import Jobs, all_well
 from transport_world import DEADLINE_S, World
 
-from pycoll.context import Context
-from pycoll.envelope import KIND_P2P, P2P, Incoming
-from pycoll.transports.base import Transfer
-from pycoll.transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_BACK
+from pycoll._runtime.context import Context
+from pycoll._runtime.envelope import KIND_P2P, P2P, Incoming
+from pycoll._transports.base import Transfer
+from pycoll._transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_BACK
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp", "zmq"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from script_jobs import Jobs, all_well
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 RING = """
 right, left = (rank + 1) % size, (rank - 1) % size
@@ -60,7 +60,7 @@ ok()
 
 def test_nobody_can_come_between_a_look_and_the_wait_for_several(job: Jobs) -> None:
     text = f"""{RING}
-from pycoll import request as requests
+from pycoll._requests import request as requests
 
 looked = 0
 

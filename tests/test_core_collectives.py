@@ -6,7 +6,7 @@ import pytest
 from core_counting import COUNTING
 from script_jobs import Jobs, all_well
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp", "zmq"]
 
@@ -18,7 +18,7 @@ IN_CORE = TRANSPORTS[:2]
 def test_collectives_of_arrays_run_without_python(job: Jobs, transport: str) -> None:
     text = """
 import sys
-from pycoll.core_collectives import CoreCollective
+from pycoll._requests.core_collectives import CoreCollective
 
 size = comm.size
 x, rows = np.arange(4.0) + rank, np.arange(size * 4).reshape(size, 4) * (rank + 1)
@@ -279,7 +279,7 @@ def test_how_a_call_goes_is_asked_once_until_an_algorithm_is_registered(
     job: Jobs, transport: str
 ) -> None:
     text = """
-from pycoll.core_collectives import Plans
+from pycoll._requests.core_collectives import Plans
 from pycoll.schedule import Recv, Send
 
 made, make = [], Plans.__call__
@@ -340,7 +340,7 @@ x, out = np.arange(4.0), np.empty(4)
 again = comm.persistent.all_reduce(x, out=out)
 again.start().wait()
 again.start().wait()
-calls, ways = [], ("__main__", "pycoll.core_requests", "pycoll.nonblocking")
+calls, ways = [], ("__main__", "pycoll._requests.core_requests", "pycoll._requests.nonblocking")
 def note(frame, event, arg):
     if event == "call" and frame.f_globals["__name__"] not in ways:
         calls.append(frame.f_code.co_qualname)

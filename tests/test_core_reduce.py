@@ -13,21 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycoll import dtypes, ops, ops_numpy
-from pycoll.dtypes import BFLOAT16, FLOAT16, FLOAT32, Array, DType
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import operators, operators_numpy
+from pycoll._dtypes import BFLOAT16, FLOAT16, FLOAT32, Array, DType
 
-core = pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+core = pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 if not hasattr(core, "reduce"):  # the folder of C sources, taken for a package
     pytest.skip("the core is not compiled here", allow_module_level=True)
 
-OPS = [name for name in ops.NAMES if name not in ("minloc", "maxloc")]
+OPS = [name for name in operators.NAMES if name not in ("minloc", "maxloc")]
 LEVELS = [level for level in range(3) if core.reduce_level(level) == level]
 HALVES = [FLOAT16, BFLOAT16]
 KINDS = [
     (name, dtype)
     for name in OPS
     for dtype in dtypes.TABLE
-    if dtype.family in ops.resolve(name).fn.families  # type: ignore[union-attr]
+    if dtype.family in operators.resolve(name).fn.families  # type: ignore[union-attr]
 ]
 
 
@@ -64,23 +65,25 @@ def expected(name: str, dtype: DType, operands: list[Array], divisor: int = 1) -
         return expected("lor", dtype, operands * 2)
     if len(operands) == 1 and name != "avg":
         return operands[0].copy()
-    ufunc = ops.resolve(name).fn.ufunc  # type: ignore[union-attr]
+    ufunc = operators.resolve(name).fn.ufunc  # type: ignore[union-attr]
     shape = operands[0].shape
     with np.errstate(all="ignore"):
         if dtype in HALVES:
-            total = ops_numpy.widen(dtype, operands[0])
+            total = operators_numpy.widen(dtype, operands[0])
             for operand in operands[1:]:
-                ops_numpy.combine(ufunc, FLOAT32, total, ops_numpy.widen(dtype, operand), total)
+                operators_numpy.combine(
+                    ufunc, FLOAT32, total, operators_numpy.widen(dtype, operand), total
+                )
             if name == "avg":
                 total /= np.float32(divisor)
             out = np.empty(shape, dtype.storage)
-            ops_numpy.narrow(dtype, total, out)
+            operators_numpy.narrow(dtype, total, out)
             return out
         out = operands[0].copy()
         for operand in operands[1:]:
-            ops_numpy.combine(ufunc, dtype, out, operand, out)
+            operators_numpy.combine(ufunc, dtype, out, operand, out)
         if name == "avg":
-            ops_numpy.divide(dtype, out, divisor)
+            operators_numpy.divide(dtype, out, divisor)
     return out
 
 
@@ -204,7 +207,7 @@ def test_every_16_bit_float_plus_zero_is_itself(dtype: DType) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     zero = np.full(1 << 16, 0x8000, np.uint16)  # x + -0 is x, also for x = -0
     out = reduce("sum", dtype, np.empty_like(every), [every, zero])
-    wide = ops_numpy.widen(dtype, every.view(dtype.storage))
+    wide = operators_numpy.widen(dtype, every.view(dtype.storage))
     quiet_bit = {"float16": 0x200, "bfloat16": 0x40}[dtype.name]
     assert np.array_equal(out, np.where(np.isnan(wide), every | quiet_bit, every))
 
@@ -216,9 +219,9 @@ def test_16_bit_floats_are_rounded_once_after_the_last_operand(dtype: DType) -> 
         values = np.array([[big], *([[1.0]] * n)], np.float32)
         operands = [np.empty(1, dtype.storage) for _ in values]
         for operand, value in zip(operands, values, strict=True):
-            ops_numpy.narrow(dtype, value, operand)
+            operators_numpy.narrow(dtype, value, operand)
         right = np.empty(1, dtype.storage)
-        ops_numpy.narrow(dtype, np.array([big + n], np.float32), right)
+        operators_numpy.narrow(dtype, np.array([big + n], np.float32), right)
         assert_same_bits(reduce("sum", dtype, operands[0], operands), right)
 
 
@@ -270,7 +273,7 @@ def test_of_two_nan_the_left_one_is_the_result_and_of_two_zeros_the_right_one(
 
 def special_values_are_nan(dtype: DType) -> Array:
     values = special_values(dtype)
-    nan: Array = np.isnan(ops_numpy.widen(dtype, values) if dtype in HALVES else values)
+    nan: Array = np.isnan(operators_numpy.widen(dtype, values) if dtype in HALVES else values)
     return nan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from script_jobs import Jobs, all_well
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 WATCHED = """
 # What the core leaves to Python goes through this.
@@ -86,8 +86,8 @@ ok()
 @pytest.mark.parametrize("way", ["together", "direct", "stream"])
 def test_counts_of_all_kinds_are_cut_where_they_are_to_be(job: Jobs, size: int, way: str) -> None:
     text = f"""{NUMPY}
-from pycoll.native import KINDS
-from pycoll.transports._core import set_direct_from
+from pycoll._calls.numbering import KINDS
+from pycoll._transports._core import set_direct_from
 
 if "{way}" == "together":
     pycoll.share_arrays(4096)

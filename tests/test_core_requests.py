@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from script_jobs import Jobs, all_well
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
-from pycoll.context import Context, Match
-from pycoll.transports.core import HOLDING, OVER, TAKEN_BACK
+from pycoll._runtime.context import Context, Match
+from pycoll._transports.core import HOLDING, OVER, TAKEN_BACK
 
 TRANSPORTS = ["shm", "tcp", "zmq"]
 
@@ -26,7 +26,7 @@ IN_CORE = TRANSPORTS[:2]
 def test_arrays_go_without_python(job: Jobs, transport: str) -> None:
     text = """
 import sys
-from pycoll.core_requests import CoreRequest
+from pycoll._requests.core_requests import CoreRequest
 
 # Whatever is called in Python beyond the methods themselves is counted.
 calls = []

@@ -27,8 +27,8 @@ from core_programs import (
 from tiers import exhaustive
 
 from pycoll import schedules
-from pycoll.proof import Program, Run, Values
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
+from pycoll.schedules.proof import Program, Run, Values
 
 NAMES = (*ENGINE, "run", "link_self")
 KINDS = 36

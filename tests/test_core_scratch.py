@@ -28,8 +28,8 @@ def test_memory_is_used_again_by_one_at_a_time_and_no_more_is_kept_than_may_be(
 
 SEEN = """
 import ctypes, weakref
-from pycoll.transports import link
-from pycoll.transports._core import Scratch
+from pycoll._transports import link
+from pycoll._transports._core import Scratch
 
 seen, send, accept = [], link.Links._send, link.Links._accept
 
@@ -129,7 +129,7 @@ ok()
 
 def test_what_is_sent_from_one_place_is_not_copied_for_a_transport_in_python(job: Jobs) -> None:
     text = """
-from pycoll.transports import link
+from pycoll._transports import link
 
 copied, send = set(), link.Links._send
 

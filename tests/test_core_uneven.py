@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from script_jobs import Jobs, all_well
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 CALLS = """
 SHAPES = [(), (0,), (1,), (3, 5), (0, 7), (200,), (70_000,), (2, 3, 4, 5), (300, 300)]
@@ -244,7 +244,7 @@ ok()
 
 def test_who_fails_between_the_rounds_has_given_up(job: Jobs) -> None:
     text = """
-from pycoll import communicator
+from pycoll import _communicator as communicator
 
 comm.all_gatherv(np.ones(2))
 part = comm.dup()
@@ -267,7 +267,7 @@ ok()
 
 def test_no_other_thread_comes_in_between_the_rounds(job: Jobs) -> None:
     text = """
-from pycoll import communicator
+from pycoll import _communicator as communicator
 
 comm.all_gatherv(np.ones(2))
 go_on, errors = communicator.resumed, []

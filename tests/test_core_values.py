@@ -9,7 +9,7 @@ import pytest
 from core_counting import COUNTING
 from script_jobs import Jobs, all_well
 
-pytest.importorskip("pycoll.transports._core", exc_type=ImportError)
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
 TRANSPORTS = ["shm", "tcp", "zmq"]
 
@@ -20,7 +20,7 @@ IN_CORE = TRANSPORTS[:2]
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_arrays_are_made_without_python(job: Jobs, transport: str) -> None:
     text = """
-ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "_here"}
+ALLOWED = {"wait_all", "pycoll._support.public_edge", "pycoll._arrays.conversion", "_here"}
 x, long, status = np.arange(6.0).reshape(2, 3), np.arange(300_000), pycoll.Status()
 
 def step():
@@ -189,7 +189,8 @@ ok()
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_of_objects_only_the_pickling_is_pythons(job: Jobs, transport: str) -> None:
     text = """
-ALLOWED = {"wait_all", "pycoll.edge", "pycoll.arrays", "pycoll.objects", "pycoll.scratch"}
+ALLOWED = {"wait_all", "pycoll._support.public_edge", "pycoll._arrays.conversion"}
+ALLOWED |= {"pycoll._arrays.objects", "pycoll._runtime.scratch"}
 ALLOWED |= {"_here", "_dump", "_load"}
 value = {"a": [1, 2.5], "b": "text", "c": None}
 long = [np.arange(100_000.0), "x" * 5000]
@@ -259,7 +260,7 @@ ok()
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_a_deadline_needs_no_python_while_there_is_time(job: Jobs, transport: str) -> None:
     text = """
-ALLOWED = {"wait_all", "pycoll.edge"}
+ALLOWED = {"wait_all", "pycoll._support.public_edge"}
 x, out = np.arange(6.0), np.zeros(6)
 
 def step():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pycoll import costs, flows
-from pycoll.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table, Work
+from pycoll._selection import costs, flows
+from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table, Work
 from pycoll.schedules import TABLE, Cost, cost_of, find
 
 NOTHING = Link(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from pycoll.launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
+from pycoll._launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
 
 WORLD, OTHER = 1, 2
 

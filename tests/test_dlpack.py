@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from patience import PATIENCE
 from tiers import few
 
-from pycoll import arrays, dlpack, dtypes
-from pycoll.arrays import Value
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import conversion, dlpack
+from pycoll._arrays.conversion import Value
 
 Comm = Any
 
@@ -211,9 +212,9 @@ def test_ten_thousand_calls_leave_no_memory_behind() -> None:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
     def call() -> None:
-        value = arrays.wrap(Exported(np.ones(8192)))
+        value = conversion.wrap(Exported(np.ones(8192)))
         assert value is not None
-        assert arrays.unwrap(Value(value.array[::2], value.dtype, "numpy")).sum() == 4096
+        assert conversion.unwrap(Value(value.array[::2], value.dtype, "numpy")).sum() == 4096
 
     for _ in range(100):
         call()
@@ -255,7 +256,7 @@ def test_memory_that_no_array_can_have_is_refused_and_given_back_at_once(case: s
     gc.collect()
     assert len(x.given_back) == 1
     with pytest.raises(TypeError, match=rf"(?s)array cannot be sent: .*({why}).*Convert it first"):
-        arrays.wrap(x)
+        conversion.wrap(x)
 
 
 def test_exactly_the_types_that_pycoll_has_are_read() -> None:
@@ -301,11 +302,11 @@ def test_only_what_the_library_allows_is_written_to(
     found = taken(x)
     assert found.flags.writeable is writeable
     if writeable:
-        arrays.check_out(x, dtypes.FLOAT64, (3,)).array[...] = 7
+        conversion.check_out(x, dtypes.FLOAT64, (3,)).array[...] = 7
         assert memory.tolist() == [7, 7, 7]
     else:
         with pytest.raises(ValueError, match="read-only"):
-            arrays.check_out(x, dtypes.FLOAT64, (3,))
+            conversion.check_out(x, dtypes.FLOAT64, (3,))
         with pytest.raises(ValueError, match="WRITEABLE"):
             found.flags.writeable = True
 
@@ -372,7 +373,7 @@ def test_memory_need_not_be_aligned() -> None:
 def test_memory_of_the_host_is_read_whoever_pinned_it(device: int) -> None:
     x = HandMade(device=(device, 0))
     assert taken(x).tolist() == [0, 1, 2]
-    value = arrays.wrap(x)
+    value = conversion.wrap(x)
     assert value is not None
     assert value.array.tolist() == [0, 1, 2]
 
@@ -390,7 +391,7 @@ def test_memory_of_a_device_is_described_and_not_touched(device: tuple[int, int]
     if device[0] in dlpack.CUDA_DEVICES:
         return  # whether it can be sent, the driver knows
     with pytest.raises(TypeError, match=f"DLPack device {device[0]} .*Move it to the CPU"):
-        arrays.wrap(x)
+        conversion.wrap(x)
     assert len(x.given_back) == 1  # it was not even asked for
 
 
@@ -398,7 +399,7 @@ def test_the_capsule_knows_better_than_the_array_where_the_memory_is() -> None:
     x = HandMade(0xDEAD0000, device=(CUDA, 0))
     x.__dict__["_device"] = (CPU, 0)
     with pytest.raises(TypeError, match=r"DLPack device 2 .*Move it to the CPU"):
-        arrays.wrap(x)
+        conversion.wrap(x)
     assert len(x.given_back) == 1
 
 
@@ -440,7 +441,7 @@ def test_an_array_that_its_library_will_not_lend_travels_as_an_object(error: Any
 
     with pytest.raises(error, match="strings"):
         dlpack.export(Library())
-    assert arrays.wrap(Library()) is None
+    assert conversion.wrap(Library()) is None
 
 
 # Libraries
@@ -500,7 +501,7 @@ def test_tensors_of_torch_are_lent_and_read(name: str) -> None:
     patterns = {**PATTERNS, "expanded": lambda x: x[:1].expand(3, 6)}
     for pattern in patterns.values():
         x = pattern(torch.arange(24).reshape(4, 6).to(getattr(torch, name)))
-        value = arrays.wrap(Exported(x))
+        value = conversion.wrap(Exported(x))
         assert value is not None
         assert value.dtype.name == name
         assert value.array.tobytes() == bytes(x.reshape(-1).view(torch.uint8).tolist())
@@ -518,7 +519,7 @@ def test_tensors_of_torch_are_lent_and_read(name: str) -> None:
 def test_arrays_of_jax_are_lent_and_read(name: str) -> None:
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     for x in (jax.numpy.ones((2, 3), name), jax.numpy.ones((), name), jax.numpy.ones(0, name)):
-        value = arrays.wrap(Exported(x))
+        value = conversion.wrap(Exported(x))
         assert value is not None
         assert value.dtype.name == name
         assert value.array.tobytes() == np.asarray(x).tobytes()
@@ -537,10 +538,10 @@ def test_a_result_of_bfloat16_is_of_the_library_that_lent_one() -> None:
         for dtype in (dtypes.BFLOAT16, dtypes.of_name("float8_e5m2"), dtypes.UINT16):
             assert dtype is not None
             kind, shape = "dlpack:a_library", (2,)
-            value = arrays.fresh(dtype, kind, shape)
+            value = conversion.fresh(dtype, kind, shape)
             assert value.kind == kind
             value.array[...] = x.astype(dtype.storage)
-            result = arrays.unwrap(value)
+            result = conversion.unwrap(value)
             assert result.dtype is dtype
             assert result.array.tolist() == value.array.tolist()
             assert result.pointer == value.array.ctypes.data

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pycoll import errors
-from pycoll.launcher.environment import VARIABLES
+from pycoll._support.environment import VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

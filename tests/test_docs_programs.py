@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pycoll
-from pycoll.request import PersistentRequest
+from pycoll._requests.request import PersistentRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -77,7 +77,7 @@ def test_collectives_do_what_their_page_shows(tmp_path: Path) -> None:
         else:
             shown[-1] += text
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, "-m", "pycoll.launcher", "-n", "4", "--log-dir", ".", "program.py"]
+    command = [sys.executable, "-m", "pycoll._launcher", "-n", "4", "--log-dir", ".", "program.py"]
     done = subprocess.run(
         command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import pycoll
-from pycoll.explain import Explanation
-from pycoll.nonblocking import Persistent
-from pycoll.request import PersistentRequest
+from pycoll._calls.explain import Explanation
+from pycoll._requests.nonblocking import Persistent
+from pycoll._requests.request import PersistentRequest
 
 CLASSES = [
     *(value for value in map(pycoll.__getattr__, pycoll._HOMES) if isinstance(value, type)),

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from pycoll.driver import Driver
+from pycoll._runtime.driver import Driver
+from pycoll._support.interrupts import Interrupts
+from pycoll._transports.base import Operation
+from pycoll._transports.core import CoreTransport
 from pycoll.errors import Error
-from pycoll.interrupts import Interrupts
-from pycoll.transports.base import Operation
-from pycoll.transports.core import CoreTransport
 
 FILES = {sys.modules[part.__module__].__file__ for part in (Driver, Interrupts)}
 LIMIT_S = 30.0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pycoll import dtypes
+from pycoll import _dtypes as dtypes
 
 NESTED = np.dtype(
     [("a", "f4"), ("b", [("c", ">i8", (2, 3)), ("d", "S3"), ("e", "M8[us]")]), ("f", "?")],

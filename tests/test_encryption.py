@@ -13,9 +13,9 @@ import pytest
 from transport_world import World
 
 import pycoll
+from pycoll._launcher.spawn import UNENCRYPTED
+from pycoll._transports.network import choose, why_not_encrypted
 from pycoll.errors import BootstrapError
-from pycoll.launcher.spawn import UNENCRYPTED
-from pycoll.network import choose, why_not_encrypted
 
 SECRET = b"nobody else may read this" * 400
 

@@ -182,7 +182,7 @@ def test_a_driver_that_is_killed_leaves_no_ranks(hosts: Bed, address: Any, scrip
 
 
 def manifest(*words: str) -> str:
-    code = "import sys; from pycoll.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from pycoll._tools.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "k8s", "manifest", *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -243,7 +243,7 @@ def test_a_pod_that_is_lost_is_named(hosts: Bed, script: Any) -> None:
     first = Running(hosts, words[0], "PYCOLL_NODE=0", *words[1:])
     other = hosts.popen("hostb", words[0], "PYCOLL_NODE=1", *words[1:])
     first.until("ready", 30.0, 4)
-    hosts.signal("hostb", 9, "PYCOLL_NODE=1|pycoll.launcher -n")
+    hosts.signal("hostb", 9, "PYCOLL_NODE=1|pycoll._launcher -n")
     first.until("lost with its host hostb: no sign of life", NAMED_S)
     assert first.end(15.0) == 1
     other.wait(PATIENCE * 10)

@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE
 from tiers import exhaustive, few
 
-from pycoll.launcher.environment import usable_cores
+from pycoll._support.environment import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

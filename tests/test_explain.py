@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pycoll
-from pycoll import agreed
+from pycoll._selection import agreed
 from pycoll.schedules import REDUCING, TABLE
 
 Comm = Any

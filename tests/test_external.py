@@ -1,4 +1,4 @@
-"""External steps: where they stand in a schedule, and how a run does them (pycoll/external.py)."""
+"""External steps: where they stand in a schedule, and how a run does them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pycoll.binding import Binding
-from pycoll.core_runs import CoreRun, table_of
-from pycoll.engine import Engine
-from pycoll.external import Chunks, Draft, External, Table
-from pycoll.group import Group
+from pycoll._calls.core_runs import CoreRun, table_of
+from pycoll._calls.group import Group
+from pycoll._runtime.binding import Binding
+from pycoll._runtime.engine import Engine
+from pycoll._runtime.external import Chunks, Draft, External, Table
+from pycoll._transports.base import Operation
+from pycoll._transports.core import CoreTransport
 from pycoll.schedule import Copy, Recv, Reduce, Send, compile_schedule, recv_reduce, users_of
-from pycoll.transports.base import Operation
-from pycoll.transports.core import CoreTransport
 
 
 def nothing(_run: Any) -> None:

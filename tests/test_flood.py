@@ -18,9 +18,9 @@ import pytest
 from patience import PATIENCE
 from tiers import few
 
-from pycoll.transports import handshake
-from pycoll.transports.dial import SILENT
-from pycoll.transports.handshake import HELLO_NBYTES, Hello, Secret
+from pycoll._transports import handshake
+from pycoll._transports.dial import SILENT
+from pycoll._transports.handshake import HELLO_NBYTES, Hello, Secret
 
 RANKS = 4
 LIMIT_S = 50 * PATIENCE
@@ -90,7 +90,7 @@ class Job:
         self.folder = folder
         script = folder / "script.py"
         script.write_text(SCRIPT)
-        run = [sys.executable, "-m", "pycoll.launcher", "-n", str(RANKS), "--transport", "tcp"]
+        run = [sys.executable, "-m", "pycoll._launcher", "-n", str(RANKS), "--transport", "tcp"]
         self.process = subprocess.Popen(
             [*run, str(script), str(folder)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -95,7 +95,7 @@ def lengths(size: int) -> tuple[int, ...]:
 
 def able(collective: str, op: Any) -> list[str]:
     """The algorithms by messages that take the operator."""
-    from pycoll.select import usable
+    from pycoll._selection.select import usable
 
     is_op = isinstance(op, pycoll.Op)
     flags = (is_op and not op.commutative, is_op and not op.elementwise)
@@ -184,9 +184,9 @@ def test_the_bytes_that_travel_are_those_of_the_formula(ranks: Any) -> None:
     """Counted where the engine hands messages to the transports."""
 
     def program(comm: Comm) -> list[tuple[str, str, int, int]]:
-        from pycoll import levels
+        from pycoll._calls import two_level
 
-        largest, levels.BY_LEVELS_NBYTES = levels.BY_LEVELS_NBYTES, -1  # by messages alone
+        largest, two_level.BY_LEVELS_NBYTES = two_level.BY_LEVELS_NBYTES, -1  # by messages alone
         block = np.ones((comm.size, 40), np.int64)
         calls: dict[str, Callable[[str], Any]] = {
             "reduce": lambda name: comm.reduce(block, algorithm=name),
@@ -204,7 +204,7 @@ def test_the_bytes_that_travel_are_those_of_the_formula(ranks: Any) -> None:
                 with sent_messages(comm) as sent:
                     call(name)
                 counted.append((collective, name, *sent))
-        levels.BY_LEVELS_NBYTES = largest
+        two_level.BY_LEVELS_NBYTES = largest
         return counted
 
     from pycoll.schedules import find

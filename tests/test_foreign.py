@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
+from pycoll._launcher import agent_socket, exchange, pmi
+from pycoll._launcher.agent_socket import Ticket
 from pycoll.errors import BootstrapError
-from pycoll.launcher import doors, exchange, pmi
-from pycoll.launcher.doors import Ticket
 
 LIMIT_S = 30 * PATIENCE
 
@@ -103,7 +103,7 @@ def helper_pids(key: str) -> dict[int, str]:
                 words = (folder / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if key.encode() in environ and any(w.startswith("pycoll.launcher.") for w in words):
+            if key.encode() in environ and any(w.startswith("pycoll._launcher.") for w in words):
                 found[int(folder.name)] = " ".join(words)
     return found
 
@@ -234,7 +234,7 @@ def test_the_end_of_what_serves_the_job_is_told(which: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("ready")
     for pid, line in helper_pids(key).items():
-        if f"pycoll.launcher.{which}" in line:
+        if f"pycoll._launcher.{which}" in line:
             os.kill(pid, signal.SIGKILL)
     for status, said, _ in ranks.end():
         assert status == 3
@@ -290,8 +290,8 @@ def test_who_does_not_belong_is_turned_away(change: dict[str, str], told: str) -
 # Comes to the agent that is there, and opens no meeting of its own.
 COME = """
 import os
-from pycoll.launcher import entering
-from pycoll.launcher.doors import Ticket
+from pycoll._launcher import entering
+from pycoll._launcher.agent_socket import Ticket
 rank, size = int(os.environ["PYCOLL_RANK"]), int(os.environ["PYCOLL_SIZE"])
 entering.enter(Ticket(bytes.fromhex(os.environ["PYCOLL_KEY"]), 0, []), rank, size, 20)
 """
@@ -478,10 +478,10 @@ def test_descriptors_come_with_a_message_however_many() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         pipe = os.pipe()
-        doors.send(ours, {"count": 300}, [pipe[0]] * 300)
+        agent_socket.send(ours, {"count": 300}, [pipe[0]] * 300)
         deadline = time.monotonic() + 10 * PATIENCE
-        message = doors.receive(theirs, deadline)
-        found = doors.receive_descriptors(theirs, message["count"], deadline)
+        message = agent_socket.receive(theirs, deadline)
+        found = agent_socket.receive_descriptors(theirs, message["count"], deadline)
         assert len(found) == 300
         assert not any(os.get_inheritable(descriptor) for descriptor in found)
         for descriptor in (*found, *pipe):

@@ -11,8 +11,9 @@ import pytest
 from script_jobs import LIMIT_S, RUN
 
 import pycoll
-from pycoll import arrays, dtypes
-from pycoll.launcher.outcome import Raised, RankState, judge
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import conversion
+from pycoll._launcher.outcome import Raised, RankState, judge
 
 Comm = Any
 
@@ -31,7 +32,7 @@ def test_an_out_whose_rows_overlap_in_turn_is_refused() -> None:
     # Elements 0, 1, 2 and 2, 3, 4: no row reaches the next one's first element but by its length.
     out = np.lib.stride_tricks.as_strided(np.zeros(5), (2, 3), (16, 8))
     with pytest.raises(ValueError, match="overlaps itself"):
-        arrays.check_out(out, dtypes.FLOAT64, (2, 3))
+        conversion.check_out(out, dtypes.FLOAT64, (2, 3))
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")

@@ -18,7 +18,7 @@ from gpu_lending import LENDING, NBYTES, case, error_of, fresh, meet, on_gpu
 from tiers import few
 
 import pycoll
-from pycoll import copies, cuda
+from pycoll._cuda import copies, cuda
 
 ranks, gpu_job = gpu_jobs.ranks, gpu_jobs.gpu_job
 

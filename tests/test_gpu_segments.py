@@ -29,7 +29,7 @@ LENDING_NOTHING = ("2 that lend nothing", "3 by TCP")
 
 def cut(step: int = STEP) -> None:
     """Have this rank send short segments, and lend nothing."""
-    from pycoll import segments
+    from pycoll._gpu import segments
 
     segments.SEGMENT_NBYTES = step  # type: ignore[misc]
     os.environ["PYCOLL_CUDA_IPC"] = "0"
@@ -250,7 +250,7 @@ def test_many_values_at_a_time(ranks: Ranks, seed: int) -> None:
 def test_a_sender_that_dies_in_the_middle_is_found_out(gpu_job: Any, transport: str) -> None:
     text = """
 import fake_cuda, fakegpu
-from pycoll import segments
+from pycoll._gpu import segments
 segments.SEGMENT_NBYTES = 1 << 17
 os.environ["PYCOLL_CUDA_IPC"] = "0"
 x = fakegpu.array(np.zeros(1 << 20, np.float32))

@@ -1,4 +1,4 @@
-"""What steps come out of a schedule on arrays on a GPU (pycoll/staged_run.py, lent_run.py)."""
+"""What steps come out of a schedule on arrays on a GPU (pycoll/_gpu/staged_run.py, lent_run.py)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 
-from pycoll import cuda
-from pycoll.binding import Binding
-from pycoll.external import External, Table
-from pycoll.lent_run import lent
+from pycoll._cuda import cuda
+from pycoll._cuda.staging import Stage
+from pycoll._gpu.cuda_ipc_run import lent
+from pycoll._gpu.staged_run import staged
+from pycoll._runtime.binding import Binding
+from pycoll._runtime.external import External, Table
 from pycoll.schedule import Copy, Recv, Send, Step, compile_schedule, recv_reduce
-from pycoll.staged_run import staged
-from pycoll.staging import Stage
 
 NBYTES = 64
 """Of a chunk."""

@@ -18,9 +18,11 @@ from simulated_device import DmaBufRegion, SimulatedPair
 from tiers import few
 
 import pycoll
-from pycoll import copies, cuda, engine, gpudirect
-from pycoll.transports.core import CoreReceive
-from pycoll.transports.rdma_lane import SEGMENT
+from pycoll._cuda import copies, cuda
+from pycoll._gpu import gpudirect
+from pycoll._runtime import engine
+from pycoll._transports.core import CoreReceive
+from pycoll._transports.rdma_lane import SEGMENT
 
 gpu, job = gpudirect_job.gpu, gpudirect_job.job
 

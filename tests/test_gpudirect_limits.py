@@ -20,8 +20,9 @@ from simulated_device import DmaBufRegion, Fabric
 from tiers import few
 
 import pycoll
-from pycoll import cuda, gpudirect
-from pycoll.cuda import Direct
+from pycoll._cuda import cuda
+from pycoll._cuda.cuda import Direct
+from pycoll._gpu import gpudirect
 
 FLUSH_OPTIONS, ORDERING, DMA_BUF = 117, 118, 124  # CU_DEVICE_ATTRIBUTE_...
 OWNER, ALL_DEVICES = 100, 200

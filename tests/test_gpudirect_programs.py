@@ -23,9 +23,9 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 
-from pycoll import cuda
-from pycoll.gpudirect import Place
-from pycoll.transports.base import Arrival, Reach, Transfer
+from pycoll._cuda import cuda
+from pycoll._gpu.gpudirect import Place
+from pycoll._transports.base import Arrival, Reach, Transfer
 
 NOTHING = 0xEE  # what the image of an array holds that is reached on its GPU
 

@@ -22,8 +22,9 @@ import pytest
 from tiers import exhaustive, sizes
 
 import pycoll
-from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL, by_value
-from pycoll.grid import Layout, check_layout
+from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL
+from pycoll._grid import Layout, check_layout
+from pycoll._support import pickling
 
 Comm = Any
 LEAST, MOST = -(2**63), 2**63 - 1
@@ -515,7 +516,7 @@ def run_all(job: Any, n: int, programs: list[Callable[[Comm], None]], *options: 
     module = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(module)  # its name means nothing to the ranks
     try:
-        (job.folder / "programs").write_bytes(by_value.dumps(programs))
+        (job.folder / "programs").write_bytes(pickling.dumps(programs))
     finally:
         cloudpickle.unregister_pickle_by_value(module)
     return job(

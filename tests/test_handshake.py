@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE
 
-from pycoll.ports import endpoint_of
-from pycoll.transports import handshake
-from pycoll.transports.dial import SILENT, TRIES, Dialer, Link
-from pycoll.transports.handshake import (
+from pycoll._support.ports import endpoint_of
+from pycoll._transports import handshake
+from pycoll._transports.dial import SILENT, TRIES, Dialer, Link
+from pycoll._transports.handshake import (
     HELLO_NBYTES,
     LINKED,
     PROOF_NBYTES,

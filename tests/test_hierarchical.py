@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import few
 
-from pycoll.check import placements, prove, prove_algorithm
 from pycoll.errors import ProofError
 from pycoll.schedule import Recv, Send, Step, chunks_of
 from pycoll.schedules import ROOTED, TABLE, cost_of, find, steps_of
+from pycoll.schedules.check import placements, prove, prove_algorithm
 
 COLLECTIVES = [row["hierarchical"].collective for row in TABLE.values() if "hierarchical" in row]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from pycoll.launcher.environment import Place, blocks, places
-from pycoll.launcher.host_memory import HostMemory, JobMemory
+from pycoll._launcher.host_memory import HostMemory, JobMemory
+from pycoll._support.environment import Place, blocks, places
 
 LIMIT_S = 30 * PATIENCE
 EPOCH_OFFSET, SEQUENCE_OFFSET, LINE_OFFSET, RECORD = 64, 4096 + 508, 4096 + 512, 1024
@@ -45,7 +45,7 @@ def run(tmp_path: Path, n: int, text: str, *options: str) -> subprocess.Complete
     script = tmp_path / "script.py"
     script.write_text(RANK + text)
     return subprocess.run(
-        [sys.executable, "-m", "pycoll.launcher", "-n", str(n), *options, str(script)],
+        [sys.executable, "-m", "pycoll._launcher", "-n", str(n), *options, str(script)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -87,7 +87,7 @@ except BlockingIOError:
 
 def test_a_failure_is_counted_in_every_memory_and_wakes_every_rank(tmp_path: Path) -> None:
     text = """
-from pycoll.launcher.rendezvous import Client
+from pycoll._rendezvous.client import Client
 key, rank = bytes.fromhex(os.environ["PYCOLL_KEY"]), int(os.environ["PYCOLL_RANK"])
 client = Client(os.environ["PYCOLL_RENDEZVOUS"], key, rank, 3, link=os.environ["PYCOLL_LINK"])
 assert epoch() == 0
@@ -107,7 +107,7 @@ client.close(5.0)
 
 def test_the_table_has_what_ranks_wait_in_natively(tmp_path: Path) -> None:
     text = """
-from pycoll.launcher.rendezvous import Client
+from pycoll._rendezvous.client import Client
 key, rank = bytes.fromhex(os.environ["PYCOLL_KEY"]), int(os.environ["PYCOLL_RANK"])
 client = Client(os.environ["PYCOLL_RENDEZVOUS"], key, rank, 3, link=os.environ["PYCOLL_LINK"])
 if rank == 1:

@@ -208,7 +208,7 @@ def test_a_rank_that_is_killed_ends_the_job(hosts: Bed, script: Callable[[str], 
 
 def test_an_agent_that_is_killed_is_a_lost_host(hosts: Bed, script: Callable[[str], str]) -> None:
     with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
-        hosts.signal("hostb", signal.SIGKILL, "pycoll.launcher.agent")
+        hosts.signal("hostb", signal.SIGKILL, "pycoll._launcher.agent")
         assert running.until("lost with its host hostb: its agent is gone", NAMED_S) < NAMED_S
         until_empty(hosts, "hostb", 5.0)
         assert running.end(10.0) == 1
@@ -216,7 +216,7 @@ def test_an_agent_that_is_killed_is_a_lost_host(hosts: Bed, script: Callable[[st
 
 def test_a_launcher_that_is_killed_leaves_nothing(hosts: Bed, script: Callable[[str], str]) -> None:
     with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)):
-        hosts.signal("hosta", signal.SIGKILL, "pycoll.launcher -H")
+        hosts.signal("hosta", signal.SIGKILL, "pycoll._launcher -H")
         until_empty(hosts, "hosta", EMPTY_S)
         until_empty(hosts, "hostb", EMPTY_S)
 
@@ -226,7 +226,7 @@ def test_a_signal_ends_the_ranks_of_all_hosts(
     hosts: Bed, script: Callable[[str], str], signum: signal.Signals
 ) -> None:
     with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
-        hosts.signal("hosta", signum, "pycoll.launcher -H")
+        hosts.signal("hosta", signum, "pycoll._launcher -H")
         assert running.end(10.0) == 128 + signum
     assert f"ended by {signum.name} after" in running.said
 
@@ -247,7 +247,7 @@ def test_a_cable_that_is_out_for_3_s_does_no_harm(hosts: Bed, script: Callable[[
         with pytest.raises(subprocess.TimeoutExpired):
             running.process.wait(9.0)  # longer than silence is borne
         assert "lost" not in running.said
-        hosts.signal("hosta", signal.SIGINT, "pycoll.launcher -H")
+        hosts.signal("hosta", signal.SIGINT, "pycoll._launcher -H")
         assert running.end(10.0) == 130
 
 
@@ -277,7 +277,7 @@ def test_a_stopped_agent_is_a_lost_host_and_a_stopped_rank_is_not(
         with pytest.raises(subprocess.TimeoutExpired):
             running.process.wait(10.0)
         hosts.run("hostb", "pkill", "-CONT", "-n", "-f", "script.py")
-        hosts.signal("hostb", signal.SIGSTOP, "pycoll.launcher.agent")
+        hosts.signal("hostb", signal.SIGSTOP, "pycoll._launcher.agent")
         running.until("lost with its host hostb: no sign of life", NAMED_S)
         running.end(10.0)
         # The ranks are ended though nobody continues the agent.
@@ -285,7 +285,7 @@ def test_a_stopped_agent_is_a_lost_host_and_a_stopped_rank_is_not(
         while any("script.py" in line for line in hosts.processes("hostb")):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        hosts.signal("hostb", signal.SIGCONT, "pycoll.launcher.agent")
+        hosts.signal("hostb", signal.SIGCONT, "pycoll._launcher.agent")
 
 
 def test_a_host_without_power_is_lost(
@@ -354,7 +354,7 @@ def test_hosts_send_each_other_no_more_than_they_must(
 
 def test_a_job_that_is_suspended_goes_on(hosts: Bed, script: Callable[[str], str]) -> None:
     with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
-        everything = "script.py|pycoll.launcher|guardian"
+        everything = "script.py|pycoll._launcher|guardian"
         for name in ("hosta", "hostb"):
             hosts.signal(name, signal.SIGSTOP, everything)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -365,7 +365,7 @@ def test_a_job_that_is_suspended_goes_on(hosts: Bed, script: Callable[[str], str
         with pytest.raises(subprocess.TimeoutExpired):
             running.process.wait(12.0)
         assert "failed" not in running.said
-        hosts.signal("hosta", signal.SIGTERM, "pycoll.launcher -H")
+        hosts.signal("hosta", signal.SIGTERM, "pycoll._launcher -H")
         assert running.end(10.0) == 143
 
 

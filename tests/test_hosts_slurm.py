@@ -130,7 +130,7 @@ def test_nothing_outlives_the_launcher_and_no_one_can_read_the_key(
         key = next(line.split()[-1] for line in running.lines if "key " in line)
         for host in slurm.bed.names:
             assert key not in "".join(slurm.bed.processes(host))
-        slurm.bed.signal("hosta", signal.SIGKILL, "pycoll.launcher ")
+        slurm.bed.signal("hosta", signal.SIGKILL, "pycoll._launcher ")
         for host in slurm.bed.names:
             until_empty(slurm.bed, host, EMPTY_S)
 
@@ -199,10 +199,10 @@ def test_no_one_can_read_the_key_of_tasks(slurm: Slurm, script: Script) -> None:
 
 
 KEY = """
-import pycoll.world
-join = pycoll.world._join
+import pycoll._world
+join = pycoll._world._join
 def tell(place, *more):
     print("key", place.key.hex(), flush=True)
     return join(place, *more)
-pycoll.world._join = tell
+pycoll._world._join = tell
 """

@@ -13,9 +13,10 @@ import fake_cuda
 import pytest
 from patience import PATIENCE
 
-from pycoll import cli, cuda
-from pycoll.cuda import Direct
-from pycoll.transports import rdma_devices, verbs
+from pycoll._cuda import cuda
+from pycoll._cuda.cuda import Direct
+from pycoll._tools import cli
+from pycoll._transports import rdma_devices, verbs
 
 needs_bindings = pytest.mark.skipif(
     not importlib.util.find_spec("cuda"), reason="needs cuda-bindings: pip install '.[cuda]'"
@@ -24,7 +25,7 @@ needs_bindings = pytest.mark.skipif(
 
 def info(environment: dict[str, str], before: str = "pass") -> list[str]:
     """The lines about GPUs, printed by a process of its own: it loads a driver only once."""
-    program = f"import sys; {before}; from pycoll.cli import main; sys.exit(main(['info']))"
+    program = f"import sys; {before}; from pycoll._tools.cli import main; sys.exit(main(['info']))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | environment,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pycoll.interrupts import Interrupts
+from pycoll._support.interrupts import Interrupts
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ else:
     ],
 )
 def test_a_signature_says_of_which_call_it_is_a_part(whole: str, kind: str, text: str) -> None:
-    core = pytest.importorskip("pycoll.native")
+    core = pytest.importorskip("pycoll._calls.shared_memory")
     part = core.part_of(whole, "the call, whose text does not count here") >> 32
     signature = part << 29 | 3 << 13 | 31 << 8 | core.KINDS.index(kind)
     assert core._call_text(signature, ()).replace("another dtype[], ", "") == text

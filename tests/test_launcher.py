@@ -18,18 +18,12 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from pycoll.launcher.cli import main, variables_text
-from pycoll.launcher.environment import (
-    VARIABLES,
-    blocks,
-    places,
-    rank_environment,
-    usable_cores,
-)
-from pycoll.launcher.outcome import Outcome, last_lines, ranks_text
-from pycoll.launcher.spawn import Job, Options
+from pycoll._launcher.cli import main, variables_text
+from pycoll._launcher.outcome import Outcome, last_lines, ranks_text
+from pycoll._launcher.spawn import Job, Options
+from pycoll._support.environment import VARIABLES, blocks, places, rank_environment, usable_cores
 
-RUN = [sys.executable, "-m", "pycoll.launcher"]
+RUN = [sys.executable, "-m", "pycoll._launcher"]
 LIMIT_S = 60 * PATIENCE
 Done = subprocess.CompletedProcess[bytes]
 Joined = Callable[..., Done]
@@ -38,7 +32,7 @@ Environments = Callable[..., list[dict[str, str]]]
 # A rank that joins the job; the test's own lines follow. WAY is the variable with its link.
 JOIN = """
 import os, select, sys, time
-from pycoll.launcher.rendezvous import Client
+from pycoll._rendezvous.client import Client
 rank, size = int(os.environ["PYCOLL_RANK"]), int(os.environ["PYCOLL_SIZE"])
 key = bytes.fromhex(os.environ["PYCOLL_KEY"])
 client = Client(os.environ["PYCOLL_RENDEZVOUS"], key, rank, size, link=os.environ[WAY])

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-from pycoll.launcher import guardian
+from pycoll._launcher import guardian
 
-RUN = [sys.executable, "-m", "pycoll.launcher"]
+RUN = [sys.executable, "-m", "pycoll._launcher"]
 LIMIT_S = 60 * PATIENCE
 
 # Starts a daemon as daemons do (a session of its own, adopted by init, no open files), which tells
@@ -217,7 +217,7 @@ def test_the_guardian_notices_the_death_of_a_program_whose_fork_lives_on(tmp_pat
     script = tmp_path / "script.py"
     script.write_text("""
 import os, signal, sys
-from pycoll.launcher.spawn import Job, Options
+from pycoll._launcher.spawn import Job, Options
 
 def fork(rank, data):
     if (child := os.fork()) == 0:

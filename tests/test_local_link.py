@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
 
-from pycoll.launcher.rendezvous import Client
-from pycoll.launcher.rendezvous_local import FrameSocket, LocalLink, adopt, greeting
-from pycoll.launcher.rendezvous_pairs import link_variable
-from pycoll.launcher.rendezvous_server import Server
-from pycoll.launcher.rendezvous_wire import WIRE_VERSION
+from pycoll._launcher.rendezvous_pairs import link_variable
+from pycoll._launcher.rendezvous_server import Server
+from pycoll._rendezvous.client import Client
+from pycoll._rendezvous.local import FrameSocket, LocalLink, adopt, greeting
+from pycoll._rendezvous.wire import WIRE_VERSION
 
 KEY = bytes(range(32))
 LIMIT_S = 30.0 * PATIENCE
@@ -32,7 +32,7 @@ MAX_NBYTES = 1 << 24
 # A rank that joins the job; the test's own lines follow. `client()` makes one more client.
 JOIN = """
 import os, subprocess, sys
-from pycoll.launcher.rendezvous import Client
+from pycoll._rendezvous.client import Client
 
 def client():
     rank, size, key = (os.environ[f"PYCOLL_{name}"] for name in ("RANK", "SIZE", "KEY"))
@@ -73,7 +73,7 @@ def ranks(tmp_path: Path) -> Run:
         script.write_text(JOIN + text)
         program = program or (sys.executable, str(script))
         done = subprocess.run(
-            [sys.executable, "-m", "pycoll.launcher", "-n", str(n), "--", *program],
+            [sys.executable, "-m", "pycoll._launcher", "-n", str(n), "--", *program],
             capture_output=True,
             text=True,
             env={**os.environ, "AGAIN": str(tmp_path / "again.py"), "SCRIPT": str(script)},
@@ -113,7 +113,7 @@ def test_ranks_and_launcher_meet_without_importing_zeromq_or_numpy(ranks: Run) -
     assert ranks(2, text) == ["set()", "set()"]
     script = """if True:
         import sys
-        from pycoll.launcher.cli import main
+        from pycoll._launcher.cli import main
         status = main(["-n", "2", "--", sys.executable, sys.argv[1]])
         print(status, {"zmq", "numpy", "dataclasses", "pathlib", "hashlib"} & {*sys.modules})
     """

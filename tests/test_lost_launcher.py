@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiers import few
 
-from pycoll.launcher import guardian
+from pycoll._launcher import guardian
 
 LIMIT_S = 60
 
@@ -68,8 +68,8 @@ def test_a_stopped_launcher_makes_nobody_blame_a_rank_that_is_not_the_cause(job:
     done = job(
         3,
         """
-import pycoll.membership
-pycoll.membership.VERDICT_S = 0.3
+import pycoll._runtime.membership
+pycoll._runtime.membership.VERDICT_S = 0.3
 silent = "lost its link to rank %d .*pycoll-run has not answered.*Only pycoll-run knows which rank"
 if rank == 0:
     comm.recv(1)  # all have heard from pycoll-run that they are here

@@ -14,7 +14,7 @@ from sent_messages import sent_messages
 from tiers import exhaustive, sizes
 
 import pycoll
-from pycoll.many import ALONE_NBYTES, BUCKET_NBYTES
+from pycoll._calls.many import ALONE_NBYTES, BUCKET_NBYTES
 
 Array = Any
 Comm = Any

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from pycoll._launcher import exchange, munge
+from pycoll._launcher.reach import listen_everywhere
 from pycoll.errors import BootstrapError
-from pycoll.launcher import exchange, munge
-from pycoll.launcher.reach import listen_everywhere
 
 # The ports derive from it: those of another process that tests are others.
 JOB = str(os.getpid())

@@ -22,15 +22,16 @@ import pytest
 from patience import PATIENCE
 
 import pycoll
-from pycoll import k8s
+from pycoll._functions import engines, function
+from pycoll._launcher import network_line
+from pycoll._launcher.agent_socket import Ticket
+from pycoll._launcher.nodes import find_node
+from pycoll._launcher.spawn import UNENCRYPTED
+from pycoll._tools import k8s
 from pycoll.errors import BootstrapError, Error
-from pycoll.launcher import engines, function, network_line
-from pycoll.launcher.doors import Ticket
-from pycoll.launcher.nodes import find_node
-from pycoll.launcher.spawn import UNENCRYPTED
 
 LIMIT_S = 30 * PATIENCE
-RUN = [sys.executable, "-P", "-m", "pycoll.launcher"]
+RUN = [sys.executable, "-P", "-m", "pycoll._launcher"]
 
 WHERE = """
 import os, sys, numpy as np, pycoll

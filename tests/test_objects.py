@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycoll import objects
+from pycoll._arrays import objects
 
 
 def stored(obj: object) -> memoryview:

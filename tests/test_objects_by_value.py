@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pycoll import objects
+from pycoll._arrays import objects
 
 NOTEBOOK = """
 import dataclasses

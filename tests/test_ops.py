@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pycoll import dtypes, ops, ops_numpy
-from pycoll.dtypes import Array, DType
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import operators, operators_numpy
+from pycoll._dtypes import Array, DType
 
 INTEGERS = [dtype for dtype in dtypes.TABLE if dtype.family in "iu"]
 FLOATS = [dtype for dtype in dtypes.TABLE if dtype.family == "f"]
@@ -28,15 +29,15 @@ def combined(op: Any, left: Any, right: Any, dtype: Any = None) -> Array:
     left, right = np.asarray(left, dtype), np.asarray(right, dtype)
     known = dtypes.of_numpy(left.dtype)
     out = np.empty(left.shape, known.storage)
-    resolved = ops.resolve(op)
-    ops.check(resolved, known)
-    ops.combine(resolved, known, left.view(known.storage), right.view(known.storage), out)
+    resolved = operators.resolve(op)
+    operators.check(resolved, known)
+    operators.combine(resolved, known, left.view(known.storage), right.view(known.storage), out)
     return out.view(left.dtype)
 
 
 def finished(array: Array, size: int) -> Array:
     dtype = dtypes.of_numpy(array.dtype)
-    ops.finish(ops.resolve("avg"), dtype, array.view(dtype.storage), size)
+    operators.finish(operators.resolve("avg"), dtype, array.view(dtype.storage), size)
     return array
 
 
@@ -55,65 +56,65 @@ class Callable_:  # noqa: N801
 
 
 def test_a_name_is_an_operator() -> None:
-    assert ops.resolve("sum") is ops.resolve("sum")
-    assert ops.resolve("sum").name == "sum"
-    assert repr(ops.resolve("sum")) == "Op('sum')"
-    assert ops.resolve("sum").commutative
-    assert ops.resolve("sum").elementwise
+    assert operators.resolve("sum") is operators.resolve("sum")
+    assert operators.resolve("sum").name == "sum"
+    assert repr(operators.resolve("sum")) == "Op('sum')"
+    assert operators.resolve("sum").commutative
+    assert operators.resolve("sum").elementwise
 
 
 def test_the_named_operators_are_those_of_the_documentation() -> None:
     names = "sum prod min max avg band bor bxor land lor lxor minloc maxloc"
-    assert tuple(names.split()) == ops.NAMES
+    assert tuple(names.split()) == operators.NAMES
 
 
 def test_an_unknown_name_is_a_value_error_naming_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"no operator 'mean'.*sum, prod.*maxloc"):
-        ops.resolve("mean")
+        operators.resolve("mean")
 
 
 @pytest.mark.parametrize("op", [3, None, ["sum"]])
 def test_what_is_no_operator_is_a_type_error(op: object) -> None:
     with pytest.raises(TypeError, match=r"op is a value of type .*\. Pass one of sum"):
-        ops.resolve(op)
+        operators.resolve(op)
 
 
 def test_a_function_is_not_taken_to_be_commutative_or_elementwise() -> None:
-    op = ops.resolve(a_function)
+    op = operators.resolve(a_function)
     assert not op.commutative
     assert not op.elementwise
-    assert op == ops.Op(a_function, commutative=False)
-    assert ops.resolve(op) is op
+    assert op == operators.Op(a_function, commutative=False)
+    assert operators.resolve(op) is op
 
 
 def test_an_operator_has_a_stable_name_a_readable_repr_and_a_hash() -> None:
-    op = ops.Op(a_function)
+    op = operators.Op(a_function)
     assert op.name == f"{__name__}.a_function"
     assert repr(op) == f"Op({__name__}.a_function, commutative=True, elementwise=False)"
-    assert len({op, ops.Op(a_function), ops.Op(a_function, elementwise=True)}) == 2
-    assert ops.Op(functools.partial(a_function)).name == f"partial({__name__}.a_function)"
-    assert ops.Op(Callable_()).name == f"{__name__}.Callable_"
-    assert isinstance(hash(ops.Op(Callable_())), int)
-    assert "add" in ops.Op(np.add).name
-    assert "add" in ops.Op(operator.add).name
+    assert len({op, operators.Op(a_function), operators.Op(a_function, elementwise=True)}) == 2
+    assert operators.Op(functools.partial(a_function)).name == f"partial({__name__}.a_function)"
+    assert operators.Op(Callable_()).name == f"{__name__}.Callable_"
+    assert isinstance(hash(operators.Op(Callable_())), int)
+    assert "add" in operators.Op(np.add).name
+    assert "add" in operators.Op(operator.add).name
 
 
 def test_functions_of_one_name_differ_in_their_signatures() -> None:
-    one, other = ops.Op(lambda a, b: a + b), ops.Op(lambda a, b: a * b)
+    one, other = operators.Op(lambda a, b: a + b), operators.Op(lambda a, b: a * b)
     assert one.name == other.name
     assert one.signature != other.signature
-    assert ops.resolve("sum").signature == "sum"
-    assert ops.Op(Callable_()).signature == ops.Op(Callable_()).name
+    assert operators.resolve("sum").signature == "sum"
+    assert operators.Op(Callable_()).signature == operators.Op(Callable_()).name
 
 
 def test_an_operator_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
-        ops.Op(a_function).commutative = False  # type: ignore[misc]
+        operators.Op(a_function).commutative = False  # type: ignore[misc]
 
 
 def test_an_operator_needs_a_function() -> None:
     with pytest.raises(TypeError, match="made of a function, not of a str"):
-        ops.Op("sum")  # type: ignore[arg-type]
+        operators.Op("sum")  # type: ignore[arg-type]
 
 
 # What each operator computes
@@ -216,8 +217,8 @@ def test_avg_of_float16_takes_any_number_of_ranks() -> None:
 
 def test_only_avg_divides() -> None:
     x = np.ones(3)
-    ops.finish(ops.resolve("sum"), dtypes.FLOAT64, x, 2)
-    ops.finish(ops.Op(a_function), dtypes.FLOAT64, x, 2)
+    operators.finish(operators.resolve("sum"), dtypes.FLOAT64, x, 2)
+    operators.finish(operators.Op(a_function), dtypes.FLOAT64, x, 2)
     assert x.tolist() == [1, 1, 1]
 
 
@@ -228,10 +229,10 @@ def test_out_may_be_an_operand(name: str, dtype: DType, target: str) -> None:
     rng = np.random.default_rng(1)
     left = rng.integers(0, 100, (2, 50)).astype(dtype.storage)
     right = rng.integers(0, 100, (2, 50)).astype(dtype.storage)
-    op = ops.resolve(name)
+    op = operators.resolve(name)
     expected = np.empty_like(left)
-    ops.combine(op, dtype, left, right, expected)
-    ops.combine(op, dtype, left, right, left if target == "left" else right)
+    operators.combine(op, dtype, left, right, expected)
+    operators.combine(op, dtype, left, right, left if target == "left" else right)
     assert np.array_equal(left if target == "left" else right, expected)
 
 
@@ -241,9 +242,9 @@ def test_operands_and_out_may_be_strided(dtype: DType) -> None:
     right = np.arange(12).astype(dtype.storage).reshape(3, 4).T
     out = np.zeros((3, 4), dtype.storage).T
     expected = np.empty((4, 3), dtype.storage)
-    op = ops.resolve("sum")
-    ops.combine(op, dtype, left.copy(), right.copy(), expected)
-    ops.combine(op, dtype, left, right, out)
+    op = operators.resolve("sum")
+    operators.combine(op, dtype, left.copy(), right.copy(), expected)
+    operators.combine(op, dtype, left, right, out)
     assert np.array_equal(out, expected)
 
 
@@ -257,9 +258,9 @@ def test_no_elements_are_combined_to_none(name: Any) -> None:
 
 BUILTINS = [
     (name, dtype)
-    for name in ops.NAMES[:-2]
+    for name in operators.NAMES[:-2]
     for dtype in dtypes.TABLE
-    if dtype.family in ops.resolve(name).fn.families  # type: ignore[union-attr]
+    if dtype.family in operators.resolve(name).fn.families  # type: ignore[union-attr]
 ]
 
 
@@ -284,19 +285,19 @@ def special_bits(dtype: DType, count: int, seed: int) -> Array:
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in BUILTINS}))
 def test_bits_do_not_depend_on_strides_position_or_target(name: str) -> None:
-    op = ops.resolve(name)
+    op = operators.resolve(name)
     for dtype in [dtype for one, dtype in BUILTINS if one == name]:
         left, right = special_bits(dtype, 999, seed=1), special_bits(dtype, 999, seed=2)
         expected = np.empty_like(left)
-        ops.combine(op, dtype, left, right, expected)
+        operators.combine(op, dtype, left, right, expected)
         for target in range(3):  # the left one, the right one, a new one
             spaced = [np.zeros((999, 2), dtype.storage)[::-1, 0] for _ in range(3)]
             spaced[0][:], spaced[1][:] = left, right
-            ops.combine(op, dtype, spaced[0], spaced[1], spaced[target])
+            operators.combine(op, dtype, spaced[0], spaced[1], spaced[target])
             assert spaced[target].tobytes() == expected.tobytes(), dtype
         for i in range(0, 999, 37):  # alone, an element is not in a vector register with others
             alone = np.empty(1, dtype.storage)
-            ops.combine(op, dtype, left[i : i + 1], right[i : i + 1], alone)
+            operators.combine(op, dtype, left[i : i + 1], right[i : i + 1], alone)
             assert alone.tobytes() == expected[i : i + 1].tobytes(), dtype
 
 
@@ -369,7 +370,7 @@ def test_float32_is_rounded_to_bfloat16_as_ml_dtypes_does(values: list[float]) -
     with np.errstate(all="ignore"):
         expected = wide.astype(ml_dtypes.bfloat16)
     out = np.empty(wide.shape, np.uint16)
-    ops_numpy.narrow(dtypes.BFLOAT16, wide.copy(), out)
+    operators_numpy.narrow(dtypes.BFLOAT16, wide.copy(), out)
     result = out.view(ml_dtypes.bfloat16).astype(np.float32)
     assert np.array_equal(result, expected.astype(np.float32), equal_nan=True)
 
@@ -377,7 +378,7 @@ def test_float32_is_rounded_to_bfloat16_as_ml_dtypes_does(values: list[float]) -
 def test_every_nan_stays_a_nan_in_bfloat16() -> None:
     bits = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
     out = np.empty(4, np.uint16)
-    ops_numpy.narrow(dtypes.BFLOAT16, bits.view(np.float32).copy(), out)
+    operators_numpy.narrow(dtypes.BFLOAT16, bits.view(np.float32).copy(), out)
     assert out.tolist() == [0x7FC0, 0xFFC0, 0x7FFF, 0xFFFF]
 
 
@@ -395,12 +396,12 @@ def test_bfloat16_logic_and_average() -> None:
 @pytest.mark.parametrize("dtype", [dtypes.BFLOAT16, dtypes.FLOAT16], ids=str)
 def test_large_arrays_of_16_bit_floats_need_little_memory(dtype: DType) -> None:
     left = np.ones(1 << 20, dtype.storage)
-    op = ops.resolve("avg")
-    ops.combine(op, dtype, left[:10], left[:10], left[:10].copy())
+    op = operators.resolve("avg")
+    operators.combine(op, dtype, left[:10], left[:10], left[:10].copy())
     tracemalloc.start()
     try:
-        ops.combine(op, dtype, left, left, left)
-        ops.finish(op, dtype, left, 2)
+        operators.combine(op, dtype, left, left, left)
+        operators.finish(op, dtype, left, 2)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -434,7 +435,7 @@ def test_the_best_value_wins_with_its_index(
 ) -> None:
     a, b = np.array([left, left], PAIR), np.array([right, right], PAIR)
     out = {"left": a, "right": b, "new": np.empty_like(a)}[target]
-    ops.combine(ops.resolve(name), dtypes.of_numpy(PAIR), a, b, out)
+    operators.combine(operators.resolve(name), dtypes.of_numpy(PAIR), a, b, out)
     assert out.tobytes() == np.array([winner, winner], PAIR).tobytes()
 
 
@@ -474,9 +475,9 @@ def test_a_refusal_names_operator_and_dtype_and_what_would_work(
         for dtype in dtypes.TABLE:
             if dtype in refused:
                 with pytest.raises(TypeError, match=f'"{name}" does not work on {dtype}: .*{text}'):
-                    ops.check(ops.resolve(name), dtype)
+                    operators.check(operators.resolve(name), dtype)
             else:
-                ops.check(ops.resolve(name), dtype)
+                operators.check(operators.resolve(name), dtype)
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "land", a_function])
@@ -495,14 +496,14 @@ def test_a_refusal_names_operator_and_dtype_and_what_would_work(
 )
 def test_what_only_moves_does_not_reduce(op: Any, dtype: Any, advice: str) -> None:
     with pytest.raises(TypeError, match=f"does not work on.*{advice}"):
-        ops.check(ops.resolve(op), dtypes.of_numpy(np.dtype(dtype)))
+        operators.check(operators.resolve(op), dtypes.of_numpy(np.dtype(dtype)))
 
 
 def test_an_8_bit_float_does_not_reduce() -> None:
     dtype = dtypes.of_name("float8_e5m2")
     assert dtype is not None
     with pytest.raises(TypeError, match="float32"):
-        ops.check(ops.resolve("sum"), dtype)
+        operators.check(operators.resolve("sum"), dtype)
 
 
 @pytest.mark.parametrize(
@@ -517,7 +518,7 @@ def test_an_8_bit_float_does_not_reduce() -> None:
 )
 def test_other_structures_are_no_pairs(dtype: Any) -> None:
     with pytest.raises(TypeError, match="value, index"):
-        ops.check(ops.resolve("minloc"), dtypes.of_numpy(np.dtype(dtype)))
+        operators.check(operators.resolve("minloc"), dtypes.of_numpy(np.dtype(dtype)))
 
 
 # The user's functions
@@ -547,7 +548,7 @@ def test_a_function_may_return_an_operand_or_a_scalar_for_0_d() -> None:
 
 def test_out_may_be_an_operand_of_a_function() -> None:
     left, right = np.array([5.0, 6.0]), np.array([1.0, 2.0])
-    ops.combine(ops.resolve(a_function), dtypes.FLOAT64, left, right, right)
+    operators.combine(operators.resolve(a_function), dtypes.FLOAT64, left, right, right)
     assert right.tolist() == [4, 4]
 
 
@@ -592,6 +593,6 @@ def test_a_function_on_bfloat16_without_ml_dtypes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    ops.check(ops.resolve("sum"), dtypes.BFLOAT16)
+    operators.check(operators.resolve("sum"), dtypes.BFLOAT16)
     with pytest.raises(TypeError, match="pip install ml_dtypes"):
-        ops.check(ops.resolve(a_function), dtypes.BFLOAT16)
+        operators.check(operators.resolve(a_function), dtypes.BFLOAT16)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from pycoll.launcher.output import Sink, Stream
+from pycoll._launcher.output import Sink, Stream
 
 LIMIT_S = 60
 PIECE = b"x" * 65536
@@ -48,7 +48,7 @@ def test_a_line_without_an_end_is_not_copied_again_for_each_piece_of_it() -> Non
 
 def test_a_terminal_gets_no_prefixes_if_none_are_wanted() -> None:
     ours, theirs = pty.openpty()
-    run = [sys.executable, "-m", "pycoll.launcher", "-n", "1", "--no-tag-output"]
+    run = [sys.executable, "-m", "pycoll._launcher", "-n", "1", "--no-tag-output"]
     command = [*run, "--", "echo", "hello"]
     done = subprocess.run(command, stdout=theirs, stderr=theirs, timeout=LIMIT_S, check=False)
     os.close(theirs)

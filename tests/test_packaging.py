@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import fnmatch
+import graphlib
 import importlib.metadata
 import importlib.util
 import json
@@ -15,6 +15,7 @@ import sysconfig
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_the_tests_use_the_installed_package(
 
 def test_processes_that_tests_start_use_the_same_package() -> None:
     tell = [sys.executable, "-c", "import pycoll; print(pycoll.__file__)"]
-    for command in (tell, [sys.executable, "-m", "pycoll.launcher", "-n", "2", "--", *tell]):
+    for command in (tell, [sys.executable, "-m", "pycoll._launcher", "-n", "2", "--", *tell]):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert set(done.stdout.split()) == {pycoll.__file__}
 
@@ -254,52 +255,82 @@ def test_free_threaded_python_is_refused_by_the_import() -> None:
 # ---------------------------------------------------------------- who imports whom
 
 
-def rooms() -> list[tuple[list[str], list[str], list[str]]]:
-    """The table in docs/design.md: the rooms of a row, what they may import, other packages."""
+class Row(NamedTuple):
+    """A row of the table in docs/design.md: packages, what they may import, other packages."""
+
+    packages: list[str]
+    inside: list[str]
+    outside: list[str]
+
+
+def rows() -> list[Row]:
     text = (ROOT / "docs/design.md").read_text(encoding="utf-8")
-    table = text.split("| room |", 1)[1].split("\n\n", 1)[0]
-    rows = []
+    table = text.split("| package |", 1)[1].split("\n\n", 1)[0]
+    found = []
     for line in table.splitlines()[2:]:
-        names, inside, outside = (cell.strip() for cell in line.strip("|").split("|"))
+        names, _, inside, outside = (cell.strip() for cell in line.strip("|").split("|"))
         words = [w.strip() for w in outside.split(",") if w.strip()]
-        rows.append((re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", inside), words))
-    return rows
+        found.append(Row(re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", inside), words))
+    return found
 
 
-def short(module: str) -> str:
-    """`pycoll.launcher.spawn` -> `launcher.spawn`; pycoll itself -> `__init__`."""
-    return module.removeprefix("pycoll").removeprefix(".") or "__init__"
+def package_of(module: str) -> str:
+    """`pycoll._launcher.spawn` -> `_launcher`; pycoll itself -> `__init__`."""
+    return (*module.split("."), "__init__")[1]
 
 
-def row_of(room: str) -> tuple[list[str], list[str], list[str]]:
-    """The row that names the room itself, else the first whose pattern fits."""
-    exact = [row for row in rooms() if room in row[0]]
-    fitting = exact or [row for row in rooms() if any(fnmatch.fnmatch(room, p) for p in row[0])]
-    assert fitting, f"docs/design.md: the table has no row for `{room}`"
-    return fitting[0]
+def row_of(package: str) -> Row:
+    found = [row for row in rows() if package in row.packages]
+    assert len(found) == 1, f"docs/design.md: the table has {len(found)} rows for `{package}`"
+    return found[0]
 
 
 def test_the_table_of_imports_goes_down_only() -> None:
     above: list[str] = []
-    for names, inside, _ in rooms():
-        for other in inside:
-            assert other in above, f"`{names[0]}` may not import `{other}`: no row above names it"
-        above += names
+    for row in rows():
+        for other in row.inside:
+            assert other in above, f"`{row.packages[0]}` may not import `{other}`: not above it"
+        above += row.packages
+    assert set(above) == {package_of(module) for module in MODULES}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_a_module_imports_only_what_the_table_allows(module: str) -> None:
-    names, inside, outside = row_of(short(module))
+    row = row_of(package_of(module))
     for imported in sorted(imports_of(module, MODULES[module])):
         top = imported.partition(".")[0]
         if top == "pycoll":
-            room = short(imported)
-            theirs = row_of(room)[0]
-            patterns = {pattern for pattern in inside if "*" in pattern}
-            allowed = theirs == names or room in inside or patterns & set(theirs)
-            assert allowed, f"`{short(module)}` may not import `{room}`"
+            package = package_of(imported)
+            assert package in row.packages + row.inside, f"{module} may not import {imported}"
         elif top not in sys.stdlib_module_names:
-            assert top in outside, f"`{short(module)}` may not import {top}"
+            assert top in row.outside, f"{module} may not import {top}"
+
+
+def runs_on(module: str) -> set[str]:
+    """The modules of pycoll that a module needs when it runs: its imports but those of types."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    found = set()
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            todo += node.orelse
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                dotted = f"{node.module}.{alias.name}"
+                found.add(dotted if dotted in MODULES else node.module)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Late":
+            found.add(ast.literal_eval(node.args[0]))
+    return (found & set(MODULES)) - {module}
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {module: runs_on(module) for module in MODULES}
+    graph["pycoll._communicator"].remove("pycoll._grid")  # see docs/design.md
+    order = graphlib.TopologicalSorter(graph)
+    order.prepare()  # raises CycleError, which names one
 
 
 @pytest.mark.parametrize("folder", ["pycoll", "transports", "launcher", "tests", "examples"])

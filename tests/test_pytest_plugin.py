@@ -15,8 +15,8 @@ from tiers import exhaustive, few
 
 # pytester drops modules that are first imported in an inner pytest, and NumPy and zmq must not be
 # imported twice in one process.
-import pycoll.communicator
-import pycoll.launcher.function
+import pycoll._communicator
+import pycoll._functions.function
 
 pytest_plugins = ["pytester"]
 
@@ -31,7 +31,7 @@ def plain_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT) if not INSTALLED else "")
     monkeypatch.setenv("COLUMNS", "120")
     if not INSTALLED:
-        monkeypatch.setenv("PYTEST_PLUGINS", "pycoll.pytest_plugin")
+        monkeypatch.setenv("PYTEST_PLUGINS", "pycoll._tools.pytest_plugin")
 
 
 def run_tests(pytester: pytest.Pytester, text: str, *args: str) -> pytest.RunResult:
@@ -649,8 +649,8 @@ def test_test_modules_in_folders_with_conftest_files(mode: str, pytester: pytest
 
 def test_loading_the_plugin_imports_nothing_heavy() -> None:
     code = (
-        "import sys, pycoll.pytest_plugin\n"
-        "print(*{'numpy', 'zmq', 'cloudpickle', 'pycoll.launcher'} & set(sys.modules))"
+        "import sys, pycoll._tools.pytest_plugin\n"
+        "print(*{'numpy', 'zmq', 'cloudpickle', 'pycoll._launcher'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
@@ -659,7 +659,8 @@ def test_loading_the_plugin_imports_nothing_heavy() -> None:
 def test_tests_without_the_marker_import_nothing_heavy(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         "import sys\n"
-        "def test_it(): assert not {'zmq', 'pycoll.launcher', 'pycoll.ops'} & set(sys.modules)"
+        "LATE = {'zmq', 'pycoll._launcher', 'pycoll._arrays.operators'}\n"
+        "def test_it(): assert not LATE & set(sys.modules)"
     )
     pytester.runpytest_subprocess().assert_outcomes(passed=1)
 

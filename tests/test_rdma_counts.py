@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from transport_world import World
 
-from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST
-from pycoll.transports.rdma_frames import PIECE, RECEIVES
-from pycoll.transports.rdma_lane import SEGMENT
-from pycoll.transports.rdma_queues import SLOT
-from pycoll.transports.verbs import INLINE
+from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST
+from pycoll._transports.rdma_frames import PIECE, RECEIVES
+from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_queues import SLOT
+from pycoll._transports.verbs import INLINE
 
 HEADER = b"h" * 30  # about what the engine's take
 MOST_INLINE = INLINE - (SLOT - PIECE) - len(HEADER)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pycoll import cli
-from pycoll.launcher import cli as launcher
-from pycoll.transports.rdma_devices import Choice, Gid, best_gid, find, ports, usable_gid
+from pycoll._launcher import cli as launcher
+from pycoll._tools import cli
+from pycoll._transports.rdma_devices import Choice, Gid, best_gid, find, ports, usable_gid
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe12:3456"
 IPV4 = "0000:0000:0000:0000:0000:ffff:c000:0201"

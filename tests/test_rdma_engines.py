@@ -11,7 +11,7 @@ import pytest
 from rdma_job import DEADLINE_S, Job
 
 import pycoll
-from pycoll import agreed
+from pycoll._selection import agreed
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ import pytest
 from rdma_world import LARGE, World, check_at_rest
 from tiers import few
 
+from pycoll._transports.base import EAGER_LIMIT, Arrival, Transfer, Withdrawn
+from pycoll._transports.rdma_frames import PIECE
+from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_queues import SLOT
 from pycoll.errors import PeerFailed
-from pycoll.transports.base import EAGER_LIMIT, Arrival, Transfer, Withdrawn
-from pycoll.transports.rdma_frames import PIECE
-from pycoll.transports.rdma_lane import SEGMENT
-from pycoll.transports.rdma_queues import SLOT
 
 SEEDS = int(os.environ.get("RDMA_SEEDS", "60"))
 STEPS = 150  # of a random program

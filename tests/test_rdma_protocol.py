@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from rdma_world import LARGE, World, check_at_rest
 
+from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer
+from pycoll._transports.rdma import completions_for, receives_for
+from pycoll._transports.rdma_frames import PACKED_RECEIVES, PIECE, RECEIVES
+from pycoll._transports.rdma_link import MOST_FAILURES
+from pycoll._transports.rdma_queues import DRAIN_S, SLOT
+from pycoll._transports.verbs import RETRIES_EXCEEDED, VerbsError, explain
 from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer
-from pycoll.transports.rdma import completions_for, receives_for
-from pycoll.transports.rdma_frames import PACKED_RECEIVES, PIECE, RECEIVES
-from pycoll.transports.rdma_link import MOST_FAILURES
-from pycoll.transports.rdma_queues import DRAIN_S, SLOT
-from pycoll.transports.verbs import RETRIES_EXCEEDED, VerbsError, explain
 
 # --- giving up, at the worst moments ----------------------------------------------------------
 

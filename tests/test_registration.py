@@ -447,7 +447,7 @@ def test_the_deadline_of_one_that_deadlocks_names_it(job: Any, collective: str) 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_example_proves_its_algorithm_and_gets_what_the_ring_gives(size: int) -> None:
     example = Path(__file__).parent.parent / "examples/my_algorithm.py"
-    command = [sys.executable, "-m", "pycoll.launcher", "-n", str(size), str(example)]
+    command = [sys.executable, "-m", "pycoll._launcher", "-n", str(size), str(example)]
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,

@@ -16,9 +16,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from pycoll.transports import registrations
-from pycoll.transports.registrations import MOST_ENTRIES, WHOLE, WHOLE_SHARE, Lease, Registrations
-from pycoll.transports.verbs import VerbsError
+from pycoll._transports import registrations
+from pycoll._transports.registrations import MOST_ENTRIES, WHOLE, WHOLE_SHARE, Lease, Registrations
+from pycoll._transports.verbs import VerbsError
 
 MIB = 1 << 20
 

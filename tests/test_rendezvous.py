@@ -28,13 +28,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
 
+from pycoll._launcher.rendezvous_pairs import link_variable
+from pycoll._launcher.rendezvous_server import Notice, Relayed, Server
+from pycoll._rendezvous import wire as wire
+from pycoll._rendezvous.client import Client, Event
+from pycoll._rendezvous.wire import WIRE_VERSION
+from pycoll._rendezvous.zmq_keys import derive_keys
 from pycoll.errors import BootstrapError
-from pycoll.launcher import rendezvous_wire as wire
-from pycoll.launcher.rendezvous import Client, Event
-from pycoll.launcher.rendezvous_pairs import link_variable
-from pycoll.launcher.rendezvous_server import Notice, Relayed, Server
-from pycoll.launcher.rendezvous_wire import WIRE_VERSION
-from pycoll.launcher.rendezvous_zmq import derive_keys
 
 KEY = bytes(range(32))
 DEADLINE_S = 30.0 * PATIENCE  # for what must happen; none of the tests waits for it to pass
@@ -406,7 +406,7 @@ def test_a_rank_number_twice_names_both_processes_and_leaves_the_first_alone(job
     launcher = job.launcher(2)
     waiting = job.joining(launcher, 1, 2)
     script = (
-        "import sys, os; from pycoll.launcher.rendezvous import Client\n"
+        "import sys, os; from pycoll._rendezvous.client import Client\n"
         "c = Client(sys.argv[1], bytes.fromhex(sys.argv[2]), 1, 2)\n"
         "try: c.join({}, 30)\n"
         "except Exception as e: print(os.getpid(), e)\n"
@@ -459,7 +459,7 @@ def test_info_that_is_too_large_is_an_error_before_anything_is_sent(job: Job) ->
 def test_64_clients_join_in_less_than_a_second_of_the_servers_processor_time(job: Job) -> None:
     script = """if True:
         import select, sys, time
-        from pycoll.launcher.rendezvous_server import Server
+        from pycoll._launcher.rendezvous_server import Server
         server = Server(64, bytes.fromhex(sys.argv[1]))
         print(server.endpoint, flush=True)
         start, poll = time.process_time(), select.poll()
@@ -1188,7 +1188,7 @@ def test_close_returns_once_the_server_has_handled_what_was_posted(job: Job) -> 
     launcher = job.launcher(1)
     script = """if True:
         import os, sys
-        from pycoll.launcher.rendezvous import Client
+        from pycoll._rendezvous.client import Client
         client = Client(sys.argv[1], bytes.fromhex(sys.argv[2]), 0, 1)
         client.join({}, 30)
         client.post("raised", error="ValueError", text="x" * 1000000, peer_failed=False)
@@ -1244,9 +1244,9 @@ def test_a_forked_child_that_closes_its_copy_leaves_the_parents_connection_alone
 ) -> None:
     script = """if True:
         import os, sys, threading
-        from pycoll.launcher.rendezvous import Client
-        from pycoll.launcher.rendezvous_pairs import link_variable
-        from pycoll.launcher.rendezvous_server import Server
+        from pycoll._rendezvous.client import Client
+        from pycoll._launcher.rendezvous_pairs import link_variable
+        from pycoll._launcher.rendezvous_server import Server
         server = Server(1, bytes(32))
         client = Client(server.endpoint, bytes(32), 0, 1, link=%s)
         def serve():

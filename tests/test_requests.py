@@ -16,9 +16,9 @@ from tiers import few, sizes
 
 import pycoll
 from pycoll import PROC_NULL, Status
-from pycoll.calls import Calls
-from pycoll.communicator import Communicator
-from pycoll.nonblocking import NonBlocking, Persistent
+from pycoll._calls.calls import Calls
+from pycoll._communicator import Communicator
+from pycoll._requests.nonblocking import NonBlocking, Persistent
 
 Comm = Any
 

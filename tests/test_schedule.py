@@ -9,16 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pycoll.schedule import (
-    Copy,
-    Recv,
-    Reduce,
-    Schedule,
-    Send,
-    Step,
-    compile_schedule,
-    recv_reduce,
-)
+from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send, Step, compile_schedule, recv_reduce
 
 
 def test_a_send_waits_for_the_last_writer_of_its_chunk() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pycoll import costs
-from pycoll.agreed import SHARED_MEMORY, Agreed, parse_rules
-from pycoll.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table
+from pycoll._selection import costs
+from pycoll._selection.agreed import SHARED_MEMORY, Agreed, parse_rules
+from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table
+from pycoll._selection.select import UNKNOWN_S, Choice, Request, Selector, usable
 from pycoll.schedules import REDUCING, TABLE, find, names
-from pycoll.select import UNKNOWN_S, Choice, Request, Selector, usable
 
 KiB, MiB = 1 << 10, 1 << 20
 
@@ -349,7 +349,7 @@ rank, size = comm.rank, comm.size
 """
 
 COMPARE = """
-from pycoll import agreed
+from pycoll._selection import agreed
 
 comm.barrier()  # in the core, which from now on takes NumPy arrays without asking
 x = np.full(5, rank + 1.0)

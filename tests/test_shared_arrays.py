@@ -12,12 +12,12 @@ import pytest
 from script_jobs import INIT, all_well
 from tiers import few
 
-from pycoll.bench_sides import Side
+from pycoll._tools.bench_sides import Side
 
 USE = """
 import gc, multiprocessing
-from pycoll import shared_arrays
-from pycoll.shared_arrays import is_shared, use
+from pycoll._runtime import shared_arrays
+from pycoll._runtime.shared_arrays import is_shared, use
 
 def pages():
     "Bytes of this host's memory file that take memory."
@@ -37,7 +37,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
 def test_alone_they_are_ordinary_arrays() -> None:
     text = """
 import numpy as np, pycoll
-from pycoll.shared_arrays import is_shared, use
+from pycoll._runtime.shared_arrays import is_shared, use
 x = pycoll.empty((2, 3), "f4")
 assert x.shape == (2, 3) and x.dtype == np.float32 and x.flags.owndata and not is_shared(x)
 assert (pycoll.zeros(5) == 0).all() and pycoll.empty_like([1, 2]).dtype == np.dtype(int)
@@ -696,7 +696,7 @@ ok()
 
 def test_what_is_shared_outlives_its_owners_process(job: Any) -> None:
     text = """
-from pycoll.shared_arrays import use
+from pycoll._runtime.shared_arrays import use
 large = pycoll.zeros(40_000_000)  # more than is kept of freed arrays
 large[:] = rank + 1
 views = comm.share(large)
@@ -716,7 +716,8 @@ ok()
 def test_only_the_first_process_of_a_rank_has_its_arena(job: Any) -> None:
     text = """
 import subprocess
-before = "import pycoll; from pycoll.shared_arrays import is_shared; x = pycoll.zeros(100_000); "
+before = "import pycoll; from pycoll._runtime.shared_arrays import is_shared; "
+before += "x = pycoll.zeros(100_000); "
 before += "x[:] = 7; print(is_shared(x), pycoll.zeros(9).sum())"
 fds = [int(n) for n in re.findall(r"\\d+", os.environ["PYCOLL_SHM"])]
 out = subprocess.run([sys.executable, "-c", before], pass_fds=[fds[0], *fds[2:-1]],

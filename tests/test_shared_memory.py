@@ -24,8 +24,8 @@ core = native.core if native is not None else None
 
 def read_directly(nbytes):
     "From so many bytes on, in every collective."
-    from pycoll.native import KINDS
-    from pycoll.transports import _core
+    from pycoll._calls.numbering import KINDS
+    from pycoll._transports import _core
     for kind in range(len(KINDS)):
         _core.set_direct_from(kind, nbytes)
 

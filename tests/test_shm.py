@@ -20,11 +20,11 @@ from patience import PATIENCE
 from tiers import few
 from transport_world import Node, World
 
+from pycoll._transports._core import Host, Seat
+from pycoll._transports.base import CREDIT, EAGER_LIMIT, Withdrawn
+from pycoll._transports.core import CoreTransport, Memory
+from pycoll._transports.shm import open_host
 from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports._core import Host, Seat
-from pycoll.transports.base import CREDIT, EAGER_LIMIT, Withdrawn
-from pycoll.transports.core import CoreTransport, Memory
-from pycoll.transports.shm import open_host
 
 LARGE = 5 * 2**20 + 12345
 HERE = Path(__file__).resolve().parent
@@ -262,8 +262,8 @@ def test_memory_that_cannot_be_read_comes_in_segments(world: World) -> None:
 
 CHILD = """
 import os, sys
-from pycoll.transports.core import CoreTransport, Memory
-from pycoll.transports._core import Host, Seat
+from pycoll._transports.core import CoreTransport, Memory
+from pycoll._transports._core import Host, Seat
 
 memory, *doorbells = map(int, sys.argv[2:])
 host = Host(memory, 1, doorbells, 2)

@@ -14,7 +14,7 @@ import pytest
 import simulated_device
 from tiers import exhaustive
 
-from pycoll.transports.verbs import (
+from pycoll._transports.verbs import (
     FLUSHED,
     MAX_SENDS,
     RECEIVED_WRITE,

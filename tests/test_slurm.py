@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pycoll._launcher import slurm
+from pycoll._launcher.hostlist import Slots, lay_out, spread
+from pycoll._launcher.starters import named_host
 from pycoll.errors import Error
-from pycoll.launcher import slurm
-from pycoll.launcher.hostlist import Slots, lay_out, spread
-from pycoll.launcher.starters import named_host
 
 NODES = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1"}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pycoll
-from pycoll import cli
+from pycoll._tools import cli
 
 LIMIT_S = 60
 
@@ -35,7 +35,7 @@ def test_sources_without_the_compiled_core_say_so(tmp_path: Path) -> None:
         package, tmp_path / "pycoll", ignore=shutil.ignore_patterns("*.so", "*.c", "__pycache__")
     )
     (tmp_path / "pyproject.toml").touch()
-    script = "from pycoll.transports import reasons; print(reasons()['shm'])"
+    script = "from pycoll._transports import reasons; print(reasons()['shm'])"
     said = python(tmp_path, "-c", script).stdout
     assert f"imports pycoll from its source folder, {tmp_path};" in said
     assert "pip install -e ." in said

@@ -26,10 +26,10 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 
-from pycoll import copies, cuda, pinned, staging
+from pycoll._cuda import copies, cuda, pinned, staging
+from pycoll._cuda.staging import Stage
+from pycoll._runtime.task import Task
 from pycoll.errors import TransportError
-from pycoll.staging import Stage
-from pycoll.task import Task
 
 NBYTES = 8192
 

@@ -33,7 +33,7 @@ def test_a_limit_on_threads_is_said_where_zeromq_would_end_the_process() -> None
     # It does not hold for root.
     said = say(f"""
 import os, resource, pycoll.errors
-from pycoll.transports.zeromq import ZmqTransport
+from pycoll._transports.zeromq import ZmqTransport
 if os.getuid() == 0:
     os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
@@ -45,7 +45,7 @@ resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 def test_a_limit_on_open_files_is_said_where_zeromq_would_end_the_process() -> None:
     said = say(f"""
 import os, resource, pycoll.errors
-from pycoll.transports.zeromq import ZmqTransport
+from pycoll._transports.zeromq import ZmqTransport
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8,) * 2)
 {OPEN_ZMQ}""")
     assert "Too many open files" in said
@@ -59,7 +59,7 @@ def test_ranks_with_too_few_descriptors_raise_an_error_of_pycoll(job: Any) -> No
         """
 import resource
 free = int(os.environ["PYCOLL_RANK"])
-import pycoll.world, pycoll.memory, pycoll.transports.shm
+import pycoll._world, pycoll._runtime.host_memory, pycoll._transports.shm
 used = len(os.listdir("/proc/self/fd")) - 1
 while (descriptor := os.open("/dev/null", os.O_RDONLY)) < used:  # those of a rank have gaps
     used += 1
@@ -93,9 +93,9 @@ def test_a_loopback_interface_that_is_down_is_said() -> None:
     said = say(
         f"""
 import pycoll.errors
-from pycoll.transports.zeromq import ZmqTransport
+from pycoll._transports.zeromq import ZmqTransport
 {OPEN_ZMQ}
-from pycoll.launcher.rendezvous import Client
+from pycoll._rendezvous.client import Client
 try:
     Client("tcp://127.0.0.1:1", bytes(32), 1, 2).join({{}}, 30.0)
 except pycoll.errors.BootstrapError as error:

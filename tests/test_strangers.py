@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 import zmq
 
+from pycoll._launcher import guardian, rendezvous_router
+from pycoll._launcher.rendezvous_pairs import link_variable
+from pycoll._launcher.rendezvous_server import Server
+from pycoll._launcher.spawn import Job, Options
+from pycoll._rendezvous.client import Client
+from pycoll._rendezvous.wire import late_question, unpack
+from pycoll._transports.zeromq import ZmqTransport
 from pycoll.errors import TransportError
-from pycoll.launcher import guardian, rendezvous_router
-from pycoll.launcher.rendezvous import Client
-from pycoll.launcher.rendezvous_pairs import link_variable
-from pycoll.launcher.rendezvous_server import Server
-from pycoll.launcher.rendezvous_wire import late_question, unpack
-from pycoll.launcher.spawn import Job, Options
-from pycoll.transports.zeromq import ZmqTransport
 
-RUN = [sys.executable, "-m", "pycoll.launcher"]
+RUN = [sys.executable, "-m", "pycoll._launcher"]
 LIMIT_S = 60
 MANY = 1100  # more than a process may open under the usual limit, 1024
 # What libzmq says first.

@@ -26,10 +26,10 @@ from patience import PATIENCE
 from tiers import few
 from transport_world import DEADLINE_S, World, kill, over_tcp
 
+from pycoll._transports.base import EAGER_LIMIT, Arrival, Transfer
+from pycoll._transports.core import AHEAD, CoreTransport
+from pycoll._transports.dial import Link
 from pycoll.errors import PeerFailed
-from pycoll.transports.base import EAGER_LIMIT, Arrival, Transfer
-from pycoll.transports.core import AHEAD, CoreTransport
-from pycoll.transports.dial import Link
 
 KINDS = ["tcp", "tcp with lanes"]
 LANES = {"tcp": 1, "tcp with lanes": 3}
@@ -618,7 +618,7 @@ def test_a_link_that_the_system_cuts_is_a_failed_peer_on_both_sides(tmp_path: Pa
     program = tmp_path / "cut.py"
     program.write_text(CUT)
     done = subprocess.run(
-        [sys.executable, "-m", "pycoll.launcher", "-n", "2", "--transport", "tcp",
+        [sys.executable, "-m", "pycoll._launcher", "-n", "2", "--transport", "tcp",
          "--timeout", str(30 * PATIENCE), str(program)],
         capture_output=True, text=True, timeout=40 * PATIENCE,
     )  # fmt: skip

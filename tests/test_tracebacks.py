@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pycoll
-from pycoll import edge
+from pycoll._support import public_edge
 
 SOURCES = tuple(
     str(Path(pycoll.__file__).parent.joinpath(*f).resolve()) for f in ((), ("launcher",))
@@ -126,7 +126,7 @@ def test_an_exception_of_the_users_own_function_keeps_its_frames() -> None:
 def test_a_fault_of_pycoll_keeps_its_frames() -> None:
     fault = {"__name__": "pycoll.made_up"}
     exec("def fault(x): return int(x)\ndef refusal(x): raise ValueError('x is wrong')", fault)
-    frames, _ = shown_frames(lambda: edge.edge(fault["fault"])("no number"))
+    frames, _ = shown_frames(lambda: public_edge.edge(fault["fault"])("no number"))
     assert frames == ["<lambda>", "call", "fault"]
-    frames, _ = shown_frames(lambda: edge.edge(fault["refusal"])(1))
+    frames, _ = shown_frames(lambda: public_edge.edge(fault["refusal"])(1))
     assert frames == ["<lambda>"]

@@ -17,17 +17,10 @@ from patience import PATIENCE
 from tiers import exhaustive
 from transport_world import DEADLINE_S, OVER_PYTHON, Node, World
 
-from pycoll import transports
+from pycoll import _transports as transports
+from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Arrival, Transfer, Withdrawn
+from pycoll._transports.zeromq import AHEAD, SEGMENT, WINDOW, ZmqTransport
 from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports.base import (
-    CREDIT,
-    EAGER_LIMIT,
-    MESSAGE_COST,
-    Arrival,
-    Transfer,
-    Withdrawn,
-)
-from pycoll.transports.zeromq import AHEAD, SEGMENT, WINDOW, ZmqTransport
 
 NETWORKS = ["zmq", "zmq with CURVE"]
 UNDER_CORE = ["zmq", "rdma, simulated"]
@@ -371,7 +364,7 @@ def test_a_close_leaves_no_descriptor_behind() -> None:
 
 VICTIM = """
 import json, sys
-from pycoll.transports.zeromq import ZmqTransport
+from pycoll._transports.zeromq import ZmqTransport
 import select
 class Deaf:
     def arrived(self, arrival): print("got", arrival.nbytes, flush=True)

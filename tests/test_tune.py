@@ -12,10 +12,10 @@ import pytest
 from patience import PATIENCE
 from tiers import exhaustive
 
-from pycoll import costs, flows
-from pycoll.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, Link
+from pycoll._selection import costs, flows
+from pycoll._selection.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, Link
+from pycoll._tools.tune import Sample, Tuning, add_factors, fit, make_table
 from pycoll.schedules import TABLE
-from pycoll.tune import Sample, Tuning, add_factors, fit, make_table
 
 TRUE = Link(call=2e-5, step=3e-5, path=2e-10, message=1e-5, byte=1e-10, combine=5e-11)
 
@@ -113,7 +113,7 @@ def test_the_core_has_work_for_every_collective() -> None:
 
 
 def tune(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pycoll.cli", "tune", *words]
+    command = [sys.executable, "-m", "pycoll._tools.cli", "tune", *words]
     return subprocess.run(
         command,
         env=os.environ | environ,

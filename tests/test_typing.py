@@ -14,7 +14,7 @@ import pytest
 from tiers import exhaustive
 
 import pycoll
-from pycoll import ops
+from pycoll._arrays import operators
 
 FILE = """
 from typing import Any, assert_type
@@ -95,9 +95,9 @@ def test_type_checkers_know_what_comes_back_and_what_is_wrong(tmp_path: Path) ->
 
 
 def test_the_names_of_operators_are_those_that_there_are() -> None:
-    from pycoll import hints
+    from pycoll._arrays import types as hints
 
-    assert get_args(hints.Operator) == ops.NAMES
+    assert get_args(hints.Operator) == operators.NAMES
 
 
 COMPLETE = """

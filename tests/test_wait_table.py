@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pycoll.launcher.wait_table import (
+from pycoll._launcher.wait_table import (
     PREFIX,
     WIDTH,
     Waiter,

@@ -164,7 +164,7 @@ TCP = [
 def start(script: Path, case: Case, after_s: float, limit_s: float) -> subprocess.Popen[str]:
     options = ["-n", str(case.size), "--transport", case.transport, "--timeout", str(limit_s)]
     return subprocess.Popen(
-        [sys.executable, "-m", "pycoll.launcher", *options, script, case.kind],
+        [sys.executable, "-m", "pycoll._launcher", *options, script, case.kind],
         stderr=subprocess.PIPE,
         env={**os.environ, "PYCOLL_WARN_AFTER": str(after_s)},
         text=True,

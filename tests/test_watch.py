@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from pycoll.launcher import process
-from pycoll.launcher import watch as watching
-from pycoll.launcher.rendezvous import Client
-from pycoll.launcher.rendezvous_pairs import link_variable
-from pycoll.launcher.rendezvous_server import Server
-from pycoll.launcher.watch import Watch
+from pycoll._launcher import process
+from pycoll._launcher import watch as watching
+from pycoll._launcher.rendezvous_pairs import link_variable
+from pycoll._launcher.rendezvous_server import Server
+from pycoll._launcher.watch import Watch
+from pycoll._rendezvous.client import Client
 
 KEY = bytes(range(32))
 DEADLINE_S = 30.0  # for what must happen

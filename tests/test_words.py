@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import pycoll
-from pycoll import nonblocking, words
-from pycoll.words import advice
+from pycoll._requests import nonblocking
+from pycoll._support import foreign_names
+from pycoll._support.foreign_names import advice
 
 ATTRIBUTES = {
     "bcast": "comm.broadcast",
@@ -117,20 +118,24 @@ def test_mpi4pys_methods_of_a_message_name_ours(comm: Any) -> None:
 def test_every_foreign_word_leads_to_something_that_there_is(comm: Any) -> None:
     grid, request = comm.grid((1,)), comm.persistent.barrier()
     status = pycoll.Status()
-    tables = {comm: words.OF_COMMUNICATORS, grid: words.OF_GRIDS, request: words.OF_REQUESTS}
+    tables = {
+        comm: foreign_names.OF_COMMUNICATORS,
+        grid: foreign_names.OF_GRIDS,
+        request: foreign_names.OF_REQUESTS,
+    }
     for known, table in tables.items():
         for name, ours in table.items():
             target = pycoll if ours.startswith("pycoll.") else known
             assert getattr(target, ours.removeprefix("pycoll.").split(".")[0]) is not None
             assert not hasattr(known, name), name
-    assert not any(hasattr(status, name) for name in words.OF_STATUSES)
-    assert not any(hasattr(pycoll, name) for name in words.OF_PYCOLL)
+    assert not any(hasattr(status, name) for name in foreign_names.OF_STATUSES)
+    assert not any(hasattr(pycoll, name) for name in foreign_names.OF_PYCOLL)
 
 
 def test_methods_named_on_the_module_lead_to_the_communicator(comm: Any) -> None:
     methods = {name.removeprefix("i") for name in vars(nonblocking.Persistent) if name[0] != "_"}
-    assert methods <= set(words.METHODS)
-    for name in words.METHODS:
+    assert methods <= set(foreign_names.METHODS)
+    for name in foreign_names.METHODS:
         assert hasattr(comm, name)
         with pytest.raises(AttributeError, match=rf"use comm\.{name}, where comm = pycoll.init"):
             getattr(pycoll, name)

@@ -11,7 +11,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from pycoll.zap import Authenticator, guard
+from pycoll._support.zmq_auth import Authenticator, guard
 
 DEADLINE_MS = 10_000
 DECIDED = (

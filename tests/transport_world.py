@@ -12,13 +12,13 @@ from typing import Any
 from patience import PATIENCE
 from simulated_device import Fabric
 
-from pycoll.transports import rdma_devices
-from pycoll.transports.base import Arrival, Transfer, Transport
-from pycoll.transports.core import CoreTransport, Memory, Network
-from pycoll.transports.inproc import Hub, InprocTransport
-from pycoll.transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
-from pycoll.transports.zeromq import ZmqTransport
-from pycoll.zap import Keys
+from pycoll._support.zmq_auth import Keys
+from pycoll._transports import rdma_devices
+from pycoll._transports.base import Arrival, Transfer, Transport
+from pycoll._transports.core import CoreTransport, Memory, Network
+from pycoll._transports.inproc import Hub, InprocTransport
+from pycoll._transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
+from pycoll._transports.zeromq import ZmqTransport
 
 OVER_PYTHON = "core over Python's "
 """Begin the kinds in which the core moves messages by a transport in Python."""
@@ -113,7 +113,7 @@ class World:
         if kind == "rdma":
             return [_on_device(rank, size) for rank in range(size)]
         # One memory, mapped once for each rank, as in processes of their own.
-        from pycoll.transports._core import Host
+        from pycoll._transports._core import Host
 
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         memory = os.memfd_create("ranks", os.MFD_CLOEXEC)

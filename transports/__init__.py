@@ -46,21 +46,21 @@ def check(name: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _no_shm(environ: Mapping[str, str]) -> str | None:
-    from pycoll.transports.shm import missing_core
+    from pycoll._transports.shm import missing_core
 
     handed_on = environ.get("PYCOLL_SHM", "")
     return missing_core() or (handed_on[2:] if handed_on.startswith("-:") else None)
 
 
 def _no_rdma(environ: Mapping[str, str]) -> str | None:
-    from pycoll.transports.rdma_devices import find
+    from pycoll._transports.rdma_devices import find
 
     found = find(environ)
     return found if isinstance(found, str) else None
 
 
 def _no_tcp(environ: Mapping[str, str]) -> str | None:
-    from pycoll.transports.shm import missing_core
+    from pycoll._transports.shm import missing_core
 
     return missing_core()
 

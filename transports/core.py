@@ -17,9 +17,8 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pycoll.errors import Error, PeerFailed, TransportError
-from pycoll.ports import endpoint_of, listen, why_unreachable
-from pycoll.transports.base import (
+from pycoll._support.ports import endpoint_of, listen, why_unreachable
+from pycoll._transports.base import (
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
@@ -32,11 +31,12 @@ from pycoll.transports.base import (
     Transport,
     Withdrawn,
 )
-from pycoll.transports.link import FAILED, Links
+from pycoll._transports.link import FAILED, Links
+from pycoll.errors import Error, PeerFailed, TransportError
 
 if TYPE_CHECKING:
-    from pycoll.transports._core import Engine, Host, Receive, Send
-    from pycoll.transports.dial import Dialer, Link
+    from pycoll._transports._core import Engine, Host, Receive, Send
+    from pycoll._transports.dial import Dialer, Link
 
 AHEAD = 1024 * 1024
 """As of the transport tcp."""
@@ -228,7 +228,7 @@ class CoreTransport(Transport):
         network: Network | None = None,
         outside: Mapping[int, Transport] | None = None,
     ) -> None:
-        from pycoll.transports._core import Engine
+        from pycoll._transports._core import Engine
 
         self.rank = rank
         self._closed = False
@@ -276,8 +276,8 @@ class CoreTransport(Transport):
         self.hold(lambda: self.outside.ask_committed(number))
 
     def _listen(self, rank: int, size: int, network: Network, undo: contextlib.ExitStack) -> Dialer:
-        from pycoll.transports.dial import Dialer
-        from pycoll.transports.handshake import Secret
+        from pycoll._transports.dial import Dialer
+        from pycoll._transports.handshake import Secret
 
         if why := why_unreachable(network.host):
             raise TransportError(f"tcp: rank {rank} cannot be reached at {network.host}: {why}")
@@ -436,7 +436,7 @@ class CoreTransport(Transport):
                 self._dialer.forget(peer)
             self._handler.lost(peer, why)
         elif kind == WANTED and peer not in self._forgotten:
-            from pycoll.transports.dial import Link
+            from pycoll._transports.dial import Link
 
             self._dial(Link(peer, 0))
         elif kind == WATCHED and self._dialer is not None:

@@ -19,8 +19,8 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pycoll.transports._core import timer_open, timer_set
-from pycoll.transports.handshake import (
+from pycoll._transports._core import timer_open, timer_set
+from pycoll._transports.handshake import (
     BUSY,
     HELLO_NBYTES,
     LINKED,

@@ -15,8 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pycoll.errors import PeerFailed
-from pycoll.transports.base import (
+from pycoll._transports.base import (
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
@@ -28,6 +27,7 @@ from pycoll.transports.base import (
     Withdrawn,
     nbytes_of,
 )
+from pycoll.errors import PeerFailed
 
 
 class Hub:

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll.errors import TransportError
-from pycoll.transports.base import (
+from pycoll._transports.base import (
     Arrival,
     Elsewhere,
     Handler,
@@ -23,9 +22,10 @@ from pycoll.transports.base import (
     Transport,
     Withdrawn,
 )
+from pycoll.errors import TransportError
 
 if TYPE_CHECKING:
-    from pycoll.transports._core import Engine
+    from pycoll._transports._core import Engine
 
 SEND, TAKE_BACK, ACCEPT, REDIRECT, GIVE_UP, RELEASE = range(6)
 """Orders, numbered as in _core/engine/link_queue.h."""

@@ -23,16 +23,16 @@ from collections.abc import Sequence
 from ipaddress import IPv6Address
 from typing import Any, ClassVar
 
+from pycoll._transports.base import Elsewhere, Handler, Parts, Reach, Transfer, Transport
+from pycoll._transports.rdma_devices import INFINIBAND, Choice
+from pycoll._transports.rdma_elsewhere import Reaches
+from pycoll._transports.rdma_frames import RECEIVES, SPARE_RECEIVES
+from pycoll._transports.rdma_lane import MOST_WRITES
+from pycoll._transports.rdma_link import Link
+from pycoll._transports.rdma_queues import Endpoint
+from pycoll._transports.registrations import locked_limit
+from pycoll._transports.verbs import MAX_SENDS, SUCCESS, Device, VerbsError, explain, probe
 from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports.base import Elsewhere, Handler, Parts, Reach, Transfer, Transport
-from pycoll.transports.rdma_devices import INFINIBAND, Choice
-from pycoll.transports.rdma_elsewhere import Reaches
-from pycoll.transports.rdma_frames import RECEIVES, SPARE_RECEIVES
-from pycoll.transports.rdma_lane import MOST_WRITES
-from pycoll.transports.rdma_link import Link
-from pycoll.transports.rdma_queues import Endpoint
-from pycoll.transports.registrations import locked_limit
-from pycoll.transports.verbs import MAX_SENDS, SUCCESS, Device, VerbsError, explain, probe
 
 COMPLETIONS = RECEIVES + SPARE_RECEIVES + MAX_SENDS + MOST_WRITES
 """Of one link that may wait to be polled."""

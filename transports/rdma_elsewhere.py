@@ -11,11 +11,11 @@ import time
 import warnings
 from collections.abc import Hashable
 
+from pycoll._transports.base import EAGER_LIMIT, Elsewhere
+from pycoll._transports.rdma_queues import Endpoint, Queue
+from pycoll._transports.registrations import Direct
+from pycoll._transports.verbs import PROBE_S, SUCCESS, Region, VerbsError, explain
 from pycoll.errors import TransportError
-from pycoll.transports.base import EAGER_LIMIT, Elsewhere
-from pycoll.transports.rdma_queues import Endpoint, Queue
-from pycoll.transports.registrations import Direct
-from pycoll.transports.verbs import PROBE_S, SUCCESS, Region, VerbsError, explain
 
 SAMPLE = 16 * 1024
 """Bytes that are written from one place of a GPU's memory to another, for a trial."""

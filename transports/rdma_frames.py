@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from pycoll.transports.base import EAGER_LIMIT
-from pycoll.transports.rdma_queues import SLOT, Done, Endpoint, Queue
-from pycoll.transports.verbs import MAX_SENDS, Peer, VerbsError
+from pycoll._transports.base import EAGER_LIMIT
+from pycoll._transports.rdma_queues import SLOT, Done, Endpoint, Queue
+from pycoll._transports.verbs import MAX_SENDS, Peer, VerbsError
 
 RECEIVES = 16
 """Frames that each end of a link may send before the other has taken them in."""

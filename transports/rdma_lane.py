@@ -11,10 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from pycoll.transports.base import Parts, nbytes_of
-from pycoll.transports.rdma_frames import Frames
-from pycoll.transports.rdma_queues import SEND_SLOTS, SLOT, Endpoint, Queue
-from pycoll.transports.verbs import VerbsError
+from pycoll._transports.base import Parts, nbytes_of
+from pycoll._transports.rdma_frames import Frames
+from pycoll._transports.rdma_queues import SEND_SLOTS, SLOT, Endpoint, Queue
+from pycoll._transports.verbs import VerbsError
 
 SEGMENT = 1024 * 1024
 """Bytes of one write."""

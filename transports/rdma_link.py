@@ -31,8 +31,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pycoll.errors import PeerFailed, TransportError
-from pycoll.transports.base import (
+from pycoll._transports.base import (
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
@@ -44,13 +43,14 @@ from pycoll.transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll.transports.rdma_frames import PIECE, Frames, Message
-from pycoll.transports.rdma_lane import Lane, Write, is_worth_writing
-from pycoll.transports.registrations import Lease
-from pycoll.transports.verbs import RECEIVED_WRITE, RETRIES_EXCEEDED, Peer, VerbsError, explain
+from pycoll._transports.rdma_frames import PIECE, Frames, Message
+from pycoll._transports.rdma_lane import Lane, Write, is_worth_writing
+from pycoll._transports.registrations import Lease
+from pycoll._transports.verbs import RECEIVED_WRITE, RETRIES_EXCEEDED, Peer, VerbsError, explain
+from pycoll.errors import PeerFailed, TransportError
 
 if TYPE_CHECKING:
-    from pycoll.transports.rdma import RdmaTransport
+    from pycoll._transports.rdma import RdmaTransport
 
 MOST_FAILURES = 3
 """Lanes that may fail one after the other, without a payload arriving, until the link is lost."""

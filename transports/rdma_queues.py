@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from pycoll.transports.registrations import Registrations
-from pycoll.transports.verbs import SUCCESS, Device, QueuePair, VerbsError
+from pycoll._transports.registrations import Registrations
+from pycoll._transports.verbs import SUCCESS, Device, QueuePair, VerbsError
 
 SLOT = 16 * 1024
 """Bytes of a frame: of the memory behind a receive."""

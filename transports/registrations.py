@@ -28,9 +28,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pycoll.transports._core import Scratch
-from pycoll.transports.base import Elsewhere, Reach
-from pycoll.transports.verbs import Region, VerbsError
+from pycoll._transports._core import Scratch
+from pycoll._transports.base import Elsewhere, Reach
+from pycoll._transports.verbs import Region, VerbsError
 
 MOST_ENTRIES = 1024
 """Owners of memory whose registrations are kept."""

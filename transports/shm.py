@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pycoll.transports._core import Host
+    from pycoll._transports._core import Host
 
 
 def missing_core() -> str | None:
     """Return why the compiled core cannot be used, or None if it can."""
     try:
-        from pycoll.transports._core import Engine  # noqa: F401
+        from pycoll._transports._core import Engine  # noqa: F401
     except ImportError as exc:
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         source = os.path.dirname(package)
@@ -51,7 +51,7 @@ def open_host(
     Returns:
         The memory and the descriptor of this rank's doorbell, or the reason why there is none.
     """
-    from pycoll.transports._core import Host
+    from pycoll._transports._core import Host
 
     handed = _handed_on(environ, local_rank, local_size)
     if isinstance(handed, str):

@@ -45,9 +45,9 @@ import zmq
 from zmq.utils import garbage, z85
 from zmq.utils.monitor import parse_monitor_message
 
-from pycoll.errors import PeerFailed, TransportError
-from pycoll.ports import endpoint_of, listen, why_unreachable
-from pycoll.transports.base import (
+from pycoll._support.ports import endpoint_of, listen, why_unreachable
+from pycoll._support.zmq_auth import Authenticator, Keys, guard, open_context
+from pycoll._transports.base import (
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
@@ -59,7 +59,7 @@ from pycoll.transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll.zap import Authenticator, Keys, guard, open_context
+from pycoll.errors import PeerFailed, TransportError
 
 SEGMENT = 1024 * 1024
 """Bytes of one DATA message. ZeroMQ on loopback was quickest in messages of about 1 MiB

@@ -9,7 +9,7 @@
 #include <poll.h>
 #include <unistd.h>
 
-/* The longest sleep, as in pycoll/native.py; and how late a ring may be on a busy machine. */
+/* The longest sleep, as in pycoll/_calls/shared_memory.py; and how late a ring may be on a busy machine. */
 #define SLEEP_MS 100
 #define GRACE_MS 10000
 

@@ -1,4 +1,4 @@
-"""pycoll.cuda against the driver: a GPU's, or the made-up one where there is no GPU.
+"""pycoll._cuda.cuda against the driver: a GPU's, or the made-up one where there is no GPU.
 
 Host memory is the caller's here, a NumPy array over an anonymous mapping.
 """
@@ -16,7 +16,7 @@ import pytest
 from gpu_world import RANKS, no_gpu
 from ranks_pool import Pools
 
-from pycoll import cuda
+from pycoll._cuda import cuda
 from pycoll.errors import Error, TransportError
 
 Array = Any

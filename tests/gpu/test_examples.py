@@ -19,7 +19,7 @@ def run(name: str, *packages: str) -> str:
         if not importlib.util.find_spec(package):
             pytest.skip(f"needs {package}")
     done = subprocess.run(
-        [sys.executable, "-m", "pycoll.launcher", "-n", "2", str(EXAMPLES / name)],
+        [sys.executable, "-m", "pycoll._launcher", "-n", "2", str(EXAMPLES / name)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -345,7 +345,7 @@ def check_messages(comm: Comm) -> None:
 @auto
 def test_what_only_moves_does_not_touch_the_host(ranks: Any) -> None:
     def program(comm: Comm) -> None:
-        from pycoll import cuda
+        from pycoll._cuda import cuda
 
         check_messages(comm)
         x = numbers(comm, 3_000_000, comm.rank).to("cuda:0")

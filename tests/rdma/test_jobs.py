@@ -15,7 +15,7 @@ import pytest
 import pycoll
 
 RDMA = ("--transport", "rdma")
-RUN = [sys.executable, "-m", "pycoll.launcher"]
+RUN = [sys.executable, "-m", "pycoll._launcher"]
 
 FAILURE_S = 20.0
 """Within this everybody knows of a failure; 5 s, but the virtual machine is a slow one."""
@@ -91,7 +91,7 @@ def test_functions_are_run_with_it() -> None:
 def test_it_can_be_measured(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ["-n", "2", *RDMA, "--sizes", "8,64K", "--rounds", "1", "--json", str(file)]
-    done = run(*RUN[:2], "pycoll.cli", "bench", "send", *options)
+    done = run(*RUN[:2], "pycoll._tools.cli", "bench", "send", *options)
     assert done.returncode == 0, done.stderr
     said = json.loads(file.read_text())
     assert "rdma" in json.dumps(said)

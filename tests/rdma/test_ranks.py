@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 import pycoll
-from pycoll.transports.base import CREDIT, EAGER_LIMIT
-from pycoll.transports.rdma_lane import SEGMENT
-from pycoll.transports.rdma_queues import SLOT
-from pycoll.transports.verbs import INLINE
+from pycoll._transports.base import CREDIT, EAGER_LIMIT
+from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_queues import SLOT
+from pycoll._transports.verbs import INLINE
 
 Array = Any
 Comm = Any

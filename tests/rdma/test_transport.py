@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pycoll.transports.base import EAGER_LIMIT
+from pycoll._transports.base import EAGER_LIMIT
 
 # A file of the folder above, which is on no path.
 _spec = importlib.util.spec_from_file_location(

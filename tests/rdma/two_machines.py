@@ -69,7 +69,7 @@ def first_machine(folder: Path) -> bool:
     _connected(SSH_PORT).close()
     options = ["-H", f"{socket.gethostname()}:{HERE},{OTHER}:{HERE}", "--transport", "rdma"]
     options += ["--op-timeout", str(MEETING_S), "--timeout", str(LIMIT_S)]
-    command = [sys.executable, "-m", "pycoll.launcher", *options, __file__, "rank"]
+    command = [sys.executable, "-m", "pycoll._launcher", *options, __file__, "rank"]
     job = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     print(job.stdout, end="")
     with _connected(PORT) as other:
@@ -113,7 +113,7 @@ def _processes() -> list[str]:
             words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if "pycoll.launcher" in words or f"{__file__} rank" in words:
+        if "pycoll._launcher" in words or f"{__file__} rank" in words:
             found.append(words)
     return found
 

@@ -11,7 +11,7 @@ struct pc_array {
     void *data;
     const intptr_t *dims;
     size_t count, nbytes;
-    int dtype; /* code of pycoll/dtypes.py, 1 to 15 */
+    int dtype; /* code of pycoll/_dtypes.py, 1 to 15 */
     int ndim;
     bool writeable;
 };

@@ -145,7 +145,7 @@ static PyType_Slot both_slots[] = {
 };
 
 PyType_Spec pc_both_spec = {
-    .name = "pycoll.transports._core.Both",
+    .name = "pycoll._transports._core.Both",
     .basicsize = sizeof(pc_both),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .slots = both_slots,

@@ -266,7 +266,7 @@ static PyType_Slot collective_slots[] = {
 };
 
 PyType_Spec pc_collective_spec = {
-    .name = "pycoll.transports._core.Collective",
+    .name = "pycoll._transports._core.Collective",
     .basicsize = sizeof(struct pc_started),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .slots = collective_slots,

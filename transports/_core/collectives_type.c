@@ -376,7 +376,7 @@ static PyType_Slot collectives_slots[] = {
 };
 
 PyType_Spec pc_collectives_spec = {
-    .name = "pycoll.transports._core.Collectives",
+    .name = "pycoll._transports._core.Collectives",
     .basicsize = sizeof(pc_collectives),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = collectives_slots,

@@ -780,7 +780,7 @@ PyType_Spec *pc_comm_spec(void) {
         {0, NULL},
     };
     static PyType_Spec spec = {
-        .name = "pycoll.transports._core.Comm",
+        .name = "pycoll._transports._core.Comm",
         .basicsize = sizeof(pc_comm),
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
         .slots = slots,

@@ -60,7 +60,7 @@ static PyType_Slot memory_slots[] = {
 };
 
 PyType_Spec pc_memory_spec = {
-    .name = "pycoll.transports._core.Memory",
+    .name = "pycoll._transports._core.Memory",
     .basicsize = sizeof(pc_memory),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = memory_slots,

@@ -47,7 +47,7 @@ static PyType_Slot table_slots[] = {
 };
 
 PyType_Spec pc_table_spec = {
-    .name = "pycoll.transports._core.Table",
+    .name = "pycoll._transports._core.Table",
     .basicsize = sizeof(pc_table_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = table_slots,
@@ -414,7 +414,7 @@ static PyType_Slot run_slots[] = {
 };
 
 PyType_Spec pc_composed_spec = {
-    .name = "pycoll.transports._core.Run",
+    .name = "pycoll._transports._core.Run",
     .basicsize = sizeof(struct pc_composed),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = run_slots,

@@ -347,7 +347,7 @@ static PyType_Slot context_slots[] = {
 };
 
 PyType_Spec pc_context_spec = {
-    .name = "pycoll.transports._core.Context",
+    .name = "pycoll._transports._core.Context",
     .basicsize = sizeof(pc_context_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = context_slots,

@@ -442,7 +442,7 @@ static PyType_Slot seat_slots[] = {
 };
 
 PyType_Spec pc_seat_spec = {
-    .name = "pycoll.transports._core.Seat",
+    .name = "pycoll._transports._core.Seat",
     .basicsize = sizeof(struct pc_seat),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = seat_slots,
@@ -909,7 +909,7 @@ static PyType_Slot engine_slots[] = {
 };
 
 PyType_Spec pc_engine_spec = {
-    .name = "pycoll.transports._core.Engine",
+    .name = "pycoll._transports._core.Engine",
     .basicsize = sizeof(pc_engine_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = engine_slots,

@@ -84,7 +84,7 @@ static PyType_Slot guard_slots[] = {
 };
 
 PyType_Spec pc_guard_spec = {
-    .name = "pycoll.transports._core.Guard",
+    .name = "pycoll._transports._core.Guard",
     .basicsize = sizeof(pc_guard),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = guard_slots,

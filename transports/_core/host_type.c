@@ -127,7 +127,7 @@ static PyType_Slot host_slots[] = {
 };
 
 PyType_Spec pc_host_spec = {
-    .name = "pycoll.transports._core.Host",
+    .name = "pycoll._transports._core.Host",
     .basicsize = sizeof(pc_host_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = host_slots,

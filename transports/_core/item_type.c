@@ -404,7 +404,7 @@ static PyType_Slot send_slots[] = {
 };
 
 PyType_Spec pc_send_spec = {
-    .name = "pycoll.transports._core.Send",
+    .name = "pycoll._transports._core.Send",
     .basicsize = sizeof(pc_face),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = send_slots,
@@ -627,7 +627,7 @@ static PyType_Slot receive_slots[] = {
 };
 
 PyType_Spec pc_receive_spec = {
-    .name = "pycoll.transports._core.Receive",
+    .name = "pycoll._transports._core.Receive",
     .basicsize = sizeof(pc_face),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = receive_slots,

@@ -45,7 +45,7 @@ static PyType_Slot piece_slots[] = {
 };
 
 PyType_Spec pc_piece_spec = {
-    .name = "pycoll.transports._core.Piece",
+    .name = "pycoll._transports._core.Piece",
     .basicsize = sizeof(pc_piece),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = piece_slots,

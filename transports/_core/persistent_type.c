@@ -139,7 +139,7 @@ static PyType_Slot persistent_slots[] = {
 };
 
 PyType_Spec pc_persistent_spec = {
-    .name = "pycoll.transports._core.Persistent",
+    .name = "pycoll._transports._core.Persistent",
     .basicsize = sizeof(pc_persistent),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = persistent_slots,

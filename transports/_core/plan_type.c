@@ -220,7 +220,7 @@ static PyType_Slot plan_slots[] = {
 };
 
 PyType_Spec pc_plan_spec = {
-    .name = "pycoll.transports._core.Plan",
+    .name = "pycoll._transports._core.Plan",
     .basicsize = sizeof(pc_plan),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = plan_slots,

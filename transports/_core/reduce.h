@@ -16,7 +16,7 @@
 
 #include "core.h"
 
-/* Numbered as the names in pycoll/ops.py. */
+/* Numbered as the names in pycoll/_arrays/operators.py. */
 enum pc_operator {
     PC_SUM,
     PC_PROD,

@@ -6,7 +6,7 @@
 
 #include "reduce.h"
 
-/* Codes of pycoll/dtypes.py. */
+/* Codes of pycoll/_dtypes.py. */
 enum pc_dtype {
     PC_BOOL = 1,
     PC_INT8,

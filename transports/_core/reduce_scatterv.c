@@ -4,7 +4,7 @@
 #include "collective_call.h"
 #include "comm.h"
 
-#define UNEVEN 1 /* in PARTS in pycoll/native.py */
+#define UNEVEN 1 /* in PARTS in pycoll/_calls/shared_memory.py */
 
 /* Read rows before each block, and all rows; whether that is a list or tuple of ints which add up to `num_rows`. */
 static bool read_counts(PyObject *counts, int size, size_t num_rows, size_t *begins) {

@@ -269,7 +269,7 @@ static PyType_Slot request_slots[] = {
 };
 
 PyType_Spec pc_request_spec = {
-    .name = "pycoll.transports._core.Request",
+    .name = "pycoll._transports._core.Request",
     .basicsize = sizeof(struct pc_request),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .slots = request_slots,

@@ -48,7 +48,7 @@ static PyType_Slot scratch_slots[] = {
 };
 
 PyType_Spec pc_scratch_spec = {
-    .name = "pycoll.transports._core.Scratch",
+    .name = "pycoll._transports._core.Scratch",
     .basicsize = sizeof(pc_scratch_object),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = scratch_slots,

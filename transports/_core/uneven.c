@@ -1,18 +1,18 @@
-/* gatherv, all_gatherv, scatterv and all_to_allv as methods for NumPy arrays: the way of pycoll/native_uneven.py without
+/* gatherv, all_gatherv, scatterv and all_to_allv as methods for NumPy arrays: the way of pycoll/_calls/shared_memory_uneven.py without
    Python, for blocks that are plain arrays and an `out` that is none or one array. What it says to the other ranks is
    the same, so each rank may go either way; what it hears and cannot use it hands to Python (`resume`). */
 #include "collective_call.h"
 #include "comm.h"
 #include "copy.h"
 
-/* As in pycoll/native_uneven.py and blocks.py. */
+/* As in pycoll/_calls/shared_memory_uneven.py and blocks.py. */
 #define MAX_ROW_NBYTES 2048
 #define MIN_ROW_NBYTES 512
 #define ROWS_NBYTES 8192
 #define ALIGNMENT 64
 enum { NOTHING, LARGE_BLOCKS, LONG_HEADS };
 
-#define UINT8 6 /* in pycoll/dtypes.py */
+#define UINT8 6 /* in pycoll/_dtypes.py */
 #define MAX_NDIM 32
 #define MAX_SIZE (ROWS_NBYTES / MIN_ROW_NBYTES) /* with more ranks rows for each do not fit into a slot */
 

@@ -1,0 +1,151 @@
+"""Why a call runs as it does: what was chosen, what else could serve, and what could not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pycoll import schedules
+from pycoll._arrays import operators
+from pycoll._calls import arguments
+from pycoll._calls.numbering import OPS
+from pycoll._calls.rooted import INLINE_NBYTES
+from pycoll._selection import agreed, costs
+from pycoll._selection.agreed import SHARED_MEMORY
+from pycoll._selection.select import UNKNOWN_S, Candidate, Refused, Request
+
+if TYPE_CHECKING:
+    from pycoll._arrays.types import Reducer
+    from pycoll._calls.group import Group
+
+_EXACT = frozenset({"band", "bor", "bxor"})
+"""Operators of integers and bool only."""
+
+_UNITS = ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (float("inf"), 1.0, "s"))
+
+
+class Explanation(NamedTuple):
+    """How a call would run, and why; its text is meant to be read.
+
+    Attributes:
+        collective: for example ``"all_reduce"``.
+        nbytes: of one rank's value or block.
+        size: number of ranks.
+        algorithm: the one that would run; `segments`: into how many each chunk is cut.
+        seconds: that it is expected to take; math.inf: nobody knows.
+        why: in words.
+        runners_up: what else can serve, (algorithm, segments, seconds) each, quickest first.
+        refused: what cannot serve or must not, by name, and why.
+        table: where the times come from.
+    """
+
+    collective: str
+    nbytes: int
+    size: int
+    algorithm: str
+    segments: int
+    seconds: float
+    why: str
+    runners_up: tuple[tuple[str, int, float], ...]
+    refused: dict[str, str]
+    table: str
+
+    def __str__(self) -> str:
+        names = [self.algorithm, *(name for name, _, _ in self.runners_up), *self.refused]
+        width = max(map(len, names)) + 2
+        cut = f", in {self.segments} segments" if self.segments > 1 else ""
+        lines = [
+            f"{self.collective} of {_length(self.nbytes)} on {self.size} ranks: {self.algorithm}"
+            f"{cut}, about {_time(self.seconds)}",
+            f"  because {self.why}",
+        ]
+        if self.runners_up:
+            lines.append("  others that can serve:")
+            for name, segments, seconds in self.runners_up:
+                cut = f"  {segments} segments" if segments > 1 else ""
+                lines.append(f"    {name:<{width}}{_time(seconds):>9}{cut}")
+        if self.refused:
+            lines.append("  not considered:")
+            lines += [f"    {name:<{width}}{why}" for name, why in self.refused.items()]
+        lines.append(f"  times by {self.table}")
+        return "\n".join(lines)
+
+
+_ALIASES = {"allreduce": "all_reduce"}
+
+
+def explain(
+    group: Group, collective: str, nbytes: int = 0, op: Reducer = "sum", blocking: bool = True
+) -> Explanation:
+    """Explain how a call on this group would run; sends nothing.
+
+    Args:
+        group: of the communicator.
+        collective: for example ``"all_reduce"``.
+        nbytes: of one rank's value, or of one block (see `Request`); a barrier has none.
+        op: the operator, where something is reduced.
+        blocking: False: as a request, which does not enter the compiled core.
+
+    Raises:
+        ValueError: there is no such collective or operator, or `nbytes` is below 0.
+        TypeError: `nbytes` is no whole number.
+    """
+    nbytes = arguments.check_int(nbytes, "nbytes")
+    if nbytes < 0:
+        raise ValueError(f"nbytes is {nbytes}; it cannot be below 0")
+    collective = _ALIASES.get(collective, collective)
+    request = Request(collective, 0 if collective == "barrier" else nbytes, native=blocking)
+    schedules.names(collective)  # or it does not exist
+    if collective in schedules.REDUCING:
+        resolved = operators.resolve(op)
+        in_core = resolved.name in OPS and not callable(resolved.fn)
+        request = request._replace(
+            rank_order=not resolved.commutative,
+            whole=not resolved.elementwise,
+            # Between hosts the core takes what is exact in every order: for any dtype, bits.
+            native=blocking and in_core and (group.native is not None or resolved.name in _EXACT),
+        )
+    able, refused = group.selector.ranking(request)
+    chosen = able[0]
+    return Explanation(
+        collective=request.collective,
+        nbytes=request.nbytes,
+        size=group.size,
+        algorithm=chosen.choice.name,
+        segments=chosen.choice.segments,
+        seconds=chosen.seconds,
+        why=_why(request.collective, request.nbytes, able, refused),
+        runners_up=tuple((*found.choice, found.seconds) for found in able[1:]),
+        refused=dict(refused),
+        table=f"{agreed.current().costs.origin} ({costs.LINKS[group.selector.link]})",
+    )
+
+
+def _why(collective: str, nbytes: int, able: list[Candidate], refused: list[Refused]) -> str:
+    rule = agreed.current().rules.get(collective)
+    name = able[0].choice.name
+    if rule is not None:
+        said = f"PYCOLL_ALGORITHM says {collective}:{rule}"
+        if not rule.allows(name):
+            return f"{said}, but none of that can serve here; of the others it is the quickest"
+        return said if len(able) == 1 else f"{said}, and of these it is the quickest"
+    if collective == "broadcast" and nbytes <= INLINE_NBYTES and name != SHARED_MEMORY:
+        return "so small a value travels with its announcement, down the binomial tree, anyway"
+    if name == SHARED_MEMORY:
+        return "all ranks share memory, and there the compiled core is used whenever it can serve"
+    if len(able) == 1:
+        return "it is the only one that can serve"
+    return "by the table it takes least time"
+
+
+def _time(seconds: float) -> str:
+    if seconds == UNKNOWN_S:
+        return "unknown"
+    scale, unit = next((scale, unit) for limit, scale, unit in _UNITS if seconds < limit * 0.9995)
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def _length(nbytes: int) -> str:
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power and nbytes % (1 << power - 3) == 0:
+            return f"{nbytes / (1 << power):g} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,307 @@
+"""What the calls of one communicator share: its ranks, its engine, its schedules."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pycoll._runtime.context import Context
+from pycoll._runtime.engine import Engine
+from pycoll._selection import agreed
+from pycoll._selection.agreed import SHARED_MEMORY as SHARED_MEMORY
+from pycoll._selection.select import Choice
+from pycoll._support.lazy_import import Late
+
+if TYPE_CHECKING:
+    from pycoll import schedules
+    from pycoll._calls import core_runs
+    from pycoll._calls.core_runs import CoreRun
+    from pycoll._calls.shared_memory import Native
+    from pycoll._gpu import cuda_ipc, cuda_ipc_run, staged_run
+    from pycoll._runtime.binding import Binding
+    from pycoll._runtime.external import Table
+    from pycoll._runtime.task import CallSteps
+    from pycoll._selection import select
+    from pycoll._selection.agreed import Agreed
+    from pycoll._selection.select import Request, Selector
+    from pycoll._transports._core import Table as CoreTable
+    from pycoll.schedule import Schedule
+else:
+    core_runs = Late("pycoll._calls.core_runs")
+    schedules, select = Late("pycoll.schedules"), Late("pycoll._selection.select")
+    staged_run = Late("pycoll._gpu.staged_run")
+    cuda_ipc, cuda_ipc_run = Late("pycoll._gpu.cuda_ipc"), Late("pycoll._gpu.cuda_ipc_run")
+
+How = tuple[str, Choice] | tuple[str, Choice, int]
+"""(collective, choice), and the root if the collective has one."""
+
+
+class Bound(NamedTuple):
+    """A collective with its memory, as one schedule runs it.
+
+    Attributes:
+        how: which schedule.
+        binding: where its chunks are.
+        granule: bytes that stay together in a segment: an element.
+    """
+
+    how: How
+    binding: Binding
+    granule: int = 1
+
+
+IN_CORE = Choice(SHARED_MEMORY)
+
+CACHED_SCHEDULES = 64
+"""Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""
+
+CACHED_CHOICES = 1024
+"""Choices kept by a communicator: one for each call that differs in what matters to it."""
+
+
+class Group:
+    """The ranks of one communicator, seen from one of them.
+
+    Attributes:
+        members: their world ranks, in order.
+        rank: this process's rank among them.
+        size: their number.
+        context: what matches their messages.
+        hosts: by rank the number of its host.
+        on_close: called when it is closed, under the engine's lock.
+        native: their collectives in shared memory; None: not all are on this host, or cannot.
+    """
+
+    def __init__(
+        self, engine: Engine, ident: int, members: Sequence[int], name: str = "world"
+    ) -> None:
+        self.engine = engine
+        self.members = tuple(members)
+        self.rank = self.members.index(engine.rank)
+        self.size = len(self.members)
+        self.hosts = tuple([engine.hosts[world] for world in self.members])
+        self.context: Context = engine.open_context(ident, self.members)
+        self.context.name = name
+        self.context.on_lending = lambda arrival: cuda_ipc.heard(engine, self.context, arrival)
+        self._from_world = {world: rank for rank, world in enumerate(self.members)}
+        self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
+        self._tables: dict[tuple[object, ...], tuple[Schedule, CoreTable]] = {}
+        self.on_close: list[Callable[[], object]] = []
+        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._selector: Selector | None = None
+        self._generation = 0
+        self.native = self._open_native()
+        self.context.num_started = lambda: self.number
+
+    def _open_native(self) -> Native | None:
+        shared = self.engine.shared_memory
+        if self.size == 1 or shared is None or not set(self.members) <= set(shared.ranks):
+            return None
+        from pycoll._calls.shared_memory import Native
+
+        self.context.in_core = native = Native(self.engine, self.context, shared)
+        return native
+
+    def close(self) -> None:
+        """Forget this communicator; under the engine's lock."""
+        for close in self.on_close:
+            close()
+        self.engine.close_context(self.context)
+        if self.native is not None:
+            self.context.in_core = None
+            self.native.close()
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.context.name
+
+    @property
+    def number(self) -> int:
+        """Number of the next collective call."""
+        return self.context.num_calls
+
+    def rank_of(self, world: int) -> int:
+        """Return the rank here of a world rank."""
+        return self._from_world[world]
+
+    def choose(
+        self,
+        collective: str,
+        nbytes: int,
+        forced: str | None,
+        rank_order: bool = False,
+        whole: bool = False,
+        native: bool = True,
+    ) -> Choice:
+        """Return how a call runs; the same on all ranks.
+
+        Args:
+            collective: for example ``"all_reduce"``.
+            nbytes: of one rank's value, or of one block (see `select.Request`).
+            forced: the algorithm that the caller wants, or None.
+            rank_order: the operator is not commutative.
+            whole: the operator takes whole values only.
+            native: the compiled core may run it, where there is one.
+
+        Raises:
+            ValueError: `forced` does not exist, or cannot serve this operator.
+        """
+        if forced is None and native and self.native is not None and self.in_core(collective):
+            return IN_CORE  # whatever the times: the core's short way asks nobody
+        self._forget_stale()
+        key = collective, nbytes, forced, rank_order, whole, native
+        choice = self._choices.get(key)
+        if choice is None:
+            request = select.Request(collective, nbytes, rank_order, whole, native)
+            choice = (
+                self.selector.choose(request) if forced is None else self._force(forced, request)
+            )
+            if len(self._choices) >= CACHED_CHOICES:
+                self._choices.clear()
+            self._choices[key] = choice
+        return choice
+
+    def _force(self, name: str, request: Request) -> Choice:
+        collective = request.collective
+        if name == SHARED_MEMORY:
+            if self.native is not None:
+                return IN_CORE
+            if self.size == 1:
+                return self.selector.choose(request)
+            raise ValueError(self._no_shared_memory(collective))
+        known = schedules.names(collective)
+        if name not in known:
+            listed = ", ".join((SHARED_MEMORY, *known))
+            raise ValueError(f"{collective} has no algorithm {name!r}; it has {listed}")
+        reason = select.usable(collective, name, rank_order=request.rank_order, whole=request.whole)
+        if reason is not None:
+            raise ValueError(reason)
+        self.schedule(collective, name)  # a user's may make no sense: say so before it is used
+        return Choice(name, self.selector.segments(name, request))
+
+    @property
+    def selector(self) -> Selector:
+        """What chooses algorithms; made when it is first needed."""
+        if self._selector is None:
+            self.go_by(agreed.current())
+        assert self._selector is not None
+        return self._selector
+
+    def go_by(self, settings: Agreed) -> None:
+        """Choose by other settings than the job's; on all ranks, before or between calls."""
+        self._selector = select.Selector(settings, self.hosts, self.native is not None)
+        self._choices.clear()
+        if self.context.collectives is not None:
+            self.context.collectives.forget_plans()
+
+    def is_named(self, collective: str) -> bool:
+        """Whether PYCOLL_ALGORITHM says what a collective must run."""
+        rule = agreed.current().rules.get(collective)
+        return rule is not None and not rule.excluded
+
+    def in_core(self, collective: str) -> bool:
+        """Whether calls of a collective may enter the compiled core without asking `choose`."""
+        rule = agreed.current().rules.get(collective)
+        return rule is None or rule.allows(SHARED_MEMORY)
+
+    def _no_shared_memory(self, collective: str) -> str:
+        others = " or ".join(schedules.names(collective))
+        if self.engine.shared_memory is None:
+            why = f"cannot be used: {self.engine.no_shared_memory}"
+        else:
+            why = "needs all ranks of the communicator on one host"
+        return f"{collective} {SHARED_MEMORY} {why}; use {others}"
+
+    def schedule(self, collective: str, algorithm: str, root: int = 0) -> Schedule:
+        """Return this rank's schedule, compiled once."""
+        self._forget_stale()
+        key = (collective, algorithm, root)
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            schedule = schedules.schedule(
+                collective, algorithm, self.rank, self.size, root, self.hosts
+            )
+            self._schedules[key] = schedule
+            if len(self._schedules) > CACHED_SCHEDULES:
+                self._schedules.popitem(last=False)
+        else:
+            self._schedules.move_to_end(key)
+        return schedule
+
+    def _forget_stale(self) -> None:
+        """Forget what was found before the user registered an algorithm, perhaps once more."""
+        if self._generation != schedules.generation():
+            self._generation = schedules.generation()
+            self._schedules.clear()
+            self._choices.clear()
+            if self._selector is not None:
+                self.go_by(self._selector.agreed)
+
+    def operation(
+        self,
+        address: tuple[int, int],
+        call: bytes,
+        how: How,
+        binding: Binding,
+        granule: int = 1,
+    ) -> CoreRun:
+        """Make what runs a schedule, as a part of a call; it must be started.
+
+        Args:
+            address: (number of the call, first lane); it takes a lane for each segment.
+            call: its signature.
+            how: which schedule, and in how many segments.
+            binding: where the chunks are.
+            granule: bytes that must stay together in a segment: an element.
+        """
+        collective, choice, *root = how
+        schedule = self.schedule(collective, choice.name, *root)
+        if choice.segments > 1:
+            binding = binding.joined()
+        steps: Schedule | Table = schedule
+        if "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(binding):
+            fits = cuda_ipc_run.fits(self.engine, self.context, schedule, binding)
+            if fits and choice.segments == 1:
+                steps, binding = cuda_ipc_run.lent(schedule, binding)
+            else:
+                steps = staged_run.staged(schedule, binding)
+        if steps is schedule:
+            table = self._table(how, schedule, len(binding.nbytes))
+        else:
+            table = core_runs.table_of(steps, self.size, len(binding.nbytes))
+        return core_runs.CoreRun(
+            self, call, address, table, steps, binding, choice.segments, granule
+        )
+
+    def _table(self, how: How, schedule: Schedule, num_chunks: int) -> CoreTable:
+        """Return a schedule as the core runs it, compiled once."""
+        collective, choice, *root = how
+        key = collective, choice.name, *root
+        kept = self._tables.get(key)
+        if kept is None or kept[0] is not schedule:
+            kept = schedule, core_runs.table_of(schedule, self.size, num_chunks)
+            if len(self._tables) >= CACHED_SCHEDULES:
+                self._tables.clear()
+            self._tables[key] = kept
+        return kept[1]
+
+    def run(
+        self,
+        address: tuple[int, int],
+        call: bytes,
+        how: How,
+        binding: Binding,
+        granule: int = 1,
+    ) -> CallSteps:
+        """Run what `operation` makes to its end, and return it."""
+        operation = self.operation(address, call, how, binding, granule)
+        operation.start()
+        try:
+            yield operation
+        except BaseException:
+            operation.cancel()
+            raise
+        return operation

@@ -1,0 +1,35 @@
+"""Collectives and operators, as the compiled core numbers them."""
+
+from __future__ import annotations
+
+KINDS = (
+    "barrier",
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "gather",
+    "all_gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "scan",
+    "exscan",
+)
+"""Collectives, numbered as in transports/_core/kinds.h."""
+
+METHODS = (*KINDS, "reduce_scatterv")
+"""What has methods in the core, numbered likewise."""
+
+REDUCING = frozenset(
+    {"reduce", "all_reduce", "reduce_scatter", "reduce_scatterv", "scan", "exscan"}
+)
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
+"""Collectives of blocks that differ in shape, numbered likewise."""
+
+OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor")
+"""Operators, numbered as in transports/_core/reduce.h."""
+
+PARTS = ("", "uneven", "many", "group", "operator")  # "uneven" also in _core/reduce_scatterv.c
+"""What a call in the core may be a part of: nothing, or a program's call that needs several."""

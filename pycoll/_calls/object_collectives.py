@@ -1,0 +1,143 @@
+"""Collectives on Python objects: their lengths first (lane 0), then their bytes (lane 1)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pycoll import schedules
+from pycoll._arrays import objects
+from pycoll._calls.group import Group, How
+from pycoll._runtime.binding import Binding, fill_from
+from pycoll._runtime.scratch import new_bytes
+from pycoll._runtime.task import CallSteps
+from pycoll._selection.select import Choice
+from pycoll._transports.base import Parts, nbytes_of
+
+LINEAR = Choice("linear")
+
+STRAIGHT = ("pairwise", "linear")
+"""Algorithms of all_to_all in which every block goes straight to its rank."""
+
+_LENGTH = struct.Struct("<Q")
+
+
+def gather(group: Group, call: bytes, parts: Parts, choice: Choice, root: int) -> CallSteps:
+    """Gather to the root: there the list of objects by rank; None elsewhere."""
+    number = group.context.begin(call)
+    is_root = group.rank == root
+    how = "gather", choice, root
+    # Who passes on what others have sent must know their lengths, too.
+    straight = choice == LINEAR
+    lengths_how: How = ("gather", LINEAR, root) if straight else ("all_gather", LINEAR)
+    lengths = yield from _gather_lengths(group, number, call, lengths_how, nbytes_of(parts))
+    known = lengths if is_root or not straight else None
+    result = yield from _gather_bytes(group, number, call, how, parts, known)
+    group.context.end(number)
+    return [objects.load(buffer) for buffer in result] if is_root else None
+
+
+def all_gather(group: Group, call: bytes, parts: Parts, algorithm: str | None) -> CallSteps:
+    """Gather to every rank the list of objects by rank."""
+    number = group.context.begin(call)
+    how: How = "all_gather", LINEAR
+    lengths = yield from _gather_lengths(group, number, call, how, nbytes_of(parts))
+    chosen = group.choose("all_gather", max(lengths), algorithm, native=False)
+    how = "all_gather", chosen
+    result = yield from _gather_bytes(group, number, call, how, parts, lengths)
+    group.context.end(number)
+    return [objects.load(buffer) for buffer in result]
+
+
+def all_to_all(group: Group, call: bytes, blocks: Sequence[Parts], choice: Choice) -> CallSteps:
+    """Send block i to rank i; returns the list of objects received, by rank."""
+    number = group.context.begin(call)
+    size = group.size
+    how = "all_to_all", choice
+    if choice.name in STRAIGHT:
+        sent = [(memoryview(_LENGTH.pack(nbytes_of(parts))),) for parts in blocks]
+        lengths = [new_bytes(_LENGTH.size) for _ in range(size)]
+        yield from group.run((number, 0), call, how, _exchange(group, how, sent, lengths))
+        buffers = [new_bytes(_LENGTH.unpack(length)[0]) for length in lengths]
+        yield from group.run((number, 1), call, how, _exchange(group, how, blocks, buffers))
+        group.context.end(number)
+        return [objects.load(buffer) for buffer in buffers]
+    # Others keep blocks on their way, and must know how long they are: as long as the longest.
+    mine = max(nbytes_of(parts) for parts in blocks)
+    known = yield from _gather_lengths(group, number, call, ("all_gather", LINEAR), mine)
+    longest = _LENGTH.size + max(known)
+    padded = []
+    for parts in blocks:
+        block = new_bytes(longest)
+        fill_from((memoryview(_LENGTH.pack(nbytes_of(parts))), *parts), block)
+        padded.append((block,))
+    buffers = [new_bytes(longest) for _ in range(size)]
+    yield from group.run((number, 1), call, how, _exchange(group, how, padded, buffers))
+    group.context.end(number)
+    ends = [_LENGTH.size + _LENGTH.unpack_from(buffer)[0] for buffer in buffers]
+    return [
+        objects.load(buffer[_LENGTH.size : end]) for buffer, end in zip(buffers, ends, strict=True)
+    ]
+
+
+def _exchange(
+    group: Group, how: How, sent: Sequence[Parts], received: Sequence[memoryview]
+) -> Binding:
+    """Bind the blocks of an all_to_all to what is sent to each rank, and received from it."""
+    count = schedules.find(how[0], how[1].name).chunks(group.size) - 2 * group.size
+    between: list[Any] = [None] * count  # blocks on their way to other ranks
+    nothing: list[Any] = [None] * group.size
+    lengths = [nbytes_of(parts) for parts in sent]
+    return Binding(
+        nbytes=[*lengths, *map(len, received), *[lengths[0]] * count],
+        source=[*sent, *nothing, *between],
+        target=[*nothing, *received, *between],
+    )
+
+
+def fold(values: Sequence[Any], fn: Callable[[Any, Any], Any]) -> Any:
+    """Combine objects in rank order."""
+    result = values[0]
+    for value in values[1:]:
+        result = fn(result, value)
+    return result
+
+
+def _gather_lengths(group: Group, number: int, call: bytes, how: How, nbytes: int) -> CallSteps:
+    """Return every rank's length, on the ranks that gather."""
+    size = group.size
+    everywhere = how[0] == "all_gather" or group.rank == how[-1]
+    heard = [new_bytes(_LENGTH.size) for _ in range(size)]
+    source: list[Any] = [None] * size
+    source[group.rank] = (memoryview(_LENGTH.pack(nbytes)),)
+    binding = Binding(
+        nbytes=[_LENGTH.size] * size,
+        source=source,
+        target=list(heard) if everywhere else [None] * size,
+    )
+    yield from group.run((number, 0), call, how, binding)
+    return [_LENGTH.unpack(view)[0] for view in heard]
+
+
+def _gather_bytes(
+    group: Group,
+    number: int,
+    call: bytes,
+    how: How,
+    parts: Parts,
+    lengths: Sequence[int] | None,
+) -> CallSteps:
+    """Run the gathering of the bytes; `lengths` on the ranks that gather."""
+    size = group.size
+    source: list[Any] = [None] * size
+    source[group.rank] = parts
+    if lengths is None:
+        buffers: list[memoryview] = []
+        nbytes: list[int | None] = [None] * size
+        target: list[memoryview | None] = [None] * size
+    else:
+        buffers = [new_bytes(length) for length in lengths]
+        nbytes, target = list(lengths), list(buffers)
+    yield from group.run((number, 1), call, how, Binding(nbytes, source, target))
+    return buffers

@@ -1,0 +1,200 @@
+"""The algorithm `shared_memory` on arrays and objects whose arguments were checked.
+
+What the core does not have (Python operators, minloc and maxloc, objects) it still moves: operands
+are brought together and combined here, in rank order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import conversion, objects, operators
+from pycoll._arrays.conversion import Value
+from pycoll._arrays.operators import Op
+from pycoll._calls.numbering import KINDS, OPS
+from pycoll._calls.p2p import contiguous
+from pycoll._calls.shared_memory import BY_MESSAGES, Native, part_of
+from pycoll._dtypes import Array, DType
+from pycoll._runtime.binding import fill_from
+from pycoll._transports.base import Parts, nbytes_of
+
+if TYPE_CHECKING:
+    from pycoll._cuda.copies import Copy, Push
+
+AHEAD = 4
+"""Pieces of an all_reduce that are on their way from the GPU at a time."""
+
+
+def serves(op: Op, value: Value) -> bool:
+    """Whether the core has this operator for this dtype."""
+    return op.name in OPS and not callable(op.fn) and value.dtype.code > 0
+
+
+def type_salt(dtype: DType) -> int:
+    """Return what tells dtypes apart that have no code of their own; 0 for the others."""
+    return zlib.crc32(dtypes.encode(dtype)) if dtype.code == 0 else 0
+
+
+def all_reduce(native: Native, x: Value, result: Value, op: Op) -> None:
+    """Reduce `x` into `result`; if they are on a GPU, piece by piece: see `Gate`."""
+    if not serves(op, x):
+        combine(native, "all_reduce", x, result.array, op)
+        return
+    if x.stage is None and result.stage is None:
+        _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0)
+        return
+    gate = Gate(native, x, result)
+    try:
+        _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, gate=gate)
+    except BaseException:
+        gate.settle()
+        raise
+
+
+class Gate:
+    """What an all_reduce of arrays on a GPU does between its pieces; called by the core.
+
+    While a piece is reduced, those after it come from the GPU, and those before it go there.
+    """
+
+    def __init__(self, native: Native, x: Value, result: Value) -> None:
+        self._native = native
+        self._pushed = 0
+        self._pushes: list[Copy | Push] = []
+        self._source, self._target = x.stage, result.stage
+        self._nbytes, self._piece = x.array.nbytes, native.core.piece_nbytes
+
+    def __call__(self, offset: int) -> None:
+        engine = self._native.engine
+        if self._target is not None and offset > self._pushed:
+            self._pushes.append(self._target.push(engine, self._pushed, offset))
+            self._pushed = offset
+        if self._source is None:
+            return
+        ahead = range(offset, min(self._nbytes, offset + AHEAD * self._piece), self._piece)
+        from pycoll._cuda.copies import all_of
+
+        copies = all_of(
+            self._source.pull(engine, begin, min(self._nbytes, begin + self._piece))
+            for begin in ahead
+        )
+        self._native.wait(copies[0])
+
+    def settle(self) -> None:
+        """Let nothing be written any more."""
+        for push in self._pushes:
+            push.settle()
+
+
+def combine(
+    native: Native, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
+) -> None:
+    """Reduce `x` into the C-contiguous array `result` (None: not on this rank)."""
+    if serves(op, x):
+        _run(native, collective, x, result, OPS.index(op.name), root)
+    else:
+        _fold(native, collective, x, result, op, root)
+
+
+def move(
+    native: Native,
+    collective: str,
+    x: Value,
+    result: Array | None,
+    root: int = 0,
+    lends: bool = False,
+) -> Any:
+    """Run a collective that only moves data.
+
+    With `lends`, x on a GPU is not in host memory yet, and this rank would rather lend it, by
+    messages; returns BY_MESSAGES if all ranks would.
+    """
+    gate = (lambda _: native.wait(_pull(native, x))) if lends else None
+    return BY_MESSAGES if _run(native, collective, x, result, 0, root, gate=gate) else None
+
+
+def _pull(native: Native, x: Value) -> Copy:
+    assert x.stage is not None
+    return x.stage.pull(native.engine)
+
+
+def _fold(
+    native: Native, collective: str, x: Value, result: Array | None, op: Op, root: int
+) -> None:
+    """Reduce with an operator that the core does not have: bring the operands here, and combine."""
+    how = {"reduce": "gather", "reduce_scatter": "all_to_all"}.get(collective, "all_gather")
+    size, rows = native.size, None
+    if result is not None:
+        rows = np.empty((size, *result.shape), x.dtype.storage)
+    salt = part_of("operator", f"{collective} {op.signature}")
+    _run(native, how, x, rows, 0, root, salt)
+    count = {"scan": native.rank + 1, "exscan": native.rank}.get(collective, size)
+    if rows is not None and result is not None and count:
+        total = rows[0, ...]
+        for rank in range(1, count):
+            operators.combine(op, x.dtype, total, rows[rank, ...], total)
+        result[...] = total
+        operators.finish(op, x.dtype, result, count)
+
+
+def all_gather_objects(native: Native, parts: Parts) -> list[Any]:
+    """Gather objects to every rank: their lengths, then their bytes, padded to the longest."""
+    size = native.size
+    lengths = _all_gather(native, np.array([nbytes_of(parts)], np.uint64), size)[:, 0]
+    mine = np.zeros(int(lengths.max()), np.uint8)
+    fill_from(parts, mine.data)
+    rows = _all_gather(native, mine, size)
+    return [objects.load(row[:n].data) for row, n in zip(rows, lengths.tolist(), strict=True)]
+
+
+def all_to_all_objects(native: Native, blocks: Sequence[Parts]) -> list[Any]:
+    """Send block i to rank i; returns the objects received, by rank."""
+    size = native.size
+    mine = np.array([nbytes_of(parts) for parts in blocks], np.uint64)
+    lengths = _all_gather(native, mine, size)
+    sent = np.zeros((size, int(lengths.max())), np.uint8)
+    for row, parts in zip(sent, blocks, strict=True):
+        fill_from(parts, row.data)
+    got = np.empty_like(sent)
+    move(native, "all_to_all", Value(sent, dtypes.UINT8, "numpy"), got)
+    here = lengths[:, native.rank].tolist()
+    return [objects.load(row[:n].data) for row, n in zip(got, here, strict=True)]
+
+
+def _all_gather(native: Native, array: Array, size: int) -> Array:
+    rows = np.empty((size, *array.shape), array.dtype)
+    move(native, "all_gather", Value(array, dtypes.of_numpy(array.dtype), "numpy"), rows)
+    return rows
+
+
+def _run(
+    native: Native,
+    collective: str,
+    x: Value,
+    result: Array | None,
+    op: int,
+    root: int,
+    salt: int = 0,
+    gate: Callable[[int], None] | None = None,
+) -> bool:
+    array = contiguous(x.array)
+    split = collective in ("reduce_scatter", "all_to_all") and len(array)
+    by_messages: bool = native.core.run(
+        None,
+        KINDS.index(collective),
+        x.dtype.code,
+        op,
+        root,
+        array.shape,
+        type_salt(x.dtype) + salt,
+        conversion.as_bytes(array),
+        conversion.as_bytes(result) if result is not None else None,
+        array.nbytes // len(array) if split else array.nbytes,
+        gate,
+    )
+    return by_messages

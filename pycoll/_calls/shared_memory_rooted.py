@@ -1,0 +1,109 @@
+"""Broadcast and scatter through shared memory: the root announces what comes, in its slot.
+
+What the root cannot describe there (lists of objects to scatter, very long dtypes), and what it
+lends to ranks that share its GPU, it announces as such, and then every rank takes the way over
+messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pycoll._arrays import conversion
+from pycoll._arrays.conversion import Value
+from pycoll._calls import rooted
+from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.numbering import KINDS
+from pycoll._calls.p2p import Outgoing, contiguous
+from pycoll._calls.rooted import Announcement
+from pycoll._calls.shared_memory import BY_MESSAGES, Native
+from pycoll._calls.shared_memory_calls import type_salt
+from pycoll._dtypes import Array
+from pycoll._selection.select import Choice
+
+BROADCAST, SCATTER = KINDS.index("broadcast"), KINDS.index("scatter")
+
+MAX_DESCRIPTION = 512
+"""Bytes of an array's description that fit into an announcement."""
+
+_ARRAY, _OBJECT, _BY_MESSAGES = range(3)
+
+
+def broadcast(
+    native: Native,
+    group: Group,
+    outgoing: Outgoing | None,
+    mine: Value | None,
+    root: int,
+    gpu: int | None,
+    lends: bool,
+) -> Any:
+    """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
+    core = native.core
+    if outgoing is not None:
+        description, parts, nbytes = outgoing.description, outgoing.parts, outgoing.nbytes
+        form = _OBJECT if outgoing.is_object else _ARRAY
+        if lends or len(description) > MAX_DESCRIPTION:
+            form, description, parts, nbytes = _BY_MESSAGES, b"", (), 0
+        whole = parts[0] if len(parts) == 1 else b"".join(parts)
+        value = _value_hash(core, description) if form == _ARRAY else 0
+        core.announce(None, BROADCAST, root, value, form, description, whole, None, nbytes)
+        return BY_MESSAGES if form == _BY_MESSAGES else None
+    form, nbytes, _, description = core.hear(None, BROADCAST, root)
+    if form == _BY_MESSAGES:
+        return BY_MESSAGES
+    announcement = Announcement(form == _OBJECT, nbytes, Choice(SHARED_MEMORY), description)
+    result, target = rooted.broadcast_target(group, root, announcement, mine, gpu)
+    core.receive(None, BROADCAST, root, target)
+    return rooted.broadcast_result(result, target, mine)
+
+
+def spread(native: Native, memory: Array) -> None:
+    """Have rank 0's C-contiguous `memory` on every rank; all know its length."""
+    core, view = native.core, conversion.as_bytes(memory)
+    if native.rank == 0:
+        core.announce(None, BROADCAST, 0, 0, _OBJECT, b"", view, None, len(view))
+    else:
+        core.hear(None, BROADCAST, 0)
+        core.receive(None, BROADCAST, 0, view)
+
+
+def scatter(
+    native: Native, blocks: Any, root: int, gpu: int | None, out: Value | None, lends: bool
+) -> Any:
+    """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
+
+    Returns (Value, None); the Value is `out` if that can have it.
+    """
+    core = native.core
+    if blocks is not None:
+        if not isinstance(blocks, Value):
+            core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
+            return BY_MESSAGES
+        block = Value(blocks.array[0], blocks.dtype, blocks.kind)
+        description = conversion.describe(block)
+        if lends or len(description) > MAX_DESCRIPTION:
+            core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
+            return BY_MESSAGES
+        shape, gpu = block.array.shape, blocks.gpu
+        result = rooted.scatter_target(out, block.dtype, block.kind, shape, gpu)
+        source, target = (
+            conversion.as_bytes(contiguous(blocks.array)),
+            conversion.as_bytes(result.array),
+        )
+        value = _value_hash(core, description)
+        core.announce(None, SCATTER, root, value, _ARRAY, description, source, target, len(target))
+        return result, None
+    form, _, _, description = core.hear(None, SCATTER, root)
+    if form == _BY_MESSAGES:
+        return BY_MESSAGES
+    dtype, kind, shape = conversion.from_description(description)
+    result = rooted.scatter_target(out, dtype, kind, shape, gpu)
+    core.receive(None, SCATTER, root, conversion.as_bytes(result.array))
+    return result, None
+
+
+def _value_hash(core: Any, description: bytes) -> int:
+    dtype, _, shape = conversion.from_description(description)
+    value: int = core.value_hash(dtype.code, shape, type_salt(dtype))
+    return value

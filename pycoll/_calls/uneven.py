@@ -1,0 +1,413 @@
+"""Collectives on blocks that differ in shape: gatherv, all_gatherv, scatterv, all_to_allv, and
+reduce_scatterv, whose blocks differ in length only.
+
+Their schedules are those of the even collectives: a schedule does not know how long a chunk is.
+What nobody but the sender knows of a block comes with it (`blocks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import conversion, operators
+from pycoll._arrays.conversion import Value
+from pycoll._arrays.operators import Combiner, finisher
+from pycoll._calls import arguments, blocks, shared_memory_uneven
+from pycoll._calls.collectives import Reduction, type_text
+from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.p2p import contiguous, pulled
+from pycoll._calls.prepared import Prepared
+from pycoll._calls.rooted import INLINE_NBYTES
+from pycoll._calls.shared_memory import counts_text, part_of
+from pycoll._calls.shared_memory_calls import serves
+from pycoll._calls.uneven_out import Room, Rooms
+from pycoll._dtypes import Array, DType
+from pycoll._runtime.binding import Binding
+from pycoll._runtime.task import CallSteps
+from pycoll._selection.select import Choice
+from pycoll._transports.base import nbytes_of
+
+if TYPE_CHECKING:
+    from pycoll._arrays.types import Reducer
+
+_EVEN = {
+    "gatherv": "gather",
+    "all_gatherv": "all_gather",
+    "scatterv": "scatter",
+    "all_to_allv": "all_to_all",
+}
+
+
+# --- arguments -----------------------------------------------------------------------------
+
+
+def prepare_gatherv(
+    group: Group, x: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
+    """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
+
+    Args:
+        group: of the communicator.
+        x: array; the same dtype on all ranks.
+        root: rank that gets the list.
+        out: on the root, places of the blocks, as of `Rooms`.
+        blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
+
+    Raises:
+        TypeError: `x` is no array.
+        ValueError: there is no such root, or `out` cannot fit.
+    """
+    root = arguments.check_root(root, group.size)
+    block = _block("gatherv", x)
+    wanted = out if group.rank == root else None
+    rooms = Rooms(wanted, group.size, block.dtype, {root: block}, [block])
+    text = _prefix(blocking) + _text("gatherv", block.dtype, root)
+    return Prepared(
+        text,
+        lambda call: _gatherv(group, call, block, root, rooms),
+        _through_core(
+            group, blocking, shared_memory_uneven.gatherv, text, block, root, rooms, heard
+        ),
+        rooms.finish if group.rank == root else None,
+        reads=(block,),
+    )
+
+
+def prepare_all_gatherv(
+    group: Group, x: Any, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
+    """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
+    block = _block("all_gatherv", x)
+    rooms = Rooms(out, group.size, block.dtype, {group.rank: block}, [block])
+    text = _prefix(blocking) + _text("all_gatherv", block.dtype, 0)
+    return Prepared(
+        text,
+        lambda call: _all_gatherv(group, call, block, rooms),
+        _through_core(group, blocking, shared_memory_uneven.all_gatherv, text, block, rooms, heard),
+        rooms.finish,
+        reads=(block,),
+    )
+
+
+def prepare_scatterv(
+    group: Group, xs: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
+    """Give rank i the root's ``xs[i]``.
+
+    Args:
+        group: of the communicator.
+        xs: on the root a list or tuple of size arrays of one dtype; elsewhere not looked at.
+        root: rank whose arrays they are.
+        out: array for the result, or None.
+        blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
+
+    Raises:
+        TypeError: `xs` is no list of arrays of one dtype, or `out` no array.
+        ValueError: it has another length, there is no such root, or `out` cannot fit.
+    """
+    root = arguments.check_root(root, group.size)
+    own = _blocks("scatterv", xs, group.size) if group.rank == root else None
+    mine = own[root] if own is not None else None
+    room = Room(out, mine.dtype if mine is not None else None, mine, own or ())
+    text = _prefix(blocking) + _text("scatterv", None, root)
+    return Prepared(
+        text,
+        lambda call: _scatterv(group, call, own, root, room),
+        _through_core(group, blocking, shared_memory_uneven.scatterv, text, own, root, room, heard),
+        lambda value: room.finish([value])[0],
+        reads=own or (),
+    )
+
+
+def prepare_all_to_allv(
+    group: Group, xs: Any, out: Any, blocking: bool, heard: memoryview | None = None
+) -> Prepared[Any]:
+    """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
+
+    Args:
+        group: of the communicator.
+        xs: list or tuple of size arrays; one dtype, the same on all ranks.
+        out: places of the blocks, as of `Rooms`.
+        blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
+
+    Raises:
+        TypeError: `xs` is no list of arrays of one dtype.
+        ValueError: it has another length, or `out` cannot fit.
+    """
+    own = _blocks("all_to_allv", xs, group.size)
+    rooms = Rooms(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
+    text = _prefix(blocking) + _text("all_to_allv", own[0].dtype, 0)
+    return Prepared(
+        text,
+        lambda call: _all_to_allv(group, call, own, rooms),
+        _through_core(group, blocking, shared_memory_uneven.all_to_allv, text, own, rooms, heard),
+        rooms.finish,
+        reads=own,
+    )
+
+
+def prepare_reduce_scatterv(
+    group: Group,
+    x: Any,
+    counts: Any,
+    op: Reducer,
+    out: Any,
+    algorithm: str | None,
+    blocking: bool,
+) -> Prepared[Any]:
+    """Combine all ranks' `x`: rank r gets ``counts[r]`` rows, those after the lower ranks'.
+
+    Args:
+        group: of the communicator.
+        x: array (sum(counts), ...), the same dtype and shape on all ranks.
+        counts: rows of each rank, the same on all.
+        op: as in `reduce`; a function that is not elementwise gets the rows of one rank at a time.
+        out: array of this rank's rows for the result, or None; may be those rows of `x`.
+        algorithm: one of reduce_scatter's.
+        blocking: the call may go through the compiled core.
+
+    Raises:
+        TypeError: `x` is no array of a dtype that `op` takes, or a count is no int.
+        ValueError: `counts` or `out` does not fit, or `algorithm` does not exist or cannot serve.
+    """
+    resolved = operators.resolve(op)
+    value = conversion.wrap(x)
+    if value is None:
+        raise TypeError(f"reduce_scatterv takes an array, not a {type(x).__name__}")
+    operators.check(resolved, value.dtype)
+    checked = _counts(counts, value.array.shape, group.size)
+    rest = value.array.shape[1:]
+    row_nbytes = value.dtype.itemsize * math.prod(rest)
+    chosen = group.choose(
+        "reduce_scatter",
+        max(checked) * row_nbytes,
+        algorithm,
+        rank_order=not resolved.commutative,
+        whole=not resolved.elementwise,
+        native=blocking and serves(resolved, value),
+    )
+    begin, count = sum(checked[: group.rank]), checked[group.rank]
+    target = arguments.Target(out, value, (count, *rest))
+    target.check_overlap(value, (target.value.place, value.place[begin : begin + count]))
+    reduction = Reduction(resolved, chosen)
+    text = (
+        f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, {counts_text(checked)}, "
+        f"op={resolved.signature}, algorithm={chosen})"
+    )
+
+    return Prepared(
+        text,
+        lambda call: _reduce_scatterv(group, call, value, checked, reduction, target.memory),
+        _through_core(
+            group,
+            chosen.name == SHARED_MEMORY,
+            shared_memory_uneven.reduce_scatterv,
+            text,
+            value,
+            checked,
+            resolved,
+            target.memory,
+        ),
+        lambda _: target.result(),
+        reads=(value,),
+    )
+
+
+def sign(name: str, code: int, root: int) -> tuple[str, int]:
+    """Return the text of a blocking call, and the salt with which the core compares it.
+
+    Args:
+        name: gatherv, all_gatherv, scatterv or all_to_allv.
+        code: of the dtype of the arrays.
+        root: if it has one.
+    """
+    text = _text(name, next((dtype for dtype in dtypes.TABLE if dtype.code == code), None), root)
+    return text, part_of("uneven", text)
+
+
+def _text(name: str, dtype: DType | None, root: int) -> str:
+    """What must be the same on all ranks; of a scatterv only its root knows the dtype."""
+    rooted = {"gatherv": f"{dtype}, root={root}", "scatterv": f"root={root}"}
+    return f"{name}({rooted.get(name, dtype)})"
+
+
+def _prefix(blocking: bool) -> str:
+    return "" if blocking else "i"
+
+
+def _through_core(group: Group, usable: bool, steps: Any, text: str, *args: Any) -> Any:
+    """Return the way through shared memory, if there is one."""
+    if not usable or group.native is None:
+        return None
+    salt = part_of("uneven", text)
+    return lambda native: steps(native, salt, *args)
+
+
+def _block(what: str, x: Any) -> Value:
+    value = conversion.wrap(x)
+    if value is None:
+        raise TypeError(
+            f"{what} takes an array, not a {type(x).__name__}. "
+            f"For numbers and Python objects use {_EVEN[what]}."
+        )
+    return value
+
+
+def _blocks(what: str, xs: Any, size: int) -> list[Value]:
+    """Return one array for each rank; all have one dtype."""
+    if not isinstance(xs, list | tuple):
+        raise TypeError(
+            f"{what} takes a list of arrays, one for each rank, not a {type(xs).__name__}. "
+            f"For an array with an axis of ranks use {_EVEN[what]}."
+        )
+    if len(xs) != size:
+        raise ValueError(
+            f"{what} takes a list of {size} arrays, one for each rank; this one has {len(xs)}"
+        )
+    values = [_block(what, x) for x in xs]
+    for rank, value in enumerate(values):
+        if value.dtype != values[0].dtype:
+            raise TypeError(
+                f"{what} takes arrays of one dtype: the one for rank 0 is {values[0].dtype}, "
+                f"the one for rank {rank} {value.dtype}. Convert them to one."
+            )
+    return values
+
+
+def _counts(counts: Any, shape: tuple[int, ...], size: int) -> list[int]:
+    if isinstance(counts, str | bytes) or not hasattr(counts, "__iter__"):
+        raise TypeError(f"counts is a sequence of {size} ints, not a {type(counts).__name__}")
+    checked = [arguments.check_int(count, "a count") for count in counts]
+    if len(checked) != size:
+        raise ValueError(f"counts has {len(checked)} items, but there are {size} ranks")
+    if min(checked) < 0:
+        raise ValueError(f"counts has {min(checked)} in it; a rank gets 0 rows or more")
+    if not shape or shape[0] != sum(checked):
+        raise ValueError(
+            "reduce_scatterv: the leading axis of x is cut by counts, so x has the shape "
+            f"({sum(checked)}, ...); this one has {shape}"
+        )
+    return checked
+
+
+LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
+
+
+# --- calls ---------------------------------------------------------------------------------
+
+
+def _gatherv(group: Group, call: bytes, x: Value, root: int, rooms: Rooms) -> CallSteps:
+    number = group.context.begin(call)
+    yield from pulled(group, x)
+    size = group.size
+    source: list[Any] = [None] * size
+    source[group.rank] = blocks.pack(x)
+    binding = Binding([None] * size, source, [None] * size)
+    run = yield from group.run((number, 0), call, ("gather", LINEAR, root), binding)
+    group.context.end(number)
+    if group.rank != root:
+        return None
+    return [
+        rooms.copied(rank, x) if rank == root else blocks.unpack(run.value(rank))
+        for rank in range(size)
+    ]
+
+
+def _all_gatherv(group: Group, call: bytes, x: Value, rooms: Rooms) -> CallSteps:
+    """Gather the heads and what is small (lane 0), then, knowing all lengths, the rest (lane 1)."""
+    number = group.context.begin(call)
+    yield from pulled(group, x)
+    size, me = group.size, group.rank
+    packed = blocks.pack(x)
+    source: list[Any] = [None] * size
+    source[me] = packed if x.array.nbytes <= INLINE_NBYTES else packed[:1]
+    binding = Binding([None] * size, list(source), [None] * size)
+    run = yield from group.run((number, 0), call, ("all_gather", LINEAR), binding)
+    first: list[memoryview] = [run.value(rank) for rank in range(size)]
+    heads = [blocks.read_head(data) for data in first]
+    lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
+    places = rooms.places(heads)
+    values = [
+        rooms.copied(rank, x)
+        if rank == me
+        else (places[rank] or head.fresh())
+        if lengths[rank]
+        else blocks.unpack(data)
+        for rank, (head, data) in enumerate(zip(heads, first, strict=True))
+    ]
+    if any(lengths):
+        source[me] = packed[1:] if lengths[me] else (memoryview(b""),)
+        target: list[memoryview | None] = [None] * size
+        for rank, length in enumerate(lengths):
+            if length and rank != me:
+                target[rank] = conversion.as_bytes(values[rank].array)
+        chosen = group.choose("all_gather", max(lengths), None, native=False)
+        binding = Binding(list(lengths), source, target)
+        yield from group.run((number, 1), call, ("all_gather", chosen), binding)
+    group.context.end(number)
+    return values
+
+
+def _scatterv(
+    group: Group, call: bytes, xs: list[Value] | None, root: int, room: Room
+) -> CallSteps:
+    number = group.context.begin(call)
+    yield from pulled(group, *(xs or ()))
+    size = group.size
+    nothing: list[Any] = [None] * size
+    source = list(nothing) if xs is None else [blocks.pack(x) for x in xs]
+    binding = Binding(list(nothing), source, list(nothing))
+    run = yield from group.run((number, 0), call, ("scatter", LINEAR, root), binding)
+    group.context.end(number)
+    if xs is not None:
+        return room.copied(0, xs[root])
+    return blocks.unpack(run.value(group.rank))
+
+
+def _all_to_allv(group: Group, call: bytes, xs: list[Value], rooms: Rooms) -> CallSteps:
+    number = group.context.begin(call)
+    yield from pulled(group, *xs)
+    size, me = group.size, group.rank
+    sent = [blocks.pack(x) for x in xs]
+    sent[me] = ()
+    nothing: list[Any] = [None] * size
+    nbytes: list[int | None] = [None] * (2 * size)
+    nbytes[size + me] = nbytes_of(sent[me])
+    # Nobody knows the lengths of others' blocks, so each must travel alone, straight to its rank.
+    binding = Binding(nbytes, [*sent, *nothing], [None] * (2 * size))
+    run = yield from group.run((number, 0), call, ("all_to_all", PAIRWISE), binding)
+    group.context.end(number)
+    return [
+        rooms.copied(me, xs[me]) if rank == me else blocks.unpack(run.value(size + rank))
+        for rank in range(size)
+    ]
+
+
+def _reduce_scatterv(
+    group: Group,
+    call: bytes,
+    x: Value,
+    counts: Sequence[int],
+    reduction: Reduction,
+    result: Array,
+) -> CallSteps:
+    number = group.context.begin(call)
+    source = shared_memory_uneven.cut(contiguous(x.array), counts)
+    target: list[memoryview | None] = [None] * group.size
+    target[group.rank] = conversion.as_bytes(result)
+    binding = Binding(
+        nbytes=[len(view) for view in source],
+        source=[(view,) for view in source],
+        target=target,
+        combine=Combiner(reduction.op, x.dtype, (-1, *x.array.shape[1:])),
+        finish=finisher(reduction.op, x.dtype, group.size),
+    )
+    how = "reduce_scatter", reduction.choice
+    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
+    group.context.end(number)

@@ -1,0 +1,433 @@
+"""Copies between GPUs and host memory, as operations: what waits for a message can wait for them.
+
+Each goes on in a side stream, a lane. CUDA tells the end of what is in a stream only to a thread
+that sleeps in it: so who needs a copy looks for a moment, and then a thread of the lane sleeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy as another
+from typing import Any, Final, Protocol
+
+from pycoll._cuda.cuda import Device, Mark
+from pycoll._transports.base import Operation
+from pycoll.errors import Error, TransportError
+
+LANES: Final = 2
+"""Side streams in each direction: more are made for arrays that are still being computed."""
+
+MAX_LANES: Final = 32
+
+SPIN_S: Final = 30e-6
+"""A copy is looked at for so long before somebody sleeps: small ones are done by then."""
+
+
+class Engine(Protocol):
+    """Under whose lock a copy becomes done."""
+
+    def finish(self, operation: Operation, error: BaseException | None) -> None:
+        """End it, and wake who waits for it."""
+
+
+class _Failing(Operation):
+    """An operation that gives its error to each who asks as another one, with no traceback.
+
+    What is raised keeps the frames of its call, those the arrays, and their images these
+    operations: a circle in which the garbage collector cannot see, for NumPy's arrays are in it.
+    """
+
+    __slots__ = ("_error",)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed, or None."""
+        return another(self._error)
+
+    @error.setter
+    def error(self, error: BaseException | None) -> None:
+        self._error = another(error)
+
+
+class Copy(_Failing):
+    """A copy between a GPU and an image.
+
+    Args:
+        engine: under whose lock it becomes done; None: only `wait` will ask.
+        lane: where it is under way; None: there is nothing to copy.
+        mark: in the lane's stream, behind it.
+        array: what must not be freed before its end.
+    """
+
+    __slots__ = ("_array", "_callbacks", "_lane", "engine", "mark")
+
+    def __init__(
+        self, engine: Engine | None, lane: Lane | None, mark: Mark | None, array: object
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.mark = mark
+        self._lane = lane
+        self._array = array
+        self._callbacks: list[Callable[[Operation], None]] = []
+        if mark is None:
+            self.finish()
+
+    def then(self, callback: Callable[[Operation], None]) -> None:
+        """Call `callback(self)` when done; unlike other operations, several may ask."""
+        self.watch()
+        if self.done:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def watch(self) -> None:
+        """See that it becomes done by itself: soon, or when a thread has seen its end."""
+        if not self.done:
+            self.look(SPIN_S)
+        if not self.done:
+            assert self._lane is not None
+            self._lane.watch(self)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.done:
+            return
+        super().finish(error)
+        self._array = None
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def cancel(self) -> None:
+        """Nobody wants to know its end any more; the GPU goes on."""
+        self._callbacks = []
+
+    def look(self, seconds: float = 0.0) -> None:
+        """Find out whether it is done, for so long at most."""
+        until = time.monotonic() + seconds
+        try:
+            while not self.done:
+                if self.mark is None or self.mark.is_done():
+                    self.finish()
+                elif time.monotonic() >= until:
+                    return
+        except TransportError as exc:
+            self.finish(exc)
+
+    def is_over(self) -> bool:
+        """Whether the GPU has ended it, in whatever way."""
+        if not self.done and self.mark is not None and not is_over(self.mark):
+            return False
+        self._array = None
+        return True
+
+    def settle(self) -> None:
+        """Sleep until it has ended, in whatever way; nobody is told."""
+        self._callbacks = []
+        with contextlib.suppress(TransportError):
+            self.wait()
+        if self.error is not None and self._lane is not None:
+            self._lane.drain()  # what has failed is perhaps the question alone
+
+    def wait(self) -> None:
+        """Sleep until it is done.
+
+        Raises:
+            TransportError: it has failed.
+        """
+        self.look(SPIN_S)
+        if not self.done:
+            try:
+                self.sleep()
+            finally:
+                self._array = None  # to call it done is for who holds the engine's lock
+        if self.error is not None:
+            raise self.error
+
+    def sleep(self) -> None:
+        """Sleep until the GPU has ended it, in whatever way.
+
+        Raises:
+            TransportError: it has failed.
+        """
+        if self.mark is None:
+            return
+        try:
+            self.mark.wait()
+        except TransportError:
+            if self._lane is not None:
+                self._lane.drain()  # what has failed is perhaps the question alone
+            raise
+
+
+def all_of(copies: Iterable[Copy]) -> list[Copy]:
+    """Return copies, begun one after the other; if one cannot be, those before it are let go."""
+    begun: list[Copy] = []
+    try:
+        begun.extend(copies)
+    except TransportError:
+        for copy in begun:
+            copy.watch()
+        raise
+    return begun
+
+
+class Push(_Failing):
+    """A copy to the GPU that is not begun before others have ended, nor after it was given up.
+
+    So a call that has failed writes nothing later.
+
+    Args:
+        others: what must have ended.
+        begin: begins it.
+        goes_on: by itself; else only `wait` does anything.
+    """
+
+    __slots__ = ("_begin", "_copy", "_left", "_lock", "_others")
+
+    def __init__(self, others: Sequence[Copy], begin: Callable[[], Copy], goes_on: bool) -> None:
+        super().__init__()
+        self._others = others
+        self._left = deque(others)
+        self._begin: Callable[[], Copy] | None = begin
+        self._copy: Copy | None = None
+        self._lock = threading.Lock()
+        if goes_on:
+            self._go_on(None)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._begin = None
+
+    def settle(self) -> None:
+        """Give it up if it has not begun; else sleep until it has ended."""
+        self.cancel()
+        if self._copy is not None:
+            self._copy.settle()
+
+    def wait(self) -> None:
+        """Sleep until it is done.
+
+        Raises:
+            TransportError: it has failed.
+        """
+        for other in self._others:
+            other.wait()
+        self._start()
+        if self._copy is not None:
+            self._copy.wait()
+        if self.error is not None:
+            raise self.error
+
+    def _start(self) -> None:
+        with self._lock:  # who waits may come to it first
+            begin, self._begin = self._begin, None  # it holds the stage, which holds this
+            if begin is not None:
+                self._copy = begin()
+
+    def _go_on(self, ended: Operation | None) -> None:
+        if self.done or (self._begin is None and self._copy is None):  # given up
+            return
+        if ended is not None and ended.error is not None:
+            self.finish(ended.error)
+        elif self._left:
+            self._left.popleft().then(self._go_on)
+        else:
+            try:
+                self._start()
+            except Exception as exc:
+                self.finish(exc)
+            if self._copy is not None:
+                self._copy.then(lambda copy: self.finish(copy.error))
+
+
+class Begun(Operation):
+    """A copy that is a step of a run: it is not looked at before `then` is called.
+
+    Args:
+        copy: the copy, under way.
+        give_up: called when the copy fails or is cancelled. If it writes to memory of the caller's
+            that is `copy.settle`, so that nothing is written there after the call.
+    """
+
+    __slots__ = ("_copy", "_give_up")
+
+    def __init__(self, copy: Copy | Push, give_up: Callable[[], None]) -> None:
+        super().__init__()
+        self._copy = copy
+        self._give_up = give_up
+
+    def then(self, callback: Callable[[Operation], None]) -> None:
+        super().then(callback)
+        self._copy.then(self._ended)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._give_up()
+
+    def _ended(self, copy: Operation) -> None:
+        error = copy.error
+        if error is not None:
+            self._give_up()
+        self.finish(error)
+
+
+class Lane:
+    """A side stream, and a thread that sleeps until what was put into it is done.
+
+    Attributes:
+        stream: CUDA's name for it.
+        last: behind all that was put into it.
+        ready: what the last of that waits for, which others do.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.stream = device.stream()
+        self.last: Mark | None = None
+        self.ready: Mark | None = None
+        self._watched: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begun(self) -> Mark:
+        """Return a mark behind what was just put into it.
+
+        Raises:
+            TransportError: there is none; what was put into it has ended.
+        """
+        try:
+            self.last = self._device.mark(self.stream)
+        except TransportError:
+            self.drain()
+            raise
+        return self.last
+
+    def drain(self) -> None:
+        """Sleep until all that was put into it has ended, in whatever way."""
+        self._device.drain(self.stream)
+
+    def watch(self, copy: Copy) -> None:
+        """Have `copy` finish when it is done, under its engine's lock."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="pycoll-gpu", daemon=True)
+            self._thread.start()
+        self._watched.put(copy)
+
+    def _work(self) -> None:
+        while True:
+            self._see(self._watched.get())
+
+    @staticmethod
+    def _see(copy: Copy) -> None:
+        """Sleep until a copy is done; while the thread waits for another it holds none."""
+        error: BaseException | None = None
+        try:
+            copy.sleep()
+        except TransportError as exc:
+            error = exc
+        if copy.engine is not None:
+            with contextlib.suppress(Error):  # the rank has left the job
+                copy.engine.finish(copy, error)
+
+
+class Lanes:
+    """The side streams of a GPU in one direction."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._lanes: list[Lane] = []
+        self._turn = itertools.count()
+
+    def pick(self) -> Lane:
+        """Return one that has nothing to do, else one that copies and does not wait."""
+        busy = []
+        for lane in self._lanes:
+            if lane.last is None or is_over(lane.last):
+                return lane
+            if lane.ready is None or is_over(lane.ready):
+                busy.append(lane)
+        if len(busy) < LANES and len(self._lanes) < MAX_LANES:
+            self._lanes.append(Lane(self._device))
+            return self._lanes[-1]
+        usable = busy or self._lanes
+        return usable[next(self._turn) % len(usable)]
+
+
+class Side:
+    """What staging keeps for one GPU.
+
+    Attributes:
+        device: the GPU.
+        pulls, pushes: its side streams.
+        meetings: streams which a library may have wait for what it has under way.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.pulls, self.pushes = Lanes(device), Lanes(device)
+        self.meetings = Lanes(device)
+
+
+class _Concluding(threading.local):
+    """What a call leaves to be waited for when its result is made, in this thread."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.copies: list[Copy | Push] | None = None
+
+
+_concluding = _Concluding()
+
+
+def concluding() -> Engine | None:
+    """Return the engine of the call whose result is being made in this thread."""
+    return _concluding.engine
+
+
+def leave(late: Sequence[Copy | Push]) -> None:
+    """Have who concludes a call wait for copies; they are waited for here if nobody does."""
+    if _concluding.copies is not None:
+        _concluding.copies += late
+        return
+    for copy in late:
+        copy.wait()
+
+
+def conclude(engine: Engine, finish: Callable[[], Any]) -> tuple[Any, Sequence[Operation]]:
+    """Return what `finish` does, and the copies that must be done before it may be seen."""
+    _concluding.engine, _concluding.copies = engine, []
+    try:
+        return finish(), _concluding.copies
+    finally:
+        _concluding.engine = _concluding.copies = None
+
+
+_sides: dict[int, Side] = {}
+_making = threading.Lock()
+
+
+def side(device: Device) -> Side:
+    """Return what staging keeps for a GPU."""
+    with _making:
+        if device.number not in _sides:
+            _sides[device.number] = Side(device)
+        return _sides[device.number]
+
+
+def is_over(mark: Mark) -> bool:
+    """Whether the GPU has ended what was before a mark, in whatever way."""
+    try:
+        return mark.is_done()
+    except TransportError:
+        return True
+
+
+def is_in_use() -> bool:
+    """Whether this process has staged anything yet."""
+    return bool(_sides)

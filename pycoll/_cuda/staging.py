@@ -1,0 +1,369 @@
+"""Arrays on a GPU, staged: each has an image in page-locked host memory, which is what travels.
+
+    Stage.pull    GPU -> image    on a side stream, after what the array's library has under way
+    Stage.push    image -> GPU    on another one
+    stage_of      the stage to whose image some bytes belong
+
+A schedule waits for the copy of a chunk and goes on with others meanwhile (`staged_run`). What is
+called done is done: a result may be read on any stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from pycoll._cuda import copies
+from pycoll._cuda.copies import Copy, Engine, Lane, Push, is_over, side
+from pycoll._cuda.cuda import Device, Lent, Mark, Rows
+from pycoll._cuda.pinned import Loan, pool
+from pycoll._dtypes import Array
+from pycoll.errors import TransportError
+
+
+class Stage:
+    """An array on a GPU, and its image.
+
+    It lives as long as the image does: for whoever sees that, as bytes only, it can be found.
+
+    Attributes:
+        device: the GPU.
+        pointer: address of the first element there.
+        nbytes: of all elements.
+        is_target: it is to be written: its image gets its values from elsewhere.
+        place: an array with the addresses of the elements on the GPU. Never look into it: it
+            tells what overlaps what.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        pointer: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        ready: Mark | None,
+        array: object,
+        writeable: bool = True,
+        is_target: bool = False,
+    ) -> None:
+        """Stage an array.
+
+        Args:
+            device: the GPU.
+            pointer: address of the first element there.
+            dtype: of the image.
+            shape, strides: of the array; strides in bytes.
+            ready: what must be done before the array may be read or written.
+            array: keeps the memory.
+            writeable: whether it may be written.
+            is_target: it is to be written, so that what it holds is not wanted.
+        """
+        self.device = device
+        self.place = _phantom(pointer, dtype, shape, strides, writeable)
+        self.pointer = pointer
+        self.nbytes = self.place.nbytes
+        self.is_target = is_target
+        self._ready = ready
+        self._array = array
+        self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
+        self._pulled: list[tuple[int, int, Copy]] = []
+        self._pushed: list[tuple[int, int, Copy | Push]] = []
+        self._lane: Lane | None = None
+        self._before: list[Copy] = []
+        self._loan: weakref.ref[Loan] | None = None
+        self._address = 0
+
+    def make_image(self) -> Array:
+        """Return host memory for the elements, C-contiguous; they are in it when `pull` is done."""
+        if not self.nbytes:
+            return np.empty(self.place.shape, self.place.dtype)
+        loan = pool.take(self.nbytes)
+        loan.stage = self
+        self._loan = weakref.ref(loan)
+        image = loan.image(self.place.dtype, self.place.shape)
+        self._address = image.__array_interface__["data"][0]
+        return image
+
+    @property
+    def is_read_first(self) -> bool:
+        """Whether it must not be written before others of the same memory were read."""
+        return bool(self._before)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one behind the other on the GPU."""
+        return not self._dims
+
+    @functools.cached_property
+    def lent(self) -> Lent | None:
+        """What another process needs to reach it, asked once for a call; see `Device.lend`."""
+        return self.device.lend(self.pointer)
+
+    def ready(self, engine: Engine | None) -> Copy:
+        """Return an operation that is done when the array may be read, by whomever."""
+        if self._ready is None or is_over(self._ready):
+            return Copy(engine, None, None, None)
+        lane = side(self.device).pulls.pick()
+        lane.last = lane.ready = self._ready
+        return Copy(engine, lane, self._ready, self._array)
+
+    def hindrances(self, engine: Engine | None) -> list[Copy]:
+        """Return what must have ended before the array may be written, by whomever."""
+        found = [copy for copy in (self.ready(engine), *self._before) if not copy.is_over()]
+        for copy in found:
+            copy.engine = copy.engine or engine
+        return found
+
+    def fill(self, engine: Engine, source: int, begin: int, end: int) -> Copy:
+        """Have bytes `begin` to `end` of the array, which is ready, copied from its GPU's `source`.
+
+        The image is passed over, and these bytes of it are not to be pushed any more.
+        """
+        lane = side(self.device).pushes.pick()
+        self.device.copy_within(lane.stream, self.pointer + begin, source, end - begin)
+        copy = self._put(engine, lane)
+        self._pushed.append((begin, end, copy))
+        return copy
+
+    def keep(self, begin: int, end: int) -> Copy:
+        """Leave bytes of the array as they are: what they shall be."""
+        copy = Copy(None, None, None, None)
+        self._pushed.append((begin, end, copy))
+        return copy
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether `fill`, `keep` or `push` was called for just these bytes."""
+        return any([pushed[:2] == (begin, end) for pushed in self._pushed])
+
+    def follow(self, other: Stage) -> None:
+        """Push nothing before all of `other`, of the same memory, is pulled."""
+        self._before.append(other.pull(None))
+
+    def pull(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
+        """Have bytes `begin` to `end` of the elements, in C order, copied to the image, once.
+
+        Of what does not lie one behind the other all is copied at once.
+        """
+        end = self.nbytes if end is None else end
+        if not self.is_contiguous and begin < end:
+            begin, end = 0, self.nbytes
+        for first, last, copy in self._pulled:
+            if first <= begin and end <= last:
+                copy.engine = copy.engine or engine
+                return copy
+            assert end <= first or last <= begin, "what is there must not be written again"
+        copy = self._copy(engine, begin, end, to_host=True)
+        self._pulled.append((begin, end, copy))
+        return copy
+
+    def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy | Push:
+        """Have bytes `begin` to `end` of the image copied to the GPU; they must not change."""
+        end = self.nbytes if end is None else end
+        others = self.hindrances(engine) if begin < end else []
+        copy: Copy | Push
+        if others:
+            # It keeps the image, which nobody else may any more.
+            later = functools.partial(self._copy, engine, begin, end, False, self._kept())
+            copy = Push(others, later, goes_on=engine is not None)
+        else:
+            copy = self._copy(engine, begin, end, to_host=False)
+        self._pushed.append((begin, end, copy))
+        return copy
+
+    def flush(self) -> None:
+        """Push what has not been; who concludes a call waits for it, else it is done here."""
+        begin = 0
+        for first, last, _ in sorted(self._pushed, key=lambda pushed: pushed[:2]):
+            if begin < first:
+                self.push(copies.concluding(), begin, first)
+            begin = max(begin, last)
+        if begin < self.nbytes:
+            self.push(copies.concluding(), begin)
+        late = [copy for _, _, copy in self._pushed if not copy.done or copy.error is not None]
+        copies.leave(late)
+
+    def offset(self, view: memoryview) -> int:
+        """Return where bytes of the image begin in it."""
+        address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        return address - self._address
+
+    def _kept(self) -> Loan | None:
+        return self._loan() if self._loan is not None else None
+
+    def _copy(
+        self,
+        engine: Engine | None,
+        begin: int,
+        end: int,
+        to_host: bool,
+        loan: Loan | None = None,
+    ) -> Copy:
+        if begin >= end:
+            return Copy(engine, None, None, None)
+        loan = loan or self._kept()
+        assert loan is not None, "nobody has the image"
+        loan.block.pin(self.device)
+        lane = self._pick(to_host)
+        rows = list(self._rows(begin, end))
+        try:
+            self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
+            return self._put(engine, lane, loan)
+        except TransportError:
+            lane.drain()  # of some of it, perhaps, nobody else would know
+            raise
+
+    def _pick(self, to_host: bool) -> Lane:
+        """Return the lane for a copy; all that wait for the array to be ready share one."""
+        own = side(self.device)
+        if not to_host:
+            return own.pushes.pick()
+        if self._ready is None or is_over(self._ready):
+            return own.pulls.pick()
+        if self._lane is None:
+            self._lane = own.pulls.pick()
+            self.device.follow(self._lane.stream, self._ready)
+            self._lane.ready = self._ready
+        return self._lane
+
+    def _put(self, engine: Engine | None, lane: Lane, loan: Loan | None = None) -> Copy:
+        """Return the copy just put into a lane; nobody has the memory before it has ended."""
+        copy = Copy(engine, lane, lane.begun(), self._array)
+        loan = loan or self._kept()
+        assert loan is not None, "nobody has the image"
+        loan.copies.append(copy)
+        return copy
+
+    def _rows(self, begin: int, end: int) -> Iterator[Rows]:
+        """Give bytes `begin` to `end` of the elements as what lies evenly on the GPU."""
+        width = self._width
+        if not self._dims:
+            yield Rows(begin, begin, end - begin, 1, end - begin, end - begin)
+            return
+        if (begin, end) == (0, self.nbytes):
+            yield from _sheets(width, self._dims)
+            return
+        *outer, (count, pitch) = self._dims
+        first, last = begin // width, -(-end // width)  # rows that have some of it
+        for number, index in enumerate(itertools.product(*[range(n) for n, _ in outer])):
+            start = max(first, number * count)
+            stop = min(last, (number + 1) * count)
+            if start >= stop:
+                continue
+            base = sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
+            base -= number * count * pitch
+            while start < stop:  # the first and the last row may be incomplete
+                front = max(begin - start * width, 0)
+                whole = (end // width - start) if not front else 0
+                many = min(stop - start, whole)
+                if many > 0:
+                    yield Rows(base + start * pitch, start * width, width, many, pitch, width)
+                    start += many
+                    continue
+                back = min(end - start * width, width)
+                place = base + start * pitch + front
+                size = back - front
+                yield Rows(place, start * width + front, size, 1, size, size)
+                start += 1
+
+
+class Memory:
+    """Memory on a GPU for a result, until nobody uses it any more.
+
+    Attributes:
+        pointer: its address there.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.pointer = device.allocate(nbytes)
+        self._device = device
+        self._pid = os.getpid()
+
+    # The defaults live as long as this function; names of the module may have gone before.
+    def __del__(self, getpid: Any = os.getpid, is_finalizing: Any = sys.is_finalizing) -> None:
+        if self._pid == getpid() and not is_finalizing():
+            with contextlib.suppress(TransportError):
+                self._device.free(self.pointer)
+
+
+def fetch(engine: Engine | None, device: Device, source: int, into: memoryview) -> Copy:
+    """Have host memory filled from a GPU."""
+    lane = side(device).pulls.pick()
+    address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
+    row = Rows(0, 0, len(into), 1, len(into), len(into))
+    device.copy(lane.stream, [row], source, address, to_host=True)
+    return Copy(engine, lane, lane.begun(), into)
+
+
+def stage_of(view: memoryview) -> Stage | None:
+    """Return the stage to whose image some bytes belong, if they belong to one."""
+    owner: object = view.obj
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    return owner.stage if isinstance(owner, Loan) else None
+
+
+class _There:
+    """Nothing but addresses."""
+
+    __array_interface__: dict[str, object]
+
+
+def _phantom(
+    pointer: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    writeable: bool,
+) -> Array:
+    if 0 in shape:
+        return np.empty(shape, dtype)
+
+    there = _There()
+    there.__array_interface__ = {
+        "version": 3,
+        "data": (pointer, not writeable),
+        "shape": shape,
+        "strides": strides,
+        "typestr": dtype.str,
+    }
+    return np.asarray(there)
+
+
+def _sheets(width: int, dims: Sequence[tuple[int, int]]) -> Iterator[Rows]:
+    """Give all elements as few sheets of rows: along the longest axis."""
+    steps = [width * math.prod(n for n, _ in dims[axis + 1 :]) for axis in range(len(dims))]
+    longest = max(range(len(dims)), key=lambda axis: (dims[axis][1] >= width, dims[axis][0]))
+    (count, pitch), step = dims[longest], steps[longest]
+    others = [axis for axis in range(len(dims)) if axis != longest]
+    for index in itertools.product(*[range(dims[axis][0]) for axis in others]):
+        device = sum(i * dims[axis][1] for i, axis in zip(index, others, strict=True))
+        host = sum(i * steps[axis] for i, axis in zip(index, others, strict=True))
+        yield Rows(device, host, width, count, pitch, step)
+
+
+def _collapsed(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Return the bytes that lie together, and how often, how far apart: (count, stride) by axis."""
+    width = itemsize
+    dims: list[tuple[int, int]] = []
+    for count, stride in reversed(
+        [axis for axis in zip(shape, strides, strict=True) if axis[0] != 1]
+    ):
+        if not dims and stride == width:
+            width *= count
+        elif dims and dims[0][0] * dims[0][1] == stride:
+            dims[0] = (dims[0][0] * count, dims[0][1])
+        else:
+            dims.insert(0, (count, stride))
+    return width, dims

@@ -1,0 +1,1 @@
+"""Messages and schedules on arrays of GPUs: staged, by CUDA IPC, or by GPUDirect RDMA."""

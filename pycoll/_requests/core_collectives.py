@@ -1,0 +1,446 @@
+"""Collectives by messages that run in the compiled core, as requests of the public kind.
+
+A call on NumPy arrays is started, run and ended by the core, which asks for a plan when it has
+none: that is made here, of what `Calls` has prepared. Here is also what the core leaves: waits that
+take long, and what is said when something goes wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from pycoll._calls.calls import Calls, scattered
+from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.numbering import KINDS, OPS, REDUCING
+from pycoll._calls.prepared import Prepared
+from pycoll._requests.core_started import CoreStarted, Owner, waiting
+from pycoll._runtime.engine import raise_error
+from pycoll._runtime.envelope import readable
+from pycoll._runtime.task import Call, CallSteps, Started
+from pycoll._support.lazy_import import Late
+from pycoll._support.public_edge import edge
+from pycoll._transports._core import Collective as Core
+from pycoll._transports._core import Collectives, Plan, forget_plans
+from pycoll.errors import Error
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pycoll import schedules
+    from pycoll._arrays import conversion, operators
+    from pycoll._arrays.conversion import Value
+    from pycoll._calls import arguments, collectives, core_runs, p2p, rooted
+    from pycoll._calls.group import Bound
+    from pycoll._calls.rooted import Announcement
+    from pycoll._gpu import staged_run
+    from pycoll._runtime.context import Context
+    from pycoll._transports.base import Parts
+else:
+    np = Late("numpy")
+    rooted, arguments = Late("pycoll._calls.rooted"), Late("pycoll._calls.arguments")
+    conversion, collectives = Late("pycoll._arrays.conversion"), Late("pycoll._calls.collectives")
+    core_runs, operators, p2p = (
+        Late("pycoll._calls.core_runs"),
+        Late("pycoll._arrays.operators"),
+        Late("pycoll._calls.p2p"),
+    )
+    schedules, staged_run = Late("pycoll.schedules"), Late("pycoll._gpu.staged_run")
+
+SLICE_S = 0.1
+"""So long a call has been waited for when the core leaves it to Python."""
+
+NONBLOCKING = tuple(f"i{name}" for name in KINDS)
+"""Collectives that run there, and so do those of `KINDS`."""
+
+MOST_DIMS = 6
+"""As of _core/collective.h."""
+
+MOST_HEAD_NBYTES = 4096
+"""Of an announcement, without a value or lengths."""
+
+
+class CoreCollective(Core, CoreStarted):
+    """A collective under way in the core."""
+
+    _cancelled = False
+    _why: BaseException | None = None
+
+    @property
+    def _call(self) -> Call:
+        text, number, *_ = self._description
+        context = self._group.context
+        if context.in_core is not None:
+            number += context.in_core.number
+        return Call(text, number, context)
+
+    @property
+    def _has_failed(self) -> bool:
+        return bool(self.done and self._description[2] != 0)
+
+    def _waits_for(self) -> Collection[int]:
+        by_python = self._by_python
+        return by_python.awaited() if by_python is not None else set(self._awaited())
+
+    def _ended(self) -> None:
+        """Hear that it is done, or what was announced, in the order of all that happens.
+
+        Under the engine's lock.
+        """
+        if not self.done:
+            data = self._take_announcement()
+            if data is not None:
+                self._go_on(rooted.Announcement.unpack(memoryview(data)))
+            return
+        by_python = self._by_python
+        error = self._error()
+        if by_python is not None and error is by_python.unfit:
+            if self._made is not None:
+                self._made.unfit = by_python.unfit
+                self._made.finish()
+            return
+        if error is not None:
+            self._group.engine.break_context(self._group.context, error)
+        if self._made is not None:
+            self._made.finish(error)
+
+    def _go_on(self, announcement: Announcement) -> None:
+        """Receive what was announced, which is not what was expected."""
+        group = self._group
+        _, number, *_ = self._description
+        kind, root, place = self._made_by
+        call = self._call
+        take = _broadcast if KINDS[kind] == "broadcast" else _scatter
+        steps, finish = take(group, number, call.text.encode(), root, announcement, place)
+        prepared = Prepared(call.text, lambda _: steps, finish=finish)
+        owner: Owner = self._owner
+        if place is None and owner.plans is not None:
+            plan = owner.plans.expected(KINDS[kind], call.text.encode(), root, announcement)
+            if plan is not None:
+                self._expect(plan)
+        self._by_python = group.engine.start(
+            call, steps, lambda result: prepared.conclude(group.engine, result), collective=False
+        )
+        if self._by_python.done:
+            self._taken(self._by_python)
+        else:
+            self._by_python.watchers[self._taken] = None
+
+    def _taken(self, task: Started) -> None:
+        self._settle(task.result, task.error is not None, task.unfit is not None)
+
+    def _fail(self) -> None:
+        """Hear that it has failed, before anybody else does."""
+        engine = self._group.engine
+        if engine.closed is not None or engine.is_inside():
+            self._ended()
+            return
+        with engine.locked():
+            self._ended()
+
+    @waiting
+    def _wait(self, timeout: float | None = None) -> Any:
+        seconds = self._seconds(timeout)
+        if timeout is None:
+            seconds -= SLICE_S
+        if not self.done:
+            task = self._task
+            if not task.done:
+                self._group.engine.wait(task, task.call, seconds)
+        return self.result
+
+    def cancel(self) -> bool:
+        """Raise TypeError; only a receive can be withdrawn."""
+        raise TypeError(f"only a receive can be cancelled, not {self._call}")
+
+    def _failed(self) -> None:
+        """Raise why it has no result."""
+        if not self.done:
+            raise Error(f"{self._call} is not done yet; wait() for it")
+        self._collected = True
+        self._fail()
+        self._group.context.unheard = False
+        error = self._error()
+        assert error is not None
+        raise_error(error)
+
+    def _error(self) -> BaseException | None:
+        """Return why it has failed; None: it has not."""
+        if self._why is None and self._description[2] != 0:
+            engine: Any = self._group.engine
+            self._why = engine.named(self._find_error(), self._call)
+        return self._why
+
+    def _find_error(self) -> BaseException:
+        text, _, status, rank, came, expected = self._description
+        by_python = self._by_python
+        if by_python is not None and by_python.done:
+            why = by_python.error or by_python.unfit
+            assert why is not None
+            return why
+        ended = status, rank, came, expected
+        error = core_runs.why_failed(self._group, readable(text.encode()), ended)
+        assert error is not None
+        return error
+
+
+class Plans:
+    """Makes the plans of one communicator's calls.
+
+    Args:
+        group: its ranks.
+        calls: what prepares its calls: those that do not block, then those that do.
+    """
+
+    def __init__(self, group: Group, calls: tuple[Calls, Calls]) -> None:
+        self._group = group
+        self._calls = calls
+
+    @edge
+    def __call__(
+        self,
+        kind: int,
+        blocking: int,
+        x: Any,
+        op: int,
+        root: int,
+        result: Any,
+        algorithm: str | None,
+    ) -> Plan | None:
+        """Return the plan of a call and of all that are like it; None: Python must run them."""
+        _follow_changes()
+        group, calls, name = self._group, self._calls[blocking], KINDS[kind]
+        arguments: dict[str, Any] = {"algorithm": algorithm}
+        if name != "barrier":
+            arguments["x"] = x
+        if name in ("broadcast", "scatter", "reduce", "gather"):
+            arguments["root"] = root
+        if name not in ("barrier", "broadcast"):
+            arguments["out"] = result
+        if name in REDUCING:
+            arguments["op"] = OPS[op]
+        prepared = getattr(calls, name)(**arguments)
+        if prepared.native is not None and group.native is not None:
+            return None
+        if name not in REDUCING and core_runs.may_be_lent_to():
+            return None
+        if name in ("broadcast", "scatter"):
+            if algorithm == SHARED_MEMORY:
+                return None
+            return self._announced(name, prepared.text.encode(), x, root, result, algorithm)
+        if prepared.bound is None or prepared.by_levels is not None:
+            return None
+        bound: Bound = prepared.bound()
+        binding, choice = bound.binding, bound.how[1]
+        if _is_on_gpu(bound):
+            return None
+        if name == "exscan" and group.rank == 0:
+            bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
+        places = _places(bound, x, result)
+        if places is None:
+            return None
+        collective, _, *roots = bound.how
+        steps = core_runs.steps_of(group.schedule(collective, choice.name, *roots))
+        reduction = core_runs.NO_REDUCTION
+        if name in REDUCING:
+            reduction = op, prepared.reads[0].dtype.code, self._divisor(name, OPS[op])
+        text = prepared.text.encode()
+        return Plan(group.size, steps, places, text, reduction, choice.segments, bound.granule)
+
+    def _divisor(self, name: str, op: str) -> int:
+        """Return by what a combined result is divided; 0: nothing is left to do with it."""
+        group = self._group
+        count = {"scan": group.rank + 1, "exscan": group.rank}.get(name, group.size)
+        return count if operators.has_finish(operators.resolve(op), count) else 0
+
+    def expected(self, name: str, text: bytes, root: int, came: Announcement) -> Plan | None:
+        """Return the plan of calls that pass no array, off root, if the same comes again.
+
+        Args:
+            name, text, root: of the call.
+            came: what has come; None is returned if that is no NumPy array.
+        """
+        _follow_changes()
+        if came.is_object:
+            return None
+        dtype, library, shape = conversion.from_description(came.description)
+        if library != "numpy" or len(shape) > MOST_DIMS:
+            return None
+        value = conversion.fresh(dtype, library, shape)
+        like = came._replace(inline=b"" if came.inline is not None else None)
+        return self._by_announcement(name, text, root, like, None, value)
+
+    def _announced(
+        self, name: str, text: bytes, x: Any, root: int, result: Any, algorithm: str | None
+    ) -> Plan | None:
+        """Return the plan of a call whose root announces what comes; off root, what is expected."""
+        group = self._group
+        is_root = group.rank == root
+        value = conversion.wrap(x if is_root else result)
+        if value is None:  # no array off root: anything may come
+            steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
+            return Plan(group.size, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
+        if name == "broadcast":
+            came = rooted.of_broadcast(group, p2p.Outgoing(x), algorithm)
+        elif is_root:
+            block = conversion.Value(value.array[0], value.dtype, value.kind)
+            came = rooted.of_block(group, block, algorithm)
+        else:
+            came = rooted.of_block(group, value, algorithm)
+        target = conversion.wrap(result)
+        return self._by_announcement(name, text, root, came, value if is_root else None, target)
+
+    def _by_announcement(
+        self,
+        name: str,
+        text: bytes,
+        root: int,
+        came: Announcement,
+        source: Value | None,
+        target: Value | None,
+    ) -> Plan | None:
+        """Return the plan of what has this announcement, from the root's value to the result."""
+        group = self._group
+        into = conversion.as_bytes(target.array) if target is not None else None
+        views: list[Parts] | None = None
+        if name == "broadcast":
+            parts = (conversion.as_bytes(source.array),) if source is not None else None
+            bound = rooted.bind_broadcast(
+                group, root, came, parts, into if source is None else None
+            )
+        else:
+            if source is not None:
+                views = [(row,) for row in collectives.rows(source.array)]
+            assert into is not None
+            lengths = [came.nbytes] * group.size
+            bound = rooted.bind_scatter(group, root, came, lengths, views, into)
+        ends = source.array if source is not None else None, target.array if target else None
+        places = _places(bound, *ends)
+        if places is None:
+            return None
+        head, choice = came.pack(), came.choice
+        shape = target.array.shape if target is not None else None
+        dtype = target.dtype.code if target is not None else 0
+        inline = came.nbytes if came.inline is not None else -1
+        said: tuple[Any, ...]
+        said = self._announcing(root), source is not None, head, inline, self._most(head)
+        steps = core_runs.steps_of(group.schedule(name, choice.name, root))
+        said = *said, dtype, shape
+        return Plan(
+            group.size, steps, places, text, core_runs.NO_REDUCTION, choice.segments, 1, said
+        )
+
+    def _announcing(self, root: int) -> list[tuple[Any, ...]]:
+        collective, choice = rooted.ANNOUNCING
+        return core_runs.steps_of(self._group.schedule(collective, choice.name, root))
+
+    def _most(self, head: bytes) -> int:
+        """Return how long an announcement may be: that of objects to scatter has their lengths."""
+        return rooted.INLINE_NBYTES + MOST_HEAD_NBYTES + 8 * self._group.size + len(head)
+
+
+Taking = tuple[CallSteps, Callable[[Any], Any]]
+"""What is left of an announced call, and what its caller gets of the result."""
+
+
+def _broadcast(
+    group: Group, number: int, call: bytes, root: int, announcement: Announcement, place: Any
+) -> Taking:
+    mine, gpu = arguments.fillable(place), conversion.here()
+    steps = rooted.take_broadcast(group, number, call, root, announcement, mine, gpu)
+    return steps, conversion.unwrapped
+
+
+def _scatter(
+    group: Group, number: int, call: bytes, root: int, announcement: Announcement, place: Any
+) -> Taking:
+    out, gpu = arguments.fillable_out(place), conversion.here()
+    steps = rooted.take_scatter(group, number, call, root, announcement, None, gpu, out)
+    return steps, lambda received: scattered(place, out, *received)
+
+
+def _is_on_gpu(bound: Bound) -> bool:
+    return "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(bound.binding)
+
+
+def _address(array: Any) -> tuple[int, int]:
+    """Return where an array begins and ends; None is nowhere."""
+    if array is None:
+        return 0, 0
+    begin = array.__array_interface__["data"][0]
+    return begin, begin + array.nbytes
+
+
+def _offset(view: memoryview | None, within: tuple[int, int]) -> int | None:
+    """Return where a view begins in some memory, -1 for no view; None: it is elsewhere."""
+    if view is None:
+        return -1
+    if not len(view):
+        return 0
+    offset: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0] - within[0]
+    return offset if 0 <= offset <= within[1] - within[0] - len(view) else None
+
+
+def _places(bound: Bound, x: Any, result: Any) -> list[tuple[int, int, int]] | None:
+    """Return for each chunk its length, and where it is in `x` and in the result.
+
+    None: it is not there, or not known.
+    """
+    source, target = _address(x), _address(result)
+    binding = bound.binding
+    places = []
+    for nbytes, parts, view in zip(binding.nbytes, binding.source, binding.target, strict=True):
+        if nbytes is None or (parts is not None and len(parts) != 1):
+            return None
+        begin = _offset(parts[0] if parts is not None else None, source)
+        end = _offset(view, target)
+        if begin is None or end is None:
+            return None
+        places.append((nbytes, begin, end))
+    return places
+
+
+@functools.cache
+def _follow_changes() -> None:
+    """From now on plans are forgotten when there are other algorithms."""
+    schedules.on_change.append(forget_plans)
+
+
+def finish(collective: CoreCollective) -> None:
+    """Wait for a blocking call that the core has begun and that takes long."""
+    task = collective._task
+    owner: Owner = collective._owner
+
+    def steps() -> CallSteps:
+        yield task
+
+    try:
+        owner.group.engine.run(task.call, steps, owner.op_timeout - SLICE_S, collective=True)
+    except BaseException:
+        with owner.group.engine.locked():
+            task.cancel()  # also if the call did not even begin
+        raise
+
+
+def collectives_of(
+    group: Group,
+    context: Context,
+    calls: tuple[Calls, Calls],
+    slow: Callable[[str], Callable[..., Any]],
+    op_timeout: float,
+) -> Collectives:
+    """Return the core's collectives of a communicator; `KINDS` and `NONBLOCKING` are its methods.
+
+    Args:
+        group: its ranks.
+        context: what matches there.
+        calls: what prepares its calls: those that do not block, then those that do.
+        slow: returns the method of a name, to which goes what the core does not do.
+        op_timeout: its default deadline, seconds.
+    """
+    plans = Plans(group, calls)
+    owner = Owner(group, op_timeout, plans)
+    size, rank = group.size, group.rank
+    return Collectives(context.core, size, rank, owner, CoreCollective, plans, finish, slow)

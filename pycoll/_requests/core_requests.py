@@ -1,0 +1,418 @@
+"""Sends and receives of NumPy arrays that run in the compiled core, as requests of the public kind.
+
+The core starts and ends them without Python. Here is what it leaves: waits that take long, those
+for several, of asyncio and of other threads, and what is said when something goes wrong.
+"""
+
+from __future__ import annotations
+
+import array as stdlib_array
+import functools
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pycoll._calls.prepared import Prepared
+from pycoll._requests import request as requests
+from pycoll._requests.core_started import CoreStarted, Owner, waiting
+from pycoll._requests.request import PersistentRequest, Request
+from pycoll._runtime.engine import raise_error
+from pycoll._runtime.envelope import ANY, P2P, Incoming, Status
+from pycoll._runtime.scratch import new_bytes
+from pycoll._runtime.task import Call, Started
+from pycoll._support.lazy_import import Late
+from pycoll._support.public_edge import edges
+from pycoll._transports._core import Both as CoreBoth
+from pycoll._transports._core import Messages, wait_all, wait_any
+from pycoll._transports._core import Persistent as Again
+from pycoll._transports._core import Request as Core
+from pycoll._transports.core import REFUSED
+from pycoll.errors import Error
+
+if TYPE_CHECKING:
+    from pycoll import _dtypes as dtypes
+    from pycoll._arrays import conversion, objects
+    from pycoll._calls import arguments, p2p
+    from pycoll._calls.group import Group
+    from pycoll._runtime.context import Context
+    from pycoll._transports._core import Receive
+else:
+    arguments, conversion = Late("pycoll._calls.arguments"), Late("pycoll._arrays.conversion")
+    dtypes = Late("pycoll._dtypes")
+    objects, p2p = Late("pycoll._arrays.objects"), Late("pycoll._calls.p2p")
+
+SEND, SSEND, RECV, PROBE = range(4)
+"""Kinds of requests, numbered as in _core/request.h."""
+
+NAMES = (
+    *("send", "ssend", "recv", "isend", "issend", "irecv"),
+    *("sendrecv", "isendrecv", "probe", "iprobe"),
+)
+"""Methods that the core has."""
+
+_NAMES = ("isend", "issend", "irecv", "probe")
+
+_OBJECTS = frozenset(
+    [type(None), bool, int, float, complex, str, bytes, bytearray, dict, list, tuple]
+)
+"""Types whose values are no arrays, known without a look at the value."""
+
+_OF_ARRAYS = ("__dlpack__", "__cuda_array_interface__")
+
+
+def _name(number: int) -> str:
+    return str(number) if number >= 0 else "ANY"
+
+
+class CoreRequest(Core, CoreStarted):
+    """A send or a receive under way in the core."""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it has ended, and not failed."""
+        return bool(self.done and self._status == 0 and not self._cancelled)
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.done and not self.is_well
+
+    @property
+    def _call(self) -> Call:
+        kind, code, peer, tag, shape = self._description
+        if kind >= RECV:
+            text = f"{_NAMES[kind]}(source={_name(peer)}, tag={_name(tag)})"
+        elif self._sent_type is not None:
+            text = f"{_NAMES[kind]}({self._sent_type.__name__}, dest={peer}, tag={tag})"
+        else:
+            dtype = next(dtype for dtype in dtypes.TABLE if dtype.code == code)
+            text = f"{_NAMES[kind]}({dtype}{list(shape)}, dest={peer}, tag={tag})"
+        return Call(text, -1, self._group.context)
+
+    def _is_committed(self) -> bool:
+        return self._description[0] < RECV and not self.done and not self._stop()
+
+    def _waits_for(self) -> Collection[int]:
+        context = self._group.context
+        peer = self._description[2]
+        if peer != ANY:
+            return (context.members[peer],)
+        return [rank for rank in context.members if rank != context.me]
+
+    def _ended(self) -> None:
+        """Hear that it holds a message or is done, in the order of all that happens."""
+        self._go_on()
+        if self.done and self._made is not None:
+            self._made.finish(self._error())
+
+    def _take_over(self, face: Receive | None, place: int) -> None:
+        """Go on with a message that the core can make no value of.
+
+        Args:
+            face: the receive that holds it now; None: it is still in the queue.
+            place: of this request among the receives.
+        """
+        engine = self._group.engine
+        if engine.is_held():  # an event has said that it holds a message
+            self._receive(face, place)
+        else:
+            with engine.locked():
+                self._receive(face, place)
+
+    def _receive(self, face: Receive | None, place: int) -> None:
+        group, call = self._group, self._task.call
+        context: Any = group.context
+        _, _, peer, tag, _ = self._description
+        match = None
+        if face is not None:
+            match = context.adopt(face, peer if peer == ANY else group.members[peer], tag)
+        out = arguments.fillable_out(self._array)
+        gpu = conversion.here() if out is None and self._gpu is None else self._gpu
+        steps = p2p.receive(group, peer, tag, out, self._filled, gpu, place, match)
+        self._by_python = group.engine.start(call, steps, self._conclude, collective=False)
+        if self._by_python.done:
+            self._received(self._by_python)
+        else:
+            self._by_python.watchers[self._received] = None
+
+    @staticmethod
+    def _conclude(result: Any) -> tuple[Any, tuple[()]]:
+        return result, ()
+
+    def _received(self, task: Started) -> None:
+        self._settle(task.result, task.error is not None)
+
+    @waiting
+    def _wait(self, timeout: float | None = None) -> Any:
+        seconds = self._seconds(timeout)
+        if not self.done:
+            self._check_open()
+            task = self._task
+            if not task.done:
+                self._group.engine.wait(task, task.call, seconds)
+        return self.result
+
+    def _check_open(self) -> None:
+        closed = self._group.engine.closed
+        if closed is not None and not self.done:  # in the child of a fork nothing ever ends
+            raise Error(closed)
+
+    def cancel(self) -> bool:
+        """Withdraw a receive; see `pycoll.Request.cancel`."""
+        if self._description[0] < RECV:
+            raise TypeError(f"only a receive can be cancelled, not {self._task.call}")
+        self._check_open()
+        return bool(self._withdraw())
+
+    def _failed(self) -> None:
+        """Raise why it has no result."""
+        if not self.done:
+            raise Error(f"{self._task.call} is not done yet; wait() for it")
+        self._collected = True
+        engine = self._group.engine
+        if engine.closed is None and not engine.is_inside():
+            with engine.locked():  # whoever has ended it may be about to say why
+                error = self._error()
+        else:
+            error = self._error()
+        if error is not None:
+            raise_error(error)
+
+    def _error(self) -> BaseException | None:
+        """Return why it has failed; None: it has not."""
+        if self._cancelled:
+            return Error(f"{self._call} was cancelled")
+        status = self._status
+        if status == 0:
+            return None
+        if status == REFUSED:
+            return self._refusal()
+        if self._by_python is not None:
+            return self._by_python.error
+        context = self._group.context
+        error = context.broken
+        if error is None:
+            error = context.gone.get(status - 1)
+        engine: Any = self._group.engine
+        return error or engine.transport.error_of(status)
+
+    def _incoming(self) -> Incoming:
+        """Return the message that was refused or found, to be looked at."""
+        assert self._message is not None
+        source, nbytes, header = self._message
+        _, _, tag, form = P2P.unpack_from(header)
+        arrival: Any = SimpleNamespace(nbytes=nbytes)
+        return Incoming(arrival, source, tag, form, header[P2P.size :], 0)
+
+    def _found(self) -> Status:
+        """Return the Status of a message that a probe has found, and that says how long it is."""
+        status = Status()
+        p2p.fill_status(self._group, status, self._incoming())
+        return status
+
+    def _refusal(self) -> BaseException:
+        """Return why its message does not fit."""
+        if self._message is None:
+            return MemoryError()
+        incoming = self._incoming()
+        out = arguments.fillable_out(self._array)
+        assert out is not None
+        try:
+            p2p.check_fits(self._group, incoming, out)
+        except Error as exc:
+            return exc
+        return Error("a message was refused that fits")
+
+
+@edges
+class Both(CoreBoth, Request[Any]):
+    """A receive and a send of the core's as one request, an isendrecv.
+
+    Here is what the core leaves of it: as for `CoreRequest`.
+    """
+
+    _receives = _cancelled = False
+    _made: Started | None = None
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.done and not (self._received.is_well and self._sent.is_well)
+
+    @property
+    def _group(self) -> Group:  # type: ignore[override]
+        group: Group = self._received._group
+        return group
+
+    @property
+    def _op_timeout(self) -> float:  # type: ignore[override]
+        seconds: float = self._received._op_timeout
+        return seconds
+
+    @property
+    def _task(self) -> Started:  # type: ignore[override]
+        """What waits for both, for all that is done in Python: made when it is first needed.
+
+        It takes the engine's lock.
+        """
+        made = self._made
+        if made is not None:
+            return made
+        received, sent, engine = self._received, self._sent, self._group.engine
+        _, _, dest, tag, _ = sent._description
+        source = _name(received._description[2])
+        text = f"isendrecv(dest={dest}, source={source}, tag={tag})"
+        with engine.locked():
+            if self._made is None:
+                self._made = engine.start(
+                    Call(text, -1, self._group.context),
+                    p2p.finish_both(received._task, sent._task),
+                    lambda _: (received.result, ()),
+                    collective=False,
+                )
+            return self._made
+
+    @waiting
+    def _wait(self, timeout: float | None = None) -> Any:
+        return Request.wait(self, timeout)
+
+    def _is_over(self) -> bool:
+        """Return whether all is over, now that one has failed: the other one is given up."""
+        return self._group.engine.look_at(self._task)
+
+    def _failed(self) -> None:
+        """Raise why it has no result."""
+        self._collected = self._is_over()
+        Request.result.__get__(self)
+
+
+@edges
+class CorePersistent(Again, PersistentRequest[Any]):
+    """A persistent request whose calls the core may do: each start is a request of its own.
+
+    Args:
+        group: the communicator's ranks.
+        prepare: prepares the call, to find now what is wrong with its arguments.
+        op_timeout: the default deadline, seconds.
+        begin: starts the call, with `args` and `keywords`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        prepare: Callable[[], Prepared[Any]],
+        op_timeout: float,
+        begin: Callable[..., Request[Any]],
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> None:
+        self._group = group
+        self._op_timeout = op_timeout
+        self._begin = functools.partial(begin, *args, **keywords)
+        self._bind(begin, args, keywords)
+        self._receives = prepare().receives
+
+    def _start(self) -> CorePersistent:
+        """Start the call where the last one may be under way, or was not the core's."""
+        last = self._in_core
+        if last is not None and not last.done:
+            raise Error(f"{last._started().call} is still under way: wait() for it first")
+        self._in_core = self._begin()
+        return self
+
+    def _last(self) -> Request[Any]:
+        last: Request[Any] | None = self._in_core
+        if last is None:
+            self._started()  # raises that it was not started
+        assert last is not None
+        return last
+
+    @waiting
+    def _wait(self, timeout: float | None = None) -> Any:
+        """Wait for a call that is not the core's."""
+        return self._last().wait(timeout)
+
+    def test(self) -> bool:
+        """Return whether the call is done; see `pycoll.Request.test`."""
+        return self._last().test()
+
+    @property
+    def done(self) -> bool:
+        """Whether the call is done; see `pycoll.Request.done`."""
+        return self._last().done
+
+    @property
+    def result(self) -> Any:
+        """What the call returns; see `pycoll.Request.result`."""
+        return self._last().result
+
+    def cancel(self) -> bool:
+        """Withdraw a receive; see `pycoll.Request.cancel`."""
+        return self._last().cancel()
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._last()._has_failed
+
+    @property
+    def _task(self) -> Started | None:  # type: ignore[override]
+        return self._in_core._started() if self._in_core is not None else None
+
+    @property
+    def _cancelled(self) -> bool:  # type: ignore[override]
+        return self._in_core is not None and self._in_core.cancelled
+
+    @property
+    def _collected(self) -> bool:
+        return self._in_core is not None and self._in_core._collected
+
+    @_collected.setter
+    def _collected(self, whether: bool) -> None:
+        self._last()._collected = whether
+
+
+requests.in_core = wait_all
+requests.any_in_core = wait_any
+
+
+def _dump(x: Any) -> list[memoryview] | None:
+    """Return the parts of a pickled object; None: it is, or may be, an array."""
+    kind = type(x)
+    if kind not in _OBJECTS and (
+        isinstance(x, memoryview | stdlib_array.array)
+        or any(hasattr(kind, name) for name in _OF_ARRAYS)
+        or conversion.wrap(x) is not None
+    ):
+        return None
+    return objects.dump(x)
+
+
+def _load(memory: memoryview) -> Any:
+    return objects.load(memory)
+
+
+def _here() -> int | None:
+    return conversion.here()
+
+
+_VALUES = _dump, _load, new_bytes, _here
+
+
+def messages_of(
+    group: Group,
+    context: Context,
+    slow: Callable[[str], Callable[..., Any]],
+    op_timeout: float,
+) -> Messages:
+    """Return the core's messages of a communicator; `NAMES` are their methods.
+
+    Args:
+        group: its ranks.
+        context: what matches there.
+        slow: returns the method of a name, to which goes what the core does not do; of "finish"
+            what waits for a request that takes long, of "finish_both" for a receive and a send;
+            they return the result.
+        op_timeout: its default deadline, seconds.
+    """
+    owner = Owner(group, op_timeout)
+    return Messages(
+        context.core, group.members, owner, CoreRequest, Both, Status, _VALUES, op_timeout, slow
+    )

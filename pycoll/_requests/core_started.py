@@ -1,0 +1,134 @@
+"""What sends, receives and collectives of the compiled core have in common, as Python sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from pycoll._requests.request import Request
+from pycoll._runtime.task import Call, Started
+from pycoll._support.public_edge import edge
+from pycoll._transports.base import Operation
+from pycoll.errors import OperationTimeout
+
+if TYPE_CHECKING:
+    from pycoll._calls.group import Group
+    from pycoll._requests.core_collectives import Plans
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def waiting(method: F) -> F:
+    """Return the method to which the core leaves a wait; errors name the one that was called."""
+    method.__name__, method.__qualname__ = "wait", "Request.wait"
+    return edge(method)
+
+
+class Owner(NamedTuple):
+    """The communicator of what the core has begun.
+
+    Attributes:
+        group: its ranks.
+        op_timeout: the default deadline, seconds.
+        plans: of its collectives.
+    """
+
+    group: Group
+    op_timeout: float
+    plans: Plans | None = None
+
+
+class CoreTask(Operation):
+    """What the core has begun, for those who wait for it in Python.
+
+    Attributes:
+        call: what it is.
+        watchers: called when it is done, under the engine's lock.
+        unfit: as of `task.Started`.
+    """
+
+    __slots__ = ("_begun", "call", "unfit", "watchers")
+
+    def __init__(self, begun: CoreStarted, call: Call) -> None:
+        super().__init__()
+        self._begun = begun
+        self.call = call
+        self.unfit: Exception | None = None
+        self.watchers: dict[Callable[[Any], None], None] = {}
+
+    @property
+    def committed(self) -> bool:
+        return self._begun._is_committed()
+
+    def awaited(self) -> Collection[int]:
+        return self._begun._waits_for()
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.done:
+            return
+        super().finish(error)
+        watchers, self.watchers = self.watchers, {}
+        for watcher in list(watchers):
+            watcher(self)
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._begun._abandon()
+
+
+class CoreStarted(Request[Any]):
+    """A request that the core has begun; the other base is a type of the core's."""
+
+    _made: CoreTask | None = None
+    _by_python: Started | None = None  # what goes on with it, if Python does
+
+    @property
+    def _from_core(self) -> Any:
+        return self
+
+    @property
+    def _group(self) -> Group:  # type: ignore[override]
+        group: Group = self._from_core._owner.group
+        return group
+
+    @property
+    def _op_timeout(self) -> float:  # type: ignore[override]
+        seconds: float = self._from_core._owner.op_timeout
+        return seconds
+
+    @property
+    def _call(self) -> Call:
+        raise NotImplementedError
+
+    @property
+    def _task(self) -> CoreTask:  # type: ignore[override]
+        if self._made is None:
+            # Another thread may make one, too, and wait for that.
+            made: CoreTask = vars(self).setdefault("_made", CoreTask(self, self._call))
+            if not self._from_core._watch() and self.done:  # else this is the child of a fork
+                made.finish(self._error())
+            return made
+        return self._made
+
+    def _started(self) -> CoreTask:  # type: ignore[override]
+        return self._task
+
+    def _is_committed(self) -> bool:
+        """Whether it can be taken back no more."""
+        return False
+
+    def _waits_for(self) -> Collection[int]:
+        """Return the world ranks that must do something before it ends."""
+        raise NotImplementedError
+
+    def _abandon(self) -> None:
+        """Give it up, whatever it is at."""
+        if self._by_python is not None:
+            # So a message that it has goes back to its place.
+            self._by_python.abort(OperationTimeout(f"{self._call} was given up"))
+        self._from_core._give_up()
+
+    def _error(self) -> BaseException | None:
+        """Return why it has failed; None: it has not."""
+        raise NotImplementedError

@@ -1,0 +1,362 @@
+"""Requests: calls that go on while their caller computes.
+
+A request makes progress whenever any thread of its rank communicates or waits, and in the
+background while none does. Waiting for one in an asyncio program sleeps in the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from pycoll._runtime.context import Match
+from pycoll._runtime.engine import raise_error
+from pycoll._runtime.task import Call, Several, Started, caller
+from pycoll._support.foreign_names import OF_REQUESTS, Hinting
+from pycoll._support.lazy_import import Late
+from pycoll._support.public_edge import edge, edges
+from pycoll.errors import Error
+
+if TYPE_CHECKING:
+    from pycoll._calls import arguments
+    from pycoll._calls.group import Group
+    from pycoll._calls.prepared import Prepared
+else:
+    arguments = Late("pycoll._calls.arguments")
+
+
+R = TypeVar("R", covariant=True)
+"""What the call returns."""
+
+in_core: Callable[[Any, Any], Any] | None = None
+"""The core's `wait_all`, if its engine is used; it returns None for what it cannot do."""
+
+any_in_core: Callable[[Any, Any], bool] | None = None
+"""The core's `wait_any`: whether one is done; False: that is left to Python."""
+
+
+def begin(group: Group, prepared: Prepared[Any]) -> Started:
+    """Start a call."""
+    text, context = prepared.text, group.context
+    call = Call(text, group.number if prepared.collective else -1, context)
+    signature = f"{text}\0{caller()}".encode() if prepared.collective else b""
+    engine = group.engine
+    return engine.begin(
+        call,
+        lambda: prepared.steps(signature),
+        lambda result: prepared.conclude(engine, result),
+        prepared.collective,
+    )
+
+
+@edges
+class Request(Hinting, Generic[R], foreign=OF_REQUESTS):
+    """A call under way, returned by the methods whose names begin with ``i``.
+
+    The arrays passed to the call belong to it until it is done: they must not be changed, and
+    what it fills must not be read. A request that nobody keeps goes on all the same.
+    """
+
+    def __init__(self, group: Group, prepared: Prepared[R], op_timeout: float) -> None:
+        self._group = group
+        self._receives = prepared.receives
+        self._op_timeout = op_timeout
+        self._cancelled = False
+        self._collected = False
+        self._task: Started | None = begin(group, prepared)
+
+    def wait(self, timeout: float | None = None) -> R:
+        """Return the result, when the call is done.
+
+        Args:
+            timeout: seconds; None: the default of `pycoll.init`, math.inf: none.
+
+        Raises:
+            OperationTimeout: they have passed. The call goes on, and may be waited for again.
+            Error: as the blocking method raises it.
+        """
+        seconds = self._seconds(timeout)
+        task = self._started()
+        if not task.done:
+            self._group.engine.wait(task, task.call, seconds)
+        return self.result
+
+    def test(self) -> bool:
+        """Return whether the call is done, in whatever way; never waits."""
+        return self._group.engine.look_at(self._started())
+
+    @property
+    def done(self) -> bool:
+        """Whether the call is done, as far as is known without looking."""
+        return self._started().done
+
+    @property
+    def result(self) -> R:
+        """What the call returns.
+
+        Raises:
+            Error: it is not done yet; or as the blocking method raises it.
+        """
+        task = self._started()
+        if not task.done:
+            raise Error(f"{task.call} is not done yet; wait() for it")
+        self._collected = True
+        error = task.error or task.unfit
+        if error is not None:
+            raise_error(error)
+        result: R = task.result
+        return result
+
+    def cancel(self) -> bool:
+        """Withdraw a receive; False if a message has come for it, or it is done.
+
+        Its `wait` and `result` then raise Error. The message, when it comes, is another's.
+
+        Raises:
+            TypeError: this is no receive; nothing else can be taken back.
+        """
+        task = self._started()
+        if not self._receives:
+            raise TypeError(f"only a receive can be cancelled, not {task.call}")
+        if task.done:
+            return False
+        with self._group.engine.locked():
+            if not isinstance(task.waits_for, Match) or task.waits_for.done or task.done:
+                return False
+            self._cancelled = True
+            task.abort(Error(f"{task.call} was cancelled"))
+            return True
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` has withdrawn it."""
+        return self._cancelled
+
+    def __await__(self) -> Generator[Any, None, R]:
+        """Wait in an asyncio program: the event loop goes on.
+
+        Raises:
+            OperationTimeout: the default deadline of `pycoll.init` has passed. The call goes on.
+            Error: as the blocking method raises it.
+        """
+        task = self._started()
+        if not task.done:
+            from pycoll._requests import event_loop
+
+            waiting = event_loop.wait(self._group.engine, task, self._op_timeout)
+            yield from waiting.__await__()
+        return self.result
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Request cannot be pickled: wait for it, and send its result")
+
+    def __repr__(self) -> str:
+        task = self._task
+        if task is None:
+            return "<pycoll.Request, not started>"
+        state = "pending"
+        if self._cancelled:
+            state = "cancelled"
+        elif task.done:
+            state = "failed" if task.error or task.unfit else "done"
+        return f"<pycoll.Request {task.call}: {state}>"
+
+    # --- for the functions below -------------------------------------------------------------
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether it is done, and has no result."""
+        return _is_failed(self._started())
+
+    def _started(self) -> Started:
+        if self._task is None:
+            raise Error("this persistent request was not started: call start() first")
+        return self._task
+
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._op_timeout
+        return arguments.check_timeout(timeout, "timeout")
+
+
+@edges
+class PersistentRequest(Request[R]):
+    """A call that can be started again and again; made by `Communicator.persistent`.
+
+    Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
+    """
+
+    def __init__(self, group: Group, prepare: Callable[[], Prepared[R]], op_timeout: float) -> None:
+        self._group = group
+        self._prepare = prepare
+        self._receives = prepare().receives  # to find now what is wrong with the arguments
+        self._op_timeout = op_timeout
+        self._cancelled = False
+        self._collected = False
+        self._task = None
+
+    def start(self) -> PersistentRequest[R]:
+        """Start the call (once more); returns this request.
+
+        Raises:
+            Error: it is still under way.
+        """
+        if self._task is not None and not self._task.done:
+            raise Error(f"{self._task.call} is still under way: wait() for it first")
+        self._task = begin(self._group, self._prepare())
+        self._cancelled = self._collected = False
+        return self
+
+
+@edge
+def wait_all(requests: Iterable[Request[R]], timeout: float | None = None) -> list[R]:
+    """Return the results of all requests, in their order.
+
+    Args:
+        requests: of one or several communicators.
+        timeout: seconds for all together; None: the default of `pycoll.init`, math.inf: none.
+
+    Raises:
+        OperationTimeout: they have passed. The requests go on.
+        Error: that of a request that has failed, as soon as that is known; the others go on.
+    """
+    since = time.monotonic()
+    if in_core is not None:
+        results: list[R] | None = in_core(requests, timeout)
+        if results is not None:
+            return results
+    listed = _listed("wait_all", requests)
+    pending = [request for request in listed if not request.done]
+    if pending and not any(request._has_failed for request in listed):
+        seconds = pending[0]._seconds(timeout)
+        _wait_for("wait_all", pending, len(pending), max(0.0, seconds + since - time.monotonic()))
+    failed = next((index for index, request in enumerate(listed) if request._has_failed), None)
+    if failed is not None:
+        _result(listed, failed)
+    return [request.result for request in listed]
+
+
+@edge
+def wait_any(requests: Iterable[Request[R]], timeout: float | None = None) -> tuple[int, R]:
+    """Return the index and the result of one request that is done.
+
+    Each request is given once, whichever thread asks: those whose results any wait has returned are
+    passed over.
+
+    Args:
+        requests: of one or several communicators.
+        timeout: seconds; None: the default of `pycoll.init`, math.inf: none.
+
+    Raises:
+        ValueError: no request is left.
+        OperationTimeout: `timeout` seconds have passed. The requests go on.
+        Error: that of the request, if it has failed; a note says which it is.
+    """
+    listed = _listed("wait_any", requests)
+    (index,) = _take_done("wait_any", listed, timeout, several=False)
+    return index, _result(listed, index)
+
+
+@edge
+def wait_some(
+    requests: Iterable[Request[R]], timeout: float | None = None
+) -> tuple[list[int], list[R]]:
+    """Return the indices and the results of all requests that are done: at least one.
+
+    Each request is given once, as by `wait_any`. One that has failed raises when nothing else is
+    done.
+
+    Raises:
+        As `wait_any`.
+    """
+    listed = _listed("wait_some", requests)
+    indices = _take_done("wait_some", listed, timeout, several=True)
+    return indices, [_result(listed, index) for index in indices]
+
+
+@edge
+def test_all(requests: Iterable[Request[Any]]) -> bool:
+    """Return whether all requests are done, in whatever way; never waits.
+
+    Args:
+        requests: requests of any communicators.
+    """
+    return all([request.test() for request in _listed("test_all", requests)])
+
+
+def _listed(what: str, requests: Iterable[Request[R]]) -> list[Request[R]]:
+    if not isinstance(requests, Iterable):
+        raise TypeError(f"{what} takes a list of requests, not a {type(requests).__name__}")
+    listed = list(requests)
+    for request in listed:
+        if not isinstance(request, Request):
+            raise TypeError(f"{what} takes requests, not a {type(request).__name__}")
+    return listed
+
+
+_taking = threading.Lock()
+"""Held while a thread takes what no other shall have."""
+
+
+def _take_done(
+    what: str, requests: Sequence[Request[Any]], timeout: float | None, several: bool
+) -> list[int]:
+    """Return the indices of requests that are done, and are this caller's now."""
+    deadline = math.inf
+    while True:
+        with _taking:
+            left = [i for i, request in enumerate(requests) if not request._collected]
+            done = [i for i in left if requests[i].done]
+            taken = done[:1]
+            if several:
+                taken = [i for i in done if not requests[i]._has_failed] or taken
+            for index in taken:
+                requests[index]._collected = True
+        if taken:
+            return taken
+        if not left:
+            raise ValueError(f"{what}: no request is left whose result was not returned already")
+        if deadline == math.inf:
+            deadline = time.monotonic() + requests[left[0]]._seconds(timeout)
+        waiting = [requests[index] for index in left]
+        if any_in_core is not None and any_in_core(waiting, timeout):
+            continue  # another thread may take it
+        _wait_for(what, waiting, 1, max(0.0, deadline - time.monotonic()))
+
+
+def _result(requests: Sequence[Request[R]], index: int) -> R:
+    try:
+        return requests[index].result
+    except Exception as exc:
+        exc.add_note(f"request {index} of {len(requests)}: {requests[index]!r}")
+        raise
+
+
+def _is_failed(task: Started) -> bool:
+    return task.done and (task.error or task.unfit) is not None
+
+
+def _wait_for(
+    what: str, pending: Sequence[Request[Any]], needed: int, timeout: float | None
+) -> None:
+    """Return when so many more are done, or one has failed."""
+    engine = pending[0]._group.engine
+    seconds = pending[0]._seconds(timeout)
+    tasks = [request._started() for request in pending]  # which may take the engine's lock
+    with engine.locked():
+        waiting = list(dict.fromkeys(task for task in tasks if not task.done))
+        needed = min(needed - sum(task.done for task in tasks), len(waiting))
+        if needed <= 0 or any(map(_is_failed, tasks)):
+            return
+        several = Several(waiting, needed)
+    first = waiting[0].call
+    call = Call(f"{what} of {len(waiting)} requests, first {first}", -1, first.context)
+    try:
+        engine.wait(several, call, seconds)
+    finally:
+        if not several.done:
+            with engine.locked():
+                several.forget()

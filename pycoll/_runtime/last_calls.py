@@ -1,0 +1,67 @@
+"""What ranks called last: told when one leaves, and compared by those that leave later.
+
+Not every collective waits for everybody: the root of a small broadcast has sent it and is done. If
+ranks disagree in such a call, and it was their last, no message of a later one tells. So a rank
+that leaves says which calls were its last, and nobody waits for that: whoever leaves later has
+heard it. (The compiled core's calls are in shared memory, and compared there.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pycoll._runtime.context import Context
+from pycoll._runtime.envelope import LastCall, are_same, different_calls, readable
+from pycoll.errors import MismatchError
+
+MAX_TOLD = 16
+"""Communicators of which a rank that leaves tells its last call: so many may any list have that the
+launcher is sent."""
+
+
+class LastCalls:
+    """The last calls on one rank's communicators, open and closed ones.
+
+    Args:
+        me: world rank of this process.
+        contexts: the open communicators, by number.
+
+    Attributes:
+        different: a difference that was found on a communicator which is closed here, or None.
+    """
+
+    def __init__(self, me: int, contexts: Mapping[int, Context]) -> None:
+        self._me = me
+        self._contexts = contexts
+        self._closed: dict[int, tuple[str, LastCall, dict[int, bytes]]] = {}
+        self.different: MismatchError | None = None
+
+    def close(self, context: Context) -> None:
+        """Remember the calls of a communicator that is closed now, unless it is broken."""
+        if context.broken is None:
+            closed = context.name, context.last_call(), context.recent_calls()
+            self._closed[context.ident] = closed
+            if len(self._closed) > MAX_TOLD:
+                del self._closed[next(iter(self._closed))]
+
+    def told(self) -> list[LastCall]:
+        """Return what this rank, which has closed all its communicators, tells the others."""
+        return [last for _, last, _ in self._closed.values()]
+
+    def hear(self, rank: int, told: Iterable[Iterable[Any]]) -> None:
+        """Compare what a rank that has left tells with the calls of this one."""
+        for last in itertools.starmap(LastCall, told):
+            if last.context in self._contexts:
+                self._contexts[last.context].peer_left(rank, last)
+            elif last.context in self._closed:
+                name, _, calls = self._closed[last.context]
+                self._compare(name, rank, last, calls.get(last.number))
+
+    def _compare(self, name: str, rank: int, last: LastCall, mine: bytes | None) -> None:
+        theirs = last.call.encode()
+        if mine is not None and not are_same(mine, theirs):
+            self.different = self.different or different_calls(
+                name, last.number, self._me, readable(mine), rank, readable(theirs)
+            )

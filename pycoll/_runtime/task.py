@@ -1,0 +1,212 @@
+"""A call under way: a generator that is resumed when what it waits for is done.
+
+The same code so serves a blocking call, which is start and wait, and one that goes on while its
+caller computes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Generator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from pycoll._runtime.context import Context
+from pycoll._transports.base import Operation
+
+CallSteps = Generator[Operation, None, Any]
+"""A call: yields what it waits for, returns its result."""
+
+
+class Call(NamedTuple):
+    """What the user called, for messages: a text, its number (-1: point to point), its context."""
+
+    text: str
+    number: int
+    context: Context
+
+    def __str__(self) -> str:
+        number = f" #{self.number}" if self.number >= 0 else ""
+        on = f" on {self.context.name}" if self.context.name != "world" else ""
+        return f"{self.text}{number}{on}"
+
+
+class Task(Operation):
+    """A call under way.
+
+    Attributes:
+        result: what the call returned.
+    """
+
+    __slots__ = ("_current", "_interruption", "_running", "_steps", "result")
+
+    def __init__(self, steps: CallSteps) -> None:
+        super().__init__()
+        self._steps = steps
+        self._current: Operation | None = None
+        self._running = False
+        self._interruption: BaseException | None = None
+        self.result: Any = None
+
+    @property
+    def committed(self) -> bool:
+        return self._current is not None and self._current.committed
+
+    def awaited(self) -> Collection[int]:
+        return self._current.awaited() if self._current is not None else ()
+
+    def start(self) -> None:
+        """Run up to the first operation that is not done yet."""
+        self._advance(None)
+
+    def abort(self, error: BaseException) -> None:
+        """Raise `error` inside the call, where it waits, and be done with it."""
+        if self.done:
+            return
+        if self._running:  # the call itself has found out: raised when it next waits
+            self._interruption = error
+            return
+        current, self._current = self._current, None
+        if current is not None:
+            current.then(_ignore)  # a copy may be found to have ended by this: too late
+        self._resume(error)
+        if not self.done:
+            self._steps.close()
+            self.finish(error)
+
+    def _advance(self, operation: Operation | None) -> None:
+        if operation is not self._current:
+            return  # the call was given up
+        error = operation.error if operation is not None else None
+        while not self.done:
+            current = self._resume(error)
+            if current is None:
+                return
+            error, self._interruption = self._interruption, None
+            if error is None:
+                if not current.done:
+                    self._current = current
+                    current.then(self._advance)
+                    return
+                error = current.error
+
+    def _resume(self, error: BaseException | None) -> Operation | None:
+        """Run the call up to its next operation; None: it has ended."""
+        self._running = True
+        try:
+            return self._steps.throw(error) if error else next(self._steps)
+        except StopIteration as stop:
+            self.result = stop.value
+            self.finish()
+        except BaseException as exc:
+            self.finish(exc)
+        finally:
+            self._running = False
+        return None
+
+
+class Started(Task):
+    """A call that goes on while its caller computes.
+
+    Args:
+        steps: the call.
+        conclude: gives, of what the call has returned, what its caller gets, and what must be done
+            before.
+        call: what it is.
+        ended: told when it is done.
+
+    Attributes:
+        watchers: called when it is done, by whoever drives, under the engine's lock.
+        unfit: why the caller cannot have the result, though the call has not failed.
+    """
+
+    __slots__ = ("_conclude", "_ended", "_late", "call", "unfit", "watchers")
+
+    def __init__(
+        self,
+        steps: CallSteps,
+        conclude: Callable[[Any], tuple[Any, Sequence[Operation]]],
+        call: Call,
+        ended: Callable[[Started], None],
+    ) -> None:
+        super().__init__(steps)
+        self.call = call
+        self.unfit: Exception | None = None
+        self.watchers: dict[Callable[[Started], None], None] = {}
+        self._conclude: Callable[[Any], tuple[Any, Sequence[Operation]]] | None = conclude
+        self._ended = ended
+        self._late: Sequence[Operation] = ()
+
+    @property
+    def waits_for(self) -> Operation | None:
+        """What it waits for now."""
+        return self._current
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.done:
+            return
+        if error is None and self._conclude is not None:
+            conclude, self._conclude = self._conclude, None
+            try:
+                self.result, self._late = conclude(self.result)
+            except Exception as exc:
+                self.unfit = exc
+        for operation in self._late:
+            if error is not None:
+                operation.cancel()
+            elif not operation.done:
+                self._current = operation
+                operation.then(lambda operation: self.finish(operation.error))
+                return
+            else:
+                error = operation.error
+        super().finish(error)
+        self._ended(self)
+        watchers, self.watchers = self.watchers, {}
+        for watcher in list(watchers):
+            watcher(self)
+
+
+class Several(Operation):
+    """Done when so many of some calls are done, or one has failed.
+
+    Args:
+        tasks: the calls, all different, none of them done.
+        needed: how many.
+
+    Attributes:
+        tasks: the calls.
+        needed: how many of them must still be done.
+    """
+
+    def __init__(self, tasks: Sequence[Started], needed: int) -> None:
+        super().__init__()
+        self.tasks = tasks
+        self.needed = needed
+        for task in tasks:
+            task.watchers[self._tell] = None
+
+    def _tell(self, task: Started) -> None:
+        self.needed -= 1
+        if self.needed == 0 or task.error is not None:
+            self.finish()
+
+    def forget(self) -> None:
+        """Watch no more."""
+        for task in self.tasks:
+            task.watchers.pop(self._tell, None)
+
+
+def _ignore(operation: Operation) -> None:
+    pass
+
+
+def caller() -> str:
+    """Return file:line of the innermost frame that is not pycoll's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("pycoll."):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

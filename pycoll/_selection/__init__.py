@@ -1,0 +1,1 @@
+"""Which algorithm runs: costs, what ranks have agreed on, and the choice."""

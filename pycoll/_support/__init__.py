@@ -1,0 +1,1 @@
+"""What every layer uses: lazy imports, settings of the environment, errors at the public edge."""

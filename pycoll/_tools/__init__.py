@@ -1,0 +1,1 @@
+"""The command `pycoll`, benchmarks, tuning, and the pytest plugin."""
