@@ -1,4 +1,4 @@
-/* The compiled schedules of all algorithms, as tests/test_core_run.py writes them, and what must come of them: for each
+/* The compiled schedules of all algorithms, as tests/core/test_core_run.py writes them, and what must come of them: for each
    chunk that a rank needs at the end an expression, which says whose contributions are combined in which order. */
 #ifndef PYCOLL_RUN_TABLES_H
 #define PYCOLL_RUN_TABLES_H

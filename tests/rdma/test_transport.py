@@ -22,7 +22,7 @@ from pycoll._transports.base import EAGER_LIMIT
 
 # A file of the folder above, which is on no path.
 _spec = importlib.util.spec_from_file_location(
-    "test_transports", Path(__file__).parents[1] / "test_transports.py"
+    "test_transports", Path(__file__).parents[1] / "transports/test_transports.py"
 )
 assert _spec is not None
 assert _spec.loader is not None

@@ -1,0 +1,339 @@
+"""reduce_scatterv of NumPy arrays in shared memory: in the core.
+
+Ranks whose call goes through Python say the same, so any rank may go either way. In a job without a
+default deadline the core has these calls; tests/calls/test_uneven.py has the others.
+"""
+
+from __future__ import annotations
+
+import pytest
+from script_jobs import Jobs, all_well
+
+pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
+
+WATCHED = """
+# What the core leaves to Python goes through this.
+left = []
+in_python = pycoll.Communicator.reduce_scatterv
+def watched(self, *args, **kwargs):
+    left.append(args[1:])
+    return in_python(self, *args, **kwargs)
+pycoll.Communicator.reduce_scatterv = watched
+comm = pycoll.init()
+rank, size = comm.rank, comm.size
+comm.reduce_scatterv(np.ones(size), [1] * size)  # in the first the ranks meet
+left.clear()
+"""
+
+NUMPY = """
+from functools import reduce
+
+FOLDS = {
+    "sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum, "avg": np.add,
+    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor,
+    "land": np.logical_and, "lor": np.logical_or, "lxor": np.logical_xor,
+}
+DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+
+
+def values(peer, shape, dtype):
+    "What a rank passes; averages, and products of halves, are exact."
+    count = int(np.prod(shape))
+    return (size * ((np.arange(count) * 5 + peer) % 4)).astype(dtype).reshape(shape)
+
+
+def rows_of(counts, peer=None):
+    begin = sum(counts[: rank if peer is None else peer])
+    return slice(begin, begin + counts[rank if peer is None else peer])
+
+
+def wanted(all_x, counts, op):
+    "This rank's rows, by NumPy."
+    dtype = all_x[0].dtype
+    result = reduce(FOLDS[op], [x[rows_of(counts)] for x in all_x]).astype(dtype)
+    return (result / dtype.type(size)).astype(dtype) if op == "avg" else result
+
+
+def same(got, want):
+    assert (got.dtype, got.shape) == (want.dtype, want.shape), (got.dtype, got.shape, want.shape)
+    assert got.tobytes() == want.tobytes()
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_operator_and_dtype_is_as_in_numpy_and_in_the_core(job: Jobs, size: int) -> None:
+    text = f"""{NUMPY}
+counts = [5, 0, 2][:size]
+served, refused = 0, 0
+for dtype in DTYPES:
+    for op in FOLDS:
+        all_x = [values(peer, (sum(counts), 3), dtype) for peer in range(size)]
+        try:
+            got = comm.reduce_scatterv(all_x[rank], counts, op)
+        except TypeError:  # which Python says
+            refused += 1
+            continue
+        same(got, wanted(all_x, counts, op))
+        served += 1
+assert served >= 100, served
+assert len(left) == refused, left
+ok()
+"""
+    all_well(job(size, text, "--transport", "shm", init=WATCHED), size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("way", ["together", "direct", "stream"])
+def test_counts_of_all_kinds_are_cut_where_they_are_to_be(job: Jobs, size: int, way: str) -> None:
+    text = f"""{NUMPY}
+from pycoll._calls.numbering import KINDS
+from pycoll._transports._core import set_direct_from
+
+if "{way}" == "together":
+    pycoll.share_arrays(4096)
+else:
+    set_direct_from(KINDS.index("reduce_scatter"), 1 if "{way}" == "direct" else 1 << 40)
+
+
+for scale in (1, 300, 20_000):
+    for counts in ([1] * size, [0] * (size - 1) + [3], [2] + [0] * (size - 1), [*range(size)],
+                   [0] * size, [7, *[1] * (size - 1)]):
+        counts = [count * scale for count in counts]
+        for rest in ((), (3,), (0,)):
+            all_x = [values(peer, (sum(counts), *rest), "f8") for peer in range(size)]
+            x, want = all_x[rank].copy(), wanted(all_x, counts, "sum")
+            same(comm.reduce_scatterv(x, counts), want)
+            out = np.empty_like(want)
+            assert comm.reduce_scatterv(x, tuple(counts), "sum", out) is out
+            same(out, want)
+            same(x, all_x[rank])
+            mine = x[rows_of(counts)]
+            assert comm.reduce_scatterv(x, counts=counts, out=mine) is mine
+            same(mine, want)
+            for peer in range(size):  # what is the others' stays
+                if peer != rank:
+                    same(x[rows_of(counts, peer)], all_x[rank][rows_of(counts, peer)])
+# Of an array without elements NumPy says no address that one could compare.
+assert not [args for args in left if args[0].size], left
+ok()
+"""
+    all_well(job(size, text, "--transport", "shm", init=WATCHED), size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_python_runs_in_a_call(job: Jobs, size: int) -> None:
+    text = """
+counts, seen, quiet = [3, *range(size - 1)], [], 0
+x, out = np.ones(sum(counts)), np.empty(counts[rank])
+
+def note(frame, event, arg):
+    if event == "call":
+        seen.append(frame.f_code.co_name)
+
+for _ in range(100):
+    seen.clear()
+    sys.setprofile(note)
+    comm.reduce_scatterv(x, counts, out=out)
+    comm.reduce_scatterv(x, counts, op="max")
+    sys.setprofile(None)
+    quiet += not seen
+assert quiet, seen  # in some of them no rank waited so long that it slept
+assert (out == size).all()
+ok()
+"""
+    all_well(job(size, text, "--transport", "shm", init=WATCHED), size)
+
+
+def test_any_rank_may_go_through_python(job: Jobs) -> None:
+    text = f"""{NUMPY}
+for turn in range(40):
+    counts = [(turn * peer + 1) % 4 * (1 if turn % 2 else 5000) for peer in range(size)]
+    all_x = [values(peer, (sum(counts), 2), "i4") for peer in range(size)]
+    # What the core leaves to Python: a timeout, an operator object, arrays with gaps, NumPy's ints.
+    how = (turn + rank) % 5
+    x = np.repeat(all_x[rank], 2, axis=1)[:, ::2] if how == 0 else all_x[rank]
+    op = pycoll.MAX if how == 1 and hasattr(pycoll, "MAX") else "max"
+    out = np.empty((counts[rank], 4), "i4")[:, ::2] if how == 2 else None
+    given = np.array(counts) if how == 3 else counts
+    got = comm.reduce_scatterv(x, given, op, out, timeout=60.0 if how == 4 else None)
+    assert out is None or got is out
+    same(np.ascontiguousarray(got), wanted(all_x, counts, "max"))
+assert left
+ok()
+"""
+    all_well(job(3, text, "--transport", "shm", init=WATCHED), 3)
+
+
+def test_operators_that_the_core_has_not_go_through_python(job: Jobs) -> None:
+    text = f"""{NUMPY}
+counts = [2, 0, 3]
+all_x = [values(peer, (5,), "f8") for peer in range(size)]
+for _ in range(2):
+    got = comm.reduce_scatterv(all_x[rank], counts, lambda a, b: a + b)
+    same(got, wanted(all_x, counts, "sum"))
+    pairs = np.zeros(5, [("value", "f8"), ("index", "i8")])
+    pairs["value"], pairs["index"] = all_x[rank], rank
+    got = comm.reduce_scatterv(pairs, counts, "minloc")
+    assert (got["value"] == wanted(all_x, counts, "min")).all()
+    got = comm.reduce_scatterv(memoryview(all_x[rank]), counts)
+    assert (np.asarray(got) == wanted(all_x, counts, "sum")).all()
+ok()
+"""
+    all_well(job(3, text, "--transport", "shm"), 3)
+
+
+def test_wrong_arguments_are_told_as_by_python_and_nothing_is_sent(job: Jobs) -> None:
+    text = """
+x, counts = np.ones(4), [4, *[0] * (size - 1)]
+read_only = np.empty(counts[rank])
+read_only.flags.writeable = False
+wrong = [
+    (TypeError, "counts", (x,), {}),
+    (TypeError, "an int, not a float", (x, [4.0, *counts[1:]]), {}),
+    (TypeError, "not a bool", (x, [*counts[:-1], False]), {}),
+    (TypeError, "sequence of 2 ints", (x, 4), {}),
+    (TypeError, "takes an array", ([1.0] * 4, counts), {}),
+    (TypeError, "root", (x, counts), {"root": 0}),
+    (TypeError, "xs", (x, counts), {"xs": x}),
+    (TypeError, "multiple values", (x, counts), {"counts": counts}),
+    (TypeError, "op", (x, counts, None), {}),
+    (TypeError, "avg", (x.astype("i4"), counts, "avg"), {}),
+    (ValueError, "items", (x, [4]), {}),
+    (ValueError, "-1", (x, [5, -1]), {}),
+    (ValueError, "cut by counts", (x, [3, 0]), {}),
+    (ValueError, "cut by counts", (np.ones(()), [0, 0]), {}),
+    (ValueError, "cut by counts", (x, [1 << 70, 4]), {}),
+    (ValueError, "cut by counts", (x, [(1 << 63) - 1, (1 << 63) - 1]), {}),
+    (ValueError, "", (x, counts), {"out": np.empty(counts[rank] + 1)}),
+    (ValueError, "", (x, counts), {"out": np.empty((counts[rank], 1))}),
+    ((TypeError, ValueError), "float32", (x, counts), {"out": np.empty(counts[rank], "f4")}),
+    ((TypeError, ValueError), "", (x, counts), {"out": read_only}),
+    (ValueError, "nonsense", (x, counts), {"algorithm": "nonsense"}),
+    (ValueError, "timeout", (x, counts), {"timeout": -1}),
+]
+for kinds, text, args, how in wrong:
+    error = error_of(comm.reduce_scatterv, *args, **how)
+    assert isinstance(error, kinds) and text in str(error), (args, how, error)
+whole = np.ones(8)
+if rank == 0:
+    error_like(ValueError, "overlaps", comm.reduce_scatterv, whole[:4], counts, out=whole[1:5])
+assert (comm.reduce_scatterv(x, counts) == size).all()
+# No other method takes counts.
+error_like(TypeError, "counts", comm.reduce_scatter, np.ones((size, 2)), counts=counts)
+error_like(TypeError, "root", comm.all_reduce, x, root=1)
+ok()
+"""
+    all_well(job(2, text, "--transport", "shm"), 2)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "told"),
+    [
+        ("reduce_scatterv(x, [2, 2])", "reduce_scatterv(x, [1, 3])", "counts=[2, 2], op=sum"),
+        ("reduce_scatterv(x, [2, 2])", "reduce_scatterv(x, [2, 2], 'max')", "op=sum"),
+        ("reduce_scatterv(x, [2, 2])", "reduce_scatterv(x.astype('f4'), [2, 2])", "float64[4]"),
+        ("reduce_scatterv(x, [2, 2])", "reduce_scatterv(x[:, None], [2, 2])", "float64[4]"),
+        ("reduce_scatterv(x, [2, 2])", "reduce_scatterv(np.ones(5), [2, 3])", "counts=[2, 2]"),
+        ("reduce_scatterv(x, [2, 2])", "reduce_scatter(x.reshape(2, 2))", "counts=[2, 2]"),
+        ("reduce_scatterv(x, [2, 2])", "reduce_scatterv(x, [2, 2], min)", "counts=[2, 2]"),
+        ("reduce_scatterv(x, [2, 2])", "all_gatherv(x)", "counts=[2, 2]"),
+        ("reduce_scatterv(x, [2, 2])", "barrier()", "counts=[2, 2]"),
+        ("reduce_scatterv(np.ones(80_000), [80_000, 0])", "reduce_scatterv(x, [2, 2])", "80000, 0"),
+    ],
+)
+@pytest.mark.parametrize("way", ["core", "python"])
+def test_other_calls_of_other_ranks_are_a_mismatch(
+    job: Jobs, mine: str, theirs: str, told: str, way: str
+) -> None:
+    if way == "python":
+        mine = mine.replace(")", ", timeout=60.0)") if mine.count(")") == 1 else mine
+    text = f"""
+x = np.ones(4)
+for _ in range(2):
+    comm.reduce_scatterv(np.ones(2), [1, 1])
+call = (lambda: comm.{mine}) if rank == 0 else (lambda: comm.{theirs})
+try:
+    call()
+    comm.barrier()
+except pycoll.MismatchError as error:
+    assert rank or "{told}" in str(error), error
+    ok()
+except pycoll.PeerFailed as error:
+    assert "Mismatch" in str(error), error
+    ok()
+"""
+    done = job(2, text, "--transport", "shm")
+    assert done.content == [0, 1], done.stderr
+
+
+def test_counts_that_change_while_the_call_waits_are_those_of_its_begin(job: Jobs) -> None:
+    text = """
+comm.barrier()
+counts = [3, 1]
+shown = r"reduce_scatterv\\(float64\\[4\\], counts=\\[3, 1\\], op=sum, algorithm=shared_memory\\)"
+if rank == 0:
+    def spoil():
+        comm.recv(1, 6)  # while the main thread waits for rank 1
+        counts[:] = "ab"
+        comm.send("changed", 1, 7)
+    thread = threading.Thread(target=spoil)
+    thread.start()
+    got = comm.reduce_scatterv(np.arange(4.0), counts)
+    thread.join()
+else:
+    await_table((0, shown))
+    comm.send("you wait", 0, 6)
+    comm.recv(0, 7)
+    await_table((0, shown))
+    got = comm.reduce_scatterv(np.arange(4.0), counts)
+assert got.tolist() == ([0, 2, 4] if rank == 0 else [6])
+ok()
+"""
+    all_well(job(2, text, "--transport", "shm"), 2)
+
+
+@pytest.mark.parametrize("count", [1, 200_000])
+def test_a_rank_that_dies_fails_the_others(job: Jobs, count: int) -> None:
+    text = f"""
+counts = [0, {count}, 0]
+comm.reduce_scatterv(np.ones({count}), counts)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+error = error_of(comm.reduce_scatterv, np.ones({count}), counts, within=30)
+assert isinstance(error, pycoll.PeerFailed) and error.rank == 1, error
+ok()
+"""
+    done = job(3, text, "--transport", "shm")
+    assert done.content == [0, 2], done.stderr
+
+
+@pytest.mark.parametrize("count", [1, 200_000])
+def test_ctrl_c_ends_a_call_that_waits(job: Jobs, count: int) -> None:
+    text = f"""
+counts = [{count}, 0]
+comm.reduce_scatterv(np.ones({count}), counts)
+part = comm.dup()
+pid = comm.broadcast(os.getpid(), root=0)
+if rank == 0:
+    error_like(KeyboardInterrupt, "", part.reduce_scatterv, np.ones({count}), counts, within=30)
+else:
+    await_table((0, "reduce_scatterv"))
+    os.kill(pid, signal.SIGINT)
+    peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.barrier)
+assert (comm.reduce_scatterv(np.ones(2), [1, 1]) == 2).all()
+ok()
+"""
+    all_well(job(2, text, "--transport", "shm"), 2)
+
+
+def test_what_the_user_has_ruled_out_goes_by_messages(
+    job: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOLL_ALGORITHM", "reduce_scatter:^shared_memory")
+    text = """
+for _ in range(3):
+    assert (comm.reduce_scatterv(np.ones(3), [2, 1]) == 2).all()
+assert len(left) == 3
+ok()
+"""
+    all_well(job(2, text, "--transport", "shm", init=WATCHED), 2)

@@ -1,0 +1,111 @@
+"""Waiting in the message engine: the core's code in a program of its own, and a model.
+
+`tests/core/drive_random.c` has threads that begin, end, cancel and wait for ops at random. It is
+built with `PC_DRIVE_CHECKED`, so that every sleep which came to its end by itself is looked at: was
+there something to do? `tests/core/drive.pml` and `lock.pml` are models of sleeping, waking and
+handing over, which test_core_protocols.py runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    PLAIN,
+    TESTS,
+    THREAD,
+    call,
+    counted,
+    needs_gcc,
+    prefix_of,
+)
+from tiers import exhaustive
+
+SOURCES = ("lock.c", "drive.c", "background.c")
+
+pytestmark = needs_gcc
+
+
+def build(tmp_path: Path, engine: Path, flags: tuple[str, ...]) -> Path:
+    """Build the program with the sources in `engine`, which may be a copy with a fault."""
+    command: list[str | Path] = [*COMPILER, *flags, "-DPC_DRIVE_CHECKED", "-I", engine, "-pthread"]
+    sources = [TESTS / "drive_random.c", *(engine / name for name in SOURCES)]
+    program = tmp_path / "drive_random"
+    made = call([*command, *sources, "-o", program], tmp_path)
+    assert made.returncode == 0, made.stdout
+    return program
+
+
+@pytest.mark.parametrize(
+    ("flags", "worlds"),
+    [
+        pytest.param(THREAD, 20, id="few"),
+        pytest.param(THREAD, 1_000, marks=exhaustive, id="thread"),
+        pytest.param(ADDRESS, 1_000, marks=exhaustive, id="address"),
+        pytest.param(PLAIN, 1_000, marks=exhaustive, id="plain"),
+    ],
+)
+def test_random_threads_wait_for_their_ops_and_none_sleeps_on(
+    tmp_path: Path, flags: tuple[str, ...], worlds: int
+) -> None:
+    prefix = prefix_of(flags)
+    program = build(tmp_path, CORE / "engine", flags)
+    counts = counted([*prefix, program, str(worlds), "1"], tmp_path)
+    assert counts["overslept"] == 0
+    assert counts["done"] + counts["cancelled"] >= 50 * worlds
+    # Each of these must have happened often enough to say something.
+    for name in ("deadlines", "bells", "sleeps", "rests", "inherited", "looks", "by_background"):
+        assert counts[name] >= worlds / 4, counts
+    if worlds > 100:  # the rare ones
+        assert counts["stolen"] >= worlds / 100, counts
+        assert counts["let_in"] >= worlds / 10, counts
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
+    """The program with AddressSanitizer, and what to put before it."""
+    folder = tmp_path_factory.mktemp("drive")
+    return [*prefix_of(ADDRESS), build(folder, CORE / "engine", ADDRESS)]
+
+
+def test_work_for_the_caller_ends_its_wait_for_the_moment(
+    tmp_path: Path, program: list[str | Path]
+) -> None:
+    run = call([*program, "work"], tmp_path)
+    assert run.returncode == 0, run.stdout
+
+
+def test_the_child_of_a_fork_waits_for_nothing_and_its_parent_goes_on(
+    tmp_path: Path, program: list[str | Path]
+) -> None:
+    run = call([*program, "fork"], tmp_path)
+    assert run.returncode == 0, run.stdout
+
+
+LISTED = tomllib.loads((TESTS.parent / "planted_faults.toml").read_text(encoding="utf-8"))
+RANDOM = "tests/core/test_core_drive.py::test_random_threads"
+FAULTS = [fault for fault in LISTED["fault"] if fault["test"].startswith(RANDOM)]
+
+
+@exhaustive
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["what"])
+def test_a_fault_planted_in_the_waiting_is_found(tmp_path: Path, fault: dict[str, str]) -> None:
+    prefix = prefix_of(THREAD)
+    engine = tmp_path / "engine"
+    shutil.copytree(CORE / "engine", engine)
+    file = engine / Path(fault["file"]).name
+    text = file.read_text()
+    assert text.count(fault["right"]) == 1, f"{file.name} has changed: plant the fault elsewhere"
+    file.write_text(text.replace(fault["right"], fault["wrong"]))
+    program = build(tmp_path, engine, THREAD)
+    for seed in ("1", "1001", "2001"):  # the calls are the same each time, what meets is not
+        run = call([*prefix, program, "100", seed], tmp_path)
+        if run.returncode != 0:
+            break
+    assert run.returncode in (3, 66), run.stdout  # the program's word, and ThreadSanitizer's

@@ -1,0 +1,159 @@
+"""`.ci/run` starts however it is started, and its tiers name what exists."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not (ROOT / ".ci" / "run").exists(), reason="a source distribution has no .ci"
+)
+
+
+def listed() -> list[dict[str, Any]]:
+    table = tomllib.loads((ROOT / ".ci" / "tiers.toml").read_text(encoding="utf-8"))
+    return [table["default"] | {"name": "default"}, *table["tier"]]
+
+
+def copy_ci(to: Path) -> None:
+    shutil.copytree(ROOT / ".ci", to / ".ci")
+    (to / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "processes.py", to / "scripts")
+
+
+@pytest.mark.parametrize("by", [[], ["sh"], ["bash"]], ids=["itself", "sh", "bash"])
+def test_it_starts_by_itself_and_by_a_shell(
+    by: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by and shutil.which(by[0]) is None:
+        pytest.skip(f"{by[0]} is not installed")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    words = [*by, str(ROOT / ".ci" / "run"), "--list"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        tier["name"] for tier in listed()
+    ]
+
+
+def test_every_path_of_a_tier_is_there() -> None:
+    for tier in listed():
+        for path in tier.get("paths", []):
+            assert list(ROOT.glob(path)), f"tier {tier['name']}: nothing is {path}"
+
+
+def test_on_a_slow_machine_tiers_are_expected_to_take_longer() -> None:
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from tiers import Row, Run, tiers
+run, known = Run(Path(sys.argv[2])), tiers()
+for took in (0.0, 0.5, 3.0):
+    run.rows = [Row("default", took * known["default"].minutes, "passed"), Row("rdma", 0.0, "not")]
+    print(run.slowness(known))
+"""
+    words = [sys.executable, "-c", program, str(ROOT / ".ci"), "/tmp"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0", "1.0", "3.0"]
+
+
+def test_without_another_base_the_change_is_that_of_half_a_day(tmp_path: Path) -> None:
+    """In a repository with three commits, the first of which is older."""
+
+    def git(*words: str, at: int = 0) -> None:
+        date = f"@{1_700_000_000 + at} +0000"
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        dates = {"GIT_AUTHOR_DATE": date, "GIT_COMMITTER_DATE": date}
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, env={**os.environ, **dates})
+
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    git("init", "--quiet")
+    copy_ci(tmp_path)
+    for name, hours in (("old", 0), ("new", 13), ("last", 14)):
+        (tmp_path / name).touch()
+        git("add", name)
+        git("commit", "--quiet", "-m", name, at=hours * 3600)
+    script = "import sys; sys.path.insert(0, '.ci'); import tiers; print(tiers.changed())"
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={name: value for name, value in os.environ.items() if name != "CI_BASE"},
+    )  # fmt: skip
+    assert done.stdout == "['last', 'new']\n"
+
+
+FAILS_ONCE = """
+import pathlib, pytest
+@pytest.mark.parametrize("number", range({tests}))
+def test_it(number):
+    mark = pathlib.Path(f"mark{{number}}")
+    if not mark.exists() or not {passes}:
+        mark.touch()
+        raise AssertionError
+def test_other(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("tests", "passes", "says"),
+    [
+        pytest.param(1, True, "1 passed|unsteady ['test_a.py::test_it[0]']", id="unsteady"),
+        pytest.param(1, False, "status 1: pytest -n 0 --last-failed", id="fails again"),
+        pytest.param(4, True, "status 1: true && pytest -q", id="too many"),
+    ],
+)
+def test_few_tests_that_failed_run_once_more(
+    tests: int, passes: bool, says: str, tmp_path: Path
+) -> None:
+    copy_ci(tmp_path)
+    (tmp_path / "test_a.py").write_text(FAILS_ONCE.format(tests=tests, passes=passes))
+    script = """if True:
+        import pathlib, sys
+        sys.path.insert(0, ".ci")
+        import tiers
+        run = tiers.Run(pathlib.Path("folder"))
+        try:
+            run.tests("true && pytest -q", pathlib.Path(sys.prefix))
+            print("unsteady", run.unsteady)
+        except tiers.Failed as failure:
+            print(failure.args[0])
+    """
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    at = 0
+    for part in says.split("|"):
+        at = done.stdout.index(part, at)
+
+
+def test_a_step_that_hangs_is_ended_and_what_it_leaves_running(tmp_path: Path) -> None:
+    copy_ci(tmp_path)
+    script = """if True:
+        import pathlib, sys
+        sys.path.insert(0, ".ci")
+        import tiers
+        tiers.adopt_orphans()
+        run = tiers.Run(pathlib.Path("folder"))
+        run.step("sleep 1000 & echo $! > left")
+        run.limit = run.minutes() + 0.005
+        try:
+            run.step("sleep 1000")
+        except tiers.Failed as failure:
+            print(failure.args[0])
+    """
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script],
+        cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "no end: sleep 1000" in done.stdout
+    assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}").exists()

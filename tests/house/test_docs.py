@@ -1,0 +1,67 @@
+"""The documents agree with the program and with each other."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from pycoll import errors
+from pycoll._support.environment import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LAUNCHING = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+
+
+def section(text: str, heading: str) -> str:
+    return text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def flags(text: str) -> list[str]:
+    """The options that a line begins with: what stands after the first double blank explains."""
+    return re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text.split("  ")[0])
+
+
+def test_every_option_of_pycoll_run_is_documented_and_no_other() -> None:
+    command = Path(sysconfig.get_path("scripts")) / "pycoll-run"
+    printed = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
+    options = printed.split("options:\n", 1)[1].split("\n\n", 1)[0]
+    named = {name for start in re.findall(r"^  (-.*)", options, re.M) for name in flags(start)}
+    first_cells = re.findall(r"^\| *(`-[^|]*)", section(LAUNCHING, "Options"), re.M)
+    assert {name for cell in first_cells for name in flags(cell)} == named
+
+
+def test_every_environment_variable_is_documented_and_no_other() -> None:
+    documented = set(
+        re.findall(r"`([A-Z][A-Z_]+)`", section(LAUNCHING, "The environment of a rank"))
+    )
+    assert documented == {variable.name for group in VARIABLES.values() for variable in group}
+
+
+def test_the_tree_of_errors_in_the_documents_is_that_in_the_source() -> None:
+    tree = re.compile(r"( *(?:├──|└──) .*)")
+    documented = tree.findall((ROOT / "docs/errors.md").read_text(encoding="utf-8"))
+    assert documented == tree.findall(errors.__doc__ or "")
+    assert {line.split()[1] for line in documented} == {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.Error) and name != "Error"
+    }
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        assert "://" not in target or path.startswith("https://")
+        if "://" not in target:
+            file = (document.parent / path).resolve() if path else document
+            assert file.exists(), f"{document.name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
+                slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+                assert anchor in slugs, f"{document.name}: {target}"
