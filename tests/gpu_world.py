@@ -28,7 +28,7 @@ VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 @functools.cache
 def no_gpu() -> str | None:
     """Why no test can use a GPU here. Asks another process: in this one no driver is loaded."""
-    program = "from pycoll import cuda; assert cuda.count(), 'there is no GPU'"
+    program = "from pycoll._cuda import cuda; assert cuda.count(), 'there is no GPU'"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     return done.stderr.strip().splitlines()[-1] if done.returncode else None
 

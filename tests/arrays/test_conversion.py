@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from patience import PATIENCE
@@ -565,7 +565,6 @@ def test_a_structured_scalar_comes_back_as_one() -> None:
 # Descriptions
 
 
-@settings(deadline=None)
 @given(
     hnp.arrays(
         hnp.scalar_dtypes() | hnp.array_dtypes(), hnp.array_shapes(min_dims=0, min_side=0)
@@ -584,7 +583,6 @@ def test_a_description_of_a_small_array_is_small() -> None:
     assert len(conversion.describe(wrapped(np.zeros((2, 3))))) <= 32
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=80))
 def test_garbage_is_not_a_description(garbage: bytes) -> None:
     try:
@@ -593,7 +591,6 @@ def test_garbage_is_not_a_description(garbage: bytes) -> None:
         return
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.binary(min_size=1, max_size=8))
 def test_a_damaged_description_gives_an_array_or_a_value_error(at: int, damage: bytes) -> None:
     good = conversion.describe(conversion.wrap_operand((2.5, 3)))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from patience import PATIENCE
 from tiers import few
@@ -326,7 +326,6 @@ def layouts(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...] | None, int]:
     return shape, strides, first
 
 
-@settings(deadline=None)
 @example(((2,), (-1,), 1), "u2", True, False)
 @given(layouts(), st.sampled_from(["i1", "u2", "f4", "c16"]), st.booleans(), st.booleans())
 def test_elements_are_found_whatever_the_strides(

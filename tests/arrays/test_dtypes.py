@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -138,7 +138,6 @@ def test_other_dtypes_of_ml_dtypes_are_refused() -> None:
         dtypes.of_numpy(np.dtype(ml_dtypes.int4))
 
 
-@settings(deadline=None)
 @given(
     hnp.array_dtypes(allow_subarrays=True)
     | hnp.datetime64_dtypes()
@@ -187,7 +186,6 @@ def test_a_code_without_a_type_is_refused(code: int, text: bytes) -> None:
         dtypes.decode(code, text)
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 255), st.binary(max_size=60) | st.text("[]()'\",<>|fiOVSM48 ").map(str.encode)
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pycoll._arrays import objects
@@ -51,13 +51,11 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(trees)
 def test_plain_objects_round_trip(obj: object) -> None:
     assert sent(obj) == obj
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 200), max_size=8), st.integers(0, 300_000))
 def test_arrays_come_back_writable_and_aligned(sizes: list[int], large: int) -> None:
     arrays = [np.arange(size, dtype=np.int16) for size in [*sizes, large]]

@@ -102,7 +102,7 @@ def test_what_goes_with_its_code_takes_its_arrays_out_of_band() -> None:
 
 def test_ordinary_objects_do_not_meet_cloudpickle() -> None:
     program = (
-        "import sys; from pycoll import objects; import numpy as np; "
+        "import sys; from pycoll._arrays import objects; import numpy as np; "
         "objects.dump({'a': [1, np.ones(3)], 'b': len}); print('cloudpickle' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

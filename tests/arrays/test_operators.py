@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pycoll import _dtypes as dtypes
@@ -328,7 +328,6 @@ def test_each_operation_of_a_complex_product_is_rounded(part: str) -> None:
 # 16-bit floats
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=64, max_size=64), st.sampled_from(["sum", "prod", "min", "max"]))
 def test_float16_is_computed_in_float32_and_rounded_once(bits: bytes, name: str) -> None:
     left, right = np.frombuffer(bits, np.float16).reshape(2, 16)
@@ -362,7 +361,6 @@ def test_bfloat16_agrees_with_ml_dtypes_on_every_value(name: str) -> None:
         assert not different.any()
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
 def test_float32_is_rounded_to_bfloat16_as_ml_dtypes_does(values: list[float]) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")

@@ -173,6 +173,17 @@ def until_listening(port: int) -> None:
         time.sleep(0.01)
 
 
+def until_it_catches(signum: int, pid: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        if caught >> signum - 1 & 1:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_rank_that_fails_ends_all_nodes(nodes: Any, script: Any) -> None:
     job = nodes(3)
     path = script("import pycoll, sys\ncomm = pycoll.init()\nsys.exit(7 * (comm.rank == 2))\n")
@@ -420,8 +431,9 @@ def test_time_passes_on_an_engine_too() -> None:
             time.sleep(1000)
         comm.barrier()
 
-    with pytest.raises(pycoll.OperationTimeout, match="took longer than 3 s") as caught:
-        run_on(Pool(), fn, [0, 1], timeout=3.0)
+    limit_s = 3.0 * PATIENCE  # rank 1 must be in its barrier before
+    with pytest.raises(pycoll.OperationTimeout, match=f"took longer than {limit_s:g} s") as caught:
+        run_on(Pool(), fn, [0, 1], timeout=limit_s)
     assert "rank 1: barrier" in str(caught.value)
 
 
@@ -478,6 +490,7 @@ def test_node_0_may_be_ended_before_the_others_come(nodes: Any, script: Any) -> 
     job = nodes(2)
     job.start(0, "-n", "2", script(WAIT))
     until_listening(job.port)
+    until_it_catches(signal.SIGTERM, job.processes[0].pid)
     job.processes[0].terminate()
     status, _, err = job.end(0)
     assert (status, err[:32]) == (143, "pycoll-run: ended by SIGTERM aft")

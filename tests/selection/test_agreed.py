@@ -80,7 +80,7 @@ def test_only_rank_0_says_what_is_set(tmp_path: Any) -> None:
 
 def test_a_table_in_the_home_folder_is_found_and_the_variable_wins(tmp_path: Any) -> None:
     (tmp_path / "pycoll").mkdir()
-    mine, other = tmp_path / "pycoll/_selection/costs.json", tmp_path / "other.json"
+    mine, other = tmp_path / "pycoll/costs.json", tmp_path / "other.json"
     mine.write_text(costs.shipped()._replace(origin="mine").as_json())
     other.write_text(costs.shipped()._replace(origin="the other").as_json())
     found = agree([{"node": 0} | said(home(tmp_path), 0)])
