@@ -1,4 +1,4 @@
-"""The agent of a host whose ranks another launcher has started: they come to it (`doors`).
+"""The agent of a host whose ranks another launcher has started: they come to it (`agent_socket`).
 
 `python -m pycoll._launcher.adopting FD SIZE DEADLINE`, which a rank starts (`entering`): FD listens
 at the door, standard input has the ticket. It goes on in the background, and ends when its ranks
@@ -38,7 +38,7 @@ from pycoll._launcher.host_memory import JobMemory
 from pycoll._launcher.network_line import LinkLine, reach
 from pycoll._launcher.process import doing as process_doing
 from pycoll._launcher.signals import caught_signals, outlive_signals
-from pycoll._support.environment import Place, rank_environment, usable_cores
+from pycoll._support.environment import HostPlacement, rank_environment, usable_cores
 from pycoll.errors import BootstrapError
 
 UNKNOWN = 256
@@ -72,7 +72,7 @@ class AdoptedHost:
 
     def __init__(
         self,
-        places: Mapping[int, Place],
+        places: Mapping[int, HostPlacement],
         visitors: Mapping[int, _Visitor],
         selector: selectors.BaseSelector,
         events: Events,
@@ -219,7 +219,7 @@ class AdoptingAgent(Agent):
         return True
 
     def _make_host(
-        self, job: str, places: Mapping[int, Place], open_link: Callable[[], int]
+        self, job: str, places: Mapping[int, HostPlacement], open_link: Callable[[], int]
     ) -> OwnHost:
         # Of two that say they are one rank, the first was let in.
         ranks = {visitor.rank: visitor for visitor in reversed(self._visitors.values())}

@@ -53,7 +53,7 @@ from pycoll._launcher.reach import Doorman, Reach, Target, Trial, own_addresses
 from pycoll._launcher.rendezvous_pairs import Pairs
 from pycoll._launcher.signals import caught_signals
 from pycoll._rendezvous.wire import WIRE_VERSION
-from pycoll._support.environment import Place, free_port, personal, usable_cores, version
+from pycoll._support.environment import HostPlacement, free_port, personal, usable_cores, version
 
 WINDOW_NBYTES = 256 << 10
 """Bytes of one stream of a rank's output that may be on the way."""
@@ -204,7 +204,7 @@ class Agent:
             self._line.send("refused", exc.errno, exc.strerror or str(exc), exc.filename)
 
     def _open(self, job: str, key: bytes, node: int, places: Mapping[str, list[int]]) -> None:
-        where = {int(rank): Place(*place) for rank, place in places.items()}
+        where = {int(rank): HostPlacement(*place) for rank, place in places.items()}
         reserve_descriptors(len(where))
         self._pairs = Pairs(key)
         self._stack.callback(self._pairs.close)
@@ -216,7 +216,7 @@ class Agent:
         self._line.send("opened", self._doorman.port)
 
     def _make_host(
-        self, job: str, places: Mapping[int, Place], open_link: Callable[[], int]
+        self, job: str, places: Mapping[int, HostPlacement], open_link: Callable[[], int]
     ) -> OwnHost:
         return LocalHost(
             job, places, self._selector, self, open_link, self._add_output, self._stack, LOST_S

@@ -2,8 +2,8 @@
 
 Rank 0 starts the meeting (`meeting`) and gives the others the ticket to it, by what its launcher
 has for that (`exchange`). The first rank on a host starts its agent (`adopting`). Each rank goes to
-its agent's door (`doors`) and comes back, when all have come, with the variables and descriptors
-that a rank of pycoll-run inherits. From then on nothing is different.
+its agent's door (`agent_socket`) and comes back, when all have come, with the variables and
+descriptors that a rank of pycoll-run inherits. From then on nothing is different.
 """
 
 from __future__ import annotations

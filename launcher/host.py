@@ -18,7 +18,7 @@ from pycoll._launcher import guardian, process
 from pycoll._launcher.host_memory import JobMemory
 from pycoll._launcher.outcome import signal_name
 from pycoll._launcher.rendezvous_pairs import link_variable
-from pycoll._support.environment import Place, cpus_of_cores, rank_environment, usable_cores
+from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
 
 _POLL_S = 0.05  # between looks at the ranks where there are no pidfds
 # Of a rank: process, joined process, two pipes, log file, connection, eventfd; and of its host,
@@ -35,7 +35,7 @@ class NamedHost(NamedTuple):
     Attributes:
         name: as the user calls it.
         command: starts its agent (`starters`); (): it is this host, or its agent calls.
-        calls: somebody else starts its agent, which then calls (`lobby`).
+        calls: somebody else starts its agent, which then calls (`agent_listener`).
     """
 
     name: str
@@ -168,7 +168,7 @@ class LocalHost:
     def __init__(
         self,
         job: str,
-        places: Mapping[int, Place],
+        places: Mapping[int, HostPlacement],
         selector: selectors.BaseSelector,
         events: Events,
         open_link: Callable[[], int],

@@ -19,7 +19,7 @@ import struct
 import time
 from collections.abc import Mapping
 
-from pycoll._support.environment import Place
+from pycoll._support.environment import HostPlacement
 
 _PAGE = 4096
 _EPOCH = 64 // 4  # as an index of uint32
@@ -117,7 +117,7 @@ class JobMemory:
         cores: how many cores they may use together.
     """
 
-    def __init__(self, places: Mapping[int, Place], cores: int) -> None:
+    def __init__(self, places: Mapping[int, HostPlacement], cores: int) -> None:
         self._places = places
         sizes = {where.node: where.local_size for where in places.values()}
         # Emulated hosts share the machine: their ranks must not believe that each has it alone.

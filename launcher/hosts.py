@@ -17,7 +17,7 @@ from pycoll._launcher.host import Events, Host, LocalHost, NamedHost, Program
 from pycoll._launcher.output import Relay
 from pycoll._launcher.rendezvous_server import Server
 from pycoll._support.environment import (
-    Place,
+    HostPlacement,
     blocks,
     free_port,
     personal,
@@ -150,7 +150,9 @@ class Hosts:
             self._all.append(self._make(index, host, mine, relay))
         self._of_rank = [self._all[at.node if plan.hosts else 0] for at in where.values()]
 
-    def _make(self, node: int, host: NamedHost, places: Mapping[int, Place], relay: Relay) -> Host:
+    def _make(
+        self, node: int, host: NamedHost, places: Mapping[int, HostPlacement], relay: Relay
+    ) -> Host:
         plan, name, command = self._plan, host.name, host.command
         if not command and not host.calls:
             self._here = LocalHost(

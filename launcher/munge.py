@@ -77,7 +77,7 @@ class Munge:
         if self._rank:
             return self._ask(deadline)
         with self._listen() as listener:
-            Gate(listener, self._step, self._size, text).serve(deadline)
+            SecretServer(listener, self._step, self._size, text).serve(deadline)
         return text
 
     def _listen(self) -> socket.socket:
@@ -113,7 +113,7 @@ class Munge:
             return text
 
 
-class Gate:
+class SecretServer:
     """Where rank 0 tells the others. Each talk is a thread: nobody holds up another.
 
     Args:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pycoll._launcher.agent_socket import Ticket
 from pycoll._launcher.connection import Hear, Line
 from pycoll._launcher.rendezvous_router import Caller
-from pycoll._rendezvous.connection import Link
+from pycoll._rendezvous.connection import Connection
 from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
 from pycoll.errors import BootstrapError
 
@@ -39,7 +39,7 @@ class LinkLine(Line):
 
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         selector: selectors.BaseSelector,
         hear: Hear,
         lost: Callable[[str], None],
@@ -104,7 +104,7 @@ def reach(
     deadline: float,
     leashes: Sequence[int],
     signals: Sequence[int],
-) -> Link:
+) -> Connection:
     """Connect to the other end, at whichever of its addresses works; it may not be there yet.
 
     Args:
@@ -120,14 +120,14 @@ def reach(
     """
     while True:
         found = _reach_once(ticket, size)
-        if isinstance(found, Link):
+        if isinstance(found, Connection):
             return found
         pause = min(_PAUSE_S, deadline - time.monotonic())
         if pause <= 0 or signals or select.select(leashes, [], [], pause)[0]:
             raise BootstrapError(f"{socket.gethostname()} cannot reach {whom}: {'; '.join(found)}")
 
 
-def _reach_once(ticket: Ticket, size: int) -> Link | list[str]:
+def _reach_once(ticket: Ticket, size: int) -> Connection | list[str]:
     """Try all addresses at once, and take the first that answers; else say why not."""
     answers: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
     addresses = list(dict.fromkeys([*ticket.addresses, _LOOPBACK]))
@@ -141,24 +141,24 @@ def _reach_once(ticket: Ticket, size: int) -> Link | list[str]:
             last.append(answer)
             continue
         link = _link(ticket, size, *answer)
-        if isinstance(link, Link):
+        if isinstance(link, Connection):
             return link
         failures.append(link)
     for answer in last:
         link = _link(ticket, size, *answer)
-        if isinstance(link, Link):
+        if isinstance(link, Connection):
             return link
         failures.append(link)
     return failures
 
 
-def _link(ticket: Ticket, size: int, address: str, found: str, why: str) -> Link | str:
+def _link(ticket: Ticket, size: int, address: str, found: str, why: str) -> Connection | str:
     """Connect to an address that answers; else say why not."""
     if not why:
         host = f"[{found}]" if ":" in found else found
         max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
         endpoint = f"tcp://{host}:{ticket.port}"
-        link = Link(endpoint, ticket.key, None, max_nbytes, -1, size)
+        link = Connection(endpoint, ticket.key, None, max_nbytes, -1, size)
         try:
             link.connect(_REACH_S)
         except BootstrapError as exc:

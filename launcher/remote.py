@@ -23,7 +23,7 @@ from pycoll._launcher.input import Input
 from pycoll._launcher.output import Relay
 from pycoll._launcher.reach import Reach, Target
 from pycoll._launcher.rendezvous_server import Peer, Relayed
-from pycoll._support.environment import Place
+from pycoll._support.environment import HostPlacement
 
 START_S = 60.0
 """For an agent to say who it is."""
@@ -83,7 +83,7 @@ class RemoteHost:
     def __init__(
         self,
         name: str,
-        places: Mapping[int, Place],
+        places: Mapping[int, HostPlacement],
         events: RemoteEvents,
         relay: Relay | None,
         meeting: Callable[[Peer, bytes], object],
@@ -275,7 +275,7 @@ class StartedHost(RemoteHost):
         selector: selectors.BaseSelector,
         stack: contextlib.ExitStack,
         name: str,
-        places: Mapping[int, Place],
+        places: Mapping[int, HostPlacement],
         events: RemoteEvents,
         relay: Relay,
         meeting: Callable[[Peer, bytes], object],

@@ -1,4 +1,4 @@
-"""The launcher's ends of the sockets that ranks of its own host inherit (see rendezvous_local)."""
+"""The launcher's ends of sockets that ranks of its own host inherit: see `_rendezvous.local`."""
 
 from __future__ import annotations
 

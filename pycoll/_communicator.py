@@ -23,7 +23,7 @@ from pycoll._runtime.engine import Engine
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, Status
 from pycoll._runtime.task import Call, CallSteps, caller
 from pycoll._support.foreign_names import OF_COMMUNICATORS, Hinting
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edges
 from pycoll._transports.base import Operation
 from pycoll.errors import Error, MismatchError, OperationTimeout
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from pycoll._requests.core_requests import CoreRequest
     from pycoll._runtime import shared_arrays
 else:  # a program that only calls barrier() imports no NumPy
-    arguments, grids = Late("pycoll._calls.arguments"), Late("pycoll._grid")
-    explain, p2p = Late("pycoll._calls.explain"), Late("pycoll._calls.p2p")
-    shared_arrays = Late("pycoll._runtime.shared_arrays")
+    arguments, grids = LazyModule("pycoll._calls.arguments"), LazyModule("pycoll._grid")
+    explain, p2p = LazyModule("pycoll._calls.explain"), LazyModule("pycoll._calls.p2p")
+    shared_arrays = LazyModule("pycoll._runtime.shared_arrays")
 
 
 class World:
@@ -1010,7 +1010,7 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
                 "share(): these ranks do not share memory; comm.split_by_host() gives those of "
                 "one host, which do"
             )
-        own, said = shared_arrays.lend(x, group.rank, group.size)
+        own, said = shared_arrays.expose(x, group.rank, group.size)
         prepared = self._calls.all_gather(said)._replace(text="share()")
         all_said = self._run(prepared, timeout)
         for rank, other in enumerate(all_said):
@@ -1115,9 +1115,9 @@ class Communicator(NonBlocking, Hinting, foreign=OF_COMMUNICATORS, prefix="comm.
             call = Call(text, group.number, group.context)
             self._fetch(prepared, call, seconds)
             result = core.run(call, seconds, lambda: native(core))
-        elif prepared.by_levels is not None:
+        elif prepared.by_two_levels is not None:
             self._fetch(prepared, Call(text, group.number, group.context), seconds)
-            result = prepared.by_levels(f"{text}\0{caller()}".encode(), seconds)
+            result = prepared.by_two_levels(f"{text}\0{caller()}".encode(), seconds)
         if result is BY_MESSAGES:
             collective = prepared.collective
             call = Call(text, group.number if collective else -1, group.context)

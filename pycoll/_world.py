@@ -52,7 +52,7 @@ FORKED = (
 )
 
 
-class Place(NamedTuple):
+class JobPlacement(NamedTuple):
     """This process's place in its job, from the environment."""
 
     rank: int = 0
@@ -259,7 +259,7 @@ def _environment(timeout: float) -> Mapping[str, str]:
     return {**environ, **ours}
 
 
-def read_place(environ: Mapping[str, str]) -> Place:
+def read_place(environ: Mapping[str, str]) -> JobPlacement:
     """Return what the launcher's variables say; without any, a job of size 1.
 
     Raises:
@@ -267,7 +267,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
     """
     given = [name for name in _NEEDED if environ.get(name)]
     if not given:
-        return Place()
+        return JobPlacement()
     missing = [name for name in _NEEDED if name not in given]
     if missing:
         raise BootstrapError(
@@ -299,7 +299,7 @@ def read_place(environ: Mapping[str, str]) -> Place:
         )
     rendezvous = environ["PYCOLL_RENDEZVOUS"]
     addresses = _addresses(environ)
-    return Place(
+    return JobPlacement(
         rank,
         size,
         local_rank,
@@ -356,7 +356,7 @@ def _op_timeout(op_timeout: float | None) -> float:
         raise BootstrapError(f"PYCOLL_OP_TIMEOUT is {text!r}: {exc}") from exc
 
 
-def _join(place: Place, timeout: float, chosen: str, op_timeout: float) -> Engine:
+def _join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) -> Engine:
     """Meet the others and return the engine that talks to them."""
     if not place.rendezvous:
         agreed.settle(agreed.agree([{"node": place.node, **agreed.said(os.environ, place.rank)}]))
@@ -424,7 +424,12 @@ class _Meeting:
     """
 
     def __init__(
-        self, place: Place, chosen: str, control: Client, timeout: float, opened: list[Transport]
+        self,
+        place: JobPlacement,
+        chosen: str,
+        control: Client,
+        timeout: float,
+        opened: list[Transport],
     ) -> None:
         self.shared_memory: SharedMemory | None = None
         self.no_shared_memory = "there is one rank"
@@ -473,7 +478,7 @@ class _Meeting:
             if place.rank == 0 and place.addresses and name != network.ZMQ:
                 self._tell_unencrypted(control)
 
-    def _settle_shared_memory(self, place: Place, sharing: Sequence[bool]) -> None:
+    def _settle_shared_memory(self, place: JobPlacement, sharing: Sequence[bool]) -> None:
         """Give up this host's memory if not all its ranks use it, or there is one only."""
         if self.shared_memory is None:
             return
@@ -486,7 +491,7 @@ class _Meeting:
             self.no_shared_memory = "there is one rank on this host"
             self.shared_memory = None
 
-    def _open_core(self, place: Place, listens: bool, doorbell: int) -> CoreTransport:
+    def _open_core(self, place: JobPlacement, listens: bool, doorbell: int) -> CoreTransport:
         """Open the core's engine.
 
         Args:
@@ -568,7 +573,7 @@ def _lanes() -> int:
     return network.lanes(os.environ, 1 if table is None else table.lanes)
 
 
-def _open_shared_memory(place: Place, chosen: str) -> tuple[SharedMemory, int] | str:
+def _open_shared_memory(place: JobPlacement, chosen: str) -> tuple[SharedMemory, int] | str:
     """Open the shared memory of this host; returns it and this rank's doorbell, or why not.
 
     Raises:
@@ -603,7 +608,7 @@ def _seen_from_here(said: dict[str, Any], host: str | None) -> dict[str, Any]:
     return {**said, "endpoint": f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"}
 
 
-def _open_rdma(place: Place, chosen: str) -> Transport | None:
+def _open_rdma(place: JobPlacement, chosen: str) -> Transport | None:
     """Open the RDMA device of this host, where it may be of use.
 
     Raises:

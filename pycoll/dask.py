@@ -83,14 +83,14 @@ def _hosts(client: Client) -> list[tuple[int, str]]:
 
 
 class _Workers:
-    """An `engines.Engine`: a task on a worker of each host."""
+    """An `engines.Cluster`: a task on a worker of each host."""
 
     def __init__(self, client: Client, workers: Sequence[str]) -> None:
         self._client, self._workers = client, workers
         self._futures: list[Any] = []
 
     def start(self, works: Sequence[engines.Work]) -> None:
-        """See `engines.Engine`."""
+        """See `engines.Cluster`."""
         for work, worker in zip(works, self._workers, strict=False):
             future = self._client.submit(
                 engines.serve,
@@ -104,7 +104,7 @@ class _Workers:
             self._futures.append(future)
 
     def failure(self) -> str:
-        """See `engines.Engine`."""
+        """See `engines.Cluster`."""
         return next(filter(None, map(self._failure, range(len(self._futures)))), "")
 
     def _failure(self, node: int) -> str:
@@ -119,7 +119,7 @@ class _Workers:
         return f"Dask, worker {self._workers[node]}: {why}"
 
     def collect(self, node: int, timeout: float | None) -> Mapping[int, engines.Report]:
-        """See `engines.Engine`."""
+        """See `engines.Cluster`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             try:

@@ -115,7 +115,7 @@ def _whole(amount: float) -> float:
 
 
 class _Nodes:
-    """An `engines.Engine`: a task a bundle of a placement group."""
+    """An `engines.Cluster`: a task a bundle of a placement group."""
 
     def __init__(
         self, group: Any, bundles: Sequence[Mapping[str, float]], ranks: Sequence[int]
@@ -124,7 +124,7 @@ class _Nodes:
         self._refs: list[Any] = []
 
     def start(self, works: Sequence[engines.Work]) -> None:
-        """See `engines.Engine`."""
+        """See `engines.Cluster`."""
         remote = ray.remote(_serve)
         for node, (work, bundle) in enumerate(zip(works, self._bundles, strict=True)):
             own = ("CPU", "GPU", "memory")  # which have arguments of their own
@@ -145,7 +145,7 @@ class _Nodes:
             self._refs.append(task.remote(work, cores, max(1, cores // self._ranks[node])))
 
     def failure(self) -> str:
-        """See `engines.Engine`."""
+        """See `engines.Cluster`."""
         done, _ = ray.wait(self._refs, num_returns=len(self._refs), timeout=0)
         for ref in done:
             try:
@@ -156,7 +156,7 @@ class _Nodes:
         return ""
 
     def collect(self, node: int, timeout: float | None) -> Mapping[int, engines.Report]:
-        """See `engines.Engine`."""
+        """See `engines.Cluster`."""
         found: Mapping[int, engines.Report] = ray.get(self._refs[node], timeout=timeout)
         return found
 

@@ -22,12 +22,12 @@ DEADLINE_S = 60.0 * PATIENCE
 
 
 class Rank(Engine):
-    """An engine without a launcher: its letters go straight to the others."""
+    """An engine without a launcher: its notes go straight to the others."""
 
     ranks: list[Rank]
 
-    def tell(self, peer: int, letter: bytes) -> None:
-        self.ranks[peer].transport.hear(self.rank, letter)
+    def tell(self, peer: int, note: bytes) -> None:
+        self.ranks[peer].transport.hear(self.rank, note)
 
     def listen(self, timeout_s: float) -> Collection[int]:
         return ()

@@ -12,7 +12,7 @@ from pycoll._transports.base import Transfer
 from pycoll._transports.rdma import RdmaTransport, completions_for, receives_for
 from pycoll._transports.rdma_frames import RECEIVES
 from pycoll._transports.rdma_lane import SEGMENT
-from pycoll._transports.rdma_link import Link
+from pycoll._transports.rdma_link import RdmaLink
 from pycoll._transports.rdma_queues import SEND_SLOTS
 
 ROUNDS = 20_000  # in which all ranks progress; what then is not done never will be
@@ -48,7 +48,7 @@ class World(transport_world.World):  # type: ignore[misc,name-defined]
     def device(self, rank: int) -> Any:
         return self.transport(rank).endpoint.device
 
-    def link(self, rank: int, peer: int) -> Link:
+    def link(self, rank: int, peer: int) -> RdmaLink:
         return self.transport(rank)._links[peer]
 
     def settle(self, ranks: Iterable[int] | None = None) -> None:

@@ -27,7 +27,7 @@ DEADLINE_S = 30.0 * PATIENCE
 
 
 class Node:
-    """One rank: a transport and what it was told; letters go to `nodes`, by rank."""
+    """One rank: a transport and what it was told; notes go to `nodes`, by rank."""
 
     def __init__(
         self, transport: Transport, nodes: list[Node] | None = None, rank: int = 0
@@ -53,11 +53,11 @@ class Node:
     def lost(self, peer: int, reason: str) -> None:
         self.lost_peers[peer] = reason
 
-    def tell(self, peer: int, letter: bytes) -> None:
-        self.nodes[peer].transport.hear(self.rank, letter)
+    def tell(self, peer: int, note: bytes) -> None:
+        self.nodes[peer].transport.hear(self.rank, note)
 
     def listen(self, timeout_s: float) -> list[int]:
-        return []  # letters come without
+        return []  # notes come without
 
 
 class World:

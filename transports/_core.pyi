@@ -380,7 +380,7 @@ class Comm:
         x: Any,
         out: Any,
         nbytes: int,
-        gate: Callable[[int], object] | None = None,
+        hook: Callable[[int], object] | None = None,
         /,
     ) -> bool: ...
     def reduce_rows(

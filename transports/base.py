@@ -55,7 +55,7 @@ def nbytes_of(parts: Parts) -> int:
 
 
 class Elsewhere(Protocol):
-    """Memory of another device, a GPU's; some host memory is its image, and names it here."""
+    """Memory of another device, a GPU's; its staging buffer in host memory names it here."""
 
     @property
     def device(self) -> Hashable:
@@ -86,9 +86,9 @@ class Elsewhere(Protocol):
 
 
 class Reach(ABC):
-    """That a transport moves an image's bytes from, or to, where they really are, until `close`.
+    """A transport moves a buffer's bytes from, or to, the other device itself, until `close`.
 
-    Where it cannot after all, it uses the image.
+    Where it cannot after all, it uses the staging buffer.
 
     Args:
         elsewhere: where they really are.
@@ -96,15 +96,15 @@ class Reach(ABC):
     Attributes:
         elsewhere: as given.
         is_open: `close` was not called.
-        is_in_image: of a receive: some of it has come into the image.
+        is_in_buffer: of a receive: some of it has come into the staging buffer.
     """
 
-    __slots__ = ("elsewhere", "is_in_image", "is_open")
+    __slots__ = ("elsewhere", "is_in_buffer", "is_open")
 
     def __init__(self, elsewhere: Elsewhere) -> None:
         self.elsewhere = elsewhere
         self.is_open = True
-        self.is_in_image = False
+        self.is_in_buffer = False
 
     @abstractmethod
     def close(self) -> None:
@@ -221,9 +221,9 @@ class Arrival(ABC):
         """Say that the payload was used in place, or drop a message nobody wants."""
 
     def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
-        """Have the payload written there, and not to its image `into`, which will be accepted.
+        """Have the payload written there, not to its staging buffer `into`, which will be accepted.
 
-        None: it must go to the image.
+        None: it must go to the staging buffer.
         """
         return None
 
@@ -252,11 +252,11 @@ class Handler(Protocol):
     def lost(self, peer: int, reason: str) -> None:
         """The link to `peer` is gone."""
 
-    def tell(self, peer: int, letter: bytes) -> None:
-        """Have `letter` (short) given to `Transport.hear` of the peer's transport."""
+    def tell(self, peer: int, note: bytes) -> None:
+        """Have `note` (short) given to `Transport.hear` of the peer's transport."""
 
     def listen(self, timeout_s: float) -> Collection[int]:
-        """Give letters that come within `timeout_s` to `hear`: for a transport that closes.
+        """Give notes that come within `timeout_s` to `hear`: for a transport that closes.
 
         Returns the ranks of which it is known that they have ended or left.
         """
@@ -294,14 +294,14 @@ class Transport(ABC):
         return self.send(peer, header, parts)
 
     def reach(self, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
-        """Have a payload, which will be sent, taken from there and not from its image `part`.
+        """Have a payload, which will be sent, taken from there, not from its staging buffer `part`.
 
-        None: it must be in the image.
+        None: it must be in the staging buffer.
         """
         return None
 
-    def hear(self, peer: int, letter: bytes) -> None:
-        """Take a letter of the peer's transport, which came another way; it is read later."""
+    def hear(self, peer: int, note: bytes) -> None:
+        """Take a note of the peer's transport, which came another way; it is read later."""
         raise NotImplementedError
 
     @abstractmethod

@@ -36,7 +36,7 @@ from pycoll.errors import Error, PeerFailed, TransportError
 
 if TYPE_CHECKING:
     from pycoll._transports._core import Engine, Host, Receive, Send
-    from pycoll._transports.dial import Dialer, Link
+    from pycoll._transports.dial import Dialer, PeerLane
 
 AHEAD = 1024 * 1024
 """As of the transport tcp."""
@@ -119,7 +119,8 @@ class CoreReceive(Transfer):
     """A message that was accepted and is not here yet.
 
     Attributes:
-        reach: how it comes to where its bytes are to be, if its memory is only an image of that.
+        reach: how it comes to where its bytes are to be, if its memory is only a staging buffer of
+            that.
     """
 
     __slots__ = ("face", "reach", "transport")
@@ -146,7 +147,7 @@ class CoreReceive(Transfer):
         is_here = self.face.state == OVER
         self.face.redirect(into)
         reach, self.reach = self.reach, None
-        if is_here and reach is not None and reach.is_open and not reach.is_in_image:
+        if is_here and reach is not None and reach.is_open and not reach.is_in_buffer:
             reach.elsewhere.read(into)  # while it was on its way, its transport has seen to that
 
 
@@ -312,7 +313,7 @@ class CoreTransport(Transport):
 
     # --- links -----------------------------------------------------------------------------
 
-    def _linked(self, link: Link, connection: socket.socket, dialed: bool) -> None:
+    def _linked(self, link: PeerLane, connection: socket.socket, dialed: bool) -> None:
         descriptor = connection.detach()
         try:
             self.core.attach(link.peer, link.lane, descriptor)
@@ -329,7 +330,7 @@ class CoreTransport(Transport):
     def _unreachable(self, peer: int, why: str) -> None:
         self.core.lose(peer, why)
 
-    def _dial(self, link: Link) -> None:
+    def _dial(self, link: PeerLane) -> None:
         assert self._dialer is not None
         self._dialer.dial(link, self._addresses[link.peer]["endpoint"])
 
@@ -436,9 +437,9 @@ class CoreTransport(Transport):
                 self._dialer.forget(peer)
             self._handler.lost(peer, why)
         elif kind == WANTED and peer not in self._forgotten:
-            from pycoll._transports.dial import Link
+            from pycoll._transports.dial import PeerLane
 
-            self._dial(Link(peer, 0))
+            self._dial(PeerLane(peer, 0))
         elif kind == WATCHED and self._dialer is not None:
             self._dialer.progress()
 
@@ -461,8 +462,8 @@ class CoreTransport(Transport):
 
     # --- transports of Python's ------------------------------------------------------------
 
-    def hear(self, peer: int, letter: bytes) -> None:
-        self.outside.hear(peer, letter)
+    def hear(self, peer: int, note: bytes) -> None:
+        self.outside.hear(peer, note)
 
     def reach_to(self, peer: int, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
         """See `Transport.reach`, of the transport to `peer`."""

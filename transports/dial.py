@@ -54,7 +54,7 @@ NOT_SENT = 512 * 1024
 _ACCEPTED_AT_ONCE = 64
 
 
-class Link(NamedTuple):
+class PeerLane(NamedTuple):
     """Which connection: the other rank, and the number of the lane."""
 
     peer: int
@@ -64,7 +64,7 @@ class Link(NamedTuple):
 class _Dial:
     """A connection that this rank makes."""
 
-    def __init__(self, link: Link, connection: socket.socket, hello: bytes) -> None:
+    def __init__(self, link: PeerLane, connection: socket.socket, hello: bytes) -> None:
         self.link = link
         self.connection = connection
         self.hello = hello
@@ -108,7 +108,7 @@ class Dialer:
         listener: socket.socket,
         secret: Secret,
         keepalive: int,
-        linked: Callable[[Link, socket.socket, bool], None],
+        linked: Callable[[PeerLane, socket.socket, bool], None],
         failed: Callable[[int, str], None],
     ) -> None:
         self._rank = rank
@@ -126,26 +126,26 @@ class Dialer:
         self._listens = True
         self._timer = timer_open()
         self._poller.register(self._timer, select.EPOLLIN)
-        self._again: list[Link] = []  # to be dialed when the timer rings
+        self._again: list[PeerLane] = []  # to be dialed when the timer rings
         self._dials: dict[int, _Dial] = {}
         self._callers: dict[int, _Caller] = {}  # oldest first
-        self._dialing: dict[Link, tuple[str, int]] = {}  # where, and how often it was tried
-        self._linked: set[Link] = set()
-        self._waits: set[Link] = set()  # the other rank's connection will come
+        self._dialing: dict[PeerLane, tuple[str, int]] = {}  # where, and how often it was tried
+        self._linked: set[PeerLane] = set()
+        self._waits: set[PeerLane] = set()  # the other rank's connection will come
         self._gone: set[int] = set()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress` has something to do."""
         return self._poller.fileno()
 
-    def dial(self, link: Link, endpoint: str) -> None:
+    def dial(self, link: PeerLane, endpoint: str) -> None:
         """Make a link to a rank that listens at ``tcp://host:port``, unless there is one."""
         if link in self._linked or link in self._dialing or link in self._waits:
             return
         self._dialing[link] = endpoint, 0
         self._connect(link)
 
-    def _connect(self, link: Link) -> None:
+    def _connect(self, link: PeerLane) -> None:
         endpoint, tries = self._dialing[link]
         self._dialing[link] = endpoint, tries + 1
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -169,7 +169,7 @@ class Dialer:
         if status not in (0, errno.EINPROGRESS):
             self._dial_failed(dial, status)
 
-    def _without_connection(self, link: Link, exc: OSError) -> None:
+    def _without_connection(self, link: PeerLane, exc: OSError) -> None:
         """Try again when a descriptor may be free, or give up."""
         if exc.errno in (errno.EMFILE, errno.ENFILE) and self._dialing[link][1] < TRIES:
             self._drop_a_caller()
@@ -177,7 +177,7 @@ class Dialer:
         else:
             self._fail(link, f"no connection to it can be made ({exc.strerror})")
 
-    def _dial_later(self, link: Link) -> None:
+    def _dial_later(self, link: PeerLane) -> None:
         _, tries = self._dialing[link]
         if not self._again:
             timer_set(self._timer, min(PAUSE_NS << min(tries, 16), LONGEST_PAUSE_NS))
@@ -240,7 +240,7 @@ class Dialer:
             one.connection.close()
             self._listen_again()
 
-    def _is_up(self, link: Link, one: _Dial | _Caller) -> None:
+    def _is_up(self, link: PeerLane, one: _Dial | _Caller) -> None:
         descriptor = one.connection.fileno()
         self._dials.pop(descriptor, None)
         self._callers.pop(descriptor, None)
@@ -332,7 +332,7 @@ class Dialer:
         else:
             self._fail(link, f"it cannot be reached ({os.strerror(status)})")
 
-    def _fail(self, link: Link, why: str) -> None:
+    def _fail(self, link: PeerLane, why: str) -> None:
         self._dialing.pop(link, None)
         if link.lane == 0 and link.peer not in self._gone:  # another lane can be done without
             self._gone.add(link.peer)
@@ -425,7 +425,7 @@ class Dialer:
             self._close(caller)
             return
         assert caller.says is not None
-        link = Link(caller.says.source, caller.says.lane)
+        link = PeerLane(caller.says.source, caller.says.lane)
         if link.peer in self._gone:
             self._say(caller.connection, REFUSED)
             self._close(caller)

@@ -2,7 +2,7 @@
 
 A `Hub` is the world of `size` ranks. Each rank's `InprocTransport` has a mailbox, a deque of
 closures that its owner runs in `progress`, and an eventfd that says the mailbox is not empty.
-Everything that changes a rank's state is a letter in its mailbox, so that each rank's handlers
+Everything that changes a rank's state is a note in its mailbox, so that each rank's handlers
 and completions run under that rank's own lock.
 """
 
@@ -133,7 +133,7 @@ class InprocTransport(Transport):
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
-        self._letters: deque[Callable[[], None]] = deque()
+        self._notes: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._rung = False
         self._handler: Handler | None = None
@@ -150,9 +150,9 @@ class InprocTransport(Transport):
         self._handler = handler
         self._hub.transports[self._rank] = self
 
-    def post(self, letter: Callable[[], None]) -> None:
-        """Have `letter` run by this rank's owner; called from any rank's thread."""
-        self._letters.append(letter)
+    def post(self, note: Callable[[], None]) -> None:
+        """Have `note` run by this rank's owner; called from any rank's thread."""
+        self._notes.append(note)
         if not self._closed:
             os.eventfd_write(self._bell, 1)
             self._rung = True
@@ -213,10 +213,10 @@ class InprocTransport(Transport):
         self._owed[peer] -= cost
 
     def progress(self) -> bool:
-        if not self._letters:
+        if not self._notes:
             return False
-        while self._letters:
-            self._letters.popleft()()
+        while self._notes:
+            self._notes.popleft()()
         return True
 
     def forget(self, peer: int, reason: str) -> None:
@@ -226,7 +226,7 @@ class InprocTransport(Transport):
                 send.finish(PeerFailed(peer, reason))
 
     def sleep(self) -> bool:
-        # Not in `progress`: a letter may be read before it has rung, and would ring for ever.
+        # Not in `progress`: a note may be read before it has rung, and would ring for ever.
         if self._rung and not self._closed:
             self._rung = False
             with contextlib.suppress(BlockingIOError):
@@ -238,7 +238,7 @@ class InprocTransport(Transport):
         return False  # to accept a message is to have it
 
     def is_idle(self) -> bool:
-        return not self._letters
+        return not self._notes
 
     def fileno(self) -> int:
         return self._bell

@@ -75,7 +75,7 @@ class Links:
     def start(
         self, transport: Transport, addresses: Sequence[dict[str, Any]], handler: Handler
     ) -> None:
-        """Start one of the transports; letters go to `handler`, which hands over those it gets."""
+        """Start one of the transports; notes go to `handler`, which hands over those it gets."""
         self._handler = handler
         transport.start(addresses, self)
         self._started.append(transport)
@@ -262,17 +262,17 @@ class Links:
                 self._later.pop(peer, None)
         return worked
 
-    def tell(self, peer: int, letter: bytes) -> None:
-        """Have a letter given to the transport of the peer."""
-        self._handler.tell(peer, letter)
+    def tell(self, peer: int, note: bytes) -> None:
+        """Have a note given to the transport of the peer."""
+        self._handler.tell(peer, note)
 
     def listen(self, timeout_s: float) -> Collection[int]:
-        """Give letters that come to the transports."""
+        """Give notes that come to the transports."""
         return self._handler.listen(timeout_s)
 
-    def hear(self, peer: int, letter: bytes) -> None:
-        """Hand over a letter that has come."""
-        self.peers[peer].hear(peer, letter)
+    def hear(self, peer: int, note: bytes) -> None:
+        """Hand over a note that has come."""
+        self.peers[peer].hear(peer, note)
         self._core.tell_more()
 
     # --- memory elsewhere ------------------------------------------------------------------

@@ -24,11 +24,11 @@ from ipaddress import IPv6Address
 from typing import Any, ClassVar
 
 from pycoll._transports.base import Elsewhere, Handler, Parts, Reach, Transfer, Transport
-from pycoll._transports.rdma_devices import INFINIBAND, Choice
+from pycoll._transports.rdma_devices import INFINIBAND, ChosenDevice
 from pycoll._transports.rdma_elsewhere import Reaches
 from pycoll._transports.rdma_frames import RECEIVES, SPARE_RECEIVES
 from pycoll._transports.rdma_lane import MOST_WRITES
-from pycoll._transports.rdma_link import Link
+from pycoll._transports.rdma_link import RdmaLink
 from pycoll._transports.rdma_queues import Endpoint
 from pycoll._transports.registrations import locked_limit
 from pycoll._transports.verbs import MAX_SENDS, SUCCESS, Device, VerbsError, explain, probe
@@ -58,12 +58,12 @@ class RdmaTransport(Transport):
         self._device = device
         self._addresses: Sequence[dict[str, Any]] = ()
         self._handler: Handler | None = None
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, RdmaLink] = {}
         self._most_links = most_links(device)
         self._forgotten: dict[int, str] = {}
-        self._letters: deque[tuple[int, bytes]] = deque()
+        self._notes: deque[tuple[int, bytes]] = deque()
         self._finished: deque[tuple[Transfer, BaseException | None]] = deque()
-        self._failed: deque[Link] = deque()
+        self._failed: deque[RdmaLink] = deque()
         self._has_warned = False
         self._is_broken = False
         self._pid = os.getpid()
@@ -106,14 +106,14 @@ class RdmaTransport(Transport):
     def reach(self, part: memoryview, elsewhere: Elsewhere) -> Reach | None:
         return self.reaches.reach(part, elsewhere)
 
-    def _open_link(self, peer: int) -> Link:
+    def _open_link(self, peer: int) -> RdmaLink:
         if len(self._links) >= self._most_links:
             raise TransportError(
                 f"rdma: the device has queues for {self._most_links} peers of a rank, and rank "
                 f"{self._rank} needs more; use --transport tcp"
             )
         try:
-            link = Link(self, peer, self._addresses[peer])
+            link = RdmaLink(self, peer, self._addresses[peer])
         except VerbsError as exc:
             raise TransportError(
                 f"rdma: no link to rank {peer}: {exc}; use --transport tcp"
@@ -122,8 +122,8 @@ class RdmaTransport(Transport):
         self.handler.tell(peer, link.hello())
         return link
 
-    def hear(self, peer: int, letter: bytes) -> None:
-        self._letters.append((peer, letter))
+    def hear(self, peer: int, note: bytes) -> None:
+        self._notes.append((peer, note))
 
     def why_forgotten(self, peer: int) -> str | None:
         """Return why a peer was forgotten, None if it was not."""
@@ -136,7 +136,7 @@ class RdmaTransport(Transport):
         endpoint = self.endpoint
         if not endpoint.arrived:
             endpoint.poll()
-        links: dict[Link, None] = {}
+        links: dict[RdmaLink, None] = {}
         # A handler may let this transport progress, too: then first with what came before.
         while endpoint.arrived:
             link = self._take(endpoint.arrived.popleft())
@@ -171,11 +171,11 @@ class RdmaTransport(Transport):
             for link in self._links.values():
                 self.fail(link, endpoint.failure)
 
-    def _take(self, completion: Any) -> Link | None:
+    def _take(self, completion: Any) -> RdmaLink | None:
         """Take in a completion; returns the link that it belongs to."""
         endpoint = self.endpoint
         if endpoint.is_receive(completion):
-            link: Link | None = None
+            link: RdmaLink | None = None
             if completion.status == SUCCESS:
                 link = endpoint.owners.get(completion.qp_num)
             try:
@@ -202,8 +202,8 @@ class RdmaTransport(Transport):
 
     def _read_letters(self) -> bool:
         worked = False
-        while self._letters:
-            peer, letter = self._letters.popleft()
+        while self._notes:
+            peer, note = self._notes.popleft()
             worked = True
             if peer in self._forgotten or (self._closed and peer not in self._links):
                 continue
@@ -215,7 +215,7 @@ class RdmaTransport(Transport):
             if link.failure:
                 continue
             try:
-                answer = link.hear(letter)
+                answer = link.hear(note)
             except VerbsError as exc:
                 self.fail(link, str(exc))
                 continue
@@ -228,7 +228,7 @@ class RdmaTransport(Transport):
         """Finish a transfer at the end of `progress`, where its callback may do anything."""
         self._finished.append((transfer, error))
 
-    def fail(self, link: Link, reason: str) -> None:
+    def fail(self, link: RdmaLink, reason: str) -> None:
         """Give up a link; its peer is lost."""
         if not link.failure:
             link.close(reason)
@@ -260,7 +260,7 @@ class RdmaTransport(Transport):
 
     def is_idle(self) -> bool:
         endpoint = self.endpoint
-        if self._letters or self._finished or self._failed or endpoint.failing:
+        if self._notes or self._finished or self._failed or endpoint.failing:
             return False
         if endpoint.arrived or endpoint.poll():
             return False
@@ -323,7 +323,7 @@ class RdmaTransport(Transport):
                 self.awake()
 
 
-def open_rdma(rank: int, size: int, choice: Choice) -> RdmaTransport | str:
+def open_rdma(rank: int, size: int, choice: ChosenDevice) -> RdmaTransport | str:
     """Open the transport of one rank of `size`; returns why it cannot be used if it cannot.
 
     To find out, a message is sent over two queue pairs: a device that opens need not be able to.
@@ -343,7 +343,7 @@ def open_rdma(rank: int, size: int, choice: Choice) -> RdmaTransport | str:
     return reason
 
 
-def _network(choice: Choice) -> str:
+def _network(choice: ChosenDevice) -> str:
     """Return what two ports have in common that may reach each other."""
     if choice.link_layer != INFINIBAND:
         return choice.link_layer

@@ -70,7 +70,7 @@ class Port(NamedTuple):
     gids: tuple[Gid, ...]
 
 
-class Choice(NamedTuple):
+class ChosenDevice(NamedTuple):
     """The device, the port and the address that pycoll uses; the fields are those of `Port`."""
 
     device: str
@@ -89,7 +89,7 @@ def ports(root: str = "/") -> list[Port]:
     return [_port(device, number, root) for device, number in _names(root)]
 
 
-def find(environ: Mapping[str, str], root: str = "/") -> Choice | str:
+def find(environ: Mapping[str, str], root: str = "/") -> ChosenDevice | str:
     """Return the first port that can be used, or in one line why there is none and what to do.
 
     ``PYCOLL_RDMA_DEVICE`` (``DEVICE`` or ``DEVICE:PORT``) and ``PYCOLL_RDMA_GID`` (an index) of
@@ -114,7 +114,7 @@ def find(environ: Mapping[str, str], root: str = "/") -> Choice | str:
         port = _port(device, number, root, brief=not environ.get("PYCOLL_RDMA_GID"))
         gid = usable_gid(port, environ, root)
         if isinstance(gid, Gid):
-            return Choice(device, number, gid, port.link_layer, port.lid)
+            return ChosenDevice(device, number, gid, port.link_layer, port.lid)
         (active if port.state == "ACTIVE" else down).append(f"{device} port {number}: {gid}")
     # Of a card, often only some ports have a cable: that is not the news.
     first, *others = active + down

@@ -36,7 +36,7 @@ class Reaches:
         self._works: dict[Hashable, bool] = {}
 
     def reach(self, view: memoryview, elsewhere: Elsewhere) -> Direct | None:
-        """Register the memory whose image `view` is; None: it cannot be."""
+        """Register the memory whose staging buffer `view` is; None: it cannot be."""
         if len(view) <= EAGER_LIMIT:
             return None  # the processor copies it into frames
         if self._can is None:

@@ -1,6 +1,6 @@
 """The link of two ranks by RDMA: how a message becomes frames and writes.
 
-Two ranks make their link when they first talk: each sends the other a letter with the number of its
+Two ranks make their link when they first talk: each sends the other a note with the number of its
 queue pair, by way of the launcher, and a second one when it is connected. What is sent meanwhile
 waits. Small messages are copied into frames. Of larger ones READY goes ahead; when the receiver has
 accepted, it registers its memory and says GO, and the sender writes from its registered memory to
@@ -58,7 +58,7 @@ MOST_FAILURES = 3
 _EAGER, _READY, _GO, _PIECE, _DROP, _CANCEL, _CREDIT, _LANE, _USE, _BYE = range(10)
 _TARGET = struct.Struct("<QI")
 _PAIR = struct.Struct("<II")
-_LETTER = struct.Struct("<BII")
+_NOTE = struct.Struct("<BII")
 _HELLO, _CONNECTED = range(2)
 
 
@@ -97,7 +97,7 @@ class _Send(Transfer):
 
     __slots__ = ("id", "is_written", "link", "parts", "pieces", "write")
 
-    def __init__(self, link: Link, number: int, parts: Parts) -> None:
+    def __init__(self, link: RdmaLink, number: int, parts: Parts) -> None:
         super().__init__()
         self.link = link
         self.id = number
@@ -126,7 +126,7 @@ class _Receive(Transfer):
 
     __slots__ = ("epoch", "filled", "id", "into", "is_complete", "lease", "link", "nbytes")
 
-    def __init__(self, link: Link, number: int, nbytes: int, into: memoryview) -> None:
+    def __init__(self, link: RdmaLink, number: int, nbytes: int, into: memoryview) -> None:
         super().__init__()
         self.link = link
         self.id = number
@@ -155,7 +155,7 @@ class _RdmaArrival(Arrival):
     __slots__ = ("id", "link")
 
     def __init__(
-        self, link: Link, header: bytes, nbytes: int, payload: memoryview | None, number: int
+        self, link: RdmaLink, header: bytes, nbytes: int, payload: memoryview | None, number: int
     ) -> None:
         super().__init__(link.peer, header, nbytes, payload)
         self.link = link
@@ -179,7 +179,7 @@ class _RdmaArrival(Arrival):
             self.link.consumed(self.nbytes + MESSAGE_COST)
 
 
-class Link:
+class RdmaLink:
     """One rank's end of the link to another: what is on its way between them.
 
     Args:
@@ -214,20 +214,20 @@ class Link:
         self._owed = self._unrepaid = 0
 
     def hello(self) -> bytes:
-        """Return the letter with the number of this end's queue pair."""
+        """Return the note with the number of this end's queue pair."""
         pair = self.frames.queue.pair
-        return _LETTER.pack(_HELLO, pair.number, pair.psn)
+        return _NOTE.pack(_HELLO, pair.number, pair.psn)
 
-    def hear(self, letter: bytes) -> bytes | None:
-        """Take in a letter of the peer's; returns the answer, if it needs one.
+    def hear(self, note: bytes) -> bytes | None:
+        """Take in a note of the peer's; returns the answer, if it needs one.
 
         Raises:
             VerbsError: there is no way to the peer.
         """
-        kind, number, psn = _LETTER.unpack(letter)
+        kind, number, psn = _NOTE.unpack(note)
         if kind == _HELLO:
             self.frames.connect(self._remote(number, psn))
-            return _LETTER.pack(_CONNECTED, 0, 0)
+            return _NOTE.pack(_CONNECTED, 0, 0)
         self.frames.is_open = True
         return None
 
@@ -345,7 +345,7 @@ class Link:
         return receive
 
     def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
-        """Have what will be accepted into an image written where its bytes really are."""
+        """Have what will be accepted into a staging buffer written where its bytes really are."""
         return self._transport.reaches.reach(into, elsewhere)
 
     def drop(self, arrival: _RdmaArrival) -> None:
@@ -379,7 +379,7 @@ class Link:
         receive.release()
         filled = receive.nbytes if receive.is_complete else receive.filled
         direct = self._endpoint.registrations.find(old)
-        if direct is None or direct.is_in_image:
+        if direct is None or direct.is_in_buffer:
             into[:filled] = old[:filled]
         elif filled:
             direct.elsewhere.read(into[:filled])
@@ -413,7 +413,7 @@ class Link:
         if not receive.filled:
             direct = self._endpoint.registrations.find(receive.into)
             if direct is not None:
-                direct.is_in_image = True
+                direct.is_in_buffer = True
         end = message.number + len(message.body)
         receive.into[message.number : end] = message.body
         receive.filled = end

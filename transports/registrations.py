@@ -10,10 +10,10 @@ registered for one message only.
 
 Such memory is registered as a whole, so that all pieces of it that travel need one registration.
 
-Bytes in host memory may be the image of what is in a GPU's memory, which the device then reaches
-itself. They remain its name: a lease of them is one of the GPU's memory. Who looks into payloads
-with the processor asks `Registrations.find` first. That memory may be given back unseen, too, so it
-is registered for one message.
+Bytes in host memory may be the staging buffer of what is in a GPU's memory, which the device then
+reaches itself. They remain its name: a lease of them is one of the GPU's memory. Who looks into
+payloads with the processor asks `Registrations.find` first. That memory may be given back unseen,
+too, so it is registered for one message.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Entry:
 
 
 class Direct(Reach):
-    """Memory of a GPU, registered for one message, which is known by its image.
+    """Memory of a GPU, registered for one message, which is known by its staging buffer.
 
     Attributes:
         uses: leases of it.
@@ -124,11 +124,11 @@ class Direct(Reach):
         self._offset = offset
 
     def has(self, address: int) -> bool:
-        """Whether something in host memory is in the image."""
+        """Whether something in host memory is in the staging buffer."""
         return 0 <= address - self._address < len(self._view)
 
     def lease(self, address: int, view: memoryview) -> Lease:
-        """Return the use of what a view of the image stands for."""
+        """Return the use of what a view of the staging buffer stands for."""
         self.uses += 1
         return Lease(self._offset + address - self._address, self._region, view, self)
 
@@ -188,10 +188,10 @@ class Registrations:
         return Lease(address, entry.region, view, entry)
 
     def reach(self, view: memoryview, elsewhere: Elsewhere, region: Region, offset: int) -> Direct:
-        """Have bytes of an image stand for memory of another device, until that is closed.
+        """Have bytes of a staging buffer stand for memory of another device, until that is closed.
 
         Args:
-            view: the image.
+            view: the staging buffer.
             elsewhere: the memory.
             region: its registration, which is closed, too.
             offset: where it begins in work requests.

@@ -8,9 +8,9 @@ user's object comes from them, or when a result of their kind is to be made.
     fresh(...)         memory for a result
     unwrap(value)      the kind of object the user passed in
 
-A kind names what `unwrap` makes: numpy, torch, jax, cupy, memoryview, array, dlpack:MODULE, and
-for reductions int, float, complex, bool, numpy_scalar and pair; ``cuda:torch`` is torch on a GPU:
-such an array has an image in host memory (`staging`), and nobody else sees more of it. Where the
+A kind names what `unwrap` makes: numpy, torch, jax, cupy, memoryview, array, dlpack:MODULE, and for
+reductions int, float, complex, bool, numpy_scalar and pair; ``cuda:torch`` is torch on a GPU: such
+an array has a staging buffer in host memory (`staging`), and nobody else sees more of it. Where the
 dtype alone does not tell (C's long and long long are both int64) the character that does follows:
 ``array:q``, ``memoryview:c``, ``numpy_scalar:Q``. A pair names the kinds of its two numbers:
 ``pair:float,int``.
@@ -33,15 +33,15 @@ import numpy as np
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import dlpack
 from pycoll._dtypes import Array, DType
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import TransportError
 
 if TYPE_CHECKING:
     from pycoll._cuda import copies, cuda, staging
     from pycoll._cuda.staging import Stage
 else:  # for arrays on a GPU alone
-    copies, cuda = Late("pycoll._cuda.copies"), Late("pycoll._cuda.cuda")
-    staging = Late("pycoll._cuda.staging")
+    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
+    staging = LazyModule("pycoll._cuda.staging")
 
 _OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple, np.generic)
 _NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], DType]]] = {
@@ -64,7 +64,7 @@ _OVERLAP_WORK: Final = 10_000
 
 _ON_GPU = "cuda:"
 _LEGACY_STREAM = 1
-_NOT_LENT = "a {} array cannot be sent: {}. Convert it first, for example to a NumPy array."
+_NOT_EXPORTED = "a {} array cannot be sent: {}. Convert it first, for example to a NumPy array."
 _MOVE = "Move it to the CPU first (PyTorch: x.cpu(), CuPy: x.get(), JAX: jax.device_get(x))."
 
 
@@ -78,7 +78,7 @@ class Value:
         kind: what `unwrap` makes of it (see the module).
         original: the user's object if `unwrap` shall return that very object, else None. It
             also keeps the memory alive.
-        stage: of an array on a GPU, whose image `array` is.
+        stage: of an array on a GPU, whose staging buffer `array` is.
         gpu: number of the GPU on which it is, or where a result of it shall be.
     """
 
@@ -110,7 +110,7 @@ def wrap(x: object, writing: bool = False) -> Value | None:
     Objects are str, bytes, bytearray, numbers, NumPy scalars, None, containers, arrays of Python
     objects, and everything else that is not an array. Host memory is never copied, with two
     exceptions: lazily conjugated or negated PyTorch tensors, and JAX arrays that are spread over
-    several devices. Of an array on a GPU, the Value's array is the image, empty as yet.
+    several devices. Of an array on a GPU, the Value's array is the staging buffer, empty as yet.
 
     Raises:
         TypeError: an array that can be neither (on a GPU that cannot be reached, sparse, masked);
@@ -245,7 +245,7 @@ def unwrap(value: Value) -> Any:
         case "dlpack":
             module = dtypes.import_library(detail)
             if hasattr(module, "from_dlpack"):
-                return module.from_dlpack(dlpack.Lent(array, dtype) if dtype.foreign else array)
+                return module.from_dlpack(dlpack.Exported(array, dtype) if dtype.foreign else array)
         case "pair" if array.ndim == 0 and array.dtype.names is not None:
             kinds = detail.split(",")
             fields = zip(array.dtype.names, kinds, strict=True)
@@ -514,7 +514,7 @@ def _wrap_dlpack(x: Any, writing: bool) -> Value | None:
         try:
             tensor = dlpack.take(capsule)
         except BufferError as exc:
-            raise TypeError(_NOT_LENT.format(module, exc)) from exc
+            raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
         if tensor.array is not None:
             return Value(tensor.array, tensor.dtype, f"dlpack:{module}", x)
         device = tensor.device[0]
@@ -533,7 +533,7 @@ def _staging_for(module: str) -> Iterator[None]:
 
 
 def _staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
-    return Value(stage.make_image(), dtype, _ON_GPU + library, x, stage, stage.device.number)
+    return Value(stage.make_buffer(), dtype, _ON_GPU + library, x, stage, stage.device.number)
 
 
 def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
@@ -543,7 +543,7 @@ def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     try:
         tensor = dlpack.take(dlpack.export(x, lane.stream))
     except BufferError as exc:
-        raise TypeError(_NOT_LENT.format(module, exc)) from exc
+        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
     ready = lane.last = lane.ready = device.mark(lane.stream)
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
     read_only = tensor.read_only
@@ -568,7 +568,7 @@ def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
         if interface.get("mask") is not None:
             raise ValueError("it has a mask")
     except (KeyError, TypeError, ValueError) as exc:
-        raise TypeError(_NOT_LENT.format(module, exc)) from exc
+        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
     if strides is None:
         strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
     device = cuda.device(cuda.owner(pointer) if pointer else 0)

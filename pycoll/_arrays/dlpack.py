@@ -1,7 +1,7 @@
 """DLPack: how arrays of all libraries lend each other their memory.
 
     take(export(x))      the memory of x, to be read without a copy
-    Lent(array, dtype)   memory that another library's from_dlpack() can read
+    Exported(array, dtype)   memory that another library's from_dlpack() can read
 
 A library lends memory in a capsule: an object with the address of a struct, which says where the
 elements are, and has a function that gives the memory back, the deleter. Whoever takes the memory
@@ -254,7 +254,7 @@ def _view(
     return np.asarray(owner)
 
 
-class Lent:
+class Exported:
     """An array of `dtype.storage` that other libraries read as the type whose bits it holds."""
 
     def __init__(self, array: Array, dtype: DType) -> None:

@@ -20,14 +20,14 @@ import numpy as np
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import operators_numpy
 from pycoll._dtypes import Array, DType
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
 from pycoll._transports._core import reduce
 
 if TYPE_CHECKING:
     from pycoll._support import foreign_names
 else:  # needed when something is wrong
-    foreign_names = Late("pycoll._support.foreign_names")
+    foreign_names = LazyModule("pycoll._support.foreign_names")
 
 
 class _Builtin(NamedTuple):

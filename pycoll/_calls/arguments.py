@@ -9,7 +9,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll._arrays import conversion, operators
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pycoll._support import foreign_names
 else:
     conversion, operators, foreign_names = (
-        Late("pycoll._arrays.conversion"),
-        Late("pycoll._arrays.operators"),
-        Late("pycoll._support.foreign_names"),
+        LazyModule("pycoll._arrays.conversion"),
+        LazyModule("pycoll._arrays.operators"),
+        LazyModule("pycoll._support.foreign_names"),
     )
 
 

@@ -16,7 +16,7 @@ from pycoll._calls.shared_memory import Native
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Status
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll import schedules
@@ -39,32 +39,35 @@ if TYPE_CHECKING:
     from pycoll._calls.arguments import Target
     from pycoll._calls.collectives import Reduction
     from pycoll._calls.group import Bound
-    from pycoll._calls.two_level import Levels
+    from pycoll._calls.two_level import TwoLevel
     from pycoll._gpu import cuda_ipc
 else:  # a program that only calls barrier() imports no NumPy
-    rooted, arguments = Late("pycoll._calls.rooted"), Late("pycoll._calls.arguments")
-    conversion, collectives = Late("pycoll._arrays.conversion"), Late("pycoll._calls.collectives")
-    cuda_ipc, two_level = Late("pycoll._gpu.cuda_ipc"), Late("pycoll._calls.two_level")
-    many = Late("pycoll._calls.many")
-    shared_memory_rooted = Late("pycoll._calls.shared_memory_rooted")
-    shared_memory_calls = Late("pycoll._calls.shared_memory_calls")
+    rooted, arguments = LazyModule("pycoll._calls.rooted"), LazyModule("pycoll._calls.arguments")
+    conversion, collectives = (
+        LazyModule("pycoll._arrays.conversion"),
+        LazyModule("pycoll._calls.collectives"),
+    )
+    cuda_ipc, two_level = LazyModule("pycoll._gpu.cuda_ipc"), LazyModule("pycoll._calls.two_level")
+    many = LazyModule("pycoll._calls.many")
+    shared_memory_rooted = LazyModule("pycoll._calls.shared_memory_rooted")
+    shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
     object_collectives, objects = (
-        Late("pycoll._calls.object_collectives"),
-        Late("pycoll._arrays.objects"),
+        LazyModule("pycoll._calls.object_collectives"),
+        LazyModule("pycoll._arrays.objects"),
     )
     operators, p2p, uneven = (
-        Late("pycoll._arrays.operators"),
-        Late("pycoll._calls.p2p"),
-        Late("pycoll._calls.uneven"),
+        LazyModule("pycoll._arrays.operators"),
+        LazyModule("pycoll._calls.p2p"),
+        LazyModule("pycoll._calls.uneven"),
     )
-    schedules = Late("pycoll.schedules")
+    schedules = LazyModule("pycoll.schedules")
 
 
 Matched = tuple[Status, Held | None]
 """What a matched probe has found; None: the message of PROC_NULL."""
 
-BY_LENDING = Choice("linear")
-"""How ranks that leave the core to lend to each other move: each value is copied once."""
+BY_CUDA_IPC = Choice("linear")
+"""How ranks that leave the core to offer to each other move: each value is copied once."""
 
 HIERARCHICAL = "hierarchical"
 """The algorithm that may run in two levels."""
@@ -82,7 +85,7 @@ class Calls:
         self._group = group
         self._blocking = blocking
         self._prefix = "" if blocking else "i"
-        self._levels: Levels | None = None
+        self._two_level: TwoLevel | None = None
 
     # --- collectives -----------------------------------------------------------------------
 
@@ -94,7 +97,9 @@ class Calls:
             text,
             lambda: collectives.barrier(group, chosen),
             Native.barrier if chosen.name == SHARED_MEMORY else None,
-            by_levels=self._by_levels(text, chosen, 0, lambda both: two_level.barrier(both)),
+            by_two_levels=self._by_two_levels(
+                text, chosen, 0, lambda both: two_level.barrier(both)
+            ),
         )
 
     def broadcast(
@@ -109,19 +114,19 @@ class Calls:
         gpu = conversion.here()
         value = outgoing.value if outgoing is not None else None
         nbytes = outgoing.nbytes if outgoing is not None else 0
-        lends = algorithm is None and rooted.lends(group, "broadcast", value, nbytes)
+        offers = algorithm is None and rooted.offers(group, "broadcast", value, nbytes)
 
         def native(core: Native) -> Any:
-            return shared_memory_rooted.broadcast(core, group, outgoing, mine, root, gpu, lends)
+            return shared_memory_rooted.broadcast(core, group, outgoing, mine, root, gpu, offers)
 
         return Prepared(
             f"{self._prefix}broadcast(root={root}{_forced(algorithm)})",
             lambda signature: rooted.broadcast(
-                group, signature, outgoing, mine, BY_LENDING.name if lends else forced, root, gpu
+                group, signature, outgoing, mine, BY_CUDA_IPC.name if offers else forced, root, gpu
             ),
             native if announces else None,
             lambda got: x if outgoing is not None else conversion.unwrapped(got),
-            reads=() if lends else _arrays(value),
+            reads=() if offers else _arrays(value),
         )
 
     def reduce(
@@ -179,7 +184,7 @@ class Calls:
             else:
                 shared_memory_calls.combine(core, "all_reduce", value, memory, resolved)
 
-        def by_levels(both: Levels) -> None:
+        def by_two_levels(both: TwoLevel) -> None:
             two_level.all_reduce(both, value, memory, resolved)
 
         type_text = collectives.type_text(value)
@@ -189,8 +194,8 @@ class Calls:
             lambda: collectives.all_reduce(group, value, reduction, memory),
             native if reduction.choice.name == SHARED_MEMORY else None,
             lambda _: target.result(),
-            by_levels=(
-                self._by_levels(text, reduction.choice, memory.nbytes, by_levels)
+            by_two_levels=(
+                self._by_two_levels(text, reduction.choice, memory.nbytes, by_two_levels)
                 if reduction.choice.name == HIERARCHICAL and self._serves(resolved, value)
                 else None
             ),
@@ -232,11 +237,11 @@ class Calls:
             target.check_overlap(value)
         memory = target.memory if target is not None else None
 
-        lends = self._lends(algorithm, chosen, value, value.array.nbytes, target)
-        way = BY_LENDING if chosen == IN_CORE else chosen
+        offers = self._offers(algorithm, chosen, value, value.array.nbytes, target)
+        way = BY_CUDA_IPC if chosen == IN_CORE else chosen
 
         def native(core: Native) -> Any:
-            return shared_memory_calls.move(core, "gather", value, memory, root, lends)
+            return shared_memory_calls.move(core, "gather", value, memory, root, offers)
 
         type_text = collectives.type_text(value)
         return self._scheduled(
@@ -244,7 +249,7 @@ class Calls:
             lambda: collectives.gather(group, value, way, root, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result() if target is not None else None,
-            reads=() if lends else (value,),
+            reads=() if offers else (value,),
         )
 
     def all_gather(self, x: Any, out: Any = None, *, algorithm: str | None = None) -> Prepared[Any]:
@@ -271,18 +276,18 @@ class Calls:
         target.check_overlap(value, (row, value.place))
         memory = target.memory
 
-        lends = self._lends(algorithm, chosen, value, value.array.nbytes, target)
-        way = BY_LENDING if chosen == IN_CORE else chosen
+        offers = self._offers(algorithm, chosen, value, value.array.nbytes, target)
+        way = BY_CUDA_IPC if chosen == IN_CORE else chosen
 
         def native(core: Native) -> Any:
-            return shared_memory_calls.move(core, "all_gather", value, memory, lends=lends)
+            return shared_memory_calls.move(core, "all_gather", value, memory, offers=offers)
 
         return self._scheduled(
             f"{self._prefix}all_gather({collectives.type_text(value)}, algorithm={chosen})",
             lambda: collectives.all_gather(group, value, way, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
-            reads=() if lends else (value,),
+            reads=() if offers else (value,),
         )
 
     def scatter(
@@ -301,19 +306,19 @@ class Calls:
         gpu = conversion.here()
         whole = blocks if isinstance(blocks, conversion.Value) else None
         nbytes = whole.array.nbytes // group.size if whole is not None else 0
-        lends = algorithm is None and rooted.lends(group, "scatter", whole, nbytes)
+        offers = algorithm is None and rooted.offers(group, "scatter", whole, nbytes)
 
         def native(core: Native) -> Any:
-            return shared_memory_rooted.scatter(core, blocks, root, gpu, wanted, lends)
+            return shared_memory_rooted.scatter(core, blocks, root, gpu, wanted, offers)
 
         return Prepared(
             f"{self._prefix}scatter(root={root}{_forced(algorithm)})",
             lambda signature: rooted.scatter(
-                group, signature, blocks, BY_LENDING.name if lends else forced, root, gpu, wanted
+                group, signature, blocks, BY_CUDA_IPC.name if offers else forced, root, gpu, wanted
             ),
             native if announces else None,
             lambda received: scattered(out, wanted, *received),
-            reads=() if lends else _arrays(whole),
+            reads=() if offers else _arrays(whole),
         )
 
     def reduce_scatter(
@@ -370,18 +375,18 @@ class Calls:
                 value = conversion.Value(value.array.copy(), value.dtype, value.kind)
         memory = target.memory
 
-        lends = self._lends(algorithm, chosen, value, value.array.nbytes // group.size, target)
-        way = BY_LENDING if chosen == IN_CORE else chosen
+        offers = self._offers(algorithm, chosen, value, value.array.nbytes // group.size, target)
+        way = BY_CUDA_IPC if chosen == IN_CORE else chosen
 
         def native(core: Native) -> Any:
-            return shared_memory_calls.move(core, "all_to_all", value, memory, lends=lends)
+            return shared_memory_calls.move(core, "all_to_all", value, memory, offers=offers)
 
         return self._scheduled(
             f"{self._prefix}all_to_all({collectives.type_text(value)}, algorithm={chosen})",
             lambda: collectives.all_to_all(group, value, way, memory),
             native if chosen.name == SHARED_MEMORY else None,
             lambda _: target.result(),
-            reads=() if lends else (value,),
+            reads=() if offers else (value,),
         )
 
     def scan(
@@ -402,7 +407,7 @@ class Calls:
         bound: Callable[[], Bound],
         native: Callable[[Native], Any] | None = None,
         finish: Callable[[Any], Any] | None = None,
-        by_levels: Callable[[bytes, float], Any] | None = None,
+        by_two_levels: Callable[[bytes, float], Any] | None = None,
         reads: Sequence[Value] = (),
     ) -> Prepared[Any]:
         """Prepare a call that runs one schedule; the arguments are as of `Prepared`."""
@@ -411,7 +416,7 @@ class Calls:
         def steps(signature: bytes) -> CallSteps:
             return collectives.run(group, signature, bound())
 
-        return Prepared(text, steps, native, finish, by_levels, reads=reads, bound=bound)
+        return Prepared(text, steps, native, finish, by_two_levels, reads=reads, bound=bound)
 
     # --- uneven blocks ---------------------------------------------------------------------
 
@@ -608,10 +613,10 @@ class Calls:
             collective, nbytes, algorithm, rank_order, whole, native and self._blocking
         )
 
-    def _lends(
+    def _offers(
         self, forced: str | None, choice: Choice, x: Value, nbytes: int, target: Target | None
     ) -> bool:
-        """Whether this rank would lend x, in messages of so many bytes, instead of using the core.
+        """Whether this rank would offer x, in messages of so many bytes, instead of using the core.
 
         Without `target` it has no part of the result.
         """
@@ -621,16 +626,16 @@ class Calls:
         group = self._group
         return cuda_ipc.is_for_all(group.engine, group.context, x.stage, nbytes, result)
 
-    def _by_levels(
-        self, text: str, choice: Choice, nbytes: int, steps: Callable[[Levels], Any]
+    def _by_two_levels(
+        self, text: str, choice: Choice, nbytes: int, steps: Callable[[TwoLevel], Any]
     ) -> Callable[[bytes, float], Any] | None:
         """Return how a call runs in two levels, None: it does not."""
         group = self._group
         if choice.name != HIERARCHICAL or not self._blocking or not two_level.serve(group, nbytes):
             return None
-        if self._levels is None:
-            self._levels = two_level.Levels(group)
-        both = self._levels
+        if self._two_level is None:
+            self._two_level = two_level.TwoLevel(group)
+        both = self._two_level
         return lambda signature, timeout: both.run(text, signature, timeout, lambda: steps(both))
 
     def _check_algorithm(self, collective: str, algorithm: str | None) -> None:

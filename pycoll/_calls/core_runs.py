@@ -3,7 +3,7 @@
 So runs what is no single schedule: blocks of different lengths, objects, lists of arrays, values
 that are no arrays. The messages are the core's. It asks Python for the steps that it cannot do: a
 reduction by a function of the user's, a copy to or from a GPU (`external`), the receive of a value
-that its sender lends.
+that its sender offers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll._runtime.external import External
 from pycoll._runtime.external import Table as Rewritten
 from pycoll._runtime.scratch import new_bytes
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._transports._core import Run, Table
 from pycoll._transports.base import Operation, Parts, Withdrawn
 from pycoll._transports.core import NO_VALUE, REFUSED
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from pycoll._cuda import copies
     from pycoll._gpu import cuda_ipc
 else:  # for arrays on a GPU alone
-    copies = Late("pycoll._cuda.copies")
-    cuda_ipc = Late("pycoll._gpu.cuda_ipc")
+    copies = LazyModule("pycoll._cuda.copies")
+    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
 
 SEND, RECV, RECV_SCRATCH, REDUCE, COPY, EXTERNAL = range(6)
 """Kinds of steps, numbered as in _core/engine/run.h."""
@@ -220,7 +220,7 @@ class CoreRun(Operation):
             self._follow(number, position, operation)
 
     def _borrow(self, segment: Segment, position: int, chunks: Sequence[int]) -> None:
-        """Receive a message that is lent."""
+        """Receive a message that is offered."""
         face = self._core.take(segment.number, position)
         if face is None:
             return
@@ -416,10 +416,10 @@ class Segment:
             finish(target)
 
 
-def may_be_lent_to() -> bool:
-    """Whether a peer may lend this rank memory of a GPU, which only a `CoreRun` can receive.
+def may_be_offered() -> bool:
+    """Whether a peer may offer this rank memory of a GPU, which only a `CoreRun` can receive.
 
-    Peers lend to ranks that use a GPU themselves, and nothing that is reduced.
+    Peers offer to ranks that use a GPU themselves, and nothing that is reduced.
     """
     return "pycoll._cuda.copies" in sys.modules and copies.is_in_use()
 

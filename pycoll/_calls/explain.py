@@ -11,7 +11,7 @@ from pycoll._calls.numbering import OPS
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._selection import agreed, costs
 from pycoll._selection.agreed import SHARED_MEMORY
-from pycoll._selection.select import UNKNOWN_S, Candidate, Refused, Request
+from pycoll._selection.select import UNKNOWN_S, Candidate, Query, Refused
 
 if TYPE_CHECKING:
     from pycoll._arrays.types import Reducer
@@ -81,7 +81,7 @@ def explain(
     Args:
         group: of the communicator.
         collective: for example ``"all_reduce"``.
-        nbytes: of one rank's value, or of one block (see `Request`); a barrier has none.
+        nbytes: of one rank's value, or of one block (see `Query`); a barrier has none.
         op: the operator, where something is reduced.
         blocking: False: as a request, which does not enter the compiled core.
 
@@ -93,7 +93,7 @@ def explain(
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it cannot be below 0")
     collective = _ALIASES.get(collective, collective)
-    request = Request(collective, 0 if collective == "barrier" else nbytes, native=blocking)
+    request = Query(collective, 0 if collective == "barrier" else nbytes, native=blocking)
     schedules.names(collective)  # or it does not exist
     if collective in schedules.REDUCING:
         resolved = operators.resolve(op)

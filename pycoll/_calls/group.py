@@ -12,7 +12,7 @@ from pycoll._runtime.engine import Engine
 from pycoll._selection import agreed
 from pycoll._selection.agreed import SHARED_MEMORY as SHARED_MEMORY
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll import schedules
@@ -25,14 +25,17 @@ if TYPE_CHECKING:
     from pycoll._runtime.task import CallSteps
     from pycoll._selection import select
     from pycoll._selection.agreed import Agreed
-    from pycoll._selection.select import Request, Selector
+    from pycoll._selection.select import Query, Selector
     from pycoll._transports._core import Table as CoreTable
     from pycoll.schedule import Schedule
 else:
-    core_runs = Late("pycoll._calls.core_runs")
-    schedules, select = Late("pycoll.schedules"), Late("pycoll._selection.select")
-    staged_run = Late("pycoll._gpu.staged_run")
-    cuda_ipc, cuda_ipc_run = Late("pycoll._gpu.cuda_ipc"), Late("pycoll._gpu.cuda_ipc_run")
+    core_runs = LazyModule("pycoll._calls.core_runs")
+    schedules, select = LazyModule("pycoll.schedules"), LazyModule("pycoll._selection.select")
+    staged_run = LazyModule("pycoll._gpu.staged_run")
+    cuda_ipc, cuda_ipc_run = (
+        LazyModule("pycoll._gpu.cuda_ipc"),
+        LazyModule("pycoll._gpu.cuda_ipc_run"),
+    )
 
 How = tuple[str, Choice] | tuple[str, Choice, int]
 """(collective, choice), and the root if the collective has one."""
@@ -84,7 +87,7 @@ class Group:
         self.hosts = tuple([engine.hosts[world] for world in self.members])
         self.context: Context = engine.open_context(ident, self.members)
         self.context.name = name
-        self.context.on_lending = lambda arrival: cuda_ipc.heard(engine, self.context, arrival)
+        self.context.on_cuda_ipc = lambda arrival: cuda_ipc.heard(engine, self.context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
         self._tables: dict[tuple[object, ...], tuple[Schedule, CoreTable]] = {}
@@ -140,7 +143,7 @@ class Group:
 
         Args:
             collective: for example ``"all_reduce"``.
-            nbytes: of one rank's value, or of one block (see `select.Request`).
+            nbytes: of one rank's value, or of one block (see `select.Query`).
             forced: the algorithm that the caller wants, or None.
             rank_order: the operator is not commutative.
             whole: the operator takes whole values only.
@@ -150,12 +153,12 @@ class Group:
             ValueError: `forced` does not exist, or cannot serve this operator.
         """
         if forced is None and native and self.native is not None and self.in_core(collective):
-            return IN_CORE  # whatever the times: the core's short way asks nobody
+            return IN_CORE  # whatever the times: the core's fast path asks nobody
         self._forget_stale()
         key = collective, nbytes, forced, rank_order, whole, native
         choice = self._choices.get(key)
         if choice is None:
-            request = select.Request(collective, nbytes, rank_order, whole, native)
+            request = select.Query(collective, nbytes, rank_order, whole, native)
             choice = (
                 self.selector.choose(request) if forced is None else self._force(forced, request)
             )
@@ -164,7 +167,7 @@ class Group:
             self._choices[key] = choice
         return choice
 
-    def _force(self, name: str, request: Request) -> Choice:
+    def _force(self, name: str, request: Query) -> Choice:
         collective = request.collective
         if name == SHARED_MEMORY:
             if self.native is not None:
@@ -265,7 +268,7 @@ class Group:
         if "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(binding):
             fits = cuda_ipc_run.fits(self.engine, self.context, schedule, binding)
             if fits and choice.segments == 1:
-                steps, binding = cuda_ipc_run.lent(schedule, binding)
+                steps, binding = cuda_ipc_run.offered(schedule, binding)
             else:
                 steps = staged_run.staged(schedule, binding)
         if steps is schedule:

@@ -15,18 +15,18 @@ from pycoll._runtime.envelope import (
     ANY,
     ARRAY,
     KIND_P2P,
-    LENT,
     OBJECT,
+    OFFERED,
     P2P,
     SEGMENTS,
     Held,
     Incoming,
     Status,
 )
-from pycoll._runtime.messages import Letter, accepted
+from pycoll._runtime.messages import Envelope, accepted
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, CallSteps, Task
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Operation, Parts, Withdrawn, nbytes_of
 from pycoll.errors import Error, MismatchError, TruncationError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pycoll._gpu import routes
     from pycoll._gpu.routes import Way
 else:  # for arrays on a GPU alone
-    routes = Late("pycoll._gpu.routes")
+    routes = LazyModule("pycoll._gpu.routes")
 
 # Programs send the same shapes over and over.
 _understood = functools.lru_cache(256)(conversion.from_description)
@@ -80,7 +80,7 @@ class Outgoing:
         """Take a copy of the value, so that what it came from may be overwritten."""
         self.is_detached = True
         if self.value is not None and self.value.stage is not None:
-            return  # that is what its image is
+            return  # that is what its staging buffer is
         self.parts = tuple(memoryview(bytearray(part)) for part in self.parts)
 
 
@@ -152,7 +152,7 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
     stage = outgoing.value.stage if outgoing.value is not None else None
     way: Way | None = None
     if stage is not None:
-        letter = Letter(
+        envelope = Envelope(
             group.engine,
             context,
             group.members[dest],
@@ -161,7 +161,7 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
             outgoing.description,
             outgoing.is_synchronous,
         )
-        way = routes.choose(letter, stage, outgoing.is_detached)
+        way = routes.choose(envelope, stage, outgoing.is_detached)
     try:
         return (yield from _in_turn(group, outgoing, way, dest, tag))
     except BaseException:
@@ -253,7 +253,7 @@ def receive(
         place = match.number
         message = yield from _matched(match)
         is_refused, match = match.is_refused, None
-        if is_refused and message.form in (LENT, SEGMENTS):
+        if is_refused and message.form in (OFFERED, SEGMENTS):
             fit = None  # such a message says elsewhere what it brings
             continue
         try:
@@ -411,7 +411,7 @@ def _take(group: Group, message: Incoming, out: Value | None, gpu: int | None) -
     except BaseException:
         context.put_back(message)
         raise
-    if stage is not None or message.form in (LENT, SEGMENTS):
+    if stage is not None or message.form in (OFFERED, SEGMENTS):
         yield from routes.take(engine, context, message, target, stage)
     else:
         yield from accepted(context, message, message.arrival.accept(target))

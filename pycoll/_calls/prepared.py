@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from pycoll._calls.shared_memory import Native
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import CallSteps
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Operation
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pycoll._calls.group import Bound
     from pycoll._cuda import copies
 else:  # for arrays on a GPU alone
-    copies = Late("pycoll._cuda.copies")
+    copies = LazyModule("pycoll._cuda.copies")
 
 
 R = TypeVar("R", covariant=True)
@@ -30,7 +30,8 @@ class Prepared(NamedTuple, Generic[R]):
         text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
         steps: the call over messages, given its signature: the text, and where it was made.
         native: the call in the compiled core, or None; it may return `native.BY_MESSAGES`.
-        by_levels: the call in two levels, given its signature and a timeout in seconds, or None.
+        by_two_levels: the call in two levels, given its signature and a timeout in seconds, or
+            None.
         finish: what the caller gets, of what the call has returned; None: that itself.
         collective: False: point to point, not numbered.
         receives: a receive, which can be cancelled.
@@ -42,7 +43,7 @@ class Prepared(NamedTuple, Generic[R]):
     steps: Callable[[bytes], CallSteps]
     native: Callable[[Native], Any] | None = None
     finish: Callable[[Any], Any] | None = None
-    by_levels: Callable[[bytes, float], Any] | None = None
+    by_two_levels: Callable[[bytes, float], Any] | None = None
     collective: bool = True
     receives: bool = False
     reads: Sequence[Value] = ()

@@ -23,14 +23,14 @@ from pycoll._runtime.binding import Binding
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Parts
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:
     from pycoll._gpu import cuda_ipc
 else:  # for arrays on a GPU alone
-    cuda_ipc = Late("pycoll._gpu.cuda_ipc")
+    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
 
 INLINE_NBYTES = 4096
 """Bytes of a broadcast value that travel with its announcement."""
@@ -97,8 +97,8 @@ def _announce(
     return Announcement.unpack(run.value(0))
 
 
-def lends(group: Group, collective: str, value: Value | None, nbytes: int) -> bool:
-    """Whether the root rather lends its value, so many bytes to each, by messages."""
+def offers(group: Group, collective: str, value: Value | None, nbytes: int) -> bool:
+    """Whether the root rather offers its value, so many bytes to each, by messages."""
     if value is None or value.stage is None or group.is_named(collective):
         return False
     return cuda_ipc.is_for_all(group.engine, group.context, value.stage, nbytes, value.stage)

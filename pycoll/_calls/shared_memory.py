@@ -23,15 +23,15 @@ from pycoll._runtime.host_memory import SharedMemory
 from pycoll._runtime.task import Call, caller
 from pycoll._runtime.waits import Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import Error, MismatchError
 
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
     from pycoll._arrays import conversion
-    from pycoll._cuda.copies import Copy
+    from pycoll._cuda.copies import GpuCopy
 else:
-    conversion, dtypes = Late("pycoll._arrays.conversion"), Late("pycoll._dtypes")
+    conversion, dtypes = LazyModule("pycoll._arrays.conversion"), LazyModule("pycoll._dtypes")
 
 EVERYBODY = frozenset({"barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 """Collectives in which every rank needs every other."""
@@ -58,7 +58,7 @@ class Native:
         memory: of this host.
 
     Attributes:
-        core: the compiled object; its methods are the short way for NumPy arrays.
+        core: the compiled object; its methods are the fast path for NumPy arrays.
     """
 
     def __init__(self, engine: Engine, context: Context, memory: SharedMemory) -> None:
@@ -152,7 +152,7 @@ class Native:
         self._engine.check(self._context)
         return time.monotonic() + SLEEP_S
 
-    def wait(self, copy: Copy) -> None:
+    def wait(self, copy: GpuCopy) -> None:
         """Wait, in a call, until a copy is done.
 
         Raises:
@@ -164,7 +164,7 @@ class Native:
         if copy.error is not None:
             raise copy.error
 
-    def _await_copy(self, copy: Copy) -> float:
+    def _await_copy(self, copy: GpuCopy) -> float:
         self._host.see_failure()
         now = time.monotonic()
         self._engine.check(self._context)
@@ -282,7 +282,7 @@ class Native:
             return
 
         def options() -> Options:
-            context = call.context  # of which this one may be a part: see `levels`
+            context = call.context  # of which this one may be a part: see `two_level`
             mine = context.members.index(self._engine.rank)
             late = {context.members[rank] for rank in needed(call, mine)}
             late.add(self._context.members[peer])
@@ -369,7 +369,7 @@ class Native:
         )
 
     def _described(self, described: tuple[Any, ...]) -> Call:
-        """Return a call of the short way, from what the core kept of it."""
+        """Return a call of the fast path, from what the core kept of it."""
         text, kind, x, op, root, number, counts = described
         collective = KINDS[kind]
         words = []

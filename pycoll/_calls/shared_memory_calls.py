@@ -24,7 +24,7 @@ from pycoll._runtime.binding import fill_from
 from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll._cuda.copies import Copy, Push
+    from pycoll._cuda.copies import GpuCopy, Push
 
 AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""
@@ -41,22 +41,22 @@ def type_salt(dtype: DType) -> int:
 
 
 def all_reduce(native: Native, x: Value, result: Value, op: Op) -> None:
-    """Reduce `x` into `result`; if they are on a GPU, piece by piece: see `Gate`."""
+    """Reduce `x` into `result`; if they are on a GPU, piece by piece: see `PieceHook`."""
     if not serves(op, x):
         combine(native, "all_reduce", x, result.array, op)
         return
     if x.stage is None and result.stage is None:
         _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0)
         return
-    gate = Gate(native, x, result)
+    hook = PieceHook(native, x, result)
     try:
-        _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, gate=gate)
+        _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, hook=hook)
     except BaseException:
-        gate.settle()
+        hook.settle()
         raise
 
 
-class Gate:
+class PieceHook:
     """What an all_reduce of arrays on a GPU does between its pieces; called by the core.
 
     While a piece is reduced, those after it come from the GPU, and those before it go there.
@@ -65,7 +65,7 @@ class Gate:
     def __init__(self, native: Native, x: Value, result: Value) -> None:
         self._native = native
         self._pushed = 0
-        self._pushes: list[Copy | Push] = []
+        self._pushes: list[GpuCopy | Push] = []
         self._source, self._target = x.stage, result.stage
         self._nbytes, self._piece = x.array.nbytes, native.core.piece_nbytes
 
@@ -107,18 +107,18 @@ def move(
     x: Value,
     result: Array | None,
     root: int = 0,
-    lends: bool = False,
+    offers: bool = False,
 ) -> Any:
     """Run a collective that only moves data.
 
-    With `lends`, x on a GPU is not in host memory yet, and this rank would rather lend it, by
+    With `offers`, x on a GPU is not in host memory yet, and this rank would rather offer it, by
     messages; returns BY_MESSAGES if all ranks would.
     """
-    gate = (lambda _: native.wait(_pull(native, x))) if lends else None
-    return BY_MESSAGES if _run(native, collective, x, result, 0, root, gate=gate) else None
+    hook = (lambda _: native.wait(_pull(native, x))) if offers else None
+    return BY_MESSAGES if _run(native, collective, x, result, 0, root, hook=hook) else None
 
 
-def _pull(native: Native, x: Value) -> Copy:
+def _pull(native: Native, x: Value) -> GpuCopy:
     assert x.stage is not None
     return x.stage.pull(native.engine)
 
@@ -180,7 +180,7 @@ def _run(
     op: int,
     root: int,
     salt: int = 0,
-    gate: Callable[[int], None] | None = None,
+    hook: Callable[[int], None] | None = None,
 ) -> bool:
     array = contiguous(x.array)
     split = collective in ("reduce_scatter", "all_to_all") and len(array)
@@ -195,6 +195,6 @@ def _run(
         conversion.as_bytes(array),
         conversion.as_bytes(result) if result is not None else None,
         array.nbytes // len(array) if split else array.nbytes,
-        gate,
+        hook,
     )
     return by_messages

@@ -1,7 +1,7 @@
 """Broadcast and scatter through shared memory: the root announces what comes, in its slot.
 
 What the root cannot describe there (lists of objects to scatter, very long dtypes), and what it
-lends to ranks that share its GPU, it announces as such, and then every rank takes the way over
+offers to ranks that share its GPU, it announces as such, and then every rank takes the way over
 messages.
 """
 
@@ -36,14 +36,14 @@ def broadcast(
     mine: Value | None,
     root: int,
     gpu: int | None,
-    lends: bool,
+    offers: bool,
 ) -> Any:
     """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
     core = native.core
     if outgoing is not None:
         description, parts, nbytes = outgoing.description, outgoing.parts, outgoing.nbytes
         form = _OBJECT if outgoing.is_object else _ARRAY
-        if lends or len(description) > MAX_DESCRIPTION:
+        if offers or len(description) > MAX_DESCRIPTION:
             form, description, parts, nbytes = _BY_MESSAGES, b"", (), 0
         whole = parts[0] if len(parts) == 1 else b"".join(parts)
         value = _value_hash(core, description) if form == _ARRAY else 0
@@ -69,7 +69,7 @@ def spread(native: Native, memory: Array) -> None:
 
 
 def scatter(
-    native: Native, blocks: Any, root: int, gpu: int | None, out: Value | None, lends: bool
+    native: Native, blocks: Any, root: int, gpu: int | None, out: Value | None, offers: bool
 ) -> Any:
     """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
 
@@ -82,7 +82,7 @@ def scatter(
             return BY_MESSAGES
         block = Value(blocks.array[0], blocks.dtype, blocks.kind)
         description = conversion.describe(block)
-        if lends or len(description) > MAX_DESCRIPTION:
+        if offers or len(description) > MAX_DESCRIPTION:
             core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)
             return BY_MESSAGES
         shape, gpu = block.array.shape, blocks.gpu

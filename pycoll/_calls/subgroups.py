@@ -16,14 +16,17 @@ from pycoll._calls.numbering import KINDS
 from pycoll._calls.shared_memory import Native, part_of
 from pycoll._rendezvous.wire import name_ranks
 from pycoll._runtime.task import CallSteps
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll._calls import arguments
     from pycoll._runtime import binding
     from pycoll._transports.base import Parts
 else:
-    arguments, binding = Late("pycoll._calls.arguments"), Late("pycoll._runtime.binding")
+    arguments, binding = (
+        LazyModule("pycoll._calls.arguments"),
+        LazyModule("pycoll._runtime.binding"),
+    )
 
 _ROW = struct.Struct("<?7xqqQ")
 """What a rank says in a split: whether it takes part, its color, its key, its number for it."""

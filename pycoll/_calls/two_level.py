@@ -40,7 +40,7 @@ def serve(group: Group, nbytes: int) -> bool:
     return nbytes <= BY_LEVELS_NBYTES and crowded <= sharing and len(set(group.hosts)) > 1
 
 
-class Levels:
+class TwoLevel:
     """The two levels of a communicator, as one of its ranks sees them.
 
     Args:
@@ -131,14 +131,14 @@ class Levels:
                 level.context.fail(error)
 
 
-def barrier(levels: Levels) -> None:
+def barrier(levels: TwoLevel) -> None:
     """Return when every rank has entered."""
     levels.inside(Native.barrier)
     levels.between(_leaders_barrier)
     levels.inside(Native.barrier)
 
 
-def all_reduce(levels: Levels, x: Value, memory: Array, op: Op) -> None:
+def all_reduce(levels: TwoLevel, x: Value, memory: Array, op: Op) -> None:
     """Reduce into `memory` (C-contiguous, x's shape) on each rank.
 
     Args:

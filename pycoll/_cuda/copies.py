@@ -29,7 +29,7 @@ SPIN_S: Final = 30e-6
 """A copy is looked at for so long before somebody sleeps: small ones are done by then."""
 
 
-class Engine(Protocol):
+class Finisher(Protocol):
     """Under whose lock a copy becomes done."""
 
     def finish(self, operation: Operation, error: BaseException | None) -> None:
@@ -39,7 +39,7 @@ class Engine(Protocol):
 class _Failing(Operation):
     """An operation that gives its error to each who asks as another one, with no traceback.
 
-    What is raised keeps the frames of its call, those the arrays, and their images these
+    What is raised keeps the frames of its call, those the arrays, and their staging buffers these
     operations: a circle in which the garbage collector cannot see, for NumPy's arrays are in it.
     """
 
@@ -55,8 +55,8 @@ class _Failing(Operation):
         self._error = another(error)
 
 
-class Copy(_Failing):
-    """A copy between a GPU and an image.
+class GpuCopy(_Failing):
+    """A copy between a GPU and a staging buffer.
 
     Args:
         engine: under whose lock it becomes done; None: only `wait` will ask.
@@ -68,7 +68,7 @@ class Copy(_Failing):
     __slots__ = ("_array", "_callbacks", "_lane", "engine", "mark")
 
     def __init__(
-        self, engine: Engine | None, lane: Lane | None, mark: Mark | None, array: object
+        self, engine: Finisher | None, lane: Lane | None, mark: Mark | None, array: object
     ) -> None:
         super().__init__()
         self.engine = engine
@@ -166,9 +166,9 @@ class Copy(_Failing):
             raise
 
 
-def all_of(copies: Iterable[Copy]) -> list[Copy]:
+def all_of(copies: Iterable[GpuCopy]) -> list[GpuCopy]:
     """Return copies, begun one after the other; if one cannot be, those before it are let go."""
-    begun: list[Copy] = []
+    begun: list[GpuCopy] = []
     try:
         begun.extend(copies)
     except TransportError:
@@ -191,12 +191,14 @@ class Push(_Failing):
 
     __slots__ = ("_begin", "_copy", "_left", "_lock", "_others")
 
-    def __init__(self, others: Sequence[Copy], begin: Callable[[], Copy], goes_on: bool) -> None:
+    def __init__(
+        self, others: Sequence[GpuCopy], begin: Callable[[], GpuCopy], goes_on: bool
+    ) -> None:
         super().__init__()
         self._others = others
         self._left = deque(others)
-        self._begin: Callable[[], Copy] | None = begin
-        self._copy: Copy | None = None
+        self._begin: Callable[[], GpuCopy] | None = begin
+        self._copy: GpuCopy | None = None
         self._lock = threading.Lock()
         if goes_on:
             self._go_on(None)
@@ -258,7 +260,7 @@ class Begun(Operation):
 
     __slots__ = ("_copy", "_give_up")
 
-    def __init__(self, copy: Copy | Push, give_up: Callable[[], None]) -> None:
+    def __init__(self, copy: GpuCopy | Push, give_up: Callable[[], None]) -> None:
         super().__init__()
         self._copy = copy
         self._give_up = give_up
@@ -292,7 +294,7 @@ class Lane:
         self.stream = device.stream()
         self.last: Mark | None = None
         self.ready: Mark | None = None
-        self._watched: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        self._watched: queue.SimpleQueue[GpuCopy] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begun(self) -> Mark:
@@ -312,7 +314,7 @@ class Lane:
         """Sleep until all that was put into it has ended, in whatever way."""
         self._device.drain(self.stream)
 
-    def watch(self, copy: Copy) -> None:
+    def watch(self, copy: GpuCopy) -> None:
         """Have `copy` finish when it is done, under its engine's lock."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pycoll-gpu", daemon=True)
@@ -324,7 +326,7 @@ class Lane:
             self._see(self._watched.get())
 
     @staticmethod
-    def _see(copy: Copy) -> None:
+    def _see(copy: GpuCopy) -> None:
         """Sleep until a copy is done; while the thread waits for another it holds none."""
         error: BaseException | None = None
         try:
@@ -378,19 +380,19 @@ class _Concluding(threading.local):
     """What a call leaves to be waited for when its result is made, in this thread."""
 
     def __init__(self) -> None:
-        self.engine: Engine | None = None
-        self.copies: list[Copy | Push] | None = None
+        self.engine: Finisher | None = None
+        self.copies: list[GpuCopy | Push] | None = None
 
 
 _concluding = _Concluding()
 
 
-def concluding() -> Engine | None:
+def concluding() -> Finisher | None:
     """Return the engine of the call whose result is being made in this thread."""
     return _concluding.engine
 
 
-def leave(late: Sequence[Copy | Push]) -> None:
+def leave(late: Sequence[GpuCopy | Push]) -> None:
     """Have who concludes a call wait for copies; they are waited for here if nobody does."""
     if _concluding.copies is not None:
         _concluding.copies += late
@@ -399,7 +401,7 @@ def leave(late: Sequence[Copy | Push]) -> None:
         copy.wait()
 
 
-def conclude(engine: Engine, finish: Callable[[], Any]) -> tuple[Any, Sequence[Operation]]:
+def conclude(engine: Finisher, finish: Callable[[], Any]) -> tuple[Any, Sequence[Operation]]:
     """Return what `finish` does, and the copies that must be done before it may be seen."""
     _concluding.engine, _concluding.copies = engine, []
     try:

@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     step: int
 
 
-class Lent(NamedTuple):
+class IpcHandle(NamedTuple):
     """What another process needs to read memory of this one's GPU.
 
     Attributes:
@@ -369,7 +369,7 @@ class Device:
 
     # --- memory of other processes -----------------------------------------------------------
 
-    def lend(self, pointer: int) -> Lent | None:
+    def ipc_handle(self, pointer: int) -> IpcHandle | None:
         """Return what another process needs to read the memory at `pointer`.
 
         None: its allocator does not allow it (memory pools, expandable segments).
@@ -380,7 +380,7 @@ class Device:
                 base, _ = _call("cuMemGetAddressRange", pointer)
         except TransportError:
             return None
-        return Lent(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES), pointer - int(base))
+        return IpcHandle(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES), pointer - int(base))
 
     def borrow(self, handle: bytes) -> int:
         """Return where the allocation of another process is in this one's addresses.

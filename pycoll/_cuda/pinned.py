@@ -1,7 +1,7 @@
-"""Page-locked host memory, from a pool: blocks that images of GPU arrays use one after the other.
+"""Page-locked host memory, from a pool: blocks that staging buffers use one after the other.
 
-A block returns to the pool when nobody sees its image any more, and is used again when no copy that
-was begun is still under way, whatever became of the call.
+A block returns to the pool when nobody sees its staging buffer any more, and is used again when no
+copy that was begun is still under way, whatever became of the call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from pycoll._cuda.copies import Copy
+from pycoll._cuda.copies import GpuCopy
 from pycoll._cuda.cuda import Device
 from pycoll._dtypes import Array
 from pycoll.errors import TransportError
@@ -55,10 +55,10 @@ class Block:
 
 
 class Loan:
-    """A block in use by one image; NumPy makes it the image's base.
+    """A block in use by one staging buffer; NumPy makes it the staging buffer's base.
 
     Attributes:
-        stage: whose image it is.
+        stage: whose staging buffer it is.
         block: the block.
         copies: those that use it.
     """
@@ -69,9 +69,9 @@ class Loan:
     def __init__(self, pool: Pool, block: Block) -> None:
         self._pool = pool
         self.block = block
-        self.copies: list[Copy] = []
+        self.copies: list[GpuCopy] = []
 
-    def image(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         """Return the block's front as an array."""
         self.__array_interface__ = {
             "version": 3,
@@ -86,14 +86,14 @@ class Loan:
 
 
 class Pool:
-    """Blocks that images use one after the other.
+    """Blocks that staging buffers use one after the other.
 
     Attributes:
-        returned: blocks whose image is gone, with the copies that may still use them.
+        returned: blocks whose staging buffer is gone, with the copies that may still use them.
     """
 
     def __init__(self) -> None:
-        self.returned: deque[tuple[Block, list[Copy]]] = deque()  # filled by whatever thread
+        self.returned: deque[tuple[Block, list[GpuCopy]]] = deque()  # filled by whatever thread
         self._lock = threading.Lock()
         self._free: list[Block] = []  # what came back last is last
 

@@ -1,8 +1,8 @@
-"""Arrays on a GPU, staged: each has an image in page-locked host memory, which is what travels.
+"""Arrays on a GPU: each has a staging buffer in page-locked host memory, and that is what travels.
 
-    Stage.pull    GPU -> image    on a side stream, after what the array's library has under way
-    Stage.push    image -> GPU    on another one
-    stage_of      the stage to whose image some bytes belong
+    Stage.pull    GPU -> buffer    on a side stream, after what the array's library has under way
+    Stage.push    buffer -> GPU    on another one
+    stage_of      the stage to whose buffer some bytes belong
 
 A schedule waits for the copy of a chunk and goes on with others meanwhile (`staged_run`). What is
 called done is done: a result may be read on any stream.
@@ -23,23 +23,24 @@ from typing import Any
 import numpy as np
 
 from pycoll._cuda import copies
-from pycoll._cuda.copies import Copy, Engine, Lane, Push, is_over, side
-from pycoll._cuda.cuda import Device, Lent, Mark, Rows
+from pycoll._cuda.copies import Finisher, GpuCopy, Lane, Push, is_over, side
+from pycoll._cuda.cuda import Device, IpcHandle, Mark, Rows
 from pycoll._cuda.pinned import Loan, pool
 from pycoll._dtypes import Array
 from pycoll.errors import TransportError
 
 
 class Stage:
-    """An array on a GPU, and its image.
+    """An array on a GPU, and its staging buffer.
 
-    It lives as long as the image does: for whoever sees that, as bytes only, it can be found.
+    It lives as long as the staging buffer does: for whoever sees that, as bytes only, it can be
+    found.
 
     Attributes:
         device: the GPU.
         pointer: address of the first element there.
         nbytes: of all elements.
-        is_target: it is to be written: its image gets its values from elsewhere.
+        is_target: it is to be written: its staging buffer gets its values from elsewhere.
         place: an array with the addresses of the elements on the GPU. Never look into it: it
             tells what overlaps what.
     """
@@ -61,7 +62,7 @@ class Stage:
         Args:
             device: the GPU.
             pointer: address of the first element there.
-            dtype: of the image.
+            dtype: of the staging buffer.
             shape, strides: of the array; strides in bytes.
             ready: what must be done before the array may be read or written.
             array: keeps the memory.
@@ -76,23 +77,23 @@ class Stage:
         self._ready = ready
         self._array = array
         self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
-        self._pulled: list[tuple[int, int, Copy]] = []
-        self._pushed: list[tuple[int, int, Copy | Push]] = []
+        self._pulled: list[tuple[int, int, GpuCopy]] = []
+        self._pushed: list[tuple[int, int, GpuCopy | Push]] = []
         self._lane: Lane | None = None
-        self._before: list[Copy] = []
+        self._before: list[GpuCopy] = []
         self._loan: weakref.ref[Loan] | None = None
         self._address = 0
 
-    def make_image(self) -> Array:
+    def make_buffer(self) -> Array:
         """Return host memory for the elements, C-contiguous; they are in it when `pull` is done."""
         if not self.nbytes:
             return np.empty(self.place.shape, self.place.dtype)
         loan = pool.take(self.nbytes)
         loan.stage = self
         self._loan = weakref.ref(loan)
-        image = loan.image(self.place.dtype, self.place.shape)
-        self._address = image.__array_interface__["data"][0]
-        return image
+        buffer = loan.array(self.place.dtype, self.place.shape)
+        self._address = buffer.__array_interface__["data"][0]
+        return buffer
 
     @property
     def is_read_first(self) -> bool:
@@ -105,29 +106,29 @@ class Stage:
         return not self._dims
 
     @functools.cached_property
-    def lent(self) -> Lent | None:
-        """What another process needs to reach it, asked once for a call; see `Device.lend`."""
-        return self.device.lend(self.pointer)
+    def ipc_handle(self) -> IpcHandle | None:
+        """What another process needs to reach it, asked once a call; see `Device.ipc_handle`."""
+        return self.device.ipc_handle(self.pointer)
 
-    def ready(self, engine: Engine | None) -> Copy:
+    def ready(self, engine: Finisher | None) -> GpuCopy:
         """Return an operation that is done when the array may be read, by whomever."""
         if self._ready is None or is_over(self._ready):
-            return Copy(engine, None, None, None)
+            return GpuCopy(engine, None, None, None)
         lane = side(self.device).pulls.pick()
         lane.last = lane.ready = self._ready
-        return Copy(engine, lane, self._ready, self._array)
+        return GpuCopy(engine, lane, self._ready, self._array)
 
-    def hindrances(self, engine: Engine | None) -> list[Copy]:
+    def hindrances(self, engine: Finisher | None) -> list[GpuCopy]:
         """Return what must have ended before the array may be written, by whomever."""
         found = [copy for copy in (self.ready(engine), *self._before) if not copy.is_over()]
         for copy in found:
             copy.engine = copy.engine or engine
         return found
 
-    def fill(self, engine: Engine, source: int, begin: int, end: int) -> Copy:
+    def fill(self, engine: Finisher, source: int, begin: int, end: int) -> GpuCopy:
         """Have bytes `begin` to `end` of the array, which is ready, copied from its GPU's `source`.
 
-        The image is passed over, and these bytes of it are not to be pushed any more.
+        The staging buffer is passed over, and these bytes of it are not to be pushed any more.
         """
         lane = side(self.device).pushes.pick()
         self.device.copy_within(lane.stream, self.pointer + begin, source, end - begin)
@@ -135,9 +136,9 @@ class Stage:
         self._pushed.append((begin, end, copy))
         return copy
 
-    def keep(self, begin: int, end: int) -> Copy:
+    def keep(self, begin: int, end: int) -> GpuCopy:
         """Leave bytes of the array as they are: what they shall be."""
-        copy = Copy(None, None, None, None)
+        copy = GpuCopy(None, None, None, None)
         self._pushed.append((begin, end, copy))
         return copy
 
@@ -149,8 +150,8 @@ class Stage:
         """Push nothing before all of `other`, of the same memory, is pulled."""
         self._before.append(other.pull(None))
 
-    def pull(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy:
-        """Have bytes `begin` to `end` of the elements, in C order, copied to the image, once.
+    def pull(self, engine: Finisher | None, begin: int = 0, end: int | None = None) -> GpuCopy:
+        """Have bytes `begin` to `end` of the elements, in C order, copied to the buffer, once.
 
         Of what does not lie one behind the other all is copied at once.
         """
@@ -166,13 +167,15 @@ class Stage:
         self._pulled.append((begin, end, copy))
         return copy
 
-    def push(self, engine: Engine | None, begin: int = 0, end: int | None = None) -> Copy | Push:
-        """Have bytes `begin` to `end` of the image copied to the GPU; they must not change."""
+    def push(
+        self, engine: Finisher | None, begin: int = 0, end: int | None = None
+    ) -> GpuCopy | Push:
+        """Have bytes `begin` to `end` of the buffer copied to the GPU; they must not change."""
         end = self.nbytes if end is None else end
         others = self.hindrances(engine) if begin < end else []
-        copy: Copy | Push
+        copy: GpuCopy | Push
         if others:
-            # It keeps the image, which nobody else may any more.
+            # It keeps the staging buffer, which nobody else may any more.
             later = functools.partial(self._copy, engine, begin, end, False, self._kept())
             copy = Push(others, later, goes_on=engine is not None)
         else:
@@ -193,7 +196,7 @@ class Stage:
         copies.leave(late)
 
     def offset(self, view: memoryview) -> int:
-        """Return where bytes of the image begin in it."""
+        """Return where bytes of the staging buffer begin in it."""
         address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
         return address - self._address
 
@@ -202,16 +205,16 @@ class Stage:
 
     def _copy(
         self,
-        engine: Engine | None,
+        engine: Finisher | None,
         begin: int,
         end: int,
         to_host: bool,
         loan: Loan | None = None,
-    ) -> Copy:
+    ) -> GpuCopy:
         if begin >= end:
-            return Copy(engine, None, None, None)
+            return GpuCopy(engine, None, None, None)
         loan = loan or self._kept()
-        assert loan is not None, "nobody has the image"
+        assert loan is not None, "nobody has the staging buffer"
         loan.block.pin(self.device)
         lane = self._pick(to_host)
         rows = list(self._rows(begin, end))
@@ -235,11 +238,11 @@ class Stage:
             self._lane.ready = self._ready
         return self._lane
 
-    def _put(self, engine: Engine | None, lane: Lane, loan: Loan | None = None) -> Copy:
+    def _put(self, engine: Finisher | None, lane: Lane, loan: Loan | None = None) -> GpuCopy:
         """Return the copy just put into a lane; nobody has the memory before it has ended."""
-        copy = Copy(engine, lane, lane.begun(), self._array)
+        copy = GpuCopy(engine, lane, lane.begun(), self._array)
         loan = loan or self._kept()
-        assert loan is not None, "nobody has the image"
+        assert loan is not None, "nobody has the staging buffer"
         loan.copies.append(copy)
         return copy
 
@@ -295,17 +298,17 @@ class Memory:
                 self._device.free(self.pointer)
 
 
-def fetch(engine: Engine | None, device: Device, source: int, into: memoryview) -> Copy:
+def fetch(engine: Finisher | None, device: Device, source: int, into: memoryview) -> GpuCopy:
     """Have host memory filled from a GPU."""
     lane = side(device).pulls.pick()
     address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
     row = Rows(0, 0, len(into), 1, len(into), len(into))
     device.copy(lane.stream, [row], source, address, to_host=True)
-    return Copy(engine, lane, lane.begun(), into)
+    return GpuCopy(engine, lane, lane.begun(), into)
 
 
 def stage_of(view: memoryview) -> Stage | None:
-    """Return the stage to whose image some bytes belong, if they belong to one."""
+    """Return the stage to whose staging buffer some bytes belong, if they belong to one."""
     owner: object = view.obj
     while isinstance(owner, np.ndarray):
         owner = owner.base

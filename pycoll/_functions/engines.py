@@ -1,8 +1,8 @@
 """Functions on ranks that an engine has room for, such as Ray or Dask: `pycoll.run` elsewhere.
 
 The engine runs `serve` once on each node. That starts an agent there, which calls this process
-(`calling`, `lobby`); the ranks are the agent's. The task and the results go the engine's way, which
-is made for large ones.
+(`calling`, `agent_listener`); the ranks are the agent's. The task and the results go the engine's
+way, which is made for large ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Work(NamedTuple):
     pieces: list[bytearray]
 
 
-class Engine(Protocol):
+class Cluster(Protocol):
     """What runs a function once on each node."""
 
     def start(self, works: Sequence[Work]) -> None:
@@ -66,7 +66,7 @@ class Engine(Protocol):
 
 
 def run_ranks_on(
-    engine: Engine, nodes: Sequence[int], options: Options, write_task: WriteTask
+    engine: Cluster, nodes: Sequence[int], options: Options, write_task: WriteTask
 ) -> Ended:
     """Run a job on the nodes of an engine whose ranks do a task and report.
 

@@ -1,11 +1,11 @@
 """Messages between ranks that share a GPU: the receiver copies out of the sender's memory.
 
-The host sees none of it. Instead of its value such a message brings what CUDA needs to reach it
-(an IPC handle); the transport holds the sender until the receiver has let go of the message, and
-carries no payload. What cannot be lent is staged: memory of pools and of expandable segments, short
-messages, and those to ranks of which it is not known that they can reach this rank's memory. That
-is asked once for each rank and GPU, with a small allocation that stays, while the message itself is
-staged.
+The host sees none of it. Instead of its value such a message brings what CUDA needs to reach it (an
+IPC handle); the transport holds the sender until the receiver has let go of the message, and
+carries no payload. What cannot be offered is staged: memory of pools and of expandable segments,
+short messages, and those to ranks of which it is not known that they can reach this rank's memory.
+That is asked once for each rank and GPU, with a small allocation that stays, while the message
+itself is staged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from pycoll._cuda import copies, cuda, staging
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
-from pycoll._runtime.envelope import COLLECTIVE, KIND_LENDING, LENDING, OFFER
+from pycoll._runtime.envelope import COLLECTIVE, CUDA_IPC, KIND_CUDA_IPC, OFFER
 from pycoll._transports.base import Arrival, Operation, Withdrawn
 from pycoll.errors import TransportError
 
@@ -52,7 +52,7 @@ class Offer(NamedTuple):
 
 
 def offered(arrival: Arrival) -> Offer:
-    """Return what a collective's message says of its value, which is lent."""
+    """Return what a collective's message says of its value, which is offered."""
     return Offer(*OFFER.unpack_from(arrival.header, COLLECTIVE.size))
 
 
@@ -75,10 +75,10 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     answer = engine.borrowers.get((peer, device.uuid))
     if answer is False:
         return None
-    lent = stage.lent
-    if lent is None:
+    handle = stage.ipc_handle
+    if handle is None:
         return None
-    found = Offer(device.uuid, lent.handle, lent.offset)
+    found = Offer(device.uuid, handle.handle, handle.offset)
     if answer:
         return found
     trial = _trial(device)
@@ -92,9 +92,9 @@ def _trial(device: cuda.Device) -> Offer | None:
     """Return what others try to open: it stays, whatever becomes of arrays."""
     if device.number not in _trials:
         with contextlib.suppress(TransportError):  # no memory is left
-            lent = device.lend(device.allocate(1))
-            if lent is not None:
-                _trials[device.number] = Offer(device.uuid, lent.handle, lent.offset)
+            handle = device.ipc_handle(device.allocate(1))
+            if handle is not None:
+                _trials[device.number] = Offer(device.uuid, handle.handle, handle.offset)
     return _trials.get(device.number)
 
 
@@ -104,7 +104,7 @@ _trials: dict[int, Offer] = {}
 def is_for_all(
     engine: Engine, context: Context, x: Stage, nbytes: int, result: Stage | None
 ) -> bool:
-    """Whether a value can be lent to a communicator's other ranks; asks those it does not know of.
+    """Whether all other ranks can be offered a value; asks those of which it is not known.
 
     Args:
         engine, context: of the communicator.
@@ -180,8 +180,8 @@ class Borrowing(Operation):
         self._into, self._stage, self._begin = into, stage, begin
         self.is_on_gpu = stage is not None and stage.is_contiguous and stage.device is device
         self.is_there = True
-        self._hindrances: deque[copies.Copy] = deque()
-        self._copy: copies.Copy | None = None
+        self._hindrances: deque[copies.GpuCopy] = deque()
+        self._copy: copies.GpuCopy | None = None
         self._base = device.borrow(offer.handle)
         self._is_open = True
         self._source = self._base + offer.offset
@@ -254,7 +254,8 @@ def borrow(
     Args:
         engine, context, arrival: see `Borrowing`.
         into: host memory of its length.
-        on_gpu: the array on a GPU whose image that is shall have it, if that is the same GPU.
+        on_gpu: the array on a GPU whose staging buffer that is shall have it, if that is the same
+            GPU.
     """
     stage = staging.stage_of(into) if on_gpu else None
     begin = stage.offset(into) if stage is not None else 0
@@ -265,8 +266,8 @@ def borrow(
 
 def heard(engine: Engine, context: Context, arrival: Arrival) -> None:
     """Take a question, or an answer."""
-    _, _, what = LENDING.unpack_from(arrival.header)
-    data = bytes(arrival.header[LENDING.size :])
+    _, _, what = CUDA_IPC.unpack_from(arrival.header)
+    data = bytes(arrival.header[CUDA_IPC.size :])
     arrival.release()
     if what == _ASK:
         asked, _ = split(data)
@@ -291,7 +292,7 @@ def _try(asked: Offer) -> int:
 
 
 def _say(engine: Engine, context: Context, peer: int, what: int, data: bytes) -> None:
-    header = LENDING.pack(KIND_LENDING, context.ident, what)
+    header = CUDA_IPC.pack(KIND_CUDA_IPC, context.ident, what)
     engine.send(context, peer, header + data, ())
 
 

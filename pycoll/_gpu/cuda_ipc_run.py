@@ -1,8 +1,9 @@
 """A schedule that only moves, among ranks that share a GPU: the values stay there.
 
-Each message is lent (`lending`): its receiver copies the value out of the sender's array into its
-own. What a rank cannot lend it stages, and every run can receive either: so each rank may decide
-alone. Sends and copies become external steps; what was received, but not lent, is pushed by one.
+Each message is offered (`cuda_ipc`): its receiver copies the value out of the sender's array into
+its own. What a rank cannot offer it stages, and every run can receive either: so each rank may
+decide alone. Sends and copies become external steps; what was received, but not offered, is pushed
+by one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pycoll._gpu.cuda_ipc import MIN_NBYTES, Offer
 from pycoll._runtime.binding import Binding, are_neighbors
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
-from pycoll._runtime.envelope import KIND_LENT
+from pycoll._runtime.envelope import KIND_OFFERED
 from pycoll._runtime.external import Chunks, Draft, External, Table
 from pycoll._transports.base import Operation
 from pycoll.errors import TransportError
@@ -28,15 +29,15 @@ Place = tuple[Stage, int]
 
 
 def fits(engine: Engine, context: Context, schedule: Schedule, binding: Binding) -> bool:
-    """Whether a run can leave all its chunks on the GPU, and lend all that it sends."""
+    """Whether a run can leave all its chunks on the GPU, and offer all that it sends."""
     if binding.combine is not None or any([isinstance(step, Reduce) for step in schedule.steps]):
         return False
     if None in binding.nbytes:
         return False
-    lent = set()
+    offered = set()
     for step, chunks in zip(schedule.steps, schedule.chunks, strict=True):
         if isinstance(step, Send):
-            lent.add((tuple(chunks), context.members[step.peer]))
+            offered.add((tuple(chunks), context.members[step.peer]))
         if len(chunks) > 1 and not _is_piece_of_target(binding, chunks):
             return False
         if not isinstance(step, Send) and any(
@@ -51,7 +52,7 @@ def fits(engine: Engine, context: Context, schedule: Schedule, binding: Binding)
         [not stage.is_contiguous or stage.is_read_first for stage in used]
     ):
         return False
-    for chunks, peer in lent:
+    for chunks, peer in offered:
         if sum([binding.nbytes[chunk] or 0 for chunk in chunks]) < MIN_NBYTES:
             return False
         for view in _views(binding, chunks[0]):
@@ -84,7 +85,7 @@ def _stages(binding: Binding) -> set[Stage | None]:
     }
 
 
-def lent(schedule: Schedule, binding: Binding) -> tuple[Table, Binding]:
+def offered(schedule: Schedule, binding: Binding) -> tuple[Table, Binding]:
     """Return a schedule, and a binding, whose values stay on the GPU."""
     draft = Draft(schedule)
     everything = range(len(schedule.steps))
@@ -102,8 +103,8 @@ def lent(schedule: Schedule, binding: Binding) -> tuple[Table, Binding]:
     for position, step in enumerate(schedule.steps):
         chunks = schedule.chunks[position]
         if isinstance(step, Send):
-            lend = partial(_lend, step.peer, chunks, schedule.number[position])
-            draft.replace(position, External(lend))
+            offer = partial(_offer, step.peer, chunks, schedule.number[position])
+            draft.replace(position, External(offer))
         elif isinstance(step, Copy):
             draft.replace(position, External(partial(_copy, step.source, chunks[0])))
         else:
@@ -148,7 +149,7 @@ def _fill(engine: Engine, into: memoryview, source: memoryview) -> Begun | None:
 
 
 def _push(chunks: Sequence[int], run: Chunks) -> Begun | None:
-    """Have what was received go on to the GPU, if it was not lent."""
+    """Have what was received go on to the GPU, if it was not offered."""
     (value,) = run.values(chunks)
     if not len(value):
         return None
@@ -160,15 +161,15 @@ def _push(chunks: Sequence[int], run: Chunks) -> Begun | None:
     return Begun(copy, copy.settle)
 
 
-def _lend(peer: int, chunks: Sequence[int], number: int, run: Chunks) -> Operation:
+def _offer(peer: int, chunks: Sequence[int], number: int, run: Chunks) -> Operation:
     world, parts = run.context.members[peer], run.values(chunks)
     assert len(parts) == 1, "chunks of one message are not in one place"
     stage, begin = _place(parts[0])
     found = cuda_ipc.offer(run.engine, run.context, stage, world)
     if found is None:
-        raise TransportError("an array on a GPU that could be lent cannot any more")
+        raise TransportError("an array on a GPU that could be offered cannot any more")
     offer = Offer(found.uuid, found.handle, found.offset + begin)
-    message = run.header(number, KIND_LENT, offer.pack())
+    message = run.header(number, KIND_OFFERED, offer.pack())
     return run.engine.hold(run.context, world, message, parts)
 
 

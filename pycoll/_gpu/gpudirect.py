@@ -1,8 +1,9 @@
 """GPUDirect RDMA: arrays on a GPU that the network device reads and writes itself.
 
-Point to point, a large array does not travel by way of its image then: the image only names it
-below. Each end decides for itself, so the other one's array may be anywhere. What cannot be reached
-so is staged: other transports, memory that the driver does not export, arrays with gaps.
+Point to point, a large array does not travel by way of its staging buffer then: the staging buffer
+only names it below. Each end decides for itself, so the other one's array may be anywhere. What
+cannot be reached so is staged: other transports, memory that the driver does not export, arrays
+with gaps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ that begins to be worth while; no transport buffers as much."""
 VARIABLE: Final = "PYCOLL_GPUDIRECT"
 
 
-class Place:
+class GpuMemory:
     """Memory on a GPU, for a transport that reaches it: an `Elsewhere`.
 
     Args:
@@ -55,27 +56,27 @@ class Place:
         """See `Elsewhere`."""
         source = np.frombuffer(data, np.uint8)
         stage = Stage(self._gpu, self._pointer, source.dtype, source.shape, (1,), None, self)
-        image = stage.make_image()
-        image[:] = source
+        buffer = stage.make_buffer()
+        buffer[:] = source
         stage.push(None).wait()
 
-    def another(self, nbytes: int) -> Place:
+    def another(self, nbytes: int) -> GpuMemory:
         """See `Elsewhere`."""
         memory = Memory(self._gpu, nbytes)
-        return Place(self._gpu, memory.pointer, nbytes, memory)
+        return GpuMemory(self._gpu, memory.pointer, nbytes, memory)
 
 
 def for_send(engine: Engine, stage: Stage, part: memoryview, peer: int) -> Reach | None:
     """Have an array, when it is ready, sent to the world rank `peer` out of the GPU's memory.
 
     Args:
-        part: its image.
+        part: its staging buffer.
 
     None: it must be staged.
     """
     if not _is_fit(stage, len(part)) or not stage.device.direct.reads:
         return None
-    place = Place(stage.device, stage.pointer, len(part), stage)
+    place = GpuMemory(stage.device, stage.pointer, len(part), stage)
     return engine.reach(peer, part, place)
 
 
@@ -83,13 +84,13 @@ def for_receive(arrival: Arrival, stage: Stage, into: memoryview) -> Reach | Non
     """Have a message written to the GPU's memory, when the array there may be written.
 
     Args:
-        into: as much of the array's image as the message is long.
+        into: as much of the array's staging buffer as the message is long.
 
     None: it must be staged.
     """
     if not _is_fit(stage, len(into)) or not stage.device.direct.writes:
         return None
-    return arrival.reach(into, Place(stage.device, stage.pointer, len(into), stage))
+    return arrival.reach(into, GpuMemory(stage.device, stage.pointer, len(into), stage))
 
 
 def _is_fit(stage: Stage, nbytes: int) -> bool:

@@ -1,26 +1,26 @@
 """How a value leaves a GPU, and comes to one, point to point: the best of what can be.
 
-    lent        the receiver copies it within the GPU that both share         lending
+    offered     the receiver copies it within the GPU that both share         cuda_ipc
     direct      the network device reads it, or writes it, on the GPU         gpudirect
     segments    by way of host memory, one part of it after the other         segments
     staged      by way of host memory
 
-The sender chooses among all of them. What is neither lent nor comes in segments the receiver takes
-directly, if it can.
+The sender chooses among all of them. What is neither offered nor comes in segments the receiver
+takes directly, if it can.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from pycoll._cuda.copies import Copy
+from pycoll._cuda.copies import GpuCopy
 from pycoll._cuda.staging import Stage
 from pycoll._gpu import cuda_ipc, gpudirect, segments
 from pycoll._gpu.cuda_ipc import Borrowing, Offer
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
-from pycoll._runtime.envelope import ARRAY, LENT, SEGMENTS, Incoming
-from pycoll._runtime.messages import Letter, accepted
+from pycoll._runtime.envelope import ARRAY, OFFERED, SEGMENTS, Incoming
+from pycoll._runtime.messages import Envelope, accepted
 from pycoll._runtime.task import CallSteps
 from pycoll._transports.base import Arrival, Operation, Reach, Transfer
 from pycoll.errors import OperationTimeout
@@ -30,7 +30,7 @@ class Way(Protocol):
     """How a value leaves its GPU."""
 
     @property
-    def copy(self) -> Copy:
+    def copy(self) -> GpuCopy:
         """When it is done, the message may be sent."""
 
     def start(self) -> Operation:
@@ -40,57 +40,59 @@ class Way(Protocol):
         """It will not be sent, or not to the end."""
 
 
-def choose(letter: Letter, stage: Stage, is_detached: bool) -> Way:
+def choose(envelope: Envelope, stage: Stage, is_detached: bool) -> Way:
     """Return how a value leaves; `is_detached`: the array itself may change meanwhile."""
     if not is_detached:
-        offer = cuda_ipc.offer(letter.engine, letter.context, stage, letter.peer)
+        offer = cuda_ipc.offer(envelope.engine, envelope.context, stage, envelope.peer)
         if offer is not None:
-            return _Lent(letter, stage, offer)
-        reach = gpudirect.for_send(letter.engine, stage, letter.image, letter.peer)
+            return _CudaIpc(envelope, stage, offer)
+        reach = gpudirect.for_send(envelope.engine, stage, envelope.payload, envelope.peer)
         if reach is not None:
-            return _Direct(letter, stage, reach)
-    return segments.Sending(letter, stage) if segments.fits(stage) else _Staged(letter, stage)
+            return _Direct(envelope, stage, reach)
+    return segments.Sending(envelope, stage) if segments.fits(stage) else _Staged(envelope, stage)
 
 
 class _Staged:
-    def __init__(self, letter: Letter, stage: Stage) -> None:
-        self._letter = letter
-        self.copy = stage.pull(letter.engine)
+    def __init__(self, envelope: Envelope, stage: Stage) -> None:
+        self._envelope = envelope
+        self.copy = stage.pull(envelope.engine)
 
     def start(self) -> Operation:
-        letter = self._letter
-        start = letter.engine.hold if letter.is_synchronous else letter.engine.send
-        return start(letter.context, letter.peer, letter.header(ARRAY), (letter.image,))
+        envelope = self._envelope
+        start = envelope.engine.hold if envelope.is_synchronous else envelope.engine.send
+        return start(envelope.context, envelope.peer, envelope.header(ARRAY), (envelope.payload,))
 
     def cancel(self) -> None:
         self.copy.watch()  # the array is let go in the end
 
 
-class _Lent:
-    def __init__(self, letter: Letter, stage: Stage, offer: Offer) -> None:
-        self._letter = letter
+class _CudaIpc:
+    def __init__(self, envelope: Envelope, stage: Stage, offer: Offer) -> None:
+        self._envelope = envelope
         self._offer = offer
-        self.copy = stage.ready(letter.engine)
+        self.copy = stage.ready(envelope.engine)
 
     def start(self) -> Operation:
-        letter = self._letter
-        header = letter.header(LENT, self._offer.pack())
-        return letter.engine.hold(letter.context, letter.peer, header, (letter.image,))
+        envelope = self._envelope
+        header = envelope.header(OFFERED, self._offer.pack())
+        return envelope.engine.hold(envelope.context, envelope.peer, header, (envelope.payload,))
 
     def cancel(self) -> None:
         pass
 
 
 class _Direct:
-    def __init__(self, letter: Letter, stage: Stage, reach: Reach) -> None:
-        self._letter = letter
+    def __init__(self, envelope: Envelope, stage: Stage, reach: Reach) -> None:
+        self._envelope = envelope
         self._reach = reach
-        self.copy = stage.ready(letter.engine)
+        self.copy = stage.ready(envelope.engine)
 
     def start(self) -> Operation:
-        letter = self._letter
-        header = letter.header(ARRAY)
-        transfer = letter.engine.hold(letter.context, letter.peer, header, (letter.image,))
+        envelope = self._envelope
+        header = envelope.header(ARRAY)
+        transfer = envelope.engine.hold(
+            envelope.context, envelope.peer, header, (envelope.payload,)
+        )
         return gpudirect.Sending(transfer, self._reach)
 
     def cancel(self) -> None:
@@ -101,9 +103,9 @@ class _Direct:
 
 
 def described(message: Incoming) -> bytes:
-    """Return the array's description of a message that is lent, or comes in segments."""
+    """Return the array's description of a message that is offered, or comes in segments."""
     description = message.description
-    if message.form == LENT:
+    if message.form == OFFERED:
         return cuda_ipc.split(description)[1]
     return segments.described(description) if message.form == SEGMENTS else description
 
@@ -116,14 +118,14 @@ def length(message: Incoming) -> int:
 def take(
     engine: Engine, context: Context, message: Incoming, target: memoryview, stage: Stage | None
 ) -> CallSteps:
-    """Have a message written to `target`, or to the GPU if that is the image of `stage`.
+    """Have a message written to `target`, or to the GPU if that is the staging buffer of `stage`.
 
     Given up, it is back in the queue.
 
     Raises:
         Withdrawn: its sender has given up.
     """
-    if message.form == LENT:
+    if message.form == OFFERED:
         is_there = yield from _borrow(engine, context, message, target, stage)
     elif message.form == SEGMENTS:
         is_there = yield from _collect(engine, context, message, target, stage)
@@ -181,7 +183,7 @@ def _collect(
 def _accept(
     engine: Engine, context: Context, message: Incoming, target: memoryview, stage: Stage | None
 ) -> CallSteps:
-    """Have a message come into the image, or to the GPU; returns whether it is there."""
+    """Have a message come into the staging buffer, or to the GPU; returns whether it is there."""
     assert stage is not None, "a message of the host for the host"
     reach = gpudirect.for_receive(message.arrival, stage, target)
     if reach is None:
@@ -193,7 +195,7 @@ def _accept(
     finally:
         reach.close()
         stage.device.flush()  # nor shall what was given up be seen later
-    if reach.is_in_image:
+    if reach.is_in_buffer:
         return False
     stage.keep(0, stage.nbytes)
     return True
@@ -219,7 +221,7 @@ def _writable(engine: Engine, context: Context, message: Incoming, stage: Stage)
 
 
 def _pushed(engine: Engine, stage: Stage, nbytes: int) -> CallSteps:
-    """Wait until the front of an image is on its GPU."""
+    """Wait until the front of a staging buffer is on its GPU."""
     copy = stage.push(engine, 0, nbytes)
     try:
         if not copy.done:

@@ -14,7 +14,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from pycoll._cuda.copies import Copy, Push, all_of
+from pycoll._cuda.copies import GpuCopy, Push, all_of
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.envelope import ARRAY, COLLECTIVE, KIND_COLLECTIVE, SEGMENTS, Key
@@ -24,7 +24,7 @@ from pycoll.errors import TransportError
 if TYPE_CHECKING:
     from pycoll._cuda.staging import Stage
     from pycoll._runtime.envelope import Incoming
-    from pycoll._runtime.messages import Letter
+    from pycoll._runtime.messages import Envelope
 
 SEGMENT_NBYTES: Final = 4 << 20
 """As long as it takes to make starting a copy and a message cheap."""
@@ -65,19 +65,19 @@ class Sending(Operation):
     """A value on its way.
 
     Args:
-        letter: the message.
+        envelope: the message.
         stage: of the value.
 
     Attributes:
         copy: when that is done, the message may start.
     """
 
-    __slots__ = ("_copies", "_headers", "_left", "_letter", "_spans", "_transfers", "copy")
+    __slots__ = ("_copies", "_envelope", "_headers", "_left", "_spans", "_transfers", "copy")
 
-    def __init__(self, letter: Letter, stage: Stage) -> None:
+    def __init__(self, envelope: Envelope, stage: Stage) -> None:
         super().__init__()
-        self._letter = letter
-        engine, context, nbytes = letter.engine, letter.context, len(letter.image)
+        self._envelope = envelope
+        engine, context, nbytes = envelope.engine, envelope.context, len(envelope.payload)
         self._spans = _spans(nbytes, SEGMENT_NBYTES)
         self._copies = deque(
             all_of(stage.pull(engine, span.start, span.stop) for span in self._spans)
@@ -85,7 +85,7 @@ class Sending(Operation):
         self.copy = self._copies[0]
         value = context.next_value
         context.next_value = (value + 1) % _FIRST_NUMBER
-        self._headers = [letter.header(SEGMENTS, _HEAD.pack(value, nbytes, SEGMENT_NBYTES))]
+        self._headers = [envelope.header(SEGMENTS, _HEAD.pack(value, nbytes, SEGMENT_NBYTES))]
         self._headers += [
             COLLECTIVE.pack(KIND_COLLECTIVE, context.ident, _FIRST_NUMBER + value, 0, index)
             for index in range(1, len(self._spans))
@@ -135,9 +135,9 @@ class Sending(Operation):
             self._copies.popleft().watch()
 
     def _send(self, index: int) -> Operation:
-        letter = self._letter
-        view = letter.image[self._spans[index]]
-        return letter.engine.hold(letter.context, letter.peer, self._headers[index], (view,))
+        envelope = self._envelope
+        view = envelope.payload[self._spans[index]]
+        return envelope.engine.hold(envelope.context, envelope.peer, self._headers[index], (view,))
 
     def _sent(self, transfer: Operation) -> None:
         if self._left < 0 or self.done:
@@ -169,7 +169,8 @@ class Receiving(Transfer):
         engine, context: of the receiver.
         message: with the first segment; it is accepted.
         into: where the bytes shall be.
-        stage: of an array on a GPU whose image that is, and where they shall go on to, or None.
+        stage: of an array on a GPU whose staging buffer that is, and where they shall go on to, or
+            None.
 
     Attributes:
         message: the same, for one who gives up, and receives it again: without `stage`.
@@ -210,7 +211,7 @@ class Receiving(Transfer):
         self._spans = _spans(nbytes, step)
         self._left = len(self._spans)
         self._transfers: dict[int, Transfer] = {}
-        self._pushes: list[Copy | Push] = []
+        self._pushes: list[GpuCopy | Push] = []
         self._keys: dict[int, Key] = {
             index: (_FIRST_NUMBER + value, 0, first.peer, index)
             for index in range(1, len(self._spans))

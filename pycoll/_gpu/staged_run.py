@@ -1,8 +1,8 @@
 """A schedule on arrays of which some are on a GPU: copies become steps, with hazards of their own.
 
-The steps that use a chunk wait until it is in the image; it leaves for the GPU as soon as no step
-uses it any more. So copies in both directions and messages are under way at the same time, as many
-as there are chunks, or segments of them.
+The steps that use a chunk wait until it is in the staging buffer; it leaves for the GPU as soon as
+no step uses it any more. So copies in both directions and messages are under way at the same time,
+as many as there are chunks, or segments of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pycoll.schedule import Schedule, users_of
 
 
 def is_staged(binding: Binding) -> bool:
-    """Whether any chunk is in the image of an array on a GPU."""
+    """Whether any chunk is in the staging buffer of an array on a GPU."""
     sources = [part for parts in binding.source if parts for part in parts]
     targets = [view for view in binding.target if view is not None]
     return any([stage_of(view) is not None for view in (*sources, *targets)])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from pycoll._rendezvous.connection import Link
+    from pycoll._rendezvous.connection import Connection
 
 __all__ = ["Client", "Event"]
 
@@ -59,10 +59,10 @@ class Event:
         return f"Event({self.kind!r}, {self.fields!r})"
 
 
-def _by_zmq(*args: Any) -> Link:
-    from pycoll._rendezvous.connection import Link
+def _by_zmq(*args: Any) -> Connection:
+    from pycoll._rendezvous.connection import Connection
 
-    return Link(*args)
+    return Connection(*args)
 
 
 class Client:
@@ -106,7 +106,7 @@ class Client:
         self._pid = os.getpid()
         max_nbytes = wire.MAX_FRAME_NBYTES + size * wire.MAX_INFO_NBYTES
         local = adopt(link, key, max_nbytes)
-        self._link: LocalLink | Link = local or _by_zmq(
+        self._link: LocalLink | Connection = local or _by_zmq(
             endpoint, key, context, max_nbytes, rank, size
         )
         self._events: list[Event] = []
@@ -206,7 +206,7 @@ class Client:
             "waiting" {context, number, call, where, members, waited_s, name, serial},
             "running" {},
             "seen" {round, serial, call, options, started, quiet, threads, ends}, to "look",
-            "tell" {rank, letter}.
+            "tell" {rank, note}.
 
         Raises:
             ValueError: no such kind, or its fields are wrong.

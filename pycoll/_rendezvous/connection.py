@@ -48,7 +48,7 @@ _MAX_SILENCE_S = 2.0
 _NEVER_MS = (1 << 31) - 1
 
 
-class Link:
+class Connection:
     """A DEALER with a CURVE handshake that passed, and a monitor that tells when it is lost.
 
     It does not reconnect: ZeroMQ would lose what was under way without a word. The owner sleeps

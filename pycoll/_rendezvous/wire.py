@@ -32,7 +32,7 @@ _SHORT_TEXT = 4 << 10
 
 _MIN_KEY_NBYTES = 16
 _MAX_CONTEXT_NBYTES = 256
-_MAX_LETTER_NBYTES = 1 << 10
+_MAX_NOTE_NBYTES = 1 << 10
 _MAX_NAME = 200
 _BROKEN_ERRORS = frozenset({"MismatchError", "OperationTimeout", "PeerFailed", "KeyboardInterrupt"})
 
@@ -238,9 +238,9 @@ def _peer(value: object, size: int) -> int:
     return integer(value, 0, size - 1)
 
 
-def _letter(value: object, size: int) -> bytes:
-    if not isinstance(value, bytes) or len(value) > _MAX_LETTER_NBYTES:
-        raise MalformedError(f"a letter has at most {_MAX_LETTER_NBYTES} bytes")
+def _note(value: object, size: int) -> bytes:
+    if not isinstance(value, bytes) or len(value) > _MAX_NOTE_NBYTES:
+        raise MalformedError(f"a note has at most {_MAX_NOTE_NBYTES} bytes")
     return value
 
 
@@ -312,7 +312,7 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
         "round": _number, "serial": _number, "call": _pair, "options": _options, "started": _pairs,
         "quiet": _flag, "threads": _number, "ends": _flag,
     },
-    "tell": {"rank": _peer, "letter": _letter},
+    "tell": {"rank": _peer, "note": _note},
 }  # fmt: skip
 
 

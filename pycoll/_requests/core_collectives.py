@@ -20,7 +20,7 @@ from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._runtime.engine import raise_error
 from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
 from pycoll._transports._core import Collective as Core
 from pycoll._transports._core import Collectives, Plan, forget_plans
@@ -39,15 +39,18 @@ if TYPE_CHECKING:
     from pycoll._runtime.context import Context
     from pycoll._transports.base import Parts
 else:
-    np = Late("numpy")
-    rooted, arguments = Late("pycoll._calls.rooted"), Late("pycoll._calls.arguments")
-    conversion, collectives = Late("pycoll._arrays.conversion"), Late("pycoll._calls.collectives")
-    core_runs, operators, p2p = (
-        Late("pycoll._calls.core_runs"),
-        Late("pycoll._arrays.operators"),
-        Late("pycoll._calls.p2p"),
+    np = LazyModule("numpy")
+    rooted, arguments = LazyModule("pycoll._calls.rooted"), LazyModule("pycoll._calls.arguments")
+    conversion, collectives = (
+        LazyModule("pycoll._arrays.conversion"),
+        LazyModule("pycoll._calls.collectives"),
     )
-    schedules, staged_run = Late("pycoll.schedules"), Late("pycoll._gpu.staged_run")
+    core_runs, operators, p2p = (
+        LazyModule("pycoll._calls.core_runs"),
+        LazyModule("pycoll._arrays.operators"),
+        LazyModule("pycoll._calls.p2p"),
+    )
+    schedules, staged_run = LazyModule("pycoll.schedules"), LazyModule("pycoll._gpu.staged_run")
 
 SLICE_S = 0.1
 """So long a call has been waited for when the core leaves it to Python."""
@@ -224,13 +227,13 @@ class Plans:
         prepared = getattr(calls, name)(**arguments)
         if prepared.native is not None and group.native is not None:
             return None
-        if name not in REDUCING and core_runs.may_be_lent_to():
+        if name not in REDUCING and core_runs.may_be_offered():
             return None
         if name in ("broadcast", "scatter"):
             if algorithm == SHARED_MEMORY:
                 return None
             return self._announced(name, prepared.text.encode(), x, root, result, algorithm)
-        if prepared.bound is None or prepared.by_levels is not None:
+        if prepared.bound is None or prepared.by_two_levels is not None:
             return None
         bound: Bound = prepared.bound()
         binding, choice = bound.binding, bound.how[1]

@@ -20,7 +20,7 @@ from pycoll._runtime.engine import raise_error
 from pycoll._runtime.envelope import ANY, P2P, Incoming, Status
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edges
 from pycoll._transports._core import Both as CoreBoth
 from pycoll._transports._core import Messages, wait_all, wait_any
@@ -37,9 +37,12 @@ if TYPE_CHECKING:
     from pycoll._runtime.context import Context
     from pycoll._transports._core import Receive
 else:
-    arguments, conversion = Late("pycoll._calls.arguments"), Late("pycoll._arrays.conversion")
-    dtypes = Late("pycoll._dtypes")
-    objects, p2p = Late("pycoll._arrays.objects"), Late("pycoll._calls.p2p")
+    arguments, conversion = (
+        LazyModule("pycoll._calls.arguments"),
+        LazyModule("pycoll._arrays.conversion"),
+    )
+    dtypes = LazyModule("pycoll._dtypes")
+    objects, p2p = LazyModule("pycoll._arrays.objects"), LazyModule("pycoll._calls.p2p")
 
 SEND, SSEND, RECV, PROBE = range(4)
 """Kinds of requests, numbered as in _core/request.h."""

@@ -16,7 +16,7 @@ from pycoll._runtime.context import Match
 from pycoll._runtime.engine import raise_error
 from pycoll._runtime.task import Call, Several, Started, caller
 from pycoll._support.foreign_names import OF_REQUESTS, Hinting
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges
 from pycoll.errors import Error
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pycoll._calls.group import Group
     from pycoll._calls.prepared import Prepared
 else:
-    arguments = Late("pycoll._calls.arguments")
+    arguments = LazyModule("pycoll._calls.arguments")
 
 
 R = TypeVar("R", covariant=True)

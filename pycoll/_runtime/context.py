@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from pycoll._runtime.envelope import (
     ANY,
     COLLECTIVE,
-    KIND_LENDING,
+    KIND_CUDA_IPC,
     P2P,
     Held,
     Incoming,
@@ -240,7 +240,7 @@ class Context:
         self.collectives: RunInCore | None = None
         self.turns: dict[int, Operation] = {}
         self.borrowed: dict[Arrival, bool] = {}
-        self.on_lending: Callable[[Arrival], None] = lambda arrival: arrival.release()
+        self.on_cuda_ipc: Callable[[Arrival], None] = lambda arrival: arrival.release()
         self._messages_were_usable = False
 
     def is_broken(self) -> bool:
@@ -520,8 +520,8 @@ class Context:
         if self.broken is not None:
             self._drop(arrival)
             return
-        if arrival.header[0] == KIND_LENDING:
-            self.on_lending(arrival)
+        if arrival.header[0] == KIND_CUDA_IPC:
+            self.on_cuda_ipc(arrival)
             return
         _, _, number, _, _ = COLLECTIVE.unpack_from(arrival.header)
         theirs = call_of(arrival)

@@ -196,7 +196,7 @@ class Driver(ABC):
                     self._state.acquire()
                 finally:
                     self._wanted = False
-        self._core.engaged = True  # the core's short way is closed
+        self._core.engaged = True  # the core's fast path is closed
 
     def _retake(self) -> None:
         """Get the lock back, and only then raise what a signal handler has raised meanwhile."""
@@ -218,7 +218,7 @@ class Driver(ABC):
                 self._state.release()
 
     def _make_room(self) -> None:
-        """Let the thread in that wants the lock: it holds the gate until it has it."""
+        """Let the thread in that wants the lock: it holds `_gate` until it has it."""
         try:
             self.leave()
             with self._gate:

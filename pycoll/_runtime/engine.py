@@ -59,7 +59,7 @@ class Engine(Driver):
     Attributes:
         rank: world rank of this process.
         hosts: by world rank the number of its host.
-        borrowers: whether a world rank can reach memory of a GPU, by its identity (`lending`).
+        borrowers: whether a world rank can reach memory of a GPU, by its identity (`cuda_ipc`).
     """
 
     def __init__(
@@ -446,13 +446,13 @@ class Engine(Driver):
         """The link to `peer` is gone; the launcher knows why, if anybody does."""
         self.membership.link_lost(peer, reason)
 
-    def tell(self, peer: int, letter: bytes) -> None:
-        """Send a letter of a transport's to that of `peer`, by way of the launcher."""
+    def tell(self, peer: int, note: bytes) -> None:
+        """Send a note of a transport's to that of `peer`, by way of the launcher."""
         if self.control is not None:
-            self.control.post("tell", rank=peer, letter=letter)
+            self.control.post("tell", rank=peer, note=note)
 
     def listen(self, timeout_s: float) -> Collection[int]:
-        """Hand over the letters that come; returns the ranks that have ended or left."""
+        """Hand over the notes that come; returns the ranks that have ended or left."""
         if self.control is not None:
             poller = select.poll()  # of its own: another thread may be looking
             poller.register(self.control.fileno(), select.POLLIN)
@@ -482,7 +482,7 @@ class Engine(Driver):
         elif kind == "look":
             self.waits.answer(fields["round"], fields["contexts"])
         elif kind == "told":
-            self.transport.hear(fields["rank"], fields["letter"])
+            self.transport.hear(fields["rank"], fields["note"])
         elif kind == "lost":
             if self.has_helpers:
                 reason = "its helper, by which the ranks have met, or this host's agent is gone"

@@ -31,19 +31,19 @@ P2P = struct.Struct("<BQqB")
 COLLECTIVE = struct.Struct("<BQIHI")
 """Header of a collective's message: kind, context, number, lane, index; then the call."""
 
-LENDING = struct.Struct("<BQB")
+CUDA_IPC = struct.Struct("<BQB")
 """Header of what ranks ask each other about memory on a GPU: kind, context, what; then data."""
 
 OFFER = struct.Struct("<16s64sQ")
-"""Where a value that is lent lies, after the header of its message: see `lending.Offer`."""
+"""Where a value that is offered lies, after the header of its message: see `cuda_ipc.Offer`."""
 
-KIND_P2P, KIND_COLLECTIVE, KIND_LENDING, KIND_LENT = range(1, 5)
+KIND_P2P, KIND_COLLECTIVE, KIND_CUDA_IPC, KIND_OFFERED = range(1, 5)
 """Of messages; the last: a collective's whose value stays where it is."""
 
-ARRAY, OBJECT, LENT, SEGMENTS = range(4)
+ARRAY, OBJECT, OFFERED, SEGMENTS = range(4)
 """Forms of a point-to-point message.
 
-Of one that is lent, the value stays where it is; the last brings the first segment of one.
+Of one that is offered, the value stays where it is; the last brings the first segment of one.
 """
 
 
@@ -89,7 +89,7 @@ def are_same(one: bytes, other: bytes) -> bool:
 def call_of(arrival: Arrival) -> bytes:
     """Return the call to which a collective's message belongs, as it came on the wire."""
     header = arrival.header
-    skipped = COLLECTIVE.size + (OFFER.size if header[0] == KIND_LENT else 0)
+    skipped = COLLECTIVE.size + (OFFER.size if header[0] == KIND_OFFERED else 0)
     return bytes(header[skipped:])
 
 

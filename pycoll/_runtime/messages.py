@@ -12,14 +12,14 @@ from pycoll._transports.base import Transfer
 from pycoll.errors import OperationTimeout
 
 
-class Letter(NamedTuple):
+class Envelope(NamedTuple):
     """A message to be sent.
 
     Attributes:
         engine, context: of the sender.
         peer: world rank of the receiver.
         tag: its tag.
-        image: of the value.
+        payload: the elements of the value.
         description: of the array.
         is_synchronous: it is sent when it is received, not before.
     """
@@ -28,7 +28,7 @@ class Letter(NamedTuple):
     context: Context
     peer: int
     tag: int
-    image: memoryview
+    payload: memoryview
     description: bytes
     is_synchronous: bool
 

@@ -176,7 +176,7 @@ def use() -> Use:
 # --- arrays of other ranks -----------------------------------------------------------------
 
 
-class Lent(NamedTuple):
+class Exposed(NamedTuple):
     """An array of this rank that others may hold.
 
     Attributes:
@@ -197,7 +197,7 @@ class Said(NamedTuple):
         address, nbytes: from its first byte in memory to its last.
         offset: bytes from there to its first element.
         shape, strides, dtype, writeable: as NumPy has them.
-        held: address of `Lent.held`.
+        held: address of `Exposed.held`.
     """
 
     refused: str
@@ -211,7 +211,7 @@ class Said(NamedTuple):
     held: int = 0
 
 
-_lent: list[Lent] = []
+_exposed: list[Exposed] = []
 
 
 @cache
@@ -222,13 +222,13 @@ def _retire_at_exit() -> None:
         atexit.register(core.retire_arrays)
 
 
-def lend(x: Any, rank: int, size: int) -> tuple[np.ndarray[Any, Any] | None, Said]:
+def expose(x: Any, rank: int, size: int) -> tuple[np.ndarray[Any, Any] | None, Said]:
     """Prepare an array to be shared with the other ranks of a communicator.
 
     Returns:
         The array as NumPy's, and what the others are to be told.
     """
-    _lent[:] = [lent for lent in _lent if lent.held.any()]
+    _exposed[:] = [one for one in _exposed if one.held.any()]
     value = conversion.wrap(x)
     if value is None or value.stage is not None:
         kind = "an array on a GPU" if value is not None else f"a {type(x).__name__}"
@@ -247,7 +247,7 @@ def lend(x: Any, rank: int, size: int) -> tuple[np.ndarray[Any, Any] | None, Sai
     held[:] = 1
     held[rank] = 0
     _retire_at_exit()
-    _lent.append(Lent(array, held))
+    _exposed.append(Exposed(array, held))
     low, high = _bounds(array)
     data = array.__array_interface__["data"][0]
     return array, Said(
@@ -265,8 +265,8 @@ def lend(x: Any, rank: int, size: int) -> tuple[np.ndarray[Any, Any] | None, Sai
 
 def take_back(array: np.ndarray[Any, Any] | None) -> None:
     """Forget an array that was prepared last, and that nobody got."""
-    if _lent and _lent[-1].array is array:
-        _lent.pop()
+    if _exposed and _exposed[-1].array is array:
+        _exposed.pop()
 
 
 def borrow(host: Host, local: int, said: Said, rank: int, size: int) -> np.ndarray[Any, Any]:

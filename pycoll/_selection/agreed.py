@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._support.environment import encrypts
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import BootstrapError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pycoll._selection import costs
     from pycoll._selection.costs import Table
 else:  # a job that has set nothing and talks through shared memory needs neither
-    costs, schedules = Late("pycoll._selection.costs"), Late("pycoll.schedules")
+    costs, schedules = LazyModule("pycoll._selection.costs"), LazyModule("pycoll.schedules")
 
 SHARED_MEMORY = "shared_memory"
 """The algorithm of the compiled core, which is no schedule."""

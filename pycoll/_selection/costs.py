@@ -1,7 +1,7 @@
 """What collectives cost: a few measured constants of a machine, and the times that follow.
 
 How much an algorithm has to do (`flows`) is counted in units of six constants, which each kind of
-link has (`Link`); `Table.seconds` is the sum of the products. Because a formula never knows
+link has (`LinkCosts`); `Table.seconds` is the sum of the products. Because a formula never knows
 everything, the table also has, for what was measured, the factor between the two: by number of
 ranks and by size.
 
@@ -44,7 +44,7 @@ MIN_FACTOR, MAX_FACTOR = 1e-6, 1e6
 """Between what a table says and what was measured."""
 
 
-class Link(NamedTuple):
+class LinkCosts(NamedTuple):
     """Constants of one kind of link, in seconds.
 
     Attributes:
@@ -70,13 +70,13 @@ RDMA_STEP_S = 3e-6
 RDMA_BYTE_S = 8e-11
 
 
-def estimated_rdma(shm: Link) -> Link:
+def estimated_rdma(shm: LinkCosts) -> LinkCosts:
     """Return the constants of RDMA on a machine whose messages in shared memory have these."""
     return shm._replace(step=shm.step + RDMA_STEP_S, path=RDMA_BYTE_S, byte=0.0)
 
 
 class Work(NamedTuple):
-    """How much of each a call takes; in the order of `Link`."""
+    """How much of each a call takes; in the order of `LinkCosts`."""
 
     calls: float = 0.0
     steps: float = 0.0
@@ -101,7 +101,7 @@ class Table(NamedTuple):
 
     origin: str
     cores: int
-    links: dict[str, Link]
+    links: dict[str, LinkCosts]
     sizes: tuple[int, ...]
     factors: dict[tuple[str, str, str, str], dict[int, tuple[float, ...]]]
     lanes: int = 1
@@ -243,8 +243,8 @@ def _table(data: object) -> Table:
     if top.get("version") != VERSION:
         raise ValueError(f"its version is {top.get('version')!r}, not {VERSION}")
     links = {
-        name: Link(
-            *(_number(_map(row, f"link {name}"), key, f"link {name}") for key in Link._fields)
+        name: LinkCosts(
+            *(_number(_map(row, f"link {name}"), key, f"link {name}") for key in LinkCosts._fields)
         )
         for name, row in _map(top.get("links"), "links").items()
     }

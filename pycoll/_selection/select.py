@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._selection.agreed import SHARED_MEMORY, Agreed
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll import schedules
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from pycoll._selection.flows import Flow
     from pycoll.schedules import Algorithm, Cost
 else:  # a job that talks through shared memory needs none of them
-    costs, flows = Late("pycoll._selection.costs"), Late("pycoll._selection.flows")
-    schedules = Late("pycoll.schedules")
+    costs, flows = LazyModule("pycoll._selection.costs"), LazyModule("pycoll._selection.flows")
+    schedules = LazyModule("pycoll.schedules")
 
 MIN_SEGMENT_NBYTES = 64 << 10
 """A shorter segment is not worth its message."""
@@ -78,7 +78,7 @@ class Refused(NamedTuple):
     why: str
 
 
-class Request(NamedTuple):
+class Query(NamedTuple):
     """A call, as far as it matters here.
 
     Attributes:
@@ -133,9 +133,9 @@ class Selector:
         self._is_even = len(self._ranks) == 1 or is_spread
         self._leaders: Selector | None = None
         self._flows: dict[Algorithm, tuple[Flow, Flow]] = {}
-        self._chosen: dict[Request, Choice] = {}
+        self._chosen: dict[Query, Choice] = {}
 
-    def choose(self, request: Request) -> Choice:
+    def choose(self, request: Query) -> Choice:
         """Return how a call runs.
 
         Raises:
@@ -153,18 +153,18 @@ class Selector:
             self._chosen[request] = choice
         return choice
 
-    def segments(self, name: str, request: Request) -> int:
+    def segments(self, name: str, request: Query) -> int:
         """Return into how many segments an algorithm that was asked for cuts each chunk."""
         algorithm = schedules.find(request.collective, name)
         return self._timed(algorithm, self._rounded(request)).choice.segments
 
-    def several_segments(self, name: str, request: Request) -> int:
+    def several_segments(self, name: str, request: Query) -> int:
         """Return the best number of segments above 1; 1 if there is none."""
         algorithm = schedules.find(request.collective, name)
         found = [c for c in self._ways(algorithm, request) if c.choice.segments > 1]
         return min(found, key=_seconds).choice.segments if found else 1
 
-    def ranking(self, request: Request) -> tuple[list[Candidate], list[Refused]]:
+    def ranking(self, request: Query) -> tuple[list[Candidate], list[Refused]]:
         """Return what can serve a call, the one to take first, and what cannot.
 
         `shared_memory` comes first wherever it can serve, whatever its time: a call of a NumPy
@@ -194,7 +194,7 @@ class Selector:
         able.sort(key=lambda found: (found.choice.name != SHARED_MEMORY, found.seconds))
         return able, refused
 
-    def _rounded(self, request: Request) -> Request:
+    def _rounded(self, request: Query) -> Query:
         """Return the request with a length of three significant bits: so there are few of them."""
         if self.agreed.segment_nbytes:  # exact, for segments must not be longer than that
             return request
@@ -207,15 +207,15 @@ class Selector:
         rule = self.agreed.rules.get(collective)
         return rule is None or rule.allows(name)
 
-    def _takes_core(self, request: Request) -> bool:
+    def _takes_core(self, request: Query) -> bool:
         return self._in_core and request.native
 
-    def _why_not_core(self, request: Request) -> str:
+    def _why_not_core(self, request: Query) -> str:
         if not self._in_core:
             return "needs all ranks on one host, sharing memory"
         return "takes blocking calls with the compiled core's operators only"
 
-    def _why_not(self, algorithm: Algorithm, request: Request) -> str | None:
+    def _why_not(self, algorithm: Algorithm, request: Query) -> str | None:
         """Say why an algorithm is no candidate; None if it is."""
         rule = self.agreed.rules.get(request.collective)
         is_named = rule is not None and not rule.excluded and algorithm.name in rule.names
@@ -227,7 +227,7 @@ class Selector:
 
     # --- time ------------------------------------------------------------------------------
 
-    def _timed_core(self, request: Request) -> Candidate:
+    def _timed_core(self, request: Query) -> Candidate:
         [cores] = self._cores.values()
         seconds = self._core_seconds(request.collective, request.nbytes, self._size, cores)
         return Candidate(Choice(SHARED_MEMORY), seconds)
@@ -239,11 +239,11 @@ class Selector:
         work = flows.core_work(collective, nbytes, size, cores)
         return table.seconds((costs.CORE, work)) * factor
 
-    def _timed(self, algorithm: Algorithm, request: Request) -> Candidate:
+    def _timed(self, algorithm: Algorithm, request: Query) -> Candidate:
         """Return an algorithm with the number of segments that takes least time."""
         return min(self._ways(algorithm, request), key=_seconds)
 
-    def _ways(self, algorithm: Algorithm, request: Request) -> Iterator[Candidate]:
+    def _ways(self, algorithm: Algorithm, request: Query) -> Iterator[Candidate]:
         """Give an algorithm with every number of segments that makes sense."""
         collective, nbytes, table = request.collective, request.nbytes, self.agreed.costs
         cost = schedules.cost_of(algorithm, self._size, hosts=self._hosts)
@@ -258,8 +258,8 @@ class Selector:
                 factor = table.factor(row, self._size, nbytes, self._is_crowded)
                 works = self._works(algorithm, cost, chunk, segments)
                 seconds = table.seconds(*works) * (factor if self._is_even else 1.0)
-                if self._goes_by_levels(algorithm, request):
-                    seconds = self._levels_seconds(request)
+                if self._goes_by_two_levels(algorithm, request):
+                    seconds = self._two_level_seconds(request)
             yield Candidate(Choice(algorithm.name, segments), seconds)
 
     def _numbers_of_segments(self, cost: Cost | None, chunk: float, whole: bool) -> Iterator[int]:
@@ -297,8 +297,8 @@ class Selector:
         )
         return [(self._inside, inside), (self._between, across)]
 
-    def _goes_by_levels(self, algorithm: Algorithm, request: Request) -> bool:
-        """Whether the core does what is inside hosts (see `levels`)."""
+    def _goes_by_two_levels(self, algorithm: Algorithm, request: Query) -> bool:
+        """Whether the core does what is inside hosts (see `two_level`)."""
         return (
             algorithm.hosts
             and len(self._ranks) > 1
@@ -308,7 +308,7 @@ class Selector:
             and request.nbytes <= BY_LEVELS_NBYTES
         )
 
-    def _levels_seconds(self, request: Request) -> float:
+    def _two_level_seconds(self, request: Query) -> float:
         """Return the time of a call in two levels: the slowest host before, leaders, and after."""
         if self._leaders is None:
             self._leaders = Selector(self.agreed, list(self._ranks), in_core=False)

@@ -113,7 +113,7 @@ VARIABLES: dict[str, tuple[Variable, ...]] = {
 }
 
 
-class Place(NamedTuple):
+class HostPlacement(NamedTuple):
     """A rank's host and the number of hosts, and its number among the ranks of that host."""
 
     node: int
@@ -128,13 +128,13 @@ def blocks(size: int, hosts: int) -> list[int]:
     return [rank // block for rank in range(size)]
 
 
-def places(nodes: Sequence[int]) -> list[Place]:
+def places(nodes: Sequence[int]) -> list[HostPlacement]:
     """Where each rank is, when its host is that of `nodes`; ranks of a host count upwards."""
     sizes = Counter(nodes)
     seen: Counter[int] = Counter()
     found = []
     for node in nodes:
-        found.append(Place(node, len(sizes), seen[node], sizes[node]))
+        found.append(HostPlacement(node, len(sizes), seen[node], sizes[node]))
         seen[node] += 1
     return found
 
@@ -173,7 +173,7 @@ def shared_environment(
     return environment
 
 
-def rank_environment(rank: int, places: Mapping[int, Place]) -> dict[str, str]:
+def rank_environment(rank: int, places: Mapping[int, HostPlacement]) -> dict[str, str]:
     """The variables in which a rank's environment differs from the others'.
 
     Args:

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-class Late:
+class LazyModule:
     """Stands for a module until one of its names is asked for; each name is looked up once."""
 
     def __init__(self, name: str) -> None:

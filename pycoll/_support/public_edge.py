@@ -11,13 +11,13 @@ from collections.abc import Callable
 from types import FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pycoll._support.lazy_import import Late
+from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
     from pycoll._support import foreign_names
 else:  # needed when something is wrong
-    foreign_names = Late("pycoll._support.foreign_names")
+    foreign_names = LazyModule("pycoll._support.foreign_names")
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)

@@ -32,11 +32,11 @@ from pycoll._selection.costs import (
     SHM,
     TCP,
     WHOLE,
-    Link,
+    LinkCosts,
     Table,
     Work,
 )
-from pycoll._selection.select import BLOCKS, Request, Selector
+from pycoll._selection.select import BLOCKS, Query, Selector
 from pycoll._tools import bench, tune_worker
 from pycoll._tools import bench_machine as machine
 from pycoll._tools.tune_worker import Plan, Way
@@ -171,7 +171,7 @@ class Tuning(NamedTuple):
                 if algorithm.cost is not None and not algorithm.hosts:
                     name, segments = algorithm.name, 1
                     if selector is not None:
-                        segments = selector.several_segments(name, Request(collective, nbytes))
+                        segments = selector.several_segments(name, Query(collective, nbytes))
                     if selector is None or segments > 1:
                         yield Sample(transport, size, collective, name, segments, nbytes)
             if selector is None and transport == SHM:
@@ -228,11 +228,11 @@ def _time(transport: str, size: int, samples: Sequence[Sample]) -> list[list[flo
 # --- from measured times to a table ----------------------------------------------------------
 
 
-def fit(samples: Sequence[Sample], cores: float) -> Link:
+def fit(samples: Sequence[Sample], cores: float) -> LinkCosts:
     """Return the constants, none below 0, by which these times are met best, by ratio."""
     # Each row says: work, divided by the time that was measured, times constants is one.
     rows = [[amount / s.seconds for amount in s.work(cores)] for s in samples]
-    count = len(Link._fields)
+    count = len(LinkCosts._fields)
     products = [[sum(row[i] * row[j] for row in rows) for j in range(count)] for i in range(count)]
     sums = [sum(row[i] for row in rows) for i in range(count)]
     found = [0.0] * count
@@ -240,7 +240,7 @@ def fit(samples: Sequence[Sample], cores: float) -> Link:
         for i in range(count):
             rest = sum(products[i][j] * found[j] for j in range(count) if j != i)
             found[i] = max(0.0, (sums[i] - rest) / products[i][i]) if products[i][i] else 0.0
-    return Link(*found)
+    return LinkCosts(*found)
 
 
 def make_table(base: Table, samples: Sequence[Sample], origin: str, cores: int) -> Table:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pycoll.schedule import Recv, Send, Step
 from pycoll.schedules import ROOTED, TABLE, Algorithm, find, names, steps_of
-from pycoll.schedules.proof import Program, Proof, Run, Values
+from pycoll.schedules.proof import Execution, Program, Proof, Values
 from pycoll.schedules.relabel import relabel
 
 WINDOWS = (1, 2, 4)
@@ -61,7 +61,7 @@ def prove(
     algorithm = find(collective, name)
     if steps is not None:
         algorithm = algorithm._replace(steps=steps)
-    return Run(Program(algorithm, size, root, hosts), window).prove()
+    return Execution(Program(algorithm, size, root, hosts), window).prove()
 
 
 def placements(size: int) -> list[tuple[int, ...]]:
@@ -103,7 +103,7 @@ def prove_algorithm(
         for root, hosts in _cases(algorithm, size):
             if first is None or not _turned(first, root):
                 program = Program(algorithm, size, root, hosts)
-                Run(program, window, values).prove()
+                Execution(program, window, values).prove()
                 first = first or program
             proofs += 1
     return Summary(algorithm.collective, algorithm.name, max_size, rooted, proofs)

@@ -210,7 +210,7 @@ class Values:
         return value
 
 
-class Run:
+class Execution:
     """One execution of a program under one window; `values` may be shared with other runs."""
 
     def __init__(self, program: Program, window: int, values: Values | None = None) -> None:

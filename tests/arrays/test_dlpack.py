@@ -508,7 +508,7 @@ def test_tensors_of_torch_are_lent_and_read(name: str) -> None:
         assert value.array.flags.writeable
         assert not x.numel() or value.array.ctypes.data == x.data_ptr()
         # and the other way: as a result of that library
-        lent = dlpack.Lent(value.array, value.dtype) if value.dtype.foreign else value.array
+        lent = dlpack.Exported(value.array, value.dtype) if value.dtype.foreign else value.array
         again = torch.from_dlpack(lent)
         assert (again.dtype, again.shape) == (x.dtype, x.shape)
         if x.numel():

@@ -368,8 +368,8 @@ static void check_refused(const struct state *state, const struct pc_run *run) {
             memcpy(&index, flight->header + 15, 4);
             if (flight->source == run->from && flight->dest == state->rank && ident == ident_of(state->context) &&
                 call == state->call && lane == run->lane && index == step->index && flight->nbytes == run->came &&
-                flight->arrived && (run->came != nbytes || flight->header[0] == PC_KIND_LENT)) {
-                counts[LENT] += flight->header[0] == PC_KIND_LENT;
+                flight->arrived && (run->came != nbytes || flight->header[0] == PC_KIND_OFFERED)) {
+                counts[OFFERED] += flight->header[0] == PC_KIND_OFFERED;
                 check(flight->where != PC_WAITING || !flight->released, "the sender of a refused message is answered",
                       number);
                 return;
@@ -475,7 +475,7 @@ static void cancel_run(struct state *state, int segment) {
 static void write_address(unsigned char *header, const struct state *state, bool is_lent, uint16_t lane,
                           uint32_t index) {
     uint64_t ident = ident_of(state->context);
-    header[0] = is_lent ? PC_KIND_LENT : PC_KIND_COLLECTIVE;
+    header[0] = is_lent ? PC_KIND_OFFERED : PC_KIND_COLLECTIVE;
     memcpy(header + 1, &ident, 8);
     memcpy(header + 9, &state->call, 4);
     memcpy(header + 13, &lane, 2);
@@ -702,7 +702,7 @@ static struct state *receiver_of(const struct flight *flight) {
 
 static bool is_of_another_call(const struct flight *flight) {
     const struct state *state = receiver_of(flight);
-    size_t skipped = PC_COLLECTIVE_NBYTES + (flight->header[0] == PC_KIND_LENT ? PC_OFFER_NBYTES : 0);
+    size_t skipped = PC_COLLECTIVE_NBYTES + (flight->header[0] == PC_KIND_OFFERED ? PC_OFFER_NBYTES : 0);
     char text[200] = {0};
     memcpy(text, flight->header + skipped, flight->header_nbytes - skipped);
     return strcmp(text, state->plan->signature) != 0;
@@ -1113,7 +1113,7 @@ static void send_nonsense(int rank) {
     size_t nbytes = 1 + below(PC_COLLECTIVE_NBYTES - 1 + (is_lent ? PC_OFFER_NBYTES : 0));
     uint64_t ident = ident_of((int)below((uint64_t)num_contexts));
     memset(header, 0, PC_COLLECTIVE_NBYTES + PC_OFFER_NBYTES);
-    header[0] = is_lent ? PC_KIND_LENT : PC_KIND_COLLECTIVE;
+    header[0] = is_lent ? PC_KIND_OFFERED : PC_KIND_COLLECTIVE;
     memcpy(header + 1, &ident, 8);
     unsigned char *exact = malloc(nbytes);
     memcpy(exact, header, nbytes);

@@ -28,7 +28,7 @@ from tiers import exhaustive
 
 from pycoll import schedules
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
-from pycoll.schedules.proof import Program, Run, Values
+from pycoll.schedules.proof import Execution, Program, Values
 
 NAMES = (*ENGINE, "run", "link_self")
 KINDS = 36
@@ -113,7 +113,7 @@ def lines_of(program: Program) -> Iterator[list[object]]:
     """Give all that a C program needs to run a schedule and to know what must come of it."""
     algorithm, size = program.algorithm, program.size
     values = Values()
-    run = Run(program, window=2, values=values)
+    run = Execution(program, window=2, values=values)
     given = [set(held) for held in run.holds]
     run.prove()
     lengths = lengths_of(algorithm.collective, program.chunks, size)

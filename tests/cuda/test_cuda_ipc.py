@@ -11,9 +11,8 @@ import fakegpu
 import gpu_jobs
 import numpy as np
 import pytest
-from gpu_jobs import ON_GPU, WAYS, Comm, Ranks, call, dtype_of, equal, jobs, now, slow_array, tidy
-from gpu_lending import (
-    LENDING,
+from cuda_ipc_jobs import (
+    CUDA_IPC,
     NBYTES,
     anywhere,
     case,
@@ -27,6 +26,7 @@ from gpu_lending import (
     on_gpu,
     read_only,
 )
+from gpu_jobs import ON_GPU, WAYS, Comm, Ranks, call, dtype_of, equal, jobs, now, slow_array, tidy
 from gpu_world import resident_nbytes
 from tiers import few
 
@@ -54,7 +54,7 @@ def test_ranks_of_one_host_lend_and_hosts_do_not(ranks: Ranks, way: str) -> None
     def program(comm: Comm, way: str, seed: int) -> None:
         with comm.split_by_host() as host:
             every_method_lends(host, way)
-        for method in LENDING:
+        for method in CUDA_IPC:
             x, wanted, kwargs = case(comm, method, 1)
             for algorithm in (None, "hierarchical"):
                 if algorithm is not None and algorithm not in pycoll.algorithms(method):
@@ -71,7 +71,7 @@ def test_nothing_is_lent_where_the_user_says_so(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
         for _ in range(5):
-            for method in LENDING:
+            for method in CUDA_IPC:
                 x, wanted, kwargs = case(comm, method, 1)
                 there = on_gpu(x)
                 got, (_, up, on) = copied(comm, call, comm, way, method, there, **kwargs)
@@ -114,7 +114,7 @@ def test_a_block_of_1_mib_is_lent_and_one_element_less_is_not(ranks: Ranks, dtyp
     def program(comm: Comm, dtype: str, seed: int) -> None:
         meet(comm)
         whole = NBYTES // dtype_of(dtype).itemsize
-        for method, way, more in itertools.product(LENDING, WAYS[:2], (-1, 0, 1)):
+        for method, way, more in itertools.product(CUDA_IPC, WAYS[:2], (-1, 0, 1)):
             x, wanted, kwargs = case(comm, method, 0, whole + more, dtype=dtype)
             there = on_gpu(x)
             kwargs |= directly(method, way)
@@ -136,7 +136,7 @@ def test_what_lies_in_one_piece_is_lent_however_it_came(ranks: Ranks, put: Any) 
     @tidy
     def program(comm: Comm, put: Any, seed: int) -> None:
         meet(comm)
-        for method, way in itertools.product(LENDING, WAYS[:2]):
+        for method, way in itertools.product(CUDA_IPC, WAYS[:2]):
             x, wanted, kwargs = case(comm, method, 1)
             there = None if x is None else put(x)
             if put is not read_only and wanted is not None and method != "broadcast":
@@ -167,7 +167,7 @@ def test_ranks_may_differ_in_all_but_the_call(ranks: Ranks, seed: int) -> None:
 def test_every_algorithm_is_right_for_arrays_that_could_be_lent(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
-        for method in LENDING:
+        for method in CUDA_IPC:
             # Of a broadcast also the pieces are long.
             nbytes = NBYTES * (comm.size if method == "broadcast" else 1)
             x, wanted, kwargs = case(comm, method, 1, nbytes)
@@ -186,12 +186,12 @@ def test_every_algorithm_is_right_for_arrays_that_could_be_lent(ranks: Ranks, wa
 def test_the_first_calls_are_right_while_nobody_has_answered(gpu_job: Any, transport: str) -> None:
     """Also in other communicators, with many under way; then nothing is staged any more."""
     text = """
-import gpu_lending as t
+import cuda_ipc_jobs as t
 seed = 5
 fake_cuda.seed(rank)
 comms = [comm, comm.dup(), comm.split(0, -rank)]
 pending = []
-for mine, method in [(mine, method) for method in t.LENDING for mine in comms]:
+for mine, method in [(mine, method) for method in t.CUDA_IPC for mine in comms]:
     x, wanted, kwargs = t.case(mine, method, 0)
     pending.append((getattr(mine, "i" + method)(t.on_gpu(x), **kwargs), wanted, method))
     x, wanted, kwargs = t.case(comms[1], method, 0)
@@ -209,10 +209,10 @@ ok()
 
 def test_a_rank_that_comes_to_its_gpu_late_is_lent_to_from_then_on(gpu_job: Any) -> None:
     text = """
-import gpu_lending as t
+import cuda_ipc_jobs as t
 from gpu_jobs import now
 for _ in range(5):
-    for method in t.LENDING:
+    for method in t.CUDA_IPC:
         x, wanted, kwargs = t.case(comm, method, 0)
         got = getattr(comm, method)(x if rank else t.on_gpu(x), **kwargs)
         assert wanted is None or (now(got) == wanted).all()
@@ -235,7 +235,7 @@ def test_what_an_array_is_still_used_for_comes_first(ranks: Ranks, slow: str, se
     @tidy
     def program(comm: Comm, slow: str, seed: int) -> None:
         meet(comm)
-        for method, way, late in itertools.product(LENDING, WAYS[:2], (0, comm.size - 1)):
+        for method, way, late in itertools.product(CUDA_IPC, WAYS[:2], (0, comm.size - 1)):
             x, wanted, kwargs = case(comm, method, 0)
             there, out, kernel = on_gpu(x), on_gpu(wanted), None
             if wanted is not None:
@@ -277,7 +277,7 @@ def test_x_may_be_overwritten_and_the_result_read_when_the_call_returns(
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
         meet(comm)
-        for turn, method in itertools.product(range(3), LENDING):
+        for turn, method in itertools.product(range(3), CUDA_IPC):
             x, wanted, kwargs = case(comm, method, turn % comm.size)
             there = on_gpu(x)
             got = call(comm, way, method, there, **kwargs)
@@ -298,7 +298,7 @@ def test_x_may_die_when_the_request_is_made(ranks: Ranks) -> None:
     def program(comm: Comm, seed: int) -> None:
         meet(comm)
         requests = []
-        for method in LENDING * 2:
+        for method in CUDA_IPC * 2:
             x, wanted, kwargs = case(comm, method, 1)
             requests.append((getattr(comm, f"i{method}")(on_gpu(x), **kwargs), wanted, method))
             again = fakegpu.empty((NBYTES,), "uint8")
@@ -320,7 +320,7 @@ def test_two_threads_lend_at_once(ranks: Ranks) -> None:
             try:
                 anywhere(mine, number, 10)
                 for way in WAYS:
-                    for method in LENDING:
+                    for method in CUDA_IPC:
                         x, wanted, kwargs = case(mine, method, number)
                         got = call(mine, way, method, on_gpu(x), **kwargs)
                         equal(got, wanted, (number, method))
@@ -349,7 +349,7 @@ def test_many_calls_leave_nothing_behind(ranks: Ranks, times: int) -> None:
     def program(comm: Comm, times: int, seed: int) -> None:
         meet(comm)
         cases = []
-        for method in LENDING:
+        for method in CUDA_IPC:
             x, wanted, kwargs = case(comm, method, 0)
             if wanted is not None and method != "broadcast":
                 kwargs = {**kwargs, "out": fresh(wanted)}

@@ -13,8 +13,8 @@ import fakegpu
 import gpu_jobs
 import numpy as np
 import pytest
+from cuda_ipc_jobs import CUDA_IPC, NBYTES, case, error_of, fresh, meet, on_gpu
 from gpu_jobs import ON_GPU, WAYS, Comm, Ranks, call, equal, jobs, now, slow_array, tidy
-from gpu_lending import LENDING, NBYTES, case, error_of, fresh, meet, on_gpu
 from tiers import few
 
 import pycoll
@@ -31,7 +31,7 @@ def test_after_a_call_that_gave_up_nothing_is_written_nor_borrowed(ranks: Ranks,
     @tidy
     def program(comm: Comm, why: str, seed: int) -> None:
         meet(comm)
-        for method, late in itertools.product(LENDING, (0, comm.size - 1)):
+        for method, late in itertools.product(CUDA_IPC, (0, comm.size - 1)):
             mine = comm.dup()
             x, wanted, kwargs = case(comm, method, 0)
             there, out, kernel = on_gpu(x), None, None
@@ -78,7 +78,7 @@ def test_a_call_that_gave_up_waits_for_its_copies_that_are_under_way(ranks: Rank
     @tidy
     def program(comm: Comm, seed: int) -> None:
         meet(comm)
-        for method in LENDING:
+        for method in CUDA_IPC:
             mine = comm.dup()
             x, wanted, kwargs = case(comm, method, 0)
             there, out = on_gpu(x), None
@@ -114,7 +114,7 @@ def test_a_request_whose_wait_gave_up_goes_on(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
         meet(comm)
-        for method in LENDING:
+        for method in CUDA_IPC:
             x, wanted, kwargs = case(comm, method, 0)
             there, kernel = (None, None) if x is None else slow_array(x)
             request = getattr(comm, f"i{method}")(there, **kwargs)
@@ -185,10 +185,10 @@ def test_ranks_that_make_different_calls_are_shown_both(ranks: Ranks, what: str)
 
 
 @pytest.mark.parametrize("transport", few(["shm"], ["tcp"]))
-@pytest.mark.parametrize("method", few(LENDING[1:2], [LENDING[0], *LENDING[2:]]))
+@pytest.mark.parametrize("method", few(CUDA_IPC[1:2], [CUDA_IPC[0], *CUDA_IPC[2:]]))
 def test_a_rank_that_dies_in_a_call_is_found_out(gpu_job: Any, transport: str, method: str) -> None:
     text = f"""
-import gpu_lending as t
+import cuda_ipc_jobs as t
 t.meet(comm)
 x, wanted, kwargs = t.case(comm, "{method}", 0)
 there = t.on_gpu(x)
@@ -217,10 +217,10 @@ ok()
     assert done.content == [0, 2], done.stderr
 
 
-@pytest.mark.parametrize("method", few(LENDING[:1], LENDING[1:]))
+@pytest.mark.parametrize("method", few(CUDA_IPC[:1], CUDA_IPC[1:]))
 def test_ctrl_c_ends_a_call_that_waits_for_the_gpu(gpu_job: Any, method: str) -> None:
     text = f"""
-import gpu_lending as t
+import cuda_ipc_jobs as t
 t.meet(comm)
 other = comm.dup()
 x, wanted, kwargs = t.case(comm, "{method}", 0)
@@ -246,7 +246,7 @@ def test_requests_end_with_their_communicator(ranks: Ranks) -> None:
     def program(comm: Comm, seed: int) -> None:
         meet(comm)
         mine, kernels, requests, outs = comm.dup(), [], [], []
-        for method in LENDING:
+        for method in CUDA_IPC:
             x, wanted, kwargs = case(comm, method, 0)
             there, out = None, None
             if x is not None:
@@ -289,7 +289,7 @@ def test_an_error_of_cuda_is_told_and_nobody_hangs(ranks: Ranks, name: str) -> N
     def program(comm: Comm, name: str, seed: int) -> int:
         meet(comm)
         seen, opened = 0, fake_cuda.stats()["ipc_opened"]  # of another test with these ranks
-        for method, (way, root) in itertools.product(LENDING, zip(WAYS[:2], (1, 0), strict=True)):
+        for method, (way, root) in itertools.product(CUDA_IPC, zip(WAYS[:2], (1, 0), strict=True)):
             without = 0
             for nth in itertools.count(1):
                 mine = comm.dup()

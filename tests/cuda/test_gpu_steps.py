@@ -41,12 +41,12 @@ def device(fake_driver: Path) -> Iterator[cuda.Device]:
 def chunks(
     device: cuda.Device, count: int, step: int = 1, is_target: bool = False
 ) -> list[memoryview]:
-    """The image of an array on a GPU, cut into chunks."""
+    """The staging buffer of an array on a GPU, cut into chunks."""
     x = fakegpu.array(np.zeros(count * NBYTES * step, np.uint8))[::step]
     ready = device.mark(x.stream)
     stage = Stage(device, x.pointer, x.dtype, x.shape, x.strides, ready, x, is_target=is_target)
-    image = stage.make_image().data
-    return [image[i * NBYTES : (i + 1) * NBYTES] for i in range(count)]
+    buffer = stage.make_buffer().data
+    return [buffer[i * NBYTES : (i + 1) * NBYTES] for i in range(count)]
 
 
 def on_host(count: int) -> list[memoryview]:

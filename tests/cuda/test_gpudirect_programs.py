@@ -24,10 +24,10 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 import fakegpu
 
 from pycoll._cuda import cuda
-from pycoll._gpu.gpudirect import Place
+from pycoll._gpu.gpudirect import GpuMemory
 from pycoll._transports.base import Arrival, Reach, Transfer
 
-NOTHING = 0xEE  # what the image of an array holds that is reached on its GPU
+NOTHING = 0xEE  # what the staging buffer of an array holds that is reached on its GPU
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +40,14 @@ def gpu(fake_driver: Path) -> Iterator[None]:
 
 
 class Reached:
-    """An array on a GPU and its image, while a transport reaches it."""
+    """An array on a GPU and its staging buffer, while a transport reaches it."""
 
     def __init__(self, nbytes: int, content: bytes) -> None:
         self.array = fakegpu.empty((nbytes + 4096 + 3,), np.uint8)[3 : 3 + nbytes]
         self.pointer, self.nbytes = self.array.pointer, nbytes
         self.poke(content)
-        self.image = np.full(nbytes, NOTHING, np.uint8)
-        self.place = Place(cuda.device(0), self.pointer, nbytes, self.array)
+        self.buffer = np.full(nbytes, NOTHING, np.uint8)
+        self.place = GpuMemory(cuda.device(0), self.pointer, nbytes, self.array)
         self.reach: Reach | None = None
 
     def poke(self, content: bytes) -> None:
@@ -81,7 +81,7 @@ class GpuProgram(Program):
         data = self.bytes.bytes(self.random.choice([66_561, 100_000, (1 << 20) + 1, 3 << 20]))
         held = Reached(len(data), data)
         transport = self.world.transport(source)
-        held.reach = transport.reach(held.image.data, held.place)
+        held.reach = transport.reach(held.buffer.data, held.place)
         if held.reach is None:
             return super().send_to(source, dest)
         self.reached += 1
@@ -90,7 +90,7 @@ class GpuProgram(Program):
         self.messages.append(message)
         self.sources[message.number] = held
         self.expected[source, dest].append(message.number)
-        message.sending = transport.send(dest, NUMBER.pack(message.number), [held.image.data])
+        message.sending = transport.send(dest, NUMBER.pack(message.number), [held.buffer.data])
         message.sending.then(lambda _: self.sent(message))
         return None
 
@@ -106,13 +106,13 @@ class GpuProgram(Program):
         assert arrival is not None
         held = Reached(nbytes + GUARD, bytes([BEFORE]) * (nbytes + GUARD)) if nbytes else None
         if held is not None and self.random.random() < 0.6:
-            held.reach = arrival.reach(held.image[:nbytes].data, held.place)
+            held.reach = arrival.reach(held.buffer[:nbytes].data, held.place)
         if held is None or held.reach is None:
             return super().accept_one(message)
         self.reached += 1
         self.targets[message.number] = held
-        message.into = held.image
-        message.receiving = arrival.accept(held.image[:nbytes].data)
+        message.into = held.buffer
+        message.receiving = arrival.accept(held.buffer[:nbytes].data)
         message.receiving.then(lambda _: self.received(message))
         return None
 
@@ -123,7 +123,7 @@ class GpuProgram(Program):
             assert message.receiving is not None
             assert held.reach is not None
             nbytes = len(message.data)
-            if message.receiving.error is None and not held.reach.is_in_image:
+            if message.receiving.error is None and not held.reach.is_in_buffer:
                 assert set(message.into.tolist()) == {NOTHING}
                 message.into[:] = np.frombuffer(held.peek(), np.uint8)
             else:
@@ -137,7 +137,7 @@ class GpuProgram(Program):
 
     def redirect(self) -> None:
         super().redirect()
-        self.let_go(lambda message: message.into is not self.targets[message.number].image)
+        self.let_go(lambda message: message.into is not self.targets[message.number].buffer)
 
     def let_go(self, condition: Any) -> None:
         """The GPU's memory of a receive is ours again."""
@@ -179,8 +179,8 @@ def accepted(world: World, data: bytes) -> tuple[Reached, Transfer]:
     world.send(0, 1, b"", data)
     arrival: Arrival = world.arrivals(1, 1)[0]
     held = Reached(len(data), bytes(len(data)))
-    held.reach = arrival.reach(held.image.data, held.place)
-    return held, arrival.accept(held.image.data)
+    held.reach = arrival.reach(held.buffer.data, held.place)
+    return held, arrival.accept(held.buffer.data)
 
 
 def test_what_has_come_but_is_not_seen_yet_is_not_lost_when_it_is_received_elsewhere() -> None:

@@ -74,11 +74,11 @@ class Engine:
 
 
 class Imaged:
-    """A stage with its image."""
+    """A stage with its staging buffer."""
 
     def __init__(self, *args: Any) -> None:
         self.stage = Stage(*args)
-        self.image = self.stage.make_image()
+        self.buffer = self.stage.make_buffer()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stage, name)
@@ -126,20 +126,20 @@ def test_any_range_of_any_view_is_copied_in_both_directions(
     whole = fakegpu.array(host)
     view, wanted = whole[index].transpose(*axes), host[*index, ...].transpose(*axes)
     stage = stage_of_array(device, view)
-    assert stage.image.shape == wanted.shape
+    assert stage.buffer.shape == wanted.shape
     ends = cut(data.draw, wanted.nbytes)
     pulls = [(a, b, stage.pull(None, a, b)) for a, b in itertools.pairwise(ends)]
     for begin, end, copy in data.draw(st.permutations(pulls)):
         copy.wait()
-        flat = np.ascontiguousarray(stage.image).reshape(-1).view(np.uint8)
+        flat = np.ascontiguousarray(stage.buffer).reshape(-1).view(np.uint8)
         assert flat[begin:end].tobytes() == wanted.tobytes()[begin:end]
     # The other way: a range of new bytes, and nothing beside it.
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, wanted.nbytes)] * 2)))
     new = np.frombuffer(wanted.tobytes(), np.uint8).copy()
     new[begin:end] ^= 0xFF
-    image = stage.image.reshape(-1).view(np.uint8)
-    image[:] = 0x11
-    image[begin:end] = new[begin:end]
+    buffer = stage.buffer.reshape(-1).view(np.uint8)
+    buffer[:] = 0x11
+    buffer[begin:end] = new[begin:end]
     stage.push(Engine(), begin, end).wait()
     expected = host.copy()
     expected[*index, ...].transpose(*axes)[...] = new.view(dtype).reshape(wanted.shape)
@@ -151,7 +151,7 @@ def test_what_was_not_pushed_is_flushed(device: cuda.Device) -> None:
         x = fakegpu.array(np.zeros(100, np.uint8))
         x.get()
         stage = stage_of_array(device, x)
-        stage.image[:] = np.arange(100)
+        stage.buffer[:] = np.arange(100)
         for begin, end in ranges:
             stage.push(None, begin, end)
         before = fake_cuda.stats()["h2d_bytes"]
@@ -168,7 +168,7 @@ def test_nothing_is_copied_of_an_array_without_elements(device: cuda.Device) -> 
     assert stage.pull(None).done
     assert stage.push(None).done
     stage.flush()
-    assert (stage.image.shape, stage.image.dtype) == ((3, 0), np.float32)
+    assert (stage.buffer.shape, stage.buffer.dtype) == ((3, 0), np.float32)
     assert fake_cuda.stats()["enqueued"] == before
 
 
@@ -184,12 +184,12 @@ def test_bytes_are_pulled_once(device: cuda.Device) -> None:
 def test_a_stage_is_found_by_bytes_of_its_image(device: cuda.Device) -> None:
     x = fakegpu.array(np.arange(100, dtype=np.int32))
     stage = stage_of_array(device, x)
-    view = stage.image[10:20].view(np.uint8).data
+    view = stage.buffer[10:20].view(np.uint8).data
     assert staging.stage_of(view) is stage.stage
     assert stage.offset(view) == 40
     assert staging.stage_of(memoryview(bytearray(4))) is None
     assert staging.stage_of(np.arange(4).view(np.uint8).data) is None
-    assert staging.stage_of(stage.image.copy().view(np.uint8).data) is None
+    assert staging.stage_of(stage.buffer.copy().view(np.uint8).data) is None
 
 
 def test_the_place_of_an_array_tells_what_overlaps_what(device: cuda.Device) -> None:
@@ -214,7 +214,7 @@ def test_a_copy_waits_for_what_its_library_has_under_way(device: cuda.Device) ->
         assert not pull.done
         release()
         pull.wait()
-        assert (stage.image == 5).all()
+        assert (stage.buffer == 5).all()
 
 
 def test_a_push_waits_for_what_reads_the_array(device: cuda.Device) -> None:
@@ -224,7 +224,7 @@ def test_a_push_waits_for_what_reads_the_array(device: cuda.Device) -> None:
         copy.copy_from(x)  # held
         x.memory.stream = copy.stream
         stage = stage_of_array(device, x)
-        stage.image[:] = 6
+        stage.buffer[:] = 6
         push = stage.push(Engine())
         fake_cuda.run_all()
         assert not push.done
@@ -240,10 +240,10 @@ def test_a_push_follows_the_pull_of_another_image_of_the_memory(device: cuda.Dev
         x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
         source, target = stage_of_array(device, x), stage_of_array(device, x)
         target.follow(source.stage)
-        target.image[:] = 6
+        target.buffer[:] = 6
         push = target.push(Engine())
         push.wait()
-        assert (source.image == 5).all()
+        assert (source.buffer == 5).all()
         assert fake_cuda.peek(x.pointer, NBYTES) == bytes([6]) * NBYTES
 
 
@@ -323,14 +323,14 @@ def test_what_was_raised_of_a_copy_keeps_no_array(device: cuda.Device) -> None:
         x = fakegpu.array(np.ones(NBYTES, np.uint8))
         arrays.append(weakref.ref(x))
         imaged = stage_of_array(device, x)
-        image = imaged.image  # keeps the stage, and that the copy; a frame keeps all of them
+        buffer = imaged.buffer  # keeps the stage, and that the copy; a frame keeps all of them
         copy = imaged.pull(Engine())
         fake_cuda.run_all()
         fake_cuda.fail("cuEventQuery:*:719")
         copy.look()
         fake_cuda.fail("")
         assert copy.error is not None
-        assert image is not None
+        assert buffer is not None
         raise copy.error
 
     arrays: list[Any] = []
@@ -389,7 +389,7 @@ def test_slow_arrays_hold_up_no_others(device: cuda.Device) -> None:
 
 
 def address(stage: Imaged) -> int:
-    result: int = stage.image.__array_interface__["data"][0]
+    result: int = stage.buffer.__array_interface__["data"][0]
     return result
 
 
@@ -427,7 +427,7 @@ def test_memory_is_not_used_again_while_a_copy_is_under_way(device: cuda.Device)
 def test_memory_is_not_used_again_while_somebody_sees_it(device: cuda.Device) -> None:
     x = fakegpu.array(np.zeros(NBYTES, np.uint8))
     stage = stage_of_array(device, x)
-    view, place = stage.image[5:10], address(stage)
+    view, place = stage.buffer[5:10], address(stage)
     stage.pull(None).wait()
     del stage
     gc.collect()
@@ -475,10 +475,10 @@ def test_memory_that_cannot_be_page_locked_serves_all_the_same(
     stage = stage_of_array(device, x)
     if direction == "pull":
         stage.pull(None).wait()
-        assert (stage.image == np.arange(256)).all()
+        assert (stage.buffer == np.arange(256)).all()
     else:
         x.get()
-        stage.image[:] = 9
+        stage.buffer[:] = 9
         stage.flush()
         assert fake_cuda.peek(x.pointer, 256) == bytes([9]) * 256
     assert fake_cuda.stats()["pageable_copies"] == before + 1
@@ -534,7 +534,7 @@ def test_a_copy_whose_end_cannot_be_asked_keeps_its_array_until_all_has_ended(
 
     array: Any = Array()
     is_kept, lane, mark = weakref.ref(array), Lane(), Unknown()
-    copy = copies.Copy(None, cast(Any, lane), cast(Any, mark), array)
+    copy = copies.GpuCopy(None, cast(Any, lane), cast(Any, mark), array)
     del array
     with pytest.raises(TransportError) if way == "wait" else contextlib.nullcontext():
         getattr(copy, way)()

@@ -233,7 +233,7 @@ def test_memory_is_lent_to_another_process(ranks: Any, offset: int) -> None:
         device = cuda.device(0)
         if comm.rank == 0:
             pointer = upload(device, pattern(nbytes))
-            comm.send(device.lend(pointer + offset), 1)
+            comm.send(device.ipc_handle(pointer + offset), 1)
             comm.recv(1)  # it has finished with the memory
             assert (download(device, pointer, nbytes)[offset : offset + 100] == 5).all()
             device.free(pointer)
@@ -261,7 +261,7 @@ def test_memory_of_a_pool_is_not_lent(ranks: Any) -> None:
             result, pointer = driver.cuMemAllocAsync(1 << 20, stream)
             assert result == driver.CUresult.CUDA_SUCCESS
             device.mark(int(stream)).wait()
-            assert device.lend(int(pointer)) is None
+            assert device.ipc_handle(int(pointer)) is None
             assert driver.cuMemFreeAsync(pointer, stream) == (driver.CUresult.CUDA_SUCCESS,)
 
     ranks(program)

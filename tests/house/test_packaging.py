@@ -321,7 +321,7 @@ def runs_on(module: str) -> set[str]:
             for alias in node.names:
                 dotted = f"{node.module}.{alias.name}"
                 found.add(dotted if dotted in MODULES else node.module)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Late":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "LazyModule":
             found.add(ast.literal_eval(node.args[0]))
     return (found & set(MODULES)) - {module}
 

@@ -17,7 +17,7 @@ import pytest
 from patience import PATIENCE
 
 from pycoll._launcher.host_memory import HostMemory, JobMemory
-from pycoll._support.environment import Place, blocks, places
+from pycoll._support.environment import HostPlacement, blocks, places
 
 LIMIT_S = 30 * PATIENCE
 EPOCH_OFFSET, SEQUENCE_OFFSET, LINE_OFFSET, RECORD = 64, 4096 + 508, 4096 + 512, 1024
@@ -163,7 +163,7 @@ def test_each_failure_counts_and_is_signalled_even_if_nobody_reads(memory: HostM
     assert epoch(memory) == 0
 
 
-def on_hosts(size: int, hosts: int) -> dict[int, Place]:
+def on_hosts(size: int, hosts: int) -> dict[int, HostPlacement]:
     return dict(enumerate(places(blocks(size, hosts))))
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's gate for ranks that share a secret by munge; munge itself is pretended."""
+"""Rank 0's server for ranks that share a secret by munge; munge itself is pretended."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(words: list[str], told: str) 
 
 
 class Pool:
-    """An `engines.Engine`."""
+    """An `engines.Cluster`."""
 
     def __init__(self, serve: Callable[[engines.Work], Any] = engines.serve) -> None:
         self._serve = serve

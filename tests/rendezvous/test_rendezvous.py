@@ -887,21 +887,21 @@ def test_a_rank_that_ended_is_told_once(job: Job, clean: bool) -> None:
 
 def test_a_letter_reaches_one_rank_in_the_order_of_sending(job: Job) -> None:
     _, clients = job.meet(3)
-    letters = [bytes([number]) * number for number in range(5)]
-    for letter in letters:
-        clients[0].post("tell", rank=2, letter=letter)
-    told = [Event("told", {"rank": 0, "letter": letter}) for letter in letters]
-    assert events(clients[2], len(letters)) == told
+    notes = [bytes([number]) * number for number in range(5)]
+    for note in notes:
+        clients[0].post("tell", rank=2, note=note)
+    told = [Event("told", {"rank": 0, "note": note}) for note in notes]
+    assert events(clients[2], len(notes)) == told
     assert settled(clients[1]) == []
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rank": 3, "letter": b""},
-        {"rank": -1, "letter": b""},
-        {"rank": 0, "letter": b"x" * 1025},
-        {"rank": 0, "letter": "text"},
+        {"rank": 3, "note": b""},
+        {"rank": -1, "note": b""},
+        {"rank": 0, "note": b"x" * 1025},
+        {"rank": 0, "note": "text"},
     ],
     ids=["no such rank", "a negative rank", "too long", "no bytes"],
 )
@@ -914,7 +914,7 @@ def test_a_letter_that_makes_no_sense_is_refused(job: Job, fields: dict[str, Any
 def test_a_letter_to_a_rank_that_has_ended_is_dropped(job: Job) -> None:
     launcher, clients = job.meet(2)
     launcher.rank_ended(1, "exit status 0", True)
-    clients[0].post("tell", rank=1, letter=b"too late")
+    clients[0].post("tell", rank=1, note=b"too late")
     assert [event.kind for event in settled(clients[0])] == ["ended"]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from pycoll._selection import costs, flows
-from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table, Work
+from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts, Table, Work
 from pycoll.schedules import TABLE, Cost, cost_of, find
 
-NOTHING = Link(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NOTHING = LinkCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 ROW = (TCP, "all_reduce", "ring", WHOLE)
 
 
@@ -25,7 +25,7 @@ def with_rows(rows: dict[int, tuple[float, ...]]) -> Table:
 
 
 def test_seconds_are_work_times_constants_on_all_links() -> None:
-    links = table().links | {TCP: Link(1, 2, 3, 4, 5, 6), NET: NOTHING._replace(step=100)}
+    links = table().links | {TCP: LinkCosts(1, 2, 3, 4, 5, 6), NET: NOTHING._replace(step=100)}
     works = (TCP, Work(1, 1, 1, 1, 1, 1)), (NET, Work(steps=2))
     assert table(links=links).seconds(*works) == 21 + 200
 
@@ -76,14 +76,14 @@ def test_what_was_never_measured_has_the_factor_one() -> None:
 
 def test_a_table_that_was_written_can_be_read() -> None:
     written = table(
-        links={name: Link(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10) for name in costs.LINKS},
+        links={name: LinkCosts(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10) for name in costs.LINKS},
         factors={ROW: {2: (0.5, 1.25), 8: (3.0,)}, (NET, "barrier", "tree", CUT): {4: (2.0,)}},
     )
     assert costs.parse(written.as_json(), "it") == written
 
 
 def test_a_table_that_says_nothing_of_rdma_gets_an_estimate() -> None:
-    shm = Link(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10)
+    shm = LinkCosts(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10)
     data = json.loads(table(links=table().links | {SHM: shm}).as_json())
     del data["links"][RDMA]
     found = costs.parse(json.dumps(data), "it").links[RDMA]
@@ -93,7 +93,7 @@ def test_a_table_that_says_nothing_of_rdma_gets_an_estimate() -> None:
 
 
 def test_a_table_that_says_something_of_rdma_is_believed() -> None:
-    mine = table().links | {RDMA: Link(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10)}
+    mine = table().links | {RDMA: LinkCosts(1e-6, 2e-6, 3e-9, 4e-6, 5e-9, 6e-10)}
     assert costs.parse(table(links=mine).as_json(), "it").links == mine
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from pycoll._selection import costs
 from pycoll._selection.agreed import SHARED_MEMORY, Agreed, parse_rules
-from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, Link, Table
-from pycoll._selection.select import UNKNOWN_S, Choice, Request, Selector, usable
+from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts, Table
+from pycoll._selection.select import UNKNOWN_S, Choice, Query, Selector, usable
 from pycoll.schedules import REDUCING, TABLE, find, names
 
 KiB, MiB = 1 << 10, 1 << 20
 
 # A step takes 100 us, a byte 1 ns, and processors cost nothing: the textbook's machine.
-WIRE = Link(call=0.0, step=1e-4, path=1e-9, message=0.0, byte=0.0, combine=0.0)
+WIRE = LinkCosts(call=0.0, step=1e-4, path=1e-9, message=0.0, byte=0.0, combine=0.0)
 TEXTBOOK = Table("the textbook", 64, dict.fromkeys(costs.LINKS, WIRE), (8,), {})
 
 
@@ -26,7 +26,7 @@ def selector(size: int, agreed: Agreed | None = None, in_core: bool = False) -> 
 
 
 def choose(collective: str, nbytes: int, size: int, **flags: bool) -> Choice:
-    return selector(size).choose(Request(collective, nbytes, **flags))
+    return selector(size).choose(Query(collective, nbytes, **flags))
 
 
 # --- by time ---------------------------------------------------------------------------------
@@ -39,14 +39,14 @@ def test_small_values_take_few_steps_and_large_ones_move_few_bytes() -> None:
 
 
 def test_the_time_is_that_of_the_formula() -> None:
-    able, _ = selector(4).ranking(Request("all_gather", 1 * MiB))
+    able, _ = selector(4).ranking(Query("all_gather", 1 * MiB))
     seconds = {candidate.choice.name: candidate.seconds for candidate in able}
     assert seconds["ring"] == pytest.approx(3 * (1e-4 + MiB * 1e-9))
     assert [candidate.seconds for candidate in able] == sorted(seconds.values())
 
 
 def test_a_long_chain_is_cut_into_segments_that_take_least_time() -> None:
-    able, _ = selector(8).ranking(Request("broadcast", 64 * MiB))
+    able, _ = selector(8).ranking(Query("broadcast", 64 * MiB))
     times = {candidate.choice.name: candidate for candidate in able}
     segments = times["chain"].choice.segments
 
@@ -60,7 +60,7 @@ def test_a_long_chain_is_cut_into_segments_that_take_least_time() -> None:
 
 def test_segments_are_not_shorter_than_is_worth_a_message() -> None:
     for nbytes in (64 * KiB, 256 * KiB, MiB):
-        assert selector(64).segments("chain", Request("broadcast", nbytes)) <= nbytes // (64 * KiB)
+        assert selector(64).segments("chain", Query("broadcast", nbytes)) <= nbytes // (64 * KiB)
 
 
 def test_a_value_that_must_stay_whole_is_not_cut() -> None:
@@ -74,7 +74,7 @@ def test_factors_of_the_table_turn_the_choice() -> None:
         for name in names("broadcast")
     }
     agreed = Agreed(TEXTBOOK._replace(factors=slow), cores={0: 64.0})
-    assert selector(8, agreed).choose(Request("broadcast", 8)).name != best
+    assert selector(8, agreed).choose(Query("broadcast", 8)).name != best
 
 
 def test_what_was_not_measured_is_taken_for_as_slow_as_others() -> None:
@@ -87,14 +87,14 @@ def test_what_was_not_measured_is_taken_for_as_slow_as_others() -> None:
 def test_segments_have_factors_of_their_own() -> None:
     slow = {(TCP, "broadcast", name, CUT): {8: (100.0,)} for name in names("broadcast")}
     agreed = Agreed(TEXTBOOK._replace(factors=slow), cores={0: 64.0})
-    assert selector(8, agreed).choose(Request("broadcast", 64 * MiB)).segments == 1
-    assert selector(8).choose(Request("broadcast", 64 * MiB)).segments > 1
+    assert selector(8, agreed).choose(Query("broadcast", 64 * MiB)).segments == 1
+    assert selector(8).choose(Query("broadcast", 64 * MiB)).segments > 1
 
 
 def test_lengths_that_differ_little_have_one_choice() -> None:
     chooser = selector(5)
     for nbytes in range(1000, 1 << 20, 997):
-        chooser.choose(Request("all_reduce", nbytes))
+        chooser.choose(Query("all_reduce", nbytes))
     assert len(chooser._chosen) < 100
 
 
@@ -137,7 +137,7 @@ def test_what_travels_by_rdma_is_timed_so() -> None:
     fast = WIRE._replace(step=1e-6, path=1e-11)
     table = TEXTBOOK._replace(links=TEXTBOOK.links | {RDMA: fast})
     agreed = Agreed(table, cores={0: 8.0, 1: 8.0}, networks=ETHERNET)
-    able, _ = Selector(agreed, (0, 1), in_core=False).ranking(Request("broadcast", MiB))
+    able, _ = Selector(agreed, (0, 1), in_core=False).ranking(Query("broadcast", MiB))
     seconds = {candidate.choice.name: candidate.seconds for candidate in able}
     assert seconds["tree"] == pytest.approx(1e-6 + MiB * 1e-11)
 
@@ -148,7 +148,7 @@ def test_what_is_chosen_exists_and_can_serve(collective: str) -> None:
     for size in sizes:
         shipped = selector(size, Agreed(cores={0: 2.0}))
         for nbytes, rank_order, whole in itertools.product(lengths, flags, flags):
-            choice = shipped.choose(Request(collective, nbytes, rank_order, whole))
+            choice = shipped.choose(Query(collective, nbytes, rank_order, whole))
             assert usable(collective, choice.name, rank_order=rank_order, whole=whole) is None
             assert choice.segments == 1 or not whole
 
@@ -178,7 +178,7 @@ def spread(*hosts: int) -> Selector:
 
 
 def considered(chooser: Selector, collective: str) -> set[str]:
-    return {candidate.choice.name for candidate in chooser.ranking(Request(collective, MiB))[0]}
+    return {candidate.choice.name for candidate in chooser.ranking(Query(collective, MiB))[0]}
 
 
 def test_hierarchical_is_for_several_hosts_with_several_ranks() -> None:
@@ -193,16 +193,14 @@ def test_what_crosses_less_between_hosts_is_chosen() -> None:
     links = TEXTBOOK.links | {SHM: fast, TCP: fast}
     agreed = Agreed(TEXTBOOK._replace(links=links), cores={0: 8.0, 1: 8.0})
     chooser = Selector(agreed, (0, 1) * 4, in_core=False)  # round robin: a ring crosses always
-    assert chooser.choose(Request("all_gather", MiB)).name == "hierarchical"
+    assert chooser.choose(Query("all_gather", MiB)).name == "hierarchical"
 
 
 def test_ranks_of_emulated_hosts_are_timed_as_if_they_were_on_one() -> None:
     agreed = Agreed(TEXTBOOK, cores={0: 1.0, 1: 1.0}, machines={0: b"here", 1: b"here"})
-    spread_out = Selector(agreed, (0, 1), in_core=False).ranking(Request("all_reduce", MiB))
+    spread_out = Selector(agreed, (0, 1), in_core=False).ranking(Query("all_reduce", MiB))
     together = Agreed(TEXTBOOK, cores={0: 2.0})
-    assert spread_out == Selector(together, (0, 0), in_core=False).ranking(
-        Request("all_reduce", MiB)
-    )
+    assert spread_out == Selector(together, (0, 0), in_core=False).ranking(Query("all_reduce", MiB))
 
 
 def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
@@ -213,7 +211,7 @@ def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
     chooser = Selector(agreed, (0,) * 8 + (1,) * 8, in_core=False)
 
     def seconds(**flags: bool) -> float:
-        able, _ = chooser.ranking(Request("all_reduce", 8, **flags))
+        able, _ = chooser.ranking(Query("all_reduce", 8, **flags))
         return next(c.seconds for c in able if c.choice.name == "hierarchical")
 
     assert seconds() == pytest.approx(1e-4, rel=0.01)  # one message between leaders
@@ -224,7 +222,7 @@ def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
 def test_hierarchical_may_be_asked_for_wherever_the_ranks_are(hosts: tuple[int, ...]) -> None:
     chooser = Selector(Agreed(sharing=frozenset(hosts)), hosts, in_core=False)
     for collective in ("all_reduce", "barrier", "broadcast"):
-        assert chooser.segments("hierarchical", Request(collective, 8)) == 1
+        assert chooser.segments("hierarchical", Query(collective, 8)) == 1
 
 
 # --- the compiled core -----------------------------------------------------------------------
@@ -234,10 +232,8 @@ def test_the_core_is_taken_wherever_it_can_serve() -> None:
     chooser = selector(4, Agreed(TEXTBOOK, cores={0: 64.0}), in_core=True)
     for collective in TABLE:
         for nbytes in (0, 64 * MiB):
-            assert chooser.choose(Request(collective, nbytes)) == Choice(SHARED_MEMORY)
-            assert (
-                chooser.choose(Request(collective, nbytes, native=False)).name in TABLE[collective]
-            )
+            assert chooser.choose(Query(collective, nbytes)) == Choice(SHARED_MEMORY)
+            assert chooser.choose(Query(collective, nbytes, native=False)).name in TABLE[collective]
 
 
 # --- what the user says ----------------------------------------------------------------------
@@ -249,30 +245,30 @@ def ruled(text: str, in_core: bool = False) -> Selector:
 
 def test_an_algorithm_that_is_named_is_taken_for_all_lengths() -> None:
     chooser = ruled("all_reduce:ring")
-    assert {chooser.choose(Request("all_reduce", n)).name for n in (8, MiB)} == {"ring"}
-    assert chooser.choose(Request("reduce", 8)) == choose("reduce", 8, 4)
+    assert {chooser.choose(Query("all_reduce", n)).name for n in (8, MiB)} == {"ring"}
+    assert chooser.choose(Query("reduce", 8)) == choose("reduce", 8, 4)
 
 
 def test_of_several_that_are_named_the_quickest_is_taken() -> None:
     chooser = ruled("all_reduce:ring,recursive_doubling")
-    assert chooser.choose(Request("all_reduce", 8)).name == "recursive_doubling"
-    assert chooser.choose(Request("all_reduce", 64 * MiB)).name == "ring"
+    assert chooser.choose(Query("all_reduce", 8)).name == "recursive_doubling"
+    assert chooser.choose(Query("all_reduce", 64 * MiB)).name == "ring"
 
 
 def test_what_is_excluded_is_not_taken() -> None:
     best = choose("all_reduce", MiB, 4).name
-    assert ruled(f"all_reduce:^{best}").choose(Request("all_reduce", MiB)).name != best
+    assert ruled(f"all_reduce:^{best}").choose(Query("all_reduce", MiB)).name != best
 
 
 def test_a_rule_keeps_calls_out_of_the_core() -> None:
-    request = Request("all_reduce", 8)
+    request = Query("all_reduce", 8)
     assert ruled("all_reduce:ring", in_core=True).choose(request).name == "ring"
     assert ruled("all_reduce:^shared_memory", in_core=True).choose(request).name != SHARED_MEMORY
     assert ruled("reduce:tree", in_core=True).choose(request).name == SHARED_MEMORY
 
 
 def test_where_what_was_named_cannot_serve_the_next_best_does() -> None:
-    request = Request("all_reduce", 64 * MiB, rank_order=True)
+    request = Query("all_reduce", 64 * MiB, rank_order=True)
     assert ruled("all_reduce:ring").choose(request) == selector(4).choose(request)
     assert ruled("all_reduce:shared_memory").choose(request) == selector(4).choose(request)
 
@@ -280,11 +276,11 @@ def test_where_what_was_named_cannot_serve_the_next_best_does() -> None:
 def test_an_algorithm_that_states_no_cost_is_taken_only_where_it_is_named(monkeypatch: Any) -> None:
     mine = find("all_reduce", "ring")._replace(name="mine", cost=None)
     monkeypatch.setitem(TABLE["all_reduce"], "mine", mine)
-    able, refused = selector(4).ranking(Request("all_reduce", 8))
+    able, refused = selector(4).ranking(Query("all_reduce", 8))
     assert "mine" not in [candidate.choice.name for candidate in able]
     assert dict(refused)["mine"] == "states no cost, so it is taken only where it is named"
-    assert ruled("all_reduce:mine").choose(Request("all_reduce", 8)) == Choice("mine")
-    both = ruled("all_reduce:mine,ring").ranking(Request("all_reduce", 8))[0]
+    assert ruled("all_reduce:mine").choose(Query("all_reduce", 8)) == Choice("mine")
+    both = ruled("all_reduce:mine,ring").ranking(Query("all_reduce", 8))[0]
     assert [(c.choice.name, c.seconds < UNKNOWN_S) for c in both] == [
         ("ring", True),
         ("mine", False),
@@ -294,7 +290,7 @@ def test_an_algorithm_that_states_no_cost_is_taken_only_where_it_is_named(monkey
 def test_segments_have_the_length_that_the_user_says() -> None:
     def segments(nbytes: int, said: int, **flags: bool) -> int:
         agreed = Agreed(TEXTBOOK, segment_nbytes=said, cores={0: 64.0})
-        return selector(4, agreed).segments("ring", Request("all_reduce", nbytes, **flags))
+        return selector(4, agreed).segments("ring", Query("all_reduce", nbytes, **flags))
 
     assert segments(4 * MiB, 256 * KiB) == 4  # a chunk is a fourth
     assert segments(4 * MiB, 300 * KiB) == 4

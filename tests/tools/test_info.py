@@ -81,7 +81,7 @@ def test_info_says_whether_rdma_reaches_the_gpus(
 
     closed: list[Device] = []
     gid = rdma_devices.Gid(0, "::ffff:192.0.2.1", "RoCE v2", "eth0")
-    choice = rdma_devices.Choice("mlx5_0", 1, gid, rdma_devices.ETHERNET, 0)
+    choice = rdma_devices.ChosenDevice("mlx5_0", 1, gid, rdma_devices.ETHERNET, 0)
     monkeypatch.setattr(
         rdma_devices, "find", lambda _: "no device" if device == "no device" else choice
     )

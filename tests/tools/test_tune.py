@@ -13,14 +13,14 @@ from patience import PATIENCE
 from tiers import exhaustive
 
 from pycoll._selection import costs, flows
-from pycoll._selection.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, Link
+from pycoll._selection.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts
 from pycoll._tools.tune import Sample, Tuning, add_factors, fit, make_table
 from pycoll.schedules import TABLE
 
-TRUE = Link(call=2e-5, step=3e-5, path=2e-10, message=1e-5, byte=1e-10, combine=5e-11)
+TRUE = LinkCosts(call=2e-5, step=3e-5, path=2e-10, message=1e-5, byte=1e-10, combine=5e-11)
 
 
-def times(link: str, constants: Link, noise: float = 1.0) -> list[Sample]:
+def times(link: str, constants: LinkCosts, noise: float = 1.0) -> list[Sample]:
     """What would be measured on a machine with these constants and 4 cores."""
     found = []
     flip = itertools.cycle((noise, 1 / noise))

@@ -20,7 +20,7 @@ from patience import PATIENCE
 
 from pycoll._support.ports import endpoint_of
 from pycoll._transports import handshake
-from pycoll._transports.dial import SILENT, TRIES, Dialer, Link
+from pycoll._transports.dial import SILENT, TRIES, Dialer, PeerLane
 from pycoll._transports.handshake import (
     HELLO_NBYTES,
     LINKED,
@@ -47,11 +47,11 @@ class Rank:
         listener.listen(100)
         self.endpoint = endpoint_of(listener)
         self.address = listener.getsockname()
-        self.links: dict[Link, socket.socket] = {}
+        self.links: dict[PeerLane, socket.socket] = {}
         self.failures: dict[int, str] = {}
         self.dialer = Dialer(rank, size, lanes, listener, secret, 3, self.linked, self.failed)
 
-    def linked(self, link: Link, connection: socket.socket, dialed: bool) -> None:
+    def linked(self, link: PeerLane, connection: socket.socket, dialed: bool) -> None:
         assert link not in self.links
         self.links[link] = connection
 
@@ -226,7 +226,7 @@ def test_a_right_hello_without_the_key_is_cut_whatever_proof_follows() -> None:
 class Recorder:
     """One between two ranks who hands on what both say, and keeps it."""
 
-    def __init__(self, dialer: Rank, listener: Rank, link: Link) -> None:
+    def __init__(self, dialer: Rank, listener: Rank, link: PeerLane) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             dialer.dialer.dial(link, endpoint_of(server))
             self.to_dialer, _ = server.accept()
@@ -250,10 +250,10 @@ class Recorder:
 def test_what_was_recorded_cannot_be_replayed() -> None:
     one, other, again = Rank(0), Rank(1), Rank(1)
     with ranks(one, other, again):
-        recorder = Recorder(one, other, Link(1, 0))
+        recorder = Recorder(one, other, PeerLane(1, 0))
         recorder.finish(one, other)
-        assert list(one.links) == [Link(1, 0)]
-        assert list(other.links) == [Link(0, 0)]
+        assert list(one.links) == [PeerLane(1, 0)]
+        assert list(other.links) == [PeerLane(0, 0)]
         recorder.close()
         # To one who has no link yet, as after a restart.
         with socket.create_connection(again.address) as stranger:
@@ -263,7 +263,7 @@ def test_what_was_recorded_cannot_be_replayed() -> None:
             assert_cut(stranger, again)
         # Nor as the answer to another hello.
         with socket.create_server(("127.0.0.1", 0)) as server:
-            one.dialer.dial(Link(2, 0), endpoint_of(server))
+            one.dialer.dial(PeerLane(2, 0), endpoint_of(server))
             with server.accept()[0] as stranger:
                 read(stranger, HELLO_NBYTES, one)
                 stranger.sendall(recorder.reply)
@@ -274,7 +274,7 @@ def test_what_was_recorded_cannot_be_replayed() -> None:
 def test_a_hello_led_to_another_rank_or_lane_is_cut() -> None:
     one, other, third = Rank(0), Rank(1), Rank(2)
     with ranks(one, other, third):
-        recorder = Recorder(one, other, Link(1, 0))
+        recorder = Recorder(one, other, PeerLane(1, 0))
         for rank in (one, third):  # its own listener, too
             with socket.create_connection(rank.address) as stranger:
                 stranger.sendall(recorder.hello)
@@ -298,7 +298,7 @@ def test_who_listens_may_answer_anything_in_any_pieces_and_gets_no_link(
 ) -> None:
     rank = Rank(0)
     with ranks(rank), socket.create_server(("127.0.0.1", 0)) as server:
-        rank.dialer.dial(Link(1, 0), endpoint_of(server))
+        rank.dialer.dial(PeerLane(1, 0), endpoint_of(server))
         with server.accept()[0] as stranger:
             hello = read(stranger, HELLO_NBYTES, rank)
             for piece in (*([hello] if reflects else []), *pieces):
@@ -313,8 +313,8 @@ def test_who_listens_may_answer_anything_in_any_pieces_and_gets_no_link(
 def test_a_wrong_key_is_refused_on_both_sides_with_a_reason() -> None:
     one, other = Rank(0), Rank(1, secret=IMPOSTOR)
     with ranks(one, other):
-        one.dialer.dial(Link(1, 0), other.endpoint)
-        other.dialer.dial(Link(0, 0), one.endpoint)
+        one.dialer.dial(PeerLane(1, 0), other.endpoint)
+        other.dialer.dial(PeerLane(0, 0), one.endpoint)
         run(lambda: bool(one.failures and other.failures), one, other)
         for rank, peer in ((one, 1), (other, 0)):
             assert rank.links == {}
@@ -325,7 +325,7 @@ def test_a_wrong_key_is_refused_on_both_sides_with_a_reason() -> None:
 def test_after_another_job_has_cut_it_so_often_a_rank_gives_up_and_says_so() -> None:
     one, other = Rank(0), Rank(1, secret=OTHER)
     with ranks(one, other):
-        one.dialer.dial(Link(1, 0), other.endpoint)
+        one.dialer.dial(PeerLane(1, 0), other.endpoint)
         run(lambda: bool(one.failures), one, other)
         reason = (
             f"it closed the connection {TRIES} times before it was made (is it of another job?)"
@@ -338,7 +338,7 @@ def test_a_connection_that_is_refused_says_so() -> None:
     with ranks(rank):
         with socket.create_server(("127.0.0.1", 0)) as server:
             endpoint = endpoint_of(server)
-        rank.dialer.dial(Link(1, 0), endpoint)
+        rank.dialer.dial(PeerLane(1, 0), endpoint)
         run(lambda: bool(rank.failures), rank)
         assert rank.failures == {1: "it does not answer (connection refused)"}
 
@@ -354,7 +354,7 @@ def test_only_so_many_strangers_are_kept_and_the_oldest_goes() -> None:
             rank.dialer.progress()
         assert read(strangers[0], 1, rank) == b""
         # Meanwhile who is of the job gets its link.
-        other.dialer.dial(Link(0, 0), rank.endpoint)
+        other.dialer.dial(PeerLane(0, 0), rank.endpoint)
         run(lambda: bool(other.links and rank.links), rank, other)
         assert rank.failures == other.failures == {}
 
@@ -387,8 +387,8 @@ def test_two_who_dial_at_once_get_one_link(seed: int) -> None:
         one, other = Rank(0), Rank(1)
         with ranks(one, other):
             steps = [
-                lambda one=one, other=other: one.dialer.dial(Link(1, 0), other.endpoint),
-                lambda one=one, other=other: other.dialer.dial(Link(0, 0), one.endpoint),
+                lambda one=one, other=other: one.dialer.dial(PeerLane(1, 0), other.endpoint),
+                lambda one=one, other=other: other.dialer.dial(PeerLane(0, 0), one.endpoint),
             ]
             chooser.shuffle(steps)
             for step in steps:
@@ -399,13 +399,15 @@ def test_two_who_dial_at_once_get_one_link(seed: int) -> None:
             while not (one.links and other.links):
                 assert time.monotonic() < deadline, "not in time"
                 chooser.choice([one, other]).dialer.progress()
-            assert one.links[Link(1, 0)].getpeername() == other.links[Link(0, 0)].getsockname()
+            assert (
+                one.links[PeerLane(1, 0)].getpeername() == other.links[PeerLane(0, 0)].getsockname()
+            )
             for rank in [one, other] * 5:  # what is left of the other connection
                 rank.dialer.progress()
             assert len(one.links) == len(other.links) == 1
             assert one.failures == other.failures == {}
-            one.links[Link(1, 0)].sendall(LINKED)
-            assert read(other.links[Link(0, 0)], 1, one, other) == LINKED
+            one.links[PeerLane(1, 0)].sendall(LINKED)
+            assert read(other.links[PeerLane(0, 0)], 1, one, other) == LINKED
 
 
 def test_an_event_of_a_connection_that_is_closed_is_not_taken_for_the_next_one() -> None:
@@ -432,7 +434,7 @@ def test_an_event_of_a_connection_that_is_closed_is_not_taken_for_the_next_one()
 
         def accept() -> None:
             rank.dialer._close(caller)
-            rank.dialer.dial(Link(1, 0), others[0].endpoint)
+            rank.dialer.dial(PeerLane(1, 0), others[0].endpoint)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rank.dialer, "_accept", accept)

@@ -12,7 +12,7 @@ import pytest
 
 from pycoll._launcher import cli as launcher
 from pycoll._tools import cli
-from pycoll._transports.rdma_devices import Choice, Gid, best_gid, find, ports, usable_gid
+from pycoll._transports.rdma_devices import ChosenDevice, Gid, best_gid, find, ports, usable_gid
 
 LINK_LOCAL = "fe80:0000:0000:0000:5054:00ff:fe12:3456"
 IPV4 = "0000:0000:0000:0000:0000:ffff:c000:0201"
@@ -78,7 +78,7 @@ class Machine:
         layer = "InfiniBand"
         self.port(device, number, gids, netdev=None, state=state, link_layer=layer, lid="0x1a")
 
-    def find(self, **environ: str) -> Choice | str:
+    def find(self, **environ: str) -> ChosenDevice | str:
         return find(environ, self.root)
 
 
@@ -196,13 +196,13 @@ def test_the_first_usable_port_is_used(machine: Machine, pyverbs: Path) -> None:
     machine.port("mlx5_1", 1, gids=CARD)
     machine.port("mlx5_2", 1)
     gid = Gid(3, "::ffff:192.0.2.1", V2, "eth0")
-    assert machine.find() == Choice("mlx5_1", 1, gid, "Ethernet", 0)
+    assert machine.find() == ChosenDevice("mlx5_1", 1, gid, "Ethernet", 0)
 
 
 def test_over_infiniband_the_first_address_is_used(machine: Machine, pyverbs: Path) -> None:
     machine.infiniband("mlx5_0")
     gid = Gid(0, "fe80::ec0d:9a03:12:3456", V1, "")
-    assert machine.find() == Choice("mlx5_0", 1, gid, "InfiniBand", 0x1A)
+    assert machine.find() == ChosenDevice("mlx5_0", 1, gid, "InfiniBand", 0x1A)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_the_user_may_name_the_device(
 def test_the_user_may_choose_any_address(machine: Machine, pyverbs: Path) -> None:
     machine.port("rxe0")
     chosen = machine.find(PYCOLL_RDMA_GID="0")
-    assert isinstance(chosen, Choice)
+    assert isinstance(chosen, ChosenDevice)
     assert chosen.gid == Gid(0, "fe80::5054:ff:fe12:3456", V2, "eth0")
     assert machine.find(PYCOLL_RDMA_GID="") == machine.find()
 

@@ -28,7 +28,7 @@ from transport_world import DEADLINE_S, World, kill, over_tcp
 
 from pycoll._transports.base import EAGER_LIMIT, Arrival, Transfer
 from pycoll._transports.core import AHEAD, CoreTransport
-from pycoll._transports.dial import Link
+from pycoll._transports.dial import PeerLane
 from pycoll.errors import PeerFailed
 
 KINDS = ["tcp", "tcp with lanes"]
@@ -53,9 +53,9 @@ class TcpWorld(World):
         return transport
 
     def _watch(
-        self, rank: int, linked: Callable[[Link, socket.socket, bool], None]
-    ) -> Callable[[Link, socket.socket, bool], None]:
-        def watched(link: Link, connection: socket.socket, dialed: bool) -> None:
+        self, rank: int, linked: Callable[[PeerLane, socket.socket, bool], None]
+    ) -> Callable[[PeerLane, socket.socket, bool], None]:
+        def watched(link: PeerLane, connection: socket.socket, dialed: bool) -> None:
             self.lanes[rank, link.peer, link.lane] = connection.fileno()
             linked(link, connection, dialed)
 
@@ -380,7 +380,7 @@ def test_a_slow_lane_takes_fewer_segments_and_all_arrive() -> None:
     dialer = world.transport(0)._dialer
     dial = dialer.dial
 
-    def led(link: Link, endpoint: str) -> None:
+    def led(link: PeerLane, endpoint: str) -> None:
         dial(link, relay.endpoint if link.lane == 2 else endpoint)
 
     dialer.dial = led  # type: ignore[method-assign]

@@ -309,15 +309,15 @@ int pc_check_attached(const pc_comm *comm) {
 
 static int pass_gate(pc_collective *call, size_t offset) {
     pc_hold(&call->call);
-    PyObject *passed = PyObject_CallFunction(call->gate, "n", (Py_ssize_t)offset);
+    PyObject *passed = PyObject_CallFunction(call->hook, "n", (Py_ssize_t)offset);
     Py_XDECREF(passed);
     return passed == NULL ? -1 : 0;
 }
 
-/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, gate=None) -> whether all ranks rather do it by
-   messages, as those with a gate would (lends), unless that is for the pieces of an all_reduce */
+/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None) -> whether all ranks rather do it by
+   messages, as those with a hook would (offers), unless that is for the pieces of an all_reduce */
 static PyObject *comm_run(pc_comm *comm, PyObject *args) {
-    PyObject *text, *shape, *x, *out, *gate = Py_None;
+    PyObject *text, *shape, *x, *out, *hook = Py_None;
     int kind, dtype, op, root;
     unsigned long long salt;
     Py_ssize_t nbytes;
@@ -326,7 +326,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     intptr_t dims[PC_MAX_DIMS];
     int ndim;
     if (!PyArg_ParseTuple(args, "OiiiiOKOOn|O", &text, &kind, &dtype, &op, &root, &shape, &salt, &x, &out, &nbytes,
-                          &gate) ||
+                          &hook) ||
         pc_check_attached(comm) < 0 || (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
     if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
@@ -343,7 +343,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.x = x_view.buf;
         call.out = out_view.buf;
         call.nbytes = (size_t)nbytes;
-        call.gate = gate != Py_None ? gate : NULL;
+        call.hook = hook != Py_None ? hook : NULL;
         call.pass = pass_gate;
         pc_sign_part(&call, salt, ndim, dims);
         int status = pc_run(&call);
@@ -737,7 +737,7 @@ static PyGetSetDef comm_getset[] = {
 #define COMM_METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, doc}
 static PyMethodDef comm_methods[] = {
     COMM_METHOD(attach, METH_O, "Map the region and meet the other ranks there."),
-    COMM_METHOD(allow, METH_O, "Whether the short way may be taken."),
+    COMM_METHOD(allow, METH_O, "Whether the fast path may be taken."),
     COMM_METHOD(close, METH_NOARGS, "Give the region back."),
     COMM_METHOD(set_slow, METH_VARARGS, "What a method calls for what it does not do itself."),
     COMM_METHOD(run, METH_VARARGS, "Run a collective on contiguous memory."),

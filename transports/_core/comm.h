@@ -42,7 +42,7 @@ typedef struct pc_comm {
     int entry;       /* in the host's table; -1: not attached */
     bool direct;     /* every rank may read every other's memory */
     bool together;   /* every rank has mapped every other's arena */
-    bool usable;     /* attached, not broken, no default deadline: the short way may be taken */
+    bool usable;     /* attached, not broken, no default deadline: the fast path may be taken */
     pthread_t caller; /* the thread that is in a call of Python's, which comes here for parts of it; */
     bool claimed;     /* whether there is one */
     bool busy;       /* a call is under way */
@@ -80,7 +80,7 @@ typedef struct pc_collective {
     const intptr_t *dims;
     /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
     PyObject *text, *x_object, *op_object;
-    PyObject *gate; /* see all_reduce_in_pieces and lends in exchange.c; or NULL; borrowed */
+    PyObject *hook; /* see all_reduce_in_pieces and offers in exchange.c; or NULL; borrowed */
     int (*pass)(struct pc_collective *call, size_t offset); /* calls it: 0, or -1 with an exception */
 } pc_collective;
 
@@ -88,8 +88,8 @@ typedef struct pc_collective {
 #define PC_PIECE_NBYTES ((size_t)8 << 20) /* longer values are reduced in pieces of so many bytes */
 #endif
 
-#ifndef PC_LENT_NBYTES
-#define PC_LENT_NBYTES ((size_t)1 << 20) /* from so many bytes on, ranks may rather lend their arrays to each other */
+#ifndef PC_CUDA_IPC_NBYTES
+#define PC_CUDA_IPC_NBYTES ((size_t)1 << 20) /* from so many bytes on, ranks may rather offer their arrays to each other */
 #endif
 
 static inline struct pc_progress *pc_progress_of(pc_comm *comm, int rank) {
@@ -235,7 +235,7 @@ void pc_forget_choices(pc_comm *comm);
 static inline pc_collective pc_part_of(const pc_collective *call) {
     pc_collective part = *call;
     part.within = call;
-    part.gate = NULL;
+    part.hook = NULL;
     part.begins = NULL;
     return part;
 }

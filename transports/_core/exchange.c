@@ -281,7 +281,7 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
 
 /* --- which way ---------------------------------------------------------------------------------------- */
 
-/* A large all_reduce is so many calls, one after the other, on every rank: between them `gate` may wait until
+/* A large all_reduce is so many calls, one after the other, on every rank: between them `hook` may wait until
    the next piece of `x` is here, and do something with the pieces of `out` that are done. */
 static int all_reduce_in_pieces(pc_collective *call, bool direct) {
     pc_comm *comm = call->comm;
@@ -299,7 +299,7 @@ static int all_reduce_in_pieces(pc_collective *call, bool direct) {
         entered = true;
     }
     for (size_t offset = 0; offset < nbytes; offset += PC_PIECE_NBYTES) {
-        if (call->gate != NULL && call->pass(call, offset) < 0)
+        if (call->hook != NULL && call->pass(call, offset) < 0)
             return -1;
         call->x = x + offset;
         call->out = out + offset;
@@ -315,13 +315,13 @@ static int all_reduce_in_pieces(pc_collective *call, bool direct) {
     return 0;
 }
 
-/* In a collective that moves a rank with a gate would rather lend its array, which is on a GPU, and be lent those
+/* In a collective that moves a rank with a hook would rather offer its array, which is on a GPU, and be offered those
    of the others, which goes by messages. All ranks decide alike: PC_BY_MESSAGES, if all have one and the value is
-   large; 0: the gate has brought this rank's to where the core finds it. */
-static int lends(pc_collective *call) {
+   large; 0: the hook has brought this rank's to where the core finds it. */
+static int offers(pc_collective *call) {
     pc_comm *comm = call->comm;
-    char mine = call->gate != NULL, all[comm->size];
-    if (call->nbytes < PC_LENT_NBYTES)
+    char mine = call->hook != NULL, all[comm->size];
+    if (call->nbytes < PC_CUDA_IPC_NBYTES)
         return mine ? call->pass(call, 0) : 0;
     pc_collective vote = pc_part_of(call);
     vote.kind = PC_ALL_GATHER;
@@ -357,8 +357,8 @@ static int run_large(pc_collective *call, bool direct) {
 int pc_run(pc_collective *call) {
     struct pc_slot *slot;
     bool moves = call->kind == PC_GATHER || call->kind == PC_ALL_GATHER || call->kind == PC_ALL_TO_ALL;
-    if (PC_UNLIKELY(moves && (call->nbytes >= PC_LENT_NBYTES || call->gate != NULL))) {
-        int status = lends(call);
+    if (PC_UNLIKELY(moves && (call->nbytes >= PC_CUDA_IPC_NBYTES || call->hook != NULL))) {
+        int status = offers(call);
         if (status != 0)
             return status;
     }

@@ -214,7 +214,7 @@ static PyType_Slot plan_slots[] = {
      "Plan(size, steps, places, text, (op, dtype, divisor), segments, granule, announced=None): how calls run that are alike.\n\n"
      "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, waits); `places`, by chunk, (nbytes, "
      "offset in x, offset in the result), -1 for none; `text` is the call's signature; `op` and `dtype` are codes, -1: "
-     "nothing is reduced; what was combined is divided, if `divisor` is not 0 and the operator says so. `announced`, of a call that its root announces, is (steps, is the root's, head or None, bytes "
+     "nothing is reduced; what was combined is divided, if `divisor` is not 0 and the operator says so. `rooted`, of a call that its root announces, is (steps, is the root's, head or None, bytes "
      "that follow it or -1, most bytes, dtype, dims or None)."},
     {0, NULL},
 };

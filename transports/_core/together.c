@@ -70,7 +70,7 @@ bool pc_may_work_together(const pc_collective *call) {
     case PC_ALL_REDUCE: case PC_REDUCE: case PC_REDUCE_SCATTER: case PC_GATHER: case PC_ALL_GATHER: case PC_ALL_TO_ALL: break;
     default: return false;
     }
-    return call->comm->together && call->gate == NULL &&
+    return call->comm->together && call->hook == NULL &&
            (!needs_x(call, me) || pc_arena_has(call->x, pc_given_nbytes(call, call->nbytes))) &&
            (!needs_out(call, me) || pc_arena_has(call->out, call->nbytes));
 }

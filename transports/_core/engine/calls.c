@@ -21,7 +21,7 @@ static size_t signature_nbytes(const unsigned char *text, size_t nbytes) {
 
 /* Whether a message belongs to the same call as its sender has made. */
 static bool is_same(const struct pc_called *call, const struct pc_message *message) {
-    size_t skipped = PC_COLLECTIVE_NBYTES + (message->header[0] == PC_KIND_LENT ? PC_OFFER_NBYTES : 0);
+    size_t skipped = PC_COLLECTIVE_NBYTES + (message->header[0] == PC_KIND_OFFERED ? PC_OFFER_NBYTES : 0);
     const unsigned char *text = message->header + skipped;
     size_t nbytes = message->header_nbytes - skipped;
     if (nbytes < call->signature_nbytes || memcmp(text, call->text, call->signature_nbytes) != 0)
@@ -32,7 +32,7 @@ static bool is_same(const struct pc_called *call, const struct pc_message *messa
 /* --- receives ---------------------------------------------------------------------------------------- */
 
 static bool is_held(const struct pc_receive *receive, const struct pc_message *message) {
-    return receive->ask || (receive->takes_lent && message->header[0] == PC_KIND_LENT);
+    return receive->ask || (receive->takes_offered && message->header[0] == PC_KIND_OFFERED);
 }
 
 /* A receive that waits has got a message, which stands nowhere. */

@@ -136,8 +136,8 @@ bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *
             memcmp(message->header + PC_FORM_AT, receive->expects, receive->expects_nbytes) == 0);
 }
 
-bool pc_receive_is_lent(const struct pc_receive *receive) {
-    return receive->message->header[0] == PC_KIND_LENT;
+bool pc_receive_is_offered(const struct pc_receive *receive) {
+    return receive->message->header[0] == PC_KIND_OFFERED;
 }
 
 /* A receive has taken a message. */

@@ -283,7 +283,7 @@ static bool is_whole(const struct pc_incoming *in) {
     const unsigned char *header = in->header;
     if (header[0] == PC_KIND_P2P)
         return in->header_nbytes >= PC_P2P_NBYTES && header[16] < 0x80; /* no tag is negative */
-    return in->header_nbytes >= PC_COLLECTIVE_NBYTES + (header[0] == PC_KIND_LENT ? PC_OFFER_NBYTES : 0);
+    return in->header_nbytes >= PC_COLLECTIVE_NBYTES + (header[0] == PC_KIND_OFFERED ? PC_OFFER_NBYTES : 0);
 }
 
 /* A message that belongs to a context. */
@@ -351,7 +351,7 @@ int pc_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_i
         return -EPROTO;
     int error = -EPROTO, kind = *(const unsigned char *)incoming->header;
     pc_engine_enter(engine);
-    if (kind == PC_KIND_P2P || (engine->matches_calls && (kind == PC_KIND_COLLECTIVE || kind == PC_KIND_LENT)))
+    if (kind == PC_KIND_P2P || (engine->matches_calls && (kind == PC_KIND_COLLECTIVE || kind == PC_KIND_OFFERED)))
         error = matched_arrived(engine, link, incoming, message);
     else if (engine->other != NULL)
         error = other_arrived(engine, link, incoming, message);

@@ -45,8 +45,8 @@ enum {
 /* Header of a point-to-point message, little-endian: kind u8, context u64, tag i64, form u8; then the description. */
 enum { PC_KIND_P2P = 1, PC_FORM_AT = 17, PC_P2P_NBYTES = 18 };
 /* Header of a message of a collective: kind u8, context u64, call u32, lane u16, index u32; then the call as text. Of one
-   that is lent there is an offer before that. */
-enum { PC_KIND_COLLECTIVE = 2, PC_KIND_LENT = 4, PC_COLLECTIVE_NBYTES = 19, PC_OFFER_NBYTES = 88 };
+   that is offered there is an offer before that. */
+enum { PC_KIND_COLLECTIVE = 2, PC_KIND_OFFERED = 4, PC_COLLECTIVE_NBYTES = 19, PC_OFFER_NBYTES = 88 };
 void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag, unsigned char form);
 
 /* --- messages ---------------------------------------------------------------------------------------- */
@@ -101,7 +101,7 @@ struct pc_receive {
     bool by_address;         /* so; without `ask` the message must have just `room` bytes, */
     bool takes_less;         /* or that many at most */
     bool ask;                /* what fits is held; else it is written to `into` at once */
-    bool takes_lent;         /* by address, without `ask`: a message that is lent is held */
+    bool takes_offered;         /* by address, without `ask`: a message that is offered is held */
     void *into;
     struct pc_keeper keeper; /* of `into` */
     size_t room;
@@ -300,8 +300,8 @@ void pc_engine_tell(struct pc_engine *engine, struct pc_ending *ending);
 void pc_engine_tell_not(struct pc_engine *engine, struct pc_ending *ending);
 /* Whether a receive that has taken a message, which stands nowhere, may have it. If it asks it holds it. */
 bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *message);
-/* Whether the message that a receive holds is lent. */
-bool pc_receive_is_lent(const struct pc_receive *receive);
+/* Whether the message that a receive holds is offered. */
+bool pc_receive_is_offered(const struct pc_receive *receive);
 void pc_receive_couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state);
 /* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not miss it, but ends.
    PC_GIVEN_BACK: because of `error`; the receive has not ended. */

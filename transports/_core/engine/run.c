@@ -271,20 +271,20 @@ static void ask(struct pc_run *run, uint32_t position) {
     run->asked(run);
 }
 
-/* A receive holds its message: it is lent, and so the owner's, or its length was not known. */
+/* A receive holds its message: it is offered, and so the owner's, or its length was not known. */
 static void held(struct pc_moved *move) {
     struct pc_run *run = move->run;
     struct pc_receive *receive = &move->receive;
     const struct pc_step *step = &run->table->steps[move->step];
     uint32_t number = chunks_of(run, step)[0];
     struct pc_run_chunk *chunk = &run->chunks[number];
-    if (receive->takes_lent && pc_receive_is_lent(receive)) {
+    if (receive->takes_offered && pc_receive_is_offered(receive)) {
         ask(run, move->step);
         return;
     }
     struct pc_grown *grown = &run->grown[number];
     size_t nbytes = receive->message->nbytes;
-    if (pc_receive_is_lent(receive)) { /* nobody lends what is not even announced */
+    if (pc_receive_is_offered(receive)) { /* nobody offers what is not even announced */
         run->from = receive->message->match.queued.source;
         run->came = nbytes;
         fail(run, PC_REFUSED);
@@ -364,7 +364,7 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     receive->room = nbytes;
     receive->takes_less = run->takes_less;
     receive->ask = is_grown;
-    receive->takes_lent = run->asked != NULL && !is_grown && step->kind == PC_STEP_RECV;
+    receive->takes_offered = run->asked != NULL && !is_grown && step->kind == PC_STEP_RECV;
     receive->told = received;
     receive->owner = move;
     pc_collect_start(run->context, receive);

@@ -5,7 +5,7 @@
    the table, PC_RUN_WINDOW at a time, which bounds scratch memory; the proofs of the algorithms cover that window.
 
    What a run cannot do itself it asks its owner for: external steps, reductions by an operator that the core has not, and
-   receives of what is lent, not sent.
+   receives of what is offered, not sent.
 
    Nothing here locks: the caller holds the engine's lock for everything. */
 #ifndef PC_RUN_H

@@ -23,8 +23,8 @@ import pycoll
 NBYTES = 1 << 20
 """A block of so many bytes is lent, a shorter one is not."""
 
-LENDING = ["broadcast", "scatter", "gather", "all_gather", "all_to_all"]
-ANNOUNCED = LENDING[:2]
+CUDA_IPC = ["broadcast", "scatter", "gather", "all_gather", "all_to_all"]
+ANNOUNCED = CUDA_IPC[:2]
 """Only the root passes a value."""
 
 HERE = "2", "3", "4", "2 by TCP", "3 by TCP"
@@ -112,7 +112,7 @@ def every_method_lends(comm: Comm, way: str) -> None:
     """Check what is copied, of calls that run in the compiled core, or by algorithms that lend."""
     meet(comm)
     times = 2 if way == "persistent" else 1
-    for method, root in itertools.product(LENDING, (0, comm.size - 1)):
+    for method, root in itertools.product(CUDA_IPC, (0, comm.size - 1)):
         x, wanted, kwargs = case(comm, method, root)
         for out in (None, fresh(wanted)):
             there, where = on_gpu(x), (method, way, root, out is None)
@@ -186,7 +186,7 @@ def anywhere(comm: Comm, seed: int, turns: int, ways: Sequence[str] = WAYS[:2]) 
     """Calls with x and out anywhere, by any algorithm; the driver chooses what comes first."""
     common, own = random.Random(seed), random.Random(seed * 100 + comm.rank)
     for _ in range(turns):
-        method, root = common.choice(LENDING), common.randrange(comm.size)
+        method, root = common.choice(CUDA_IPC), common.randrange(comm.size)
         way, more = common.choice(ways), common.choice([-1, 0, 0, 1, 500])
         algorithm = common.choice([None, None, *pycoll.algorithms(method)])
         x, wanted, kwargs = case(comm, method, root, 256, 4096 + more)
