@@ -1,4 +1,4 @@
-"""What tests of arrays lent between ranks share: values, places, and what is copied.
+"""What tests of arrays offered between ranks share: values, places, and what is copied.
 
 Values are bytes of which no two blocks have the same, and are compared bit by bit. What must not
 pass through the host is counted by the driver.
@@ -21,7 +21,7 @@ from gpu_jobs import WAYS, Comm, call, dtype_of, equal, laid_out
 import pycoll
 
 NBYTES = 1 << 20
-"""A block of so many bytes is lent, a shorter one is not."""
+"""A block of so many bytes is offered, a shorter one is not."""
 
 CUDA_IPC = ["broadcast", "scatter", "gather", "all_gather", "all_to_all"]
 ANNOUNCED = CUDA_IPC[:2]
@@ -91,7 +91,7 @@ def meet(comm: Comm, device: int = 0) -> None:
         _, (down, up, _) = copied(comm, comm.all_to_all, there, out=out)
         if not sum(comm.all_gather(down + up)):
             return
-    raise AssertionError("the ranks do not lend")
+    raise AssertionError("the ranks do not offer")
 
 
 def directly(method: str, way: str) -> dict[str, str]:
@@ -108,8 +108,8 @@ def moved(comm: Comm, method: str, root: int, nbytes: int = NBYTES) -> int:
     return nbytes * (1 if method == "scatter" else comm.size)
 
 
-def every_method_lends(comm: Comm, way: str) -> None:
-    """Check what is copied, of calls that run in the compiled core, or by algorithms that lend."""
+def every_method_offers(comm: Comm, way: str) -> None:
+    """Check what is copied, of calls that run in the compiled core, or by algorithms that offer."""
     meet(comm)
     times = 2 if way == "persistent" else 1
     for method, root in itertools.product(CUDA_IPC, (0, comm.size - 1)):
@@ -130,7 +130,7 @@ def every_method_lends(comm: Comm, way: str) -> None:
 
 
 class Pooled(fakegpu.Memory):
-    """Memory of a pool, which cannot be lent."""
+    """Memory of a pool, which cannot be offered."""
 
     def give_back(self) -> None:
         from cuda.bindings import driver

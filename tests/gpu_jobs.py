@@ -50,7 +50,7 @@ EVERY = few(["2"], ["3", "2 by TCP", "4 on 2 hosts"])
 JOBS |= {
     "4": (4, ()),
     "3 by TCP": (3, ("--transport", "tcp")),
-    "2 that lend nothing": (2, (), {"PYCOLL_CUDA_IPC": "0"}),
+    "2 that offer nothing": (2, (), {"PYCOLL_CUDA_IPC": "0"}),
     "3 by other algorithms": (
         3,
         ("--transport", "tcp"),
@@ -159,8 +159,8 @@ def tidy(program: Callable[..., Any]) -> Callable[..., Any]:
 
 def allocations() -> int:
     """How many there are on GPUs, but for those that pycoll keeps for other ranks to try."""
-    lending = sys.modules.get("pycoll._gpu.cuda_ipc")
-    return fake_cuda.stats()["allocations"] - (len(lending._trials) if lending else 0)
+    cuda_ipc = sys.modules.get("pycoll._gpu.cuda_ipc")
+    return fake_cuda.stats()["allocations"] - (len(cuda_ipc._trials) if cuda_ipc else 0)
 
 
 def now(x: Any) -> np.ndarray[Any, Any]:

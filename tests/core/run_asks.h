@@ -1,8 +1,8 @@
-/* Runs of run_random.c that ask their owner for steps: reductions, the receive of what is lent, and external steps in the
+/* Runs of run_random.c that ask their owner for steps: reductions, the receive of what is offered, and external steps in the
    place of copies to and from another memory. A *pull* writes the value of a chunk to its source, which has none before;
    a *push* looks at the value of a chunk when no step uses it any more. Some let their chunks be as long as they come. */
 
-/* A message that was lent to a run, and is being read. */
+/* A message that was offered to a run, and is being read. */
 struct taking {
     struct pc_receive receive;
     struct running *running; /* NULL: it is over */
@@ -256,7 +256,7 @@ static void taking_over(struct taking *taking) {
     poison_and_free((unsigned char *)taking, sizeof *taking);
 }
 
-/* What was lent goes to the chunks of its step. False: it is not as long as they are. */
+/* What was offered goes to the chunks of its step. False: it is not as long as they are. */
 static bool fill(struct running *running, uint32_t position, const unsigned char *memory, size_t nbytes) {
     const struct pc_run *run = &running->run;
     const struct pc_step *step = &run->table->steps[position];
@@ -299,7 +299,7 @@ static void taking_told(struct pc_receive *receive) {
     }
 }
 
-static void take_lent(struct running *running, uint32_t position) {
+static void take_offered(struct running *running, uint32_t position) {
     struct pc_receive *held = pc_run_held(&running->run, position);
     if (held == NULL)
         return;
@@ -354,7 +354,7 @@ static bool do_asked(struct running *running) {
         else
             cancel_run(running->state, running->segment);
     } else {
-        take_lent(running, position);
+        take_offered(running, position);
     }
     return true;
 }

@@ -35,11 +35,11 @@ enum count {
 };
 static const char *const names[] = {
     "calls", "early messages", "segments", "in place", "in reverse", "asked", "failed runs", "cancelled runs",
-    "refused", "lent", "of another call", "early of another call", "stray", "forgotten", "broken", "closed",
+    "refused", "offered", "of another call", "early of another call", "stray", "forgotten", "broken", "closed",
     "without memory", "withdrawn", "abandoned", "redirected", "moved", "unopened", "given up", "taken back",
     "nonsense", "from callbacks", "closed before told", "closed at the start", "sent again",
     "here though its sender is gone", "without a value", "external steps", "grown",
-    "reductions asked for", "lent to runs", "clean worlds"};
+    "reductions asked for", "offered to runs", "clean worlds"};
 static uint64_t counts[COUNTS];
 
 static void check(bool holds, const char *what, uint64_t number) {

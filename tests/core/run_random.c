@@ -4,7 +4,7 @@
    Ranks open contexts, begin calls, start what belongs to them and end them in whatever order, several at a time. A
    call is one of pycoll's algorithms with chunks of random lengths, perhaps in segments; beside its runs there are
    messages by `pc_collect_start`, asked for or not. Some runs ask for steps (run_asks.h). In clean worlds all must end well. In others ranks make another
-   call, or chunks of other lengths, send what nobody expects, lend what a run waits for, cancel, forget each other,
+   call, or chunks of other lengths, send what nobody expects, offer what a run waits for, cancel, forget each other,
    break and close contexts, at any moment, also out of callbacks. Every run that ends well must have what the proof of
    its algorithm says, every other one must have a reason, and a message of another call must reach the caller.
 
@@ -31,7 +31,7 @@
 struct extra {
     int from, to; /* ranks of the context */
     size_t nbytes;
-    bool is_lent;
+    bool is_offered;
 };
 
 /* A call, as those who make it know it. */
@@ -46,7 +46,7 @@ struct plan {
     uint16_t lane;
     struct extra extras[MOST_EXTRAS];
     int liar;   /* has a chunk of another length */
-    int lender; /* lends what the others expect to be sent */
+    int offerer; /* offers what the others expect to be sent */
     int loser;  /* has no value in a chunk that should have one */
     int stray_from, stray_to;
 };
@@ -87,7 +87,7 @@ struct state {
     uint32_t call;
     const struct plan *plan;
     struct pc_called *called; /* NULL: not begun, or ended */
-    bool begun, ended, failed, in_place, lent;
+    bool begun, ended, failed, in_place, offered;
     enum made runs[MOST_SEGMENTS], sent[MOST_EXTRAS], asked[MOST_EXTRAS];
     struct running *running[MOST_SEGMENTS];
     struct asking *asking[MOST_EXTRAS];
@@ -171,10 +171,10 @@ static void choose_lengths(struct plan *plan) {
 static void make_plan(struct plan *plan, int context, uint32_t call, bool is_other) {
     int size = contexts[context].size;
     *plan = (struct plan){.number = (seed * 8 + (uint64_t)context) * 128 + call * 2 + is_other, .granule = 1};
-    plan->liar = plan->lender = plan->loser = plan->stray_from = NOBODY;
+    plan->liar = plan->offerer = plan->loser = plan->stray_from = NOBODY;
     if (!clean) {
         plan->liar = chance(10) ? (int)below((uint64_t)size) : NOBODY;
-        plan->lender = chance(90) ? (int)below((uint64_t)size) : NOBODY;
+        plan->offerer = chance(90) ? (int)below((uint64_t)size) : NOBODY;
         plan->loser = chance(12) ? (int)below((uint64_t)size) : NOBODY;
         plan->stray_from = chance(60) ? (int)below((uint64_t)size) : NOBODY;
         plan->stray_to = (int)below((uint64_t)size);
@@ -197,7 +197,7 @@ static void make_plan(struct plan *plan, int context, uint32_t call, bool is_oth
         extra->from = (int)below((uint64_t)size);
         extra->to = (int)below((uint64_t)size);
         extra->nbytes = chance(20) ? 0 : below(chance(50) ? SMALL : 2000);
-        extra->is_lent = chance(30);
+        extra->is_offered = chance(30);
     }
     /* One of two calls that differ may be as the other one begins. */
     const char *name = chance(50) ? "all" : "all of a long name";
@@ -341,7 +341,7 @@ static void check_refused(const struct state *state, const struct pc_run *run) {
     counts[REFUSED]++;
     check(from != NOBODY && !clean, "a message of nobody is refused", (uint64_t)run->from);
     if (run->grown != NULL) {
-        check(state->plan->lender == from, "a message of unknown length is refused", run->came);
+        check(state->plan->offerer == from, "a message of unknown length is refused", run->came);
         return;
     }
     const struct schedule *schedule = schedule_of(state);
@@ -444,7 +444,7 @@ static void start_run(struct state *state, int segment) {
     run->granule = plan->granule * itemsize_of(plan);
     run->ended = run_ended;
     run->owner = running;
-    if (chance(plan->lender != NOBODY ? 85 : 50))
+    if (chance(plan->offerer != NOBODY ? 85 : 50))
         ask_for_steps(running);
     state->runs[segment] = UNDER_WAY;
     state->running[segment] = running;
@@ -472,23 +472,23 @@ static void cancel_run(struct state *state, int segment) {
 
 /* --- messages beside the runs ------------------------------------------------------------------------ */
 
-static void write_address(unsigned char *header, const struct state *state, bool is_lent, uint16_t lane,
+static void write_address(unsigned char *header, const struct state *state, bool is_offered, uint16_t lane,
                           uint32_t index) {
     uint64_t ident = ident_of(state->context);
-    header[0] = is_lent ? PC_KIND_OFFERED : PC_KIND_COLLECTIVE;
+    header[0] = is_offered ? PC_KIND_OFFERED : PC_KIND_COLLECTIVE;
     memcpy(header + 1, &ident, 8);
     memcpy(header + 9, &state->call, 4);
     memcpy(header + 13, &lane, 2);
     memcpy(header + 15, &index, 4);
 }
 
-static size_t write_message_header(unsigned char *header, const struct state *state, bool is_lent, uint16_t lane,
+static size_t write_message_header(unsigned char *header, const struct state *state, bool is_offered, uint16_t lane,
                                    uint32_t index) {
-    write_address(header, state, is_lent, lane, index);
+    write_address(header, state, is_offered, lane, index);
     size_t nbytes = PC_COLLECTIVE_NBYTES;
-    if (is_lent)
+    if (is_offered)
         memset(header + nbytes, 0x5A, PC_OFFER_NBYTES);
-    nbytes += is_lent ? PC_OFFER_NBYTES : 0;
+    nbytes += is_offered ? PC_OFFER_NBYTES : 0;
     memcpy(header + nbytes, state->called->text, state->called->nbytes);
     return nbytes + state->called->nbytes;
 }
@@ -542,15 +542,15 @@ static void send_extra(struct state *state, int number) {
     unsigned char header[300];
     const struct extra *extra = &state->plan->extras[number];
     uint32_t index = EXTRA_INDEX + (uint32_t)number;
-    size_t header_nbytes = write_message_header(header, state, extra->is_lent, EXTRA_LANE, index);
+    size_t header_nbytes = write_message_header(header, state, extra->is_offered, EXTRA_LANE, index);
     send_message(state, number, header, header_nbytes, extra->to, extra->nbytes, NULL);
 }
 
-/* Instead of running lend what the first steps send. */
-static void lend(struct state *state) {
+/* Instead of running offer what the first steps send. */
+static void offer(struct state *state) {
     unsigned char header[300];
     const struct schedule *schedule = schedule_of(state);
-    state->lent = true;
+    state->offered = true;
     for (uint32_t position = 0; position < schedule->table.num_steps && state->called != NULL; position++) {
         const struct pc_step *step = &schedule->table.steps[position];
         if (step->kind != PC_STEP_SEND || step->waits > 0)
@@ -600,7 +600,7 @@ static void asking_told(struct pc_receive *receive) {
         if (receive->status == PC_TAKEN_BACK)
             check(!clean && receive->ask, "a message was taken back", state->call);
         else if (receive->status == PC_REFUSED)
-            check(!receive->ask && extra->is_lent, "a message that fits is refused", state->call);
+            check(!receive->ask && extra->is_offered, "a message that fits is refused", state->call);
         else if (receive->status != 0)
             check_reason(state, receive->status);
         check(receive->status < 1000 || !asking->is_here, "a message that is here went with its sender", state->call);
@@ -639,7 +639,7 @@ static void ask(struct state *state, int number) {
     receive->address.lane = EXTRA_LANE;
     receive->address.sender = (uint32_t)contexts[state->context].members[extra->from];
     receive->address.index = EXTRA_INDEX + (uint32_t)number;
-    receive->ask = extra->is_lent || chance(70);
+    receive->ask = extra->is_offered || chance(70);
     if (!clean && chance(5))
         receive->ask = false;
     receive->room = extra->nbytes;
@@ -831,7 +831,7 @@ static void begin_call(int context, int me) {
 }
 
 static bool is_complete(const struct state *state) {
-    if (state->called == NULL || state->failed || state->lent)
+    if (state->called == NULL || state->failed || state->offered)
         return false;
     for (int segment = 0; segment < num_runs(state->plan); segment++)
         if (state->runs[segment] != OVER)
@@ -938,10 +938,10 @@ static void act_in(struct state *state) {
     int number = (int)below(4);
     if (chance(50) && do_some_asked(state))
         return;
-    bool may_start = !(state->failed || state->lent);
+    bool may_start = !(state->failed || state->offered);
     if (number < num_runs(state->plan) && state->runs[number] == NOT_YET && may_start) {
-        if (state->plan->lender == state->me && num_runs(state->plan) == 1)
-            lend(state);
+        if (state->plan->offerer == state->me && num_runs(state->plan) == 1)
+            offer(state);
         else
             start_run(state, number);
         return;
@@ -980,7 +980,7 @@ static void start_and_stop(int context, int me) {
     for (uint32_t call = 0; call < member->num_begun; call++)
         for (int segment = 0; segment < num_runs(member->states[call].plan); segment++) {
             struct state *state = &member->states[call];
-            if (state->called != NULL && !state->failed && !state->lent && state->runs[segment] == NOT_YET)
+            if (state->called != NULL && !state->failed && !state->offered && state->runs[segment] == NOT_YET)
                 start_run(state, segment);
         }
     stop(context, me, chance(60));
@@ -1109,11 +1109,11 @@ static void act(int rank) {
 /* No rank of this job sends this: nothing happens. */
 static void send_nonsense(int rank) {
     unsigned char *header = malloc(PC_COLLECTIVE_NBYTES + PC_OFFER_NBYTES);
-    bool is_lent = chance(50);
-    size_t nbytes = 1 + below(PC_COLLECTIVE_NBYTES - 1 + (is_lent ? PC_OFFER_NBYTES : 0));
+    bool is_offered = chance(50);
+    size_t nbytes = 1 + below(PC_COLLECTIVE_NBYTES - 1 + (is_offered ? PC_OFFER_NBYTES : 0));
     uint64_t ident = ident_of((int)below((uint64_t)num_contexts));
     memset(header, 0, PC_COLLECTIVE_NBYTES + PC_OFFER_NBYTES);
-    header[0] = is_lent ? PC_KIND_OFFERED : PC_KIND_COLLECTIVE;
+    header[0] = is_offered ? PC_KIND_OFFERED : PC_KIND_COLLECTIVE;
     memcpy(header + 1, &ident, 8);
     unsigned char *exact = malloc(nbytes);
     memcpy(exact, header, nbytes);

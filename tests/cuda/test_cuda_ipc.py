@@ -1,4 +1,4 @@
-"""Collectives that move large arrays lend them to ranks that share a GPU: nothing is staged."""
+"""Collectives that move large arrays offer them to ranks that share a GPU: nothing is staged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cuda_ipc_jobs import (
     case,
     copied,
     directly,
-    every_method_lends,
+    every_method_offers,
     fresh,
     inside,
     interface,
@@ -42,18 +42,18 @@ def test_nothing_goes_through_the_host_and_every_byte_is_copied_once(
 ) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
-        every_method_lends(comm, way)
+        every_method_offers(comm, way)
 
     ranks(program, way, 1)
 
 
 @pytest.mark.parametrize("way", few(["blocking"], ["request", "persistent"]))
 @jobs("4 on 2 hosts")
-def test_ranks_of_one_host_lend_and_hosts_do_not(ranks: Ranks, way: str) -> None:
+def test_ranks_of_one_host_offer_and_hosts_do_not(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
         with comm.split_by_host() as host:
-            every_method_lends(host, way)
+            every_method_offers(host, way)
         for method in CUDA_IPC:
             x, wanted, kwargs = case(comm, method, 1)
             for algorithm in (None, "hierarchical"):
@@ -66,7 +66,7 @@ def test_ranks_of_one_host_lend_and_hosts_do_not(ranks: Ranks, way: str) -> None
 
 
 @pytest.mark.parametrize("way", few(["blocking"], ["request", "persistent"]))
-@jobs("2 that lend nothing")
+@jobs("2 that offer nothing")
 def test_nothing_is_lent_where_the_user_says_so(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
@@ -164,7 +164,7 @@ def test_ranks_may_differ_in_all_but_the_call(ranks: Ranks, seed: int) -> None:
 
 @pytest.mark.parametrize("way", few(["request"], ["blocking"]))
 @jobs("3 by other algorithms", more=["4"])
-def test_every_algorithm_is_right_for_arrays_that_could_be_lent(ranks: Ranks, way: str) -> None:
+def test_every_algorithm_is_right_for_arrays_that_could_be_offered(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
         for method in CUDA_IPC:
@@ -199,7 +199,7 @@ for mine, method in [(mine, method) for method in t.CUDA_IPC for mine in comms]:
 for request, wanted, method in pending:
     t.equal(request.wait(), wanted, method)
 for mine in comms:
-    t.every_method_lends(mine, "blocking")
+    t.every_method_offers(mine, "blocking")
 assert fake_cuda.stats()["illegal_accesses"] == fake_cuda.stats()["ipc_opened"] == 0
 ok()
 """
@@ -216,7 +216,7 @@ for _ in range(5):
         x, wanted, kwargs = t.case(comm, method, 0)
         got = getattr(comm, method)(x if rank else t.on_gpu(x), **kwargs)
         assert wanted is None or (now(got) == wanted).all()
-t.every_method_lends(comm, "request")
+t.every_method_offers(comm, "request")
 ok()
 """
     done = gpu_job(2, ON_GPU + text)
@@ -310,7 +310,7 @@ def test_x_may_die_when_the_request_is_made(ranks: Ranks) -> None:
 
 
 @jobs("2", more=["2 by TCP"])
-def test_two_threads_lend_at_once(ranks: Ranks) -> None:
+def test_two_threads_offer_at_once(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
         meet(comm)

@@ -1,4 +1,4 @@
-"""Calls that lend arrays, and fail: nothing is written later, nothing stays borrowed."""
+"""Calls that offer arrays, and fail: nothing is written later, nothing stays borrowed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_after_a_call_that_gave_up_nothing_is_written_nor_borrowed(ranks: Ranks,
 
 @jobs("2", more=["2 by TCP"])
 def test_a_call_that_gave_up_waits_for_its_copies_that_are_under_way(ranks: Ranks) -> None:
-    """They read what others have lent, and write into `out`."""
+    """They read what others have offered, and write into `out`."""
 
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -273,11 +273,11 @@ def test_requests_end_with_their_communicator(ranks: Ranks) -> None:
     ranks(program, 16)
 
 
-# What lending calls, but not what takes something back.
+# What CUDA IPC calls, but not what takes something back.
 FALLIBLE = ["cuIpcGetMemHandle", "cuMemGetAddressRange", "cuIpcOpenMemHandle", "cuMemcpyDtoDAsync"]
 FALLIBLE += ["cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuCtxPushCurrent"]
 HARMLESS = FALLIBLE[:2]
-"""What fails there cannot be lent, and is staged."""
+"""What fails there cannot be offered, and is staged."""
 
 
 @pytest.mark.parametrize("name", few(FALLIBLE[::8], sorted({*FALLIBLE} - {*FALLIBLE[::8]})))

@@ -24,11 +24,11 @@ STEP = 1 << 17
 COUNT = (5 * STEP + 12) // 4
 """Elements: five segments, of which the last is longer."""
 
-LENDING_NOTHING = ("2 that lend nothing", "3 by TCP")
+OFFERING_NOTHING = ("2 that offer nothing", "3 by TCP")
 
 
 def cut(step: int = STEP) -> None:
-    """Have this rank send short segments, and lend nothing."""
+    """Have this rank send short segments, and offer nothing."""
     from pycoll._gpu import segments
 
     segments.SEGMENT_NBYTES = step  # type: ignore[misc]
@@ -45,7 +45,7 @@ def values(rank: int, count: int = COUNT) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("seed", few([1], [2]))
-@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
+@jobs(*OFFERING_NOTHING[:1], more=OFFERING_NOTHING[1:])
 def test_every_length_arrives_in_every_place(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -76,7 +76,7 @@ def test_every_length_arrives_in_every_place(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@jobs("2 that lend nothing")
+@jobs("2 that offer nothing")
 def test_segments_are_copied_one_by_one_and_once(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> dict[str, int]:
@@ -98,7 +98,7 @@ def test_segments_are_copied_one_by_one_and_once(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("seed", few([1], [2]))
-@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
+@jobs(*OFFERING_NOTHING[:1], more=OFFERING_NOTHING[1:])
 def test_messages_keep_their_order(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -117,7 +117,7 @@ def test_messages_keep_their_order(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
+@jobs(*OFFERING_NOTHING[:1], more=OFFERING_NOTHING[1:])
 def test_what_is_too_long_stays_and_is_probed_whole(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -136,7 +136,7 @@ def test_what_is_too_long_stays_and_is_probed_whole(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("seed", few([1], [2]))
-@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
+@jobs(*OFFERING_NOTHING[:1], more=OFFERING_NOTHING[1:])
 def test_a_receive_that_is_given_up_is_made_again(ranks: Ranks, seed: int) -> None:
     """Half-way, too: some segments are here, or on the GPU, and some not even sent."""
 
@@ -161,7 +161,7 @@ def test_a_receive_that_is_given_up_is_made_again(ranks: Ranks, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", few([1], [2]))
-@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
+@jobs(*OFFERING_NOTHING[:1], more=OFFERING_NOTHING[1:])
 def test_a_send_that_is_given_up_is_not_received(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
@@ -186,7 +186,7 @@ def test_a_send_that_is_given_up_is_not_received(ranks: Ranks, seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["cuMemcpyDtoHAsync", "cuEventRecord"])
-@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
+@jobs(*OFFERING_NOTHING[:1], more=OFFERING_NOTHING[1:])
 def test_a_segment_that_cannot_be_read_fails_the_send_alone(ranks: Ranks, name: str) -> None:
     @tidy
     def program(comm: Comm, name: str, seed: int) -> list[str]:
@@ -220,7 +220,7 @@ def test_a_segment_that_cannot_be_read_fails_the_send_alone(ranks: Ranks, name: 
 
 
 @pytest.mark.parametrize("seed", few([1], [2]))
-@jobs(*LENDING_NOTHING[:1], more=LENDING_NOTHING[1:])
+@jobs(*OFFERING_NOTHING[:1], more=OFFERING_NOTHING[1:])
 def test_many_values_at_a_time(ranks: Ranks, seed: int) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What steps come out of a schedule on arrays on a GPU (pycoll/_gpu/staged_run.py, lent_run.py)."""
+"""What steps come out of a schedule on arrays on a GPU (staged_run, cuda_ipc_run)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import fakegpu
 
 from pycoll._cuda import cuda
 from pycoll._cuda.staging import Stage
-from pycoll._gpu.cuda_ipc_run import lent
+from pycoll._gpu.cuda_ipc_run import offered
 from pycoll._gpu.staged_run import staged
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.external import External, Table
@@ -135,21 +135,21 @@ def test_what_has_gaps_is_left_for_the_end(device: cuda.Device) -> None:
     assert staged(schedule, binding) == Table(*schedule)
 
 
-# --- lent ----------------------------------------------------------------------------------------
+# --- offered --------------------------------------------------------------------------------------
 
 
-def test_sends_are_lent_and_nothing_is_pulled(device: cuda.Device) -> None:
+def test_sends_are_offered_and_nothing_is_pulled(device: cuda.Device) -> None:
     schedule = compile_schedule([Send(1, 0), Send(2, 0), Recv(1, 1)])
     x = chunks(device, 1)
     binding = bound([*x, None], chunks(device, 2, is_target=True))
-    table, on_gpu = lent(schedule, binding)
+    table, on_gpu = offered(schedule, binding)
     assert on_gpu == binding._replace(on_gpu=True)
     found = hazards(table)
-    everything = sorted(["lend 1 (0,) 0", "lend 2 (0,) 0", "Recv 1", "put 0"])
+    everything = sorted(["offer 1 (0,) 0", "offer 2 (0,) 0", "Recv 1", "put 0"])
     assert found.pop("ready") == everything
     assert found == {
-        "lend 1 (0,) 0": ["put 0"],
-        "lend 2 (0,) 0": ["put 0"],
+        "offer 1 (0,) 0": ["put 0"],
+        "offer 2 (0,) 0": ["put 0"],
         "put 0": [],
         "Recv 1": ["push (1,)"],
         "push (1,)": [],
@@ -161,16 +161,16 @@ def test_sends_are_lent_and_nothing_is_pulled(device: cuda.Device) -> None:
 def test_chunks_that_travel_together_are_put_in_their_places_first(device: cuda.Device) -> None:
     schedule = compile_schedule([Recv(2, 1), Send(1, (0, 1))])
     binding = bound([*chunks(device, 1), None], chunks(device, 2, is_target=True))
-    table, _ = lent(schedule, binding)
+    table, _ = offered(schedule, binding)
     found = hazards(table)
-    assert found["put 0"] == ["lend 1 (0, 1) 0"]
-    assert found["Recv 1"] == ["lend 1 (0, 1) 0", "push (1,)"]
-    assert found["push (1,)"] == ["lend 1 (0, 1) 0"]
+    assert found["put 0"] == ["offer 1 (0, 1) 0"]
+    assert found["Recv 1"] == ["offer 1 (0, 1) 0", "push (1,)"]
+    assert found["push (1,)"] == ["offer 1 (0, 1) 0"]
     assert ends_last(table) == []
 
 
 def test_a_copy_stays_on_the_gpu(device: cuda.Device) -> None:
     schedule = compile_schedule([Copy(0, 1)])
     binding = bound([*chunks(device, 1), None], [None, *chunks(device, 1, is_target=True)])
-    table, _ = lent(schedule, binding)
+    table, _ = offered(schedule, binding)
     assert {name(step) for step in table.steps} == {"ready", "copy 0 1"}
