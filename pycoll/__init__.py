@@ -35,9 +35,9 @@ from pycoll.errors import (
 TYPE_CHECKING = bool()  # noqa: UP018
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
-    from pycoll._communicator import Communicator
+    from pycoll._communicator.communicator import Communicator
+    from pycoll._communicator.grid import Grid, compute_dims
     from pycoll._functions.function import run
-    from pycoll._grid import Grid, compute_dims
     from pycoll._registration import algorithms, prove, register_algorithm
     from pycoll._requests.matched import Message
     from pycoll._requests.request import Request, test_all, wait_all, wait_any, wait_some
@@ -87,14 +87,14 @@ _HOMES = {
     "ANY_SOURCE": "pycoll._runtime.envelope",
     "ANY_TAG": "pycoll._runtime.envelope",
     "PROC_NULL": "pycoll._runtime.envelope",
-    "Communicator": "pycoll._communicator",
-    "Grid": "pycoll._grid",
+    "Communicator": "pycoll._communicator.communicator",
+    "Grid": "pycoll._communicator.grid",
     "Message": "pycoll._requests.matched",
     "Op": "pycoll._arrays.operators",
     "Request": "pycoll._requests.request",
     "Status": "pycoll._runtime.envelope",
     "algorithms": "pycoll._registration",
-    "compute_dims": "pycoll._grid",
+    "compute_dims": "pycoll._communicator.grid",
     "empty": "pycoll._runtime.shared_arrays",
     "empty_like": "pycoll._runtime.shared_arrays",
     "finalize": "pycoll._world",

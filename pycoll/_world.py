@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pycoll import _transports as transports
 from pycoll._calls.arguments import check_timeout
 from pycoll._calls.group import Group
-from pycoll._communicator import Communicator, World
+from pycoll._communicator.communicator import Communicator, World
 from pycoll._rendezvous.client import Client
 from pycoll._rendezvous.wire import already_joined
 from pycoll._runtime.engine import Engine

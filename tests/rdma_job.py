@@ -12,7 +12,7 @@ from patience import PATIENCE
 from simulated_device import Fabric
 
 from pycoll._calls.group import Group
-from pycoll._communicator import Communicator, World
+from pycoll._communicator.communicator import Communicator, World
 from pycoll._runtime.engine import Engine
 from pycoll._selection import agreed
 from pycoll._transports.core import CoreTransport

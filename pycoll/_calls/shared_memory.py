@@ -68,7 +68,7 @@ class Native:
         self._context = context
         self._host = memory.host
         self._single_copy = memory.single_copy
-        self._short = engine.op_timeout == math.inf
+        self._is_fast = engine.op_timeout == math.inf
         self._call: Call | None = None
         self._deadline = math.inf
         self._reported = 0
@@ -137,7 +137,7 @@ class Native:
         finally:
             self._call = None
             self._deadline = math.inf
-        self.core.allow(self._short and context.broken is None)
+        self.core.allow(self._is_fast and context.broken is None)
         return result
 
     def _attach(self) -> None:

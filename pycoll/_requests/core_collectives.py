@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.calls import Calls, scattered
+from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.moves import scattered
 from pycoll._calls.numbering import KINDS, OPS, REDUCING
 from pycoll._calls.prepared import Prepared
 from pycoll._requests.core_started import CoreStarted, Owner, waiting

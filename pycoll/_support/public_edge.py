@@ -56,6 +56,18 @@ def edges(cls: C) -> C:
     return cls
 
 
+def part_of(name: str) -> Callable[[C], C]:
+    """Put the methods of a part of the public class `name` on the edge; messages name the whole."""
+
+    def decorate(cls: C) -> C:
+        for method in vars(cls).values():
+            if isinstance(method, FunctionType):
+                method.__qualname__ = f"{name}.{method.__name__}"
+        return edges(cls)
+
+    return decorate
+
+
 def hide(exc: BaseException) -> None:
     """Take the frames of pycoll out of an exception that its outermost function handles.
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from pycoll._communicator import Communicator
+    from pycoll._communicator.communicator import Communicator
     from pycoll._functions.call import Ticket
     from pycoll._tools.pytest_verdict import Verdict
 

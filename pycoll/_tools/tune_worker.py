@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pycoll._communicator import Communicator
+from pycoll._communicator.communicator import Communicator
 from pycoll._selection import agreed
 
 SPLITTING = frozenset({"scatter", "reduce_scatter", "all_to_all"})

@@ -244,7 +244,7 @@ ok()
 
 def test_who_fails_between_the_rounds_has_given_up(job: Jobs) -> None:
     text = """
-from pycoll import _communicator as communicator
+from pycoll._communicator import communicator
 
 comm.all_gatherv(np.ones(2))
 part = comm.dup()
@@ -267,7 +267,7 @@ ok()
 
 def test_no_other_thread_comes_in_between_the_rounds(job: Jobs) -> None:
     text = """
-from pycoll import _communicator as communicator
+from pycoll._communicator import communicator
 
 comm.all_gatherv(np.ones(2))
 go_on, errors = communicator.resumed, []

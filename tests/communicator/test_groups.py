@@ -23,7 +23,7 @@ from tiers import exhaustive, sizes
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL
-from pycoll._grid import Layout, check_layout
+from pycoll._communicator.grid import Layout, check_layout
 from pycoll._support import pickling
 
 Comm = Any

@@ -22,13 +22,18 @@ COMMON = {"self", "timeout", "cls"}
 """Parameters that the docstring of the class explains for all methods."""
 
 
+def members(cls: type) -> dict[str, Any]:
+    """What a class has, also of the classes that are parts of it."""
+    return {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+
+
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in pycoll.__all__:
         value = getattr(pycoll, name)
         if inspect.isfunction(value):
             yield name, value
     for cls in CLASSES:
-        for name, value in vars(cls).items():
+        for name, value in members(cls).items():
             if inspect.isfunction(value) and not name.startswith("_"):
                 yield f"{cls.__name__}.{name}", value
 
@@ -62,7 +67,7 @@ def test_every_public_object_has_a_docstring() -> None:
     attributes = {
         f"{cls.__name__}.{name}": value
         for cls in CLASSES
-        for name, value in vars(cls).items()
+        for name, value in members(cls).items()
         if not name.startswith("_") and isinstance(value, property)
     }
     for name, value in (named | attributes | FUNCTIONS).items():

@@ -17,7 +17,7 @@ from tiers import few, sizes
 import pycoll
 from pycoll import PROC_NULL, Status
 from pycoll._calls.calls import Calls
-from pycoll._communicator import Communicator
+from pycoll._communicator.communicator import Communicator
 from pycoll._requests.nonblocking import NonBlocking, Persistent
 
 Comm = Any

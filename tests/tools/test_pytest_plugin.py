@@ -15,7 +15,7 @@ from tiers import exhaustive, few
 
 # pytester drops modules that are first imported in an inner pytest, and NumPy and zmq must not be
 # imported twice in one process.
-import pycoll._communicator
+import pycoll._communicator.communicator
 import pycoll._functions.function
 
 pytest_plugins = ["pytester"]

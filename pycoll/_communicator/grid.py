@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pycoll._calls import arguments, subgroups
 from pycoll._calls.group import Group
-from pycoll._communicator import Communicator, World
+from pycoll._communicator.communicator import Communicator, World
 from pycoll._runtime.envelope import PROC_NULL
 from pycoll._support.foreign_names import OF_GRIDS
 from pycoll._support.public_edge import edge, edges

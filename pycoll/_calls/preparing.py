@@ -1,0 +1,173 @@
+"""What the preparation of all calls has in common: who runs a call, and with which schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll._calls.group import IN_CORE, SHARED_MEMORY, Group
+from pycoll._calls.prepared import Prepared
+from pycoll._calls.shared_memory import Native
+from pycoll._runtime.task import CallSteps
+from pycoll._selection.select import Choice
+from pycoll._support.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    from pycoll import schedules
+    from pycoll._arrays import conversion, operators
+    from pycoll._arrays.conversion import Value
+    from pycoll._arrays.operators import Op
+    from pycoll._calls import collectives, shared_memory_calls, two_level
+    from pycoll._calls.arguments import Target
+    from pycoll._calls.collectives import Reduction
+    from pycoll._calls.group import Bound
+    from pycoll._calls.two_level import TwoLevel
+    from pycoll._gpu import cuda_ipc
+else:  # a program that only calls barrier() imports no NumPy
+    conversion = LazyModule("pycoll._arrays.conversion")
+    collectives = LazyModule("pycoll._calls.collectives")
+    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
+    two_level = LazyModule("pycoll._calls.two_level")
+    shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
+    operators = LazyModule("pycoll._arrays.operators")
+    schedules = LazyModule("pycoll.schedules")
+
+
+BY_CUDA_IPC = Choice("linear")
+"""How ranks that leave the core to offer to each other move: each value is copied once."""
+
+HIERARCHICAL = "hierarchical"
+"""The algorithm that may run in two levels."""
+
+
+class Preparing:
+    """Prepares calls of one communicator; a part of `Calls`.
+
+    Args:
+        group: the communicator's ranks.
+        blocking: whether the caller waits in the call. Only then it may run in the compiled core.
+    """
+
+    def __init__(self, group: Group, blocking: bool) -> None:
+        self._group = group
+        self._blocking = blocking
+        self._prefix = "" if blocking else "i"
+        self._two_level: TwoLevel | None = None
+
+    def _choose(
+        self,
+        collective: str,
+        nbytes: int,
+        algorithm: str | None,
+        rank_order: bool = False,
+        whole: bool = False,
+        native: bool = True,
+    ) -> Choice:
+        if not isinstance(algorithm, str | None):
+            raise TypeError(f"algorithm is a name, not a {type(algorithm).__name__}")
+        self._refuse_core(collective, algorithm)
+        return self._group.choose(
+            collective, nbytes, algorithm, rank_order, whole, native and self._blocking
+        )
+
+    def _check_algorithm(self, collective: str, algorithm: str | None) -> None:
+        self._choose(collective, 0, algorithm)
+
+    def _refuse_core(self, collective: str, algorithm: str | None) -> None:
+        if algorithm == SHARED_MEMORY and not self._blocking and self._group.size > 1:
+            raise ValueError(
+                f"i{collective} cannot use {SHARED_MEMORY}, which takes all ranks at the same "
+                f"time; use {' or '.join(schedules.names(collective))}"
+            )
+
+    def _reduction(
+        self, collective: str, x: Any, op: Op, algorithm: str | None
+    ) -> tuple[Value, Reduction]:
+        value = conversion.wrap_operand(x)
+        return value, self._choose_reduction(collective, value, op, algorithm)
+
+    def _choose_reduction(
+        self, collective: str, value: Value, op: Op, algorithm: str | None
+    ) -> Reduction:
+        operators.check(op, value.dtype)
+        operators.check_whole(op, value.array.ndim)
+        nbytes = value.array.nbytes
+        if collective == "reduce_scatter":
+            nbytes //= self._group.size
+        chosen = self._choose(
+            collective,
+            nbytes,
+            algorithm,
+            rank_order=not op.commutative,
+            whole=not op.elementwise,
+            native=self._serves(op, value),
+        )
+        return collectives.Reduction(op, chosen)
+
+    def _serves(self, op: Op, value: Value) -> bool:
+        """Whether the core may combine: all ranks, or in two levels where order is no matter.
+
+        Between hosts the same algorithm also runs by messages, and must give the same bits.
+        """
+        order_is_no_matter = value.dtype.family in ("b", "i", "u")
+        return shared_memory_calls.serves(op, value) and (
+            self._group.native is not None or order_is_no_matter
+        )
+
+    def _in_pieces(self, op: Op, x: Value, result: Value) -> bool:
+        """Whether the core's all_reduce copies to and from a GPU while it reduces."""
+        native = self._group.native
+        if native is None or (x.stage is None and result.stage is None):
+            return False
+        return x.array.nbytes > native.core.piece_nbytes and shared_memory_calls.serves(op, x)
+
+    def _offers(
+        self, forced: str | None, choice: Choice, x: Value, nbytes: int, target: Target | None
+    ) -> bool:
+        """Whether this rank would offer x, in messages of so many bytes, instead of using the core.
+
+        Without `target` it has no part of the result.
+        """
+        if x.stage is None or choice != IN_CORE or forced:
+            return False
+        result = target.value.stage if target is not None else x.stage
+        group = self._group
+        return cuda_ipc.is_for_all(group.engine, group.context, x.stage, nbytes, result)
+
+    def _by_two_levels(
+        self, text: str, choice: Choice, nbytes: int, steps: Callable[[TwoLevel], Any]
+    ) -> Callable[[bytes, float], Any] | None:
+        """Return how a call runs in two levels, None: it does not."""
+        group = self._group
+        if choice.name != HIERARCHICAL or not self._blocking or not two_level.serve(group, nbytes):
+            return None
+        if self._two_level is None:
+            self._two_level = two_level.TwoLevel(group)
+        both = self._two_level
+        return lambda signature, timeout: both.run(text, signature, timeout, lambda: steps(both))
+
+    def _scheduled(
+        self,
+        text: str,
+        bound: Callable[[], Bound],
+        native: Callable[[Native], Any] | None = None,
+        finish: Callable[[Any], Any] | None = None,
+        by_two_levels: Callable[[bytes, float], Any] | None = None,
+        reads: Sequence[Value] = (),
+    ) -> Prepared[Any]:
+        """Prepare a call that runs one schedule; the arguments are as of `Prepared`."""
+        group = self._group
+
+        def steps(signature: bytes) -> CallSteps:
+            return collectives.run(group, signature, bound())
+
+        return Prepared(text, steps, native, finish, by_two_levels, reads=reads, bound=bound)
+
+
+def reduction_text(reduction: Reduction) -> str:
+    """Return operator and algorithm as a call's text shows them."""
+    return f"op={reduction.op.signature}, algorithm={reduction.choice}"
+
+
+def forced_text(algorithm: str | None) -> str:
+    return f", algorithm={algorithm}" if algorithm else ""

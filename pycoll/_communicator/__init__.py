@@ -1,0 +1,1 @@
+"""What users hold: a communicator, and a grid, which is one."""

@@ -1,0 +1,447 @@
+"""The communicator: checks arguments once, picks an algorithm, and runs the call.
+
+Everything a user can get wrong alone is found here, before anything is sent: such a call does not
+count, and may be repeated. What ranks get wrong together is found by the calls themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, overload
+
+from pycoll._calls import subgroups
+from pycoll._calls.calls import Calls, sign_uneven
+from pycoll._calls.group import Group
+from pycoll._calls.numbering import KINDS
+from pycoll._calls.prepared import Prepared
+from pycoll._communicator.collectives import Collectives
+from pycoll._communicator.point_to_point import PointToPoint
+from pycoll._communicator.uneven import UnevenCollectives
+from pycoll._requests.nonblocking import NonBlocking, Persistent
+from pycoll._runtime.engine import Engine
+from pycoll._support.foreign_names import OF_COMMUNICATORS, Hinting
+from pycoll._support.lazy_import import LazyModule
+from pycoll._support.public_edge import edges
+from pycoll.errors import MismatchError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pycoll._arrays.types import Reducer
+    from pycoll._calls import arguments, explain, p2p
+    from pycoll._calls.explain import Explanation
+    from pycoll._communicator import grid as grids
+    from pycoll._communicator.grid import Grid
+    from pycoll._runtime import shared_arrays
+else:  # a program that only calls barrier() imports no NumPy
+    arguments, grids = (
+        LazyModule("pycoll._calls.arguments"),
+        LazyModule("pycoll._communicator.grid"),
+    )
+    explain, p2p = LazyModule("pycoll._calls.explain"), LazyModule("pycoll._calls.p2p")
+    shared_arrays = LazyModule("pycoll._runtime.shared_arrays")
+
+
+class World:
+    """What all communicators of a process share: its engine, its place, its defaults."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        local_rank: int,
+        local_size: int,
+        node: int,
+        op_timeout: float,
+    ) -> None:
+        self.engine = engine
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.node = node
+        self.op_timeout = op_timeout
+
+
+_IN_CORE = {
+    "finish": "_finish_in_core",
+    "finish_both": "_finish_both_in_core",
+}
+"""Methods that only the core calls, by what it calls them."""
+
+
+@edges
+class Communicator(
+    Collectives,
+    UnevenCollectives,
+    PointToPoint,
+    NonBlocking,
+    Hinting,
+    foreign=OF_COMMUNICATORS,
+    prefix="comm.",
+):
+    """A group of ranks that communicate with each other and with nobody else.
+
+    Arrays are NumPy arrays, memoryviews, array.array, PyTorch tensors, JAX arrays and everything
+    else with DLPack or the CUDA array interface, on an NVIDIA GPU too; results come as the kind
+    that was passed in, where it is. Everything else travels as a pickled object. In every
+    collective all ranks make the same call; where one splits or stacks, the leading axis is the
+    rank axis.
+
+    Every blocking method takes `timeout`, seconds; None: the default of `pycoll.init`, math.inf:
+    none. An array passed in may be changed as soon as the method returns.
+
+    Every collective and `send`, `recv` and `sendrecv` have a twin with an ``i`` in front of the
+    name, which starts the call and returns a `Request`; the arguments are the same, without
+    timeout.
+
+    Raises, from every method: PeerFailed (a rank it needs has ended), OperationTimeout,
+    MismatchError (ranks made different calls), and TypeError or ValueError for wrong arguments,
+    before anything is sent.
+
+    Attributes:
+        rank: this process's rank, 0 to size - 1.
+        size: number of ranks.
+        local_rank, local_size: the same among the job's ranks on this host.
+        node: number of this host, from 0.
+        members: the ranks that it has, as ranks of the world, in the order of ranks here.
+        name: what messages call it.
+    """
+
+    def __init__(self, world: World, group: Group) -> None:
+        self._world = world
+        self._group = group
+        self._op_timeout = world.op_timeout
+        self._calls = Calls(group, blocking=True)
+        self._nonblocking_calls = Calls(group, blocking=False)
+        self._makings = subgroups.Makings()
+        self._closed = False
+        self._fast: dict[str, Any] = {}
+        self._fast = self._fast_methods()
+        self.__dict__.update(self._fast)
+
+    def _fast_methods(self) -> dict[str, Any]:
+        """Return the core's methods, which stand before those of this class and call them.
+
+        They do the common case, NumPy arrays, themselves.
+        """
+        group = self._group
+        methods = self._methods_in_core()
+        if group.native is not None:
+            # In shared memory, or by messages if the call says so; what the user has ruled out goes
+            # by messages.
+            names = [name for name in KINDS if group.in_core(name)]
+            slow = [(name, methods[name]) for name in names]
+            if group.in_core("reduce_scatter"):
+                slow.append(("reduce_scatterv", self._in_python("reduce_scatterv")))
+            methods |= group.native.methods(slow)
+            methods |= group.native.uneven_methods(self._in_python, self._resume, sign_uneven)
+        for twin in ("all_reduce", "iall_reduce"):
+            methods[twin.replace("_", "")] = methods[twin]
+        return methods
+
+    def _methods_in_core(self) -> dict[str, Any]:
+        from pycoll._requests import core_collectives, core_requests
+
+        group, slow, op_timeout = self._group, self._in_python, self._op_timeout
+        context: Any = group.context
+        messages = core_requests.messages_of(group, context, slow, op_timeout)
+        messages.usable = True
+        calls = self._nonblocking_calls, self._calls
+        collectives = core_collectives.collectives_of(group, context, calls, slow, op_timeout)
+        # A wait in the core knows no deadline, and takes a tenth of a second at most.
+        collectives.usable = op_timeout >= 1.0
+        with group.engine.locked():
+            context.messages, context.collectives = messages, collectives
+        methods = {name: getattr(messages, name) for name in core_requests.NAMES}
+        names = core_collectives.NONBLOCKING + KINDS
+        return methods | {name: getattr(collectives, name) for name in names}
+
+    def _in_python(self, name: str) -> Callable[..., Any]:
+        """Return the method of this class to which the core leaves a call that it does not do."""
+        name = _IN_CORE.get(name, name)
+        method: Callable[..., Any] = getattr(type(self), name).__get__(self)
+        return method
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._group.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank among the job's ranks on this host."""
+        return self._world.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of the job's ranks on this host."""
+        return self._world.local_size
+
+    @property
+    def node(self) -> int:
+        """Number of this host, counted from 0."""
+        return self._world.node
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Its ranks, as ranks of the world, in the order of ranks here."""
+        return self._group.members
+
+    @property
+    def name(self) -> str:
+        """What messages call it: "world", or as it was named when it was made."""
+        return self._group.name
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a communicator cannot be pickled: take what you need of it, as comm.rank")
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"<pycoll.Communicator rank {self.rank} of {self.size}{state}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.close()
+        except MismatchError:
+            if exc_info[0] is None:  # else that one is the cause
+                raise
+
+    # --- persistent ------------------------------------------------------------------------
+
+    @property
+    def persistent(self) -> Persistent:
+        """Makes requests to start again and again: ``comm.persistent.all_reduce(x, out=y)``."""
+        return Persistent(self._group, self._nonblocking_calls, self._op_timeout, self._fast)
+
+    # --- communicators ---------------------------------------------------------------------
+
+    def dup(self, *, name: str | None = None, timeout: float | None = None) -> Communicator:
+        """Return a new communicator of the same ranks; a collective call.
+
+        Its messages never meet those of this one.
+
+        Args:
+            name: what messages call it; None: "dup of ..." this one.
+            timeout: seconds.
+        """
+        name = subgroups.check_name(name) or f"dup of {self.name}"
+        return Communicator(self._world, self._copy("dup()", name, timeout))
+
+    @overload
+    def split(
+        self,
+        color: int,
+        key: int | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Communicator: ...
+    @overload
+    def split(
+        self,
+        color: int | None,
+        key: int | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Communicator | None: ...
+    def split(
+        self,
+        color: int | None,
+        key: int | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Communicator | None:
+        """Return a communicator of the ranks that passed the same `color`; a collective call.
+
+        Args:
+            color: int of 64 bits; None: this rank is in no new communicator, and gets None.
+            key: int of 64 bits. The new ranks are in the order of keys, then of ranks here; None:
+                this rank.
+            name: what messages call it; None: "split of ..." this one, and the color.
+            timeout: seconds.
+        """
+        name = subgroups.check_name(name)
+        color, key = subgroups.check_color(color), subgroups.check_key(key, self.rank)
+        made = self._split("split()", color, key, name, timeout)
+        return None if made is None else Communicator(self._world, made)
+
+    def split_by_host(self, *, timeout: float | None = None) -> Communicator:
+        """Return a communicator of the ranks on this host, in their order; a collective call."""
+        name = f"host {self.node} of {self.name}"
+        made = self._split("split_by_host()", self.node, self.rank, name, timeout)
+        assert made is not None
+        return Communicator(self._world, made)
+
+    def sub(
+        self, ranks: Iterable[int], key: int | None = None, *, name: str | None = None
+    ) -> Communicator | None:
+        """Return a communicator of these ranks, numbered in the order given; no message is sent.
+
+        Every one of `ranks` makes the same call, the others need not; they get None. Ranks that
+        list them in different orders make different communicators, which never meet. The
+        calls for the same ranks are told apart by their order: the first on each rank belong
+        together, and so on. Threads that make them at the same time pass different keys. It works
+        on a communicator that is broken, too.
+
+        Args:
+            ranks: ranks of this communicator, each once.
+            key: int of 64 bits, the same on all of `ranks`: only calls with the same key meet.
+            name: what messages call it; None: the ranks "of ..." this one.
+        """
+        checked, name = subgroups.check_ranks(ranks, self.size), subgroups.check_name(name)
+        key = subgroups.check_sub_key(key)
+        self._check_open()
+        made = self._makings.sub(self._group, checked, key, name)
+        return None if made is None else Communicator(self._world, made)
+
+    def grid(
+        self,
+        shape: Sequence[int],
+        names: Sequence[str] | None = None,
+        periodic: bool | Sequence[bool] = False,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Grid:
+        """Return a communicator of the same ranks that form a grid; a collective call.
+
+        Args:
+            shape: ranks along each axis, row-major: the last axis varies quickest. Their product
+                is the size of this communicator.
+            names: of the axes, to be used instead of their indices.
+            periodic: whether the ends of an axis are neighbors: of all axes, or of each.
+            name: what messages call the grid; None: "grid of ..." this one. Communicators of its
+                axes have the names of these.
+            timeout: seconds.
+        """
+        name = subgroups.check_name(name) or f"grid of {self.name}"
+        layout = grids.check_layout(shape, names, periodic, self.size)
+        return grids.Grid(self._world, self._copy(f"grid({layout})", name, timeout), layout)
+
+    def _copy(self, text: str, name: str, timeout: float | None) -> Group:
+        made = self._split(text, 0, self.rank, name, timeout)
+        assert made is not None
+        return made
+
+    def _split(
+        self, text: str, color: int | None, key: int, name: str | None, timeout: float | None
+    ) -> Group | None:
+        group, row = self._group, self._makings.row(color, key)
+        prepared = Prepared(
+            text,
+            lambda signature: subgroups.exchange(group, signature, row),
+            lambda native: subgroups.exchange_native(native, text, row),
+        )
+        return subgroups.split(group, self._run(prepared, timeout), name)
+
+    # --- shared arrays ---------------------------------------------------------------------
+
+    def share(self, x: Any, *, timeout: float | None = None) -> tuple[np.ndarray[Any, Any], ...]:
+        """Return every rank's `x` as an array of this process; a collective call.
+
+        All ranks are on one host. What one writes to its array the others read in theirs, without
+        a call: `barrier()` says when. An array stays as long as a rank holds it, or a view of it,
+        also when its owner has deleted it or has ended. The call returns when all have made it.
+
+        Args:
+            x: NumPy array or PyTorch tensor in shared memory: from `pycoll.empty` or `zeros`, or
+                made after `pycoll.share_arrays()`; or a view of one, of any strides. Shapes and
+                dtypes may differ.
+            timeout: seconds.
+
+        Returns:
+            NumPy arrays by rank; that of this rank is `x` itself. Which can be written to depends
+            on what their owners passed.
+
+        Raises:
+            ValueError: on all ranks: an `x` does not lie in shared memory, or is no array.
+        """
+        group = self._group
+        if group.size > 1 and group.native is None:
+            raise ValueError(
+                "share(): these ranks do not share memory; comm.split_by_host() gives those of "
+                "one host, which do"
+            )
+        own, said = shared_arrays.expose(x, group.rank, group.size)
+        prepared = self._calls.all_gather(said)._replace(text="share()")
+        all_said = self._run(prepared, timeout)
+        for rank, other in enumerate(all_said):
+            if other.refused:
+                shared_arrays.take_back(own)
+                raise ValueError(f"rank {rank}: {other.refused}")
+        memory = group.engine.shared_memory
+        assert own is not None
+        found = []
+        for rank, other in enumerate(all_said):
+            if rank == group.rank or memory is None:
+                found.append(own)
+                continue
+            local = memory.ranks.index(group.members[rank])
+            found.append(shared_arrays.borrow(memory.host, local, other, group.rank, group.size))
+        return tuple(found)
+
+    def explain(
+        self, collective: str, nbytes: int = 0, op: Reducer = "sum", *, blocking: bool = True
+    ) -> Explanation:
+        """Say which algorithm a call would run, why, and what the others would take.
+
+        Nothing is sent, and the answer is the same on all ranks.
+
+        Args:
+            collective: for example ``"all_reduce"``.
+            nbytes: of one rank's value; of one block (what one rank has for one other, or all
+                others) in gather, scatter, all_gather, reduce_scatter and all_to_all.
+            op: the operator, where something is reduced.
+            blocking: False: of the twin with an i in front.
+
+        Raises:
+            ValueError: there is no such collective or operator, or `nbytes` is below 0.
+        """
+        self._check_open()
+        return explain.explain(self._group, collective, nbytes, op, blocking)
+
+    def close(self) -> None:
+        """Give this communicator up. Not collective; may be called again.
+
+        Closing the world communicator is `pycoll.finalize()`.
+
+        Raises:
+            MismatchError: another rank has made another call than this one, as can be seen by now,
+                and no call after it has told so.
+        """
+        error, engine = None, self._group.engine
+        if not self._closed and engine.closed is None:
+            with engine.locked():
+                error = engine.look_back(self._group.context)
+                self._group.close()
+                self._group.context.messages = None  # it refers to this object
+                self._group.context.collectives = None
+        self._shut()
+        if error is not None:
+            raise error
+
+    def _shut(self) -> None:
+        """Refuse every call from now on."""
+        self._closed = True
+        for name in self._fast:
+            del self.__dict__[name]
+        self._fast = {}
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """End the whole job at once; `pycoll-run` exits with `code`."""
+        code = arguments.check_int(code, "code")
+        engine = self._group.engine
+        if engine.control is not None and engine.closed is None:
+            with engine.locked():
+                engine.control.post("abort", code=code)
+                engine.control.close(2.0)
+        os._exit(code & 0xFF)

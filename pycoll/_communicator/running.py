@@ -1,0 +1,93 @@
+"""How a call whose arguments were checked is run to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll._calls.calls import Calls
+from pycoll._calls.group import Group
+from pycoll._calls.prepared import Prepared
+from pycoll._calls.shared_memory import BY_MESSAGES
+from pycoll._runtime.task import Call, caller
+from pycoll._support.lazy_import import LazyModule
+from pycoll._transports.base import Operation
+from pycoll.errors import Error
+
+if TYPE_CHECKING:
+    from pycoll._calls import arguments
+else:  # a program that only calls barrier() imports no NumPy
+    arguments = LazyModule("pycoll._calls.arguments")
+
+
+class Running:
+    """Runs the calls of one communicator; a part of `Communicator`."""
+
+    _group: Group
+    _calls: Calls
+    _nonblocking_calls: Calls
+    _op_timeout: float
+    _closed: bool
+
+    def _check_open(self) -> None:
+        if self._group.engine.closed is not None:
+            raise Error(self._group.engine.closed)
+        if self._closed:
+            raise Error("this communicator is closed")
+
+    def _run(self, prepared: Prepared[Any], timeout: float | None) -> Any:
+        """Run a call to its end; returns what the caller gets."""
+        self._check_open()
+        group, text, seconds = self._group, prepared.text, self._seconds(timeout)
+        result: Any = BY_MESSAGES
+        native, core = prepared.native, group.native
+        if native is not None and core is not None:
+            call = Call(text, group.number, group.context)
+            self._fetch(prepared, call, seconds)
+            result = core.run(call, seconds, lambda: native(core))
+        elif prepared.by_two_levels is not None:
+            self._fetch(prepared, Call(text, group.number, group.context), seconds)
+            result = prepared.by_two_levels(f"{text}\0{caller()}".encode(), seconds)
+        if result is BY_MESSAGES:
+            collective = prepared.collective
+            call = Call(text, group.number if collective else -1, group.context)
+            signature = f"{text}\0{caller()}".encode() if collective else b""
+            result = group.engine.run(call, lambda: prepared.steps(signature), seconds, collective)
+        value, late = prepared.conclude(group.engine, result)
+        if late:
+            self._await(late, Call(text, -1, group.context), seconds, prepared.collective)
+        return value
+
+    def _fetch(self, prepared: Prepared[Any], call: Call, timeout: float) -> None:
+        """Have what a call reads in host memory; the call has begun, whatever comes."""
+        engine = self._group.engine
+        stages = [value.stage for value in prepared.reads if value.stage is not None]
+        if stages:
+            from pycoll._cuda.copies import all_of
+
+            pulls = all_of(stage.pull(engine) for stage in stages)
+            self._await(pulls, call, timeout, collective=True)
+
+    def _await(
+        self, copies: Sequence[Operation], call: Call, timeout: float, collective: bool
+    ) -> None:
+        """Wait for copies, as a part of a call."""
+        engine = self._group.engine
+        try:
+            for copy in copies:
+                engine.watch(copy)
+            for copy in copies:
+                engine.wait(copy, call, timeout)
+                if copy.error is not None:
+                    raise copy.error
+        except BaseException as exc:
+            for copy in copies:
+                copy.cancel()
+            if collective:
+                engine.give_up(call.context, exc)
+            raise
+
+    def _seconds(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._op_timeout
+        return arguments.check_timeout(timeout, "timeout")
