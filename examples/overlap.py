@@ -19,7 +19,6 @@ from functools import partial
 import numpy as np
 
 import pycoll
-from pycoll._support.environment import usable_cores
 
 
 def numpy_work(amount):
@@ -68,7 +67,7 @@ def main():
         communicate = partial(at_once, comm, x, out, lambda: None)
         alone = best(communicate)
         if comm.rank == 0:
-            print(f"{comm.size} ranks, {usable_cores()} usable cores", end=", ")
+            print(f"{comm.size} ranks, {pycoll.usable_cores()} usable cores", end=", ")
             print(f"all_reduce of {x.nbytes / 1e6:.1f} MB; milliseconds:")
             print("beside       computing  all_reduce  in turn  at once  ratio to the longer")
 
@@ -87,7 +86,7 @@ def main():
                 )
                 print(f"{kind.__name__:11}  {times}  {both / max(computing, alone):19.2f}")
 
-        if comm.rank == 0 and comm.local_size >= usable_cores():
+        if comm.rank == 0 and comm.local_size >= pycoll.usable_cores():
             print("As many ranks as cores: the cores that compute also move the data.")
         if comm.all_reduce(wrong, op="lor"):
             raise SystemExit("a sum is wrong")

@@ -18,7 +18,6 @@ import time
 import numpy as np
 
 import pycoll
-from pycoll._support.environment import usable_cores
 
 # The same products of the same matrices: only a BLAS that rounds by how memory is aligned differs.
 TOLERANCE = 1e-12
@@ -96,8 +95,8 @@ def main():
             bubble = (comm.size - 1) / (args.micro_batches + comm.size - 1)
             print(f"{comm.size} ranks, {args.micro_batches} micro-batches in {elapsed:.3f} s")
             print(f"idle: {idle:.1%} of the ranks' time; the bubble is {bubble:.1%}")
-            if comm.local_size > usable_cores():
-                print(f"only {usable_cores()} cores: ranks also wait for a core")
+            if comm.local_size > pycoll.usable_cores():
+                print(f"only {pycoll.usable_cores()} cores: ranks also wait for a core")
             print(f"largest difference from one rank alone: {difference:.1e}")
             if difference > TOLERANCE:
                 raise SystemExit(1)

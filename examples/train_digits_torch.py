@@ -17,7 +17,6 @@ from torch import nn
 from tqdm import tqdm
 
 import pycoll
-from pycoll._support.environment import usable_cores
 
 LAYERS = (64, 64, 10)  # 8 x 8 pixels in, one hidden layer, ten digits out
 EPOCHS, BATCH = 30, 100  # a batch is what all ranks together take in a step
@@ -78,7 +77,7 @@ def main():
 
     with pycoll.init() as comm:
         # PyTorch would use all cores in each rank, and its threads would get in each other's way.
-        torch.set_num_threads(max(1, usable_cores() // comm.local_size))
+        torch.set_num_threads(max(1, pycoll.usable_cores() // comm.local_size))
         torch.manual_seed(comm.rank)  # the networks begin differently, until the broadcast
         n_in, n_hidden, n_out = LAYERS
         network = nn.Sequential(nn.Linear(n_in, n_hidden), nn.ReLU(), nn.Linear(n_hidden, n_out))

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pycoll._requests.request import Request, test_all, wait_all, wait_any, wait_some
     from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll._runtime.shared_arrays import empty, empty_like, share_arrays, zeros
+    from pycoll._support.environment import usable_cores
     from pycoll._world import finalize, init
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = [
     "run",
     "share_arrays",
     "test_all",
+    "usable_cores",
     "wait_all",
     "wait_any",
     "wait_some",
@@ -104,6 +106,7 @@ _HOMES = {
     "run": "pycoll._functions.function",
     "share_arrays": "pycoll._runtime.shared_arrays",
     "test_all": "pycoll._requests.request",
+    "usable_cores": "pycoll._support.environment",
     "wait_all": "pycoll._requests.request",
     "wait_any": "pycoll._requests.request",
     "wait_some": "pycoll._requests.request",

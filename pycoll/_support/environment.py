@@ -262,7 +262,10 @@ def warn_after(environ: Mapping[str, str]) -> float:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: the less of its affinity and its cgroup's quota, at least 1."""
+    """Return how many cores this process may use: of its affinity and its cgroup's quota the less.
+
+    At least 1; 2.5 cores of a quota count as 2.
+    """
     return max(1, int(min(len(os.sched_getaffinity(0)), _cgroup_quota())))
 
 
