@@ -89,7 +89,7 @@ class Line:
         raise NotImplementedError
 
     def _came(self, frame: bytes) -> bool:
-        """Hear a frame; returns whether it makes sense."""
+        """Handle a frame; returns whether it makes sense."""
         self._heard_at = time.monotonic()
         try:
             kind, *fields = msgpack.unpackb(frame, unicode_errors="surrogateescape")

@@ -65,10 +65,10 @@ class Events(Protocol):
     """What a host tells its owner, which is in a call of it or in its own loop then."""
 
     def ended(self, rank: int, status: int) -> None:
-        """Hear that the process of a rank has ended: its exit status, or minus the signal."""
+        """Called when the process of a rank has ended: its exit status, or minus the signal."""
 
     def lost(self, rank: int) -> None:
-        """Hear that the process that joined as a rank has ended; it is not the one started here."""
+        """Called when the process that joined as a rank has ended; it was not started here."""
 
     def say(self, text: str) -> None:
         """Hear what happens, for who wants to know."""

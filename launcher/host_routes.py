@@ -87,7 +87,7 @@ class Ways:
         return self._addresses[self._hosts.index(by), self._hosts.index(host)]
 
     def told(self, host: Host, found: Sequence[Reach]) -> None:
-        """Hear how a host reaches the others."""
+        """Called when it is known how a host reaches the others."""
         by = self._hosts.index(host)
         for reach in found:
             self._addresses[by, reach.node] = reach.address

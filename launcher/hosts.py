@@ -83,19 +83,19 @@ class JobEvents(Events, Protocol):
     """What the hosts tell the job, beside what each host does."""
 
     def refused(self, host: str, error: OSError) -> None:
-        """Hear that the ranks of a host cannot be started; "": of this one."""
+        """Called when the ranks of a host cannot be started; "": of this one."""
 
     def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
-        """Hear that a host is lost, with its ranks; what its starter has written."""
+        """Called when a host is lost, with its ranks; what its starter has written."""
 
     def unreachable(self, lines: Sequence[str]) -> None:
-        """Hear that some hosts cannot reach others: which, at which port, and why."""
+        """Called when some hosts cannot reach others: which, at which port, and why."""
 
     def checked(self, ways: Sequence[Way]) -> None:
-        """Hear how the hosts reach each other, if the plan is to find out that."""
+        """Called when it is known how the hosts reach each other, if that was to be found out."""
 
     def progress(self, text: str) -> None:
-        """Hear how far the start is, for who waits at a terminal."""
+        """Called when it is known how far the start is, for who waits at a terminal."""
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show the user what is not a rank's."""
@@ -198,7 +198,7 @@ class Hosts:
         return self._of_rank[rank]
 
     def update(self, now: float) -> float:
-        """Do what is due; returns when something will be."""
+        """Do what is due; returns when to call this again."""
         wake = [host.update(now) for host in self._remotes]
         if not self.have_started and self._remotes:
             wake.append(self._show_progress(now))
@@ -363,7 +363,7 @@ class Hosts:
         self._events.tell(lines)
 
     def here(self, host: RemoteHost) -> None:
-        """Hear that an agent is there; when all are, they may open."""
+        """Called when an agent is there; when all are, they may open."""
         self._names[self._all.index(host)] = host.name
         self.say(f"{host.name}: its agent is process {host.hello['pid']}")
         if all(each.hello for each in self._remotes):
@@ -372,7 +372,7 @@ class Hosts:
                 each.open(self._job(node), self._plan.key, node)
 
     def opened(self, host: RemoteHost) -> None:
-        """Hear that a host has everything but the ranks; when all have, ways are tried."""
+        """Called when a host has everything but the ranks; when all have, ways are tried."""
         self._num_opened += 1
         if self._num_opened == len(self._remotes):
             try:
@@ -381,19 +381,19 @@ class Hosts:
                 self._events.refused("", exc)
 
     def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
-        """Hear how other hosts are reached from one."""
+        """Called when it is known how other hosts are reached from one."""
         assert self._ways is not None
         self._ways.told(host, found)
 
     def started(self, host: RemoteHost) -> None:
-        """Hear that the ranks of a host have been started."""
+        """Called when the ranks of a host have been started."""
         self._num_started += 1
         self.have_started = self._num_started == len(self._remotes)
 
     def refused(self, host: RemoteHost, error: OSError) -> None:
-        """Hear that the ranks of a host cannot be started."""
+        """Called when the ranks of a host cannot be started."""
         self._events.refused(host.name, error)
 
     def gone(self, host: RemoteHost, why: str) -> None:
-        """Hear that a host is lost."""
+        """Called when a host is lost."""
         self._events.gone(host.ranks, host.name, why, host.message)

@@ -37,7 +37,7 @@ class Input:
         self._is_over = False
 
     def update(self, now: float) -> float:
-        """Do what is due; returns when something will be."""
+        """Do what is due; returns when to call this again."""
         if self._is_over or self._window <= 0:
             self._unwatch()
             return float("inf")
@@ -58,7 +58,7 @@ class Input:
         return now + _LOOK_S if os.isatty(self._fd) else float("inf")
 
     def taken(self, nbytes: int) -> None:
-        """Hear that the rank has got so much of it; -1: it wants no more."""
+        """Called when the rank has got so much of it; -1: it wants no more."""
         if nbytes < 0:
             self._is_over = True
         self._window += nbytes

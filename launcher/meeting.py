@@ -250,7 +250,7 @@ class Meeting:
     # What agents tell: `remote.RemoteEvents`.
 
     def ended(self, rank: int, status: int) -> None:
-        """Hear that the process of a rank has ended."""
+        """Called when the process of a rank has ended."""
         self._listen()
         if rank in self._ended:
             return
@@ -277,7 +277,7 @@ class Meeting:
             os.close(nowhere)
 
     def lost(self, rank: int) -> None:
-        """Hear that the process that joined as a rank has ended; its parent lives on."""
+        """Called when the process that joined as a rank has ended; its parent lives on."""
         self.ended(rank, UNKNOWN)
 
     def say(self, text: str) -> None:
@@ -291,12 +291,12 @@ class Meeting:
             )
 
     def here(self, host: RemoteHost) -> None:
-        """Hear that an agent is there."""
+        """Called when an agent is there."""
         host.name = host.hello["host"]
         self._told_missing = []
 
     def opened(self, host: RemoteHost) -> None:
-        """Hear that a host has everything but its ranks; when all have, ways are tried."""
+        """Called when a host has everything but its ranks; when all have, ways are tried."""
         self._num_opened += 1
         if self._num_opened < len(self._hosts):
             return
@@ -316,19 +316,19 @@ class Meeting:
             self._start()
 
     def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
-        """Hear how other hosts are reached from one."""
+        """Called when it is known how other hosts are reached from one."""
         assert self._ways is not None
         self._ways.told(host, found)
 
     def started(self, host: RemoteHost) -> None:
-        """Hear that the ranks of a host have come in: nothing waits for it."""
+        """Called when the ranks of a host have come in: nothing waits for it."""
 
     def refused(self, host: RemoteHost, error: OSError) -> None:
-        """Hear that a host cannot have what its ranks need."""
+        """Called when a host cannot have what its ranks need."""
         self._refuse(f"{host.name}: {error.strerror}")
 
     def gone(self, host: RemoteHost, why: str) -> None:
-        """Hear that a host is lost, with its ranks."""
+        """Called when a host is lost, with its ranks."""
         if not self._have_started:
             return self._refuse(f"{host.name}: {why}")
         reason = f"lost with its host {host.name}: {why}"

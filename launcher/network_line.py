@@ -89,7 +89,7 @@ class CallerLine(Line):
         self._caller = caller
 
     def came(self, frame: bytes) -> None:
-        """Hear a frame that has come from there."""
+        """Handle a frame that has come from there."""
         if self.is_open and not self._came(frame):
             self._end("it sends what makes no sense")
 

@@ -37,22 +37,22 @@ class RemoteEvents(Events, Protocol):
     """What a host with an agent tells the launcher, too."""
 
     def here(self, host: RemoteHost) -> None:
-        """Hear that the agent is there, and of the same versions."""
+        """Called when the agent is there, and of the same versions."""
 
     def opened(self, host: RemoteHost) -> None:
-        """Hear that everything is there but the ranks."""
+        """Called when everything is there but the ranks."""
 
     def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
-        """Hear how other hosts are reached from this one."""
+        """Called when it is known how other hosts are reached from this one."""
 
     def started(self, host: RemoteHost) -> None:
-        """Hear that the ranks have been started."""
+        """Called when the ranks have been started."""
 
     def refused(self, host: RemoteHost, error: OSError) -> None:
-        """Hear that the ranks cannot be started."""
+        """Called when the ranks cannot be started."""
 
     def gone(self, host: RemoteHost, why: str) -> None:
-        """Hear that nothing can come from this host any more."""
+        """Called when nothing can come from this host any more."""
 
     def tell(self, lines: Sequence[str]) -> None:
         """Show the user what is not a rank's."""
@@ -168,7 +168,7 @@ class RemoteHost:
                 self._finish()
 
     def update(self, now: float) -> float:
-        """Do what is due; returns when something will be."""
+        """Do what is due; returns when to call this again."""
         if self.is_over:
             return float("inf")
         for (rank, number), nbytes in list(self._owed.items()):
@@ -189,7 +189,7 @@ class RemoteHost:
     # What the agent says.
 
     def hear(self, kind: str, fields: list[Any]) -> None:
-        """Hear a frame."""
+        """Handle a frame."""
         if kind == "hello":
             self._meet(fields[0])
         elif kind == "link":
@@ -238,7 +238,7 @@ class RemoteHost:
         self._events.here(self)
 
     def lose(self, why: str) -> None:
-        """Hear that nothing can come from there, or will: why, "" if it is just gone."""
+        """Called when nothing can come from there, or will: why, "" if it is just gone."""
         if not self._is_ending:
             self._fail(why or "its agent is gone")
         self.is_over = True

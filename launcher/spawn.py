@@ -253,7 +253,7 @@ class Job:
                 key.data()
 
     def _act(self, now: float) -> float:
-        """Do what is due; returns when something will be."""
+        """Do what is due; returns when to call this again."""
         options = self._options
         wake = [self._relay.update(now), self._watch_waits.update(now), self._hosts.update(now)]
         self._heed_signals(now)
@@ -315,7 +315,7 @@ class Job:
                 self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
 
     def lost(self, rank: int) -> None:
-        """Hear that the process that joined as a rank has ended; `hosts.JobEvents`."""
+        """Called when the process that joined as a rank has ended; `hosts.JobEvents`."""
         self._ranks[rank].lost_at = time.monotonic()
 
     def _lose(self, rank: _Rank, now: float) -> None:
@@ -328,7 +328,7 @@ class Job:
         self._failed(rank, now)
 
     def ended(self, rank: int, status: int) -> None:
-        """Hear that the process of a rank has ended; `hosts.JobEvents`."""
+        """Called when the process of a rank has ended; `hosts.JobEvents`."""
         state = self._ranks[rank]
         state.status = status
         text = end_text(status)
@@ -338,21 +338,21 @@ class Job:
             self._failed(state, time.monotonic())
 
     def refused(self, host: str, error: OSError) -> None:
-        """Hear that the ranks of a host cannot be started; `hosts.JobEvents`."""
+        """Called when the ranks of a host cannot be started; `hosts.JobEvents`."""
         outcome = self._refusal(error, is_here=not host)
         self._refuse(outcome.status, f"{host}: {outcome.report}" if host else outcome.report)
 
     def unreachable(self, lines: Sequence[str]) -> None:
-        """Hear that some hosts cannot reach others; `hosts.JobEvents`."""
+        """Called when some hosts cannot reach others; `hosts.JobEvents`."""
         self._refuse(2, "\n".join(lines))
 
     def checked(self, ways: Sequence[Way]) -> None:
-        """Hear how the hosts reach each other; `hosts.JobEvents`."""
+        """Called when it is known how the hosts reach each other; `hosts.JobEvents`."""
         self.ways, self.clocks = list(ways), self._hosts.clocks()
         self._refuse(0 if all(way.reach.address for way in ways) else 1, "")
 
     def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
-        """Hear that a host is lost, with its ranks; `hosts.JobEvents`."""
+        """Called when a host is lost, with its ranks; `hosts.JobEvents`."""
         if not self._hosts.have_started:
             self._refuse(2, "\n    ".join([f"{host}: {why}", *message]))
             return

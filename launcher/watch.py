@@ -67,7 +67,7 @@ class Watch:
         server.on_seen = self._hear
 
     def update(self, now: float) -> float:
-        """Do what is due; returns when something will be."""
+        """Do what is due; returns when to call this again."""
         if not self._after_s:
             return math.inf
         if self._looking is None:

@@ -106,7 +106,7 @@ class CoreSend(Transfer):
         return (self.peer,)
 
     def ended(self, status: int) -> None:
-        """Hear how it has ended."""
+        """Called when it has ended, with how."""
         self.finish(self.transport.error_of(status))
 
     def cancel(self) -> None:
@@ -132,11 +132,11 @@ class CoreReceive(Transfer):
         self.reach = reach
 
     def ended(self, status: int) -> None:
-        """Hear how it has ended."""
+        """Called when it has ended, with how."""
         self.finish(self.transport.error_of(status))
 
     def held(self) -> None:
-        """Hear that it has come, which was seen before this was told."""
+        """Called when it has come, which was seen before this was told."""
 
     def cancel(self) -> None:
         super().cancel()
@@ -191,10 +191,10 @@ class CoreArrival(Arrival):
         return self._reach
 
     def held(self) -> None:
-        """Hear that it has come, which was seen before this was told."""
+        """Called when it has come, which was seen before this was told."""
 
     def ended(self, status: int) -> None:
-        """Hear that it can be received no more."""
+        """Called when it can be received no more."""
         if status == TAKEN_BACK:
             self.on_withdrawal(self)
 

@@ -201,7 +201,7 @@ class Registrations:
         return direct
 
     def find(self, view: memoryview) -> Direct | None:
-        """Return what bytes stand for; None: they are what they are."""
+        """Return the other device's memory that a staging buffer names; None: it is host memory."""
         if not self._elsewhere or not len(view):
             return None
         address = _address(view)

@@ -170,7 +170,7 @@ class CoreRun(Operation):
     # --- steps that the core asks for ------------------------------------------------------
 
     def _asked(self) -> None:
-        """Do them; under the engine's lock."""
+        """Do the steps that the core has asked Python for; under the engine's lock."""
         begun: deque[tuple[int, int, Operation]] = deque()
         try:
             while not self._is_given_up:

@@ -403,7 +403,7 @@ def _matched(match: Match) -> CallSteps:
 
 
 def _take(group: Group, message: Incoming, out: Value | None, gpu: int | None) -> CallSteps:
-    """Have a matched message written to where the caller wants it."""
+    """Receive a matched message into the memory that the caller wants it in."""
     engine, context = group.engine, group.context
     try:
         target, array, finish = _prepare(group, message, out, gpu)

@@ -86,7 +86,7 @@ class Announcement(NamedTuple):
 def _announce(
     group: Group, number: int, call: bytes, root: int, announcement: Announcement | None
 ) -> CallSteps:
-    """Have all ranks know the root's announcement."""
+    """Send the root's announcement to all ranks."""
     parts: Parts | None = None
     if announcement is not None:
         parts = (memoryview(announcement.pack()),)

@@ -53,7 +53,7 @@ class Native:
     """The native side of one communicator.
 
     Args:
-        engine: where waits end up.
+        engine: this rank's; waits sleep in it.
         context: of the communicator; all its ranks are on this host.
         memory: of this host.
 
@@ -90,7 +90,7 @@ class Native:
 
     @property
     def engine(self) -> Engine:
-        """Where copies and waits end up."""
+        """The engine under whose lock copies end, and in which this rank sleeps."""
         return self._engine
 
     @property
@@ -177,7 +177,7 @@ class Native:
         self.core.run(None, KINDS.index("barrier"), 0, 0, 0, (), 0, None, None, 0)
 
     def refuse(self) -> None:
-        """Take no call any more without a look at the engine."""
+        """Make every later call look at the engine first."""
         self.core.allow(False)
 
     def differing(self) -> MismatchError | None:

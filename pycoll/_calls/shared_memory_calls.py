@@ -86,7 +86,7 @@ class PieceHook:
         self._native.wait(copies[0])
 
     def settle(self) -> None:
-        """Let nothing be written any more."""
+        """Wait for copies under way: nothing is written later."""
         for push in self._pushes:
             push.settle()
 

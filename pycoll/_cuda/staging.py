@@ -111,7 +111,7 @@ class Stage:
         return self.device.ipc_handle(self.pointer)
 
     def ready(self, engine: Finisher | None) -> GpuCopy:
-        """Return an operation that is done when the array may be read, by whomever."""
+        """Return an operation that is done when its library has finished writing the array."""
         if self._ready is None or is_over(self._ready):
             return GpuCopy(engine, None, None, None)
         lane = side(self.device).pulls.pick()
@@ -119,7 +119,7 @@ class Stage:
         return GpuCopy(engine, lane, self._ready, self._array)
 
     def hindrances(self, engine: Finisher | None) -> list[GpuCopy]:
-        """Return what must have ended before the array may be written, by whomever."""
+        """Return the copies that must end before anything may write to the array."""
         found = [copy for copy in (self.ready(engine), *self._before) if not copy.is_over()]
         for copy in found:
             copy.engine = copy.engine or engine
@@ -137,7 +137,7 @@ class Stage:
         return copy
 
     def keep(self, begin: int, end: int) -> GpuCopy:
-        """Leave bytes of the array as they are: what they shall be."""
+        """Say that bytes of the array hold their result already: they are not pushed."""
         copy = GpuCopy(None, None, None, None)
         self._pushed.append((begin, end, copy))
         return copy

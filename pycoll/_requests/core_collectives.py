@@ -89,7 +89,7 @@ class CoreCollective(Core, CoreStarted):
         return by_python.awaited() if by_python is not None else set(self._awaited())
 
     def _ended(self) -> None:
-        """Hear that it is done, or what was announced, in the order of all that happens.
+        """Called when it is done, or what was announced, in the order of all that happens.
 
         Under the engine's lock.
         """
@@ -136,7 +136,7 @@ class CoreCollective(Core, CoreStarted):
         self._settle(task.result, task.error is not None, task.unfit is not None)
 
     def _fail(self) -> None:
-        """Hear that it has failed, before anybody else does."""
+        """Called when it has failed, before anybody else does."""
         engine = self._group.engine
         if engine.closed is not None or engine.is_inside():
             self._ended()

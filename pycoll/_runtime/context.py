@@ -58,7 +58,7 @@ class InCore(Protocol):
     def number(self) -> int: ...
 
     def refuse(self) -> None:
-        """Take no call any more without a look at the engine."""
+        """Make every later call look at the engine first."""
 
     def differing(self) -> MismatchError | None:
         """Return how a call of another rank differs from this one's, as far as can be seen now."""
@@ -125,12 +125,12 @@ class Match(Operation):
         return [rank for rank in self.context.members if rank != self.context.me]
 
     def held(self) -> None:
-        """Hear that its message has come."""
+        """Called when its message has come."""
         if not self.done:
             self.context.settle(self)
 
     def ended(self, status: int) -> None:
-        """Hear that it has ended."""
+        """Called when it has ended."""
         if not self.done:
             self.context.settle(self)
 
@@ -154,11 +154,11 @@ class _Collecting:
         self.face: Receive = context.core.collect(*key)
 
     def held(self) -> None:
-        """Hear that it has come."""
+        """Called when it has come."""
         self.context.collected(self)
 
     def ended(self, status: int) -> None:
-        """Hear that it will not come."""
+        """Called when it will not come."""
         self.context.collected(self)
 
 

@@ -86,7 +86,7 @@ class Driver(ABC):
 
     @abstractmethod
     def _event(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take in what the launcher says."""
+        """Handle what the launcher has sent."""
 
     @abstractmethod
     def _fail_all(self, error: BaseException) -> None:
