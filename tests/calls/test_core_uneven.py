@@ -244,7 +244,7 @@ ok()
 
 def test_who_fails_between_the_rounds_has_given_up(job: Jobs) -> None:
     text = """
-from pycoll._communicator import communicator
+from pycoll._communicator import uneven
 
 comm.all_gatherv(np.ones(2))
 part = comm.dup()
@@ -253,9 +253,9 @@ mine = memoryview(np.ones(50_000)) if rank == 1 else np.ones(50_000)
 if rank == 0:
     def interrupted(*args):
         raise KeyboardInterrupt
-    go_on, communicator.resumed = communicator.resumed, interrupted
+    go_on, uneven.resumed = uneven.resumed, interrupted
     error_like(KeyboardInterrupt, "", part.all_gatherv, mine)
-    communicator.resumed = go_on
+    uneven.resumed = go_on
     peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.barrier)
 else:
     peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.all_gatherv, mine)
@@ -267,10 +267,10 @@ ok()
 
 def test_no_other_thread_comes_in_between_the_rounds(job: Jobs) -> None:
     text = """
-from pycoll._communicator import communicator
+from pycoll._communicator import uneven
 
 comm.all_gatherv(np.ones(2))
-go_on, errors = communicator.resumed, []
+go_on, errors = uneven.resumed, []
 
 def other():
     errors.append(error_of(comm.all_gatherv, np.ones(5)))
@@ -282,7 +282,7 @@ def crowded(*args):
     return go_on(*args)
 
 if rank == 0:
-    communicator.resumed = crowded
+    uneven.resumed = crowded
 mine = memoryview(np.ones(50_000)) if rank == 1 else np.ones(50_000)
 got = comm.all_gatherv(mine)
 assert [len(each) for each in got] == [50_000, 50_000]

@@ -7,43 +7,27 @@ calls on one host go through the compiled core, their non-blocking twins over me
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from tiers import exhaustive, sizes
+from uneven_cases import DTYPES, Array, Comm, both_ways, check, check_list, draw
 
 import pycoll
 
-Array = Any
-Comm = Any
-Call = Callable[..., Any]
-
 SHAPES = ((), (0,), (1,), (7,), (2, 3), (0, 4), (3, 1, 5), (1000,), (30, 40), (1, 1, 1, 1))
-DTYPES = ("bool", "int8", "uint16", "int64", "float16", "bfloat16", "float32", "complex128")
+
+
 MOVING = ("<M8[ns]", "S5", ">i4", "i4,f8")
+
+
 # Around what fits into the first round in the core (4 KiB less what a head takes, for all_to_allv
 # and scatterv 8 KiB / size), what travels with its head over messages (4 KiB), what is padded
 # (64 KiB), and what is buffered (64 KiB).
 LENGTHS = (0, 1, 1000, 1600, 2600, 3900, 4016, 4017, 4096, 4097, 65_535, 65_536, 65_601, 300_001)
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
-def draw(seed: int, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Random bits, but of numbers small ones: their sums are exact in every order."""
-    rng = np.random.default_rng(seed)
-    wanted = dtype_of(dtype)
-    if wanted.kind in "biufc" or dtype == "bfloat16":
-        return np.asarray(rng.integers(0, 4, shape)).astype(wanted)
-    count = int(np.prod(shape))
-    bits = rng.integers(0, 100, count * wanted.itemsize).astype(np.uint8)
-    return bits.view(wanted).reshape(shape)
 
 
 def draw_blocks(seed: int, size: int, dtype: str = "int32") -> list[Array]:
@@ -55,32 +39,6 @@ def draw_blocks(seed: int, size: int, dtype: str = "int32") -> list[Array]:
 def draw_matrix(seed: int, size: int, dtype: str = "int32") -> list[list[Array]]:
     """Row i: what rank i has for each rank."""
     return [draw_blocks(50 * seed + rank, size, dtype) for rank in range(size)]
-
-
-def plain(x: Array) -> Array:
-    """As bits if NumPy cannot compare it."""
-    return x.view(np.uint16) if x.dtype == dtype_of("bfloat16") else x
-
-
-def check(actual: Any, expected: Array) -> None:
-    """The same values, dtype and shape; an array that its owner may write to."""
-    assert type(actual) is np.ndarray
-    assert actual.flags.writeable
-    assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(plain(actual), plain(expected), strict=True)
-
-
-def check_list(actual: Any, expected: Sequence[Array]) -> None:
-    assert type(actual) is list
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        check(one, other)
-
-
-def both_ways(comm: Comm, name: str) -> list[Call]:
-    """The blocking method, and its non-blocking twin with its wait."""
-    twin = getattr(comm, f"i{name}")
-    return [getattr(comm, name), lambda *args, **kwargs: twin(*args, **kwargs).wait()]
 
 
 def move_everything(comm: Comm, own: Sequence[Array], matrix: Sequence[Sequence[Array]]) -> None:
@@ -99,9 +57,6 @@ def move_everything(comm: Comm, own: Sequence[Array], matrix: Sequence[Sequence[
                 assert got is None
         for scatterv in both_ways(comm, "scatterv"):
             check(scatterv(matrix[root] if me == root else None, root), matrix[root][me])
-
-
-# --- moving blocks ---------------------------------------------------------------------------
 
 
 def move_blocks_of_all_shapes(comm: Comm) -> None:
@@ -357,208 +312,3 @@ ok()
 """
     done = job(3, text, *options)
     assert (done.status, done.content) == (3, [0, 2]), done.stderr
-
-
-# --- reduce_scatterv -------------------------------------------------------------------------
-
-
-def reduce_with_every_algorithm(comm: Comm, but: str = "") -> None:
-    me, size = comm.rank, comm.size
-    names = [None, *(name for name in pycoll.algorithms("reduce_scatter") if name != but)]
-    for case, base in enumerate((0, 1, 1000, 40_000)):
-        spread = [base * ((rank + case) % 3) for rank in range(size)]
-        for counts in (spread, [base] * size, [base * 2, *[0] * (size - 1)]):
-            for rest in ((), (2,), (1, 3)):
-                all_x = [draw(rank, "float32", (sum(counts), *rest)) for rank in range(size)]
-                x, start = all_x[me], sum(counts[:me])
-                expected = np.sum(all_x, axis=0, dtype="f4")[start : start + counts[me]]
-                for name in names:
-                    check(comm.reduce_scatterv(x, counts, algorithm=name), expected)
-                check(comm.ireduce_scatterv(x, counts).wait(), expected)
-                np.testing.assert_array_equal(x, draw(me, "float32", x.shape))
-
-
-@sizes(3, more=(1, 2, 4, 5))
-def test_every_algorithm_reduces_parts_of_any_lengths(ranks: Any) -> None:
-    ranks(reduce_with_every_algorithm)
-
-
-@sizes(2, 3)
-def test_every_kind_of_operator_reduces_parts(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        me, size = comm.rank, comm.size
-        for counts in ([rank + 1 for rank in range(size)], [2] * size, [30_000, *range(1, size)]):
-            start, length = sum(counts[:me]), sum(counts)
-
-            def mine(x: Array, start: int = start, count: int = counts[me]) -> Array:
-                return x[start : start + count]
-
-            for dtype in DTYPES:
-                all_x = [draw(rank, dtype, (length, 2)) for rank in range(size)]
-                largest = np.maximum.reduce(all_x) if dtype != "complex128" else sum(all_x)
-                got = comm.reduce_scatterv(all_x[me], counts, "max" if dtype[0] != "c" else "sum")
-                check(got, mine(largest))
-            all_x = [draw(rank, "float64", (length,)) for rank in range(size)]
-            average = np.add.reduce(all_x) / size
-            check(comm.reduce_scatterv(all_x[me], counts, "avg"), mine(average))
-            check(comm.ireduce_scatterv(all_x[me], counts, "avg").wait(), mine(average))
-            pairs = np.zeros(length, "f4,i4")
-            pairs["f0"], pairs["f1"] = (np.arange(length) + me) % size, me
-            least = comm.reduce_scatterv(pairs, counts, "minloc")
-            assert (least["f0"] == 0).all()
-            assert ((mine(np.arange(length)) + least["f1"]) % size == 0).all()
-
-    ranks(program)
-
-
-@sizes(1, 2, 3)
-def test_an_operator_that_is_not_elementwise_gets_the_rows_of_one_rank(ranks: Any) -> None:
-    def keep_ends(a: Array, b: Array) -> Array:
-        assert a.shape == b.shape
-        assert a.shape[1:] == (2,)
-        assert len(set(a[:, 1].tolist())) == 1, "rows of several ranks"
-        result = np.array(a)
-        result[-1, 0] = b[-1, 0]  # the first operand's rows, with the last one's end
-        return result
-
-    def program(comm: Comm) -> None:
-        me, size = comm.rank, comm.size
-        counts = [rank + 1 for rank in range(size)]
-        owner = np.repeat(np.arange(size), counts)
-        x = np.stack([np.full(len(owner), me), owner], axis=1)
-        native = ["shared_memory"] if size > 1 else []
-        op = pycoll.Op(keep_ends, commutative=False)
-        for name in [None, "linear", *native]:
-            got = comm.reduce_scatterv(x, counts, op, algorithm=name)
-            assert got[:, 0].tolist() == [0] * me + [size - 1]
-        got = comm.ireduce_scatterv(x, counts, op).wait()
-        assert got[:, 0].tolist() == [0] * me + [size - 1]
-
-    ranks(program)
-
-
-# --- wrong arguments, different calls --------------------------------------------------------
-
-# A collective, what it raises, a pattern of the message, its arguments.
-WRONG: tuple[tuple[str, type[Exception], str, Callable[[Comm], tuple[Any, ...]]], ...] = (
-    ("gatherv", TypeError, r"\bgather\b", lambda c: (1.5,)),
-    ("gatherv", TypeError, r"\bgather\b", lambda c: ([1, 2],)),
-    ("gatherv", ValueError, "root", lambda c: (np.ones(2), c.size)),
-    ("all_gatherv", TypeError, r"\ball_gather\b", lambda c: ("text",)),
-    ("scatterv", TypeError, "list", lambda c: (np.ones(2), c.rank)),
-    ("scatterv", TypeError, "list", lambda c: (None, c.rank)),
-    ("scatterv", ValueError, "has 0", lambda c: ([], c.rank)),
-    ("scatterv", TypeError, r"\bscatter\b", lambda c: ([1.0] * c.size, c.rank)),
-    ("scatterv", TypeError, "float64.*float32", lambda c: (two_dtypes(c), c.rank)),
-    ("all_to_allv", TypeError, "list", lambda c: (np.ones(9),)),
-    ("all_to_allv", ValueError, "has", lambda c: ([np.ones(1)] * (c.size + 1),)),
-    ("all_to_allv", TypeError, "float64.*float32", lambda c: (two_dtypes(c),)),
-    ("reduce_scatterv", ValueError, "leading", lambda c: (np.ones(c.size + 1), [1] * c.size)),
-    ("reduce_scatterv", ValueError, "leading", lambda c: (np.ones(()), [0] * c.size)),
-    ("reduce_scatterv", ValueError, "items", lambda c: (np.ones(1), [1] + [0] * c.size)),
-    ("reduce_scatterv", ValueError, "-1", lambda c: (np.ones(0), [-1] + [1] * (c.size - 1))),
-    ("reduce_scatterv", TypeError, "counts", lambda c: (np.ones(3), 3)),
-    ("reduce_scatterv", TypeError, "int", lambda c: (np.ones(c.size), [1.0] * c.size)),
-    ("reduce_scatterv", TypeError, "array", lambda c: ([1.0] * c.size, [1] * c.size)),
-    ("reduce_scatterv", TypeError, "avg", lambda c: (np.ones(c.size, "i4"), [1] * c.size, "avg")),
-)
-
-
-def two_dtypes(comm: Comm) -> list[Array]:
-    return [*[np.ones(1)] * (comm.size - 1), np.ones(1, "f4")]
-
-
-@sizes(2)
-def test_wrong_arguments_are_refused_and_the_call_does_not_count(ranks: Any) -> None:
-    def program(comm: Comm) -> None:
-        for odd in range(comm.size):
-            for name, kind, text, args in WRONG:
-                for call in both_ways(comm, name):
-                    if comm.rank == odd:
-                        with pytest.raises(kind, match=text):
-                            call(*args(comm))
-            if comm.rank == odd:
-                with pytest.raises(ValueError, match="nonsense"):
-                    comm.reduce_scatterv(np.ones(2), [1, 1], algorithm="nonsense")
-            blocks = [np.ones(rank) for rank in range(comm.size)]
-            check_list(comm.all_gatherv(blocks[comm.rank]), blocks)
-
-    ranks(program)
-
-
-Calls = tuple[Callable[[Comm], Any], str, Callable[[Comm], Any], str]
-
-DIFFERENT: dict[str, Calls] = {
-    "dtypes": (
-        lambda c: c.all_gatherv(np.ones(3)),
-        "all_gatherv(float64)",
-        lambda c: c.all_gatherv(np.ones(3, "f4")),
-        "all_gatherv(float32)",
-    ),
-    "dtypes_exchanged": (
-        lambda c: c.all_to_allv([np.ones(3)] * c.size),
-        "all_to_allv(float64)",
-        lambda c: c.all_to_allv([np.ones(6, "f4")] * c.size),
-        "all_to_allv(float32)",
-    ),
-    "roots": (
-        lambda c: c.gatherv(np.ones(3), 0),
-        "gatherv(float64, root=0)",
-        lambda c: c.gatherv(np.ones(3), 1),
-        "gatherv(float64, root=1)",
-    ),
-    "even_and_uneven": (
-        lambda c: c.all_gather(np.ones(3)),
-        "all_gather(float64[3]",
-        lambda c: c.all_gatherv(np.ones(3)),
-        "all_gatherv(float64)",
-    ),
-    "blocking_and_not": (
-        lambda c: c.all_gatherv(np.ones(3)),
-        " all_gatherv(float64)",
-        lambda c: c.iall_gatherv(np.ones(3)).wait(),
-        " iall_gatherv(float64)",
-    ),
-    "not_blocking": (
-        lambda c: c.iall_gatherv(np.ones(3)).wait(),
-        "iall_gatherv(float64)",
-        lambda c: c.iall_to_allv([np.ones(3)] * c.size).wait(),
-        "iall_to_allv(float64)",
-    ),
-    "counts": (
-        lambda c: c.reduce_scatterv(np.ones(c.size), [1] * c.size),
-        "counts=[1, 1",
-        lambda c: c.reduce_scatterv(np.ones(c.size), [2, 0] + [1] * (c.size - 2)),
-        "counts=[2, 0",
-    ),
-    "operators": (
-        lambda c: c.reduce_scatterv(np.ones(c.size), [1] * c.size, "max"),
-        "op=max",
-        lambda c: c.reduce_scatterv(np.ones(c.size), [1] * c.size, "min"),
-        "op=min",
-    ),
-    "reductions": (
-        lambda c: c.reduce_scatterv(np.ones(c.size), [1] * c.size),
-        "reduce_scatterv(float64",
-        lambda c: c.reduce_scatter(np.ones((c.size, 1))),
-        "reduce_scatter(float64",
-    ),
-}
-
-
-@sizes(3, more=(2,))
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_different_calls_are_shown_side_by_side(ranks: Any, name: str) -> None:
-    def program(comm: Comm) -> None:
-        first, first_text, second, second_text = DIFFERENT[name]
-        with comm.dup() as broken:
-            with pytest.raises(pycoll.MismatchError) as raised:  # noqa: PT012
-                (first if comm.rank == 0 else second)(broken)
-                broken.barrier()
-            assert first_text in str(raised.value)
-            assert second_text in str(raised.value)
-            with pytest.raises(pycoll.MismatchError):
-                broken.all_gatherv(np.ones(2))
-        assert comm.all_reduce(1) == comm.size
-
-    ranks(program)
