@@ -51,7 +51,14 @@ for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, lambda *_: None)
 
 # pytest-xdist begins with these modules: they take longest, mostly waiting.
-LONGEST = ("test_failure", "test_leftovers", "test_launcher", "test_gpu_failures", "test_requests")
+LONGEST = (
+    "test_failure",
+    "test_failure_of_calls",
+    "test_leftovers",
+    "test_launcher",
+    "test_gpu_failures",
+    "test_requests_end",
+)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
