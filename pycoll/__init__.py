@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll._runtime.shared_arrays import empty, empty_like, share_arrays, zeros
     from pycoll._support.environment import usable_cores
-    from pycoll._world import finalize, init
+    from pycoll._world.session import finalize, init
 
 __version__ = "0.1.0"
 
@@ -99,8 +99,8 @@ _HOMES = {
     "compute_dims": "pycoll._communicator.grid",
     "empty": "pycoll._runtime.shared_arrays",
     "empty_like": "pycoll._runtime.shared_arrays",
-    "finalize": "pycoll._world",
-    "init": "pycoll._world",
+    "finalize": "pycoll._world.session",
+    "init": "pycoll._world.session",
     "prove": "pycoll._registration",
     "register_algorithm": "pycoll._registration",
     "run": "pycoll._functions.function",

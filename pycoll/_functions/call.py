@@ -198,7 +198,7 @@ def join() -> tuple[Any, Tell]:
     `pycoll.init` leaves the telling to sys.excepthook, which also prints. Here the parent shows the
     exception, so the hook is taken with nothing behind it that prints.
     """
-    from pycoll._world import init
+    from pycoll._world.session import init
 
     before, sys.excepthook = sys.excepthook, _say_nothing
     try:

@@ -199,10 +199,10 @@ def test_no_one_can_read_the_key_of_tasks(slurm: Slurm, script: Script) -> None:
 
 
 KEY = """
-import pycoll._world
-join = pycoll._world._join
+import pycoll._world.session
+join = pycoll._world.session.join
 def tell(place, *more):
     print("key", place.key.hex(), flush=True)
     return join(place, *more)
-pycoll._world._join = tell
+pycoll._world.session.join = tell
 """

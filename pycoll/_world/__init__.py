@@ -1,0 +1,1 @@
+"""Joining a job and leaving it."""
