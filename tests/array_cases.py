@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pycoll._arrays import conversion
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 
 
 def wrapped(x: object) -> Value:

@@ -35,7 +35,6 @@ from pycoll._transports.base import (
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
-    Arrival,
     Elsewhere,
     Parts,
     Reach,
@@ -43,9 +42,9 @@ from pycoll._transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll._transports.rdma_frames import PIECE, Frames, Message
+from pycoll._transports.rdma_frames import Frames, Message
 from pycoll._transports.rdma_lane import Lane, Write, is_worth_writing
-from pycoll._transports.registrations import Lease
+from pycoll._transports.rdma_messages import Pieces, RdmaArrival, Receive, Send
 from pycoll._transports.verbs import RECEIVED_WRITE, RETRIES_EXCEEDED, Peer, VerbsError, explain
 from pycoll.errors import PeerFailed, TransportError
 
@@ -56,127 +55,14 @@ MOST_FAILURES = 3
 """Lanes that may fail one after the other, without a payload arriving, until the link is lost."""
 
 _EAGER, _READY, _GO, _PIECE, _DROP, _CANCEL, _CREDIT, _LANE, _USE, _BYE = range(10)
+
 _TARGET = struct.Struct("<QI")
+
 _PAIR = struct.Struct("<II")
+
 _NOTE = struct.Struct("<BII")
+
 _HELLO, _CONNECTED = range(2)
-
-
-class _Pieces:
-    """A payload on its way through frames.
-
-    Attributes:
-        left: bytes that are not sent.
-    """
-
-    __slots__ = ("_offset", "_parts", "left")
-
-    def __init__(self, parts: Parts) -> None:
-        self.left = nbytes_of(parts)
-        self._parts = deque(parts)
-        self._offset = 0
-
-    def next(self) -> tuple[int, list[memoryview]]:
-        """Take as much as fits into a frame; returns where it begins, and the views of it."""
-        offset, room = self._offset, PIECE
-        views = []
-        while self._parts and room:
-            part = self._parts.popleft()
-            view, rest = part[:room], part[room:]
-            views.append(view)
-            room -= len(view)
-            if rest:
-                self._parts.appendleft(rest)
-        self._offset += PIECE - room
-        self.left -= PIECE - room
-        return offset, views
-
-
-class _Send(Transfer):
-    """A message that waits to be accepted, or is under way."""
-
-    __slots__ = ("id", "is_written", "link", "parts", "pieces", "write")
-
-    def __init__(self, link: RdmaLink, number: int, parts: Parts) -> None:
-        super().__init__()
-        self.link = link
-        self.id = number
-        self.parts = parts
-        self.write: Write | None = None
-        self.is_written = False  # over a lane, this one or one that is gone
-        self.pieces: _Pieces | None = None
-
-    @property
-    def committed(self) -> bool:
-        # Without a write, but written: a lane is gone, and the peer will say what it has.
-        return self.is_written and (self.write is None or self.write.is_posted)
-
-    def cancel(self) -> None:
-        super().cancel()
-        self.link.take_back(self)
-
-
-class _Receive(Transfer):
-    """An accepted message that is not here yet.
-
-    Attributes:
-        epoch: of the lane over which the sender was told to write, or 0.
-        is_complete: all is here, and only `done` is still to be said.
-    """
-
-    __slots__ = ("epoch", "filled", "id", "into", "is_complete", "lease", "link", "nbytes")
-
-    def __init__(self, link: RdmaLink, number: int, nbytes: int, into: memoryview) -> None:
-        super().__init__()
-        self.link = link
-        self.id = number
-        self.nbytes = nbytes
-        self.into = into
-        self.filled = 0
-        self.lease: Lease | None = None
-        self.epoch = 0
-        self.is_complete = False
-
-    def cancel(self) -> None:
-        super().cancel()
-        self.link.give_up(self)
-
-    def redirect(self, into: memoryview) -> None:
-        self.link.redirect(self, into)
-
-    def release(self) -> None:
-        """End the use of its memory."""
-        if self.lease is not None:
-            self.lease.close()
-            self.lease = None
-
-
-class _RdmaArrival(Arrival):
-    __slots__ = ("id", "link")
-
-    def __init__(
-        self, link: RdmaLink, header: bytes, nbytes: int, payload: memoryview | None, number: int
-    ) -> None:
-        super().__init__(link.peer, header, nbytes, payload)
-        self.link = link
-        self.id = number
-
-    def accept(self, into: memoryview) -> Transfer:
-        if self.payload is not None:
-            return self.copy(into)
-        return self.link.accept(self, into)
-
-    def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
-        if self.payload is not None:
-            return None
-        return self.link.reach(into, elsewhere)
-
-    def release(self) -> None:
-        if self.payload is None:
-            self.link.drop(self)
-        else:
-            self.payload = None
-            self.link.consumed(self.nbytes + MESSAGE_COST)
 
 
 class RdmaLink:
@@ -207,10 +93,10 @@ class RdmaLink:
         self._lane_failures = 0
         self._last_writes = self._last_writes_lost = self._last_writes_received = 0
         self._next_id = 0
-        self._sends: dict[int, _Send] = {}
-        self._receives: dict[int, _Receive] = {}
-        self._waiting: dict[int, _RdmaArrival] = {}
-        self._in_pieces: deque[_Send] = deque()
+        self._sends: dict[int, Send] = {}
+        self._receives: dict[int, Receive] = {}
+        self._waiting: dict[int, RdmaArrival] = {}
+        self._in_pieces: deque[Send] = deque()
         self._owed = self._unrepaid = 0
 
     def hello(self) -> bytes:
@@ -249,7 +135,7 @@ class RdmaLink:
             transfer.done = True
             return transfer
         self._next_id = (self._next_id + 1) & 0xFFFFFFFF
-        send = self._sends[self._next_id] = _Send(self, self._next_id, parts)
+        send = self._sends[self._next_id] = Send(self, self._next_id, parts)
         if self.failure:
             return send  # it waits until it is known what became of the peer
         self.frames.put(_READY, send.id, nbytes, header)
@@ -257,7 +143,7 @@ class RdmaLink:
             self._open_lane(self._epoch + 1)  # the receiver will need it
         return send
 
-    def take_back(self, send: _Send) -> None:
+    def take_back(self, send: Send) -> None:
         """Give up a send; nothing is read from its memory any more."""
         if self._sends.pop(send.id, None) is None or self.failure:
             return
@@ -298,7 +184,7 @@ class RdmaLink:
             self._transport.finish_soon(send, exc)
             return
         send.is_written = False
-        send.pieces = _Pieces(send.parts)
+        send.pieces = Pieces(send.parts)
         self._in_pieces.append(send)
 
     def _bring(self, parts: Parts) -> None:
@@ -330,9 +216,9 @@ class RdmaLink:
 
     # --- receiving -------------------------------------------------------------------------
 
-    def accept(self, arrival: _RdmaArrival, into: memoryview) -> Transfer:
+    def accept(self, arrival: RdmaArrival, into: memoryview) -> Transfer:
         """Let the sender of `arrival` go on, into `into`."""
-        receive = _Receive(self, arrival.id, arrival.nbytes, into)
+        receive = Receive(self, arrival.id, arrival.nbytes, into)
         reason = self._transport.why_forgotten(self.peer)
         if reason is not None:
             receive.finish(PeerFailed(self.peer, reason))
@@ -348,7 +234,7 @@ class RdmaLink:
         """Have what will be accepted into a staging buffer written where its bytes really are."""
         return self._transport.reaches.reach(into, elsewhere)
 
-    def drop(self, arrival: _RdmaArrival) -> None:
+    def drop(self, arrival: RdmaArrival) -> None:
         """Tell the sender that nobody wants its message."""
         if self._waiting.pop(arrival.id, None) is not None and not self.failure:
             self.frames.put(_DROP, arrival.id)
@@ -360,7 +246,7 @@ class RdmaLink:
             self.frames.put(_CREDIT, number=self._unrepaid)
             self._unrepaid = 0
 
-    def give_up(self, receive: _Receive) -> None:
+    def give_up(self, receive: Receive) -> None:
         """Give up a receive; nothing is written to its memory any more."""
         if self._receives.pop(receive.id, None) is None:
             return
@@ -370,7 +256,7 @@ class RdmaLink:
             self.frames.put(_DROP, receive.id)
         receive.release()
 
-    def redirect(self, receive: _Receive, into: memoryview) -> None:
+    def redirect(self, receive: Receive, into: memoryview) -> None:
         """Let a receive go on into `into`; nothing is written to its old memory any more."""
         old, receive.into = receive.into, into
         is_written = bool(receive.epoch) and not receive.is_complete and not self.failure
@@ -386,7 +272,7 @@ class RdmaLink:
         if is_written:
             self._open_lane(self._epoch + 1)
 
-    def _say_go(self, receive: _Receive) -> None:
+    def _say_go(self, receive: Receive) -> None:
         """Tell the sender to write, or to send in pieces."""
         receive.epoch = 0
         if receive.nbytes > EAGER_LIMIT:
@@ -420,7 +306,7 @@ class RdmaLink:
         if end >= receive.nbytes:
             self._complete(receive)
 
-    def _complete(self, receive: _Receive) -> None:
+    def _complete(self, receive: Receive) -> None:
         del self._receives[receive.id]
         receive.is_complete = True
         receive.release()
@@ -448,11 +334,9 @@ class RdmaLink:
             # The frame goes back at once, and the payload may be wanted for long: so out of it.
             body = message.body
             payload = body if isinstance(body.obj, bytearray) else memoryview(bytes(body))
-            handler.arrived(
-                _RdmaArrival(self, bytes(message.header), len(payload), payload, number)
-            )
+            handler.arrived(RdmaArrival(self, bytes(message.header), len(payload), payload, number))
         elif kind == _READY:
-            arrival = _RdmaArrival(self, bytes(message.header), message.number, None, number)
+            arrival = RdmaArrival(self, bytes(message.header), message.number, None, number)
             self._waiting[number] = arrival
             handler.arrived(arrival)
         elif kind == _GO:
@@ -620,12 +504,12 @@ class RdmaLink:
 
     def forget(self, reason: str) -> None:
         """Fail all that is under way, after `close`."""
-        transfers: list[_Send | _Receive] = [*self._sends.values(), *self._receives.values()]
+        transfers: list[Send | Receive] = [*self._sends.values(), *self._receives.values()]
         self._sends.clear()
         self._receives.clear()
         self._in_pieces.clear()
         self._waiting.clear()
         for transfer in transfers:  # the end of one may cancel others
-            if isinstance(transfer, _Receive):
+            if isinstance(transfer, Receive):
                 transfer.release()
             transfer.finish(PeerFailed(self.peer, reason))

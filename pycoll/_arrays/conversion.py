@@ -1,6 +1,6 @@
 """Anything a user calls an array -> `Value`, a NumPy array over the same memory, and back.
 
-This is the only file that knows frameworks. It imports PyTorch, JAX or ml_dtypes only when the
+Only this file and `libraries` know frameworks. PyTorch, JAX or ml_dtypes are imported only when the
 user's object comes from them, or when a result of their kind is to be made.
 
     wrap(x)            x is an array: its Value, no copy; None: x travels as an object
@@ -19,13 +19,11 @@ dtype alone does not tell (C's long and long long are both int64) the character 
 from __future__ import annotations
 
 import array as stdlib_array
-import contextlib
 import math
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -34,16 +32,32 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import dlpack
 from pycoll._dtypes import Array, DType
 from pycoll._support.lazy_import import LazyModule
-from pycoll.errors import TransportError
 
 if TYPE_CHECKING:
     from pycoll._cuda import copies, cuda, staging
-    from pycoll._cuda.staging import Stage
 else:  # for arrays on a GPU alone
     copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
     staging = LazyModule("pycoll._cuda.staging")
+from pycoll._arrays.libraries import (
+    OBJECTS,
+    importable,
+    recast,
+    staged,
+    to_jax,
+    to_memoryview,
+    to_numpy,
+    to_torch,
+    wrap_array,
+    wrap_dlpack,
+    wrap_jax,
+    wrap_memoryview,
+    wrap_numpy,
+    wrap_torch,
+)
+from pycoll._arrays.value import ON_GPU
+from pycoll._arrays.value import Value as Value
+from pycoll._arrays.value import type_name as type_name
 
-_OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple, np.generic)
 _NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], DType]]] = {
     "bool": (bool, dtypes.BOOL),
     "int": (int, dtypes.INT64),
@@ -52,6 +66,7 @@ _NUMBERS: Final[dict[str, tuple[Callable[[Any], Any], DType]]] = {
 }
 
 _NUMBER: Final = r"int|float|complex|bool|numpy_scalar(?::[qQ])?"
+
 _KIND: Final = re.compile(
     r"numpy|(?:cuda:)?(?:torch|jax|cupy|dlpack:[A-Za-z_]\w{0,63})"
     r"|memoryview(?::[qQnNc])?|array(?::[qQ])?"
@@ -61,43 +76,6 @@ _KIND: Final = re.compile(
 
 # Steps that np.shares_memory may take to decide exactly; slices of one array need a handful.
 _OVERLAP_WORK: Final = 10_000
-
-_ON_GPU = "cuda:"
-_LEGACY_STREAM = 1
-_NOT_EXPORTED = "a {} array cannot be sent: {}. Convert it first, for example to a NumPy array."
-_MOVE = "Move it to the CPU first (PyTorch: x.cpu(), CuPy: x.get(), JAX: jax.device_get(x))."
-
-
-@dataclass(slots=True, eq=False)
-class Value:
-    """A user's array, seen as a NumPy array.
-
-    Attributes:
-        array: the elements, any strides, of dtype `dtype.storage`; the user's own memory.
-        dtype: the element type.
-        kind: what `unwrap` makes of it (see the module).
-        original: the user's object if `unwrap` shall return that very object, else None. It
-            also keeps the memory alive.
-        stage: of an array on a GPU, whose staging buffer `array` is.
-        gpu: number of the GPU on which it is, or where a result of it shall be.
-    """
-
-    array: Array
-    dtype: DType
-    kind: str
-    original: object = None
-    stage: Stage | None = None
-    gpu: int | None = None
-
-    def follow(self, x: Value) -> None:
-        """Write to it, on a GPU, only what comes after all of `x`, of the same memory, was read."""
-        if self.stage is not None and x.stage is not None:
-            self.stage.follow(x.stage)
-
-    @property
-    def place(self) -> Array:
-        """The addresses of the elements where the user has them; only to be compared."""
-        return self.array if self.stage is None else self.stage.place
 
 
 def wrap(x: object, writing: bool = False) -> Value | None:
@@ -117,20 +95,20 @@ def wrap(x: object, writing: bool = False) -> Value | None:
             says what to do.
     """
     if isinstance(x, np.ndarray):
-        return _wrap_numpy(x)
-    if x is None or isinstance(x, _OBJECTS):
+        return wrap_numpy(x)
+    if x is None or isinstance(x, OBJECTS):
         return None
     if isinstance(x, memoryview):
-        return _wrap_memoryview(x)
+        return wrap_memoryview(x)
     if isinstance(x, stdlib_array.array):
-        return _wrap_array(x)
+        return wrap_array(x)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
-        return _wrap_torch(torch, x, writing)
+        return wrap_torch(torch, x, writing)
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, getattr(jax, "Array", ())):
-        return _wrap_jax(x)
-    return _wrap_dlpack(x, writing)
+        return wrap_jax(x)
+    return wrap_dlpack(x, writing)
 
 
 def wrap_operand(x: object) -> Value:
@@ -178,14 +156,14 @@ def fresh(dtype: DType, kind: str, shape: tuple[int, ...], gpu: int | None = Non
     Raises:
         TypeError: the result would be a NumPy array of bfloat16, and ml_dtypes is missing.
     """
-    if kind.startswith(_ON_GPU):
-        value = _fresh_on_gpu(dtype, kind.removeprefix(_ON_GPU), shape, gpu)
+    if kind.startswith(ON_GPU):
+        value = _fresh_on_gpu(dtype, kind.removeprefix(ON_GPU), shape, gpu)
         if value is not None:
             return value
-        kind = kind.removeprefix(_ON_GPU)
+        kind = kind.removeprefix(ON_GPU)
         if kind.startswith("dlpack"):  # such a library may have no arrays in host memory
             kind = "numpy"
-    if not _importable(kind, dtype):
+    if not importable(kind, dtype):
         kind = "numpy"
     if kind == "numpy":
         dtypes.to_numpy(dtype)  # raises now, not after the data came
@@ -221,8 +199,8 @@ def unwrap(value: Value) -> Any:
     """
     array, dtype = value.array, value.dtype
     if value.kind == "cuda:jax" and value.original is None:
-        return _to_jax(array, dtype, value.gpu or 0)
-    if value.kind.startswith(_ON_GPU) and value.stage is None:  # a view into what has come
+        return to_jax(array, dtype, value.gpu or 0)
+    if value.kind.startswith(ON_GPU) and value.stage is None:  # a view into what has come
         value = fresh(dtype, value.kind, array.shape, value.gpu)
         value.array[...] = array
     if value.stage is not None:
@@ -232,11 +210,11 @@ def unwrap(value: Value) -> Any:
     base, _, detail = value.kind.partition(":")
     match base:
         case "torch":
-            return _to_torch(array, dtype)
+            return to_torch(array, dtype)
         case "jax":
-            return _to_jax(array, dtype)
+            return to_jax(array, dtype)
         case "memoryview":
-            return _to_memoryview(array, detail)
+            return to_memoryview(array, detail)
         case "array" if array.ndim == 1 and dtype.code and dtype.storage.char in "bBhHiIlLfd":
             # Through a memoryview: frombytes() takes no strides.
             result = stdlib_array.array(detail or dtype.storage.char)
@@ -251,8 +229,8 @@ def unwrap(value: Value) -> Any:
             fields = zip(array.dtype.names, kinds, strict=True)
             return tuple(_to_number(array[name], kind) for name, kind in fields)
         case "numpy_scalar" | "bool" | "int" | "float" | "complex" if array.ndim == 0:
-            return _to_number(_to_numpy(array, dtype), value.kind)
-    return _to_numpy(array, dtype)
+            return _to_number(to_numpy(array, dtype), value.kind)
+    return to_numpy(array, dtype)
 
 
 def describe(value: Value) -> bytes:
@@ -352,232 +330,6 @@ def as_bytes(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def type_name(x: object) -> str:
-    """Return what messages call the type of a value."""
-    if isinstance(x, np.ndarray) and x.dtype.hasobject:
-        return "numpy.ndarray of Python objects"
-    module, name = type(x).__module__, type(x).__qualname__
-    return name if module == "builtins" else f"{module}.{name}"
-
-
-def _wrap_numpy(x: Array) -> Value | None:
-    plain = x
-    if type(x) is not np.ndarray:
-        masked = sys.modules.get("numpy.ma")
-        if masked is not None and isinstance(x, masked.MaskedArray):
-            raise TypeError(
-                "a masked array cannot be sent: its mask would be lost. "
-                "Pass x.filled(value), or x.data and x.mask one after the other."
-            )
-        plain = x.view(np.ndarray)
-    try:
-        dtype = dtypes.of_numpy(x.dtype)
-    except TypeError:
-        return None
-    if dtype.foreign and dtype.code and _core is not None:
-        _core.add_dtype(x.dtype, dtype.code)
-    return Value(plain.view(dtype.storage) if dtype.foreign else plain, dtype, "numpy", x)
-
-
-def _wrap_memoryview(x: memoryview) -> Value:
-    try:
-        array = np.asarray(x)
-        dtype = dtypes.of_numpy(array.dtype)
-    except (TypeError, ValueError, BufferError) as exc:
-        raise TypeError(
-            f"a memoryview of format {x.format!r} does not hold numbers. "
-            "Pass its bytes with x.cast('B'), or x.tobytes() as an object."
-        ) from exc
-    detail = f":{x.format}" if x.format in ("q", "Q", "n", "N", "c") else ""
-    return Value(array, dtype, f"memoryview{detail}", x)
-
-
-def _wrap_array(x: stdlib_array.array[Any]) -> Value | None:
-    if x.typecode in "uw":  # text
-        return None
-    array = np.asarray(x)
-    detail = f":{x.typecode}" if x.typecode in "qQ" else ""
-    return Value(array, dtypes.of_numpy(array.dtype), f"array{detail}", x)
-
-
-def _wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
-    on_gpu = x.device.type == "cuda" and torch.version.hip is None
-    if x.device.type != "cpu" and not on_gpu:
-        raise TypeError(f"a tensor on the device {x.device} cannot be sent. {_MOVE}")
-    if x.layout != torch.strided or x.is_nested:
-        raise TypeError(
-            f"a tensor of layout {'nested' if x.is_nested else x.layout} cannot be sent. "
-            "Make it dense first, with x.to_dense() or torch.nested.to_padded_tensor(x, 0)."
-        )
-    dtype = dtypes.of_name(str(x.dtype).removeprefix("torch."))
-    if dtype is None:
-        raise TypeError(
-            f"a tensor of dtype {x.dtype} cannot be sent. "
-            "Convert it, for example with x.float(), or send its bits with x.view(torch.uint8)."
-        )
-    try:
-        plain = x.detach()
-        if plain.is_conj() or plain.is_neg():
-            # Its memory holds other values than the tensor shows: only a copy has the right ones.
-            x = plain = plain.resolve_conj().resolve_neg()
-        if on_gpu:
-            with _staging_for("torch"):
-                return _stage_torch(torch, x, plain, dtype, writing)
-        # Not by DLPack: that takes ten times as long, for nothing that these two lines have not.
-        if dtype.foreign:  # unknown to NumPy, and uint16 to older PyTorch
-            bits = torch.int16 if dtype.itemsize == 2 else torch.uint8
-            array = plain.view(bits).numpy().view(dtype.storage)
-        else:
-            array = plain.numpy()
-    except (RuntimeError, TypeError, ValueError) as exc:
-        raise TypeError(
-            f"a tensor of type {type_name(x)} has no memory of its own here: {exc}. "
-            "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
-        ) from exc
-    return Value(array, dtype, "torch", x)
-
-
-def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) -> Value:
-    if not writing:
-        plain = plain.contiguous()  # what the GPU does at once, copies do row by row
-    number: int = plain.device.index
-    device = cuda.device(number)
-    ready = device.mark(torch.cuda.current_stream(number).cuda_stream)
-    shape, itemsize = tuple(plain.shape), dtype.itemsize
-    strides = tuple([stride * itemsize for stride in plain.stride()])
-    place = (plain.data_ptr(), dtype.storage, shape, strides)
-    stage = staging.Stage(device, *place, ready, plain, is_target=writing)
-    return _staged(stage, dtype, "torch", x)
-
-
-def _to_torch(array: Array, dtype: DType) -> Any:
-    torch = dtypes.import_library("torch")
-    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
-        array = array.copy()  # PyTorch has neither
-    if not dtype.foreign:
-        return torch.from_numpy(array)
-    bits = np.int16 if dtype.itemsize == 2 else np.uint8
-    return torch.from_numpy(array.view(bits)).view(getattr(torch, dtype.name))
-
-
-def _wrap_jax(x: Any) -> Value:
-    try:
-        platforms = {device.platform for device in x.devices()}
-        if platforms == {"cpu"}:
-            array = np.asarray(x)
-            dtype = dtypes.of_numpy(array.dtype)
-    except (TypeError, RuntimeError) as exc:  # traced, deleted, typed random keys
-        raise TypeError(
-            f"this JAX array cannot be read: {exc}. "
-            "Pass a concrete array, outside of jit, or a random key as jax.random.key_data(x)."
-        ) from exc
-    if platforms == {"gpu"} and len(x.devices()) == 1:
-        value = _wrap_dlpack(x, writing=False)
-        if value is not None and value.stage is not None:
-            return value
-    if platforms != {"cpu"}:
-        raise TypeError(f"a JAX array on {', '.join(sorted(platforms))} cannot be sent. {_MOVE}")
-    return Value(array.view(dtype.storage) if dtype.foreign else array, dtype, "jax", x)
-
-
-def _to_jax(array: Array, dtype: DType, gpu: int | None = None) -> Any:
-    jax = dtypes.import_library("jax")
-    with contextlib.ExitStack() as stack:
-        devices = jax.local_devices(backend="cpu" if gpu is None else "gpu")
-        stack.enter_context(jax.default_device(devices[gpu or 0]))
-        if dtype.name in ("int64", "uint64", "float64", "complex128"):
-            # Else JAX would make 32 bits of them.
-            enable = getattr(jax, "enable_x64", None)
-            if enable is None:
-                enable = dtypes.import_library("jax.experimental").enable_x64
-            stack.enter_context(enable(True))
-        return jax.numpy.asarray(_to_numpy(array, dtype))
-
-
-def _wrap_dlpack(x: Any, writing: bool) -> Value | None:
-    module = type(x).__module__.partition(".")[0]
-    if not hasattr(type(x), "__dlpack__"):
-        if hasattr(type(x), "__cuda_array_interface__"):
-            with _staging_for(module):
-                return _wrap_interface(x, module, writing)
-        return None
-    try:
-        device, number = map(int, x.__dlpack_device__())
-        capsule = dlpack.export(x) if device in dlpack.HOST_DEVICES else None
-    except Exception:
-        # The library says itself that this one is no array: an Arrow column of strings.
-        return None
-    if device in dlpack.CUDA_DEVICES:
-        with _staging_for(module):
-            return _stage_dlpack(x, module, number, writing)
-    if capsule is not None:
-        try:
-            tensor = dlpack.take(capsule)
-        except BufferError as exc:
-            raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
-        if tensor.array is not None:
-            return Value(tensor.array, tensor.dtype, f"dlpack:{module}", x)
-        device = tensor.device[0]
-    raise TypeError(f"a {module} array on DLPack device {device} cannot be sent. {_MOVE}")
-
-
-# --- arrays on a GPU -------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _staging_for(module: str) -> Iterator[None]:
-    try:
-        yield
-    except TransportError as exc:
-        raise TypeError(f"a {module} array on a GPU cannot be sent: {exc}. {_MOVE}") from exc
-
-
-def _staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
-    return Value(stage.make_buffer(), dtype, _ON_GPU + library, x, stage, stage.device.number)
-
-
-def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
-    """Stage an array whose library has a stream of ours wait for what it has under way."""
-    device = cuda.device(number)
-    lane = copies.side(device).meetings.pick()
-    try:
-        tensor = dlpack.take(dlpack.export(x, lane.stream))
-    except BufferError as exc:
-        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
-    ready = lane.last = lane.ready = device.mark(lane.stream)
-    place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
-    read_only = tensor.read_only
-    if read_only and hasattr(type(x), "__cuda_array_interface__"):
-        _, read_only = x.__cuda_array_interface__["data"]  # old capsules cannot say
-    stage = staging.Stage(device, *place, ready, tensor.owner, not read_only, writing)
-    library = module if module in ("jax", "cupy") else f"dlpack:{module}"
-    if module == "jaxlib":
-        library = "jax"
-    return _staged(stage, tensor.dtype, library, x)
-
-
-def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
-    """Stage an array that has the CUDA array interface alone."""
-    interface = x.__cuda_array_interface__
-    try:
-        pointer, read_only = interface["data"]
-        shape, storage = tuple(interface["shape"]), np.dtype(interface["typestr"])
-        dtype = dtypes.of_numpy(storage)
-        strides = interface.get("strides")
-        stream = interface.get("stream")
-        if interface.get("mask") is not None:
-            raise ValueError("it has a mask")
-    except (KeyError, TypeError, ValueError) as exc:
-        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
-    if strides is None:
-        strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
-    device = cuda.device(cuda.owner(pointer) if pointer else 0)
-    ready = device.mark(_LEGACY_STREAM if stream is None else stream)  # None: Numba's, for one
-    place = (pointer, dtype.storage, shape, tuple(strides))
-    stage = staging.Stage(device, *place, ready, x, not read_only, writing)
-    return _staged(stage, dtype, f"dlpack:{module}", x)
-
-
 def _fresh_on_gpu(
     dtype: DType, library: str, shape: tuple[int, ...], gpu: int | None
 ) -> Value | None:
@@ -594,34 +346,23 @@ def _fresh_on_gpu(
         place = (memory.pointer, dtype.storage, shape, strides)
         stage = staging.Stage(cuda.device(number), *place, None, memory, is_target=True)
         x = found.from_dlpack(array) if hasattr(found, "from_dlpack") else array
-        return _staged(stage, dtype, library, x)
+        return staged(stage, dtype, library, x)
     found = dtypes.import_library(base)
     if base == "cupy":
         if found is None:
             return None
         with found.cuda.Device(cuda.current() if gpu is None else gpu):
             return wrap(found.empty(shape, dtypes.to_numpy(dtype)), writing=True)
-    if not _importable(base, dtype):
+    if not importable(base, dtype):
         return None
     if base == "jax":  # its arrays never change: made of the host's memory, when that is filled
         if "gpu" not in {device.platform for device in found.local_devices()}:
             return None
-        return Value(np.empty(shape, dtype.storage), dtype, _ON_GPU + base, gpu=gpu)
+        return Value(np.empty(shape, dtype.storage), dtype, ON_GPU + base, gpu=gpu)
     if not found.cuda.is_available():
         return None
     name = f"cuda:{found.cuda.current_device() if gpu is None else gpu}"
     return wrap(found.empty(shape, dtype=getattr(found, dtype.name), device=name), writing=True)
-
-
-def _to_memoryview(array: Array, detail: str) -> memoryview:
-    view = _recast(array, detail).data
-    if detail and view.format != detail and view.nbytes and view.c_contiguous:
-        view = view.cast("B").cast(detail, view.shape)  # type: ignore[call-overload]
-    return view
-
-
-def _to_numpy(array: Array, dtype: DType) -> Array:
-    return array.view(dtypes.to_numpy(dtype)) if dtype.foreign else array
 
 
 def _number(x: object) -> tuple[Array, DType, str] | None:
@@ -665,25 +406,8 @@ def _holds(dtype: DType, kind: str) -> bool:
 
 def _to_number(array: Array, kind: str) -> Any:
     base, _, detail = kind.partition(":")
-    scalar = _recast(array, detail)[()]
+    scalar = recast(array, detail)[()]
     return scalar if base == "numpy_scalar" else _NUMBERS[base][0](scalar)
-
-
-def _recast(array: Array, char: str) -> Array:
-    """Return the array under another character for the same type, as long long for long."""
-    return array.view(char) if char and np.dtype(char) == array.dtype else array
-
-
-def _importable(kind: str, dtype: DType) -> bool:
-    """Return whether `unwrap` can make this kind of this dtype here."""
-    base, _, detail = kind.partition(":")
-    if base in ("torch", "jax"):
-        library = dtypes.import_library("jax.numpy" if base == "jax" else base)
-        return bool(dtype.code or dtype.foreign) and hasattr(library, dtype.name)
-    if base == "dlpack":
-        known = dtype.code > 0 or dtype.foreign
-        return known and hasattr(dtypes.import_library(detail), "from_dlpack")
-    return base != "cupy"
 
 
 def _overlaps_itself(array: Array) -> bool:
@@ -697,21 +421,3 @@ def _overlaps_itself(array: Array) -> bool:
             return True
         reach += stride * (dim - 1)
     return False
-
-
-def _introduce_numpy() -> Any:
-    """Return the compiled core when it knows NumPy's arrays and dtypes; None: it cannot."""
-    from pycoll._transports import _core
-
-    sample = np.empty((2, 3))
-    swapped = sample.T
-    swapped.flags.writeable = False
-    if not _core.use_numpy(np.empty, sample, sample.ctypes.data, swapped):
-        return None
-    for char in "?bhilqBHILQefdFD":
-        dtype = np.dtype(char)
-        _core.add_dtype(dtype, dtypes.of_numpy(dtype).code)
-    return _core
-
-
-_core = _introduce_numpy()

@@ -13,8 +13,8 @@ from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll._arrays import conversion, operators
-    from pycoll._arrays.conversion import Value
     from pycoll._arrays.types import Reducer
+    from pycoll._arrays.value import Value
     from pycoll._dtypes import Array
     from pycoll._support import foreign_names
 else:

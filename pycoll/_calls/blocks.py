@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pycoll._arrays import conversion
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 from pycoll._calls.p2p import contiguous
 from pycoll._dtypes import DType
 from pycoll._transports.base import Parts

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from pycoll import schedules
 from pycoll._arrays import conversion
-from pycoll._arrays.conversion import Value
 from pycoll._arrays.operators import Combiner, Op, finisher
+from pycoll._arrays.value import Value
 from pycoll._calls.group import Bound, Group, How
 from pycoll._calls.p2p import contiguous
 from pycoll._dtypes import Array

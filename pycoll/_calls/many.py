@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pycoll._arrays import conversion, operators
-from pycoll._arrays.conversion import Value
 from pycoll._arrays.operators import Combiner, Op, finisher
+from pycoll._arrays.value import Value
 from pycoll._calls.arguments import Target
 from pycoll._calls.collectives import bind_pieces
 from pycoll._calls.group import SHARED_MEMORY, Group

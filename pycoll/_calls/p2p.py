@@ -6,10 +6,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from pycoll._arrays import conversion, objects
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 from pycoll._calls.group import Group
 from pycoll._dtypes import Array
-from pycoll._runtime.context import Match
 from pycoll._runtime.engine import raise_error
 from pycoll._runtime.envelope import (
     ANY,
@@ -23,6 +22,7 @@ from pycoll._runtime.envelope import (
     Incoming,
     Status,
 )
+from pycoll._runtime.matching import Match
 from pycoll._runtime.messages import Envelope, accepted
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, CallSteps, Task

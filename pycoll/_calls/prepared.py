@@ -13,7 +13,7 @@ from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Operation
 
 if TYPE_CHECKING:
-    from pycoll._arrays.conversion import Value
+    from pycoll._arrays.value import Value
     from pycoll._calls.group import Bound
     from pycoll._cuda import copies
 else:  # for arrays on a GPU alone

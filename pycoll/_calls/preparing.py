@@ -15,8 +15,8 @@ from pycoll._support.lazy_import import LazyModule
 if TYPE_CHECKING:
     from pycoll import schedules
     from pycoll._arrays import conversion, operators
-    from pycoll._arrays.conversion import Value
     from pycoll._arrays.operators import Op
+    from pycoll._arrays.value import Value
     from pycoll._calls import collectives, shared_memory_calls, two_level
     from pycoll._calls.arguments import Target
     from pycoll._calls.collectives import Reduction

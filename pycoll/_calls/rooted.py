@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll import schedules
 from pycoll._arrays import conversion, objects
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 from pycoll._calls.collectives import piece_ends, rows, type_text
 from pycoll._calls.group import Bound, Group
 from pycoll._calls.p2p import Outgoing, contiguous, pulled

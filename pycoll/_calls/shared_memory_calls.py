@@ -14,8 +14,8 @@ import numpy as np
 
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, objects, operators
-from pycoll._arrays.conversion import Value
 from pycoll._arrays.operators import Op
+from pycoll._arrays.value import Value
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous
 from pycoll._calls.shared_memory import BY_MESSAGES, Native, part_of

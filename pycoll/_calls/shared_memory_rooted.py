@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from pycoll._arrays import conversion
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 from pycoll._calls import rooted
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.numbering import KINDS

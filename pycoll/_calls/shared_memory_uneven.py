@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from pycoll._arrays import conversion
-from pycoll._arrays.conversion import Value
 from pycoll._arrays.operators import Op
+from pycoll._arrays.value import Value
 from pycoll._calls import blocks
 from pycoll._calls.blocks import ALIGNMENT
 from pycoll._calls.numbering import KINDS, OPS

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pycoll._arrays.conversion import Value
 from pycoll._arrays.operators import Op
+from pycoll._arrays.value import Value
 from pycoll._calls import collectives, shared_memory_calls, shared_memory_rooted
 from pycoll._calls.collectives import Reduction
 from pycoll._calls.group import Group

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, operators
-from pycoll._arrays.conversion import Value
 from pycoll._arrays.operators import Combiner, finisher
+from pycoll._arrays.value import Value
 from pycoll._calls import arguments, blocks, shared_memory_uneven
 from pycoll._calls.collectives import Reduction, type_text
 from pycoll._calls.group import SHARED_MEMORY, Group

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from pycoll._arrays import conversion
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 from pycoll._calls import arguments, blocks
 from pycoll._calls.blocks import Head
 from pycoll._dtypes import DType

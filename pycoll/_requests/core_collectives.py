@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pycoll import schedules
     from pycoll._arrays import conversion, operators
-    from pycoll._arrays.conversion import Value
+    from pycoll._arrays.value import Value
     from pycoll._calls import arguments, collectives, core_runs, p2p, rooted
     from pycoll._calls.group import Bound
     from pycoll._calls.rooted import Announcement

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from pycoll._runtime.context import Match
 from pycoll._runtime.engine import raise_error
+from pycoll._runtime.matching import Match
 from pycoll._runtime.task import Call, Several, Started, caller
 from pycoll._support.foreign_names import OF_REQUESTS, Hinting
 from pycoll._support.lazy_import import LazyModule

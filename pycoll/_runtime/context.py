@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from bisect import insort
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from pycoll._runtime.envelope import (
@@ -27,6 +27,7 @@ from pycoll._runtime.envelope import (
     different_calls,
     readable,
 )
+from pycoll._runtime.matching import Collecting, Found, Match, ParkedArrival
 from pycoll._runtime.scratch import new_bytes
 from pycoll._transports._core import Context as Core
 from pycoll._transports.base import Arrival, Operation, Transfer
@@ -87,104 +88,6 @@ class RunInCore(Protocol):
         """Ask anew how calls go."""
 
 
-class _Found(Arrival):
-    """What a probe has found, or a receive has refused: its length."""
-
-    __slots__ = ()
-
-    def accept(self, into: memoryview) -> Transfer:
-        raise AssertionError("it was only looked at")
-
-    def release(self) -> None:
-        raise AssertionError("it was only looked at")
-
-
-class Match(Operation):
-    """A receive or a probe that waits in the core."""
-
-    __slots__ = ("context", "face", "message", "number", "peek", "source", "tag")
-
-    def __init__(self, context: Context, face: Receive, source: int, tag: int, peek: bool) -> None:
-        super().__init__()
-        self.context = context
-        self.face = face
-        self.number = face.number
-        self.source = source
-        self.tag = tag
-        self.peek = peek
-        self.message: Incoming | None = None
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the message does not fit, and stays in the queue for the next receive."""
-        return bool(self.face.status == REFUSED)
-
-    def awaited(self) -> Collection[int]:
-        if self.source != ANY:
-            return (self.source,)
-        return [rank for rank in self.context.members if rank != self.context.me]
-
-    def held(self) -> None:
-        """Called when its message has come."""
-        if not self.done:
-            self.context.settle(self)
-
-    def ended(self, status: int) -> None:
-        """Called when it has ended."""
-        if not self.done:
-            self.context.settle(self)
-
-    def cancel(self) -> None:
-        super().cancel()
-        self.context.matches.pop(self.number, None)
-        self.context.transport.disown(self.face)
-        if not self.face.give_up():
-            self.face.drop()
-
-
-class _Collecting:
-    """A collective's message that is waited for in the core."""
-
-    __slots__ = ("context", "face", "key", "wanted")
-
-    def __init__(self, context: Context, key: Key, wanted: Wanted) -> None:
-        self.context = context
-        self.key = key
-        self.wanted = wanted
-        self.face: Receive = context.core.collect(*key)
-
-    def held(self) -> None:
-        """Called when it has come."""
-        self.context.collected(self)
-
-    def ended(self, status: int) -> None:
-        """Called when it will not come."""
-        self.context.collected(self)
-
-
-class ParkedArrival(Arrival):
-    """A message whose receive was given up half-way: the rest goes on into memory of ours."""
-
-    __slots__ = ("_spare", "_transfer")
-
-    def __init__(self, arrival: Arrival, transfer: Transfer, spare: memoryview) -> None:
-        super().__init__(arrival.peer, arrival.header, arrival.nbytes, None)
-        transfer.redirect(spare)
-        self._transfer = transfer
-        self._spare = spare
-
-    def accept(self, into: memoryview) -> Transfer:
-        if self._transfer.done:
-            if self._transfer.error is None:
-                into[: self.nbytes] = self._spare[: self.nbytes]
-        else:
-            self._transfer.redirect(into)
-        return self._transfer
-
-    def release(self) -> None:
-        self._transfer.cancel()
-
-
 class Context:
     """What one communicator waits for, and what has come for it.
 
@@ -232,7 +135,7 @@ class Context:
         self._returned: list[Incoming] = []
         self._message_of: dict[Arrival, Incoming] = {}
         self._held: dict[int, Held] = {}  # by order
-        self._collecting: dict[Key, _Collecting] = {}
+        self._collecting: dict[Key, Collecting] = {}
         self.num_started: Callable[[], int] = lambda: self.next_number
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
@@ -311,7 +214,7 @@ class Context:
             match.finish()
         elif state == OVER and face.status in (0, REFUSED):  # a probe, or it does not fit
             header = face.header
-            match.message = self._incoming(_Found(face.peer, header, face.nbytes, None), face)
+            match.message = self._incoming(Found(face.peer, header, face.nbytes, None), face)
             match.finish()
         else:
             match.finish(self._why(match, face.status))
@@ -340,7 +243,7 @@ class Context:
         elif isinstance(arrival, CoreArrival) and arrival.face.state in (HOLDING, READING):
             self.transport.disown(arrival.face)
             arrival.face.give_up()
-        elif not isinstance(arrival, CoreArrival | _Found):
+        elif not isinstance(arrival, CoreArrival | Found):
             self._return(message)
 
     def park(self, message: Incoming, transfer: Transfer) -> None:
@@ -482,9 +385,9 @@ class Context:
 
     def collect(self, key: Key, wanted: Wanted) -> None:
         """Have `wanted` called with the message of that address, now or when it comes."""
-        self.collected(_Collecting(self, key, wanted))
+        self.collected(Collecting(self, key, wanted))
 
-    def collected(self, collecting: _Collecting) -> None:
+    def collected(self, collecting: Collecting) -> None:
         """Say what has become of a collective's message, if that is known."""
         face = collecting.face
         state = face.state

@@ -17,7 +17,7 @@ from patience import PATIENCE
 
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from patience import PATIENCE
 
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, dlpack
-from pycoll._arrays.conversion import Value
+from pycoll._arrays.value import Value
 
 Comm = Any
 

@@ -45,7 +45,8 @@ ok()
 def test_persistent_sends_and_receives_go_without_python(job: Jobs, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "_here", "pycoll._support.public_edge"}
-ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.objects"}
+ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
+ALLOWED |= {"pycoll._arrays.objects"}
 # Starting and waiting are methods in Python, each of a line or two.
 ALLOWED |= {"start", "wait", "done", "_last", "<lambda>", "_dump", "_load"}
 x, out = np.zeros(6), np.zeros(6)
@@ -79,7 +80,7 @@ def test_isendrecv_and_its_waits_go_without_python(job: Jobs, transport: str) ->
 # wait_any and wait_some choose in Python; what they wait in is the core's.
 ALLOWED = {"pycoll._support.public_edge", "wait_all", "wait_any", "wait_some", "_take_done"}
 ALLOWED |= {"_from_core", "_listed", "<listcomp>", "<genexpr>", "_here"}
-ALLOWED |= {"pycoll._arrays.conversion"}
+ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
 ALLOWED |= {"_has_failed", "is_well", "_result", "_op_timeout", "_group", "_seconds"}
 x, out = np.zeros(6), np.zeros(6)
 exchange = comm.persistent.sendrecv(x, peer, peer, 7, 7, out)

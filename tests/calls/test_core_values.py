@@ -20,7 +20,8 @@ IN_CORE = TRANSPORTS[:2]
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_arrays_are_made_without_python(job: Jobs, transport: str) -> None:
     text = """
-ALLOWED = {"wait_all", "pycoll._support.public_edge", "pycoll._arrays.conversion", "_here"}
+ALLOWED = {"wait_all", "pycoll._support.public_edge", "_here"}
+ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
 x, long, status = np.arange(6.0).reshape(2, 3), np.arange(300_000), pycoll.Status()
 
 def step():
@@ -189,7 +190,8 @@ ok()
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_of_objects_only_the_pickling_is_pythons(job: Jobs, transport: str) -> None:
     text = """
-ALLOWED = {"wait_all", "pycoll._support.public_edge", "pycoll._arrays.conversion"}
+ALLOWED = {"wait_all", "pycoll._support.public_edge"}
+ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
 ALLOWED |= {"pycoll._arrays.objects", "pycoll._runtime.scratch"}
 ALLOWED |= {"_here", "_dump", "_load"}
 value = {"a": [1, 2.5], "b": "text", "c": None}

@@ -13,7 +13,8 @@ from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
-from pycoll._runtime.context import Context, Match
+from pycoll._runtime.context import Context
+from pycoll._runtime.matching import Match
 from pycoll._transports.core import HOLDING, OVER, TAKEN_BACK
 
 TRANSPORTS = ["shm", "tcp", "zmq"]

@@ -1,0 +1,295 @@
+"""Arrays of NumPy, PyTorch, JAX, CuPy and of everything with DLPack: as a `Value`, and back."""
+
+from __future__ import annotations
+
+import array as stdlib_array
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import dlpack
+from pycoll._dtypes import Array, DType
+from pycoll._support.lazy_import import LazyModule
+from pycoll.errors import TransportError
+
+if TYPE_CHECKING:
+    from pycoll._cuda import copies, cuda, staging
+    from pycoll._cuda.staging import Stage
+else:  # for arrays on a GPU alone
+    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
+    staging = LazyModule("pycoll._cuda.staging")
+from pycoll._arrays.value import ON_GPU, Value, type_name
+
+OBJECTS: Final = (str, bytes, bytearray, int, float, complex, dict, list, tuple, np.generic)
+
+_LEGACY_STREAM = 1
+
+_NOT_EXPORTED = "a {} array cannot be sent: {}. Convert it first, for example to a NumPy array."
+
+_MOVE = "Move it to the CPU first (PyTorch: x.cpu(), CuPy: x.get(), JAX: jax.device_get(x))."
+
+
+def wrap_numpy(x: Array) -> Value | None:
+    plain = x
+    if type(x) is not np.ndarray:
+        masked = sys.modules.get("numpy.ma")
+        if masked is not None and isinstance(x, masked.MaskedArray):
+            raise TypeError(
+                "a masked array cannot be sent: its mask would be lost. "
+                "Pass x.filled(value), or x.data and x.mask one after the other."
+            )
+        plain = x.view(np.ndarray)
+    try:
+        dtype = dtypes.of_numpy(x.dtype)
+    except TypeError:
+        return None
+    if dtype.foreign and dtype.code and _core is not None:
+        _core.add_dtype(x.dtype, dtype.code)
+    return Value(plain.view(dtype.storage) if dtype.foreign else plain, dtype, "numpy", x)
+
+
+def wrap_memoryview(x: memoryview) -> Value:
+    try:
+        array = np.asarray(x)
+        dtype = dtypes.of_numpy(array.dtype)
+    except (TypeError, ValueError, BufferError) as exc:
+        raise TypeError(
+            f"a memoryview of format {x.format!r} does not hold numbers. "
+            "Pass its bytes with x.cast('B'), or x.tobytes() as an object."
+        ) from exc
+    detail = f":{x.format}" if x.format in ("q", "Q", "n", "N", "c") else ""
+    return Value(array, dtype, f"memoryview{detail}", x)
+
+
+def wrap_array(x: stdlib_array.array[Any]) -> Value | None:
+    if x.typecode in "uw":  # text
+        return None
+    array = np.asarray(x)
+    detail = f":{x.typecode}" if x.typecode in "qQ" else ""
+    return Value(array, dtypes.of_numpy(array.dtype), f"array{detail}", x)
+
+
+def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
+    on_gpu = x.device.type == "cuda" and torch.version.hip is None
+    if x.device.type != "cpu" and not on_gpu:
+        raise TypeError(f"a tensor on the device {x.device} cannot be sent. {_MOVE}")
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(
+            f"a tensor of layout {'nested' if x.is_nested else x.layout} cannot be sent. "
+            "Make it dense first, with x.to_dense() or torch.nested.to_padded_tensor(x, 0)."
+        )
+    dtype = dtypes.of_name(str(x.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise TypeError(
+            f"a tensor of dtype {x.dtype} cannot be sent. "
+            "Convert it, for example with x.float(), or send its bits with x.view(torch.uint8)."
+        )
+    try:
+        plain = x.detach()
+        if plain.is_conj() or plain.is_neg():
+            # Its memory holds other values than the tensor shows: only a copy has the right ones.
+            x = plain = plain.resolve_conj().resolve_neg()
+        if on_gpu:
+            with _staging_for("torch"):
+                return _stage_torch(torch, x, plain, dtype, writing)
+        # Not by DLPack: that takes ten times as long, for nothing that these two lines have not.
+        if dtype.foreign:  # unknown to NumPy, and uint16 to older PyTorch
+            bits = torch.int16 if dtype.itemsize == 2 else torch.uint8
+            array = plain.view(bits).numpy().view(dtype.storage)
+        else:
+            array = plain.numpy()
+    except (RuntimeError, TypeError, ValueError) as exc:
+        raise TypeError(
+            f"a tensor of type {type_name(x)} has no memory of its own here: {exc}. "
+            "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
+        ) from exc
+    return Value(array, dtype, "torch", x)
+
+
+def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) -> Value:
+    if not writing:
+        plain = plain.contiguous()  # what the GPU does at once, copies do row by row
+    number: int = plain.device.index
+    device = cuda.device(number)
+    ready = device.mark(torch.cuda.current_stream(number).cuda_stream)
+    shape, itemsize = tuple(plain.shape), dtype.itemsize
+    strides = tuple([stride * itemsize for stride in plain.stride()])
+    place = (plain.data_ptr(), dtype.storage, shape, strides)
+    stage = staging.Stage(device, *place, ready, plain, is_target=writing)
+    return staged(stage, dtype, "torch", x)
+
+
+def to_torch(array: Array, dtype: DType) -> Any:
+    torch = dtypes.import_library("torch")
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()  # PyTorch has neither
+    if not dtype.foreign:
+        return torch.from_numpy(array)
+    bits = np.int16 if dtype.itemsize == 2 else np.uint8
+    return torch.from_numpy(array.view(bits)).view(getattr(torch, dtype.name))
+
+
+def wrap_jax(x: Any) -> Value:
+    try:
+        platforms = {device.platform for device in x.devices()}
+        if platforms == {"cpu"}:
+            array = np.asarray(x)
+            dtype = dtypes.of_numpy(array.dtype)
+    except (TypeError, RuntimeError) as exc:  # traced, deleted, typed random keys
+        raise TypeError(
+            f"this JAX array cannot be read: {exc}. "
+            "Pass a concrete array, outside of jit, or a random key as jax.random.key_data(x)."
+        ) from exc
+    if platforms == {"gpu"} and len(x.devices()) == 1:
+        value = wrap_dlpack(x, writing=False)
+        if value is not None and value.stage is not None:
+            return value
+    if platforms != {"cpu"}:
+        raise TypeError(f"a JAX array on {', '.join(sorted(platforms))} cannot be sent. {_MOVE}")
+    return Value(array.view(dtype.storage) if dtype.foreign else array, dtype, "jax", x)
+
+
+def to_jax(array: Array, dtype: DType, gpu: int | None = None) -> Any:
+    jax = dtypes.import_library("jax")
+    with contextlib.ExitStack() as stack:
+        devices = jax.local_devices(backend="cpu" if gpu is None else "gpu")
+        stack.enter_context(jax.default_device(devices[gpu or 0]))
+        if dtype.name in ("int64", "uint64", "float64", "complex128"):
+            # Else JAX would make 32 bits of them.
+            enable = getattr(jax, "enable_x64", None)
+            if enable is None:
+                enable = dtypes.import_library("jax.experimental").enable_x64
+            stack.enter_context(enable(True))
+        return jax.numpy.asarray(to_numpy(array, dtype))
+
+
+def wrap_dlpack(x: Any, writing: bool) -> Value | None:
+    module = type(x).__module__.partition(".")[0]
+    if not hasattr(type(x), "__dlpack__"):
+        if hasattr(type(x), "__cuda_array_interface__"):
+            with _staging_for(module):
+                return _wrap_interface(x, module, writing)
+        return None
+    try:
+        device, number = map(int, x.__dlpack_device__())
+        capsule = dlpack.export(x) if device in dlpack.HOST_DEVICES else None
+    except Exception:
+        # The library says itself that this one is no array: an Arrow column of strings.
+        return None
+    if device in dlpack.CUDA_DEVICES:
+        with _staging_for(module):
+            return _stage_dlpack(x, module, number, writing)
+    if capsule is not None:
+        try:
+            tensor = dlpack.take(capsule)
+        except BufferError as exc:
+            raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
+        if tensor.array is not None:
+            return Value(tensor.array, tensor.dtype, f"dlpack:{module}", x)
+        device = tensor.device[0]
+    raise TypeError(f"a {module} array on DLPack device {device} cannot be sent. {_MOVE}")
+
+
+@contextlib.contextmanager
+def _staging_for(module: str) -> Iterator[None]:
+    try:
+        yield
+    except TransportError as exc:
+        raise TypeError(f"a {module} array on a GPU cannot be sent: {exc}. {_MOVE}") from exc
+
+
+def staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
+    return Value(stage.make_buffer(), dtype, ON_GPU + library, x, stage, stage.device.number)
+
+
+def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
+    """Stage an array whose library has a stream of ours wait for what it has under way."""
+    device = cuda.device(number)
+    lane = copies.side(device).meetings.pick()
+    try:
+        tensor = dlpack.take(dlpack.export(x, lane.stream))
+    except BufferError as exc:
+        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
+    ready = lane.last = lane.ready = device.mark(lane.stream)
+    place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
+    read_only = tensor.read_only
+    if read_only and hasattr(type(x), "__cuda_array_interface__"):
+        _, read_only = x.__cuda_array_interface__["data"]  # old capsules cannot say
+    stage = staging.Stage(device, *place, ready, tensor.owner, not read_only, writing)
+    library = module if module in ("jax", "cupy") else f"dlpack:{module}"
+    if module == "jaxlib":
+        library = "jax"
+    return staged(stage, tensor.dtype, library, x)
+
+
+def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
+    """Stage an array that has the CUDA array interface alone."""
+    interface = x.__cuda_array_interface__
+    try:
+        pointer, read_only = interface["data"]
+        shape, storage = tuple(interface["shape"]), np.dtype(interface["typestr"])
+        dtype = dtypes.of_numpy(storage)
+        strides = interface.get("strides")
+        stream = interface.get("stream")
+        if interface.get("mask") is not None:
+            raise ValueError("it has a mask")
+    except (KeyError, TypeError, ValueError) as exc:
+        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
+    if strides is None:
+        strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
+    device = cuda.device(cuda.owner(pointer) if pointer else 0)
+    ready = device.mark(_LEGACY_STREAM if stream is None else stream)  # None: Numba's, for one
+    place = (pointer, dtype.storage, shape, tuple(strides))
+    stage = staging.Stage(device, *place, ready, x, not read_only, writing)
+    return staged(stage, dtype, f"dlpack:{module}", x)
+
+
+def to_memoryview(array: Array, detail: str) -> memoryview:
+    view = recast(array, detail).data
+    if detail and view.format != detail and view.nbytes and view.c_contiguous:
+        view = view.cast("B").cast(detail, view.shape)  # type: ignore[call-overload]
+    return view
+
+
+def to_numpy(array: Array, dtype: DType) -> Array:
+    return array.view(dtypes.to_numpy(dtype)) if dtype.foreign else array
+
+
+def recast(array: Array, char: str) -> Array:
+    """Return the array under another character for the same type, as long long for long."""
+    return array.view(char) if char and np.dtype(char) == array.dtype else array
+
+
+def importable(kind: str, dtype: DType) -> bool:
+    """Return whether `unwrap` can make this kind of this dtype here."""
+    base, _, detail = kind.partition(":")
+    if base in ("torch", "jax"):
+        library = dtypes.import_library("jax.numpy" if base == "jax" else base)
+        return bool(dtype.code or dtype.foreign) and hasattr(library, dtype.name)
+    if base == "dlpack":
+        known = dtype.code > 0 or dtype.foreign
+        return known and hasattr(dtypes.import_library(detail), "from_dlpack")
+    return base != "cupy"
+
+
+def _introduce_numpy() -> Any:
+    """Return the compiled core when it knows NumPy's arrays and dtypes; None: it cannot."""
+    from pycoll._transports import _core
+
+    sample = np.empty((2, 3))
+    swapped = sample.T
+    swapped.flags.writeable = False
+    if not _core.use_numpy(np.empty, sample, sample.ctypes.data, swapped):
+        return None
+    for char in "?bhilqBHILQefdFD":
+        dtype = np.dtype(char)
+        _core.add_dtype(dtype, dtypes.of_numpy(dtype).code)
+    return _core
+
+
+_core = _introduce_numpy()

@@ -1,0 +1,60 @@
+"""A user's array as a `Value`: a NumPy array over the same memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pycoll._dtypes import Array, DType
+from pycoll._support.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    from pycoll._cuda import copies, cuda, staging
+    from pycoll._cuda.staging import Stage
+else:  # for arrays on a GPU alone
+    copies, cuda = LazyModule("pycoll._cuda.copies"), LazyModule("pycoll._cuda.cuda")
+    staging = LazyModule("pycoll._cuda.staging")
+
+ON_GPU = "cuda:"
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A user's array, seen as a NumPy array.
+
+    Attributes:
+        array: the elements, any strides, of dtype `dtype.storage`; the user's own memory.
+        dtype: the element type.
+        kind: what `unwrap` makes of it (see the module).
+        original: the user's object if `unwrap` shall return that very object, else None. It
+            also keeps the memory alive.
+        stage: of an array on a GPU, whose staging buffer `array` is.
+        gpu: number of the GPU on which it is, or where a result of it shall be.
+    """
+
+    array: Array
+    dtype: DType
+    kind: str
+    original: object = None
+    stage: Stage | None = None
+    gpu: int | None = None
+
+    def follow(self, x: Value) -> None:
+        """Write to it, on a GPU, only what comes after all of `x`, of the same memory, was read."""
+        if self.stage is not None and x.stage is not None:
+            self.stage.follow(x.stage)
+
+    @property
+    def place(self) -> Array:
+        """The addresses of the elements where the user has them; only to be compared."""
+        return self.array if self.stage is None else self.stage.place
+
+
+def type_name(x: object) -> str:
+    """Return what messages call the type of a value."""
+    if isinstance(x, np.ndarray) and x.dtype.hasobject:
+        return "numpy.ndarray of Python objects"
+    module, name = type(x).__module__, type(x).__qualname__
+    return name if module == "builtins" else f"{module}.{name}"
