@@ -381,13 +381,13 @@ def test_an_array_with_dlpack_is_read_without_a_copy() -> None:
     x = np.arange(6.0).reshape(2, 3)[:, ::2]
     value = wrapped(Exported(x))
     assert same_memory(value, x)
-    assert value.kind == f"dlpack:{__name__.partition('.')[0]}"
+    assert value.kind == f"dlpack:{Exported.__module__}"
 
 
 def test_a_result_is_made_by_the_from_dlpack_of_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "a_library", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "a_library", sys.modules[Exported.__module__])
     value = conversion.fresh(dtypes.FLOAT32, "dlpack:a_library", (2,))
     result = conversion.unwrap(value)
     assert isinstance(result, Exported)

@@ -68,11 +68,16 @@ def test_a_function_is_not_taken_to_be_commutative_or_elementwise() -> None:
 
 def test_an_operator_has_a_stable_name_a_readable_repr_and_a_hash() -> None:
     op = operators.Op(a_function)
-    assert op.name == f"{__name__}.a_function"
-    assert repr(op) == f"Op({__name__}.a_function, commutative=True, elementwise=False)"
+    assert op.name == f"{a_function.__module__}.a_function"
+    assert (
+        repr(op) == f"Op({a_function.__module__}.a_function, commutative=True, elementwise=False)"
+    )
     assert len({op, operators.Op(a_function), operators.Op(a_function, elementwise=True)}) == 2
-    assert operators.Op(functools.partial(a_function)).name == f"partial({__name__}.a_function)"
-    assert operators.Op(Callable_()).name == f"{__name__}.Callable_"
+    assert (
+        operators.Op(functools.partial(a_function)).name
+        == f"partial({a_function.__module__}.a_function)"
+    )
+    assert operators.Op(Callable_()).name == f"{Callable_.__module__}.Callable_"
     assert isinstance(hash(operators.Op(Callable_())), int)
     assert "add" in operators.Op(np.add).name
     assert "add" in operators.Op(operator.add).name
