@@ -75,7 +75,7 @@ def test_an_operator_has_a_stable_name_a_readable_repr_and_a_hash() -> None:
     assert len({op, operators.Op(a_function), operators.Op(a_function, elementwise=True)}) == 2
     assert (
         operators.Op(functools.partial(a_function)).name
-        == f"partial({a_function.__module__}.a_function)"
+        == f"partial({module}.a_function)"
     )
     assert operators.Op(Callable_()).name == f"{Callable_.__module__}.Callable_"
     assert isinstance(hash(operators.Op(Callable_())), int)
