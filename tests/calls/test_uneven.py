@@ -139,9 +139,9 @@ def test_every_transport_carries_uneven_blocks(
 ) -> None:
     folders = [str(Path(__file__).parents[up]) for up in (0, 1)]
     text = f"sys.path[:0] = {folders!r}\n" + (
-        "import test_uneven\n"
+        "import test_uneven, test_uneven_reductions\n"
         "test_uneven.move_blocks_of_all_shapes(comm)\n"
-        "test_uneven.reduce_with_every_algorithm(comm, but='shared_memory')\n"
+        "test_uneven_reductions.reduce_with_every_algorithm(comm, but='shared_memory')\n"
         "ok()"
     )
     done = job(size, text, *options)

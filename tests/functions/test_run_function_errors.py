@@ -71,7 +71,7 @@ def test_the_culprits_exception_is_raised_again_with_its_rank_and_traceback() ->
     assert where == "raised on rank 2 of 3"
     assert trace.startswith("Traceback (most recent call last):\n")
     assert trace.endswith("\nZeroDivisionError: integer division or modulo by zero")
-    assert "test_run_function.py" in trace
+    assert "test_run_function_errors.py" in trace
     assert "call.py" not in trace
 
 
