@@ -137,7 +137,7 @@ class Server:
         broken {context, error, a rank said so, or two ranks wait in the same (context, number)
           rank, reason,         in different calls; to the members, the first for a context only
           message}
-        told {rank, note}     a rank has told this one something: bytes that nobody else reads
+        told {rank, note}       a rank has told this one something: bytes that nobody else reads
         look {round, contexts}  `look` was called: answer with "seen"
 
     Nothing but "join" and "bye" is heard from a connection that has not joined, nothing about

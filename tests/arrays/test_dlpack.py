@@ -25,9 +25,6 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, dlpack
 from pycoll._arrays.value import Value
 
-Comm = Any
-
-
 INT, UINT, FLOAT, OPAQUE, BFLOAT, COMPLEX, BOOL = range(7)
 
 
