@@ -220,7 +220,9 @@ def _read(tensor: _Tensor, flags: int, owner: _Owner) -> Tensor:
         raise BufferError(f"it has {ndim} dimensions, or no shape")
     shape = tuple(tensor.shape[:ndim]) if ndim else ()
     if ndim and tensor.strides:
-        strides = tuple([stride * dtype.itemsize for stride in tensor.strides[:ndim]])
+        # In 64 bits, as an address: CuPy up to 14 divides negative ones as numbers without a sign,
+        # https://github.com/cupy/cupy/issues/10172, which the product then makes good.
+        strides = tuple([c_int64(n * dtype.itemsize).value for n in tensor.strides[:ndim]])
     else:
         strides = tuple([math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(ndim)])
     device = (tensor.device_type, tensor.device_id)

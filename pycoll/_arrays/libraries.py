@@ -218,8 +218,9 @@ def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     ready = lane.last = lane.ready = device.mark(lane.stream)
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
     read_only = tensor.read_only
-    if read_only and hasattr(type(x), "__cuda_array_interface__"):
-        _, read_only = x.__cuda_array_interface__["data"]  # old capsules cannot say
+    if read_only:  # perhaps: old capsules cannot say. JAX has no interface for its bfloat16
+        interface = getattr(x, "__cuda_array_interface__", None)
+        read_only = interface["data"][1] if interface is not None else True
     stage = staging.Stage(device, *place, ready, tensor.owner, not read_only, writing)
     library = module if module in ("jax", "cupy") else f"dlpack:{module}"
     if module == "jaxlib":

@@ -148,6 +148,62 @@ def test_an_array_that_may_not_be_written_can_be_sent(ranks: Ranks) -> None:
     ranks(program, 9)
 
 
+class LikeCuPy(fakegpu.Array):
+    """Its strides are divided as numbers without a sign, https://github.com/cupy/cupy/issues/10172."""
+
+    def __dlpack__(self, **options: Any) -> object:
+        capsule = super().__dlpack__(**options)
+        _, _, steps, *_ = list(fakegpu.lent.values())[-1]
+        for axis, stride in enumerate(self.strides):
+            steps[axis] = stride % (1 << 64) // self.dtype.itemsize
+        return capsule
+
+
+def test_strides_that_lost_their_sign_get_it_back(ranks: Ranks) -> None:
+    @tidy
+    def program(comm: Comm, seed: int) -> None:
+        for dtype, index in itertools.product(
+            ["int8", "float32", "complex128"], [np.s_[::-1], np.s_[::3, ::-2]]
+        ):
+            x = numbers(comm.rank, (9, 5)).astype(dtype)
+            there = fakegpu.array(x)[index]
+            there.__class__ = LikeCuPy
+            out = fakegpu.array(np.zeros(there.shape, dtype))
+            equal(comm.all_reduce(there, out=out), comm.all_reduce(x[index]), index)
+
+    ranks(program, 12)
+
+
+class LikeJax:
+    """Old capsules only, which cannot say who may write, and no interface for some dtypes."""
+
+    def __init__(self, array: fakegpu.Array) -> None:
+        self.array = array
+
+    def __dlpack__(self, *, stream: int | None = None) -> object:
+        return self.array.__dlpack__(stream=stream)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        raise AttributeError("__cuda_array_interface__ is not supported for this dtype")
+
+
+def test_an_array_without_its_interface_can_be_sent(ranks: Ranks) -> None:
+    @tidy
+    def program(comm: Comm, seed: int) -> None:
+        x = numbers(comm.rank, (4, 3))
+        there = LikeJax(fakegpu.array(x))
+        out = fakegpu.array(np.zeros((4, 3), np.float32))
+        equal(comm.all_reduce(there, out=out), comm.all_reduce(x), "sent")
+        with pytest.raises(ValueError, match="read-only"):
+            comm.all_reduce(x, out=there)
+
+    ranks(program, 13)
+
+
 def test_the_cuda_array_interface_is_enough(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -296,12 +297,19 @@ def test_ten_thousand_calls_leave_nothing(ranks: Any) -> None:
             free, _ = torch.cuda.mem_get_info()
             return torch.cuda.memory_allocated(), free, resident_nbytes()
 
-        allocated, free, resident = many(100)
-        comm.barrier()
-        then_allocated, then_free, then_resident = many(3334)
-        assert then_allocated == allocated
-        assert free - then_free < 16 << 20
-        assert then_resident - resident < 16 << 20
+        gc.collect()  # what the tests before have left
+        many(100)
+        taken = []
+        for _ in range(5):  # others use this GPU, too; what we leave would show each time
+            comm.barrier()
+            allocated, free, resident = many(1)
+            then_allocated, then_free, then_resident = many(3333)
+            assert then_allocated == allocated
+            assert then_resident - resident < 16 << 20
+            taken.append(free - then_free)
+            if comm.all_reduce(int(taken[-1] >= 16 << 20)) == 0:
+                return
+        raise AssertionError(f"memory of the GPU: {taken} bytes less after 9999 calls each")
 
     ranks(program)
 
@@ -334,7 +342,7 @@ def check_messages(comm: Comm) -> None:
         for _ in range(3):  # the second time what only moves is lent, where that can be
             assert torch.equal(comm.all_gather(x), both)
             assert torch.equal(comm.iall_gather(x).wait(), both)
-            assert torch.equal(comm.broadcast(x, root=1), both[1])
+            assert torch.equal(comm.broadcast(x.clone(), root=1), both[1])
             other = comm.all_to_all(both + comm.rank)[1 - comm.rank]
             assert torch.equal(other, both[comm.rank] + 1 - comm.rank)
             assert torch.equal(comm.scatter(both if comm.rank == 0 else None, root=0), x)
