@@ -46,11 +46,12 @@ def numbers(comm: Comm, count: int, first: float = 0.0) -> Tensor:
     return torch.arange(count, dtype=torch.float32, device=gpu(comm)) % 1000 + first
 
 
-def late(stream: torch.cuda.Stream, x: Tensor, value: float) -> None:
-    """Fill `x`, half a second from now."""
+def late(stream: torch.cuda.Stream, x: Tensor, value: float, kernels: int = 1) -> None:
+    """Fill `x` after so many kernels of half a second."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(CYCLES)
+        for _ in range(kernels):
+            torch.cuda._sleep(CYCLES)
         x.fill_(value)
 
 
@@ -195,7 +196,7 @@ def test_a_request_does_not_wait_and_neither_do_other_calls(ranks: Any) -> None:
         device, side = gpu(comm), torch.cuda.Stream()
         for is_warm in (False, True):  # what is made first may wait for the GPU: memory, kernels
             x = torch.zeros(1_000_000, device=device)
-            late(side, x, comm.rank + 1.0)
+            late(side, x, comm.rank + 1.0, kernels=8)  # tests of others take turns on this GPU
             with torch.cuda.stream(side):
                 request = comm.iall_reduce(x)
             quick = comm.all_reduce(numbers(comm, 1000))  # on a stream that has nothing to do
