@@ -1,7 +1,7 @@
 """Calls whose arguments were checked: what a communicator runs, starts, or starts again and again.
 
 For each method of a communicator there is one here that finds everything a user can get wrong
-alone, before anything is sent, and returns the call as a `Prepared`. The blocking method runs it,
+alone, before anything is sent, and returns the call as a `CallPlan`. The blocking method runs it,
 its non-blocking twin starts it, a persistent request prepares and starts it each time.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.group import Group
 from pycoll._calls.moves import Moves
 from pycoll._calls.point_to_point import PointToPoint
-from pycoll._calls.prepared import Prepared
 from pycoll._calls.reductions import Reductions
 from pycoll._support.lazy_import import LazyModule
 
@@ -32,19 +32,19 @@ class Calls(Moves, Reductions, PointToPoint):
         blocking: whether the caller waits in the call. Only then it may run in the compiled core.
     """
 
-    def gatherv(self, x: A, root: int = 0, out: Any = None) -> Prepared[list[A] | MaybeNone]:
+    def gatherv(self, x: A, root: int = 0, out: Any = None) -> CallPlan[list[A] | MaybeNone]:
         """Prepare a gatherv."""
         return uneven.prepare_gatherv(self._group, x, root, out, self._blocking)
 
-    def all_gatherv(self, x: A, out: Any = None) -> Prepared[list[A]]:
+    def all_gatherv(self, x: A, out: Any = None) -> CallPlan[list[A]]:
         """Prepare an all_gatherv."""
         return uneven.prepare_all_gatherv(self._group, x, out, self._blocking)
 
-    def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> Prepared[A | Any]:
+    def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> CallPlan[A | Any]:
         """Prepare a scatterv."""
         return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking)
 
-    def all_to_allv(self, xs: Sequence[A], out: Any = None) -> Prepared[list[A]]:
+    def all_to_allv(self, xs: Sequence[A], out: Any = None) -> CallPlan[list[A]]:
         """Prepare an all_to_allv."""
         return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking)
 
@@ -56,7 +56,7 @@ class Calls(Moves, Reductions, PointToPoint):
         out: Any = None,
         *,
         algorithm: str | None = None,
-    ) -> Prepared[A]:
+    ) -> CallPlan[A]:
         """Prepare a reduce_scatterv."""
         self._check_algorithm("reduce_scatter", algorithm)
         return uneven.prepare_reduce_scatterv(
@@ -66,7 +66,7 @@ class Calls(Moves, Reductions, PointToPoint):
 
 def resumed(
     group: Group, name: str, heard: memoryview, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> Prepared[Any]:
+) -> CallPlan[Any]:
     """Prepare a blocking collective of uneven blocks of which the core has done the first round.
 
     Args:
@@ -80,8 +80,8 @@ def resumed(
     bound = inspect.signature(getattr(Calls, name)).bind(None, *args, **keywords)
     bound.apply_defaults()
     prepare = getattr(uneven, f"prepare_{name}")
-    prepared: Prepared[Any] = prepare(group, *bound.args[1:], blocking=True, heard=heard)
-    return prepared
+    plan: CallPlan[Any] = prepare(group, *bound.args[1:], blocking=True, heard=heard)
+    return plan
 
 
 def sign_uneven(name: str, code: int, root: int) -> tuple[str, int]:

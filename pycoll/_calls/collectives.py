@@ -6,28 +6,22 @@ found out by the first message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from pycoll import schedules
 from pycoll._arrays import conversion
 from pycoll._arrays.operators import Combiner, Op, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls.group import Bound, Group, How
+from pycoll._calls.numbering import ROOTED
 from pycoll._calls.p2p import contiguous
 from pycoll._dtypes import Array
 from pycoll._runtime.binding import Binding, Combine
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 from pycoll._transports.base import Parts
-
-
-class Reduction(NamedTuple):
-    """An operator, and how the call that uses it runs."""
-
-    op: Op
-    choice: Choice
 
 
 def type_text(value: Value) -> str:
@@ -50,45 +44,51 @@ def barrier(group: Group, choice: Choice) -> Bound:
     return Bound(("barrier", choice), binding)
 
 
-def all_reduce(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
-    """Bind what reduces into `result` (C-contiguous, x's shape) on every rank."""
-    how = "all_reduce", reduction.choice
-    return _bind_reduction(group, how, x, reduction, group.size, result)
+def bind(
+    group: Group,
+    collective: str,
+    choice: Choice,
+    x: Value,
+    result: Array | None,
+    op: Op | None = None,
+    root: int = 0,
+) -> Bound:
+    """Bind a collective on arrays.
+
+    Args:
+        group: the communicator's ranks.
+        collective: one of those in `_BINDING`.
+        choice: its algorithm.
+        x: this rank's value.
+        result: gets the result, C-contiguous; None: this rank has none.
+        op: what combines, if something does.
+        root: the root, if there is one.
+    """
+    how: How = (collective, choice, root) if collective in ROOTED else (collective, choice)
+    return Bound(how, _BINDING[collective](group, how, x, op, result), x.array.itemsize)
 
 
-def reduce(group: Group, x: Value, reduction: Reduction, root: int, result: Array | None) -> Bound:
-    """Bind what reduces into `result` (C-contiguous, x's shape) on the root; None elsewhere."""
-    how = "reduce", reduction.choice, root
-    return _bind_reduction(group, how, x, reduction, group.size, result)
+def _pieces(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
+    """Bind a reduction in which every piece of x is combined with its like."""
+    assert op is not None
+    count = group.rank + 1 if how[0] == "scan" else group.size
+    combine = Combiner(op, x.dtype, x.array.shape)
+    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
+    return binding._replace(finish=finisher(op, x.dtype, count))
 
 
-def scan(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
-    """Bind what combines the x of the ranks up to this one into `result` (C-contiguous)."""
-    how = "scan", reduction.choice
-    return _bind_reduction(group, how, x, reduction, group.rank + 1, result)
-
-
-def exscan(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
-    """Bind what combines the x of the ranks before this one into `result`; untouched on rank 0."""
+def _before(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
+    """Bind what combines the x of the ranks before this one; `result` is untouched on rank 0."""
+    assert op is not None
+    assert result is not None
     own, target = conversion.as_bytes(contiguous(x.array)), conversion.as_bytes(result)
-    binding = Binding(
+    return Binding(
         nbytes=[len(own), len(own)],
         source=[(own,), None],
         target=[None, target],
-        combine=Combiner(reduction.op, x.dtype, x.array.shape),
-        finish=finisher(reduction.op, x.dtype, group.rank) if group.rank else None,
+        combine=Combiner(op, x.dtype, x.array.shape),
+        finish=finisher(op, x.dtype, group.rank) if group.rank else None,
     )
-    return Bound(("exscan", reduction.choice), binding, x.array.itemsize)
-
-
-def _bind_reduction(
-    group: Group, how: How, x: Value, reduction: Reduction, count: int, result: Array | None
-) -> Bound:
-    """Bind a reduction in which every piece of x is combined with its like, of `count` ranks."""
-    combine = Combiner(reduction.op, x.dtype, x.array.shape)
-    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
-    binding = binding._replace(finish=finisher(reduction.op, x.dtype, count))
-    return Bound(how, binding, x.array.itemsize)
 
 
 def bind_pieces(
@@ -109,59 +109,62 @@ def bind_pieces(
     )
 
 
-def reduce_scatter(group: Group, x: Value, reduction: Reduction, result: Array) -> Bound:
-    """Bind what reduces row r of all ranks' x (size, ...) into rank r's `result` (C-contiguous)."""
+def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
+    """Bind what reduces row r of all ranks' x (size, ...) into rank r's `result`."""
+    assert op is not None
+    assert result is not None
     array = contiguous(x.array)
     source = rows(array)
     target: list[memoryview | None] = [None] * group.size
     target[group.rank] = conversion.as_bytes(result)
-    binding = Binding(
+    return Binding(
         nbytes=_lengths(source),
         source=_sources(source),
         target=target,
-        combine=Combiner(reduction.op, x.dtype, x.array.shape[1:]),
-        blocks=(conversion.as_bytes(array), None) if reduction.op.elementwise else None,
-        finish=finisher(reduction.op, x.dtype, group.size),
+        combine=Combiner(op, x.dtype, x.array.shape[1:]),
+        blocks=(conversion.as_bytes(array), None) if op.elementwise else None,
+        finish=finisher(op, x.dtype, group.size),
     )
-    return Bound(("reduce_scatter", reduction.choice), binding, x.array.itemsize)
 
 
-def gather(group: Group, x: Value, choice: Choice, root: int, result: Array | None) -> Bound:
-    """Bind what gathers into `result` (size, ...) on the root; None elsewhere."""
-    return _bind_blocks(group, ("gather", choice, root), x, result)
-
-
-def all_gather(group: Group, x: Value, choice: Choice, result: Array) -> Bound:
-    """Bind what gathers into `result` (size, ...) on every rank."""
-    return _bind_blocks(group, ("all_gather", choice), x, result)
-
-
-def _bind_blocks(group: Group, how: How, x: Value, result: Array | None) -> Bound:
+def _gathered(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
+    """Bind what gathers into `result` (size, ...)."""
     own = conversion.as_bytes(contiguous(x.array))
     source: list[Any] = [None] * group.size
     source[group.rank] = (own,)
     target = conversion.as_bytes(result) if result is not None else None
-    binding = Binding(
+    return Binding(
         nbytes=[len(own)] * group.size,
         source=source,
         target=list(rows(result)) if result is not None else [None] * group.size,
         blocks=(None, target),
     )
-    return Bound(how, binding, x.array.itemsize)
 
 
-def all_to_all(group: Group, x: Value, choice: Choice, result: Array) -> Bound:
+def _exchanged(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
     """Bind what puts row `rank` of rank i's x into row i of `result` (size, ...)."""
+    assert result is not None
     source, target = rows(contiguous(x.array)), rows(result)
-    count = schedules.find("all_to_all", choice.name).chunks(group.size)
+    count = schedules.find("all_to_all", how[1].name).chunks(group.size)
     nothing: list[Any] = [None] * group.size
     between: list[Any] = [None] * (count - 2 * group.size)  # blocks on their way to other ranks
-    binding = Binding(
+    return Binding(
         nbytes=[x.array.nbytes // group.size] * count,
         source=[*_sources(source), *nothing, *between],
         target=[*nothing, *target, *between],
     )
-    return Bound(("all_to_all", choice), binding, x.array.itemsize)
+
+
+_BINDING: dict[str, Callable[[Group, How, Value, Op | None, Array | None], Binding]] = {
+    "all_reduce": _pieces,
+    "reduce": _pieces,
+    "scan": _pieces,
+    "exscan": _before,
+    "reduce_scatter": _own_row,
+    "gather": _gathered,
+    "all_gather": _gathered,
+    "all_to_all": _exchanged,
+}
 
 
 def piece_ends(size: int, itemsize: int, count: int) -> list[int]:

@@ -18,11 +18,11 @@ from pycoll._arrays import conversion, operators
 from pycoll._arrays.operators import Combiner, Op, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls.arguments import Target
+from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind_pieces
-from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous, pulled
-from pycoll._calls.prepared import Prepared
 from pycoll._calls.shared_memory import Native, part_of
 from pycoll._calls.shared_memory_calls import combine, serves
 from pycoll._dtypes import Array, DType
@@ -138,6 +138,61 @@ class Bucket:
         return combine
 
 
+class ManyPlan(CallPlan[list[Any]]):
+    """An all_reduce_many.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        values: the arrays.
+        buckets: what they travel in.
+        results: what makes the arrays for the caller, in their order.
+        op: what combines.
+        algorithm: that the caller wants, or None.
+    """
+
+    __slots__ = ("_values", "algorithm", "buckets", "op", "results")
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        values: Sequence[Value],
+        buckets: Sequence[Bucket],
+        results: Sequence[Callable[[], Any]],
+        op: Op,
+        algorithm: str | None,
+    ) -> None:
+        super().__init__(group, text, route)
+        self._values = values
+        self.buckets = buckets
+        self.results = results
+        self.op = op
+        self.algorithm = algorithm
+
+    @property
+    def reads(self) -> Sequence[Value]:
+        """All arrays."""
+        return self._values
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Reduce all buckets at the same time."""
+        return _over_messages(self.group, signature, self.buckets, self.op, self.algorithm)
+
+    def in_core(self, native: Native) -> None:
+        """Reduce one bucket after the other."""
+        _through_core(native, part_of("many", self.text), self.buckets, self.op)
+
+    def result(self, got: Any) -> list[Any]:
+        """Return the arrays."""
+        return [result() for result in self.results]
+
+
+def _choose(group: Group, op: Op, nbytes: int, forced: str | None, native: bool) -> Choice:
+    rank_order, whole = not op.commutative, not op.elementwise
+    return group.choose("all_reduce", nbytes, forced, rank_order, whole, native)
+
+
 def _filled(target: Target, place: Array) -> Any:
     target.memory[...] = place
     return target.result()
@@ -145,7 +200,7 @@ def _filled(target: Target, place: Array) -> Any:
 
 def prepare_all_reduce_many(
     group: Group, xs: Any, op: Reducer, out: Any, algorithm: str | None, blocking: bool
-) -> Prepared[Any]:
+) -> CallPlan[Any]:
     """Combine all ranks' arrays, each with its like; the results, a list, are on every rank.
 
     Args:
@@ -173,12 +228,8 @@ def prepare_all_reduce_many(
         operators.check(resolved, value.dtype)
     outs = _targets(out, values)
     native = blocking and all(serves(resolved, value) for value in dtypes.values())
-
-    def choose(nbytes: int, forced: str | None, native: bool) -> Choice:
-        rank_order, whole = not resolved.commutative, not resolved.elementwise
-        return group.choose("all_reduce", nbytes, forced, rank_order, whole, native)
-
-    in_core = choose(0, algorithm, native).name == SHARED_MEMORY
+    route = route_of(group, _choose(group, resolved, 0, algorithm, native), blocking, None)
+    in_core = route is Route.CORE
     alone_nbytes = ALONE_IN_CORE_NBYTES if in_core else ALONE_NBYTES
     if in_core and not resolved.elementwise:
         alone_nbytes = 0  # the core gives a function all that it combines
@@ -195,16 +246,7 @@ def prepare_all_reduce_many(
         f"{'' if blocking else 'i'}all_reduce_many({len(values)} arrays, {total} bytes, "
         f"checksum {alike:08x}, op={resolved.signature}{forced})"
     )
-    salt = part_of("many", text)
-    return Prepared(
-        text,
-        lambda call: _over_messages(
-            group, call, buckets, resolved, lambda nbytes: choose(nbytes, algorithm, native=False)
-        ),
-        (lambda core: _through_core(core, salt, buckets, resolved)) if in_core else None,
-        lambda _: [result() for result in results],
-        reads=values,
-    )
+    return ManyPlan(group, text, route, values, buckets, results, resolved, algorithm)
 
 
 def _targets(out: Any, values: Sequence[Value]) -> list[Target | None]:
@@ -266,13 +308,14 @@ def _over_messages(
     call: bytes,
     buckets: Sequence[Bucket],
     op: Op,
-    choose: Callable[[int], Choice],
+    algorithm: str | None,
 ) -> CallSteps:
     number = group.context.begin(call)
     runs = []
     for lane, bucket in enumerate(buckets):
         # In one segment: the buckets overlap each other already.
-        how = "all_reduce", Choice(choose(bucket.source.nbytes).name)
+        chosen = _choose(group, op, bucket.source.nbytes, algorithm, native=False)
+        how = "all_reduce", Choice(chosen.name)
         binding = bind_pieces(group, how, bucket.combiner(op), bucket.source, bucket.target)
         binding = binding._replace(finish=finisher(op, bucket.dtype, group.size))
         runs.append(group.operation((number, lane), call, how, binding))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pycoll._calls.call_plan import Route, route_of
 from pycoll._calls.group import IN_CORE, SHARED_MEMORY, Group
-from pycoll._calls.prepared import Prepared
-from pycoll._calls.shared_memory import Native
-from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
 
@@ -17,27 +14,15 @@ if TYPE_CHECKING:
     from pycoll._arrays import conversion, operators
     from pycoll._arrays.operators import Op
     from pycoll._arrays.value import Value
-    from pycoll._calls import collectives, shared_memory_calls, two_level
+    from pycoll._calls import shared_memory_calls
     from pycoll._calls.arguments import Target
-    from pycoll._calls.collectives import Reduction
-    from pycoll._calls.group import Bound
-    from pycoll._calls.two_level import TwoLevel
     from pycoll._gpu import cuda_ipc
 else:  # a program that only calls barrier() imports no NumPy
     conversion = LazyModule("pycoll._arrays.conversion")
-    collectives = LazyModule("pycoll._calls.collectives")
     cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
-    two_level = LazyModule("pycoll._calls.two_level")
     shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
     operators = LazyModule("pycoll._arrays.operators")
     schedules = LazyModule("pycoll.schedules")
-
-
-BY_CUDA_IPC = Choice("linear")
-"""How ranks that leave the core to offer to each other move: each value is copied once."""
-
-HIERARCHICAL = "hierarchical"
-"""The algorithm that may run in two levels."""
 
 
 class Preparing:
@@ -52,7 +37,6 @@ class Preparing:
         self._group = group
         self._blocking = blocking
         self._prefix = "" if blocking else "i"
-        self._two_level: TwoLevel | None = None
 
     def _choose(
         self,
@@ -80,21 +64,18 @@ class Preparing:
                 f"time; use {' or '.join(schedules.names(collective))}"
             )
 
-    def _reduction(
-        self, collective: str, x: Any, op: Op, algorithm: str | None
-    ) -> tuple[Value, Reduction]:
-        value = conversion.wrap_operand(x)
-        return value, self._choose_reduction(collective, value, op, algorithm)
+    def _route(self, choice: Choice, two_level_nbytes: int | None = None) -> Route:
+        return route_of(self._group, choice, self._blocking, two_level_nbytes)
 
     def _choose_reduction(
         self, collective: str, value: Value, op: Op, algorithm: str | None
-    ) -> Reduction:
+    ) -> Choice:
         operators.check(op, value.dtype)
         operators.check_whole(op, value.array.ndim)
         nbytes = value.array.nbytes
         if collective == "reduce_scatter":
             nbytes //= self._group.size
-        chosen = self._choose(
+        return self._choose(
             collective,
             nbytes,
             algorithm,
@@ -102,7 +83,6 @@ class Preparing:
             whole=not op.elementwise,
             native=self._serves(op, value),
         )
-        return collectives.Reduction(op, chosen)
 
     def _serves(self, op: Op, value: Value) -> bool:
         """Whether the core may combine: all ranks, or in two levels where order is no matter.
@@ -114,10 +94,12 @@ class Preparing:
             self._group.native is not None or order_is_no_matter
         )
 
-    def _in_pieces(self, op: Op, x: Value, result: Value) -> bool:
+    def _in_pieces(self, op: Op, x: Value, target: Target | None) -> bool:
         """Whether the core's all_reduce copies to and from a GPU while it reduces."""
         native = self._group.native
-        if native is None or (x.stage is None and result.stage is None):
+        if native is None or target is None or target.memory is not target.array:
+            return False
+        if x.stage is None and target.value.stage is None:
             return False
         return x.array.nbytes > native.core.piece_nbytes and shared_memory_calls.serves(op, x)
 
@@ -134,39 +116,10 @@ class Preparing:
         group = self._group
         return cuda_ipc.is_for_all(group.engine, group.context, x.stage, nbytes, result)
 
-    def _by_two_levels(
-        self, text: str, choice: Choice, nbytes: int, steps: Callable[[TwoLevel], Any]
-    ) -> Callable[[bytes, float], Any] | None:
-        """Return how a call runs in two levels, None: it does not."""
-        group = self._group
-        if choice.name != HIERARCHICAL or not self._blocking or not two_level.serve(group, nbytes):
-            return None
-        if self._two_level is None:
-            self._two_level = two_level.TwoLevel(group)
-        both = self._two_level
-        return lambda signature, timeout: both.run(text, signature, timeout, lambda: steps(both))
 
-    def _scheduled(
-        self,
-        text: str,
-        bound: Callable[[], Bound],
-        native: Callable[[Native], Any] | None = None,
-        finish: Callable[[Any], Any] | None = None,
-        by_two_levels: Callable[[bytes, float], Any] | None = None,
-        reads: Sequence[Value] = (),
-    ) -> Prepared[Any]:
-        """Prepare a call that runs one schedule; the arguments are as of `Prepared`."""
-        group = self._group
-
-        def steps(signature: bytes) -> CallSteps:
-            return collectives.run(group, signature, bound())
-
-        return Prepared(text, steps, native, finish, by_two_levels, reads=reads, bound=bound)
-
-
-def reduction_text(reduction: Reduction) -> str:
+def reduction_text(op: Op, choice: Choice) -> str:
     """Return operator and algorithm as a call's text shows them."""
-    return f"op={reduction.op.signature}, algorithm={reduction.choice}"
+    return f"op={op.signature}, algorithm={choice}"
 
 
 def forced_text(algorithm: str | None) -> str:

@@ -5,33 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.group import SHARED_MEMORY
-from pycoll._calls.prepared import Prepared
-from pycoll._calls.preparing import HIERARCHICAL, Preparing, reduction_text
-from pycoll._calls.shared_memory import Native
+from pycoll._calls.preparing import Preparing, reduction_text
+from pycoll._calls.scheduled import ArrayPlan
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
-    from pycoll._arrays import objects, operators
+    from pycoll._arrays import conversion, operators
     from pycoll._arrays.operators import Op
     from pycoll._arrays.types import MaybeNone, Reducer, T
-    from pycoll._calls import (
-        arguments,
-        collectives,
-        many,
-        object_collectives,
-        shared_memory_calls,
-        two_level,
-    )
-    from pycoll._calls.two_level import TwoLevel
+    from pycoll._arrays.value import Value
+    from pycoll._calls import arguments, collectives, many, object_plans
+    from pycoll._calls.arguments import Target
+    from pycoll._calls.call_plan import CallPlan
+    from pycoll._selection.select import Choice
 else:  # a program that only calls barrier() imports no NumPy
     arguments = LazyModule("pycoll._calls.arguments")
     collectives = LazyModule("pycoll._calls.collectives")
-    two_level = LazyModule("pycoll._calls.two_level")
+    conversion = LazyModule("pycoll._arrays.conversion")
     many = LazyModule("pycoll._calls.many")
-    shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
-    object_collectives = LazyModule("pycoll._calls.object_collectives")
-    objects = LazyModule("pycoll._arrays.objects")
+    object_plans = LazyModule("pycoll._calls.object_plans")
     operators = LazyModule("pycoll._arrays.operators")
 
 
@@ -46,70 +38,39 @@ class Reductions(Preparing):
         out: Any = None,
         *,
         algorithm: str | None = None,
-    ) -> Prepared[T | MaybeNone]:
+    ) -> CallPlan[T | MaybeNone]:
         """Prepare a reduce."""
         group, root = self._group, arguments.check_root(root, self._group.size)
         resolved = operators.resolve(op)
         is_root = group.rank == root
         if arguments.reduces_objects(x, op):
             arguments.no_out(out if is_root else None)
-            return self._fold(x, resolved, root, algorithm)
-        value, reduction = self._reduction("reduce", x, resolved, algorithm)
-        target = arguments.Target(out, value, value.array.shape) if is_root else None
-        if target is not None:
+            _no_algorithm(algorithm)
+            text = f"{self._prefix}reduce(object, op={resolved.signature}, root={root})"
+            return object_plans.ReducePlan(group, text, x, resolved, root)
+        value = conversion.wrap_operand(x)
+        chosen = self._choose_reduction("reduce", value, resolved, algorithm)
+        target = None
+        if is_root:
+            target = arguments.Target(out, value, value.array.shape)
             target.check_overlap(value, (target.value.place, value.place))
-        memory = target.memory if target is not None else None
-
-        def native(core: Native) -> None:
-            shared_memory_calls.combine(core, "reduce", value, memory, resolved, root)
-
-        type_text = collectives.type_text(value)
-        return self._scheduled(
-            f"{self._prefix}reduce({type_text}, {reduction_text(reduction)}, root={root})",
-            lambda: collectives.reduce(group, value, reduction, root, memory),
-            native if reduction.choice.name == SHARED_MEMORY else None,
-            lambda _: target.result() if target is not None else None,
-            reads=(value,),
-        )
+        return self._combined("reduce", value, resolved, chosen, target, root)
 
     def all_reduce(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared[T]:
+    ) -> CallPlan[T]:
         """Prepare an all_reduce."""
-        group, resolved = self._group, operators.resolve(op)
+        resolved = operators.resolve(op)
         if arguments.reduces_objects(x, op):
             arguments.no_out(out)
-            return self._fold(x, resolved, None, algorithm)
-        value, reduction = self._reduction("all_reduce", x, resolved, algorithm)
+            _no_algorithm(algorithm)
+            text = f"{self._prefix}all_reduce(object, op={resolved.signature})"
+            return object_plans.AllReducePlan(self._group, text, x, resolved)
+        value = conversion.wrap_operand(x)
+        chosen = self._choose_reduction("all_reduce", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
         target.check_overlap(value, (target.value.place, value.place))
-        memory = target.memory
-
-        in_pieces = memory is target.array and self._in_pieces(resolved, value, target.value)
-
-        def native(core: Native) -> None:
-            if in_pieces:
-                shared_memory_calls.all_reduce(core, value, target.value, resolved)
-            else:
-                shared_memory_calls.combine(core, "all_reduce", value, memory, resolved)
-
-        def by_two_levels(both: TwoLevel) -> None:
-            two_level.all_reduce(both, value, memory, resolved)
-
-        type_text = collectives.type_text(value)
-        text = f"{self._prefix}all_reduce({type_text}, {reduction_text(reduction)})"
-        return self._scheduled(
-            text,
-            lambda: collectives.all_reduce(group, value, reduction, memory),
-            native if reduction.choice.name == SHARED_MEMORY else None,
-            lambda _: target.result(),
-            by_two_levels=(
-                self._by_two_levels(text, reduction.choice, memory.nbytes, by_two_levels)
-                if reduction.choice.name == HIERARCHICAL and self._serves(resolved, value)
-                else None
-            ),
-            reads=() if in_pieces else (value,),
-        )
+        return self._combined("all_reduce", value, resolved, chosen, target)
 
     def all_reduce_many(
         self,
@@ -118,103 +79,78 @@ class Reductions(Preparing):
         out: Sequence[Any] | None = None,
         *,
         algorithm: str | None = None,
-    ) -> Prepared[list[T]]:
+    ) -> CallPlan[list[T]]:
         """Prepare an all_reduce_many."""
         self._check_algorithm("all_reduce", algorithm)
         return many.prepare_all_reduce_many(self._group, xs, op, out, algorithm, self._blocking)
 
     def reduce_scatter(
         self, x: Any, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared[Any]:
+    ) -> CallPlan[Any]:
         """Prepare a reduce_scatter."""
         group, resolved = self._group, operators.resolve(op)
         value = arguments.split_value("reduce_scatter", x, group.size)
-        reduction = self._choose_reduction("reduce_scatter", value, resolved, algorithm)
-        row = value.place[group.rank, ...]
+        chosen = self._choose_reduction("reduce_scatter", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape[1:])
-        target.check_overlap(value, (target.value.place, row))
-        memory = target.memory
-
-        def native(core: Native) -> None:
-            shared_memory_calls.combine(core, "reduce_scatter", value, memory, resolved)
-
-        type_text = collectives.type_text(value)
-        return self._scheduled(
-            f"{self._prefix}reduce_scatter({type_text}, {reduction_text(reduction)})",
-            lambda: collectives.reduce_scatter(group, value, reduction, memory),
-            native if reduction.choice.name == SHARED_MEMORY else None,
-            lambda _: target.result(),
-            reads=(value,),
-        )
+        target.check_overlap(value, (target.value.place, value.place[group.rank, ...]))
+        return self._combined("reduce_scatter", value, resolved, chosen, target)
 
     def scan(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared[T]:
+    ) -> CallPlan[T]:
         """Prepare a scan."""
         return self._scan("scan", x, op, out, algorithm)
 
     def exscan(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
-    ) -> Prepared[T | MaybeNone]:
+    ) -> CallPlan[T | MaybeNone]:
         """Prepare an exscan."""
         return self._scan("exscan", x, op, out, algorithm)
 
     def _scan(
         self, collective: str, x: Any, op: Reducer, out: Any, algorithm: str | None
-    ) -> Prepared[Any]:
+    ) -> CallPlan[Any]:
         group, resolved = self._group, operators.resolve(op)
         self._check_algorithm(collective, algorithm)
-        count = group.rank + (collective == "scan")
         if arguments.reduces_objects(x, op):
             arguments.no_out(out)
-            parts = objects.dump(x)
-            return Prepared(
-                f"{self._prefix}{collective}(object, op={resolved.signature})",
-                lambda signature: object_collectives.all_gather(group, signature, parts, None),
-                finish=lambda values: _folded(values[:count], resolved) if count else None,
-            )
-        value, reduction = self._reduction(collective, x, resolved, algorithm)
-        bind = collectives.scan if collective == "scan" else collectives.exscan
+            text = f"{self._prefix}{collective}(object, op={resolved.signature})"
+            count = group.rank + (collective == "scan")
+            return object_plans.AllReducePlan(group, text, x, resolved, count)
+        value = conversion.wrap_operand(x)
+        chosen = self._choose_reduction(collective, value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
         target.check_overlap(value)
-        memory = target.memory
+        return self._combined(collective, value, resolved, chosen, target)
 
-        def native(core: Native) -> None:
-            shared_memory_calls.combine(core, collective, value, memory, resolved)
-
-        type_text = collectives.type_text(value)
-        return self._scheduled(
-            f"{self._prefix}{collective}({type_text}, {reduction_text(reduction)})",
-            lambda: bind(group, value, reduction, memory),
-            native if reduction.choice.name == SHARED_MEMORY else None,
-            lambda _: target.result() if count else None,
-            reads=(value,),
-        )
-
-    def _fold(self, x: Any, op: Op, root: int | None, algorithm: str | None) -> Prepared[Any]:
-        """Reduce objects: gather them, and combine them in rank order."""
-        if algorithm is not None:
-            raise ValueError("objects are reduced by gathering them: algorithm does not apply")
-        group, parts = self._group, objects.dump(x)
-
-        def finish(values: Any) -> Any:
-            return None if values is None else _folded(values, op)
-
-        if root is None:
-            return Prepared(
-                f"{self._prefix}all_reduce(object, op={op.signature})",
-                lambda signature: object_collectives.all_gather(group, signature, parts, None),
-                finish=finish,
-            )
-        return Prepared(
-            f"{self._prefix}reduce(object, op={op.signature}, root={root})",
-            lambda signature: object_collectives.gather(
-                group, signature, parts, object_collectives.LINEAR, root
-            ),
-            finish=finish,
+    def _combined(
+        self,
+        collective: str,
+        value: Value,
+        op: Op,
+        chosen: Choice,
+        target: Target | None,
+        root: int | None = None,
+    ) -> CallPlan[Any]:
+        """Prepare a collective that combines arrays."""
+        is_all_reduce = collective == "all_reduce"
+        levels = value.array.nbytes if is_all_reduce and self._serves(op, value) else None
+        where = "" if root is None else f", root={root}"
+        what = f"{collectives.type_text(value)}, {reduction_text(op, chosen)}{where}"
+        return ArrayPlan(
+            self._group,
+            f"{self._prefix}{collective}({what})",
+            self._route(chosen, levels),
+            collective,
+            chosen,
+            value,
+            target,
+            op,
+            root or 0,
+            in_pieces=is_all_reduce and self._in_pieces(op, value, target),
         )
 
 
-def _folded(values: Sequence[Any], op: Op) -> Any:
-    assert callable(op.fn)
-    return object_collectives.fold(values, op.fn)
+def _no_algorithm(algorithm: str | None) -> None:
+    if algorithm is not None:
+        raise ValueError("objects are reduced by gathering them: algorithm does not apply")

@@ -103,8 +103,8 @@ class Native:
         """Number of calls made by the communicator's user."""
         return self.core.number - self.core.internal
 
-    def run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
-        """Run a call to its end: `steps` calls the core."""
+    def run(self, call: Call, timeout: float, steps: Callable[[Native], Any]) -> Any:
+        """Run a call to its end: `steps` calls the core of this, which it is given."""
         if self._call is not None or not self.core.claim():
             raise Error(
                 f"{call.text}: another thread is in a collective of this communicator; "
@@ -115,7 +115,7 @@ class Native:
         finally:
             self.core.release()
 
-    def _run(self, call: Call, timeout: float, steps: Callable[[], Any]) -> Any:
+    def _run(self, call: Call, timeout: float, steps: Callable[[Native], Any]) -> Any:
         engine, context = self._engine, self._context
         if not self.core.ready:
             try:
@@ -130,7 +130,7 @@ class Native:
             self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
             while not self.core.attached:
                 self._attach()
-            result = steps()
+            result = steps(self)
         except BaseException as exc:
             engine.give_up(context, exc)
             raise

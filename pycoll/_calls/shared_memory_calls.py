@@ -24,6 +24,7 @@ from pycoll._runtime.binding import fill_from
 from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
+    from pycoll._calls.scheduled import ArrayPlan
     from pycoll._cuda.copies import GpuCopy, Push
 
 AHEAD = 4
@@ -40,14 +41,20 @@ def type_salt(dtype: DType) -> int:
     return zlib.crc32(dtypes.encode(dtype)) if dtype.code == 0 else 0
 
 
-def all_reduce(native: Native, x: Value, result: Value, op: Op) -> None:
-    """Reduce `x` into `result`; if they are on a GPU, piece by piece: see `PieceHook`."""
-    if not serves(op, x):
-        combine(native, "all_reduce", x, result.array, op)
-        return
-    if x.stage is None and result.stage is None:
-        _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0)
-        return
+def run(native: Native, plan: ArrayPlan) -> Any:
+    """Run a collective on arrays; returns BY_MESSAGES if all ranks would rather offer."""
+    if plan.op is None:
+        return move(native, plan.collective, plan.x, plan.memory, plan.root, plan.offers)
+    if plan.in_pieces:
+        assert plan.target is not None, "an all_reduce"
+        _all_reduce_in_pieces(native, plan.x, plan.target.value, plan.op)
+    else:
+        combine(native, plan.collective, plan.x, plan.memory, plan.op, plan.root)
+    return None
+
+
+def _all_reduce_in_pieces(native: Native, x: Value, result: Value, op: Op) -> None:
+    """Reduce `x` into `result`, of which one is on a GPU, piece by piece: see `PieceHook`."""
     hook = PieceHook(native, x, result)
     try:
         _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, hook=hook)

@@ -25,7 +25,7 @@ from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous
 from pycoll._calls.shared_memory import BY_MESSAGES, Native
 from pycoll._calls.shared_memory_calls import combine, serves
-from pycoll._calls.uneven_out import Room, Rooms
+from pycoll._calls.uneven_out import Rooms
 from pycoll._dtypes import UINT8, Array
 
 BARRIER = KINDS.index("barrier")
@@ -95,7 +95,7 @@ def scatterv(
     salt: int,
     xs: Sequence[Value] | None,
     root: int,
-    room: Room,
+    room: Rooms,
     heard: memoryview | None,
 ) -> Any:
     """Give rank i the root's block i."""

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS
 from pycoll._calls.shared_memory import Native, part_of
@@ -62,8 +63,33 @@ class Makings:
             return child(group, f"sub {made}{keyed}", ranks, name)
 
 
-def exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
-    """Tell every rank this one's row, over messages; returns all of them, one after the other."""
+class ExchangePlan(CallPlan[bytearray]):
+    """What makes communicators: every rank tells all its row. The rows, one after the other.
+
+    Args:
+        group, text: as of `CallPlan`.
+        row: this rank's, of a length that all have.
+    """
+
+    __slots__ = ("row",)
+
+    def __init__(self, group: Group, text: str, row: bytes) -> None:
+        super().__init__(group, text, Route.MESSAGES if group.native is None else Route.CORE)
+        self.row = row
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Gather the rows."""
+        return _exchange(self.group, signature, self.row)
+
+    def in_core(self, native: Native) -> bytearray:
+        """Gather the rows in shared memory; no call of another text must meet this one."""
+        rows = bytearray(native.size * len(self.row))
+        kind, salt = KINDS.index("all_gather"), part_of("group", self.text)
+        native.core.run(None, kind, 0, 0, 0, (), salt, self.row, rows, len(self.row))
+        return rows
+
+
+def _exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
     number = group.context.begin(call)
     size, length = group.size, len(row)
     rows = bytearray(size * length)
@@ -75,14 +101,6 @@ def exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
     where = binding.Binding([length] * size, source, target)
     yield from group.run((number, 0), call, ("all_gather", chosen), where)
     group.context.end(number)
-    return rows
-
-
-def exchange_native(native: Native, text: str, row: bytes) -> bytearray:
-    """The same through shared memory; `text` is the call, for no other must meet it."""
-    rows = bytearray(native.size * len(row))
-    kind, salt = KINDS.index("all_gather"), part_of("group", text)
-    native.core.run(None, kind, 0, 0, 0, (), salt, row, rows, len(row))
     return rows
 
 

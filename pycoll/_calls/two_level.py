@@ -14,30 +14,23 @@ it, and if it fails, that communicator breaks and takes both levels along.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
 from pycoll._calls import collectives, shared_memory_calls, shared_memory_rooted
-from pycoll._calls.collectives import Reduction
-from pycoll._calls.group import Group
+from pycoll._calls.group import Bound, Group
 from pycoll._calls.shared_memory import Native
 from pycoll._calls.subgroups import child
 from pycoll._dtypes import Array
-from pycoll._runtime.task import Call, CallSteps
-from pycoll._selection import agreed
-from pycoll._selection.select import BY_LEVELS_NBYTES
+from pycoll._runtime.task import Call, CallSteps, caller
 from pycoll.errors import Error
 
-
-def serve(group: Group, nbytes: int) -> bool:
-    """Whether a blocking call on values of this length goes this way."""
-    sharing = agreed.current().sharing
-    crowded = {host for host in group.hosts if group.hosts.count(host) > 1}
-    return nbytes <= BY_LEVELS_NBYTES and crowded <= sharing and len(set(group.hosts)) > 1
+if TYPE_CHECKING:
+    from pycoll._calls.call_plan import CallPlan
 
 
 class TwoLevel:
@@ -47,121 +40,143 @@ class TwoLevel:
         group: the communicator's ranks; those of every host can use shared memory.
 
     Attributes:
-        leads: whether this rank is its host's leader.
-        alone: whether it has its host for itself.
+        group: them.
+        host: the ranks of this one's host.
+        leaders: the leaders; None: this rank is none.
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
-        self._call: Call | None = None
-        self._signature = b""
-        self._deadline = math.inf
+        self.group = group
+        self._is_busy = False
         first = {host: group.hosts.index(host) for host in sorted(set(group.hosts))}
         mine = group.hosts[group.rank]
-        self.leads = first[mine] == group.rank
+        leads = first[mine] == group.rank
         with group.engine.locked():
             neighbors = [rank for rank, host in enumerate(group.hosts) if host == mine]
-            self._host = child(group, "host", neighbors, group.name)
+            self.host = child(group, "host", neighbors, group.name)
             leaders = list(first.values())
-            self._leaders = child(group, "leaders", leaders, group.name) if self.leads else None
+            self.leaders = child(group, "leaders", leaders, group.name) if leads else None
             group.context.on_fail = self._fail
             group.on_close.append(self.close)
-        self.alone = self._host.size == 1
 
-    def run(self, text: str, signature: bytes, timeout: float, steps: Callable[[], Any]) -> Any:
-        """Run a call to its end: `steps` calls `inside` and `between`, the same on all ranks.
+    def run(self, plan: CallPlan[Any], timeout: float) -> None:
+        """Run a call to its end.
 
         Raises:
             Error: another thread is in a collective of this communicator.
         """
-        group, context = self._group, self._group.context
+        group, context = self.group, self.group.context
         group.engine.look(context)
+        signature = f"{plan.text}\0{caller()}".encode()
         with group.engine.locked():
-            if self._call is not None:
+            if self._is_busy:
                 raise Error(
-                    f"{text}: another thread is in a collective of this communicator; "
+                    f"{plan.text}: another thread is in a collective of this communicator; "
                     "collectives of one communicator come from one thread at a time"
                 )
-            self._call = Call(text, group.number, context)
+            self._is_busy = True
+            call = Call(plan.text, group.number, context)
             number = context.begin(signature)
-        self._signature = signature
-        self._deadline = time.monotonic() + timeout
         try:
-            result = steps()
+            plan.in_two_levels(TwoLevelCall(self, call, signature, time.monotonic() + timeout))
         except BaseException as exc:
             group.engine.give_up(context, exc)
             raise
         finally:
-            self._call = None
+            self._is_busy = False
         with group.engine.locked():
             context.end(number)
-        return result
-
-    def inside(self, steps: Callable[[Native], Any]) -> None:
-        """Call the core with the other ranks of this host, if there are any."""
-        native = self._host.native
-        if native is not None:
-            assert self._call is not None
-            native.run(self._call, self._left(), lambda: steps(native))
-
-    def between(self, steps: Callable[[Group, bytes], CallSteps]) -> None:
-        """Run a call of the leaders, on the leaders."""
-        leaders, call = self._leaders, self._call
-        if leaders is not None:
-            assert call is not None
-            signature = self._signature
-            engine = self._group.engine
-            engine.run(call, lambda: steps(leaders, signature), self._left(), collective=True)
 
     def close(self) -> None:
         """Forget both; under the engine's lock."""
-        self._host.close()
-        if self._leaders is not None:
-            self._leaders.close()
-
-    def _left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        self.host.close()
+        if self.leaders is not None:
+            self.leaders.close()
 
     def _fail(self) -> None:
         """The communicator is broken: whoever waits in one of the levels hears why."""
-        error = self._group.context.broken
+        error = self.group.context.broken
         assert error is not None
-        for level in (self._host, self._leaders):
+        for level in (self.host, self.leaders):
             if level is not None:
                 level.context.fail(error)
 
 
-def barrier(levels: TwoLevel) -> None:
+class TwoLevelCall(NamedTuple):
+    """A call under way in two levels: it calls `inside` and `between`, the same on all ranks.
+
+    Attributes:
+        levels: of its communicator.
+        call: what it is to everybody else.
+        signature: its text, and where it was made.
+        deadline: of `time.monotonic`.
+    """
+
+    levels: TwoLevel
+    call: Call
+    signature: bytes
+    deadline: float
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is its host's leader."""
+        return self.levels.leaders is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has its host for itself."""
+        return self.levels.host.size == 1
+
+    def inside(self, steps: Callable[[Native], Any]) -> None:
+        """Call the core with the other ranks of this host, if there are any."""
+        native = self.levels.host.native
+        if native is not None:
+            native.run(self.call, self._left(), steps)
+
+    def between(self, bind: Callable[[Group], Bound]) -> None:
+        """Run a schedule of the leaders, on the leaders."""
+        leaders = self.levels.leaders
+        if leaders is not None:
+            steps = partial(self._between, leaders, bind)
+            leaders.engine.run(self.call, steps, self._left(), collective=True)
+
+    def _between(self, leaders: Group, bind: Callable[[Group], Bound]) -> CallSteps:
+        return collectives.run(leaders, self.signature, bind(leaders))
+
+    def _left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+
+def barrier(call: TwoLevelCall) -> None:
     """Return when every rank has entered."""
-    levels.inside(Native.barrier)
-    levels.between(_leaders_barrier)
-    levels.inside(Native.barrier)
+    call.inside(Native.barrier)
+    call.between(_leaders_barrier)
+    call.inside(Native.barrier)
 
 
-def all_reduce(levels: TwoLevel, x: Value, memory: Array, op: Op) -> None:
+def all_reduce(call: TwoLevelCall, x: Value, memory: Array, op: Op) -> None:
     """Reduce into `memory` (C-contiguous, x's shape) on each rank.
 
     Args:
-        levels: of the communicator.
+        call: that does it.
         x: this rank's value, of at most `BY_LEVELS_NBYTES`.
         memory: gets the result.
         op: an operator of the core that gives the same bits in every order.
     """
-    if levels.alone:
+    if call.is_alone:
         memory[...] = x.array
-    target = memory if levels.leads else None
-    levels.inside(lambda core: shared_memory_calls.combine(core, "reduce", x, target, op))
+    target = memory if call.leads else None
+    call.inside(lambda core: shared_memory_calls.combine(core, "reduce", x, target, op))
     value = Value(memory, x.dtype, x.kind)
-
-    def between(leaders: Group, signature: bytes) -> CallSteps:
-        choice = leaders.choose("all_reduce", memory.nbytes, None, native=False)
-        bound = collectives.all_reduce(leaders, value, Reduction(op, choice), memory)
-        return collectives.run(leaders, signature, bound)
-
-    levels.between(between)
-    levels.inside(lambda core: shared_memory_rooted.spread(core, memory))
+    call.between(lambda leaders: _leaders_all_reduce(leaders, value, op))
+    call.inside(lambda core: shared_memory_rooted.spread(core, memory))
 
 
-def _leaders_barrier(leaders: Group, signature: bytes) -> CallSteps:
-    choice = leaders.choose("barrier", 0, None, native=False)
-    return collectives.run(leaders, signature, collectives.barrier(leaders, choice))
+def _leaders_all_reduce(leaders: Group, x: Value, op: Op) -> Bound:
+    """Bind what reduces into `x` itself."""
+    choice = leaders.choose("all_reduce", x.array.nbytes, None, native=False)
+    return collectives.bind(leaders, "all_reduce", choice, x, x.array, op)
+
+
+def _leaders_barrier(leaders: Group) -> Bound:
+    return collectives.barrier(leaders, leaders.choose("barrier", 0, None, native=False))

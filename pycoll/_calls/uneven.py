@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, operators
-from pycoll._arrays.operators import Combiner, finisher
+from pycoll._arrays.operators import Combiner, Op, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls import arguments, blocks, shared_memory_uneven
-from pycoll._calls.collectives import Reduction, type_text
-from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.arguments import Target
+from pycoll._calls.call_plan import CallPlan, Route, route_of
+from pycoll._calls.collectives import type_text
+from pycoll._calls.group import IN_CORE, Group
 from pycoll._calls.p2p import contiguous, pulled
-from pycoll._calls.prepared import Prepared
 from pycoll._calls.rooted import INLINE_NBYTES
-from pycoll._calls.shared_memory import counts_text, part_of
+from pycoll._calls.shared_memory import Native, counts_text, part_of
 from pycoll._calls.shared_memory_calls import serves
 from pycoll._calls.uneven_out import Room, Rooms
-from pycoll._dtypes import Array, DType
+from pycoll._dtypes import DType
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
@@ -46,7 +47,7 @@ _EVEN = {
 
 def prepare_gatherv(
     group: Group, x: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
-) -> Prepared[Any]:
+) -> CallPlan[Any]:
     """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
 
     Args:
@@ -66,36 +67,22 @@ def prepare_gatherv(
     wanted = out if group.rank == root else None
     rooms = Rooms(wanted, group.size, block.dtype, {root: block}, [block])
     text = _prefix(blocking) + _text("gatherv", block.dtype, root)
-    return Prepared(
-        text,
-        lambda call: _gatherv(group, call, block, root, rooms),
-        _through_core(
-            group, blocking, shared_memory_uneven.gatherv, text, block, root, rooms, heard
-        ),
-        rooms.finish if group.rank == root else None,
-        reads=(block,),
-    )
+    return GathervPlan(group, text, _route(group, blocking), [block], root, rooms, heard)
 
 
 def prepare_all_gatherv(
     group: Group, x: Any, out: Any, blocking: bool, heard: memoryview | None = None
-) -> Prepared[Any]:
+) -> CallPlan[Any]:
     """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
     block = _block("all_gatherv", x)
     rooms = Rooms(out, group.size, block.dtype, {group.rank: block}, [block])
     text = _prefix(blocking) + _text("all_gatherv", block.dtype, 0)
-    return Prepared(
-        text,
-        lambda call: _all_gatherv(group, call, block, rooms),
-        _through_core(group, blocking, shared_memory_uneven.all_gatherv, text, block, rooms, heard),
-        rooms.finish,
-        reads=(block,),
-    )
+    return AllGathervPlan(group, text, _route(group, blocking), [block], 0, rooms, heard)
 
 
 def prepare_scatterv(
     group: Group, xs: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
-) -> Prepared[Any]:
+) -> CallPlan[Any]:
     """Give rank i the root's ``xs[i]``.
 
     Args:
@@ -115,18 +102,12 @@ def prepare_scatterv(
     mine = own[root] if own is not None else None
     room = Room(out, mine.dtype if mine is not None else None, mine, own or ())
     text = _prefix(blocking) + _text("scatterv", None, root)
-    return Prepared(
-        text,
-        lambda call: _scatterv(group, call, own, root, room),
-        _through_core(group, blocking, shared_memory_uneven.scatterv, text, own, root, room, heard),
-        lambda value: room.finish([value])[0],
-        reads=own or (),
-    )
+    return ScattervPlan(group, text, _route(group, blocking), own or (), root, room, heard)
 
 
 def prepare_all_to_allv(
     group: Group, xs: Any, out: Any, blocking: bool, heard: memoryview | None = None
-) -> Prepared[Any]:
+) -> CallPlan[Any]:
     """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
 
     Args:
@@ -143,13 +124,7 @@ def prepare_all_to_allv(
     own = _blocks("all_to_allv", xs, group.size)
     rooms = Rooms(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
     text = _prefix(blocking) + _text("all_to_allv", own[0].dtype, 0)
-    return Prepared(
-        text,
-        lambda call: _all_to_allv(group, call, own, rooms),
-        _through_core(group, blocking, shared_memory_uneven.all_to_allv, text, own, rooms, heard),
-        rooms.finish,
-        reads=own,
-    )
+    return AllToAllvPlan(group, text, _route(group, blocking), own, 0, rooms, heard)
 
 
 def prepare_reduce_scatterv(
@@ -160,7 +135,7 @@ def prepare_reduce_scatterv(
     out: Any,
     algorithm: str | None,
     blocking: bool,
-) -> Prepared[Any]:
+) -> CallPlan[Any]:
     """Combine all ranks' `x`: rank r gets ``counts[r]`` rows, those after the lower ranks'.
 
     Args:
@@ -195,28 +170,12 @@ def prepare_reduce_scatterv(
     begin, count = sum(checked[: group.rank]), checked[group.rank]
     target = arguments.Target(out, value, (count, *rest))
     target.check_overlap(value, (target.value.place, value.place[begin : begin + count]))
-    reduction = Reduction(resolved, chosen)
     text = (
         f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, {counts_text(checked)}, "
         f"op={resolved.signature}, algorithm={chosen})"
     )
-
-    return Prepared(
-        text,
-        lambda call: _reduce_scatterv(group, call, value, checked, reduction, target.memory),
-        _through_core(
-            group,
-            chosen.name == SHARED_MEMORY,
-            shared_memory_uneven.reduce_scatterv,
-            text,
-            value,
-            checked,
-            resolved,
-            target.memory,
-        ),
-        lambda _: target.result(),
-        reads=(value,),
-    )
+    route = route_of(group, chosen, blocking, None)
+    return ReduceScattervPlan(group, text, route, value, checked, resolved, chosen, target)
 
 
 def sign(name: str, code: int, root: int) -> tuple[str, int]:
@@ -241,12 +200,8 @@ def _prefix(blocking: bool) -> str:
     return "" if blocking else "i"
 
 
-def _through_core(group: Group, usable: bool, steps: Any, text: str, *args: Any) -> Any:
-    """Return the way through shared memory, if there is one."""
-    if not usable or group.native is None:
-        return None
-    salt = part_of("uneven", text)
-    return lambda native: steps(native, salt, *args)
+def _route(group: Group, blocking: bool) -> Route:
+    return route_of(group, IN_CORE, blocking, None) if blocking else Route.MESSAGES
 
 
 def _block(what: str, x: Any) -> Value:
@@ -297,6 +252,184 @@ def _counts(counts: Any, shape: tuple[int, ...], size: int) -> list[int]:
 
 
 LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
+
+
+# --- plans ---------------------------------------------------------------------------------
+
+
+class _UnevenPlan(CallPlan[Any]):
+    """What these calls have in common.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        own: this rank's blocks, or block; nothing in a scatterv off root.
+        root: the root, if it has one.
+        rooms: where blocks go.
+        heard: what the others have said, if the first round is done in the core; else None.
+    """
+
+    __slots__ = ("heard", "own", "rooms", "root")
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        own: Sequence[Value],
+        root: int,
+        rooms: Rooms,
+        heard: memoryview | None,
+    ) -> None:
+        super().__init__(group, text, route)
+        self.own = own
+        self.root = root
+        self.rooms = rooms
+        self.heard = heard
+
+    @property
+    def reads(self) -> Sequence[Value]:
+        """This rank's blocks."""
+        return self.own
+
+    @property
+    def salt(self) -> int:
+        """What the core compares."""
+        return part_of("uneven", self.text)
+
+    def result(self, got: Any) -> Any:
+        """Return the list of blocks."""
+        return self.rooms.finish(got)
+
+
+class GathervPlan(_UnevenPlan):
+    """A gatherv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send what is here to the root."""
+        return _gatherv(self.group, signature, self.own[0], self.root, self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have the root read it."""
+        return shared_memory_uneven.gatherv(
+            native, self.salt, self.own[0], self.root, self.rooms, self.heard
+        )
+
+    def result(self, got: Any) -> Any:
+        """Return the list of blocks on the root, None elsewhere."""
+        return self.rooms.finish(got) if self.group.rank == self.root else None
+
+
+class AllGathervPlan(_UnevenPlan):
+    """An all_gatherv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send what is here to all."""
+        return _all_gatherv(self.group, signature, self.own[0], self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have all read it."""
+        return shared_memory_uneven.all_gatherv(
+            native, self.salt, self.own[0], self.rooms, self.heard
+        )
+
+
+class ScattervPlan(_UnevenPlan):
+    """A scatterv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    @property
+    def _blocks(self) -> Sequence[Value] | None:
+        return self.own or None
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send each rank its block."""
+        return _scatterv(self.group, signature, self._blocks, self.root, self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have each rank read its block."""
+        return shared_memory_uneven.scatterv(
+            native, self.salt, self._blocks, self.root, self.rooms, self.heard
+        )
+
+    def result(self, got: Any) -> Any:
+        """Return this rank's block."""
+        return self.rooms.finish([got])[0]
+
+
+class AllToAllvPlan(_UnevenPlan):
+    """An all_to_allv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send each rank its block."""
+        return _all_to_allv(self.group, signature, self.own, self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have each rank read its block."""
+        return shared_memory_uneven.all_to_allv(native, self.salt, self.own, self.rooms, self.heard)
+
+
+class ReduceScattervPlan(CallPlan[Any]):
+    """A reduce_scatterv.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        x: this rank's array.
+        counts: rows of each rank.
+        op: what combines.
+        choice: the algorithm.
+        target: where the result goes.
+    """
+
+    __slots__ = ("choice", "counts", "op", "target", "x")
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        x: Value,
+        counts: list[int],
+        op: Op,
+        choice: Choice,
+        target: Target,
+    ) -> None:
+        super().__init__(group, text, route)
+        self.x = x
+        self.counts = counts
+        self.op = op
+        self.choice = choice
+        self.target = target
+
+    @property
+    def reads(self) -> Sequence[Value]:
+        """The array."""
+        return (self.x,)
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Run the schedule of a reduce_scatter, on chunks that differ in length."""
+        return _reduce_scatterv(self, signature)
+
+    def in_core(self, native: Native) -> Any:
+        """Combine in shared memory."""
+        return shared_memory_uneven.reduce_scatterv(
+            native,
+            part_of("uneven", self.text),
+            self.x,
+            self.counts,
+            self.op,
+            self.target.memory,
+        )
+
+    def result(self, got: Any) -> Any:
+        """Return this rank's rows."""
+        return self.target.result()
 
 
 # --- calls ---------------------------------------------------------------------------------
@@ -355,7 +488,7 @@ def _all_gatherv(group: Group, call: bytes, x: Value, rooms: Rooms) -> CallSteps
 
 
 def _scatterv(
-    group: Group, call: bytes, xs: list[Value] | None, root: int, room: Room
+    group: Group, call: bytes, xs: Sequence[Value] | None, root: int, room: Rooms
 ) -> CallSteps:
     number = group.context.begin(call)
     yield from pulled(group, *(xs or ()))
@@ -370,7 +503,7 @@ def _scatterv(
     return blocks.unpack(run.value(group.rank))
 
 
-def _all_to_allv(group: Group, call: bytes, xs: list[Value], rooms: Rooms) -> CallSteps:
+def _all_to_allv(group: Group, call: bytes, xs: Sequence[Value], rooms: Rooms) -> CallSteps:
     number = group.context.begin(call)
     yield from pulled(group, *xs)
     size, me = group.size, group.rank
@@ -389,25 +522,19 @@ def _all_to_allv(group: Group, call: bytes, xs: list[Value], rooms: Rooms) -> Ca
     ]
 
 
-def _reduce_scatterv(
-    group: Group,
-    call: bytes,
-    x: Value,
-    counts: Sequence[int],
-    reduction: Reduction,
-    result: Array,
-) -> CallSteps:
+def _reduce_scatterv(plan: ReduceScattervPlan, call: bytes) -> CallSteps:
+    group, x = plan.group, plan.x
     number = group.context.begin(call)
-    source = shared_memory_uneven.cut(contiguous(x.array), counts)
+    source = shared_memory_uneven.cut(contiguous(x.array), plan.counts)
     target: list[memoryview | None] = [None] * group.size
-    target[group.rank] = conversion.as_bytes(result)
+    target[group.rank] = conversion.as_bytes(plan.target.memory)
     binding = Binding(
         nbytes=[len(view) for view in source],
         source=[(view,) for view in source],
         target=target,
-        combine=Combiner(reduction.op, x.dtype, (-1, *x.array.shape[1:])),
-        finish=finisher(reduction.op, x.dtype, group.size),
+        combine=Combiner(plan.op, x.dtype, (-1, *x.array.shape[1:])),
+        finish=finisher(plan.op, x.dtype, group.size),
     )
-    how = "reduce_scatter", reduction.choice
+    how = "reduce_scatter", plan.choice
     yield from group.run((number, 0), call, how, binding, x.array.itemsize)
     group.context.end(number)

@@ -14,7 +14,6 @@ from pycoll._calls import subgroups
 from pycoll._calls.calls import Calls, sign_uneven
 from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS
-from pycoll._calls.prepared import Prepared
 from pycoll._communicator.collectives import Collectives
 from pycoll._communicator.point_to_point import PointToPoint
 from pycoll._communicator.uneven import UnevenCollectives
@@ -336,12 +335,8 @@ class Communicator(
         self, text: str, color: int | None, key: int, name: str | None, timeout: float | None
     ) -> Group | None:
         group, row = self._group, self._makings.row(color, key)
-        prepared = Prepared(
-            text,
-            lambda signature: subgroups.exchange(group, signature, row),
-            lambda native: subgroups.exchange_native(native, text, row),
-        )
-        return subgroups.split(group, self._run(prepared, timeout), name)
+        plan = subgroups.ExchangePlan(group, text, row)
+        return subgroups.split(group, self._run(plan, timeout), name)
 
     # --- shared arrays ---------------------------------------------------------------------
 
@@ -365,6 +360,9 @@ class Communicator(
         Raises:
             ValueError: on all ranks: an `x` does not lie in shared memory, or is no array.
         """
+        from pycoll._calls.call_plan import Route
+        from pycoll._calls.object_plans import AllGatherPlan
+
         group = self._group
         if group.size > 1 and group.native is None:
             raise ValueError(
@@ -372,8 +370,7 @@ class Communicator(
                 "one host, which do"
             )
         own, said = shared_arrays.expose(x, group.rank, group.size)
-        prepared = self._calls.all_gather(said)._replace(text="share()")
-        all_said = self._run(prepared, timeout)
+        all_said = self._run(AllGatherPlan(group, "share()", Route.MESSAGES, said), timeout)
         for rank, other in enumerate(all_said):
             if other.refused:
                 shared_arrays.take_back(own)

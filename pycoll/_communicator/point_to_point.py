@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.prepared import Prepared
 from pycoll._communicator.running import Running
 from pycoll._requests.matched import Message
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, Status
@@ -16,9 +15,10 @@ from pycoll._support.public_edge import part_of
 from pycoll.errors import OperationTimeout
 
 if TYPE_CHECKING:
-    from pycoll._calls import p2p
+    from pycoll._calls import message_plans, p2p
     from pycoll._requests.core_requests import CoreRequest
 else:  # a program that only calls barrier() imports no NumPy
+    message_plans = LazyModule("pycoll._calls.message_plans")
     p2p = LazyModule("pycoll._calls.p2p")
 
 
@@ -90,7 +90,7 @@ class PointToPoint(Running):
         self, text: str, steps: CallSteps, begun: Sequence[CoreRequest], seconds: float
     ) -> None:
         try:
-            self._run(Prepared(text, lambda _: steps, collective=False), seconds)
+            self._run(message_plans.BegunPlan(self._group, text, steps), seconds)
         except BaseException as exc:
             with self._group.engine.locked():
                 for request in begun:
@@ -146,8 +146,8 @@ class PointToPoint(Running):
             status: filled in as by `recv`.
             timeout: seconds; when they have passed both are withdrawn.
         """
-        prepared = self._calls.sendrecv(x, dest, source, sendtag, recvtag, out, status)
-        return self._run(prepared, timeout)
+        plan = self._calls.sendrecv(x, dest, source, sendtag, recvtag, out, status)
+        return self._run(plan, timeout)
 
     def probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None

@@ -1,13 +1,14 @@
-"""How a call whose arguments were checked is run to its end."""
+"""How a call whose arguments were checked (`CallPlan`) is run to its end, along its route."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
-from pycoll._calls.prepared import Prepared
 from pycoll._calls.shared_memory import BY_MESSAGES
 from pycoll._runtime.task import Call, caller
 from pycoll._support.lazy_import import LazyModule
@@ -15,9 +16,11 @@ from pycoll._transports.base import Operation
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._calls import arguments
+    from pycoll._calls import arguments, two_level
+    from pycoll._calls.two_level import TwoLevel
 else:  # a program that only calls barrier() imports no NumPy
     arguments = LazyModule("pycoll._calls.arguments")
+    two_level = LazyModule("pycoll._calls.two_level")
 
 
 class Running:
@@ -28,6 +31,7 @@ class Running:
     _nonblocking_calls: Calls
     _op_timeout: float
     _closed: bool
+    _levels: TwoLevel | None = None
 
     def _check_open(self) -> None:
         if self._group.engine.closed is not None:
@@ -35,33 +39,39 @@ class Running:
         if self._closed:
             raise Error("this communicator is closed")
 
-    def _run(self, prepared: Prepared[Any], timeout: float | None) -> Any:
+    def _run(self, plan: CallPlan[Any], timeout: float | None) -> Any:
         """Run a call to its end; returns what the caller gets."""
         self._check_open()
-        group, text, seconds = self._group, prepared.text, self._seconds(timeout)
-        result: Any = BY_MESSAGES
-        native, core = prepared.native, group.native
-        if native is not None and core is not None:
+        group, text, seconds = self._group, plan.text, self._seconds(timeout)
+        got: Any = BY_MESSAGES
+        if plan.route is Route.CORE:
+            assert group.native is not None
             call = Call(text, group.number, group.context)
-            self._fetch(prepared, call, seconds)
-            result = core.run(call, seconds, lambda: native(core))
-        elif prepared.by_two_levels is not None:
-            self._fetch(prepared, Call(text, group.number, group.context), seconds)
-            result = prepared.by_two_levels(f"{text}\0{caller()}".encode(), seconds)
-        if result is BY_MESSAGES:
-            collective = prepared.collective
+            self._fetch(plan, call, seconds)
+            got = group.native.run(call, seconds, plan.in_core)
+        elif plan.route is Route.TWO_LEVEL:
+            self._fetch(plan, Call(text, group.number, group.context), seconds)
+            got = None
+            self._two_level().run(plan, seconds)
+        if got is BY_MESSAGES:
+            collective = plan.is_collective
             call = Call(text, group.number if collective else -1, group.context)
             signature = f"{text}\0{caller()}".encode() if collective else b""
-            result = group.engine.run(call, lambda: prepared.steps(signature), seconds, collective)
-        value, late = prepared.conclude(group.engine, result)
+            got = group.engine.run(call, partial(plan.steps, signature), seconds, collective)
+        value, late = plan.conclude(got)
         if late:
-            self._await(late, Call(text, -1, group.context), seconds, prepared.collective)
+            self._await(late, Call(text, -1, group.context), seconds, plan.is_collective)
         return value
 
-    def _fetch(self, prepared: Prepared[Any], call: Call, timeout: float) -> None:
+    def _two_level(self) -> TwoLevel:
+        if self._levels is None:
+            self._levels = two_level.TwoLevel(self._group)
+        return self._levels
+
+    def _fetch(self, plan: CallPlan[Any], call: Call, timeout: float) -> None:
         """Have what a call reads in host memory; the call has begun, whatever comes."""
         engine = self._group.engine
-        stages = [value.stage for value in prepared.reads if value.stage is not None]
+        stages = [value.stage for value in plan.reads if value.stage is not None]
         if stages:
             from pycoll._cuda.copies import all_of
 

@@ -129,5 +129,5 @@ class UnevenCollectives(Running):
         **keywords: Any,
     ) -> Any:
         """Go on with a collective of uneven blocks whose first round the core has done."""
-        prepared = resumed(self._group, name, memoryview(heard), args, keywords)
-        return self._run(prepared, timeout)
+        plan = resumed(self._group, name, memoryview(heard), args, keywords)
+        return self._run(plan, timeout)

@@ -7,16 +7,15 @@ take long, and what is said when something goes wrong.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Collection
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from pycoll._calls.call_plan import Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
-from pycoll._calls.moves import scattered
 from pycoll._calls.numbering import KINDS, OPS, REDUCING
-from pycoll._calls.prepared import Prepared
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._runtime.engine import raise_error
 from pycoll._runtime.envelope import readable
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from pycoll import schedules
     from pycoll._arrays import conversion, operators
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, core_runs, p2p, rooted
+    from pycoll._calls import arguments, collectives, core_runs, p2p, rooted, rooted_plans
     from pycoll._calls.group import Bound
     from pycoll._calls.rooted import Announcement
     from pycoll._gpu import staged_run
@@ -46,6 +45,7 @@ else:
         LazyModule("pycoll._arrays.conversion"),
         LazyModule("pycoll._calls.collectives"),
     )
+    rooted_plans = LazyModule("pycoll._calls.rooted_plans")
     core_runs, operators, p2p = (
         LazyModule("pycoll._calls.core_runs"),
         LazyModule("pycoll._arrays.operators"),
@@ -117,15 +117,14 @@ class CoreCollective(Core, CoreStarted):
         kind, root, place = self._made_by
         call = self._call
         take = _broadcast if KINDS[kind] == "broadcast" else _scatter
-        steps, finish = take(group, number, call.text.encode(), root, announcement, place)
-        prepared = Prepared(call.text, lambda _: steps, finish=finish)
+        steps, result = take(group, number, call.text.encode(), root, announcement, place)
         owner: Owner = self._owner
         if place is None and owner.plans is not None:
             plan = owner.plans.expected(KINDS[kind], call.text.encode(), root, announcement)
             if plan is not None:
                 self._expect(plan)
         self._by_python = group.engine.start(
-            call, steps, lambda result: prepared.conclude(group.engine, result), collective=False
+            call, steps, partial(conclude, group.engine, result), collective=False
         )
         if self._by_python.done:
             self._taken(self._by_python)
@@ -225,18 +224,18 @@ class Plans:
             arguments["out"] = result
         if name in REDUCING:
             arguments["op"] = OPS[op]
-        prepared = getattr(calls, name)(**arguments)
-        if prepared.native is not None and group.native is not None:
+        plan = getattr(calls, name)(**arguments)
+        if plan.route is not Route.MESSAGES:
             return None
         if name not in REDUCING and core_runs.may_be_offered():
             return None
         if name in ("broadcast", "scatter"):
             if algorithm == SHARED_MEMORY:
                 return None
-            return self._announced(name, prepared.text.encode(), x, root, result, algorithm)
-        if prepared.bound is None or prepared.by_two_levels is not None:
+            return self._announced(name, plan.text.encode(), x, root, result, algorithm)
+        bound: Bound | None = plan.bind()
+        if bound is None:
             return None
-        bound: Bound = prepared.bound()
         binding, choice = bound.binding, bound.how[1]
         if _is_on_gpu(bound):
             return None
@@ -249,8 +248,8 @@ class Plans:
         steps = core_runs.steps_of(group.schedule(collective, choice.name, *roots))
         reduction = core_runs.NO_REDUCTION
         if name in REDUCING:
-            reduction = op, prepared.reads[0].dtype.code, self._divisor(name, OPS[op])
-        text = prepared.text.encode()
+            reduction = op, plan.x.dtype.code, self._divisor(name, OPS[op])
+        text = plan.text.encode()
         return Plan(group.size, steps, places, text, reduction, choice.segments, bound.granule)
 
     def _divisor(self, name: str, op: str) -> int:
@@ -362,7 +361,7 @@ def _scatter(
 ) -> Taking:
     out, gpu = arguments.fillable_out(place), conversion.here()
     steps = rooted.take_scatter(group, number, call, root, announcement, None, gpu, out)
-    return steps, lambda received: scattered(place, out, *received)
+    return steps, lambda received: rooted_plans.scattered(place, out, *received)
 
 
 def _is_on_gpu(bound: Bound) -> bool:
@@ -406,7 +405,7 @@ def _places(bound: Bound, x: Any, result: Any) -> list[tuple[int, int, int]] | N
     return places
 
 
-@functools.cache
+@cache
 def _follow_changes() -> None:
     """From now on plans are forgotten when there are other algorithms."""
     schedules.on_change.append(forget_plans)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.prepared import Prepared
+from pycoll._calls.call_plan import CallPlan
 from pycoll._requests import request as requests
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._requests.request import PersistentRequest, Request
@@ -301,7 +301,7 @@ class CorePersistent(Again, PersistentRequest[Any]):
     def __init__(
         self,
         group: Group,
-        prepare: Callable[[], Prepared[Any]],
+        prepare: Callable[[], CallPlan[Any]],
         op_timeout: float,
         begin: Callable[..., Request[Any]],
         args: tuple[Any, ...],

@@ -12,9 +12,9 @@ from pycoll._support.foreign_names import OF_MESSAGES, Hinting
 from pycoll._support.public_edge import edges
 
 if TYPE_CHECKING:
+    from pycoll._calls.call_plan import CallPlan
     from pycoll._calls.calls import Calls
     from pycoll._calls.group import Group
-    from pycoll._calls.prepared import Prepared
 
 
 class Owner(Protocol):
@@ -28,7 +28,7 @@ class Owner(Protocol):
     def _check_open(self) -> None: ...
 
     @property
-    def _run(self) -> Callable[[Prepared[Any], float | None], Any]: ...
+    def _run(self) -> Callable[[CallPlan[Any], float | None], Any]: ...
 
 
 @edges
@@ -76,8 +76,8 @@ class Message(Hinting, foreign=OF_MESSAGES, prefix="message."):
         """Start `recv`; returns a `Request`. The arguments are those of `recv`, without timeout."""
         owner = self._owner
         owner._check_open()
-        prepared = owner._nonblocking_calls.receive_held(self._status, self._held, out, status)
-        return Request(owner._group, prepared, owner._op_timeout)
+        plan = owner._nonblocking_calls.receive_held(self._status, self._held, out, status)
+        return Request(plan, owner._op_timeout)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Message cannot be pickled: receive it, and send its value")

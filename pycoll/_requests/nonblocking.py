@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
-from pycoll._calls.prepared import Prepared
 from pycoll._requests.request import PersistentRequest, Request
 from pycoll._support.public_edge import edges
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Prepare = Callable[Concatenate[Calls, P], Prepared[R]]
+Prepare = Callable[Concatenate[Calls, P], CallPlan[R]]
 
 
 def _started(prepare: Prepare[P, R]) -> Callable[Concatenate[NonBlocking, P], Request[R]]:
@@ -27,8 +27,7 @@ def _started(prepare: Prepare[P, R]) -> Callable[Concatenate[NonBlocking, P], Re
     def start(self: NonBlocking, /, *args: P.args, **kwargs: P.kwargs) -> Request[R]:
         self._check_open()
         _no_timeout(kwargs)
-        prepared = prepare(self._nonblocking_calls, *args, **kwargs)
-        return Request(self._group, prepared, self._op_timeout)
+        return Request(prepare(self._nonblocking_calls, *args, **kwargs), self._op_timeout)
 
     _document(start, prepare, "", f"i{prepare.__name__}", "Start")
     return start
@@ -42,7 +41,7 @@ def _persistent(
     def make(self: Persistent, /, *args: P.args, **kwargs: P.kwargs) -> PersistentRequest[R]:
         _no_timeout(kwargs)
 
-        def again() -> Prepared[R]:
+        def again() -> CallPlan[R]:
             return prepare(self._calls, *args, **kwargs)
 
         begin = self._in_core.get(f"i{prepare.__name__}")
@@ -63,7 +62,7 @@ def _no_timeout(kwargs: dict[str, object]) -> None:
 
 def _document(
     twin: Callable[..., Request[Any]],
-    prepare: Callable[..., Prepared[Any]],
+    prepare: Callable[..., CallPlan[Any]],
     place: str,
     name: str,
     does: str,

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from pycoll._runtime.engine import raise_error
@@ -22,8 +23,8 @@ from pycoll.errors import Error
 
 if TYPE_CHECKING:
     from pycoll._calls import arguments
+    from pycoll._calls.call_plan import CallPlan
     from pycoll._calls.group import Group
-    from pycoll._calls.prepared import Prepared
 else:
     arguments = LazyModule("pycoll._calls.arguments")
 
@@ -38,18 +39,12 @@ any_in_core: Callable[[Any, Any], bool] | None = None
 """The core's `wait_any`: whether one is done; False: that is left to Python."""
 
 
-def begin(group: Group, prepared: Prepared[Any]) -> Started:
+def begin(plan: CallPlan[Any]) -> Started:
     """Start a call."""
-    text, context = prepared.text, group.context
-    call = Call(text, group.number if prepared.collective else -1, context)
-    signature = f"{text}\0{caller()}".encode() if prepared.collective else b""
-    engine = group.engine
-    return engine.begin(
-        call,
-        lambda: prepared.steps(signature),
-        lambda result: prepared.conclude(engine, result),
-        prepared.collective,
-    )
+    group, text, collective = plan.group, plan.text, plan.is_collective
+    call = Call(text, group.number if collective else -1, group.context)
+    signature = f"{text}\0{caller()}".encode() if collective else b""
+    return group.engine.begin(call, partial(plan.steps, signature), plan.conclude, collective)
 
 
 @edges
@@ -60,13 +55,13 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS):
     what it fills must not be read. A request that nobody keeps goes on all the same.
     """
 
-    def __init__(self, group: Group, prepared: Prepared[R], op_timeout: float) -> None:
-        self._group = group
-        self._receives = prepared.receives
+    def __init__(self, plan: CallPlan[R], op_timeout: float) -> None:
+        self._group = plan.group
+        self._receives = plan.receives
         self._op_timeout = op_timeout
-        self._cancelled = False
-        self._collected = False
-        self._task: Started | None = begin(group, prepared)
+        self._cancelled: bool = False
+        self._collected: bool = False
+        self._task: Started | None = begin(plan)
 
     def wait(self, timeout: float | None = None) -> R:
         """Return the result, when the call is done.
@@ -189,7 +184,7 @@ class PersistentRequest(Request[R]):
     Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
     """
 
-    def __init__(self, group: Group, prepare: Callable[[], Prepared[R]], op_timeout: float) -> None:
+    def __init__(self, group: Group, prepare: Callable[[], CallPlan[R]], op_timeout: float) -> None:
         self._group = group
         self._prepare = prepare
         self._receives = prepare().receives  # to find now what is wrong with the arguments
@@ -206,7 +201,7 @@ class PersistentRequest(Request[R]):
         """
         if self._task is not None and not self._task.done:
             raise Error(f"{self._task.call} is still under way: wait() for it first")
-        self._task = begin(self._group, self._prepare())
+        self._task = begin(self._prepare())
         self._cancelled = self._collected = False
         return self
 

@@ -1,0 +1,140 @@
+"""A call whose arguments were checked: what it is, how it goes, where its values are.
+
+The methods of `Calls` make these. A communicator's blocking method runs one (`Running`), its twin
+starts one, a persistent request makes and starts one each time. Each family of calls has its class:
+what a plan holds are named attributes, and nothing is sent while it is made.
+
+    ScheduledPlan      barrier, and arrays that one schedule moves or combines    scheduled
+    BroadcastPlan,
+    ScatterPlan        what the root alone knows                                  rooted_plans
+    ObjectsPlan, ...   Python objects                                             object_plans
+    ManyPlan           all_reduce_many                                            many
+    UnevenPlan, ...    blocks that differ in shape                                uneven
+    SendPlan, ...      messages and probes                                        message_plans
+    ExchangePlan       what makes communicators                                   subgroups
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._selection import agreed
+from pycoll._selection.select import BY_LEVELS_NBYTES
+from pycoll._support.lazy_import import LazyModule
+from pycoll._transports.base import Operation
+
+if TYPE_CHECKING:
+    from pycoll._arrays.value import Value
+    from pycoll._calls.group import Bound
+    from pycoll._calls.shared_memory import Native
+    from pycoll._calls.two_level import TwoLevelCall
+    from pycoll._cuda import copies
+    from pycoll._runtime.engine import Engine
+    from pycoll._runtime.task import CallSteps
+    from pycoll._selection.select import Choice
+else:  # for arrays on a GPU alone
+    copies = LazyModule("pycoll._cuda.copies")
+
+
+R = TypeVar("R", covariant=True)
+
+HIERARCHICAL = "hierarchical"
+"""The algorithm that may run in two levels."""
+
+
+class Route(enum.Enum):
+    """How a blocking call goes. A non-blocking one goes by messages."""
+
+    CORE = "all ranks in shared memory, in the compiled core"
+    TWO_LEVEL = "in the core on each host, and by messages between the hosts' leaders"
+    MESSAGES = "by messages, as its schedule says"
+
+
+def route_of(group: Group, choice: Choice, blocking: bool, two_level_nbytes: int | None) -> Route:
+    """Return how a call goes whose algorithm was chosen (`Group.choose`); the same on all ranks.
+
+    Args:
+        group: the communicator's ranks.
+        choice: the algorithm.
+        blocking: whether the caller waits in the call.
+        two_level_nbytes: of a value, if it may be combined, or passed, in two levels; else None.
+    """
+    if choice.name == SHARED_MEMORY and group.native is not None:
+        return Route.CORE
+    is_two_level = blocking and choice.name == HIERARCHICAL and two_level_nbytes is not None
+    if is_two_level and _fits_two_levels(group, two_level_nbytes or 0):
+        return Route.TWO_LEVEL
+    return Route.MESSAGES
+
+
+def _fits_two_levels(group: Group, nbytes: int) -> bool:
+    """Whether values are short enough, and ranks of each of several hosts share memory."""
+    crowded = {host for host in group.hosts if group.hosts.count(host) > 1}
+    shares = crowded <= agreed.current().sharing and len(set(group.hosts)) > 1
+    return shares and nbytes <= BY_LEVELS_NBYTES
+
+
+class CallPlan(Generic[R]):
+    """A call whose arguments were checked, whose caller gets a value of type R. It never changes.
+
+    Args:
+        group: the communicator's ranks.
+        text: what must be the same on all ranks, for example ``"barrier(algorithm=tree)"``.
+        route: how it goes, if it is blocking.
+
+    Attributes:
+        is_collective: False: point to point, not numbered.
+        receives: a receive, which can be cancelled.
+    """
+
+    __slots__ = ("group", "route", "text")
+
+    is_collective: ClassVar[bool] = True
+    receives: ClassVar[bool] = False
+
+    def __init__(self, group: Group, text: str, route: Route = Route.MESSAGES) -> None:
+        self.group = group
+        self.text = text
+        self.route = route
+
+    @property
+    def reads(self) -> Sequence[Value]:
+        """Values that must be in host memory before the call runs in the core, or in levels."""
+        return ()
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Run it by messages; `signature`: its text, and where it was made."""
+        raise NotImplementedError
+
+    def in_core(self, native: Native) -> Any:
+        """Run it in the compiled core; returns `shared_memory.BY_MESSAGES` if that cannot be."""
+        raise NotImplementedError
+
+    def in_two_levels(self, levels: TwoLevelCall) -> None:
+        """Run it in two levels."""
+        raise NotImplementedError
+
+    def bind(self) -> Bound | None:
+        """Return the one schedule that it is by messages, with its memory; None: it is more."""
+        return None
+
+    def result(self, got: Any) -> Any:
+        """Return what the caller gets, of what the call has returned."""
+        return got
+
+    def conclude(self, got: Any) -> tuple[Any, Sequence[Operation]]:
+        """Return what the caller gets, and what must be done before."""
+        return conclude(self.group.engine, self.result, got)
+
+
+def conclude(
+    engine: Engine, result: Callable[[Any], Any], got: Any
+) -> tuple[Any, Sequence[Operation]]:
+    """Return what `result` makes of what a call has returned, and what must be done before."""
+    if "pycoll._cuda.copies" not in sys.modules:
+        return result(got), ()
+    return copies.conclude(engine, lambda: result(got))

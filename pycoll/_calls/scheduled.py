@@ -1,0 +1,145 @@
+"""The plans of calls that run one schedule by messages, or one exchange in the compiled core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll._calls.call_plan import CallPlan, R, Route
+from pycoll._calls.group import IN_CORE, Bound, Group
+from pycoll._selection.select import Choice
+from pycoll._support.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    from pycoll._arrays.operators import Op
+    from pycoll._arrays.value import Value
+    from pycoll._calls import collectives, shared_memory_calls, two_level
+    from pycoll._calls.arguments import Target
+    from pycoll._calls.shared_memory import Native
+    from pycoll._calls.two_level import TwoLevelCall
+    from pycoll._dtypes import Array
+    from pycoll._runtime.task import CallSteps
+else:  # a program that only calls barrier() imports no NumPy
+    collectives = LazyModule("pycoll._calls.collectives")
+    shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
+    two_level = LazyModule("pycoll._calls.two_level")
+
+
+BY_CUDA_IPC = Choice("linear")
+"""How ranks that leave the core to offer to each other move: each value is copied once."""
+
+
+class ScheduledPlan(CallPlan[R]):
+    """A call that is one schedule with its memory."""
+
+    __slots__ = ()
+
+    def bind(self) -> Bound:
+        """Return the schedule, with its memory."""
+        raise NotImplementedError
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Run the schedule."""
+        return collectives.run(self.group, signature, self.bind())
+
+
+class BarrierPlan(ScheduledPlan[None]):
+    """A barrier.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        choice: its algorithm.
+    """
+
+    __slots__ = ("choice",)
+
+    def __init__(self, group: Group, text: str, route: Route, choice: Choice) -> None:
+        super().__init__(group, text, route)
+        self.choice = choice
+
+    def bind(self) -> Bound:
+        """Return the schedule, with chunks of no bytes."""
+        return collectives.barrier(self.group, self.choice)
+
+    def in_core(self, native: Native) -> None:
+        """Wait in shared memory."""
+        native.barrier()
+
+    def in_two_levels(self, levels: TwoLevelCall) -> None:
+        """Wait for the host, the leaders, and the host."""
+        two_level.barrier(levels)
+
+
+class ArrayPlan(ScheduledPlan[Any]):
+    """A collective that moves or combines arrays which all ranks know.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        collective: for example ``"all_reduce"``.
+        choice: its algorithm.
+        x: this rank's value.
+        target: where its result goes; None: it has none.
+        op: what combines; None: values are only moved.
+        root: the root, if it has one.
+        offers: `x` is on a GPU, and this rank would rather offer it, by messages (CUDA IPC).
+        in_pieces: it goes piece by piece between a GPU and the core.
+    """
+
+    __slots__ = ("choice", "collective", "in_pieces", "offers", "op", "root", "target", "x")
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        collective: str,
+        choice: Choice,
+        x: Value,
+        target: Target | None,
+        op: Op | None = None,
+        root: int = 0,
+        offers: bool = False,
+        in_pieces: bool = False,
+    ) -> None:
+        super().__init__(group, text, route)
+        self.collective = collective
+        self.choice = choice
+        self.x = x
+        self.target = target
+        self.op = op
+        self.root = root
+        self.offers = offers
+        self.in_pieces = in_pieces
+
+    @property
+    def memory(self) -> Array | None:
+        """What the call writes to, C-contiguous; None: nothing on this rank."""
+        return self.target.memory if self.target is not None else None
+
+    @property
+    def reads(self) -> Sequence[Value]:
+        """`x`, unless it comes to the host later, or not at all."""
+        return () if self.offers or self.in_pieces else (self.x,)
+
+    def bind(self) -> Bound:
+        """Return the schedule, with its memory in `x` and in the target."""
+        choice = BY_CUDA_IPC if self.choice == IN_CORE else self.choice
+        return collectives.bind(
+            self.group, self.collective, choice, self.x, self.memory, self.op, self.root
+        )
+
+    def in_core(self, native: Native) -> Any:
+        """Exchange it in shared memory; BY_MESSAGES if all ranks rather offer."""
+        return shared_memory_calls.run(native, self)
+
+    def in_two_levels(self, levels: TwoLevelCall) -> None:
+        """Combine it on the host, among the leaders, and spread it."""
+        assert self.target is not None
+        assert self.op is not None
+        two_level.all_reduce(levels, self.x, self.target.memory, self.op)
+
+    def result(self, got: Any) -> Any:
+        """Return the target's array; None where there is no result."""
+        if self.target is None or (self.collective == "exscan" and self.group.rank == 0):
+            return None
+        return self.target.result()
