@@ -1,17 +1,16 @@
 """A call whose arguments were checked: what it is, how it goes, where its values are.
 
 The methods of `Calls` make these. A communicator's blocking method runs one (`Running`), its twin
-starts one, a persistent request makes and starts one each time. Each family of calls has its class:
-what a plan holds are named attributes, and nothing is sent while it is made.
+starts one, a persistent request makes and starts one each time. What a plan holds
+are named attributes, and nothing is sent while it is made. Its classes, one file a family:
 
-    ScheduledPlan      barrier, and arrays that one schedule moves or combines    scheduled
-    BroadcastPlan,
-    ScatterPlan        what the root alone knows                                  rooted_plans
-    ObjectsPlan, ...   Python objects                                             object_plans
-    ManyPlan           all_reduce_many                                            many
-    UnevenPlan, ...    blocks that differ in shape                                uneven
-    SendPlan, ...      messages and probes                                        message_plans
-    ExchangePlan       what makes communicators                                   subgroups
+    scheduled        barrier, and arrays that one schedule moves or combines
+    rooted_plans     broadcast and scatter, of which only the root knows what comes
+    object_plans     Python objects
+    uneven_plans     blocks that differ in shape
+    many             all_reduce_many
+    message_plans    messages and probes
+    subgroups        what makes communicators
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
     from pycoll._arrays.types import A, MaybeNone, Reducer
-    from pycoll._calls import uneven
+    from pycoll._calls import uneven_plans
 else:  # a program that only calls barrier() imports no NumPy
-    uneven = LazyModule("pycoll._calls.uneven")
+    uneven_plans = LazyModule("pycoll._calls.uneven_plans")
 
 
 class Calls(Moves, Reductions, PointToPoint):
@@ -34,19 +34,19 @@ class Calls(Moves, Reductions, PointToPoint):
 
     def gatherv(self, x: A, root: int = 0, out: Any = None) -> CallPlan[list[A] | MaybeNone]:
         """Prepare a gatherv."""
-        return uneven.prepare_gatherv(self._group, x, root, out, self._blocking)
+        return uneven_plans.prepare_gatherv(self._group, x, root, out, self._blocking)
 
     def all_gatherv(self, x: A, out: Any = None) -> CallPlan[list[A]]:
         """Prepare an all_gatherv."""
-        return uneven.prepare_all_gatherv(self._group, x, out, self._blocking)
+        return uneven_plans.prepare_all_gatherv(self._group, x, out, self._blocking)
 
     def scatterv(self, xs: Sequence[A] | None, root: int = 0, out: Any = None) -> CallPlan[A | Any]:
         """Prepare a scatterv."""
-        return uneven.prepare_scatterv(self._group, xs, root, out, self._blocking)
+        return uneven_plans.prepare_scatterv(self._group, xs, root, out, self._blocking)
 
     def all_to_allv(self, xs: Sequence[A], out: Any = None) -> CallPlan[list[A]]:
         """Prepare an all_to_allv."""
-        return uneven.prepare_all_to_allv(self._group, xs, out, self._blocking)
+        return uneven_plans.prepare_all_to_allv(self._group, xs, out, self._blocking)
 
     def reduce_scatterv(
         self,
@@ -59,7 +59,7 @@ class Calls(Moves, Reductions, PointToPoint):
     ) -> CallPlan[A]:
         """Prepare a reduce_scatterv."""
         self._check_algorithm("reduce_scatter", algorithm)
-        return uneven.prepare_reduce_scatterv(
+        return uneven_plans.prepare_reduce_scatterv(
             self._group, x, counts, op, out, algorithm, self._blocking
         )
 
@@ -79,11 +79,11 @@ def resumed(
 
     bound = inspect.signature(getattr(Calls, name)).bind(None, *args, **keywords)
     bound.apply_defaults()
-    prepare = getattr(uneven, f"prepare_{name}")
+    prepare = getattr(uneven_plans, f"prepare_{name}")
     plan: CallPlan[Any] = prepare(group, *bound.args[1:], blocking=True, heard=heard)
     return plan
 
 
 def sign_uneven(name: str, code: int, root: int) -> tuple[str, int]:
-    """See `uneven.sign`, which is imported when such a call is made."""
-    return uneven.sign(name, code, root)
+    """See `uneven_plans.sign`, which is imported when such a call is made."""
+    return uneven_plans.sign(name, code, root)

@@ -1,0 +1,422 @@
+"""The plans of collectives on blocks that differ in shape (`uneven`), and their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycoll import _dtypes as dtypes
+from pycoll._arrays import conversion, operators
+from pycoll._arrays.operators import Op
+from pycoll._arrays.value import Value
+from pycoll._calls import arguments, shared_memory_uneven, uneven
+from pycoll._calls.arguments import Target
+from pycoll._calls.call_plan import CallPlan, Route, route_of
+from pycoll._calls.collectives import type_text
+from pycoll._calls.group import IN_CORE, Group
+from pycoll._calls.shared_memory import Native, counts_text, part_of
+from pycoll._calls.shared_memory_calls import serves
+from pycoll._calls.uneven_out import Room, Rooms
+from pycoll._dtypes import DType
+from pycoll._runtime.task import CallSteps
+from pycoll._selection.select import Choice
+
+if TYPE_CHECKING:
+    from pycoll._arrays.types import Reducer
+
+_EVEN = {
+    "gatherv": "gather",
+    "all_gatherv": "all_gather",
+    "scatterv": "scatter",
+    "all_to_allv": "all_to_all",
+}
+
+
+# --- arguments -----------------------------------------------------------------------------
+
+
+def prepare_gatherv(
+    group: Group, x: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
+) -> CallPlan[Any]:
+    """Collect arrays of any shapes on the root: there the list by rank, None elsewhere.
+
+    Args:
+        group: of the communicator.
+        x: array; the same dtype on all ranks.
+        root: rank that gets the list.
+        out: on the root, places of the blocks, as of `Rooms`.
+        blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
+
+    Raises:
+        TypeError: `x` is no array.
+        ValueError: there is no such root, or `out` cannot fit.
+    """
+    root = arguments.check_root(root, group.size)
+    block = _block("gatherv", x)
+    wanted = out if group.rank == root else None
+    rooms = Rooms(wanted, group.size, block.dtype, {root: block}, [block])
+    text = _prefix(blocking) + _text("gatherv", block.dtype, root)
+    return GathervPlan(group, text, _route(group, blocking), [block], root, rooms, heard)
+
+
+def prepare_all_gatherv(
+    group: Group, x: Any, out: Any, blocking: bool, heard: memoryview | None = None
+) -> CallPlan[Any]:
+    """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
+    block = _block("all_gatherv", x)
+    rooms = Rooms(out, group.size, block.dtype, {group.rank: block}, [block])
+    text = _prefix(blocking) + _text("all_gatherv", block.dtype, 0)
+    return AllGathervPlan(group, text, _route(group, blocking), [block], 0, rooms, heard)
+
+
+def prepare_scatterv(
+    group: Group, xs: Any, root: int, out: Any, blocking: bool, heard: memoryview | None = None
+) -> CallPlan[Any]:
+    """Give rank i the root's ``xs[i]``.
+
+    Args:
+        group: of the communicator.
+        xs: on the root a list or tuple of size arrays of one dtype; elsewhere not looked at.
+        root: rank whose arrays they are.
+        out: array for the result, or None.
+        blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
+
+    Raises:
+        TypeError: `xs` is no list of arrays of one dtype, or `out` no array.
+        ValueError: it has another length, there is no such root, or `out` cannot fit.
+    """
+    root = arguments.check_root(root, group.size)
+    own = _blocks("scatterv", xs, group.size) if group.rank == root else None
+    mine = own[root] if own is not None else None
+    room = Room(out, mine.dtype if mine is not None else None, mine, own or ())
+    text = _prefix(blocking) + _text("scatterv", None, root)
+    return ScattervPlan(group, text, _route(group, blocking), own or (), root, room, heard)
+
+
+def prepare_all_to_allv(
+    group: Group, xs: Any, out: Any, blocking: bool, heard: memoryview | None = None
+) -> CallPlan[Any]:
+    """Exchange arrays of any shapes: item i of the result is rank i's ``xs[rank]``.
+
+    Args:
+        group: of the communicator.
+        xs: list or tuple of size arrays; one dtype, the same on all ranks.
+        out: places of the blocks, as of `Rooms`.
+        blocking: the call may go through the compiled core.
+        heard: what the others have said, if it has done the first round there; else None.
+
+    Raises:
+        TypeError: `xs` is no list of arrays of one dtype.
+        ValueError: it has another length, or `out` cannot fit.
+    """
+    own = _blocks("all_to_allv", xs, group.size)
+    rooms = Rooms(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
+    text = _prefix(blocking) + _text("all_to_allv", own[0].dtype, 0)
+    return AllToAllvPlan(group, text, _route(group, blocking), own, 0, rooms, heard)
+
+
+def prepare_reduce_scatterv(
+    group: Group,
+    x: Any,
+    counts: Any,
+    op: Reducer,
+    out: Any,
+    algorithm: str | None,
+    blocking: bool,
+) -> CallPlan[Any]:
+    """Combine all ranks' `x`: rank r gets ``counts[r]`` rows, those after the lower ranks'.
+
+    Args:
+        group: of the communicator.
+        x: array (sum(counts), ...), the same dtype and shape on all ranks.
+        counts: rows of each rank, the same on all.
+        op: as in `reduce`; a function that is not elementwise gets the rows of one rank at a time.
+        out: array of this rank's rows for the result, or None; may be those rows of `x`.
+        algorithm: one of reduce_scatter's.
+        blocking: the call may go through the compiled core.
+
+    Raises:
+        TypeError: `x` is no array of a dtype that `op` takes, or a count is no int.
+        ValueError: `counts` or `out` does not fit, or `algorithm` does not exist or cannot serve.
+    """
+    resolved = operators.resolve(op)
+    value = conversion.wrap(x)
+    if value is None:
+        raise TypeError(f"reduce_scatterv takes an array, not a {type(x).__name__}")
+    operators.check(resolved, value.dtype)
+    checked = _counts(counts, value.array.shape, group.size)
+    rest = value.array.shape[1:]
+    row_nbytes = value.dtype.itemsize * math.prod(rest)
+    chosen = group.choose(
+        "reduce_scatter",
+        max(checked) * row_nbytes,
+        algorithm,
+        rank_order=not resolved.commutative,
+        whole=not resolved.elementwise,
+        native=blocking and serves(resolved, value),
+    )
+    begin, count = sum(checked[: group.rank]), checked[group.rank]
+    target = arguments.Target(out, value, (count, *rest))
+    target.check_overlap(value, (target.value.place, value.place[begin : begin + count]))
+    text = (
+        f"{_prefix(blocking)}reduce_scatterv({type_text(value)}, {counts_text(checked)}, "
+        f"op={resolved.signature}, algorithm={chosen})"
+    )
+    route = route_of(group, chosen, blocking, None)
+    return ReduceScattervPlan(group, text, route, value, checked, resolved, chosen, target)
+
+
+def sign(name: str, code: int, root: int) -> tuple[str, int]:
+    """Return the text of a blocking call, and the salt with which the core compares it.
+
+    Args:
+        name: gatherv, all_gatherv, scatterv or all_to_allv.
+        code: of the dtype of the arrays.
+        root: if it has one.
+    """
+    text = _text(name, next((dtype for dtype in dtypes.TABLE if dtype.code == code), None), root)
+    return text, part_of("uneven", text)
+
+
+def _text(name: str, dtype: DType | None, root: int) -> str:
+    """What must be the same on all ranks; of a scatterv only its root knows the dtype."""
+    rooted = {"gatherv": f"{dtype}, root={root}", "scatterv": f"root={root}"}
+    return f"{name}({rooted.get(name, dtype)})"
+
+
+def _prefix(blocking: bool) -> str:
+    return "" if blocking else "i"
+
+
+def _route(group: Group, blocking: bool) -> Route:
+    return route_of(group, IN_CORE, blocking, None) if blocking else Route.MESSAGES
+
+
+def _block(what: str, x: Any) -> Value:
+    value = conversion.wrap(x)
+    if value is None:
+        raise TypeError(
+            f"{what} takes an array, not a {type(x).__name__}. "
+            f"For numbers and Python objects use {_EVEN[what]}."
+        )
+    return value
+
+
+def _blocks(what: str, xs: Any, size: int) -> list[Value]:
+    """Return one array for each rank; all have one dtype."""
+    if not isinstance(xs, list | tuple):
+        raise TypeError(
+            f"{what} takes a list of arrays, one for each rank, not a {type(xs).__name__}. "
+            f"For an array with an axis of ranks use {_EVEN[what]}."
+        )
+    if len(xs) != size:
+        raise ValueError(
+            f"{what} takes a list of {size} arrays, one for each rank; this one has {len(xs)}"
+        )
+    values = [_block(what, x) for x in xs]
+    for rank, value in enumerate(values):
+        if value.dtype != values[0].dtype:
+            raise TypeError(
+                f"{what} takes arrays of one dtype: the one for rank 0 is {values[0].dtype}, "
+                f"the one for rank {rank} {value.dtype}. Convert them to one."
+            )
+    return values
+
+
+def _counts(counts: Any, shape: tuple[int, ...], size: int) -> list[int]:
+    if isinstance(counts, str | bytes) or not hasattr(counts, "__iter__"):
+        raise TypeError(f"counts is a sequence of {size} ints, not a {type(counts).__name__}")
+    checked = [arguments.check_int(count, "a count") for count in counts]
+    if len(checked) != size:
+        raise ValueError(f"counts has {len(checked)} items, but there are {size} ranks")
+    if min(checked) < 0:
+        raise ValueError(f"counts has {min(checked)} in it; a rank gets 0 rows or more")
+    if not shape or shape[0] != sum(checked):
+        raise ValueError(
+            "reduce_scatterv: the leading axis of x is cut by counts, so x has the shape "
+            f"({sum(checked)}, ...); this one has {shape}"
+        )
+    return checked
+
+
+# --- plans ---------------------------------------------------------------------------------
+
+
+class _UnevenPlan(CallPlan[Any]):
+    """What these calls have in common.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        own: this rank's blocks, or block; nothing in a scatterv off root.
+        root: the root, if it has one.
+        rooms: where blocks go.
+        heard: what the others have said, if the first round is done in the core; else None.
+    """
+
+    __slots__ = ("heard", "own", "rooms", "root")
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        own: Sequence[Value],
+        root: int,
+        rooms: Rooms,
+        heard: memoryview | None,
+    ) -> None:
+        super().__init__(group, text, route)
+        self.own = own
+        self.root = root
+        self.rooms = rooms
+        self.heard = heard
+
+    @property
+    def reads(self) -> Sequence[Value]:
+        """This rank's blocks."""
+        return self.own
+
+    @property
+    def salt(self) -> int:
+        """What the core compares."""
+        return part_of("uneven", self.text)
+
+    def result(self, got: Any) -> Any:
+        """Return the list of blocks."""
+        return self.rooms.finish(got)
+
+
+class GathervPlan(_UnevenPlan):
+    """A gatherv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send what is here to the root."""
+        return uneven.gatherv(self.group, signature, self.own[0], self.root, self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have the root read it."""
+        return shared_memory_uneven.gatherv(
+            native, self.salt, self.own[0], self.root, self.rooms, self.heard
+        )
+
+    def result(self, got: Any) -> Any:
+        """Return the list of blocks on the root, None elsewhere."""
+        return self.rooms.finish(got) if self.group.rank == self.root else None
+
+
+class AllGathervPlan(_UnevenPlan):
+    """An all_gatherv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send what is here to all."""
+        return uneven.all_gatherv(self.group, signature, self.own[0], self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have all read it."""
+        return shared_memory_uneven.all_gatherv(
+            native, self.salt, self.own[0], self.rooms, self.heard
+        )
+
+
+class ScattervPlan(_UnevenPlan):
+    """A scatterv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    @property
+    def _blocks(self) -> Sequence[Value] | None:
+        return self.own or None
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send each rank its block."""
+        return uneven.scatterv(self.group, signature, self._blocks, self.root, self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have each rank read its block."""
+        return shared_memory_uneven.scatterv(
+            native, self.salt, self._blocks, self.root, self.rooms, self.heard
+        )
+
+    def result(self, got: Any) -> Any:
+        """Return this rank's block."""
+        return self.rooms.finish([got])[0]
+
+
+class AllToAllvPlan(_UnevenPlan):
+    """An all_to_allv; arguments as of `_UnevenPlan`."""
+
+    __slots__ = ()
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Send each rank its block."""
+        return uneven.all_to_allv(self.group, signature, self.own, self.rooms)
+
+    def in_core(self, native: Native) -> Any:
+        """Have each rank read its block."""
+        return shared_memory_uneven.all_to_allv(native, self.salt, self.own, self.rooms, self.heard)
+
+
+class ReduceScattervPlan(CallPlan[Any]):
+    """A reduce_scatterv.
+
+    Args:
+        group, text, route: as of `CallPlan`.
+        x: this rank's array.
+        counts: rows of each rank.
+        op: what combines.
+        choice: the algorithm.
+        target: where the result goes.
+    """
+
+    __slots__ = ("choice", "counts", "op", "target", "x")
+
+    def __init__(
+        self,
+        group: Group,
+        text: str,
+        route: Route,
+        x: Value,
+        counts: list[int],
+        op: Op,
+        choice: Choice,
+        target: Target,
+    ) -> None:
+        super().__init__(group, text, route)
+        self.x = x
+        self.counts = counts
+        self.op = op
+        self.choice = choice
+        self.target = target
+
+    @property
+    def reads(self) -> Sequence[Value]:
+        """The array."""
+        return (self.x,)
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Run the schedule of a reduce_scatter, on chunks that differ in length."""
+        return uneven.reduce_scatterv(
+            self.group, signature, self.x, self.counts, self.op, self.choice, self.target.memory
+        )
+
+    def in_core(self, native: Native) -> Any:
+        """Combine in shared memory."""
+        return shared_memory_uneven.reduce_scatterv(
+            native,
+            part_of("uneven", self.text),
+            self.x,
+            self.counts,
+            self.op,
+            self.target.memory,
+        )
+
+    def result(self, got: Any) -> Any:
+        """Return this rank's rows."""
+        return self.target.result()
