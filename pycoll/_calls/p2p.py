@@ -9,7 +9,7 @@ from pycoll._arrays import conversion, objects
 from pycoll._arrays.value import Value
 from pycoll._calls.group import Group
 from pycoll._dtypes import Array
-from pycoll._runtime.engine import raise_error
+from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.envelope import (
     ANY,
     ARRAY,

@@ -17,7 +17,7 @@ from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.numbering import KINDS, OPS, REDUCING
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
-from pycoll._runtime.engine import raise_error
+from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule

@@ -16,7 +16,7 @@ from pycoll._calls.call_plan import CallPlan
 from pycoll._requests import request as requests
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._requests.request import PersistentRequest, Request
-from pycoll._runtime.engine import raise_error
+from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.envelope import ANY, P2P, Incoming, Status
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from pycoll._runtime.engine import raise_error
+from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.matching import Match
 from pycoll._runtime.task import Call, Several, Started, caller
 from pycoll._support.foreign_names import OF_REQUESTS, Hinting

@@ -18,6 +18,7 @@ from pycoll._transports.core import (
 
 if TYPE_CHECKING:
     from pycoll._runtime.context import Context
+    from pycoll._runtime.inbox import Inbox
     from pycoll._transports._core import Receive
 
 
@@ -38,7 +39,7 @@ class Match(Operation):
 
     __slots__ = ("context", "face", "message", "number", "peek", "source", "tag")
 
-    def __init__(self, context: Context, face: Receive, source: int, tag: int, peek: bool) -> None:
+    def __init__(self, context: Inbox, face: Receive, source: int, tag: int, peek: bool) -> None:
         super().__init__()
         self.context = context
         self.face = face

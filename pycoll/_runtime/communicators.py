@@ -1,0 +1,290 @@
+"""The communicators of one rank: what becomes of them, and what is told of other ranks.
+
+Transports hand over what has come, and the launcher tells who has failed, left or broken a
+communicator. Everything runs under the lock of the `Driver` that this is.
+"""
+
+from __future__ import annotations
+
+import copy
+import select
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pycoll._rendezvous.client import Client as Control
+from pycoll._runtime.context import Context
+from pycoll._runtime.driver import Driver
+from pycoll._runtime.last_calls import LastCalls
+from pycoll._runtime.membership import Membership
+from pycoll._runtime.waits import Waits
+from pycoll._transports.base import Arrival
+from pycoll._transports.core import CoreTransport
+from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
+
+CLOSED_IDS = 4096
+"""Closed communicators that are remembered, so that late messages for them are dropped."""
+
+
+def raise_error(error: BaseException) -> None:
+    """Raise `error`, one of ours as a fresh copy, so that tracebacks do not pile up in it."""
+    raise (copy.copy(error) if isinstance(error, Error) else error)
+
+
+class Communicators(Driver):
+    """The communicators that are open on this rank, and who of the others is still there.
+
+    Args:
+        transport: the core's engine; `start` was not called yet.
+        control: the connection to the launcher, joined; None: a job without one.
+
+    Attributes:
+        rank: world rank of this process.
+        contexts: the open communicators, by number.
+        membership: who has failed or left.
+        waits: what the launcher is told of long waits.
+    """
+
+    def __init__(self, transport: CoreTransport, control: Control | None) -> None:
+        super().__init__(transport, control)
+        self.rank = transport.rank
+        self.contexts: dict[int, Context] = {}
+        self.membership = Membership(self.rank, self, has_launcher=control is not None)
+        self.waits = Waits(control, self._num_started, self._is_quiet)
+        self._last_calls = LastCalls(self.rank, self.contexts)
+        self._first_error = ""
+        self._unclaimed: dict[int, dict[Arrival, None]] = {}
+        self._broken_early: dict[int, Error] = {}
+        self._closed_ids: dict[int, int] = {}  # and how many collective calls were made there
+        self._job_lost: Error | None = None  # pycoll-run is gone
+        self.has_helpers = False  # in its place there are processes that ranks have started
+
+    # --- communicators ---------------------------------------------------------------------
+
+    def open_context(self, ident: int, members: tuple[int, ...]) -> Context:
+        """Register a communicator; messages that came for it already are handed over."""
+        context = Context(ident, members, self.rank, self.transport)
+        context.on_mismatch = self._found_different
+        self.contexts[ident] = context
+        if self._job_lost is not None:
+            context.fail(self._job_lost)
+        for rank in members:
+            if rank in self.membership.failed:
+                context.fail(self.membership.failed[rank])
+            if rank in self.membership.gone:
+                context.peer_gone(rank, self.membership.gone[rank])
+        if ident in self._broken_early:
+            context.fail(self._broken_early.pop(ident))
+        for arrival in self._unclaimed.pop(ident, {}):
+            context.arrived(arrival)
+        return context
+
+    def close_context(self, context: Context) -> None:
+        """Forget a communicator, but for what ranks that leave later compare."""
+        self._last_calls.close(context)
+        self.contexts.pop(context.ident, None)
+        context.close()
+        self._closed_ids[context.ident] = context.num_started()
+        if len(self._closed_ids) > CLOSED_IDS:
+            del self._closed_ids[next(iter(self._closed_ids))]
+
+    def break_context(self, context: Context, error: BaseException) -> None:
+        """Make a communicator unusable on all its ranks, for the reason `error`."""
+        if context.broken is not None:
+            return
+        self._note(error)
+        shown = error
+        if not isinstance(error, MismatchError | OperationTimeout | PeerFailed):
+            shown = PeerFailed(self.rank, f"gave up a collective ({_told(error)})")
+        try:
+            if self.control is not None:
+                failure = shown if isinstance(shown, PeerFailed) else None
+                self.control.post(
+                    "broken",
+                    context=context.ident,
+                    error=type(shown).__name__,
+                    rank=failure.rank if failure else self.rank,
+                    reason=failure.reason if failure else "",
+                    message=str(shown),
+                    members=list(context.members),
+                )
+        finally:
+            context.fail(shown)
+
+    def _found_different(self, context: Context, error: MismatchError) -> None:
+        unheard = not context.pending
+        self.break_context(context, error)
+        context.unheard = unheard
+
+    def check(self, context: Context) -> None:
+        """Raise why a communicator is broken, if it is."""
+        if context.broken is not None:
+            context.unheard = False
+            raise_error(context.broken)
+
+    def look_back(self, context: Context) -> Error | None:
+        """Return how calls of other ranks differ from this one's that nobody was told of yet.
+
+        For a rank that leaves; with the lock. It does not wait for who may come later.
+        """
+        self._progress()
+        if context.broken is None and context.in_core is not None:
+            error = context.in_core.differing()
+            if error is not None:  # ranks that are still in the call hear of it, too
+                self._found_different(context, error)
+        unheard, context.unheard = context.unheard, False
+        return context.broken if unheard and isinstance(context.broken, Error) else None
+
+    def _note(self, error: BaseException) -> None:
+        """Remember the first error: who needs this rank when it has left shall know."""
+        self._first_error = self._first_error or _in_a_line(_told(error))
+
+    def _num_started(self, ident: int) -> int:
+        """Return how many collective calls on a communicator this rank has started."""
+        context = self.contexts.get(ident)
+        return context.num_started() if context is not None else self._closed_ids.get(ident, 0)
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing is on its way here, or from here without a call of this rank's."""
+        return not (
+            self.transport.is_receiving
+            or self.transport.is_behind
+            or any(context.turns or context.borrowed for context in self.contexts.values())
+        )
+
+    # --- what the transports tell ----------------------------------------------------------
+
+    def arrived(self, arrival: Arrival) -> None:
+        """A message has come: its header begins with a kind and the communicator's number."""
+        ident = int.from_bytes(arrival.header[1:9], "little")
+        context = self.contexts.get(ident)
+        if context is not None:
+            context.arrived(arrival)
+        elif ident in self._closed_ids:
+            arrival.release()
+        else:
+            # The sender has made a communicator that this rank is still about to make.
+            arrival.header = bytes(arrival.header)
+            self._unclaimed.setdefault(ident, {})[arrival] = None
+
+    def withdrawn(self, arrival: Arrival) -> None:
+        """A message was taken back before it was received."""
+        ident = int.from_bytes(arrival.header[1:9], "little")
+        context = self.contexts.get(ident)
+        if context is not None:
+            context.withdrawn(arrival)
+        else:
+            self._unclaimed.get(ident, {}).pop(arrival, None)
+
+    def finished(self, peer: int) -> None:
+        """Everything that `peer` ever sent has arrived."""
+        self.membership.farewell(peer)
+
+    def lost(self, peer: int, reason: str) -> None:
+        """The link to `peer` is gone; the launcher knows why, if anybody does."""
+        self.membership.link_lost(peer, reason)
+
+    def tell(self, peer: int, note: bytes) -> None:
+        """Send a note of a transport's to that of `peer`, by way of the launcher."""
+        if self.control is not None:
+            self.control.post("tell", rank=peer, note=note)
+
+    def listen(self, timeout_s: float) -> Collection[int]:
+        """Hand over the notes that come; returns the ranks that have ended or left."""
+        if self.control is not None:
+            poller = select.poll()  # of its own: another thread may be looking
+            poller.register(self.control.fileno(), select.POLLIN)
+            poller.poll(timeout_s * 1000)
+            for event in self.control.progress():
+                if event.kind == "told":
+                    self._event(event.kind, event.fields)
+                elif event.kind in ("failed", "left", "ended"):
+                    self.membership.note(event.fields["rank"])
+                    if event.kind == "left":
+                        self._last_calls.hear(event.fields["rank"], event.fields["calls"])
+        return self.membership.departed()
+
+    # --- what the launcher tells -----------------------------------------------------------
+
+    def _event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "broken":
+            ident, error = fields["context"], _broken_error(fields)
+            context = self.contexts.get(ident)
+            if context is not None:
+                self._note(error)
+                if isinstance(error, MismatchError) and not (context.broken or context.pending):
+                    context.unheard = True
+                context.fail(error)
+            elif ident not in self._closed_ids:  # this rank is still about to make it
+                self._broken_early[ident] = error
+        elif kind == "look":
+            self.waits.answer(fields["round"], fields["contexts"])
+        elif kind == "told":
+            self.transport.hear(fields["rank"], fields["note"])
+        elif kind == "lost":
+            if self.has_helpers:
+                reason = "its helper, by which the ranks have met, or this host's agent is gone"
+                self._job_lost = PeerFailed(0, reason)
+            else:
+                self._job_lost = Error(
+                    f"rank {self.rank}: the connection to pycoll-run is gone; the job cannot go on"
+                )
+            self._fail_all(self._job_lost)
+        else:
+            if kind == "left":
+                self._last_calls.hear(fields["rank"], fields["calls"])
+            self.membership.event(kind, fields)
+
+    def call_launcher(self) -> Callable[[], bool]:
+        """Ask the launcher for a sign of life; the result says whether one has come."""
+        control = self.control
+        assert control is not None
+        before = control.num_received
+        control.call()
+        return lambda: control.num_received > before
+
+    def peer_failed(self, rank: int, error: Error, reason: str) -> None:
+        """A rank has failed: so do all communicators it is in."""
+        self._drain()
+        # First the contexts: their error says more than what the transport can say.
+        for context in list(self.contexts.values()):
+            if rank in context.members:
+                context.fail(error)
+        self.transport.forget(rank, reason)
+
+    def peer_gone(self, error: PeerFailed) -> None:
+        """A rank has ended in good order: what waits for it fails, and nothing else."""
+        self._drain()
+        self.transport.forget(error.rank, error.reason)
+        for context in list(self.contexts.values()):
+            context.peer_gone(error.rank, error)
+
+    def _drain(self) -> None:
+        """Take in all that is here: what a rank sent before it ended is still delivered."""
+        while self.transport.progress():
+            pass
+
+    def _fail_all(self, error: BaseException) -> None:
+        for context in list(self.contexts.values()):
+            context.fail(error)
+
+
+def _told(error: BaseException) -> str:
+    """Return the kind and the text of an error of the user's, whatever that text is."""
+    try:
+        return f"{type(error).__name__}: {error}".rstrip(": ")
+    except Exception:
+        return type(error).__name__
+
+
+def _in_a_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _broken_error(fields: dict[str, Any]) -> Error:
+    if fields["error"] == "PeerFailed":
+        return PeerFailed(fields["rank"], fields["reason"], fields["message"])
+    kinds: dict[str, type[Error]] = {
+        "MismatchError": MismatchError,
+        "OperationTimeout": OperationTimeout,
+    }
+    return kinds.get(fields["error"], Error)(fields["message"])
