@@ -30,6 +30,7 @@ import numpy as np
 
 from pycoll import _dtypes as dtypes
 from pycoll._arrays import dlpack
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array, DType
 from pycoll._support.lazy_import import LazyModule
 
@@ -185,15 +186,15 @@ def here() -> int | None:
     return None
 
 
-def unwrapped(x: Any) -> Any:
-    """Return the user's kind of object for a Value, and an object as it is."""
-    return unwrap(x) if isinstance(x, Value) else x
+def unwrapped(x: Any, late: LateCopies | None = None) -> Any:
+    """Return the user's kind of object for a Value, and an object as it is; as `unwrap`."""
+    return unwrap(x, late) if isinstance(x, Value) else x
 
 
-def unwrap(value: Value) -> Any:
+def unwrap(value: Value, late: LateCopies | None = None) -> Any:
     """Return the user's kind of object over `value.array`, without a copy where the kind can.
 
-    What is on a GPU is complete when the copies are done that `copies.conclude` tells of. An
+    What is on a GPU is complete when the copies are done that `late` gets; None: they are. An
     array.array is a copy, a JAX array may be one. What has no such form (an array.array that is
     not one-dimensional) comes as a NumPy array.
     """
@@ -204,7 +205,7 @@ def unwrap(value: Value) -> Any:
         value = fresh(dtype, value.kind, array.shape, value.gpu)
         value.array[...] = array
     if value.stage is not None:
-        value.stage.flush()
+        value.stage.flush(late)
     if value.original is not None:
         return value.original
     base, _, detail = value.kind.partition(":")

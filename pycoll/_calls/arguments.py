@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
 from pycoll._support.lazy_import import LazyModule
 
@@ -57,11 +58,11 @@ class Target:
                 f"out overlaps x. Pass an array of its own{forms if in_place is not None else ''}."
             )
 
-    def result(self) -> Any:
-        """Return what the caller gets."""
+    def result(self, late: LateCopies) -> Any:
+        """Return what the caller gets, when the copies are done that `late` gets."""
         if self.memory is not self.array:
             self.array[...] = self.memory
-        return conversion.unwrap(self.value)
+        return conversion.unwrap(self.value, late)
 
 
 def check_root(root: int, size: int) -> int:

@@ -16,14 +16,13 @@ are named attributes, and nothing is sent while it is made. Its classes, one fil
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection import agreed
 from pycoll._selection.select import BY_LEVELS_NBYTES
-from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Operation
 
 if TYPE_CHECKING:
@@ -31,12 +30,9 @@ if TYPE_CHECKING:
     from pycoll._calls.group import Bound
     from pycoll._calls.shared_memory import Native
     from pycoll._calls.two_level import TwoLevelCall
-    from pycoll._cuda import copies
     from pycoll._runtime.engine import Engine
     from pycoll._runtime.task import CallSteps
     from pycoll._selection.select import Choice
-else:  # for arrays on a GPU alone
-    copies = LazyModule("pycoll._cuda.copies")
 
 
 R = TypeVar("R", covariant=True)
@@ -121,8 +117,8 @@ class CallPlan(Generic[R]):
         """Return the one schedule that it is by messages, with its memory; None: it is more."""
         return None
 
-    def result(self, got: Any) -> Any:
-        """Return what the caller gets, of what the call has returned."""
+    def result(self, got: Any, late: LateCopies) -> Any:
+        """Return what the caller gets, of what the call has returned; `late` gets its copies."""
         return got
 
     def conclude(self, got: Any) -> tuple[Any, Sequence[Operation]]:
@@ -130,10 +126,11 @@ class CallPlan(Generic[R]):
         return conclude(self.group.engine, self.result, got)
 
 
-def conclude(
-    engine: Engine, result: Callable[[Any], Any], got: Any
-) -> tuple[Any, Sequence[Operation]]:
+ResultOf = Callable[[Any, LateCopies], Any]
+"""Returns what a caller gets, of what a call has returned; the second argument gets its copies."""
+
+
+def conclude(engine: Engine, result: ResultOf, got: Any) -> tuple[Any, Sequence[Operation]]:
     """Return what `result` makes of what a call has returned, and what must be done before."""
-    if "pycoll._cuda.copies" not in sys.modules:
-        return result(got), ()
-    return copies.conclude(engine, lambda: result(got))
+    late = LateCopies(engine)
+    return result(got, late), late.copies

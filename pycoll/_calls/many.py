@@ -25,6 +25,7 @@ from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous, pulled
 from pycoll._calls.shared_memory import Native, part_of
 from pycoll._calls.shared_memory_calls import combine, serves
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array, DType
 from pycoll._runtime.binding import Combine
 from pycoll._runtime.engine import Engine
@@ -85,7 +86,7 @@ class Bucket:
         if len(members) == 1:
             target = outs[0] or Target(None, first, first.array.shape)
             self.source, self.target = contiguous(first.array), target.memory
-            self.results: list[Callable[[], Any]] = [target.result]
+            self.results: list[Callable[[LateCopies], Any]] = [target.result]
             return
         flat = [member.array.reshape(-1) for member in members]
         self.source = self.target = np.concatenate(flat)
@@ -159,7 +160,7 @@ class ManyPlan(CallPlan[list[Any]]):
         route: Route,
         values: Sequence[Value],
         buckets: Sequence[Bucket],
-        results: Sequence[Callable[[], Any]],
+        results: Sequence[Callable[[LateCopies], Any]],
         op: Op,
         algorithm: str | None,
     ) -> None:
@@ -183,9 +184,9 @@ class ManyPlan(CallPlan[list[Any]]):
         """Reduce one bucket after the other."""
         _through_core(native, part_of("many", self.text), self.buckets, self.op)
 
-    def result(self, got: Any) -> list[Any]:
+    def result(self, got: Any, late: LateCopies) -> list[Any]:
         """Return the arrays."""
-        return [result() for result in self.results]
+        return [result(late) for result in self.results]
 
 
 def _choose(group: Group, op: Op, nbytes: int, forced: str | None, native: bool) -> Choice:
@@ -193,9 +194,9 @@ def _choose(group: Group, op: Op, nbytes: int, forced: str | None, native: bool)
     return group.choose("all_reduce", nbytes, forced, rank_order, whole, native)
 
 
-def _filled(target: Target, place: Array) -> Any:
+def _filled(target: Target, place: Array, late: LateCopies) -> Any:
     target.memory[...] = place
-    return target.result()
+    return target.result(late)
 
 
 def prepare_all_reduce_many(
@@ -277,7 +278,7 @@ def _check_apart(place: int, target: Target | None, values: Mapping[int, Value])
 
 def _fill(
     values: Sequence[Value], outs: Sequence[Target | None], alone_nbytes: int
-) -> tuple[list[Bucket], list[Callable[[], Any]]]:
+) -> tuple[list[Bucket], list[Callable[[LateCopies], Any]]]:
     """Put values into buckets; return these, and what makes the results, in their order."""
     places: list[list[int]] = []
     filling: dict[str, tuple[list[int], int]] = {}  # by dtype: what has room, and its bytes
@@ -293,7 +294,7 @@ def _fill(
         bucket.append(place)
         filling[name] = bucket, filled + nbytes
     buckets = []
-    results: dict[int, Callable[[], Any]] = {}
+    results: dict[int, Callable[[LateCopies], Any]] = {}
     alone = {bucket[0]: values[bucket[0]] for bucket in places if len(bucket) == 1}
     for bucket in places:
         if len(bucket) == 1:

@@ -11,6 +11,7 @@ from pycoll._calls import object_collectives, shared_memory_calls
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
 from pycoll._calls.shared_memory import Native
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 from pycoll._transports.base import Parts
@@ -107,7 +108,7 @@ class ReducePlan(GatherPlan):
         super().__init__(group, text, x, object_collectives.LINEAR, root)
         self.op = op
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return the combined object on the root, None elsewhere."""
         return None if got is None else _folded(got, self.op)
 
@@ -128,7 +129,7 @@ class AllReducePlan(AllGatherPlan):
         self.op = op
         self.count = count
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return the combined object; None of no objects."""
         values = got[: self.count]
         return _folded(values, self.op) if values else None

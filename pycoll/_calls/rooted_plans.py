@@ -13,6 +13,7 @@ from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.p2p import Outgoing
 from pycoll._calls.scheduled import BY_CUDA_IPC
 from pycoll._calls.shared_memory import Native
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.task import CallSteps
 from pycoll._transports.base import Parts
 
@@ -87,9 +88,9 @@ class BroadcastPlan(_RootedPlan):
             native, self.group, self.outgoing, self.mine, self.root, self.gpu, self.offers
         )
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return the root's own value, elsewhere what has come."""
-        return self.x if self.outgoing is not None else conversion.unwrapped(got)
+        return self.x if self.outgoing is not None else conversion.unwrapped(got, late)
 
 
 class ScatterPlan(_RootedPlan):
@@ -137,9 +138,9 @@ class ScatterPlan(_RootedPlan):
             native, self.blocks, self.root, self.gpu, self.wanted, self.offers
         )
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return this rank's block, in `out` if there is one."""
-        return scattered(self.out, self.wanted, *got)
+        return scattered(self.out, self.wanted, got, late)
 
 
 def _blocks(x: Any, size: int) -> Value | list[Parts]:
@@ -149,19 +150,23 @@ def _blocks(x: Any, size: int) -> Value | list[Parts]:
     return arguments.split_value("scatter", x, size)
 
 
-def scattered(out: Any, wanted: Value | None, value: Value | None, data: memoryview) -> Any:
+def scattered(
+    out: Any, wanted: Value | None, got: tuple[Value | None, memoryview], late: LateCopies
+) -> Any:
     """Return what a scatter returns.
 
     Args:
         out: the caller's, `wanted` what it is as a Value; or None.
-        value: the block that has come, which is `wanted` if that could have it; None: an object.
-        data: the block's bytes, or the object's.
+        got: the block that has come, which is `wanted` if that could have it, and its bytes; or
+            None, and those of an object.
+        late: gets the copies that the result waits for.
     """
+    value, data = got
     if value is None:
         arguments.no_out(out)
         return objects.load(data)
     if wanted is None or value is wanted:
-        return conversion.unwrap(value)
+        return conversion.unwrap(value, late)
     checked = conversion.check_out(out, value.dtype, value.array.shape)
     checked.array[...] = value.array
-    return conversion.unwrap(checked)
+    return conversion.unwrap(checked, late)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycoll._calls.call_plan import CallPlan, R, Route
 from pycoll._calls.group import IN_CORE, Bound, Group
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
 
@@ -138,8 +139,8 @@ class ArrayPlan(ScheduledPlan[Any]):
         assert self.op is not None
         two_level.all_reduce(levels, self.x, self.target.memory, self.op)
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return the target's array; None where there is no result."""
         if self.target is None or (self.collective == "exscan" and self.group.rank == 0):
             return None
-        return self.target.result()
+        return self.target.result(late)

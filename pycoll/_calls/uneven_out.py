@@ -15,6 +15,7 @@ from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import arguments, blocks
 from pycoll._calls.blocks import Head
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import DType
 
 
@@ -101,26 +102,26 @@ class Rooms:
                 self._places = list(self._cut(self._whole, list(map(_shape, heads))))
         return self._places
 
-    def finish(self, values: Sequence[Value]) -> list[Any]:
-        """Return what the caller gets, of the blocks that have come.
+    def finish(self, values: Sequence[Value], late: LateCopies) -> list[Any]:
+        """Return what the caller gets, of the blocks that have come; `late` gets its copies.
 
         Raises:
             ValueError: `out` does not fit them.
         """
         if self._out is None:
-            return [self._unwrapped(value) for value in values]
+            return [self._unwrapped(value, late) for value in values]
         shapes = list(map(_shape, values))
         if self._whole is None:
             for index, shape in enumerate(shapes):
                 self._compare(index, shape)
             return [
-                self._unwrapped(value) if item is None else _filled(item, value)
+                self._unwrapped(value, late) if item is None else _filled(item, value, late)
                 for item, value in zip(self._items, values, strict=True)
             ]
         for place, value in zip(self._cut(self._whole, shapes), values, strict=True):
             if not _is_same_memory(place, value):
                 place.array[...] = value.array
-        conversion.unwrap(self._whole)  # on its GPU, if it is there
+        conversion.unwrap(self._whole, late)  # on its GPU, if it is there
         return [self._out[a:b] for a, b in pairwise(_ends(shapes))]
 
     def _check(self, item: Any, dtype: DType | None, sent: Sequence[Value]) -> Value | None:
@@ -173,9 +174,9 @@ class Rooms:
             )
         return [Value(whole.array[a:b], whole.dtype, whole.kind) for a, b in pairwise(ends)]
 
-    def _unwrapped(self, value: Value) -> Any:
+    def _unwrapped(self, value: Value, late: LateCopies) -> Any:
         value.gpu = self._gpu if value.gpu is None else value.gpu
-        return conversion.unwrap(value)
+        return conversion.unwrap(value, late)
 
 
 class Room(Rooms):
@@ -206,7 +207,7 @@ def _is_same_memory(place: Value, value: Value) -> bool:
     )
 
 
-def _filled(item: Value, value: Value) -> Any:
+def _filled(item: Value, value: Value, late: LateCopies) -> Any:
     if item is not value:
         item.array[...] = value.array
-    return conversion.unwrap(item)
+    return conversion.unwrap(item, late)

@@ -18,6 +18,7 @@ from pycoll._calls.group import IN_CORE, Group
 from pycoll._calls.shared_memory import Native, counts_text, part_of
 from pycoll._calls.shared_memory_calls import serves
 from pycoll._calls.uneven_out import Room, Rooms
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import DType
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
@@ -284,9 +285,9 @@ class _UnevenPlan(CallPlan[Any]):
         """What the core compares."""
         return part_of("uneven", self.text)
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return the list of blocks."""
-        return self.rooms.finish(got)
+        return self.rooms.finish(got, late)
 
 
 class GathervPlan(_UnevenPlan):
@@ -304,9 +305,9 @@ class GathervPlan(_UnevenPlan):
             native, self.salt, self.own[0], self.root, self.rooms, self.heard
         )
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return the list of blocks on the root, None elsewhere."""
-        return self.rooms.finish(got) if self.group.rank == self.root else None
+        return self.rooms.finish(got, late) if self.group.rank == self.root else None
 
 
 class AllGathervPlan(_UnevenPlan):
@@ -344,9 +345,9 @@ class ScattervPlan(_UnevenPlan):
             native, self.salt, self._blocks, self.root, self.rooms, self.heard
         )
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return this rank's block."""
-        return self.rooms.finish([got])[0]
+        return self.rooms.finish([got], late)[0]
 
 
 class AllToAllvPlan(_UnevenPlan):
@@ -417,6 +418,6 @@ class ReduceScattervPlan(CallPlan[Any]):
             self.target.memory,
         )
 
-    def result(self, got: Any) -> Any:
+    def result(self, got: Any, late: LateCopies) -> Any:
         """Return this rank's rows."""
-        return self.target.result()
+        return self.target.result(late)

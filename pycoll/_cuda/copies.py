@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy as another
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from pycoll._cuda.cuda import Device, Mark
 from pycoll._transports.base import Operation
@@ -374,40 +374,6 @@ class Side:
         self.device = device
         self.pulls, self.pushes = Lanes(device), Lanes(device)
         self.meetings = Lanes(device)
-
-
-class _Concluding(threading.local):
-    """What a call leaves to be waited for when its result is made, in this thread."""
-
-    def __init__(self) -> None:
-        self.engine: Finisher | None = None
-        self.copies: list[GpuCopy | Push] | None = None
-
-
-_concluding = _Concluding()
-
-
-def concluding() -> Finisher | None:
-    """Return the engine of the call whose result is being made in this thread."""
-    return _concluding.engine
-
-
-def leave(late: Sequence[GpuCopy | Push]) -> None:
-    """Have who concludes a call wait for copies; they are waited for here if nobody does."""
-    if _concluding.copies is not None:
-        _concluding.copies += late
-        return
-    for copy in late:
-        copy.wait()
-
-
-def conclude(engine: Finisher, finish: Callable[[], Any]) -> tuple[Any, Sequence[Operation]]:
-    """Return what `finish` does, and the copies that must be done before it may be seen."""
-    _concluding.engine, _concluding.copies = engine, []
-    try:
-        return finish(), _concluding.copies
-    finally:
-        _concluding.engine = _concluding.copies = None
 
 
 _sides: dict[int, Side] = {}

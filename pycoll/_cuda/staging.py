@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from pycoll._cuda import copies
 from pycoll._cuda.copies import Finisher, GpuCopy, Lane, Push, is_over, side
 from pycoll._cuda.cuda import Device, IpcHandle, Mark, Rows
+from pycoll._cuda.late_copies import LateCopies
 from pycoll._cuda.pinned import Loan, pool
 from pycoll._dtypes import Array
 from pycoll.errors import TransportError
@@ -183,17 +183,22 @@ class Stage:
         self._pushed.append((begin, end, copy))
         return copy
 
-    def flush(self) -> None:
-        """Push what has not been; who concludes a call waits for it, else it is done here."""
+    def flush(self, late: LateCopies | None = None) -> None:
+        """Push what has not been; `late` gets what is under way, None: that is waited for here."""
+        engine = late.engine if late is not None else None
         begin = 0
         for first, last, _ in sorted(self._pushed, key=lambda pushed: pushed[:2]):
             if begin < first:
-                self.push(copies.concluding(), begin, first)
+                self.push(engine, begin, first)
             begin = max(begin, last)
         if begin < self.nbytes:
-            self.push(copies.concluding(), begin)
-        late = [copy for _, _, copy in self._pushed if not copy.done or copy.error is not None]
-        copies.leave(late)
+            self.push(engine, begin)
+        pushes = [copy for _, _, copy in self._pushed if not copy.done or copy.error is not None]
+        if late is not None:
+            late.copies += pushes
+            return
+        for push in pushes:
+            push.wait()
 
     def offset(self, view: memoryview) -> int:
         """Return where bytes of the staging buffer begin in it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.call_plan import Route, conclude
+from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.numbering import KINDS, OPS, REDUCING
@@ -344,7 +344,7 @@ class Plans:
         return rooted.INLINE_NBYTES + MOST_HEAD_NBYTES + 8 * self._group.size + len(head)
 
 
-Taking = tuple[CallSteps, Callable[[Any], Any]]
+Taking = tuple[CallSteps, ResultOf]
 """What is left of an announced call, and what its caller gets of the result."""
 
 
@@ -361,7 +361,7 @@ def _scatter(
 ) -> Taking:
     out, gpu = arguments.fillable_out(place), conversion.here()
     steps = rooted.take_scatter(group, number, call, root, announcement, None, gpu, out)
-    return steps, lambda received: rooted_plans.scattered(place, out, *received)
+    return steps, partial(rooted_plans.scattered, place, out)
 
 
 def _is_on_gpu(bound: Bound) -> bool:
