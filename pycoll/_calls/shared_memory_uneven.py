@@ -25,7 +25,7 @@ from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous
 from pycoll._calls.shared_memory import BY_MESSAGES, Native
 from pycoll._calls.shared_memory_calls import combine, serves
-from pycoll._calls.uneven_out import Rooms
+from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import UINT8, Array
 
 BARRIER = KINDS.index("barrier")
@@ -48,15 +48,17 @@ _NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 
 
 def gatherv(
-    native: Native, salt: int, x: Value, root: int, rooms: Rooms, heard: memoryview | None
+    native: Native, salt: int, x: Value, root: int, targets: BlockTargets, heard: memoryview | None
 ) -> Any:
     """Gather to the root: there the list of blocks by rank; None elsewhere."""
-    return _gather(native, salt, GATHER, x, root, rooms, heard)
+    return _gather(native, salt, GATHER, x, root, targets, heard)
 
 
-def all_gatherv(native: Native, salt: int, x: Value, rooms: Rooms, heard: memoryview | None) -> Any:
+def all_gatherv(
+    native: Native, salt: int, x: Value, targets: BlockTargets, heard: memoryview | None
+) -> Any:
     """Gather to every rank the list of blocks by rank."""
-    return _gather(native, salt, ALL_GATHER, x, 0, rooms, heard)
+    return _gather(native, salt, ALL_GATHER, x, 0, targets, heard)
 
 
 def _gather(
@@ -65,7 +67,7 @@ def _gather(
     kind: int,
     x: Value,
     root: int,
-    rooms: Rooms,
+    targets: BlockTargets,
     heard: memoryview | None,
 ) -> Any:
     x, size, me = _contiguous(x), native.size, native.rank
@@ -74,12 +76,12 @@ def _gather(
         # Everybody hears everything, also in a gatherv: all must know alike what comes next.
         _run(native, ALL_GATHER, root, salt, _rows([x], MAX_ROW_NBYTES), heard, MAX_ROW_NBYTES)
     sources = range(size) if kind == ALL_GATHER or me == root else ()
-    got = _blocks(native, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources, rooms)
+    got = _blocks(native, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources, targets)
     return got if got is BY_MESSAGES or sources else None
 
 
 def all_to_allv(
-    native: Native, salt: int, xs: Sequence[Value], rooms: Rooms, heard: memoryview | None
+    native: Native, salt: int, xs: Sequence[Value], targets: BlockTargets, heard: memoryview | None
 ) -> Any:
     """Send block i to rank i; returns the blocks received, by rank."""
     xs, size, me = [_contiguous(x) for x in xs], native.size, native.rank
@@ -87,7 +89,7 @@ def all_to_allv(
     if heard is None:
         heard = memoryview(bytearray(size * nbytes))
         _run(native, ALL_TO_ALL, 0, salt, _rows(xs, nbytes), heard, nbytes)
-    return _blocks(native, salt, 0, heard, nbytes, {me: xs[me]}, range(size), rooms)
+    return _blocks(native, salt, 0, heard, nbytes, {me: xs[me]}, range(size), targets)
 
 
 def scatterv(
@@ -95,7 +97,7 @@ def scatterv(
     salt: int,
     xs: Sequence[Value] | None,
     root: int,
-    room: Rooms,
+    target: BlockTargets,
     heard: memoryview | None,
 ) -> Any:
     """Give rank i the root's block i."""
@@ -105,12 +107,12 @@ def scatterv(
         if heard is None:
             heard = _rows(xs, nbytes)
             _run(native, SCATTER, root, salt, heard, None, nbytes)
-        done = _blocks(native, salt, root, heard[:nbytes], nbytes, {}, (), room)
-        return done if done is BY_MESSAGES else room.copied(0, xs[root])
+        done = _blocks(native, salt, root, heard[:nbytes], nbytes, {}, (), target)
+        return done if done is BY_MESSAGES else target.copied(0, xs[root])
     if heard is None:
         heard = memoryview(bytearray(nbytes))
         _run(native, SCATTER, root, salt, None, heard, nbytes)
-    got = _blocks(native, salt, root, heard, nbytes, {}, (root,), room)
+    got = _blocks(native, salt, root, heard, nbytes, {}, (root,), target)
     return got if got is BY_MESSAGES else got[0]
 
 
@@ -160,7 +162,7 @@ def _blocks(
     nbytes: int,
     own: dict[int, Value],
     sources: Sequence[int],
-    rooms: Rooms,
+    targets: BlockTargets,
 ) -> Any:
     """Return the blocks of the first round's rows, one from each source.
 
@@ -174,14 +176,14 @@ def _blocks(
     values, pieces = [], []
     starts = [index * nbytes + _FIRST.size for index in range(len(sources))]
     heads = [blocks.read_head(heard, start) for start in starts]
-    places = rooms.places(heads) if sources else []
+    places = targets.places(heads) if sources else []
     for index, (source, head) in enumerate(zip(sources, heads, strict=True)):
         start = starts[index] + head.start
         if start + head.nbytes <= (index + 1) * nbytes:
             value = head.view(heard, start)
             value.array = value.array.copy()
         elif source in own:
-            value = rooms.copied(index, own[source])
+            value = targets.copied(index, own[source])
         else:
             value = places[index] or head.fresh()
             pieces.append((source, said[index][1], conversion.as_bytes(value.array)))

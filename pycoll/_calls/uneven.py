@@ -17,7 +17,7 @@ from pycoll._calls import blocks, shared_memory_uneven
 from pycoll._calls.group import Group
 from pycoll._calls.p2p import contiguous, pulled
 from pycoll._calls.rooted import INLINE_NBYTES
-from pycoll._calls.uneven_out import Rooms
+from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import Array
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.task import CallSteps
@@ -27,7 +27,7 @@ from pycoll._transports.base import nbytes_of
 LINEAR, PAIRWISE = Choice("linear"), Choice("pairwise")
 
 
-def gatherv(group: Group, call: bytes, x: Value, root: int, rooms: Rooms) -> CallSteps:
+def gatherv(group: Group, call: bytes, x: Value, root: int, targets: BlockTargets) -> CallSteps:
     """Gather to the root: there the list of blocks by rank; None elsewhere."""
     number = group.context.begin(call)
     yield from pulled(group, x)
@@ -40,12 +40,12 @@ def gatherv(group: Group, call: bytes, x: Value, root: int, rooms: Rooms) -> Cal
     if group.rank != root:
         return None
     return [
-        rooms.copied(rank, x) if rank == root else blocks.unpack(run.value(rank))
+        targets.copied(rank, x) if rank == root else blocks.unpack(run.value(rank))
         for rank in range(size)
     ]
 
 
-def all_gatherv(group: Group, call: bytes, x: Value, rooms: Rooms) -> CallSteps:
+def all_gatherv(group: Group, call: bytes, x: Value, targets: BlockTargets) -> CallSteps:
     """Gather the heads and what is small (lane 0), then, knowing all lengths, the rest (lane 1)."""
     number = group.context.begin(call)
     yield from pulled(group, x)
@@ -58,9 +58,9 @@ def all_gatherv(group: Group, call: bytes, x: Value, rooms: Rooms) -> CallSteps:
     first: list[memoryview] = [run.value(rank) for rank in range(size)]
     heads = [blocks.read_head(data) for data in first]
     lengths = [head.nbytes if head.nbytes > INLINE_NBYTES else 0 for head in heads]
-    places = rooms.places(heads)
+    places = targets.places(heads)
     values = [
-        rooms.copied(rank, x)
+        targets.copied(rank, x)
         if rank == me
         else (places[rank] or head.fresh())
         if lengths[rank]
@@ -81,7 +81,7 @@ def all_gatherv(group: Group, call: bytes, x: Value, rooms: Rooms) -> CallSteps:
 
 
 def scatterv(
-    group: Group, call: bytes, xs: Sequence[Value] | None, root: int, room: Rooms
+    group: Group, call: bytes, xs: Sequence[Value] | None, root: int, target: BlockTargets
 ) -> CallSteps:
     """Give rank i the root's block i; `xs`, the blocks, is None off root."""
     number = group.context.begin(call)
@@ -93,11 +93,11 @@ def scatterv(
     run = yield from group.run((number, 0), call, ("scatter", LINEAR, root), binding)
     group.context.end(number)
     if xs is not None:
-        return room.copied(0, xs[root])
+        return target.copied(0, xs[root])
     return blocks.unpack(run.value(group.rank))
 
 
-def all_to_allv(group: Group, call: bytes, xs: Sequence[Value], rooms: Rooms) -> CallSteps:
+def all_to_allv(group: Group, call: bytes, xs: Sequence[Value], targets: BlockTargets) -> CallSteps:
     """Send block i to rank i; returns the blocks received, by rank."""
     number = group.context.begin(call)
     yield from pulled(group, *xs)
@@ -112,7 +112,7 @@ def all_to_allv(group: Group, call: bytes, xs: Sequence[Value], rooms: Rooms) ->
     run = yield from group.run((number, 0), call, ("all_to_all", PAIRWISE), binding)
     group.context.end(number)
     return [
-        rooms.copied(me, xs[me]) if rank == me else blocks.unpack(run.value(size + rank))
+        targets.copied(me, xs[me]) if rank == me else blocks.unpack(run.value(size + rank))
         for rank in range(size)
     ]
 

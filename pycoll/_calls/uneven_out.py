@@ -29,7 +29,7 @@ class Shape(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-class Rooms:
+class BlockTargets:
     """The places of the blocks that a rank receives, by their index.
 
     Args:
@@ -179,7 +179,7 @@ class Rooms:
         return conversion.unwrap(value, late)
 
 
-class Room(Rooms):
+class BlockTarget(BlockTargets):
     """The place of the one block that a rank receives: `out` is an array of its shape, or None."""
 
     def __init__(

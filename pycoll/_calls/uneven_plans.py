@@ -17,7 +17,7 @@ from pycoll._calls.collectives import type_text
 from pycoll._calls.group import IN_CORE, Group
 from pycoll._calls.shared_memory import Native, counts_text, part_of
 from pycoll._calls.shared_memory_calls import serves
-from pycoll._calls.uneven_out import Room, Rooms
+from pycoll._calls.uneven_out import BlockTarget, BlockTargets
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import DType
 from pycoll._runtime.task import CallSteps
@@ -46,7 +46,7 @@ def prepare_gatherv(
         group: of the communicator.
         x: array; the same dtype on all ranks.
         root: rank that gets the list.
-        out: on the root, places of the blocks, as of `Rooms`.
+        out: on the root, places of the blocks, as of `BlockTargets`.
         blocking: the call may go through the compiled core.
         heard: what the others have said, if it has done the first round there; else None.
 
@@ -57,9 +57,9 @@ def prepare_gatherv(
     root = arguments.check_root(root, group.size)
     block = _block("gatherv", x)
     wanted = out if group.rank == root else None
-    rooms = Rooms(wanted, group.size, block.dtype, {root: block}, [block])
+    targets = BlockTargets(wanted, group.size, block.dtype, {root: block}, [block])
     text = _prefix(blocking) + _text("gatherv", block.dtype, root)
-    return GathervPlan(group, text, _route(group, blocking), [block], root, rooms, heard)
+    return GathervPlan(group, text, _route(group, blocking), [block], root, targets, heard)
 
 
 def prepare_all_gatherv(
@@ -67,9 +67,9 @@ def prepare_all_gatherv(
 ) -> CallPlan[Any]:
     """Collect arrays of any shapes on every rank: the list by rank; as `prepare_gatherv`."""
     block = _block("all_gatherv", x)
-    rooms = Rooms(out, group.size, block.dtype, {group.rank: block}, [block])
+    targets = BlockTargets(out, group.size, block.dtype, {group.rank: block}, [block])
     text = _prefix(blocking) + _text("all_gatherv", block.dtype, 0)
-    return AllGathervPlan(group, text, _route(group, blocking), [block], 0, rooms, heard)
+    return AllGathervPlan(group, text, _route(group, blocking), [block], 0, targets, heard)
 
 
 def prepare_scatterv(
@@ -92,9 +92,9 @@ def prepare_scatterv(
     root = arguments.check_root(root, group.size)
     own = _blocks("scatterv", xs, group.size) if group.rank == root else None
     mine = own[root] if own is not None else None
-    room = Room(out, mine.dtype if mine is not None else None, mine, own or ())
+    target = BlockTarget(out, mine.dtype if mine is not None else None, mine, own or ())
     text = _prefix(blocking) + _text("scatterv", None, root)
-    return ScattervPlan(group, text, _route(group, blocking), own or (), root, room, heard)
+    return ScattervPlan(group, text, _route(group, blocking), own or (), root, target, heard)
 
 
 def prepare_all_to_allv(
@@ -105,7 +105,7 @@ def prepare_all_to_allv(
     Args:
         group: of the communicator.
         xs: list or tuple of size arrays; one dtype, the same on all ranks.
-        out: places of the blocks, as of `Rooms`.
+        out: places of the blocks, as of `BlockTargets`.
         blocking: the call may go through the compiled core.
         heard: what the others have said, if it has done the first round there; else None.
 
@@ -114,9 +114,9 @@ def prepare_all_to_allv(
         ValueError: it has another length, or `out` cannot fit.
     """
     own = _blocks("all_to_allv", xs, group.size)
-    rooms = Rooms(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
+    targets = BlockTargets(out, group.size, own[0].dtype, {group.rank: own[group.rank]}, own)
     text = _prefix(blocking) + _text("all_to_allv", own[0].dtype, 0)
-    return AllToAllvPlan(group, text, _route(group, blocking), own, 0, rooms, heard)
+    return AllToAllvPlan(group, text, _route(group, blocking), own, 0, targets, heard)
 
 
 def prepare_reduce_scatterv(
@@ -253,11 +253,11 @@ class _UnevenPlan(CallPlan[Any]):
         group, text, route: as of `CallPlan`.
         own: this rank's blocks, or block; nothing in a scatterv off root.
         root: the root, if it has one.
-        rooms: where blocks go.
+        targets: where blocks go.
         heard: what the others have said, if the first round is done in the core; else None.
     """
 
-    __slots__ = ("heard", "own", "rooms", "root")
+    __slots__ = ("heard", "own", "root", "targets")
 
     def __init__(
         self,
@@ -266,13 +266,13 @@ class _UnevenPlan(CallPlan[Any]):
         route: Route,
         own: Sequence[Value],
         root: int,
-        rooms: Rooms,
+        targets: BlockTargets,
         heard: memoryview | None,
     ) -> None:
         super().__init__(group, text, route)
         self.own = own
         self.root = root
-        self.rooms = rooms
+        self.targets = targets
         self.heard = heard
 
     @property
@@ -287,7 +287,7 @@ class _UnevenPlan(CallPlan[Any]):
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return the list of blocks."""
-        return self.rooms.finish(got, late)
+        return self.targets.finish(got, late)
 
 
 class GathervPlan(_UnevenPlan):
@@ -297,17 +297,17 @@ class GathervPlan(_UnevenPlan):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Send what is here to the root."""
-        return uneven.gatherv(self.group, signature, self.own[0], self.root, self.rooms)
+        return uneven.gatherv(self.group, signature, self.own[0], self.root, self.targets)
 
     def in_core(self, native: Native) -> Any:
         """Have the root read it."""
         return shared_memory_uneven.gatherv(
-            native, self.salt, self.own[0], self.root, self.rooms, self.heard
+            native, self.salt, self.own[0], self.root, self.targets, self.heard
         )
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return the list of blocks on the root, None elsewhere."""
-        return self.rooms.finish(got, late) if self.group.rank == self.root else None
+        return self.targets.finish(got, late) if self.group.rank == self.root else None
 
 
 class AllGathervPlan(_UnevenPlan):
@@ -317,12 +317,12 @@ class AllGathervPlan(_UnevenPlan):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Send what is here to all."""
-        return uneven.all_gatherv(self.group, signature, self.own[0], self.rooms)
+        return uneven.all_gatherv(self.group, signature, self.own[0], self.targets)
 
     def in_core(self, native: Native) -> Any:
         """Have all read it."""
         return shared_memory_uneven.all_gatherv(
-            native, self.salt, self.own[0], self.rooms, self.heard
+            native, self.salt, self.own[0], self.targets, self.heard
         )
 
 
@@ -337,17 +337,17 @@ class ScattervPlan(_UnevenPlan):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Send each rank its block."""
-        return uneven.scatterv(self.group, signature, self._blocks, self.root, self.rooms)
+        return uneven.scatterv(self.group, signature, self._blocks, self.root, self.targets)
 
     def in_core(self, native: Native) -> Any:
         """Have each rank read its block."""
         return shared_memory_uneven.scatterv(
-            native, self.salt, self._blocks, self.root, self.rooms, self.heard
+            native, self.salt, self._blocks, self.root, self.targets, self.heard
         )
 
     def result(self, got: Any, late: LateCopies) -> Any:
         """Return this rank's block."""
-        return self.rooms.finish([got], late)[0]
+        return self.targets.finish([got], late)[0]
 
 
 class AllToAllvPlan(_UnevenPlan):
@@ -357,11 +357,13 @@ class AllToAllvPlan(_UnevenPlan):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Send each rank its block."""
-        return uneven.all_to_allv(self.group, signature, self.own, self.rooms)
+        return uneven.all_to_allv(self.group, signature, self.own, self.targets)
 
     def in_core(self, native: Native) -> Any:
         """Have each rank read its block."""
-        return shared_memory_uneven.all_to_allv(native, self.salt, self.own, self.rooms, self.heard)
+        return shared_memory_uneven.all_to_allv(
+            native, self.salt, self.own, self.targets, self.heard
+        )
 
 
 class ReduceScattervPlan(CallPlan[Any]):

@@ -251,7 +251,7 @@ def test_memory_is_lent_to_another_process(ranks: Any, offset: int) -> None:
     ranks(program)
 
 
-def test_memory_of_a_pool_is_not_lent(ranks: Any) -> None:
+def test_memory_of_a_pool_is_not_offered(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         from cuda.bindings import driver
 

@@ -325,7 +325,7 @@ def test_large_tensors(ranks: Any) -> None:
     ranks(program)
 
 
-# What the first two allocate cannot be lent to another process as other memory can.
+# What the first two allocate cannot be opened by another process as other memory can.
 expandable = jobs((), PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
 pooled = jobs((), PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
 
@@ -340,7 +340,7 @@ def check_messages(comm: Comm) -> None:
         )
         assert torch.equal(comm.all_reduce(x), 2 * numbers(comm, count) + 1)
         both = torch.stack([numbers(comm, count, rank) for rank in range(2)])
-        for _ in range(3):  # the second time what only moves is lent, where that can be
+        for _ in range(3):  # the second time what only moves goes by CUDA IPC, where it can
             assert torch.equal(comm.all_gather(x), both)
             assert torch.equal(comm.iall_gather(x).wait(), both)
             assert torch.equal(comm.broadcast(x.clone(), root=1), both[1])
@@ -385,5 +385,5 @@ def test_memory_of_cudas_own_pool(ranks: Any) -> None:
 
 
 @staged
-def test_messages_that_are_not_lent(ranks: Any) -> None:
+def test_messages_that_are_not_offered(ranks: Any) -> None:
     ranks(check_messages)
