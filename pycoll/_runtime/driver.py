@@ -33,8 +33,8 @@ from pycoll._transports.base import Operation
 from pycoll._transports.core import CoreTransport
 from pycoll.errors import Error
 
-_ENGINE = {f"pycoll.{name}" for name in ("communicator", "engine", "native", "request", "task")}
-_ENGINE.add(__name__)
+_CALLERS = tuple(f"pycoll.{name}." for name in ("_communicator", "_requests", "_calls", "_runtime"))
+"""Packages that call the program in the middle of an operation: operators, signal handlers."""
 
 
 class _Waiter:
@@ -403,7 +403,7 @@ def _is_called_by_itself() -> bool:
     is_program = False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if is_program and name in _ENGINE:
+        if is_program and name.startswith(_CALLERS):
             return True
         is_program = is_program or not name.startswith("pycoll.")
         frame = frame.f_back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import threading
@@ -121,6 +122,20 @@ def test_whatever_raises_in_there_leaves_it_as_it_was(
         assert is_well(driver), moment
         moment += 1
     assert moment > 8
+
+
+@pytest.mark.parametrize(
+    "module", ["_communicator.running", "_requests.request", "_calls.p2p", "_runtime.engine"]
+)
+def test_a_signal_handler_between_two_waits_is_refused_too(module: str, driver: Plain) -> None:
+    """Then no frame of the driver's is below it, but one of who calls the driver."""
+    name = importlib.import_module(f"pycoll.{module}").__name__
+    caller: dict[str, Any] = {"__name__": name}
+    exec("def call(handler):\n    return handler()", caller)
+    with driver.locked():
+        assert caller["call"](lambda: driver.is_inside())
+        assert driver._is_mine()
+    assert not caller["call"](lambda: driver.is_inside())
 
 
 def test_an_operator_that_communicates_is_refused_and_does_no_harm(driver: Plain) -> None:
