@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# `native` of the world, and forms of calls.
+# `shm` of the world, and forms of calls.
 NATIVE = """
-native = comm._group.native
-core = native.core if native is not None else None
+shm = comm._group.shm
+core = shm.core if shm is not None else None
 
 def read_directly(nbytes):
     "From so many bytes on, in every collective."

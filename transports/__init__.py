@@ -1,4 +1,4 @@
-"""How bytes move between ranks: an ordered table of transports, opened when needed.
+"""The names of the transports, and why one cannot be used here.
 
     inproc  ranks as threads of one process, and the link of a rank to itself
     shm     shared memory: the processes of one host
@@ -6,7 +6,8 @@
     tcp     plain sockets: works between any two processes
     zmq     ZeroMQ over TCP: the same, and the only one that encrypts
 
-`reasons` says why a transport cannot be used, `check` refuses one with that reason.
+`reasons` says why a transport cannot be used, `check` refuses one with that reason. Which one two
+ranks use is decided where all meet: `Meeting` in `pycoll/_world/meeting.py`.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def no_out(out: Any) -> None:
 
 
 def by_messages(collective: str, algorithm: str | None) -> str | None:
-    """Check the algorithm of a collective of objects that the compiled core does not have."""
+    """Check the algorithm of a collective of objects that shared memory does not have."""
     if algorithm == "shared_memory":
         raise ValueError(f"{collective} of objects cannot use shared_memory; use tree or linear")
     return algorithm

@@ -28,7 +28,7 @@ from pycoll._transports.base import Operation
 if TYPE_CHECKING:
     from pycoll._arrays.value import Value
     from pycoll._calls.group import Bound
-    from pycoll._calls.shared_memory import Native
+    from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
     from pycoll._runtime.engine import Engine
     from pycoll._runtime.task import CallSteps
@@ -44,8 +44,8 @@ HIERARCHICAL = "hierarchical"
 class Route(enum.Enum):
     """How a blocking call goes. A non-blocking one goes by messages."""
 
-    CORE = "all ranks in shared memory, in the compiled core"
-    TWO_LEVEL = "in the core on each host, and by messages between the hosts' leaders"
+    SHARED_MEMORY = "all ranks exchange slots of shared memory, in C"
+    TWO_LEVEL = "in shared memory on each host, and by messages between the leaders of hosts"
     MESSAGES = "by messages, as its schedule says"
 
 
@@ -58,8 +58,8 @@ def route_of(group: Group, choice: Choice, blocking: bool, two_level_nbytes: int
         blocking: whether the caller waits in the call.
         two_level_nbytes: of a value, if it may be combined, or passed, in two levels; else None.
     """
-    if choice.name == SHARED_MEMORY and group.native is not None:
-        return Route.CORE
+    if choice.name == SHARED_MEMORY and group.shm is not None:
+        return Route.SHARED_MEMORY
     is_two_level = blocking and choice.name == HIERARCHICAL and two_level_nbytes is not None
     if is_two_level and _fits_two_levels(group, two_level_nbytes or 0):
         return Route.TWO_LEVEL
@@ -105,8 +105,8 @@ class CallPlan(Generic[R]):
         """Run it by messages; `signature`: its text, and where it was made."""
         raise NotImplementedError
 
-    def in_core(self, native: Native) -> Any:
-        """Run it in the compiled core; returns `shared_memory.BY_MESSAGES` if that cannot be."""
+    def in_shared_memory(self, shm: ShmComm) -> Any:
+        """Run it in shared memory; returns `shared_memory.BY_MESSAGES` if that cannot be."""
         raise NotImplementedError
 
     def in_two_levels(self, levels: TwoLevelCall) -> None:

@@ -29,7 +29,7 @@ class Calls(Moves, Reductions, PointToPoint):
 
     Args:
         group: the communicator's ranks.
-        blocking: whether the caller waits in the call. Only then it may run in the compiled core.
+        blocking: whether the caller waits in the call. Only then it may go through shared memory.
     """
 
     def gatherv(self, x: A, root: int = 0, out: Any = None) -> CallPlan[list[A] | MaybeNone]:

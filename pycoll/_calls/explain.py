@@ -83,7 +83,7 @@ def explain(
         collective: for example ``"all_reduce"``.
         nbytes: of one rank's value, or of one block (see `Query`); a barrier has none.
         op: the operator, where something is reduced.
-        blocking: False: as a request, which does not enter the compiled core.
+        blocking: False: as a request, which does not go through shared memory.
 
     Raises:
         ValueError: there is no such collective or operator, or `nbytes` is below 0.
@@ -93,7 +93,7 @@ def explain(
     if nbytes < 0:
         raise ValueError(f"nbytes is {nbytes}; it cannot be below 0")
     collective = _ALIASES.get(collective, collective)
-    request = Query(collective, 0 if collective == "barrier" else nbytes, native=blocking)
+    request = Query(collective, 0 if collective == "barrier" else nbytes, shm=blocking)
     schedules.names(collective)  # or it does not exist
     if collective in schedules.REDUCING:
         resolved = operators.resolve(op)
@@ -102,7 +102,7 @@ def explain(
             rank_order=not resolved.commutative,
             whole=not resolved.elementwise,
             # Between hosts the core takes what is exact in every order: for any dtype, bits.
-            native=blocking and in_core and (group.native is not None or resolved.name in _EXACT),
+            shm=blocking and in_core and (group.shm is not None or resolved.name in _EXACT),
         )
     able, refused = group.selector.ranking(request)
     chosen = able[0]
@@ -131,7 +131,7 @@ def _why(collective: str, nbytes: int, able: list[Candidate], refused: list[Refu
     if collective == "broadcast" and nbytes <= INLINE_NBYTES and name != SHARED_MEMORY:
         return "so small a value travels with its announcement, down the binomial tree, anyway"
     if name == SHARED_MEMORY:
-        return "all ranks share memory, and there the compiled core is used whenever it can serve"
+        return "all ranks share memory, and there shared_memory is used whenever it can serve"
     if len(able) == 1:
         return "it is the only one that can serve"
     return "by the table it takes least time"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pycoll import schedules
     from pycoll._calls import core_runs
     from pycoll._calls.core_runs import CoreRun
-    from pycoll._calls.shared_memory import Native
+    from pycoll._calls.shared_memory import ShmComm
     from pycoll._gpu import cuda_ipc, cuda_ipc_run, staged_run
     from pycoll._runtime.binding import Binding
     from pycoll._runtime.external import Table
@@ -55,7 +55,7 @@ class Bound(NamedTuple):
     granule: int = 1
 
 
-IN_CORE = Choice(SHARED_MEMORY)
+IN_SHARED_MEMORY = Choice(SHARED_MEMORY)
 
 CACHED_SCHEDULES = 64
 """Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""
@@ -74,7 +74,7 @@ class Group:
         context: what matches their messages.
         hosts: by rank the number of its host.
         on_close: called when it is closed, under the engine's lock.
-        native: their collectives in shared memory; None: not all are on this host, or cannot.
+        shm: their collectives in shared memory; None: not all are on this host, or cannot.
     """
 
     def __init__(
@@ -95,26 +95,26 @@ class Group:
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._selector: Selector | None = None
         self._generation = 0
-        self.native = self._open_native()
+        self.shm = self._open_shm()
         self.context.num_started = lambda: self.number
 
-    def _open_native(self) -> Native | None:
+    def _open_shm(self) -> ShmComm | None:
         shared = self.engine.shared_memory
         if self.size == 1 or shared is None or not set(self.members) <= set(shared.ranks):
             return None
-        from pycoll._calls.shared_memory import Native
+        from pycoll._calls.shared_memory import ShmComm
 
-        self.context.in_core = native = Native(self.engine, self.context, shared)
-        return native
+        self.context.shm = shm = ShmComm(self.engine, self.context, shared)
+        return shm
 
     def close(self) -> None:
         """Forget this communicator; under the engine's lock."""
         for close in self.on_close:
             close()
         self.engine.close_context(self.context)
-        if self.native is not None:
-            self.context.in_core = None
-            self.native.close()
+        if self.shm is not None:
+            self.context.shm = None
+            self.shm.close()
 
     @property
     def name(self) -> str:
@@ -137,7 +137,7 @@ class Group:
         forced: str | None,
         rank_order: bool = False,
         whole: bool = False,
-        native: bool = True,
+        shm: bool = True,
     ) -> Choice:
         """Return how a call runs; the same on all ranks.
 
@@ -147,18 +147,23 @@ class Group:
             forced: the algorithm that the caller wants, or None.
             rank_order: the operator is not commutative.
             whole: the operator takes whole values only.
-            native: the compiled core may run it, where there is one.
+            shm: it may go through shared memory, where there is some.
 
         Raises:
             ValueError: `forced` does not exist, or cannot serve this operator.
         """
-        if forced is None and native and self.native is not None and self.in_core(collective):
-            return IN_CORE  # whatever the times: the core's fast path asks nobody
+        if (
+            forced is None
+            and shm
+            and self.shm is not None
+            and self.allows_shared_memory(collective)
+        ):
+            return IN_SHARED_MEMORY  # whatever the times: the core's fast path asks nobody
         self._forget_stale()
-        key = collective, nbytes, forced, rank_order, whole, native
+        key = collective, nbytes, forced, rank_order, whole, shm
         choice = self._choices.get(key)
         if choice is None:
-            request = select.Query(collective, nbytes, rank_order, whole, native)
+            request = select.Query(collective, nbytes, rank_order, whole, shm)
             choice = (
                 self.selector.choose(request) if forced is None else self._force(forced, request)
             )
@@ -170,8 +175,8 @@ class Group:
     def _force(self, name: str, request: Query) -> Choice:
         collective = request.collective
         if name == SHARED_MEMORY:
-            if self.native is not None:
-                return IN_CORE
+            if self.shm is not None:
+                return IN_SHARED_MEMORY
             if self.size == 1:
                 return self.selector.choose(request)
             raise ValueError(self._no_shared_memory(collective))
@@ -195,7 +200,7 @@ class Group:
 
     def go_by(self, settings: Agreed) -> None:
         """Choose by other settings than the job's; on all ranks, before or between calls."""
-        self._selector = select.Selector(settings, self.hosts, self.native is not None)
+        self._selector = select.Selector(settings, self.hosts, self.shm is not None)
         self._choices.clear()
         if self.context.collectives is not None:
             self.context.collectives.forget_plans()
@@ -205,8 +210,8 @@ class Group:
         rule = agreed.current().rules.get(collective)
         return rule is not None and not rule.excluded
 
-    def in_core(self, collective: str) -> bool:
-        """Whether calls of a collective may enter the compiled core without asking `choose`."""
+    def allows_shared_memory(self, collective: str) -> bool:
+        """Whether calls of a collective may go through shared memory without asking `choose`."""
         rule = agreed.current().rules.get(collective)
         return rule is None or rule.allows(SHARED_MEMORY)
 

@@ -23,7 +23,7 @@ from pycoll._calls.collectives import bind_pieces
 from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous, pulled
-from pycoll._calls.shared_memory import Native, part_of
+from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._calls.shared_memory_calls import combine, serves
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array, DType
@@ -51,8 +51,8 @@ On a machine with 2 cores, in ms, arrays alone, and in buckets of 1 MiB and of 4
     4 ranks              51   5.1  5.7     17    5.0  3.9    9.5   4.9  4.4
 """
 
-ALONE_IN_CORE_NBYTES = 128 << 10
-"""The same in the compiled core, where a call costs less than a copy sooner.
+ALONE_IN_SHM_NBYTES = 128 << 10
+"""The same in shared memory, where a call costs less than a copy sooner.
 
     2 ranks              4.3  2.8  2.7     2.2   2.8  2.7    1.7   3.0  2.5
     4 ranks              7.0  2.5  2.3     3.9   1.7  1.6    1.5   1.4  1.7
@@ -180,18 +180,18 @@ class ManyPlan(CallPlan[list[Any]]):
         """Reduce all buckets at the same time."""
         return _over_messages(self.group, signature, self.buckets, self.op, self.algorithm)
 
-    def in_core(self, native: Native) -> None:
+    def in_shared_memory(self, shm: ShmComm) -> None:
         """Reduce one bucket after the other."""
-        _through_core(native, part_of("many", self.text), self.buckets, self.op)
+        _through_core(shm, part_of("many", self.text), self.buckets, self.op)
 
     def result(self, got: Any, late: LateCopies) -> list[Any]:
         """Return the arrays."""
         return [result(late) for result in self.results]
 
 
-def _choose(group: Group, op: Op, nbytes: int, forced: str | None, native: bool) -> Choice:
+def _choose(group: Group, op: Op, nbytes: int, forced: str | None, shm: bool) -> Choice:
     rank_order, whole = not op.commutative, not op.elementwise
-    return group.choose("all_reduce", nbytes, forced, rank_order, whole, native)
+    return group.choose("all_reduce", nbytes, forced, rank_order, whole, shm)
 
 
 def _filled(target: Target, place: Array, late: LateCopies) -> Any:
@@ -210,7 +210,7 @@ def prepare_all_reduce_many(
         op: as in `reduce`; a function that is not elementwise gets one array at a time.
         out: for each array one for its result, or None; None: all results are new.
         algorithm: one of all_reduce's.
-        blocking: the call may go through the compiled core.
+        blocking: the call may go through shared memory.
 
     Raises:
         TypeError: `xs` or `out` is no list, or `xs` has an item that `op` does not take.
@@ -228,11 +228,11 @@ def prepare_all_reduce_many(
     for value in dtypes.values():
         operators.check(resolved, value.dtype)
     outs = _targets(out, values)
-    native = blocking and all(serves(resolved, value) for value in dtypes.values())
-    route = route_of(group, _choose(group, resolved, 0, algorithm, native), blocking, None)
-    in_core = route is Route.CORE
-    alone_nbytes = ALONE_IN_CORE_NBYTES if in_core else ALONE_NBYTES
-    if in_core and not resolved.elementwise:
+    shm = blocking and all(serves(resolved, value) for value in dtypes.values())
+    route = route_of(group, _choose(group, resolved, 0, algorithm, shm), blocking, None)
+    in_shared_memory = route is Route.SHARED_MEMORY
+    alone_nbytes = ALONE_IN_SHM_NBYTES if in_shared_memory else ALONE_NBYTES
+    if in_shared_memory and not resolved.elementwise:
         alone_nbytes = 0  # the core gives a function all that it combines
     buckets, results = _fill(values, outs, alone_nbytes)
     if len(buckets) > MAX_BUCKETS:
@@ -315,7 +315,7 @@ def _over_messages(
     runs = []
     for lane, bucket in enumerate(buckets):
         # In one segment: the buckets overlap each other already.
-        chosen = _choose(group, op, bucket.source.nbytes, algorithm, native=False)
+        chosen = _choose(group, op, bucket.source.nbytes, algorithm, shm=False)
         how = "all_reduce", Choice(chosen.name)
         binding = bind_pieces(group, how, bucket.combiner(op), bucket.source, bucket.target)
         binding = binding._replace(finish=finisher(op, bucket.dtype, group.size))
@@ -339,20 +339,20 @@ def _over_messages(
     group.context.end(number)
 
 
-def _through_core(native: Native, salt: int, buckets: Sequence[Bucket], op: Op) -> None:
-    core = native.core
+def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) -> None:
+    core = shm.core
     for bucket in buckets:
         bucket.load()
     if not buckets or not serves(op, Value(buckets[0].source, buckets[0].dtype, "numpy")):
         core.run(None, BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, "numpy")
-            combine(native, "all_reduce", value, bucket.target, op)
-            bucket.unload(native.engine)
+            combine(shm, "all_reduce", value, bucket.target, op)
+            bucket.unload(shm.engine)
         return
     code = OPS.index(op.name)
     for bucket in buckets:
         source, target = conversion.as_bytes(bucket.source), conversion.as_bytes(bucket.target)
         nbytes, dtype = len(source), bucket.dtype.code
         core.run(None, ALL_REDUCE, dtype, code, 0, (nbytes,), salt, source, target, nbytes)
-        bucket.unload(native.engine)
+        bucket.unload(shm.engine)

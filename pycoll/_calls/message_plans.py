@@ -1,4 +1,8 @@
-"""The plans of messages and probes. None is collective, and none enters the compiled core."""
+"""The plans of messages and probes: none is collective.
+
+This is the way through Python. A NumPy array or an object of a common type takes none of these: its
+method is the C core's (`messages_type.c`), which calls Python for all else.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def all_gather(group: Group, call: bytes, parts: Parts, algorithm: str | None) -
     number = group.context.begin(call)
     how: How = "all_gather", LINEAR
     lengths = yield from _gather_lengths(group, number, call, how, nbytes_of(parts))
-    chosen = group.choose("all_gather", max(lengths), algorithm, native=False)
+    chosen = group.choose("all_gather", max(lengths), algorithm, shm=False)
     how = "all_gather", chosen
     result = yield from _gather_bytes(group, number, call, how, parts, lengths)
     group.context.end(number)

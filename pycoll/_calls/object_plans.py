@@ -10,7 +10,7 @@ from pycoll._arrays.operators import Op
 from pycoll._calls import object_collectives, shared_memory_calls
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
-from pycoll._calls.shared_memory import Native
+from pycoll._calls.shared_memory import ShmComm
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
@@ -62,9 +62,9 @@ class AllGatherPlan(CallPlan[Any]):
         """Gather their lengths, then their bytes."""
         return object_collectives.all_gather(self.group, signature, self.parts, self.algorithm)
 
-    def in_core(self, native: Native) -> list[Any]:
+    def in_shared_memory(self, shm: ShmComm) -> list[Any]:
         """Gather their lengths, then their bytes."""
-        return shared_memory_calls.all_gather_objects(native, self.parts)
+        return shared_memory_calls.all_gather_objects(shm, self.parts)
 
 
 class AllToAllPlan(CallPlan[Any]):
@@ -89,9 +89,9 @@ class AllToAllPlan(CallPlan[Any]):
         """Exchange them."""
         return object_collectives.all_to_all(self.group, signature, self.blocks, self.choice)
 
-    def in_core(self, native: Native) -> list[Any]:
+    def in_shared_memory(self, shm: ShmComm) -> list[Any]:
         """Exchange them."""
-        return shared_memory_calls.all_to_all_objects(native, self.blocks)
+        return shared_memory_calls.all_to_all_objects(shm, self.blocks)
 
 
 class ReducePlan(GatherPlan):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pycoll._calls.call_plan import Route, route_of
-from pycoll._calls.group import IN_CORE, SHARED_MEMORY, Group
+from pycoll._calls.group import IN_SHARED_MEMORY, SHARED_MEMORY, Group
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
 
@@ -30,7 +30,7 @@ class Preparing:
 
     Args:
         group: the communicator's ranks.
-        blocking: whether the caller waits in the call. Only then it may run in the compiled core.
+        blocking: whether the caller waits in the call. Only then it may go through shared memory.
     """
 
     def __init__(self, group: Group, blocking: bool) -> None:
@@ -45,13 +45,13 @@ class Preparing:
         algorithm: str | None,
         rank_order: bool = False,
         whole: bool = False,
-        native: bool = True,
+        shm: bool = True,
     ) -> Choice:
         if not isinstance(algorithm, str | None):
             raise TypeError(f"algorithm is a name, not a {type(algorithm).__name__}")
         self._refuse_core(collective, algorithm)
         return self._group.choose(
-            collective, nbytes, algorithm, rank_order, whole, native and self._blocking
+            collective, nbytes, algorithm, rank_order, whole, shm and self._blocking
         )
 
     def _check_algorithm(self, collective: str, algorithm: str | None) -> None:
@@ -81,7 +81,7 @@ class Preparing:
             algorithm,
             rank_order=not op.commutative,
             whole=not op.elementwise,
-            native=self._serves(op, value),
+            shm=self._serves(op, value),
         )
 
     def _serves(self, op: Op, value: Value) -> bool:
@@ -91,17 +91,17 @@ class Preparing:
         """
         order_is_no_matter = value.dtype.family in ("b", "i", "u")
         return shared_memory_calls.serves(op, value) and (
-            self._group.native is not None or order_is_no_matter
+            self._group.shm is not None or order_is_no_matter
         )
 
     def _in_pieces(self, op: Op, x: Value, target: Target | None) -> bool:
         """Whether the core's all_reduce copies to and from a GPU while it reduces."""
-        native = self._group.native
-        if native is None or target is None or target.memory is not target.array:
+        shm = self._group.shm
+        if shm is None or target is None or target.memory is not target.array:
             return False
         if x.stage is None and target.value.stage is None:
             return False
-        return x.array.nbytes > native.core.piece_nbytes and shared_memory_calls.serves(op, x)
+        return x.array.nbytes > shm.core.piece_nbytes and shared_memory_calls.serves(op, x)
 
     def _offers(
         self, forced: str | None, choice: Choice, x: Value, nbytes: int, target: Target | None
@@ -110,7 +110,7 @@ class Preparing:
 
         Without `target` it has no part of the result.
         """
-        if x.stage is None or choice != IN_CORE or forced:
+        if x.stage is None or choice != IN_SHARED_MEMORY or forced:
             return False
         result = target.value.stage if target is not None else x.stage
         group = self._group

@@ -138,7 +138,7 @@ def broadcast(
 
 def of_broadcast(group: Group, outgoing: Outgoing, algorithm: str | None) -> Announcement:
     """Return how a value is announced; `inline` is empty if the value is to stand there."""
-    chosen = group.choose("broadcast", outgoing.nbytes, algorithm, native=False)
+    chosen = group.choose("broadcast", outgoing.nbytes, algorithm, shm=False)
     # Who names an algorithm wants to see it run.
     is_free = algorithm is None and not group.is_named("broadcast")
     inline = b"" if is_free and outgoing.nbytes <= INLINE_NBYTES else None
@@ -314,7 +314,7 @@ def scatter_target(
 def of_block(group: Group, block: Value, algorithm: str | None) -> Announcement:
     """Return how a scatter of arrays is announced, of which each rank gets one like `block`."""
     nbytes = block.array.nbytes
-    chosen = group.choose("scatter", nbytes, algorithm, native=False)
+    chosen = group.choose("scatter", nbytes, algorithm, shm=False)
     return Announcement(False, nbytes, chosen, conversion.describe(block))
 
 
@@ -331,5 +331,5 @@ def of_scatter(
     lengths = [sum(len(part) for part in parts) for parts in blocks]
     nbytes = max(lengths)
     description = struct.pack(f"<{group.size}Q", *lengths)
-    chosen = group.choose("scatter", nbytes, algorithm, native=False)
+    chosen = group.choose("scatter", nbytes, algorithm, shm=False)
     return Announcement(True, nbytes, chosen, description), blocks

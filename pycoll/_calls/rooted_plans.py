@@ -12,7 +12,7 @@ from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.p2p import Outgoing
 from pycoll._calls.scheduled import BY_CUDA_IPC
-from pycoll._calls.shared_memory import Native
+from pycoll._calls.shared_memory import ShmComm
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.task import CallSteps
 from pycoll._transports.base import Parts
@@ -82,10 +82,10 @@ class BroadcastPlan(_RootedPlan):
             self.group, signature, self.outgoing, self.mine, self.algorithm, self.root, self.gpu
         )
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Announce it in the root's slot, from where all copy it."""
         return shared_memory_rooted.broadcast(
-            native, self.group, self.outgoing, self.mine, self.root, self.gpu, self.offers
+            shm, self.group, self.outgoing, self.mine, self.root, self.gpu, self.offers
         )
 
     def result(self, got: Any, late: LateCopies) -> Any:
@@ -132,10 +132,10 @@ class ScatterPlan(_RootedPlan):
             self.group, signature, self.blocks, self.algorithm, self.root, self.gpu, self.wanted
         )
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Announce the blocks in the root's slot, from where each rank copies its own."""
         return shared_memory_rooted.scatter(
-            native, self.blocks, self.root, self.gpu, self.wanted, self.offers
+            shm, self.blocks, self.root, self.gpu, self.wanted, self.offers
         )
 
     def result(self, got: Any, late: LateCopies) -> Any:

@@ -1,4 +1,4 @@
-"""The plans of calls that run one schedule by messages, or one exchange in the compiled core."""
+"""The plans of calls that run one schedule by messages, or one exchange in shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll._calls.call_plan import CallPlan, R, Route
-from pycoll._calls.group import IN_CORE, Bound, Group
+from pycoll._calls.group import IN_SHARED_MEMORY, Bound, Group
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pycoll._arrays.value import Value
     from pycoll._calls import collectives, shared_memory_calls, two_level
     from pycoll._calls.arguments import Target
-    from pycoll._calls.shared_memory import Native
+    from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
     from pycoll._dtypes import Array
     from pycoll._runtime.task import CallSteps
@@ -62,9 +62,9 @@ class BarrierPlan(ScheduledPlan[None]):
         """Return the schedule, with chunks of no bytes."""
         return collectives.barrier(self.group, self.choice)
 
-    def in_core(self, native: Native) -> None:
+    def in_shared_memory(self, shm: ShmComm) -> None:
         """Wait in shared memory."""
-        native.barrier()
+        shm.barrier()
 
     def in_two_levels(self, levels: TwoLevelCall) -> None:
         """Wait for the host, the leaders, and the host."""
@@ -124,14 +124,14 @@ class ArrayPlan(ScheduledPlan[Any]):
 
     def bind(self) -> Bound:
         """Return the schedule, with its memory in `x` and in the target."""
-        choice = BY_CUDA_IPC if self.choice == IN_CORE else self.choice
+        choice = BY_CUDA_IPC if self.choice == IN_SHARED_MEMORY else self.choice
         return collectives.bind(
             self.group, self.collective, choice, self.x, self.memory, self.op, self.root
         )
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Exchange it in shared memory; BY_MESSAGES if all ranks rather offer."""
-        return shared_memory_calls.run(native, self)
+        return shared_memory_calls.run(shm, self)
 
     def in_two_levels(self, levels: TwoLevelCall) -> None:
         """Combine it on the host, among the leaders, and spread it."""

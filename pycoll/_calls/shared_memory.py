@@ -1,6 +1,6 @@
 """The algorithm `shared_memory`: collectives of ranks on one host, run by the compiled core.
 
-A `Native` is a communicator's part of it. Its calls block, and hold no lock of the engine's while
+A `ShmComm` is a communicator's part of it. Its calls block, and hold no lock of the engine's while
 they wait: the core spins and yields for some milliseconds, then calls `_sleep` here, where the
 engine sleeps on everything that can wake this rank, and looks at deadlines, failures and Ctrl-C.
 """
@@ -50,8 +50,8 @@ SLEEP_S = 0.1
 """Longest sleep between two looks at what a wait is for."""
 
 
-class Native:
-    """The native side of one communicator.
+class ShmComm:
+    """The shared memory of one communicator, as the C core uses it for collectives.
 
     Args:
         engine: this rank's; waits sleep in it.
@@ -104,7 +104,7 @@ class Native:
         """Number of calls made by the communicator's user."""
         return self.core.number - self.core.internal
 
-    def run(self, call: Call, timeout: float, steps: Callable[[Native], Any]) -> Any:
+    def run(self, call: Call, timeout: float, steps: Callable[[ShmComm], Any]) -> Any:
         """Run a call to its end: `steps` calls the core of this, which it is given."""
         if self._call is not None or not self.core.claim():
             raise Error(
@@ -116,7 +116,7 @@ class Native:
         finally:
             self.core.release()
 
-    def _run(self, call: Call, timeout: float, steps: Callable[[Native], Any]) -> Any:
+    def _run(self, call: Call, timeout: float, steps: Callable[[ShmComm], Any]) -> Any:
         engine, context = self._engine, self._context
         if not self.core.ready:
             try:

@@ -18,7 +18,7 @@ from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous
-from pycoll._calls.shared_memory import BY_MESSAGES, Native, part_of
+from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
 from pycoll._dtypes import Array, DType
 from pycoll._runtime.binding import fill_from
 from pycoll._transports.base import Parts, nbytes_of
@@ -41,23 +41,23 @@ def type_salt(dtype: DType) -> int:
     return zlib.crc32(dtypes.encode(dtype)) if dtype.code == 0 else 0
 
 
-def run(native: Native, plan: ArrayPlan) -> Any:
+def run(shm: ShmComm, plan: ArrayPlan) -> Any:
     """Run a collective on arrays; returns BY_MESSAGES if all ranks would rather offer."""
     if plan.op is None:
-        return move(native, plan.collective, plan.x, plan.memory, plan.root, plan.offers)
+        return move(shm, plan.collective, plan.x, plan.memory, plan.root, plan.offers)
     if plan.in_pieces:
         assert plan.target is not None, "an all_reduce"
-        _all_reduce_in_pieces(native, plan.x, plan.target.value, plan.op)
+        _all_reduce_in_pieces(shm, plan.x, plan.target.value, plan.op)
     else:
-        combine(native, plan.collective, plan.x, plan.memory, plan.op, plan.root)
+        combine(shm, plan.collective, plan.x, plan.memory, plan.op, plan.root)
     return None
 
 
-def _all_reduce_in_pieces(native: Native, x: Value, result: Value, op: Op) -> None:
+def _all_reduce_in_pieces(shm: ShmComm, x: Value, result: Value, op: Op) -> None:
     """Reduce `x` into `result`, of which one is on a GPU, piece by piece: see `PieceHook`."""
-    hook = PieceHook(native, x, result)
+    hook = PieceHook(shm, x, result)
     try:
-        _run(native, "all_reduce", x, result.array, OPS.index(op.name), 0, hook=hook)
+        _run(shm, "all_reduce", x, result.array, OPS.index(op.name), 0, hook=hook)
     except BaseException:
         hook.settle()
         raise
@@ -69,12 +69,12 @@ class PieceHook:
     While a piece is reduced, those after it come from the GPU, and those before it go there.
     """
 
-    def __init__(self, native: Native, x: Value, result: Value) -> None:
-        self._native = native
+    def __init__(self, shm: ShmComm, x: Value, result: Value) -> None:
+        self._native = shm
         self._pushed = 0
         self._pushes: list[GpuCopy | Push] = []
         self._source, self._target = x.stage, result.stage
-        self._nbytes, self._piece = x.array.nbytes, native.core.piece_nbytes
+        self._nbytes, self._piece = x.array.nbytes, shm.core.piece_nbytes
 
     def __call__(self, offset: int) -> None:
         engine = self._native.engine
@@ -99,17 +99,17 @@ class PieceHook:
 
 
 def combine(
-    native: Native, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
+    shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
 ) -> None:
     """Reduce `x` into the C-contiguous array `result` (None: not on this rank)."""
     if serves(op, x):
-        _run(native, collective, x, result, OPS.index(op.name), root)
+        _run(shm, collective, x, result, OPS.index(op.name), root)
     else:
-        _fold(native, collective, x, result, op, root)
+        _fold(shm, collective, x, result, op, root)
 
 
 def move(
-    native: Native,
+    shm: ShmComm,
     collective: str,
     x: Value,
     result: Array | None,
@@ -121,26 +121,24 @@ def move(
     With `offers`, x on a GPU is not in host memory yet, and this rank would rather offer it, by
     messages; returns BY_MESSAGES if all ranks would.
     """
-    hook = (lambda _: native.wait(_pull(native, x))) if offers else None
-    return BY_MESSAGES if _run(native, collective, x, result, 0, root, hook=hook) else None
+    hook = (lambda _: shm.wait(_pull(shm, x))) if offers else None
+    return BY_MESSAGES if _run(shm, collective, x, result, 0, root, hook=hook) else None
 
 
-def _pull(native: Native, x: Value) -> GpuCopy:
+def _pull(shm: ShmComm, x: Value) -> GpuCopy:
     assert x.stage is not None
-    return x.stage.pull(native.engine)
+    return x.stage.pull(shm.engine)
 
 
-def _fold(
-    native: Native, collective: str, x: Value, result: Array | None, op: Op, root: int
-) -> None:
+def _fold(shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int) -> None:
     """Reduce with an operator that the core does not have: bring the operands here, and combine."""
     how = {"reduce": "gather", "reduce_scatter": "all_to_all"}.get(collective, "all_gather")
-    size, rows = native.size, None
+    size, rows = shm.size, None
     if result is not None:
         rows = np.empty((size, *result.shape), x.dtype.storage)
     salt = part_of("operator", f"{collective} {op.signature}")
-    _run(native, how, x, rows, 0, root, salt)
-    count = {"scan": native.rank + 1, "exscan": native.rank}.get(collective, size)
+    _run(shm, how, x, rows, 0, root, salt)
+    count = {"scan": shm.rank + 1, "exscan": shm.rank}.get(collective, size)
     if rows is not None and result is not None and count:
         total = rows[0, ...]
         for rank in range(1, count):
@@ -149,38 +147,38 @@ def _fold(
         operators.finish(op, x.dtype, result, count)
 
 
-def all_gather_objects(native: Native, parts: Parts) -> list[Any]:
+def all_gather_objects(shm: ShmComm, parts: Parts) -> list[Any]:
     """Gather objects to every rank: their lengths, then their bytes, padded to the longest."""
-    size = native.size
-    lengths = _all_gather(native, np.array([nbytes_of(parts)], np.uint64), size)[:, 0]
+    size = shm.size
+    lengths = _all_gather(shm, np.array([nbytes_of(parts)], np.uint64), size)[:, 0]
     mine = np.zeros(int(lengths.max()), np.uint8)
     fill_from(parts, mine.data)
-    rows = _all_gather(native, mine, size)
+    rows = _all_gather(shm, mine, size)
     return [objects.load(row[:n].data) for row, n in zip(rows, lengths.tolist(), strict=True)]
 
 
-def all_to_all_objects(native: Native, blocks: Sequence[Parts]) -> list[Any]:
+def all_to_all_objects(shm: ShmComm, blocks: Sequence[Parts]) -> list[Any]:
     """Send block i to rank i; returns the objects received, by rank."""
-    size = native.size
+    size = shm.size
     mine = np.array([nbytes_of(parts) for parts in blocks], np.uint64)
-    lengths = _all_gather(native, mine, size)
+    lengths = _all_gather(shm, mine, size)
     sent = np.zeros((size, int(lengths.max())), np.uint8)
     for row, parts in zip(sent, blocks, strict=True):
         fill_from(parts, row.data)
     got = np.empty_like(sent)
-    move(native, "all_to_all", Value(sent, dtypes.UINT8, "numpy"), got)
-    here = lengths[:, native.rank].tolist()
+    move(shm, "all_to_all", Value(sent, dtypes.UINT8, "numpy"), got)
+    here = lengths[:, shm.rank].tolist()
     return [objects.load(row[:n].data) for row, n in zip(got, here, strict=True)]
 
 
-def _all_gather(native: Native, array: Array, size: int) -> Array:
+def _all_gather(shm: ShmComm, array: Array, size: int) -> Array:
     rows = np.empty((size, *array.shape), array.dtype)
-    move(native, "all_gather", Value(array, dtypes.of_numpy(array.dtype), "numpy"), rows)
+    move(shm, "all_gather", Value(array, dtypes.of_numpy(array.dtype), "numpy"), rows)
     return rows
 
 
 def _run(
-    native: Native,
+    shm: ShmComm,
     collective: str,
     x: Value,
     result: Array | None,
@@ -191,7 +189,7 @@ def _run(
 ) -> bool:
     array = contiguous(x.array)
     split = collective in ("reduce_scatter", "all_to_all") and len(array)
-    by_messages: bool = native.core.run(
+    by_messages: bool = shm.core.run(
         None,
         KINDS.index(collective),
         x.dtype.code,

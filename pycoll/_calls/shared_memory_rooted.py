@@ -16,7 +16,7 @@ from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.numbering import KINDS
 from pycoll._calls.p2p import Outgoing, contiguous
 from pycoll._calls.rooted import Announcement
-from pycoll._calls.shared_memory import BY_MESSAGES, Native
+from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import type_salt
 from pycoll._dtypes import Array
 from pycoll._selection.select import Choice
@@ -30,7 +30,7 @@ _ARRAY, _OBJECT, _BY_MESSAGES = range(3)
 
 
 def broadcast(
-    native: Native,
+    shm: ShmComm,
     group: Group,
     outgoing: Outgoing | None,
     mine: Value | None,
@@ -39,7 +39,7 @@ def broadcast(
     offers: bool,
 ) -> Any:
     """Broadcast; off root `mine` is the array to fill, if the caller passed one."""
-    core = native.core
+    core = shm.core
     if outgoing is not None:
         description, parts, nbytes = outgoing.description, outgoing.parts, outgoing.nbytes
         form = _OBJECT if outgoing.is_object else _ARRAY
@@ -58,10 +58,10 @@ def broadcast(
     return rooted.broadcast_result(result, target, mine)
 
 
-def spread(native: Native, memory: Array) -> None:
+def spread(shm: ShmComm, memory: Array) -> None:
     """Have rank 0's C-contiguous `memory` on every rank; all know its length."""
-    core, view = native.core, conversion.as_bytes(memory)
-    if native.rank == 0:
+    core, view = shm.core, conversion.as_bytes(memory)
+    if shm.rank == 0:
         core.announce(None, BROADCAST, 0, 0, _OBJECT, b"", view, None, len(view))
     else:
         core.hear(None, BROADCAST, 0)
@@ -69,13 +69,13 @@ def spread(native: Native, memory: Array) -> None:
 
 
 def scatter(
-    native: Native, blocks: Any, root: int, gpu: int | None, out: Value | None, offers: bool
+    shm: ShmComm, blocks: Any, root: int, gpu: int | None, out: Value | None, offers: bool
 ) -> Any:
     """Scatter; `blocks`, on the root, is an array (size, ...) or each rank's object, dumped.
 
     Returns (Value, None); the Value is `out` if that can have it.
     """
-    core = native.core
+    core = shm.core
     if blocks is not None:
         if not isinstance(blocks, Value):
             core.announce(None, SCATTER, root, 0, _BY_MESSAGES, b"", b"", None, 0)

@@ -23,7 +23,7 @@ from pycoll._calls import blocks
 from pycoll._calls.blocks import ALIGNMENT
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.p2p import contiguous
-from pycoll._calls.shared_memory import BY_MESSAGES, Native
+from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import combine, serves
 from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import UINT8, Array
@@ -48,21 +48,21 @@ _NOTHING, _LARGE_BLOCKS, _LONG_HEADS = range(3)
 
 
 def gatherv(
-    native: Native, salt: int, x: Value, root: int, targets: BlockTargets, heard: memoryview | None
+    shm: ShmComm, salt: int, x: Value, root: int, targets: BlockTargets, heard: memoryview | None
 ) -> Any:
     """Gather to the root: there the list of blocks by rank; None elsewhere."""
-    return _gather(native, salt, GATHER, x, root, targets, heard)
+    return _gather(shm, salt, GATHER, x, root, targets, heard)
 
 
 def all_gatherv(
-    native: Native, salt: int, x: Value, targets: BlockTargets, heard: memoryview | None
+    shm: ShmComm, salt: int, x: Value, targets: BlockTargets, heard: memoryview | None
 ) -> Any:
     """Gather to every rank the list of blocks by rank."""
-    return _gather(native, salt, ALL_GATHER, x, 0, targets, heard)
+    return _gather(shm, salt, ALL_GATHER, x, 0, targets, heard)
 
 
 def _gather(
-    native: Native,
+    shm: ShmComm,
     salt: int,
     kind: int,
     x: Value,
@@ -70,30 +70,30 @@ def _gather(
     targets: BlockTargets,
     heard: memoryview | None,
 ) -> Any:
-    x, size, me = _contiguous(x), native.size, native.rank
+    x, size, me = _contiguous(x), shm.size, shm.rank
     if heard is None:
         heard = memoryview(bytearray(size * MAX_ROW_NBYTES))
         # Everybody hears everything, also in a gatherv: all must know alike what comes next.
-        _run(native, ALL_GATHER, root, salt, _rows([x], MAX_ROW_NBYTES), heard, MAX_ROW_NBYTES)
+        _run(shm, ALL_GATHER, root, salt, _rows([x], MAX_ROW_NBYTES), heard, MAX_ROW_NBYTES)
     sources = range(size) if kind == ALL_GATHER or me == root else ()
-    got = _blocks(native, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources, targets)
+    got = _blocks(shm, salt, root, heard, MAX_ROW_NBYTES, {me: x}, sources, targets)
     return got if got is BY_MESSAGES or sources else None
 
 
 def all_to_allv(
-    native: Native, salt: int, xs: Sequence[Value], targets: BlockTargets, heard: memoryview | None
+    shm: ShmComm, salt: int, xs: Sequence[Value], targets: BlockTargets, heard: memoryview | None
 ) -> Any:
     """Send block i to rank i; returns the blocks received, by rank."""
-    xs, size, me = [_contiguous(x) for x in xs], native.size, native.rank
+    xs, size, me = [_contiguous(x) for x in xs], shm.size, shm.rank
     nbytes = _row_nbytes(size)
     if heard is None:
         heard = memoryview(bytearray(size * nbytes))
-        _run(native, ALL_TO_ALL, 0, salt, _rows(xs, nbytes), heard, nbytes)
-    return _blocks(native, salt, 0, heard, nbytes, {me: xs[me]}, range(size), targets)
+        _run(shm, ALL_TO_ALL, 0, salt, _rows(xs, nbytes), heard, nbytes)
+    return _blocks(shm, salt, 0, heard, nbytes, {me: xs[me]}, range(size), targets)
 
 
 def scatterv(
-    native: Native,
+    shm: ShmComm,
     salt: int,
     xs: Sequence[Value] | None,
     root: int,
@@ -101,18 +101,18 @@ def scatterv(
     heard: memoryview | None,
 ) -> Any:
     """Give rank i the root's block i."""
-    nbytes = _row_nbytes(native.size)
+    nbytes = _row_nbytes(shm.size)
     if xs is not None:
         xs = [_contiguous(x) for x in xs]
         if heard is None:
             heard = _rows(xs, nbytes)
-            _run(native, SCATTER, root, salt, heard, None, nbytes)
-        done = _blocks(native, salt, root, heard[:nbytes], nbytes, {}, (), target)
+            _run(shm, SCATTER, root, salt, heard, None, nbytes)
+        done = _blocks(shm, salt, root, heard[:nbytes], nbytes, {}, (), target)
         return done if done is BY_MESSAGES else target.copied(0, xs[root])
     if heard is None:
         heard = memoryview(bytearray(nbytes))
-        _run(native, SCATTER, root, salt, None, heard, nbytes)
-    got = _blocks(native, salt, root, heard, nbytes, {}, (root,), target)
+        _run(shm, SCATTER, root, salt, None, heard, nbytes)
+    got = _blocks(shm, salt, root, heard, nbytes, {}, (root,), target)
     return got if got is BY_MESSAGES else got[0]
 
 
@@ -155,7 +155,7 @@ def _rows(xs: Sequence[Value], nbytes: int) -> memoryview:
 
 
 def _blocks(
-    native: Native,
+    shm: ShmComm,
     salt: int,
     root: int,
     heard: memoryview,
@@ -171,7 +171,7 @@ def _blocks(
     """
     said = list(struct.iter_unpack(f"<QQ{nbytes - _FIRST.size}x", heard))
     left = max(left for left, _ in said)
-    if left == _LONG_HEADS or (left and not native.core.direct):
+    if left == _LONG_HEADS or (left and not shm.core.direct):
         return BY_MESSAGES
     values, pieces = [], []
     starts = [index * nbytes + _FIRST.size for index in range(len(sources))]
@@ -189,7 +189,7 @@ def _blocks(
             pieces.append((source, said[index][1], conversion.as_bytes(value.array)))
         values.append(value)
     if left:
-        native.core.fetch(None, root, salt, pieces)
+        shm.core.fetch(None, root, salt, pieces)
     return values
 
 
@@ -197,20 +197,20 @@ def _blocks(
 
 
 def reduce_scatterv(
-    native: Native, salt: int, x: Value, counts: list[int], op: Op, result: Array
+    shm: ShmComm, salt: int, x: Value, counts: list[int], op: Op, result: Array
 ) -> None:
     """Reduce part r of all ranks' x into rank r's C-contiguous `result`."""
     array = contiguous(x.array)
     if serves(op, x):
         source, out = conversion.as_bytes(array), conversion.as_bytes(result)
         code = OPS.index(op.name)
-        native.core.reduce_rows(x.dtype.code, code, array.shape, counts, source, out)
+        shm.core.reduce_rows(x.dtype.code, code, array.shape, counts, source, out)
         return
-    _run(native, BARRIER, 0, salt, None, None, 0)
+    _run(shm, BARRIER, 0, salt, None, None, 0)
     for root, view in enumerate(cut(array, counts)):
         part = np.frombuffer(view, x.dtype.storage).reshape(counts[root], *array.shape[1:])
         value = Value(part, x.dtype, "numpy")
-        combine(native, "reduce", value, result if root == native.rank else None, op, root)
+        combine(shm, "reduce", value, result if root == shm.rank else None, op, root)
 
 
 def cut(array: Array, counts: Sequence[int]) -> list[memoryview]:
@@ -222,7 +222,7 @@ def cut(array: Array, counts: Sequence[int]) -> list[memoryview]:
 
 
 def _run(
-    native: Native,
+    shm: ShmComm,
     kind: int,
     root: int,
     salt: int,
@@ -230,4 +230,4 @@ def _run(
     out: memoryview | None,
     nbytes: int,
 ) -> None:
-    native.core.run(None, kind, UINT8.code, 0, root, (nbytes,), salt, x, out, nbytes)
+    shm.core.run(None, kind, UINT8.code, 0, root, (nbytes,), salt, x, out, nbytes)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import Group
 from pycoll._calls.numbering import KINDS
-from pycoll._calls.shared_memory import Native, part_of
+from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._rendezvous.wire import name_ranks
 from pycoll._runtime.task import CallSteps
 from pycoll._support.lazy_import import LazyModule
@@ -74,18 +74,18 @@ class ExchangePlan(CallPlan[bytearray]):
     __slots__ = ("row",)
 
     def __init__(self, group: Group, text: str, row: bytes) -> None:
-        super().__init__(group, text, Route.MESSAGES if group.native is None else Route.CORE)
+        super().__init__(group, text, Route.MESSAGES if group.shm is None else Route.SHARED_MEMORY)
         self.row = row
 
     def steps(self, signature: bytes) -> CallSteps:
         """Gather the rows."""
         return _exchange(self.group, signature, self.row)
 
-    def in_core(self, native: Native) -> bytearray:
+    def in_shared_memory(self, shm: ShmComm) -> bytearray:
         """Gather the rows in shared memory; no call of another text must meet this one."""
-        rows = bytearray(native.size * len(self.row))
+        rows = bytearray(shm.size * len(self.row))
         kind, salt = KINDS.index("all_gather"), part_of("group", self.text)
-        native.core.run(None, kind, 0, 0, 0, (), salt, self.row, rows, len(self.row))
+        shm.core.run(None, kind, 0, 0, 0, (), salt, self.row, rows, len(self.row))
         return rows
 
 
@@ -97,7 +97,7 @@ def _exchange(group: Group, call: bytes, row: bytes) -> CallSteps:
     source[group.rank] = (memoryview(row),)
     view = memoryview(rows)
     target: list[memoryview | None] = [view[i * length :][:length] for i in range(size)]
-    chosen = group.choose("all_gather", length, None, native=False)
+    chosen = group.choose("all_gather", length, None, shm=False)
     where = binding.Binding([length] * size, source, target)
     yield from group.run((number, 0), call, ("all_gather", chosen), where)
     group.context.end(number)

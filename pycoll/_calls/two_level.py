@@ -1,4 +1,4 @@
-"""Two levels without a message inside a host: the compiled core there, messages between hosts.
+"""Two levels without a message inside a host: shared memory there, messages between hosts.
 
 The algorithm `hierarchical` is a schedule, in which ranks of a host send each other messages. That
 is best for large values, whose segments overlap. For small ones a message costs more than all
@@ -23,7 +23,7 @@ from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
 from pycoll._calls import collectives, shared_memory_calls, shared_memory_rooted
 from pycoll._calls.group import Bound, Group
-from pycoll._calls.shared_memory import Native
+from pycoll._calls.shared_memory import ShmComm
 from pycoll._calls.subgroups import child
 from pycoll._dtypes import Array
 from pycoll._runtime.task import Call, CallSteps, caller
@@ -127,11 +127,11 @@ class TwoLevelCall(NamedTuple):
         """Whether this rank has its host for itself."""
         return self.levels.host.size == 1
 
-    def inside(self, steps: Callable[[Native], Any]) -> None:
+    def inside(self, steps: Callable[[ShmComm], Any]) -> None:
         """Call the core with the other ranks of this host, if there are any."""
-        native = self.levels.host.native
-        if native is not None:
-            native.run(self.call, self._left(), steps)
+        shm = self.levels.host.shm
+        if shm is not None:
+            shm.run(self.call, self._left(), steps)
 
     def between(self, bind: Callable[[Group], Bound]) -> None:
         """Run a schedule of the leaders, on the leaders."""
@@ -149,9 +149,9 @@ class TwoLevelCall(NamedTuple):
 
 def barrier(call: TwoLevelCall) -> None:
     """Return when every rank has entered."""
-    call.inside(Native.barrier)
+    call.inside(ShmComm.barrier)
     call.between(_leaders_barrier)
-    call.inside(Native.barrier)
+    call.inside(ShmComm.barrier)
 
 
 def all_reduce(call: TwoLevelCall, x: Value, memory: Array, op: Op) -> None:
@@ -174,9 +174,9 @@ def all_reduce(call: TwoLevelCall, x: Value, memory: Array, op: Op) -> None:
 
 def _leaders_all_reduce(leaders: Group, x: Value, op: Op) -> Bound:
     """Bind what reduces into `x` itself."""
-    choice = leaders.choose("all_reduce", x.array.nbytes, None, native=False)
+    choice = leaders.choose("all_reduce", x.array.nbytes, None, shm=False)
     return collectives.bind(leaders, "all_reduce", choice, x, x.array, op)
 
 
 def _leaders_barrier(leaders: Group) -> Bound:
-    return collectives.barrier(leaders, leaders.choose("barrier", 0, None, native=False))
+    return collectives.barrier(leaders, leaders.choose("barrier", 0, None, shm=False))

@@ -73,7 +73,7 @@ def all_gatherv(group: Group, call: bytes, x: Value, targets: BlockTargets) -> C
         for rank, length in enumerate(lengths):
             if length and rank != me:
                 target[rank] = conversion.as_bytes(values[rank].array)
-        chosen = group.choose("all_gather", max(lengths), None, native=False)
+        chosen = group.choose("all_gather", max(lengths), None, shm=False)
         binding = Binding(list(lengths), source, target)
         yield from group.run((number, 1), call, ("all_gather", chosen), binding)
     group.context.end(number)

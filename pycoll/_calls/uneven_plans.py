@@ -14,8 +14,8 @@ from pycoll._calls import arguments, shared_memory_uneven, uneven
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import type_text
-from pycoll._calls.group import IN_CORE, Group
-from pycoll._calls.shared_memory import Native, counts_text, part_of
+from pycoll._calls.group import IN_SHARED_MEMORY, Group
+from pycoll._calls.shared_memory import ShmComm, counts_text, part_of
 from pycoll._calls.shared_memory_calls import serves
 from pycoll._calls.uneven_out import BlockTarget, BlockTargets
 from pycoll._cuda.late_copies import LateCopies
@@ -47,7 +47,7 @@ def prepare_gatherv(
         x: array; the same dtype on all ranks.
         root: rank that gets the list.
         out: on the root, places of the blocks, as of `BlockTargets`.
-        blocking: the call may go through the compiled core.
+        blocking: the call may go through shared memory.
         heard: what the others have said, if it has done the first round there; else None.
 
     Raises:
@@ -82,7 +82,7 @@ def prepare_scatterv(
         xs: on the root a list or tuple of size arrays of one dtype; elsewhere not looked at.
         root: rank whose arrays they are.
         out: array for the result, or None.
-        blocking: the call may go through the compiled core.
+        blocking: the call may go through shared memory.
         heard: what the others have said, if it has done the first round there; else None.
 
     Raises:
@@ -106,7 +106,7 @@ def prepare_all_to_allv(
         group: of the communicator.
         xs: list or tuple of size arrays; one dtype, the same on all ranks.
         out: places of the blocks, as of `BlockTargets`.
-        blocking: the call may go through the compiled core.
+        blocking: the call may go through shared memory.
         heard: what the others have said, if it has done the first round there; else None.
 
     Raises:
@@ -137,7 +137,7 @@ def prepare_reduce_scatterv(
         op: as in `reduce`; a function that is not elementwise gets the rows of one rank at a time.
         out: array of this rank's rows for the result, or None; may be those rows of `x`.
         algorithm: one of reduce_scatter's.
-        blocking: the call may go through the compiled core.
+        blocking: the call may go through shared memory.
 
     Raises:
         TypeError: `x` is no array of a dtype that `op` takes, or a count is no int.
@@ -157,7 +157,7 @@ def prepare_reduce_scatterv(
         algorithm,
         rank_order=not resolved.commutative,
         whole=not resolved.elementwise,
-        native=blocking and serves(resolved, value),
+        shm=blocking and serves(resolved, value),
     )
     begin, count = sum(checked[: group.rank]), checked[group.rank]
     target = arguments.Target(out, value, (count, *rest))
@@ -193,7 +193,7 @@ def _prefix(blocking: bool) -> str:
 
 
 def _route(group: Group, blocking: bool) -> Route:
-    return route_of(group, IN_CORE, blocking, None) if blocking else Route.MESSAGES
+    return route_of(group, IN_SHARED_MEMORY, blocking, None) if blocking else Route.MESSAGES
 
 
 def _block(what: str, x: Any) -> Value:
@@ -299,10 +299,10 @@ class GathervPlan(_UnevenPlan):
         """Send what is here to the root."""
         return uneven.gatherv(self.group, signature, self.own[0], self.root, self.targets)
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Have the root read it."""
         return shared_memory_uneven.gatherv(
-            native, self.salt, self.own[0], self.root, self.targets, self.heard
+            shm, self.salt, self.own[0], self.root, self.targets, self.heard
         )
 
     def result(self, got: Any, late: LateCopies) -> Any:
@@ -319,10 +319,10 @@ class AllGathervPlan(_UnevenPlan):
         """Send what is here to all."""
         return uneven.all_gatherv(self.group, signature, self.own[0], self.targets)
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Have all read it."""
         return shared_memory_uneven.all_gatherv(
-            native, self.salt, self.own[0], self.targets, self.heard
+            shm, self.salt, self.own[0], self.targets, self.heard
         )
 
 
@@ -339,10 +339,10 @@ class ScattervPlan(_UnevenPlan):
         """Send each rank its block."""
         return uneven.scatterv(self.group, signature, self._blocks, self.root, self.targets)
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Have each rank read its block."""
         return shared_memory_uneven.scatterv(
-            native, self.salt, self._blocks, self.root, self.targets, self.heard
+            shm, self.salt, self._blocks, self.root, self.targets, self.heard
         )
 
     def result(self, got: Any, late: LateCopies) -> Any:
@@ -359,11 +359,9 @@ class AllToAllvPlan(_UnevenPlan):
         """Send each rank its block."""
         return uneven.all_to_allv(self.group, signature, self.own, self.targets)
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Have each rank read its block."""
-        return shared_memory_uneven.all_to_allv(
-            native, self.salt, self.own, self.targets, self.heard
-        )
+        return shared_memory_uneven.all_to_allv(shm, self.salt, self.own, self.targets, self.heard)
 
 
 class ReduceScattervPlan(CallPlan[Any]):
@@ -409,10 +407,10 @@ class ReduceScattervPlan(CallPlan[Any]):
             self.group, signature, self.x, self.counts, self.op, self.choice, self.target.memory
         )
 
-    def in_core(self, native: Native) -> Any:
+    def in_shared_memory(self, shm: ShmComm) -> Any:
         """Combine in shared memory."""
         return shared_memory_uneven.reduce_scatterv(
-            native,
+            shm,
             part_of("uneven", self.text),
             self.x,
             self.counts,

@@ -124,15 +124,15 @@ class Communicator(
         """
         group = self._group
         methods = self._methods_in_core()
-        if group.native is not None:
+        if group.shm is not None:
             # In shared memory, or by messages if the call says so; what the user has ruled out goes
             # by messages.
-            names = [name for name in KINDS if group.in_core(name)]
+            names = [name for name in KINDS if group.allows_shared_memory(name)]
             slow = [(name, methods[name]) for name in names]
-            if group.in_core("reduce_scatter"):
+            if group.allows_shared_memory("reduce_scatter"):
                 slow.append(("reduce_scatterv", self._in_python("reduce_scatterv")))
-            methods |= group.native.methods(slow)
-            methods |= group.native.uneven_methods(self._in_python, self._resume, sign_uneven)
+            methods |= group.shm.methods(slow)
+            methods |= group.shm.uneven_methods(self._in_python, self._resume, sign_uneven)
         for twin in ("all_reduce", "iall_reduce"):
             methods[twin.replace("_", "")] = methods[twin]
         return methods
@@ -364,7 +364,7 @@ class Communicator(
         from pycoll._calls.object_plans import AllGatherPlan
 
         group = self._group
-        if group.size > 1 and group.native is None:
+        if group.size > 1 and group.shm is None:
             raise ValueError(
                 "share(): these ranks do not share memory; comm.split_by_host() gives those of "
                 "one host, which do"

@@ -44,11 +44,11 @@ class Running:
         self._check_open()
         group, text, seconds = self._group, plan.text, self._seconds(timeout)
         got: Any = BY_MESSAGES
-        if plan.route is Route.CORE:
-            assert group.native is not None
+        if plan.route is Route.SHARED_MEMORY:
+            assert group.shm is not None
             call = Call(text, group.number, group.context)
             self._fetch(plan, call, seconds)
-            got = group.native.run(call, seconds, plan.in_core)
+            got = group.shm.run(call, seconds, plan.in_shared_memory)
         elif plan.route is Route.TWO_LEVEL:
             self._fetch(plan, Call(text, group.number, group.context), seconds)
             got = None

@@ -76,8 +76,8 @@ class CoreCollective(Core, CoreStarted):
     def _call(self) -> Call:
         text, number, *_ = self._description
         context = self._group.context
-        if context.in_core is not None:
-            number += context.in_core.number
+        if context.shm is not None:
+            number += context.shm.number
         return Call(text, number, context)
 
     @property

@@ -127,8 +127,8 @@ class Communicators(Driver):
         For a rank that leaves; with the lock. It does not wait for who may come later.
         """
         self._progress()
-        if context.broken is None and context.in_core is not None:
-            error = context.in_core.differing()
+        if context.broken is None and context.shm is not None:
+            error = context.shm.differing()
             if error is not None:  # ranks that are still in the call hear of it, too
                 self._found_different(context, error)
         unheard, context.unheard = context.unheard, False

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     pass
 
 
-class InCore(Protocol):
-    """The collectives of one communicator in the compiled core.
+class ShmCalls(Protocol):
+    """The collectives of one communicator in shared memory.
 
     Attributes:
         number: collective calls made there.
@@ -54,7 +54,7 @@ class InCore(Protocol):
         """Return how a call of another rank differs from this one's, as far as can be seen now."""
 
 
-class RunInCore(Protocol):
+class CoreCollectives(Protocol):
     """The collectives by messages of one communicator that the compiled core runs.
 
     Attributes:
@@ -77,7 +77,7 @@ class Context(Inbox):
         name: what messages call it.
         collectives: those by messages that the core runs; or None.
         num_started: returns how many collective calls have been started.
-        in_core: those that do not go by messages; or None.
+        shm: those that do not go by messages; or None.
         unheard: it broke because of a call that this rank has left, which nobody here was told yet.
         pending: calls under way.
         next_value: number of the next value that is sent in segments.
@@ -90,14 +90,14 @@ class Context(Inbox):
         self.name = "a communicator"
         self.next_value = 0
         self.pending: set[Operation] = set()
-        self.in_core: InCore | None = None
+        self.shm: ShmCalls | None = None
         self.unheard = False
         self._left: dict[int, LastCall] = {}
         self._collecting: dict[Key, Collecting] = {}
         self.num_started: Callable[[], int] = lambda: self.next_number
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
         self.on_fail: Callable[[], object] = lambda: None
-        self.collectives: RunInCore | None = None
+        self.collectives: CoreCollectives | None = None
         self.on_cuda_ipc: Callable[[Arrival], None] = lambda arrival: arrival.release()
 
     # --- collectives -----------------------------------------------------------------------
@@ -187,8 +187,8 @@ class Context(Inbox):
         if self.broken is not None:
             return
         self.broken = copy.copy(error)  # the traceback of what is raised keeps the call's arrays
-        if self.in_core is not None:
-            self.in_core.refuse()
+        if self.shm is not None:
+            self.shm.refuse()
         if self.messages is not None:
             self.messages.usable = False
         if self.collectives is not None:
@@ -219,7 +219,7 @@ class Context(Inbox):
     @property
     def num_calls(self) -> int:
         """Number of collective calls that this rank has made."""
-        return self.next_number + (self.in_core.number if self.in_core is not None else 0)
+        return self.next_number + (self.shm.number if self.shm is not None else 0)
 
     def recent_calls(self) -> dict[int, bytes]:
         """Return the latest calls by messages, by number."""

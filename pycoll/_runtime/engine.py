@@ -266,7 +266,7 @@ class Engine(Communicators):
             if reported and self.closed is None:
                 self.waits.end(reported)
 
-    # --- for waits outside: those of the compiled core ---------------------------------------
+    # --- for waits outside: those in shared memory ------------------------------------------
 
     def look(self, context: Context) -> None:
         """Take in what has come; raise why `context` is broken, if it is."""

@@ -3,7 +3,7 @@
 Not every collective waits for everybody: the root of a small broadcast has sent it and is done. If
 ranks disagree in such a call, and it was their last, no message of a later one tells. So a rank
 that leaves says which calls were its last, and nobody waits for that: whoever leaves later has
-heard it. (The compiled core's calls are in shared memory, and compared there.)
+heard it. (Calls in shared memory are compared there.)
 """
 
 from __future__ import annotations

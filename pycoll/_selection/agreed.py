@@ -25,7 +25,7 @@ else:  # a job that has set nothing and talks through shared memory needs neithe
     costs, schedules = LazyModule("pycoll._selection.costs"), LazyModule("pycoll.schedules")
 
 SHARED_MEMORY = "shared_memory"
-"""The algorithm of the compiled core, which is no schedule."""
+"""The algorithm that is no schedule: an exchange of slots in shared memory."""
 
 MAX_SAID_NBYTES = 48 << 10
 """What a rank says when ranks meet is bounded, and a table is only a part of it."""

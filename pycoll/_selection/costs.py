@@ -26,7 +26,7 @@ VERSION = 1
 
 CORE, SHM, TCP, NET, RDMA = "core", "shm", "tcp", "net", "rdma"
 LINKS = {
-    CORE: "the compiled core, in shared memory",
+    CORE: "collectives in shared memory",
     SHM: "messages in shared memory",
     TCP: "TCP on one machine",
     NET: "TCP between machines, an estimate",

@@ -16,9 +16,6 @@ from pycoll.schedules import REDUCING, Algorithm, Cost, cost_of, steps_of
 COUNTED_HOSTS = 4
 """Of more hosts so many are looked at."""
 
-ALL_COMBINED = frozenset({"linear", "recursive_doubling"})
-"""In an all_reduce half of what moves is combined, the rest are results; with these, all is."""
-
 
 class Flow(NamedTuple):
     """What travels over one kind of link in a call, each segment of each chunk once.
@@ -75,7 +72,7 @@ def one_host_work(
 
 
 def core_work(collective: str, nbytes: int, size: int, cores: float) -> Work:
-    """Return about what the compiled core does: all meet, and copy each block that moves."""
+    """Return about what shared memory takes: all meet, and copy each block that moves."""
     others = size - 1
     volume = {
         "barrier": 0,
@@ -100,8 +97,9 @@ def combined_chunks(algorithm: Algorithm, cost: Cost, parallel: float) -> float:
     """Return how many chunks are combined with others, one after the other."""
     if algorithm.collective not in REDUCING:
         return 0.0
-    everything = algorithm.collective != "all_reduce" or algorithm.name in ALL_COMBINED
-    return (1.0 if everything else 0.5) * max(cost.volume / parallel, cost.path)
+    # In an all_reduce half of what moves is combined, as a rule: the rest are results.
+    half = algorithm.collective == "all_reduce" and not algorithm.combines_all
+    return (0.5 if half else 1.0) * max(cost.volume / parallel, cost.path)
 
 
 def between_hosts(

@@ -87,14 +87,14 @@ class Query(NamedTuple):
             (what one rank has for one other, or all others) elsewhere.
         rank_order: the operator is not commutative.
         whole: the operator takes the whole value only, no pieces of it.
-        native: the compiled core may run it, if it can.
+        shm: it may go through shared memory, if it can.
     """
 
     collective: str
     nbytes: int
     rank_order: bool = False
     whole: bool = False
-    native: bool = True
+    shm: bool = True
 
 
 class Selector:
@@ -103,16 +103,16 @@ class Selector:
     Args:
         agreed: by the job.
         hosts: by rank the number of its host.
-        in_core: the ranks can run collectives in the compiled core.
+        shm: the ranks can run collectives in shared memory.
 
     Attributes:
         agreed: by the job.
         link: the kind of link on which most depends: between hosts if there are several.
     """
 
-    def __init__(self, agreed: Agreed, hosts: Sequence[int], in_core: bool) -> None:
+    def __init__(self, agreed: Agreed, hosts: Sequence[int], shm: bool) -> None:
         self.agreed = agreed
-        self._in_core = in_core
+        self._shm = shm
         self._hosts = tuple(hosts)
         self._size = len(self._hosts)
         self._ranks = {host: self._hosts.count(host) for host in dict.fromkeys(self._hosts)}
@@ -208,12 +208,12 @@ class Selector:
         return rule is None or rule.allows(name)
 
     def _takes_core(self, request: Query) -> bool:
-        return self._in_core and request.native
+        return self._shm and request.shm
 
     def _why_not_core(self, request: Query) -> str:
-        if not self._in_core:
+        if not self._shm:
             return "needs all ranks on one host, sharing memory"
-        return "takes blocking calls with the compiled core's operators only"
+        return "takes blocking calls with the C core's operators only"
 
     def _why_not(self, algorithm: Algorithm, request: Query) -> str | None:
         """Say why an algorithm is no candidate; None if it is."""
@@ -302,7 +302,7 @@ class Selector:
         return (
             algorithm.hosts
             and len(self._ranks) > 1
-            and request.native
+            and request.shm
             and self._inside == costs.SHM
             and request.collective in BY_LEVELS
             and request.nbytes <= BY_LEVELS_NBYTES
@@ -311,9 +311,9 @@ class Selector:
     def _two_level_seconds(self, request: Query) -> float:
         """Return the time of a call in two levels: the slowest host before, leaders, and after."""
         if self._leaders is None:
-            self._leaders = Selector(self.agreed, list(self._ranks), in_core=False)
+            self._leaders = Selector(self.agreed, list(self._ranks), shm=False)
         nbytes = request.nbytes
-        seconds = self._leaders.ranking(request._replace(native=False))[0][0].seconds
+        seconds = self._leaders.ranking(request._replace(shm=False))[0][0].seconds
         for collective in BY_LEVELS[request.collective]:
             seconds += max(
                 self._core_seconds(collective, nbytes, size, self._cores[host]) if size > 1 else 0.0

@@ -165,7 +165,7 @@ class Tuning(NamedTuple):
         if cut is not None:
             sharing = frozenset({0} if transport == SHM else ())
             agreed = Agreed(cut, sharing=sharing, cores={0: cut.cores})
-            selector = Selector(agreed, (0,) * size, in_core=False)
+            selector = Selector(agreed, (0,) * size, shm=False)
         for nbytes in self.lengths(collective, size):
             for algorithm in TABLE[collective].values():
                 if algorithm.cost is not None and not algorithm.hosts:

@@ -17,8 +17,8 @@ What the number of a chunk means, and which rank has it when:
                     heard of every rank, in one piece or in all together
 
 k is `Algorithm.chunks(size)`. The pieces of a value differ in length, so a message goes into the
-chunks of the same numbers (all_to_all and exscan apart). A chunk that holds what the caller passed
-in is never written where nothing is reduced. A rank may keep others' blocks in their chunks on
+chunks of the same numbers (all_to_all and exscan apart). Where nothing is reduced, a chunk that
+holds what the caller passed in is never written. A rank may keep others' blocks in their chunks on
 their way.
 
 The costs in docstrings: P ranks; S the bytes of one rank's value, or of all blocks together;
@@ -73,6 +73,8 @@ class Algorithm(NamedTuple):
         hosts: `steps` is also told where the ranks are: one more argument, by rank the number of
             the host. So is `cost`: (size, hosts), or (size, hosts, root) if the collective is in
             `ROOTED`, as the root's host may matter.
+        combines_all: of an all_reduce: all that a rank receives is combined, as no results are
+            sent. `cost` does not tell that.
     """
 
     collective: str
@@ -82,6 +84,7 @@ class Algorithm(NamedTuple):
     cost: Callable[..., Cost] | None
     rank_order: bool = False
     hosts: bool = False
+    combines_all: bool = False
 
 
 def _one(size: int) -> int:
@@ -147,6 +150,7 @@ _ROWS = (
         _one,
         costs.doubling,
         rank_order=True,
+        combines_all=True,
     ),
     Algorithm(
         "all_reduce",
@@ -158,7 +162,13 @@ _ROWS = (
     ),
     Algorithm("all_reduce", "tree", binomial.all_reduce, _one, costs.tree_twice, rank_order=True),
     Algorithm(
-        "all_reduce", "linear", linear.all_reduce, _each, costs.everyone_twice, rank_order=True
+        "all_reduce",
+        "linear",
+        linear.all_reduce,
+        _each,
+        costs.everyone_twice,
+        rank_order=True,
+        combines_all=True,
     ),
     Algorithm("all_reduce", "central", central.all_reduce, _one, costs.star_twice, rank_order=True),
     Algorithm("all_reduce", "ring_2d", ring_2d.all_reduce, _each, costs.ring_rows_twice),

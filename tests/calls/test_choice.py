@@ -27,7 +27,7 @@ for nbytes, calls in ((65536, 100), (8 << 20, 20)):
         gathered, reduced = comm.gather(x, 1), comm.reduce(x, root=1)
         assert not rank or (gathered[:, 0] == [number, 1 + number]).all()
         assert not rank or reduced[0] == 1 + 2 * number
-mine = comm._group.native.core.choices
+mine = comm._group.shm.core.choices
 assert comm.all_gather(mine) == [mine, mine]
 chosen = {(names[kind], k): direct for kind, k, direct in mine}
 tried = set(names) - {"barrier", "scan", "exscan"}

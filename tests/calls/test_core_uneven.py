@@ -101,7 +101,7 @@ for turn in range(30):
     check(turn)
     check_out(turn, 1)
     check_out(turn, 2000)
-in_core = comm._group.native is not None and comm._group.native.core.direct
+in_core = comm._group.shm is not None and comm._group.shm.core.direct
 # The first of each kind may find that the ranks have not met yet.
 assert len(left) <= 1 if in_core else left, left
 ok()

@@ -41,8 +41,8 @@ def test_what_is_explained_is_what_runs_and_all_ranks_say_the_same(ranks: Any) -
             for nbytes in (0, 8, 100_000, 64 * MiB):
                 why = comm.explain(collective, nbytes)
                 # As a call of floats does: between hosts the core takes no part in those.
-                native = comm._group.native is not None or collective not in REDUCING
-                choice = comm._group.choose(collective, why.nbytes, None, native=native)
+                shm = comm._group.shm is not None or collective not in REDUCING
+                choice = comm._group.choose(collective, why.nbytes, None, shm=shm)
                 assert (why.algorithm, why.segments) == choice
                 said.append(str(why))
         return said

@@ -31,7 +31,7 @@ ok()
 
 def test_tcp_can_be_chosen_instead(job: Any) -> None:
     text = """
-assert native is None and "shm" not in links()
+assert shm is None and "shm" not in links()
 check_all(comm)
 ok()
 """
@@ -99,14 +99,14 @@ def test_without_the_compiled_core_there_is_no_job(job: Any, tmp_path: Path) -> 
 
 def test_ranks_of_several_hosts_do_without_it_but_the_parts_of_a_host_take_it(job: Any) -> None:
     text = """
-assert native is None
+assert shm is None
 check_all(comm)
 part = comm.split(comm.node)
 assert part.size == 2
 check_all(part)
-assert part._group.native.core.attached
+assert part._group.shm.core.attached
 across = comm.split(rank % 2)
-assert across._group.native is None
+assert across._group.shm is None
 check_all(across)
 error_like(ValueError, "one host", comm.barrier, algorithm="shared_memory")
 ok()
@@ -127,7 +127,7 @@ def use(times):
         with comm.dup() as other:
             other.barrier()
             other.all_reduce(x)
-            assert other._group.native.core.attached
+            assert other._group.shm.core.attached
     comm.barrier()
 
 def taken():

@@ -291,7 +291,7 @@ wanted = (
 for (name, want, root), seconds in itertools.product(wanted, (0.003, 0.008, 0.02)):
     c = comm.dup()
     c.barrier()
-    assert c._group.native.core.direct
+    assert c._group.shm.core.direct
     out = np.full(want.shape, 5.0) if rank == 0 else np.empty(want.shape)
     call = getattr(c, name)
     args, options = (x,), {"out": out}

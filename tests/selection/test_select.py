@@ -21,8 +21,8 @@ WIRE = LinkCosts(call=0.0, step=1e-4, path=1e-9, message=0.0, byte=0.0, combine=
 TEXTBOOK = Table("the textbook", 64, dict.fromkeys(costs.LINKS, WIRE), (8,), {})
 
 
-def selector(size: int, agreed: Agreed | None = None, in_core: bool = False) -> Selector:
-    return Selector(agreed or Agreed(TEXTBOOK, cores={0: 64.0}), (0,) * size, in_core)
+def selector(size: int, agreed: Agreed | None = None, shm: bool = False) -> Selector:
+    return Selector(agreed or Agreed(TEXTBOOK, cores={0: 64.0}), (0,) * size, shm)
 
 
 def choose(collective: str, nbytes: int, size: int, **flags: bool) -> Choice:
@@ -102,9 +102,9 @@ def test_the_link_is_that_between_the_ranks() -> None:
     sharing = frozenset({0})
     assert selector(2).link == TCP
     assert selector(2, Agreed(sharing=sharing)).link == SHM
-    assert Selector(Agreed(sharing=sharing), (0, 1), in_core=False).link == NET
+    assert Selector(Agreed(sharing=sharing), (0, 1), shm=False).link == NET
     here = Agreed(sharing=sharing, machines={0: b"here", 1: b"here"})
-    assert Selector(here, (0, 1), in_core=False).link == TCP
+    assert Selector(here, (0, 1), shm=False).link == TCP
 
 
 ETHERNET = {host: "Ethernet" for host in range(2)}
@@ -115,29 +115,29 @@ def test_between_hosts_of_one_network_it_is_rdma_on_any_machines(
     machines: dict[int, bytes],
 ) -> None:
     agreed = Agreed(sharing=frozenset({0, 1}), machines=machines, networks=ETHERNET)
-    assert Selector(agreed, (0, 0, 1, 1), in_core=False).link == RDMA
-    assert Selector(agreed, (0, 0), in_core=False).link == SHM
+    assert Selector(agreed, (0, 0, 1, 1), shm=False).link == RDMA
+    assert Selector(agreed, (0, 0), shm=False).link == SHM
 
 
 def test_hosts_that_rdma_does_not_connect_talk_tcp() -> None:
     agreed = Agreed(networks=ETHERNET | {2: "InfiniBand"})
-    assert Selector(agreed, (0, 1, 2), in_core=False).link == NET
-    assert Selector(agreed, (0, 1, 3), in_core=False).link == NET
-    assert Selector(agreed, (3, 4), in_core=False).link == NET
-    assert Selector(agreed, (0, 1), in_core=False).link == RDMA
+    assert Selector(agreed, (0, 1, 2), shm=False).link == NET
+    assert Selector(agreed, (0, 1, 3), shm=False).link == NET
+    assert Selector(agreed, (3, 4), shm=False).link == NET
+    assert Selector(agreed, (0, 1), shm=False).link == RDMA
 
 
 def test_where_no_host_shares_memory_rdma_connects_its_ranks_too() -> None:
-    assert Selector(Agreed(networks=ETHERNET), (0, 0), in_core=False).link == RDMA
+    assert Selector(Agreed(networks=ETHERNET), (0, 0), shm=False).link == RDMA
     agreed = Agreed(sharing=frozenset({1}), networks=ETHERNET)
-    assert Selector(agreed, (0, 0), in_core=False).link == TCP
+    assert Selector(agreed, (0, 0), shm=False).link == TCP
 
 
 def test_what_travels_by_rdma_is_timed_so() -> None:
     fast = WIRE._replace(step=1e-6, path=1e-11)
     table = TEXTBOOK._replace(links=TEXTBOOK.links | {RDMA: fast})
     agreed = Agreed(table, cores={0: 8.0, 1: 8.0}, networks=ETHERNET)
-    able, _ = Selector(agreed, (0, 1), in_core=False).ranking(Query("broadcast", MiB))
+    able, _ = Selector(agreed, (0, 1), shm=False).ranking(Query("broadcast", MiB))
     seconds = {candidate.choice.name: candidate.seconds for candidate in able}
     assert seconds["tree"] == pytest.approx(1e-6 + MiB * 1e-11)
 
@@ -174,7 +174,7 @@ def test_thousands_of_ranks_are_no_trouble() -> None:
 
 def spread(*hosts: int) -> Selector:
     cores = dict.fromkeys(hosts, 8.0)
-    return Selector(Agreed(TEXTBOOK, cores=cores), hosts, in_core=False)
+    return Selector(Agreed(TEXTBOOK, cores=cores), hosts, shm=False)
 
 
 def considered(chooser: Selector, collective: str) -> set[str]:
@@ -192,15 +192,15 @@ def test_what_crosses_less_between_hosts_is_chosen() -> None:
     fast = WIRE._replace(step=1e-6, path=1e-11)
     links = TEXTBOOK.links | {SHM: fast, TCP: fast}
     agreed = Agreed(TEXTBOOK._replace(links=links), cores={0: 8.0, 1: 8.0})
-    chooser = Selector(agreed, (0, 1) * 4, in_core=False)  # round robin: a ring crosses always
+    chooser = Selector(agreed, (0, 1) * 4, shm=False)  # round robin: a ring crosses always
     assert chooser.choose(Query("all_gather", MiB)).name == "hierarchical"
 
 
 def test_ranks_of_emulated_hosts_are_timed_as_if_they_were_on_one() -> None:
     agreed = Agreed(TEXTBOOK, cores={0: 1.0, 1: 1.0}, machines={0: b"here", 1: b"here"})
-    spread_out = Selector(agreed, (0, 1), in_core=False).ranking(Query("all_reduce", MiB))
+    spread_out = Selector(agreed, (0, 1), shm=False).ranking(Query("all_reduce", MiB))
     together = Agreed(TEXTBOOK, cores={0: 2.0})
-    assert spread_out == Selector(together, (0, 0), in_core=False).ranking(Query("all_reduce", MiB))
+    assert spread_out == Selector(together, (0, 0), shm=False).ranking(Query("all_reduce", MiB))
 
 
 def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
@@ -208,19 +208,19 @@ def test_small_values_go_in_two_levels_where_the_core_is_much_quicker() -> None:
     agreed = Agreed(
         TEXTBOOK._replace(links=links), sharing=frozenset({0, 1}), cores={0: 8.0, 1: 8.0}
     )
-    chooser = Selector(agreed, (0,) * 8 + (1,) * 8, in_core=False)
+    chooser = Selector(agreed, (0,) * 8 + (1,) * 8, shm=False)
 
     def seconds(**flags: bool) -> float:
         able, _ = chooser.ranking(Query("all_reduce", 8, **flags))
         return next(c.seconds for c in able if c.choice.name == "hierarchical")
 
     assert seconds() == pytest.approx(1e-4, rel=0.01)  # one message between leaders
-    assert seconds(native=False) > 2e-4
+    assert seconds(shm=False) > 2e-4
 
 
 @pytest.mark.parametrize("hosts", [(0,), (0, 0), (0, 1), (0, 1, 1)], ids=str)
 def test_hierarchical_may_be_asked_for_wherever_the_ranks_are(hosts: tuple[int, ...]) -> None:
-    chooser = Selector(Agreed(sharing=frozenset(hosts)), hosts, in_core=False)
+    chooser = Selector(Agreed(sharing=frozenset(hosts)), hosts, shm=False)
     for collective in ("all_reduce", "barrier", "broadcast"):
         assert chooser.segments("hierarchical", Query(collective, 8)) == 1
 
@@ -229,18 +229,18 @@ def test_hierarchical_may_be_asked_for_wherever_the_ranks_are(hosts: tuple[int, 
 
 
 def test_the_core_is_taken_wherever_it_can_serve() -> None:
-    chooser = selector(4, Agreed(TEXTBOOK, cores={0: 64.0}), in_core=True)
+    chooser = selector(4, Agreed(TEXTBOOK, cores={0: 64.0}), shm=True)
     for collective in TABLE:
         for nbytes in (0, 64 * MiB):
             assert chooser.choose(Query(collective, nbytes)) == Choice(SHARED_MEMORY)
-            assert chooser.choose(Query(collective, nbytes, native=False)).name in TABLE[collective]
+            assert chooser.choose(Query(collective, nbytes, shm=False)).name in TABLE[collective]
 
 
 # --- what the user says ----------------------------------------------------------------------
 
 
-def ruled(text: str, in_core: bool = False) -> Selector:
-    return selector(4, Agreed(TEXTBOOK, parse_rules(text), cores={0: 64.0}), in_core)
+def ruled(text: str, shm: bool = False) -> Selector:
+    return selector(4, Agreed(TEXTBOOK, parse_rules(text), cores={0: 64.0}), shm)
 
 
 def test_an_algorithm_that_is_named_is_taken_for_all_lengths() -> None:
@@ -262,9 +262,9 @@ def test_what_is_excluded_is_not_taken() -> None:
 
 def test_a_rule_keeps_calls_out_of_the_core() -> None:
     request = Query("all_reduce", 8)
-    assert ruled("all_reduce:ring", in_core=True).choose(request).name == "ring"
-    assert ruled("all_reduce:^shared_memory", in_core=True).choose(request).name != SHARED_MEMORY
-    assert ruled("reduce:tree", in_core=True).choose(request).name == SHARED_MEMORY
+    assert ruled("all_reduce:ring", shm=True).choose(request).name == "ring"
+    assert ruled("all_reduce:^shared_memory", shm=True).choose(request).name != SHARED_MEMORY
+    assert ruled("reduce:tree", shm=True).choose(request).name == SHARED_MEMORY
 
 
 def test_where_what_was_named_cannot_serve_the_next_best_does() -> None:
