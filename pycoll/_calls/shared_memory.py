@@ -1,4 +1,4 @@
-"""The algorithm `shared_memory`: collectives of ranks on one host, run by the compiled core.
+"""The algorithm `shared_memory`: collectives of ranks on one host, run by the core in C.
 
 A `ShmComm` is a communicator's part of it. Its calls block, and hold no lock of the engine's while
 they wait: the core spins and yields for some milliseconds, then calls `_sleep` here, where the

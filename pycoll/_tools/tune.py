@@ -100,7 +100,7 @@ class Sample(NamedTuple):
 
     @property
     def way(self) -> Way:
-        """How to run it: in the compiled core as users do, who do not ask for it."""
+        """How to run it: in shared memory as users do, who do not ask for it."""
         if self.link == CORE:
             return Way()
         return Way(self.algorithm, -(-int(self.chunk) // self.segments) if self.segments > 1 else 0)

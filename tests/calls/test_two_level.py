@@ -1,4 +1,4 @@
-"""Small hierarchical calls: the compiled core inside hosts, messages between their leaders."""
+"""Small hierarchical calls: shared memory inside hosts, messages between their leaders."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """gatherv, all_gatherv, scatterv, all_to_allv and reduce_scatterv against NumPy.
 
 Each rank draws the blocks of all ranks from one seed, so each knows what must come out. Blocking
-calls on one host go through the compiled core, their non-blocking twins over messages.
+calls on one host go through shared memory, their non-blocking twins over messages.
 """
 
 from __future__ import annotations
