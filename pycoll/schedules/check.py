@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from pycoll.schedule import Recv, Send, Step
 from pycoll.schedules import ROOTED, TABLE, Algorithm, find, names, steps_of
-from pycoll.schedules.proof import Execution, Program, Proof, Values
+from pycoll.schedules.program import Program
+from pycoll.schedules.proof import Execution, Proof
 from pycoll.schedules.relabel import relabel
+from pycoll.schedules.symbols import Values
 
 WINDOWS = (1, 2, 4)
 

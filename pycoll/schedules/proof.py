@@ -24,13 +24,13 @@ order, operands are 0 to size - 1 from left to right; and the cost is the one it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from pycoll.errors import ProofError
-from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send, Step, compile_schedule
-from pycoll.schedules import REDUCING, ROOTED, Algorithm, Cost, cost_of, steps_of
+from pycoll.schedule import Copy, Recv, Reduce, Send
+from pycoll.schedules import REDUCING, Cost, cost_of
+from pycoll.schedules.program import Program
+from pycoll.schedules.symbols import Value, Values, contributors, given, promised
 
 
 class Proof(NamedTuple):
@@ -44,172 +44,6 @@ class Proof(NamedTuple):
     cost: Cost
 
 
-class Program:
-    """The schedules of all ranks as one list of steps, each Send joined to its Recv.
-
-    A step's index is `base[rank]` plus its position in that rank's schedule; `partner` is the
-    index of the other half of a message.
-    """
-
-    def __init__(
-        self, algorithm: Algorithm, size: int, root: int, hosts: Sequence[int] | None = None
-    ) -> None:
-        self.algorithm = algorithm
-        self.size = size
-        self.root = root
-        self.hosts = tuple(hosts) if hosts is not None else (0,) * size
-        if size < 1 or len(self.hosts) != size:
-            raise ValueError(f"{size} ranks with hosts {self.hosts}: one for each of at least one")
-        self.chunks = algorithm.chunks(size)
-        self.steps: list[Step] = []
-        self.named: list[tuple[int, ...]] = []
-        self.owner: list[int] = []
-        self.base: list[int] = []
-        self.waits: list[int] = []
-        self.successors: list[tuple[int, ...]] = []
-        self.scratch: list[list[int]] = []
-        for rank in range(size):
-            schedule = self._compile(rank)
-            first = len(self.steps)
-            self.base.append(first)
-            self.steps += schedule.steps
-            self.named += schedule.chunks
-            self.owner += [rank] * len(schedule.steps)
-            self.waits += schedule.waits
-            for later in schedule.successors:
-                self.successors.append(tuple([first + position for position in later]))
-            self.scratch.append([])
-            self._validate(rank)
-        self.partner = self._join()
-
-    def where(self, index: int) -> str:
-        """Name a step for a message."""
-        rank = self.owner[index]
-        return f"rank {rank}, step {index - self.base[rank]}, {self.steps[index]}"
-
-    def error(self, what: str) -> ProofError:
-        """Make the error that has the algorithm and the case in front of `what`."""
-        algorithm = self.algorithm
-        at_root = f", root {self.root}" if algorithm.collective in ROOTED else ""
-        on_hosts = f", hosts {self.hosts}" if algorithm.hosts else ""
-        return ProofError(
-            f"{algorithm.collective} {algorithm.name}, size {self.size}{at_root}{on_hosts}: {what}"
-        )
-
-    def _compile(self, rank: int) -> Schedule:
-        try:
-            steps = steps_of(self.algorithm, rank, self.size, self.root, self.hosts)
-            return compile_schedule(steps)
-        except ValueError as exc:
-            raise self.error(f"rank {rank}, {exc}") from exc
-
-    def _validate(self, rank: int) -> None:
-        """Check peers and chunks of one rank, and list its receives into scratch."""
-        size, chunks, steps = self.size, self.chunks, self.steps
-        for index in range(self.base[rank], len(steps)):
-            step = steps[index]
-            named = self.named[index]
-            if isinstance(step, Copy):
-                named = (*named, step.source)
-            elif not isinstance(step, Reduce):
-                if not 0 <= step.peer < size:
-                    raise self.error(f"{self.where(index)}: there are only ranks 0 to {size - 1}")
-                if step.peer == rank:
-                    raise self.error(f"{self.where(index)}: the peer is the rank itself")
-                if isinstance(step, Recv) and step.scratch:
-                    self.scratch[rank].append(index)
-                    if index + 1 == len(steps) or not isinstance(steps[index + 1], Reduce):
-                        raise self.error(
-                            f"{self.where(index)}: no Reduce follows to use what comes"
-                        )
-            if min(named) < 0 or max(named) >= chunks:
-                raise self.error(f"{self.where(index)}: there are only chunks 0 to {chunks - 1}")
-
-    def _join(self) -> list[int]:
-        """Find the other half of every message: by sender and receiver, the k-th meets the k-th."""
-        sends: dict[tuple[int, int], list[int]] = {}
-        receives: dict[tuple[int, int], list[int]] = {}
-        for index, (step, rank) in enumerate(zip(self.steps, self.owner, strict=True)):
-            if isinstance(step, Send):
-                sends.setdefault((rank, step.peer), []).append(index)
-            elif isinstance(step, Recv):
-                receives.setdefault((step.peer, rank), []).append(index)
-        partner = [-1] * len(self.steps)
-        for (sender, receiver), out in sends.items():
-            into = receives.get((sender, receiver), [])
-            if len(out) > len(into):
-                lonely = self.where(out[len(into)])
-                raise self.error(f"{lonely}: rank {receiver} has no Recv for this message")
-            for index, other in zip(out, into, strict=False):
-                partner[index], partner[other] = other, index
-                if len(self.named[index]) != len(self.named[other]):
-                    raise self.error(
-                        f"{self.where(index)}: step {other - self.base[receiver]} of rank "
-                        f"{receiver}, {self.steps[other]}, expects another number of chunks"
-                    )
-        for (sender, receiver), into in receives.items():
-            out = sends.get((sender, receiver), [])
-            if len(into) > len(out):
-                lonely = self.where(into[len(out)])
-                raise self.error(f"{lonely}: rank {sender} has no Send for this message")
-        return partner
-
-
-# Not frozen, though never changed: that would make making one, which the proof mostly does, slow.
-@dataclass(slots=True, eq=False)
-class _Value:
-    """An expression: what one rank contributes to a chunk, or two expressions combined.
-
-    Attributes:
-        mask: bit r is set if rank r contributes.
-        chunk: the chunk that this is a value of.
-        span: the first and the last rank if the operands are neighbors in rank order.
-        parts: left and right operand; None for what one rank contributes.
-    """
-
-    mask: int
-    chunk: int
-    span: tuple[int, int] | None
-    parts: tuple[_Value, _Value] | None = None
-
-    def __str__(self) -> str:
-        return f"{self.tree()} of chunk {self.chunk}"
-
-    def tree(self) -> str:
-        """Draw the expression, for example ``((0 1) (2 3))``."""
-        if self.parts is None:
-            return str(self.mask.bit_length() - 1)
-        return f"({self.parts[0].tree()} {self.parts[1].tree()})"
-
-
-class Values:
-    """Makes each expression once, so that equal trees are the same object.
-
-    Attributes:
-        pairs: what was made of which two operands.
-    """
-
-    def __init__(self) -> None:
-        self._leaves: dict[tuple[int, int], _Value] = {}
-        self.pairs: dict[tuple[_Value, _Value], _Value] = {}
-
-    def leaf(self, rank: int, chunk: int) -> _Value:
-        """What `rank` contributes to `chunk`."""
-        value = self._leaves.get((rank, chunk))
-        if value is None:
-            value = self._leaves[rank, chunk] = _Value(1 << rank, chunk, (rank, rank))
-        return value
-
-    def combine(self, left: _Value, right: _Value) -> _Value:
-        """Make the value of ``left op right``, of the same chunk; not yet among `pairs`."""
-        span = None
-        if left.span and right.span and left.span[1] + 1 == right.span[0]:
-            span = (left.span[0], right.span[1])
-        value = _Value(left.mask | right.mask, left.chunk, span, (left, right))
-        self.pairs[left, right] = value
-        return value
-
-
 class Execution:
     """One execution of a program under one window; `values` may be shared with other runs."""
 
@@ -219,14 +53,14 @@ class Execution:
         self.values = values or Values()
         self.reduces = program.algorithm.collective in (REDUCING | {"barrier"})
         self.same_chunk = program.algorithm.collective not in ("all_to_all", "exscan")
-        self.holds = _given(program, self.values)
+        self.holds = given(program, self.values)
         self.given = [frozenset() if self.reduces else frozenset(held) for held in self.holds]
         self.waits = list(program.waits)
         self.posted = [False] * len(program.steps)
         self.done = [False] * len(program.steps)
         self.depth = [0] * len(program.steps)  # messages in the longest chain up to this step
         self.path = [0] * len(program.steps)  # chunks in the heaviest chain up to this step
-        self.arrived: dict[int, list[_Value]] = {}  # Recv into scratch -> values
+        self.arrived: dict[int, list[Value]] = {}  # Recv into scratch -> values
         self.opened = [0] * program.size  # how many receives into scratch were posted so far
         self.ready: list[int] = []
 
@@ -307,7 +141,7 @@ class Execution:
         self._complete(index)
         self._open_scratch(self.program.owner[index])
 
-    def _combine(self, index: int, step: Reduce, left: _Value, right: _Value) -> _Value:
+    def _combine(self, index: int, step: Reduce, left: Value, right: Value) -> Value:
         """Combine two values for the first time, if they may be."""
         program = self.program
         own, incoming = (right, left) if step.incoming_first else (left, right)
@@ -324,7 +158,7 @@ class Execution:
             )
         return self.values.combine(left, right)
 
-    def _load(self, index: int, chunks: Iterable[int]) -> list[_Value]:
+    def _load(self, index: int, chunks: Iterable[int]) -> list[Value]:
         held = self.holds[self.program.owner[index]]
         try:
             return [held[chunk] for chunk in chunks]
@@ -333,7 +167,7 @@ class Execution:
                 f"{self.program.where(index)}: reads chunk {exc.args[0]} before it has a value"
             ) from None
 
-    def _store(self, index: int, values: Iterable[_Value]) -> None:
+    def _store(self, index: int, values: Iterable[Value]) -> None:
         """Put values into the chunks that a step names."""
         program, rank = self.program, self.program.owner[index]
         held, given = self.holds[rank], self.given[rank]
@@ -363,8 +197,8 @@ class Execution:
         if program.algorithm.collective == "barrier":
             self._check_heard()
             return
-        agreed: dict[int, _Value] = {}
-        for rank, chunk, want in _promised(program, values):
+        agreed: dict[int, Value] = {}
+        for rank, chunk, want in promised(program, values):
             have = self.holds[rank].get(chunk)
             if have is None:
                 raise program.error(f"rank {rank} ends without chunk {chunk}")
@@ -374,7 +208,7 @@ class Execution:
                         f"rank {rank} ends with {have} in chunk {chunk} instead of {want}"
                     )
                 continue
-            first, last = _contributors(program, rank)
+            first, last = contributors(program, rank)
             wanted = (1 << (last + 1)) - (1 << first)
             if have.mask & ~wanted:
                 surplus = _ranks(have.mask & ~wanted)
@@ -468,58 +302,3 @@ class Execution:
 def _ranks(mask: int) -> str:
     ranks = [str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
-
-
-def _contributors(program: Program, rank: int) -> tuple[int, int]:
-    """The first and the last rank that contribute to what `rank` ends with."""
-    match program.algorithm.collective:
-        case "scan":
-            return 0, rank
-        case "exscan":
-            return 0, rank - 1
-        case _:
-            return 0, program.size - 1
-
-
-def _given(program: Program, values: Values) -> list[dict[int, _Value]]:
-    """What each rank holds at the start: chunk -> value."""
-    collective, size, chunks = program.algorithm.collective, program.size, range(program.chunks)
-    if collective in ("broadcast", "scatter"):
-        held = {chunk: values.leaf(program.root, chunk) for chunk in chunks}
-        return [held if rank == program.root else {} for rank in range(size)]
-    if collective in ("gather", "all_gather"):
-        return [{rank: values.leaf(rank, rank)} for rank in range(size)]
-    if collective == "all_to_all":
-        chunks = range(size)
-    if collective == "exscan":
-        chunks = range(1)
-    return [{chunk: values.leaf(rank, chunk) for chunk in chunks} for rank in range(size)]
-
-
-def _promised(program: Program, values: Values) -> Iterator[tuple[int, int, _Value | None]]:
-    """What must be held at the end: rank, chunk, value; None for what is combined."""
-    size, chunks = program.size, range(program.chunks)
-    ranks = range(size)
-    match program.algorithm.collective:
-        case "broadcast":
-            yield from ((r, c, values.leaf(program.root, c)) for r in ranks for c in chunks)
-        case "reduce":
-            yield from ((program.root, c, None) for c in chunks)
-        case "all_reduce":
-            yield from ((r, c, None) for r in ranks for c in chunks)
-        case "gather":
-            yield from ((program.root, i, values.leaf(i, i)) for i in ranks)
-        case "all_gather":
-            yield from ((r, i, values.leaf(i, i)) for r in ranks for i in ranks)
-        case "scatter":
-            yield from ((r, r, values.leaf(program.root, r)) for r in ranks)
-        case "reduce_scatter":
-            yield from ((r, r, None) for r in ranks)
-        case "scan":
-            yield from ((r, c, None) for r in ranks for c in chunks)
-        case "exscan":
-            yield from ((r, 1, None) for r in ranks[1:])
-        case "all_to_all":
-            yield from ((r, size + i, values.leaf(i, r)) for r in ranks for i in ranks)
-        case other:
-            raise ValueError(f"nothing is known of what {other} promises")

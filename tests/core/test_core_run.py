@@ -28,7 +28,9 @@ from tiers import exhaustive
 
 from pycoll import schedules
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
-from pycoll.schedules.proof import Execution, Program, Values
+from pycoll.schedules.program import Program
+from pycoll.schedules.proof import Execution
+from pycoll.schedules.symbols import Values
 
 NAMES = (*ENGINE, "run", "link_self")
 KINDS = 36

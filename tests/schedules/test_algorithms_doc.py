@@ -15,7 +15,7 @@ from patience import PATIENCE
 
 from pycoll import schedules
 from pycoll.schedule import Send, chunks_of
-from pycoll.schedules import REDUCING, TABLE, Cost, cost_of, find, proof, steps_of
+from pycoll.schedules import REDUCING, TABLE, Cost, cost_of, find, program, proof, steps_of
 from pycoll.schedules.powers import ceil_lg, floor_lg, power_below
 from pycoll.schedules.ring_2d import shape
 from pycoll.simulate import PIECES
@@ -202,7 +202,7 @@ def test_the_messages_of_the_proof_are_those_in_the_source() -> None:
     table = OWN.split("### What the proof says, and what to do\n", 1)[1]
     listed = [text for cells in tables(table) for text in re.findall(r"`([^`]+)`", cells[0])]
     assert len(listed) > 15
-    source = "".join(inspect.getsource(module) for module in (proof, schedules))
+    source = "".join(inspect.getsource(module) for module in (program, proof, schedules))
     for text in listed:
         assert text in source, text
 
