@@ -1,16 +1,9 @@
 """ZeroMQ over TCP: the transport that works between any two processes and can encrypt.
 
-Every rank has two sockets. The *inbox* is a DEALER bound to a free port, from which all that
-others send is read. The *outbox* is a ROUTER with one connection to each rank it has sent to,
-made by the first message. So a connection carries messages one way, and two ranks that talk both
-ways have two. Connections are authenticated before a byte of theirs is believed: on one machine by
-PLAIN, a random token per inbox, handed out by the rendezvous; between machines, and everywhere in
-an encrypted job, by CURVE, with keys that all ranks derive from the job's, which encrypts, too.
-
-ZeroMQ queues without limit here (its high-water marks drop or block by the message, not by the
-byte); what bounds memory are the credits of the transport contract and the window below. ZeroMQ
-would also reconnect behind our back and lose what was in flight: reconnecting is off, and a
-connection that ends is reported by the outbox's monitor.
+Every rank has two sockets (`zmq_sockets`): an inbox, from which all that others send is read, and
+an outbox with one connection to each rank it has sent to. ZeroMQ queues without limit here (its
+high-water marks drop or block by the message, not by the byte); what bounds memory are the credits
+of the transport contract and the window below.
 
 On the wire a message is one or two frames. The first begins with HEAD: kind, sender, id, number.
 
@@ -31,27 +24,19 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import struct
 import time
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
 
-# Imported now, not by the first zero-copy send: its exit handler, which ends the thread behind
-# those, is so registered before, and runs after, that of whoever closes a transport at exit.
-from zmq.utils import garbage, z85
-from zmq.utils.monitor import parse_monitor_message
-
-from pycoll._support.ports import endpoint_of, listen, why_unreachable
-from pycoll._support.zmq_auth import Authenticator, Keys, guard, open_context
+from pycoll._support.ports import why_unreachable
+from pycoll._support.zmq_auth import Keys
 from pycoll._transports.base import (
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
-    Arrival,
     Handler,
     Parts,
     Transfer,
@@ -59,11 +44,9 @@ from pycoll._transports.base import (
     Withdrawn,
     nbytes_of,
 )
+from pycoll._transports.zmq_messages import SEGMENT, Receive, Send, ZmqArrival
+from pycoll._transports.zmq_sockets import NOBLOCK, Sockets
 from pycoll.errors import PeerFailed, TransportError
-
-SEGMENT = 1024 * 1024
-"""Bytes of one DATA message. ZeroMQ on loopback was quickest in messages of about 1 MiB
-(4.7 GB/s; 3 at 4 MiB, 1.4 at 64 MiB)."""
 
 WINDOW = 8
 """Segments of one message that may be under way: bounds what the receiver's queue holds. With 4,
@@ -71,9 +54,6 @@ acknowledged in pairs, 64 MiB cost a third more processor time on 2 cores."""
 
 ACKNOWLEDGE_EVERY = 4
 """Segments after which a receiver says how many it has stored."""
-
-MAX_FRAME = SEGMENT + 64 * 1024
-"""ZeroMQ refuses larger frames, so a length on the wire is never believed beyond this."""
 
 BURST = 64
 """Messages handled in one call of `progress`, so that it returns to its owner now and then."""
@@ -83,29 +63,10 @@ AHEAD = SEGMENT
 by `push`. A credit of their own: else one of them would leave none for small messages. To ask
 first would take two more trips, as long as it takes to send 256 KiB."""
 
-HANDSHAKE_MS = 60_000
-"""Within it who has begun to speak to the inbox must have shown the token: it costs a descriptor.
-A rank that is stopped in this millisecond, for longer, looks as if its link had been cut."""
-
 HEAD = struct.Struct("<BxxxIQQ")
 _EAGER, _AHEAD, _READY, _GO, _DATA, _TAKEN, _DROP, _CANCEL, _CREDIT, _BYE = range(10)
 
-_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-# As plain integers: combining members of an enumeration takes longer than the call they are for.
-_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-
-
-def _segments(parts: Parts) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset, view) of the pieces in which a payload travels: at least one."""
-    offset = 0
-    for part in parts:
-        for start in range(0, len(part), SEGMENT):
-            piece = part[start : start + SEGMENT]
-            yield offset, piece
-            offset += len(piece)
-    if offset == 0:
-        yield 0, memoryview(b"")
+_MORE = int(zmq.SNDMORE)  # a plain integer, as NOBLOCK
 
 
 def _done() -> Transfer:
@@ -113,95 +74,6 @@ def _done() -> Transfer:
     transfer = Transfer()
     transfer.done = True
     return transfer
-
-
-class _Send(Transfer):
-    """A message that waits for its GO, or whose segments are under way."""
-
-    __slots__ = ("id", "peer", "pending", "sent", "taken", "transport")
-
-    def __init__(self, transport: ZmqTransport, peer: int, number: int, parts: Parts) -> None:
-        super().__init__()
-        self.transport = transport
-        self.peer = peer
-        self.id = number
-        self.pending = deque(_segments(parts))
-        self.sent = 0
-        self.taken = 0
-
-    @property
-    def committed(self) -> bool:
-        # A receiver is done when it has stored the last segment, and hears of a CANCEL later.
-        return not self.pending
-
-    def awaited(self) -> Collection[int]:
-        return (self.peer,) if self.sent == 0 else ()
-
-    def cancel(self) -> None:
-        super().cancel()
-        if self.transport.forget_send(self) and not self.done:
-            self.transport.tell(self.peer, _CANCEL, self.id)
-
-
-class _Receive(Transfer):
-    """An accepted message whose segments are arriving."""
-
-    __slots__ = ("filled", "id", "into", "nbytes", "peer", "stored", "transport")
-
-    def __init__(
-        self, transport: ZmqTransport, peer: int, number: int, nbytes: int, into: memoryview
-    ) -> None:
-        super().__init__()
-        self.transport = transport
-        self.peer = peer
-        self.id = number
-        self.nbytes = nbytes
-        self.into = into
-        self.filled = 0
-        self.stored = 0
-
-    def cancel(self) -> None:
-        super().cancel()
-        if self.transport.forget_receive(self) and not self.done:
-            self.transport.tell(self.peer, _DROP, self.id)
-
-    def redirect(self, into: memoryview) -> None:
-        into[: self.filled] = self.into[: self.filled]
-        self.into = into
-
-
-class _ZmqArrival(Arrival):
-    __slots__ = ("ahead", "id", "transport")
-
-    def __init__(
-        self,
-        transport: ZmqTransport,
-        peer: int,
-        header: bytes | memoryview,
-        nbytes: int,
-        payload: memoryview | None,
-        number: int,
-        ahead: bool = False,
-    ) -> None:
-        super().__init__(peer, header, nbytes, payload)
-        self.transport = transport
-        self.id = number
-        self.ahead = ahead
-
-    def accept(self, into: memoryview) -> Transfer:
-        if self.payload is not None:
-            return self.copy(into)
-        return self.transport.accept(self, into)
-
-    def release(self) -> None:
-        if self.payload is None:
-            self.transport.drop(self)
-        else:
-            self.payload = None
-            if self.ahead:
-                self.transport.tell(self.peer, _CREDIT, 1, self.nbytes)
-            else:
-                self.transport.consumed(self.peer, self.nbytes + MESSAGE_COST)
 
 
 class ZmqTransport(Transport):
@@ -219,22 +91,18 @@ class ZmqTransport(Transport):
         if keys is None and host not in ("127.0.0.1", "::1"):
             raise ValueError(f"without keys connections are on loopback only, not on {host}")
         self._rank = rank
-        self._keys = keys
         self._token = secrets.token_hex(16)
         if why := why_unreachable(host):
             raise TransportError(f"zmq: rank {rank} cannot be reached at {host}: {why}")
         try:
-            self._open_all(host)
+            self._sockets = Sockets(host, self._token, keys)
         except (OSError, zmq.ZMQError) as exc:
             raise TransportError(
                 f"zmq: rank {rank} cannot listen on {host}: {exc.strerror}"
             ) from exc
-        self._poller.register(self._inbox.fileno(), select.EPOLLIN)
-        self._poller.register(self._monitor_fd, select.EPOLLIN)
-        # ZeroMQ's descriptors tell of nothing until a socket has been found empty.
-        self._maybe_more = True
-        with contextlib.suppress(zmq.Again):
-            self._monitor.recv(_NOBLOCK)
+        self._inbox, self._outbox = self._sockets.inbox, self._sockets.outbox
+        self._poller = self._sockets.poller
+        self._maybe_more = True  # the inbox has not been found empty
         self._addresses: Sequence[dict[str, Any]] = ()
         self._handler: Handler | None = None
         self._endpoints: dict[str, int] = {}
@@ -246,66 +114,14 @@ class ZmqTransport(Transport):
         self._ahead: dict[int, int] = {}
         self._unrepaid: dict[int, int] = {}
         self._next_id = 0
-        self._sends: dict[int, _Send] = {}
-        self._receives: dict[tuple[int, int], _Receive] = {}
-        self._waiting: dict[tuple[int, int], _ZmqArrival] = {}
+        self._sends: dict[int, Send] = {}
+        self._receives: dict[tuple[int, int], Receive] = {}
+        self._waiting: dict[tuple[int, int], ZmqArrival] = {}
         self._pid = os.getpid()
         self._closed = False
 
-    def _open_all(self, host: str) -> None:
-        with contextlib.ExitStack() as undo:
-            listener = undo.enter_context(listen(host))
-            self._endpoint = endpoint_of(listener)
-            self._poller = select.epoll()
-            undo.callback(self._poller.close)
-            self._context = open_context()
-            undo.callback(self._context.destroy, 0)
-            self._authenticator = Authenticator(self._context)
-            undo.callback(self._authenticator.close)
-            self._inbox = self._open_inbox(listener.fileno())
-            self._outbox = self._open(zmq.ROUTER)
-            self._outbox.router_mandatory = True
-            self._monitor = self._outbox.get_monitor_socket(_LOST)
-            self._monitor_fd = int(self._monitor.fileno())
-            undo.pop_all()
-            listener.close()
-
-    def _open_inbox(self, listener: int) -> zmq.Socket[bytes]:
-        inbox = self._open(zmq.DEALER)
-        if self._keys is None:
-            self._authenticator.allow_plain("pycoll", self._token.encode())
-            inbox.plain_server = True
-        else:
-            self._authenticator.allow_curve("pycoll", z85.decode(self._keys.client_public))
-            inbox.curve_server = True
-            inbox.curve_publickey = self._keys.server_public
-            inbox.curve_secretkey = self._keys.server_secret
-        guard(inbox, "pycoll")
-        inbox.handshake_ivl = HANDSHAKE_MS
-        inbox.use_fd = os.dup(listener)
-        inbox.bind("tcp://127.0.0.1:*")  # the listener's own address is what counts
-        return inbox
-
-    def _open(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.sndhwm = 0
-        socket.rcvhwm = 0
-        socket.linger = 0
-        socket.maxmsgsize = MAX_FRAME
-        socket.reconnect_ivl = -1
-        # A stopped process must not look like a lost one: no limit on the handshake for who
-        # connects, and cut links are found by the kernel's keep-alives, which a stopped process
-        # still answers.
-        socket.handshake_ivl = 0
-        socket.tcp_keepalive = 1
-        socket.tcp_keepalive_idle = 2
-        socket.tcp_keepalive_intvl = 1
-        socket.tcp_keepalive_cnt = 3 if self._keys is None else 6  # a cable may be out for 3 s
-        socket.ipv6 = self._keys is not None
-        return socket
-
     def address(self) -> dict[str, Any]:
-        return {"endpoint": self._endpoint, "token": self._token}
+        return {"endpoint": self._sockets.endpoint, "token": self._token}
 
     def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
         self._addresses = addresses
@@ -342,7 +158,7 @@ class ZmqTransport(Transport):
 
     def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         self._next_id += 1
-        send = _Send(self, peer, self._next_id, parts)
+        send = Send(self, peer, self._next_id, parts)
         self._sends[send.id] = send
         self._put(peer, HEAD.pack(_READY, self._rank, send.id, nbytes_of(parts)) + header)
         if peer in self._forgotten:
@@ -353,7 +169,12 @@ class ZmqTransport(Transport):
         """Send a control message; to a peer that is gone it is dropped."""
         self._put(peer, HEAD.pack(kind, self._rank, number, value))
 
-    def forget_send(self, send: _Send) -> bool:
+    def take_back(self, send: Send) -> None:
+        """Give up a send; its peer is told if it was under way."""
+        if self._forget_send(send) and not send.done:
+            self.tell(send.peer, _CANCEL, send.id)
+
+    def _forget_send(self, send: Send) -> bool:
         """Drop a send; False if it was not under way."""
         return self._sends.pop(send.id, None) is not None
 
@@ -379,25 +200,13 @@ class ZmqTransport(Transport):
 
     def _connect(self, peer: int) -> None:
         address = self._addresses[peer]
-        endpoint = address["endpoint"]
-        if not garbage.gc.is_alive():
-            # The thread behind zero-copy sends and their trackers: at exit, when the goodbyes are
-            # tracked, Python starts no more threads.
-            garbage.gc.start()
+        name, endpoint = b"r%d" % peer, address["endpoint"]
+        self._sockets.connect(name, endpoint, address["token"])
         self._linked.add(peer)
-        self._names[peer] = b"r%d" % peer
+        self._names[peer] = name
         self._endpoints[endpoint] = peer
-        if self._keys is None:
-            self._outbox.plain_username = b"pycoll"
-            self._outbox.plain_password = address["token"].encode()
-        else:
-            self._outbox.curve_publickey = self._keys.client_public
-            self._outbox.curve_secretkey = self._keys.client_secret
-            self._outbox.curve_serverkey = self._keys.server_public
-        self._outbox.setsockopt(zmq.CONNECT_ROUTING_ID, self._names[peer])
-        self._outbox.connect(endpoint)
 
-    def _pump(self, send: _Send) -> None:
+    def _pump(self, send: Send) -> None:
         """Send segments as the window allows."""
         while send.pending and send.sent - send.taken < WINDOW:
             offset, piece = send.pending.popleft()
@@ -413,9 +222,9 @@ class ZmqTransport(Transport):
 
     # --- receiving -------------------------------------------------------------------------
 
-    def accept(self, arrival: _ZmqArrival, into: memoryview) -> Transfer:
+    def accept(self, arrival: ZmqArrival, into: memoryview) -> Transfer:
         """Let the sender of `arrival` go on, into `into`."""
-        receive = _Receive(self, arrival.peer, arrival.id, arrival.nbytes, into)
+        receive = Receive(self, arrival.peer, arrival.id, arrival.nbytes, into)
         key = (arrival.peer, arrival.id)
         if arrival.peer in self._forgotten:
             receive.finish(PeerFailed(arrival.peer, self._forgotten[arrival.peer]))
@@ -427,12 +236,17 @@ class ZmqTransport(Transport):
         self.tell(arrival.peer, _GO, arrival.id)
         return receive
 
-    def drop(self, arrival: _ZmqArrival) -> None:
+    def drop(self, arrival: ZmqArrival) -> None:
         """Tell the sender that nobody wants its message."""
         if self._waiting.pop((arrival.peer, arrival.id), None) is not None:
             self.tell(arrival.peer, _DROP, arrival.id)
 
-    def forget_receive(self, receive: _Receive) -> bool:
+    def give_up(self, receive: Receive) -> None:
+        """Give up a receive; its peer is told if it was under way."""
+        if self._forget_receive(receive) and not receive.done:
+            self.tell(receive.peer, _DROP, receive.id)
+
+    def _forget_receive(self, receive: Receive) -> bool:
         """Drop a receive; False if it was not under way."""
         return self._receives.pop((receive.peer, receive.id), None) is not None
 
@@ -443,6 +257,10 @@ class ZmqTransport(Transport):
             self.tell(peer, _CREDIT, 0, owed)
             owed = 0
         self._unrepaid[peer] = owed
+
+    def consumed_ahead(self, peer: int, nbytes: int) -> None:
+        """Tell `peer` that a message which it had sent AHEAD is used."""
+        self.tell(peer, _CREDIT, 1, nbytes)
 
     def progress(self) -> bool:
         assert self._handler is not None
@@ -455,13 +273,13 @@ class ZmqTransport(Transport):
         receive = self._inbox.recv
         for _ in range(BURST):
             try:
-                frame = receive(_NOBLOCK, False)
+                frame = receive(NOBLOCK, False)
             except zmq.Again:
                 self._maybe_more = False
                 break
             worked = True
             self._handle(frame.buffer)
-        if self._monitor_fd in ready:
+        if self._sockets.monitor_fd in ready:
             for peer, reason in self._lost_links():
                 worked = True
                 self._handler.lost(peer, reason)
@@ -473,7 +291,7 @@ class ZmqTransport(Transport):
         if kind == _EAGER:
             start = HEAD.size + value
             header, payload = first[HEAD.size : start], first[start:]
-            self._handler.arrived(_ZmqArrival(self, peer, header, len(payload), payload, 0))
+            self._handler.arrived(ZmqArrival(self, peer, header, len(payload), payload, 0))
         elif kind == _DATA:
             self._store(peer, number, value)
         elif kind == _AHEAD:
@@ -481,7 +299,7 @@ class ZmqTransport(Transport):
             payload = self._inbox.recv(copy=False).buffer
             header = first[HEAD.size :]
             self._handler.arrived(
-                _ZmqArrival(self, peer, header, len(payload), payload, 0, ahead=True)
+                ZmqArrival(self, peer, header, len(payload), payload, 0, ahead=True)
             )
         elif kind == _TAKEN:
             send = self._sends.get(number)
@@ -491,7 +309,7 @@ class ZmqTransport(Transport):
         elif kind == _CREDIT:
             (self._ahead if number else self._owed)[peer] -= value
         elif kind == _READY:
-            arrival = _ZmqArrival(self, peer, first[HEAD.size :], value, None, number)
+            arrival = ZmqArrival(self, peer, first[HEAD.size :], value, None, number)
             self._waiting[peer, number] = arrival
             self._handler.arrived(arrival)
         elif kind == _GO:
@@ -540,33 +358,19 @@ class ZmqTransport(Transport):
     # --- links -----------------------------------------------------------------------------
 
     def _lost_links(self) -> Iterator[tuple[int, str]]:
-        """Read the monitor's events; yield the links that have ended, and why."""
-        while True:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(_NOBLOCK))
-            except zmq.Again:
-                return
-            endpoint = event["endpoint"].decode()
+        """Yield the links that have ended, and why."""
+        for endpoint, reason in self._sockets.ended():
             peer = self._endpoints.get(endpoint)
             if peer is None or peer in self._lost:
                 continue
-            reason = {
-                zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it refused this rank's token",
-                zmq.EVENT_CLOSED: "it does not answer (connection refused)",
-            }.get(zmq.Event(event["event"]), "its link was closed")
             self._lost.add(peer)
-            self._unlink(endpoint)
+            self._sockets.disconnect(endpoint)
             yield peer, reason
-
-    def _unlink(self, endpoint: str) -> None:
-        # Else what is queued for it would be kept, and waited for at the end.
-        with contextlib.suppress(zmq.ZMQError):
-            self._outbox.disconnect(endpoint)
 
     def _fail_sends(self, peer: int) -> None:
         reason = self._forgotten[peer]
         for send in [send for send in self._sends.values() if send.peer == peer]:
-            if self.forget_send(send):
+            if self._forget_send(send):
                 send.finish(PeerFailed(peer, reason))
 
     def _say_goodbye(self, deadline: float) -> None:
@@ -601,10 +405,10 @@ class ZmqTransport(Transport):
         self._forgotten[peer] = reason
         self._fail_sends(peer)
         for receive in [receive for receive in self._receives.values() if receive.peer == peer]:
-            if self.forget_receive(receive):  # the end of one may cancel others
+            if self._forget_receive(receive):  # the end of one may cancel others
                 receive.finish(PeerFailed(peer, reason))
         if peer in self._linked and peer not in self._lost:
-            self._unlink(self._addresses[peer]["endpoint"])
+            self._sockets.disconnect(self._addresses[peer]["endpoint"])
         self._lost.add(peer)
 
     def fileno(self) -> int:
@@ -624,10 +428,4 @@ class ZmqTransport(Transport):
             return  # after a fork: the parent's sockets are the parent's
         deadline = time.monotonic() + timeout_s
         self._say_goodbye(deadline)
-        self._poller.close()
-        self._outbox.disable_monitor()
-        self._monitor.close(linger=0)
-        self._inbox.close(linger=0)
-        self._outbox.close(linger=max(0, round((deadline - time.monotonic()) * 1000)))
-        self._authenticator.close()
-        self._context.term()
+        self._sockets.close(deadline)

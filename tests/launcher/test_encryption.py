@@ -111,7 +111,7 @@ NETWORK = """
 def network():
     "Of the transport to other ranks that is no shared memory: its name, and whether it encrypts."
     for transport in comm._group.engine.transport.outside.peers.values():
-        return transport.name, transport._keys is not None
+        return transport.name, transport._sockets.keys is not None
 assert comm.all_reduce(rank) == sum(range(size))
 big = comm.all_gather(np.full(200_000, rank))
 assert (big == np.arange(size)[:, None]).all()
@@ -170,7 +170,7 @@ error_like(pycoll.BootstrapError, "is set for rank 1, but not for ranks 0, 2;", 
 
 def encryption(comm: Any) -> tuple[str | None, set[bool]]:
     transports = comm._group.engine.transport.outside.peers.values()
-    keys = {t._keys is not None for t in transports if t.name == "zmq"}
+    keys = {t._sockets.keys is not None for t in transports if t.name == "zmq"}
     return os.environ.get("PYCOLL_ENCRYPT"), keys
 
 

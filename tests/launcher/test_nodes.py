@@ -83,7 +83,7 @@ import pycoll
 comm = pycoll.init()
 assert comm.all_reduce(1) == 3
 peers = comm._group.engine.transport.outside.peers.values()
-found = {(t.name, t._keys is not None) for t in peers}
+found = {(t.name, t._sockets.keys is not None) for t in peers}
 assert found == {("zmq", True)}, found
 """
     job, path = nodes(2), script(text)

@@ -26,6 +26,7 @@ from pycoll._launcher.spawn import Job, Options
 from pycoll._rendezvous.client import Client
 from pycoll._rendezvous.wire import late_question, unpack
 from pycoll._transports.zeromq import ZmqTransport
+from pycoll._transports.zmq_sockets import Sockets
 from pycoll.errors import TransportError
 
 RUN = [sys.executable, "-m", "pycoll._launcher"]
@@ -200,7 +201,7 @@ def test_a_rank_that_zeromq_fails_says_so_and_gives_everything_back(
     def fail(*arguments: object) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 
-    monkeypatch.setattr(ZmqTransport, "_open", fail)
+    monkeypatch.setattr(Sockets, "_open", fail)
     before = num_descriptors()
     with pytest.raises(TransportError, match=r"rank 3 cannot listen on .*Too many open files"):
         ZmqTransport(3)

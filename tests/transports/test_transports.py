@@ -19,7 +19,8 @@ from transport_world import DEADLINE_S, OVER_PYTHON, Node, World
 
 from pycoll import _transports as transports
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Arrival, Transfer, Withdrawn
-from pycoll._transports.zeromq import AHEAD, SEGMENT, WINDOW, ZmqTransport
+from pycoll._transports.zeromq import AHEAD, WINDOW, ZmqTransport
+from pycoll._transports.zmq_messages import SEGMENT
 from pycoll.errors import PeerFailed, TransportError
 
 NETWORKS = ["zmq", "zmq with CURVE"]
