@@ -27,7 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 import fake_cuda
 
 from pycoll._transports import verbs
-from pycoll._transports.verbs import FLUSHED, SUCCESS, Peer, VerbsError
+from pycoll._transports.verbs_errors import FLUSHED, RETRIES_EXCEEDED, SUCCESS, VerbsError
+from pycoll._transports.verbs_queue_pair import Peer
 
 RECEIVED = 128  # opcode of the completion of a receive that a send has used up (IBV_WC_RECV)
 TOO_LONG, LOCAL_PROTECTION, REMOTE_INVALID, REMOTE_ACCESS, REMOTE_OPERATION = 1, 4, 9, 10, 11
@@ -248,7 +249,7 @@ def _holds(region: SimulatedRegion | None, address: int, nbytes: int, writing: b
 
 @_locked
 class SimulatedPair:
-    """One end of a reliable connection, as `verbs.QueuePair`."""
+    """One end of a reliable connection, as `verbs_queue_pair.QueuePair`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.device, self.fabric, self.inline = device, device.fabric, device.inline
@@ -375,7 +376,7 @@ class SimulatedPair:
             return LOCAL_PROTECTION
         if other is None or other.state != "connected" or other.peer != device.peer(self):
             work.tries += 1
-            return MOVING if work.tries <= self.fabric.retries else verbs.RETRIES_EXCEEDED
+            return MOVING if work.tries <= self.fabric.retries else RETRIES_EXCEEDED
         if device.failures and not self.arrived and chance.random() < 0.5:
             return device.failures.popleft()
         if work.into is not None:

@@ -1,13 +1,15 @@
 """RDMA: one rank's device writes into another rank's memory, by verbs (pyverbs).
 
-verbs           pyverbs: devices, queue pairs, regions of memory
-registrations   memory that is registered with the device, kept for the next time
-rdma_queues     what all links share: memory for frames, completions
-rdma_frames     an ordered stream of messages to a peer, of sends
-rdma_lane       writes into a peer's memory
-rdma_elsewhere  memory of GPUs, which the device reaches itself
-rdma_link       what travels between two ranks, and when memory is whose
-this file       the transport contract, out of these
+verbs             pyverbs: devices, regions of memory
+verbs_queue_pair  one end of a connection, by pyverbs
+verbs_errors      how calls of pyverbs and work requests fail
+registrations     memory that is registered with the device, kept for the next time
+rdma_queues       what all links share: memory for frames, completions
+rdma_frames       an ordered stream of messages to a peer, of sends
+rdma_lane         writes into a peer's memory
+rdma_elsewhere    memory of GPUs, which the device reaches itself
+rdma_link         what travels between two ranks, and when memory is whose
+this file         the transport contract, out of these
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from pycoll._transports.rdma_lane import MOST_WRITES
 from pycoll._transports.rdma_link import RdmaLink
 from pycoll._transports.rdma_queues import Endpoint
 from pycoll._transports.registrations import locked_limit
-from pycoll._transports.verbs import MAX_SENDS, SUCCESS, Device, VerbsError, explain, probe
+from pycoll._transports.verbs import MAX_SENDS, Device, probe
+from pycoll._transports.verbs_errors import SUCCESS, VerbsError, explain
 from pycoll.errors import PeerFailed, TransportError
 
 COMPLETIONS = RECEIVES + SPARE_RECEIVES + MAX_SENDS + MOST_WRITES

@@ -14,7 +14,8 @@ from collections.abc import Hashable
 from pycoll._transports.base import EAGER_LIMIT, Elsewhere
 from pycoll._transports.rdma_queues import Endpoint, Queue
 from pycoll._transports.registrations import Direct
-from pycoll._transports.verbs import PROBE_S, SUCCESS, Region, VerbsError, explain
+from pycoll._transports.verbs import PROBE_S, Region
+from pycoll._transports.verbs_errors import SUCCESS, VerbsError, explain
 from pycoll.errors import TransportError
 
 SAMPLE = 16 * 1024

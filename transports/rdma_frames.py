@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 from pycoll._transports.base import EAGER_LIMIT
 from pycoll._transports.rdma_queues import SLOT, Done, Endpoint, Queue
-from pycoll._transports.verbs import MAX_SENDS, Peer, VerbsError
+from pycoll._transports.verbs import MAX_SENDS
+from pycoll._transports.verbs_errors import VerbsError
+from pycoll._transports.verbs_queue_pair import Peer
 
 RECEIVES = 16
 """Frames that each end of a link may send before the other has taken them in."""

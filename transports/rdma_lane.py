@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from pycoll._transports.base import Parts, nbytes_of
 from pycoll._transports.rdma_frames import Frames
 from pycoll._transports.rdma_queues import SEND_SLOTS, SLOT, Endpoint, Queue
-from pycoll._transports.verbs import VerbsError
+from pycoll._transports.verbs_errors import VerbsError
 
 SEGMENT = 1024 * 1024
 """Bytes of one write."""

@@ -45,7 +45,9 @@ from pycoll._transports.base import (
 from pycoll._transports.rdma_frames import Frames, Message
 from pycoll._transports.rdma_lane import Lane, Write, is_worth_writing
 from pycoll._transports.rdma_messages import Pieces, RdmaArrival, Receive, Send
-from pycoll._transports.verbs import RECEIVED_WRITE, RETRIES_EXCEEDED, Peer, VerbsError, explain
+from pycoll._transports.verbs import RECEIVED_WRITE
+from pycoll._transports.verbs_errors import RETRIES_EXCEEDED, VerbsError, explain
+from pycoll._transports.verbs_queue_pair import Peer
 from pycoll.errors import PeerFailed, TransportError
 
 if TYPE_CHECKING:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pycoll._transports.registrations import Registrations
-from pycoll._transports.verbs import SUCCESS, Device, QueuePair, VerbsError
+from pycoll._transports.verbs import Device
+from pycoll._transports.verbs_errors import SUCCESS, VerbsError
+from pycoll._transports.verbs_queue_pair import QueuePair
 
 SLOT = 16 * 1024
 """Bytes of a frame: of the memory behind a receive."""

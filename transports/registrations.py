@@ -30,7 +30,8 @@ from typing import Any, Protocol
 
 from pycoll._transports._core import Scratch
 from pycoll._transports.base import Elsewhere, Reach
-from pycoll._transports.verbs import Region, VerbsError
+from pycoll._transports.verbs import Region
+from pycoll._transports.verbs_errors import VerbsError
 
 MOST_ENTRIES = 1024
 """Owners of memory whose registrations are kept."""

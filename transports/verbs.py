@@ -1,11 +1,11 @@
-"""RDMA verbs as far as pycoll needs them, through pyverbs, whose ways end in this file.
+"""RDMA verbs as far as pycoll needs them, through pyverbs, which only this file imports.
 
 A `Device` is one port of one device, opened: a protection domain, one completion queue for
-everything, one shared queue of receives. A `QueuePair` is one end of a reliable connection, a
-`Region` memory that the device may reach. Whoever uses them counts what is under way: nothing here
-refuses a work request because a queue is full.
+everything, one shared queue of receives. A `QueuePair` (`verbs_queue_pair`) is one end of a
+reliable connection, a `Region` memory that the device may reach. Whoever uses them counts what is
+under way: nothing here refuses a work request because a queue is full.
 
-Failures are `VerbsError`; pyverbs is imported by the first `Device`.
+Failures are `VerbsError` (`verbs_errors`); pyverbs is imported by the first `Device`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import errno
 import importlib
 import logging
 import os
-import secrets
 import select
 import time
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
+
+from pycoll._transports.verbs_errors import SUCCESS, VerbsError, explain, telling
+from pycoll._transports.verbs_queue_pair import Peer, QueuePair
 
 RECEIVED_WRITE = 129
 """`opcode` of the completion of a receive that a write with immediate data has used up
 (IBV_WC_RECV_RDMA_WITH_IMM)."""
-
-SUCCESS, RETRIES_EXCEEDED, FLUSHED = 0, 12, 5
-"""Statuses of completions: done; the peer did not answer; the queue pair was in error before."""
 
 INLINE = 256
 """Bytes that are asked for as inline: sent out of the work request, without a fetch of memory."""
@@ -42,59 +41,6 @@ RETRIES = 6
 """Repetitions before the peer counts as lost: after 1 s. 7 would be for ever in soft-RoCE."""
 
 PROBE_S = 5.0
-
-_TEXTS = {
-    1: "a message was longer than the receive that it met",
-    2: "an operation that the queue pair does not allow",
-    4: "memory that is not registered, or not any more (local protection)",
-    5: "the connection had failed before",
-    6: "memory window binding failed",
-    7: "a bad response",
-    8: "a local access error",
-    9: "the peer found the request invalid",
-    10: "the peer does not allow access to that memory (it is not registered there any more)",
-    11: "the peer could not complete the operation",
-    12: "it does not answer (its process is dead, or the link, a switch or the address is wrong)",
-    13: "it had no receive posted, again and again",
-    21: "the device has failed",
-}
-
-
-def explain(status: int) -> str:
-    """Return what an unsuccessful status of a completion means, for people."""
-    return f"{_TEXTS.get(status, 'the operation failed')} (work completion status {status})"
-
-
-class VerbsError(Exception):
-    """Something that the device refused.
-
-    Attributes:
-        code: the errno, 0 if there is none.
-    """
-
-    def __init__(self, what: str, cause: BaseException) -> None:
-        code = getattr(cause, "error_code", 0)
-        self.code = code if isinstance(code, int) and code > 0 else 0
-        reason = os.strerror(self.code) if self.code else str(cause)
-        super().__init__(f"{what}: {reason}")
-
-
-class Peer(NamedTuple):
-    """Where a queue pair of another process is.
-
-    Attributes:
-        gid: global identifier of its port.
-        lid: local identifier, 0 on Ethernet.
-        mtu: its largest packet, in the code of the standard (5 is 4096 bytes).
-        number: of the queue pair.
-        psn: number of the first packet that it sends.
-    """
-
-    gid: str
-    lid: int
-    mtu: int
-    number: int
-    psn: int
 
 
 class _Verbs:
@@ -147,107 +93,6 @@ class Region:
             self._device.drop(memory)
 
 
-class QueuePair:
-    """One end of a reliable connection; its receives are the device's shared ones.
-
-    Attributes:
-        number: of the queue pair.
-        psn: number of the first packet that it sends.
-        inline: bytes that it takes inline.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        verbs = device.verbs
-        self._qp, self.inline = device.make_queue_pair()
-        self.number: int = self._qp.qp_num
-        self.psn = secrets.randbelow(1 << 24)
-        self._wr, self._sge = verbs.wr.SendWR, verbs.wr.SGE
-        enums = verbs.enums
-        self._op_send, self._op_write = enums.IBV_WR_SEND, enums.IBV_WR_RDMA_WRITE
-        self._op_write_imm = enums.IBV_WR_RDMA_WRITE_WITH_IMM
-        self._signaled, self._inline = enums.IBV_SEND_SIGNALED, enums.IBV_SEND_INLINE
-
-    def connect(self, peer: Peer) -> None:
-        """Make the connection, when the peer's end exists; it may send when ours has done so.
-
-        Raises:
-            VerbsError: there is no way to the peer.
-        """
-        with _telling(f"no connection to {peer.gid}"):
-            self._device.connect(self._qp, peer, self.psn)
-
-    def send(
-        self, work: int, address: int, nbytes: int, key: int, inline: bool, signaled: bool
-    ) -> None:
-        """Send a message, which uses up one of the peer's receives.
-
-        Args:
-            work: number of the work request, in its completion.
-            address: of the first byte.
-            nbytes: at most what a receive of the peer takes.
-            key: of the region; of no meaning if `inline`.
-            inline: the memory is free when this returns.
-            signaled: whether there will be a completion (there always is one of a failure).
-        """
-        flags = (self._signaled if signaled else 0) | (self._inline if inline else 0)
-        piece = self._sge(address, nbytes, key)
-        request = self._wr(
-            wr_id=work, opcode=self._op_send, num_sge=1, sg=[piece], send_flags=flags
-        )
-        try:
-            self._qp.post_send(request)
-        except Exception as exc:
-            raise VerbsError("cannot send", exc) from exc
-
-    def write(
-        self,
-        work: int,
-        address: int,
-        nbytes: int,
-        key: int,
-        into: int,
-        remote_key: int,
-        immediate: int | None,
-    ) -> None:
-        """Write into the peer's memory; with a completion.
-
-        Args:
-            work: number of the work request, in its completion.
-            address: of the first byte here.
-            nbytes: how many, at most the device's `max_message`.
-            key: of the region here.
-            into: address of the first byte there.
-            remote_key: of the region there.
-            immediate: 32 bits to tell the peer, which uses up one of its receives; or None.
-        """
-        opcode = self._op_write if immediate is None else self._op_write_imm
-        request = self._wr(
-            wr_id=work,
-            opcode=opcode,
-            num_sge=1,
-            imm_data=immediate or 0,
-            sg=[self._sge(address, nbytes, key)],
-            send_flags=self._signaled,
-        )
-        request.set_wr_rdma(remote_key, into)
-        try:
-            self._qp.post_send(request)
-        except Exception as exc:
-            raise VerbsError("cannot write", exc) from exc
-
-    def fail(self) -> None:
-        """Put it into error: what is under way ends, with a completion each."""
-        with _telling("cannot stop a queue pair"):
-            self._device.put_into_error(self._qp)
-
-    def close(self) -> None:
-        """Destroy it: when this returns no peer can write through it any more."""
-        qp, self._qp = self._qp, None
-        if qp is not None:
-            self._device.drop(qp)
-
-
 class Device:
     """One port of one device, opened.
 
@@ -277,7 +122,7 @@ class Device:
         self._name, self._port, self._gid_index = name, port, gid_index
         self._pid = os.getpid()
         self._held: set[Any] = set()  # what must not be destroyed by a fork's end
-        with _telling(f"{name} cannot be opened"):
+        with telling(f"{name} cannot be opened"):
             self._context = verbs.device.Context(name=name)
             limits = self._context.query_device()
             attributes = self._context.query_port(port)
@@ -287,12 +132,12 @@ class Device:
         self.max_message: int = attributes.max_msg_sz
         self.receives: int = min(receives, limits.max_srq_wr)
         self.completions: int = min(completions, limits.max_cqe)
-        with _telling(f"{name} has no protection domain left"):
+        with telling(f"{name} has no protection domain left"):
             self._pd = verbs.pd.PD(self._context)
-        with _telling(f"{name} has no completion queue left"):
+        with telling(f"{name} has no completion queue left"):
             self._channel, self._descriptor = self._open_channel()
             self._cq = verbs.cq.CQ(self._context, self.completions, None, self._channel, 0)
-        with _telling(f"{name} has no shared receive queue"):
+        with telling(f"{name} has no shared receive queue"):
             attr = verbs.srq.SrqAttr(max_wr=self.receives, max_sge=1)
             self._srq = verbs.srq.SRQ(self._pd, verbs.srq.SrqInitAttr(attr))
         self._held |= {self._context, self._pd, self._channel, self._cq, self._srq}
@@ -324,7 +169,7 @@ class Device:
         Raises:
             VerbsError: the device has none left.
         """
-        with _telling("no queue pair left"):
+        with telling("no queue pair left"):
             return QueuePair(self)
 
     def make_queue_pair(self) -> tuple[Any, int]:
@@ -395,7 +240,7 @@ class Device:
         """
         enums = self.verbs.enums
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE if writable else 0
-        with _telling(f"cannot register {nbytes} bytes"):
+        with telling(f"cannot register {nbytes} bytes"):
             memory = self.verbs.mr.MR(self._pd, nbytes, access, address=address)
         self._held.add(memory)
         return Region(self, memory)
@@ -415,7 +260,7 @@ class Device:
         """
         enums = self.verbs.enums
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
-        with _telling(f"cannot register {nbytes} bytes of a dma-buf"):
+        with telling(f"cannot register {nbytes} bytes of a dma-buf"):
             memory = self.verbs.mr.DmaBufMR(
                 self._pd, nbytes, access, dmabuf=descriptor, offset=offset
             )
@@ -436,7 +281,7 @@ class Device:
         """Destroy a queue pair or a registration; in a fork of the process: leave the parent's."""
         self._held.discard(thing)
         if os.getpid() == self._pid:
-            with _telling("cannot be destroyed"):
+            with telling("cannot be destroyed"):
                 thing.close()
         else:
             _keep_for_ever(thing)
@@ -477,7 +322,7 @@ class Device:
 
     def arm(self) -> None:
         """Have the next completion make the descriptor readable."""
-        with _telling("the completion queue has failed"):
+        with telling("the completion queue has failed"):
             if self._is_open:
                 self._cq.req_notify()
 
@@ -540,17 +385,6 @@ def probe(device: Device) -> str | None:
         for thing in things:
             thing.close()
     return None
-
-
-@contextlib.contextmanager
-def _telling(what: str) -> Any:
-    """Turn what pyverbs raises into a VerbsError."""
-    try:
-        yield
-    except VerbsError:
-        raise
-    except Exception as exc:  # pyverbs is imported late, so its class has no name here
-        raise VerbsError(what, exc) from exc
 
 
 def _descriptors() -> set[int]:

@@ -254,7 +254,8 @@ def _gpudirect(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
     """Whether the RDMA device may reach memory of GPUs by itself, or why not."""
     from pycoll._gpu import gpudirect
     from pycoll._transports.rdma_devices import find
-    from pycoll._transports.verbs import Device, VerbsError
+    from pycoll._transports.verbs import Device
+    from pycoll._transports.verbs_errors import VerbsError
 
     if environ.get(gpudirect.VARIABLE) == "0":
         return f"not used: {gpudirect.VARIABLE}=0"

@@ -17,6 +17,7 @@ from pycoll._cuda import cuda
 from pycoll._cuda.cuda import Direct
 from pycoll._tools import cli
 from pycoll._transports import rdma_devices, verbs
+from pycoll._transports.verbs_errors import VerbsError
 
 needs_bindings = pytest.mark.skipif(
     not importlib.util.find_spec("cuda"), reason="needs cuda-bindings: pip install '.[cuda]'"
@@ -71,7 +72,7 @@ def test_info_says_whether_rdma_reaches_the_gpus(
     class Device:
         def __init__(self, name: str, *_: int) -> None:
             if device == "broken":
-                raise verbs.VerbsError(f"{name} cannot be opened", OSError("no"))
+                raise VerbsError(f"{name} cannot be opened", OSError("no"))
 
         def can_register_dmabuf(self) -> bool:
             return device == "knows"

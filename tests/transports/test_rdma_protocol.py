@@ -17,7 +17,7 @@ from pycoll._transports.rdma import completions_for, receives_for
 from pycoll._transports.rdma_frames import PACKED_RECEIVES, PIECE, RECEIVES
 from pycoll._transports.rdma_link import MOST_FAILURES
 from pycoll._transports.rdma_queues import DRAIN_S, SLOT
-from pycoll._transports.verbs import RETRIES_EXCEEDED, VerbsError, explain
+from pycoll._transports.verbs_errors import RETRIES_EXCEEDED, VerbsError, explain
 from pycoll.errors import PeerFailed, TransportError
 
 # --- giving up, at the worst moments ----------------------------------------------------------

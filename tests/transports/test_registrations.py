@@ -18,7 +18,7 @@ import pytest
 
 from pycoll._transports import registrations
 from pycoll._transports.registrations import MOST_ENTRIES, WHOLE, WHOLE_SHARE, Lease, Registrations
-from pycoll._transports.verbs import VerbsError
+from pycoll._transports.verbs_errors import VerbsError
 
 MIB = 1 << 20
 

@@ -13,14 +13,8 @@ import simulated_device
 from simulated_pairs import LARGE, SLOT, End, assert_fault, ends
 from tiers import exhaustive
 
-from pycoll._transports.verbs import (
-    FLUSHED,
-    RECEIVED_WRITE,
-    RETRIES_EXCEEDED,
-    SUCCESS,
-    VerbsError,
-    probe,
-)
+from pycoll._transports.verbs import RECEIVED_WRITE, probe
+from pycoll._transports.verbs_errors import FLUSHED, RETRIES_EXCEEDED, SUCCESS, VerbsError
 
 pytestmark = exhaustive  # a test double
 

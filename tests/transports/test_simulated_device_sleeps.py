@@ -13,12 +13,8 @@ import simulated_device
 from simulated_pairs import LARGE, SLOT, End, assert_fault, ends
 from tiers import exhaustive
 
-from pycoll._transports.verbs import (
-    MAX_SENDS,
-    RETRIES_EXCEEDED,
-    SUCCESS,
-    VerbsError,
-)
+from pycoll._transports.verbs import MAX_SENDS
+from pycoll._transports.verbs_errors import RETRIES_EXCEEDED, SUCCESS, VerbsError
 
 pytestmark = exhaustive  # a test double
 
