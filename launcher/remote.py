@@ -22,7 +22,7 @@ from pycoll._launcher.host import Events, Program
 from pycoll._launcher.input import Input
 from pycoll._launcher.output import Relay
 from pycoll._launcher.reach import Reach, Target
-from pycoll._launcher.rendezvous_server import Peer, Relayed
+from pycoll._launcher.rendezvous_carriers import Peer, Relayed
 from pycoll._support.environment import HostPlacement
 
 START_S = 60.0

@@ -48,7 +48,7 @@ class Pair:
 
 
 class Pairs:
-    """All pairs of a job: one of the carriers of `rendezvous_server`.
+    """All pairs of a job: one of the `rendezvous_carriers`.
 
     Args:
         key: the job's.

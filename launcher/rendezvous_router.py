@@ -41,7 +41,7 @@ class Caller(NamedTuple):
 
 
 class Router:
-    """A ROUTER that lets in whoever has the job's key: one of the carriers of `rendezvous_server`.
+    """A ROUTER that lets in whoever has the job's key: one of the `rendezvous_carriers`.
 
     Args:
         listener: the descriptor of a TCP socket that listens; it stays the caller's.

@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import select
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from pycoll._launcher.rendezvous_calls import Calls
-from pycoll._launcher.rendezvous_pairs import Pair, Pairs
+from pycoll._launcher.rendezvous_carriers import Carriers, Peer, send_all
 from pycoll._rendezvous import wire as wire
-from pycoll._support.ports import endpoint_of, listen
 from pycoll.errors import BootstrapError
 
-# Who comes too late is told so in one piece, and not kept. So many at a time, that a flood does not
-# hold the launcher's loop.
-_LATE_BATCH = 100
-_READ_NBYTES = 64 << 10
-
 _MAX_PID = (1 << 31) - 1
-
-
-class Peer(Protocol):
-    """A connection to one process."""
-
-    def send(self, frame: bytes) -> None:
-        """Send; never blocks. Nothing if the connection is gone."""
-
-
-class Carries(Protocol):
-    """A connection to another host, for all ranks there."""
-
-    def send(self, kind: str, *fields: Any) -> None:
-        """Send "link", number, frame; or "links", numbers, frame: the same for several ranks."""
-
-
-class Relayed(NamedTuple):
-    """A rank on another host: a `Peer`. What all ranks there are told goes there once.
-
-    Attributes:
-        line: the connection to that host.
-        number: the rank's, there.
-    """
-
-    line: Carries
-    number: int
-
-    def send(self, frame: bytes) -> None:
-        """See `Peer`."""
-        self.line.send("link", self.number, frame)
-
-
-class Carrier(Protocol):
-    """A way for frames from and to several processes."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` may have something."""
-
-    def receive(self) -> Iterator[tuple[Peer, bytes]]:
-        """Give what has come, and from where."""
-
-    def close(self) -> None:
-        """Disconnect."""
 
 
 class Notice(NamedTuple):
@@ -105,10 +53,9 @@ class Server:
 
     Ranks on this host come by sockets that they inherit (`open_link`), others, and those that have
     lost theirs, by ZeroMQ: a ROUTER here, a DEALER in each rank, CURVE with keys derived from the
-    job's key on both sides. ZeroMQ is not imported before the first of them comes. Once the job has
-    met, nobody can join any more, and unless a rank has come by ZeroMQ the port is closed to it:
-    who asks there with `rendezvous_wire.late_question` is told {pids} of the ranks in a frame
-    "late", everybody is cut.
+    job's key on both sides; `rendezvous_carriers` has both. Once the job has met, nobody can join
+    any more, and unless a rank has come by ZeroMQ the port is closed to it: who asks there with
+    `rendezvous_wire.late_question` is told {pids} of the ranks in a frame "late", everybody is cut.
 
     Protocol, version `WIRE_VERSION`. A message is one frame, msgpack of [kind, fields].
 
@@ -171,7 +118,6 @@ class Server:
         if size < 1:
             raise ValueError(f"a job has at least one rank, not {size}")
         wire.check_key(key)
-        self._key = key
         self._ranks = [_Rank() for _ in range(size)]
         self._by_peer: dict[Peer, int] = {}
         self._num_missing = size
@@ -185,17 +131,8 @@ class Server:
         self._told_unencrypted = False
         self._on_failure, self._waits_natively = on_failure, doing
         self._closed = False
-        try:
-            self._listener = listen(host)
-        except OSError as exc:
-            raise BootstrapError(f"the launcher cannot listen on tcp://{host}: {exc}") from exc
-        self.endpoint = endpoint_of(self._listener)
-        self._has_router = self._is_port_closed = False
-        self._pairs = Pairs(key)
-        self._carriers: list[Carrier] = [self._pairs]
-        self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
-        self._epoll.register(self._pairs, select.EPOLLIN)
+        self._carriers = Carriers(key, host)
+        self.endpoint = self._carriers.endpoint
 
     def __enter__(self) -> Server:
         return self
@@ -205,7 +142,7 @@ class Server:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress()` may have work to do."""
-        return self._epoll.fileno()
+        return self._carriers.fileno()
 
     def open_link(self) -> int:
         """Make a link for one rank on this host.
@@ -217,20 +154,16 @@ class Server:
         Raises:
             OSError: too many files are open.
         """
-        return self._pairs.open()
+        return self._carriers.pairs.open()
 
     def progress(self) -> list[Notice]:
         """Handle the requests that came, without waiting; return what the launcher must know."""
         if self._closed:
             return []
-        if not self._has_router and self._listener.fileno() in dict(self._epoll.poll(0)):
-            if self._met:
-                self._turn_away()
-            else:
-                self._open_router()
-        for carrier in self._carriers:
-            for peer, frame in carrier.receive():
-                self._handle(peer, frame)
+        if self._carriers.is_somebody_at_port():
+            self._let_in()
+        for peer, frame in self._carriers.receive():
+            self._handle(peer, frame)
         notices, self._notices = self._notices, []
         return notices
 
@@ -304,68 +237,21 @@ class Server:
         if self._closed:
             return
         self._closed = True
-        self._epoll.close()
-        self._listener.close()
-        for carrier in self._carriers:
-            carrier.close()
+        self._carriers.close()
 
     def close_port(self) -> None:
         """Let nobody new in; who has come stays. May be called again."""
-        if not self._is_port_closed and not self._closed:
-            self._is_port_closed = True
-            if not self._has_router:
-                self._epoll.unregister(self._listener)
-            elif not any(self._came_by_port(peer) for peer in self._by_peer):
-                self._close_router()
-            self._listener.close()
+        if not self._closed:
+            self._carriers.close_port(self._by_peer)
 
-    def _open_router(self) -> None:
-        """Let ZeroMQ serve the port: somebody has come to it."""
-        import zmq  # not sooner: it takes long
-
-        from pycoll._launcher.rendezvous_router import Router
-
-        self._epoll.unregister(self._listener)
-        self._has_router = True
+    def _let_in(self) -> None:
+        """Have who has come to the port served, or turned away after the job has met."""
+        if self._met:
+            return self._carriers.turn_away([entry.pid for entry in self._ranks])
         try:
-            router = Router(self._listener.fileno(), self._key)
-        except (OSError, zmq.ZMQError, BootstrapError) as exc:
-            self._listener.close()
-            return self._end_meeting(f"the launcher cannot serve {self.endpoint}: {exc}")
-        self._carriers.append(router)
-        self._epoll.register(router, select.EPOLLIN)
-
-    def _close_router(self) -> None:
-        """Have no ZeroMQ any more: no rank has come by it."""
-        for router in self._carriers[1:]:
-            self._epoll.unregister(router)
-            router.close()
-        del self._carriers[1:]
-        self._has_router = False
-
-    def _came_by_port(self, peer: Peer | None) -> bool:
-        return peer is not None and not isinstance(peer, Pair)
-
-    def _turn_away(self) -> None:
-        """Tell who comes after the job has met which processes are its ranks."""
-        import hmac  # not sooner: hardly anybody comes
-
-        late = wire.pack("late", {"pids": [entry.pid for entry in self._ranks]})
-        question = wire.late_question(self._key)
-        for _ in range(_LATE_BATCH):
-            try:
-                stranger = self._listener.accept()[0]
-            except BlockingIOError:  # nobody is left
-                return
-            except OSError as exc:
-                # Without a descriptor nobody can be told, and who stays there keeps this awake.
-                if exc.errno in (errno.EMFILE, errno.ENFILE):
-                    self.close_port()
-                return
-            with stranger, contextlib.suppress(OSError):
-                stranger.setblocking(False)
-                if hmac.compare_digest(stranger.recv(_READ_NBYTES), question):
-                    stranger.send(late)
+            self._carriers.open_router()
+        except BootstrapError as exc:
+            self._end_meeting(str(exc))
 
     # Requests.
 
@@ -425,9 +311,7 @@ class Server:
         for entry in self._ranks:
             entry.info = b""
         self._push_all(self._ranks, frame)
-        if self._has_router and not any(self._came_by_port(entry.peer) for entry in self._ranks):
-            self._close_router()
-            self._epoll.register(self._listener, select.EPOLLIN)
+        self._carriers.end_joining(entry.peer for entry in self._ranks)
 
     def _answer(self, rank: int, peer: Peer, kind: str, fields: dict[str, Any]) -> None:
         match kind:
@@ -560,15 +444,8 @@ class Server:
         self._push_all(others, wire.pack(kind, fields))
 
     def _push_all(self, entries: Iterable[_Rank], frame: bytes) -> None:
-        together: dict[int, tuple[Carries, list[int]]] = {}
-        for entry in entries:
-            peer = entry.peer
-            if isinstance(peer, Relayed) and entry.ended is None:
-                together.setdefault(id(peer.line), (peer.line, []))[1].append(peer.number)
-            else:
-                self._push(entry, frame)
-        for line, numbers in together.values():
-            line.send("links", numbers, frame)
+        there = (entry.peer for entry in entries if entry.ended is None)
+        send_all((peer for peer in there if peer is not None), frame)
 
     def _push(self, entry: _Rank, frame: bytes) -> None:
         if entry.peer is not None and entry.ended is None:

@@ -320,7 +320,9 @@ def test_a_rank_that_does_not_read_costs_the_launcher_bounded_memory(server: Ser
             server.progress()
             told += talker.progress()
     (pair,) = (
-        pair for pair in server._pairs._pairs.values() if server._by_peer[pair] == stopped._rank
+        pair
+        for pair in server._carriers.pairs._pairs.values()
+        if server._by_peer[pair] == stopped._rank
     )
     assert 60 << 20 < pair._waiting_nbytes < 66 << 20
     # It goes on: what was kept arrives in order, and nothing of what was dropped.

@@ -24,7 +24,8 @@ from rendezvous_world import (
     settled,
 )
 
-from pycoll._launcher.rendezvous_server import Relayed, Server
+from pycoll._launcher.rendezvous_carriers import Relayed
+from pycoll._launcher.rendezvous_server import Server
 from pycoll._rendezvous import wire as wire
 from pycoll._rendezvous.client import Client, Event
 from pycoll.errors import BootstrapError
