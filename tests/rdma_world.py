@@ -117,7 +117,7 @@ def check_at_rest(world: World) -> None:
         links = transport._links
         assert world.device(rank).live_regions == world.at_start[rank] + len(links) + len(entries)
         assert not node.lost_peers
-        lanes = sum(link._lane is not None for link in links.values())
+        lanes = sum(link.lanes.lane is not None for link in links.values())
         assert len(world.device(rank).pairs) == len(endpoint.owners) == len(links) + lanes
         for peer, link in links.items():
             other = world.link(peer, rank)
@@ -125,15 +125,15 @@ def check_at_rest(world: World) -> None:
             assert not link.frames._backlog
             assert not link.frames._begun
             assert link.frames.credits + other.frames._unreturned == RECEIVES
-            assert (link._lane is None) == (other._lane is None)
-            posted = link._last_writes
-            if link._lane is not None:
-                assert link._epoch == other._epoch
-                assert link._lane.is_ready
-                assert not link._lane._writes
-                assert not len(link._lane.queue)
-                posted += link._lane.last_writes
-            assert posted - link._last_writes_lost == other._last_writes_received
+            assert (link.lanes.lane is None) == (other.lanes.lane is None)
+            posted = link.lanes._last_writes
+            if link.lanes.lane is not None:
+                assert link.lanes.epoch == other.lanes.epoch
+                assert link.lanes.lane.is_ready
+                assert not link.lanes.lane._writes
+                assert not len(link.lanes.lane.queue)
+                posted += link.lanes.lane.last_writes
+            assert posted - link.lanes._last_writes_lost == other.lanes.last_writes_received
             assert link._owed == other._unrepaid
     receives = [len(device.posted) for device in world.fabric.devices]
     assert receives == [18 * len(node.transport.links()) for node in world.nodes]

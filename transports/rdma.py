@@ -8,6 +8,7 @@ rdma_queues       what all links share: memory for frames, completions
 rdma_frames       an ordered stream of messages to a peer, of sends
 rdma_lane         writes into a peer's memory
 rdma_elsewhere    memory of GPUs, which the device reaches itself
+rdma_renewal      when a lane is thrown away, and the next is made
 rdma_link         what travels between two ranks, and when memory is whose
 this file         the transport contract, out of these
 """
@@ -196,9 +197,9 @@ class RdmaTransport(Transport):
         link = queue.owner
         if completion.status == SUCCESS:
             queue.complete(completion)
-        elif link.is_lane(queue):
+        elif link.lanes.is_present(queue):
             queue.fail(completion)
-            link.lane_failed(completion.status)
+            link.lanes.failed(completion.status)
         else:
             self.fail(link, explain(completion.status))
         return link

@@ -4,13 +4,9 @@ Two ranks make their link when they first talk: each sends the other a note with
 queue pair, by way of the launcher, and a second one when it is connected. What is sent meanwhile
 waits. Small messages are copied into frames. Of larger ones READY goes ahead; when the receiver has
 accepted, it registers its memory and says GO, and the sender writes from its registered memory to
-the receiver's; the last write carries the message's id and so tells the receiver. What cannot be
-registered goes in pieces through frames.
-
-Nothing is written to memory that the user has got back: who gives up a message that may be under
-way destroys the queue pair of the lane first. Then both ends make a new lane, the receivers that
-still wait say GO again, and what was under way starts again. LANE tells how many writes that use up
-a receive have come, so that credits of those that were lost are not.
+the receiver's, over a lane; the last write carries the message's id and so tells the receiver. What
+cannot be registered goes in pieces through frames. A lane can be thrown away (`rdma_renewal`): so
+nothing is written to memory that the user has got back.
 
     EAGER   header, payload
     READY   number = payload bytes; the header of a message that waits to be accepted
@@ -45,16 +41,14 @@ from pycoll._transports.base import (
 from pycoll._transports.rdma_frames import Frames, Message
 from pycoll._transports.rdma_lane import Lane, Write, is_worth_writing
 from pycoll._transports.rdma_messages import Pieces, RdmaArrival, Receive, Send
+from pycoll._transports.rdma_renewal import Lanes
 from pycoll._transports.verbs import RECEIVED_WRITE
-from pycoll._transports.verbs_errors import RETRIES_EXCEEDED, VerbsError, explain
+from pycoll._transports.verbs_errors import VerbsError
 from pycoll._transports.verbs_queue_pair import Peer
 from pycoll.errors import PeerFailed, TransportError
 
 if TYPE_CHECKING:
     from pycoll._transports.rdma import RdmaTransport
-
-MOST_FAILURES = 3
-"""Lanes that may fail one after the other, without a payload arriving, until the link is lost."""
 
 _EAGER, _READY, _GO, _PIECE, _DROP, _CANCEL, _CREDIT, _LANE, _USE, _BYE = range(10)
 
@@ -78,6 +72,7 @@ class RdmaLink:
     Attributes:
         peer: the other rank.
         frames: to and from it.
+        lanes: for what is large.
         failure: why the link is lost, or "".
         has_ended: whether the peer has said that nothing more will come.
     """
@@ -90,10 +85,7 @@ class RdmaLink:
         self._endpoint = transport.endpoint
         self._address = address
         self.frames = Frames(self._endpoint, self)
-        self._lane: Lane | None = None
-        self._epoch = 0
-        self._lane_failures = 0
-        self._last_writes = self._last_writes_lost = self._last_writes_received = 0
+        self.lanes = Lanes(self._endpoint, self)
         self._next_id = 0
         self._sends: dict[int, Send] = {}
         self._receives: dict[int, Receive] = {}
@@ -141,8 +133,8 @@ class RdmaLink:
         if self.failure:
             return send  # it waits until it is known what became of the peer
         self.frames.put(_READY, send.id, nbytes, header)
-        if nbytes > EAGER_LIMIT and self._lane is None:
-            self._open_lane(self._epoch + 1)  # the receiver will need it
+        if nbytes > EAGER_LIMIT and self.lanes.lane is None:
+            self.lanes.open()  # the receiver will need it
         return send
 
     def take_back(self, send: Send) -> None:
@@ -150,22 +142,26 @@ class RdmaLink:
         if self._sends.pop(send.id, None) is None or self.failure:
             return
         if send.write is not None:
-            assert self._lane is not None
             if send.write.under_way:
-                self._renew_lane()
+                self.lanes.renew()
             else:
-                self._lane.discard(send.write)
+                self._discard(send.write)
             send.write.close()
         elif send.pieces is not None:
             self._in_pieces.remove(send)
         self.frames.put(_CANCEL, send.id)
+
+    def _discard(self, write: Write) -> None:
+        lane = self.lanes.lane
+        assert lane is not None
+        lane.discard(write)
 
     def _go(self, message: Message) -> None:
         """The receiver has accepted: write, or send in pieces."""
         send = self._sends.get(message.id)
         if send is None or send.pieces is not None:
             return
-        lane, epoch = self._lane, message.number
+        lane, epoch = self.lanes.lane, message.number
         if epoch and (lane is None or epoch != lane.epoch):
             return  # it will hear that this lane is gone, and say so again
         if lane is not None and epoch and is_worth_writing(send.parts):
@@ -196,9 +192,8 @@ class RdmaLink:
             if direct is not None:
                 direct.elsewhere.read(part)
 
-    def _written(self, number: int) -> None:
+    def written(self, number: int) -> None:
         """The peer has all of a payload."""
-        self._lane_failures = 0
         send = self._sends.pop(number, None)
         if send is not None:
             assert send.write is not None
@@ -253,8 +248,9 @@ class RdmaLink:
         if self._receives.pop(receive.id, None) is None:
             return
         if not self.failure:
-            if receive.epoch and self._lane is not None and self._lane.is_connected:
-                self._renew_lane()  # else the peer cannot have begun, and hears this first
+            lane = self.lanes.lane
+            if receive.epoch and lane is not None and lane.is_connected:
+                self.lanes.renew()  # else the peer cannot have begun, and hears this first
             self.frames.put(_DROP, receive.id)
         receive.release()
 
@@ -263,7 +259,7 @@ class RdmaLink:
         old, receive.into = receive.into, into
         is_written = bool(receive.epoch) and not receive.is_complete and not self.failure
         if is_written:
-            self._close_lane()
+            self.lanes.close()
         receive.release()
         filled = receive.nbytes if receive.is_complete else receive.filled
         direct = self._endpoint.registrations.find(old)
@@ -272,14 +268,14 @@ class RdmaLink:
         elif filled:
             direct.elsewhere.read(into[:filled])
         if is_written:
-            self._open_lane(self._epoch + 1)
+            self.lanes.open()
 
     def _say_go(self, receive: Receive) -> None:
         """Tell the sender to write, or to send in pieces."""
         receive.epoch = 0
         if receive.nbytes > EAGER_LIMIT:
-            if self._lane is None:
-                self._open_lane(self._epoch + 1)  # and that says it
+            if self.lanes.lane is None:
+                self.lanes.open()  # and that says it
                 return
             try:
                 if receive.lease is None:
@@ -288,7 +284,7 @@ class RdmaLink:
             except VerbsError as exc:
                 self._transport.warn(exc)
             else:
-                receive.epoch = self._epoch
+                receive.epoch = self.lanes.epoch
                 target = _TARGET.pack(receive.lease.address, receive.lease.remote_key)
                 self.frames.put(_GO, receive.id, receive.epoch, parts=(target,))
                 return
@@ -320,7 +316,7 @@ class RdmaLink:
         """Take in a receive that was used up, by a frame or by the last write of a payload."""
         if completion.opcode == RECEIVED_WRITE:
             self.frames.used()
-            self._last_writes_received += 1
+            self.lanes.last_writes_received += 1
             receive = self._receives.get(completion.imm_data)
             if receive is not None:
                 self._complete(receive)
@@ -352,13 +348,14 @@ class RdmaLink:
         elif kind == _CREDIT:
             self._owed -= message.number
         elif kind == _LANE:
-            self._meet_lane(number, message.number, *_PAIR.unpack(message.body))
+            pair = self._remote(*_PAIR.unpack(message.body))
+            self.lanes.meet(number, message.number, pair)
         elif kind == _USE:
-            self._use_lane(number)
+            self.lanes.use(number)
         elif kind == _BYE:
             self.has_ended = True
             missing = {number for (number,) in struct.iter_unpack("<I", message.body)}
-            self._finish_written(missing)
+            self.finish_written(missing)
             handler.finished(self.peer)
         else:
             raise ValueError(f"a message of kind {kind}")
@@ -369,8 +366,7 @@ class RdmaLink:
             if send.pieces is not None:
                 self._in_pieces.remove(send)
             elif send.write is not None:  # nothing of it is under way: no lane was ready since
-                assert self._lane is not None
-                self._lane.discard(send.write)
+                self._discard(send.write)
                 send.write.close()
             send.finish()
 
@@ -385,70 +381,27 @@ class RdmaLink:
 
     # --- the lane --------------------------------------------------------------------------
 
-    def _open_lane(self, epoch: int) -> None:
-        """Make a lane, and have the peer do so; say what we wait for on it."""
-        self._epoch = epoch
-        try:
-            self._lane = lane = Lane(self._endpoint, self, epoch, self._written)
-        except VerbsError as exc:
-            self._transport.fail(self, str(exc))
-            return
+    def announce(self, lane: Lane) -> None:
+        """Have the peer make its end of a new lane; say what we wait for on it."""
         pair = lane.queue.pair
         body = _PAIR.pack(pair.number, pair.psn)
-        self.frames.put(_LANE, epoch, self._last_writes_received, parts=(body,))
+        self.frames.put(_LANE, lane.epoch, self.lanes.last_writes_received, parts=(body,))
         for receive in list(self._receives.values()):
             if receive.nbytes > EAGER_LIMIT:
                 self._say_go(receive)
 
-    def _renew_lane(self) -> None:
-        self._close_lane()
-        self._open_lane(self._epoch + 1)
+    def say_connected(self, epoch: int) -> None:
+        """Tell the peer that it may use a lane."""
+        self.frames.put(_USE, epoch)
 
-    def _close_lane(self) -> None:
-        """Destroy the lane: when this returns nothing is read or written through it any more."""
-        lane, self._lane = self._lane, None
-        if lane is None:
-            return
-        lane.queue.drain()
-        for completion in self._endpoint.take_out(lane.queue.pair.number):
-            self.received(completion, memoryview(b""))
-            self._endpoint.receive_again(completion)
-        self._last_writes += lane.last_writes
-        lane.queue.close()
+    def end_writes(self) -> None:
+        """End what was under way over a lane that is gone; the receivers will say GO again."""
         for send in self._sends.values():
             if send.write is not None:
                 send.write.close()
                 send.write = None
 
-    def _meet_lane(self, epoch: int, received: int, number: int, psn: int) -> None:
-        """The peer has made its end of a lane."""
-        if epoch < self._epoch:
-            return  # ours is newer, and it will hear of it
-        if epoch > self._epoch:
-            self._close_lane()
-            self._open_lane(epoch)
-        lane = self._lane
-        if lane is None:
-            return
-        lost = self._last_writes - received - self._last_writes_lost
-        self._last_writes_lost += lost
-        self.frames.credits += lost
-        try:
-            lane.queue.pair.connect(self._remote(number, psn))
-        except VerbsError as exc:
-            self._transport.fail(self, str(exc))
-            return
-        lane.is_connected = True
-        self.frames.put(_USE, epoch)
-
-    def _use_lane(self, epoch: int) -> None:
-        """The peer has connected its end, and has said for what it still waits."""
-        if self._lane is None or epoch != self._epoch:
-            return
-        self._lane.is_ready = True
-        self._finish_written(())
-
-    def _finish_written(self, missing: Collection[int]) -> None:
+    def finish_written(self, missing: Collection[int]) -> None:
         """Finish what the peer had before the last lane ended: it has said what it still waits for.
 
         Args:
@@ -459,34 +412,18 @@ class RdmaLink:
             if send.id not in missing and self._sends.pop(send.id, None) is not None:
                 send.finish()
 
-    def lane_failed(self, status: int) -> None:
-        """A write has failed: try again on a new lane, unless that fails time and again.
-
-        No answer does not count: the peer may have destroyed its end, and we were too busy to hear
-        of it. One that is gone does not answer on the other queue pair either.
-        """
-        if status != RETRIES_EXCEEDED:
-            self._lane_failures += 1
-        if self._lane_failures > MOST_FAILURES:
-            self._transport.fail(self, explain(status))
-        else:
-            self._renew_lane()
-
-    def is_lane(self, queue: object) -> bool:
-        """Whether a queue is that of the lane."""
-        return self._lane is not None and self._lane.queue is queue
-
     # --- going on and ending ---------------------------------------------------------------
 
     def pump(self) -> None:
         """Send what there is room for."""
         self.frames.pump()
         self._send_pieces()
-        if self._lane is not None:
+        lane = self.lanes.lane
+        if lane is not None:
             try:
-                self._lane.pump(self.frames)
+                lane.pump(self.frames)
             except VerbsError as exc:
-                self._transport.fail(self, str(exc))
+                self.fail(str(exc))
 
     def say_goodbye(self) -> None:
         """Send BYE, the last message.
@@ -497,11 +434,15 @@ class RdmaLink:
         missing = struct.pack(f"<{len(self._receives)}I", *self._receives)
         self.frames.put(_BYE, parts=(missing,))
 
+    def fail(self, why: str) -> None:
+        """Give the link up; the peer is lost."""
+        self._transport.fail(self, why)
+
     def close(self, reason: str) -> None:
         """Destroy the queue pairs: nothing moves on this link any more."""
         if not self.failure:
             self.failure = reason
-            self._close_lane()
+            self.lanes.close()
             self.frames.close()
 
     def forget(self, reason: str) -> None:

@@ -267,7 +267,8 @@ def test_the_lane_is_made_anew_and_all_starts_again(job: Job) -> None:
     np.testing.assert_array_equal(got.get(), values)
     assert cost["register_dmabuf"] == 2
     assert cost["d2h_bytes"] == cost["h2d_bytes"] == 0
-    assert [device._links[1 - rank]._epoch for rank, device in enumerate(job.devices)] == [2, 2]
+    epochs = [device._links[1 - rank].lanes.epoch for rank, device in enumerate(job.devices)]
+    assert epochs == [2, 2]
 
 
 def test_memory_is_let_go_when_the_request_is_done_though_it_was_dropped(job: Job) -> None:

@@ -15,8 +15,8 @@ from rdma_world import LARGE, World, check_at_rest
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer
 from pycoll._transports.rdma import completions_for, receives_for
 from pycoll._transports.rdma_frames import PACKED_RECEIVES, PIECE, RECEIVES
-from pycoll._transports.rdma_link import MOST_FAILURES
 from pycoll._transports.rdma_queues import DRAIN_S, SLOT
+from pycoll._transports.rdma_renewal import MOST_FAILURES
 from pycoll._transports.verbs_errors import RETRIES_EXCEEDED, VerbsError, explain
 from pycoll.errors import PeerFailed, TransportError
 
@@ -104,9 +104,9 @@ def not_known_to_be_here() -> tuple[World, list[Transfer]]:
         world.run(lambda sent=sent: all(transfer.done or transfer.committed for transfer in sent))
         world.run(lambda received=received: all(r.done for r in received), ranks=[1])
         link = world.link(0, 1)
-        epoch = link._epoch
+        epoch = link.lanes.epoch
         world.fabric.fail_next(world.device(0), RETRIES_EXCEEDED)
-        while link._epoch == epoch and not all(transfer.done for transfer in sent):
+        while link.lanes.epoch == epoch and not all(transfer.done for transfer in sent):
             world.nodes[0].transport.progress()
         unknown = [transfer for transfer in sent if not transfer.done]
         if len(unknown) >= 2:
@@ -126,7 +126,7 @@ def test_who_leaves_says_what_it_has_of_what_came_over_a_lane_that_is_gone() -> 
     world, unknown = not_known_to_be_here()
     missing = world.send(0, 1, b"", bytes(EAGER_LIMIT + 1))
     # It leaves before it hears of the new lane.
-    world.link(1, 0)._meet_lane = lambda *_: None  # type: ignore[method-assign]
+    world.link(1, 0).lanes.meet = lambda *_: None  # type: ignore[method-assign]
     world.nodes[1].transport.close(5.0)
     world.run(lambda: world.link(0, 1).has_ended, ranks=[0])
     assert all(sending.done and sending.error is None for sending in unknown)
@@ -140,7 +140,7 @@ def test_who_leaves_does_not_say_that_it_has_what_it_still_waits_for() -> None:
     world.connect()
     started = world.under_way()
     assert not started.done
-    world.link(0, 1)._renew_lane()
+    world.link(0, 1).lanes.renew()
     world.nodes[1].transport.close(5.0)
     world.run(lambda: world.link(0, 1).has_ended, ranks=[0])
     world.transport(0).forget(1, "it has left")
@@ -186,7 +186,7 @@ def test_a_send_in_pieces_is_not_begun_twice_when_the_lane_is_renewed(world: Wor
     assert not receiving.done
     elsewhere = bytearray(arrival.nbytes)
     receiving.redirect(memoryview(elsewhere))
-    world.link(0, 1)._renew_lane()
+    world.link(0, 1).lanes.renew()
     world.run(lambda: receiving.done and sending.done)
     assert elsewhere == b"".join(parts)
     world.settle()
@@ -199,10 +199,10 @@ def test_a_send_in_pieces_is_not_begun_twice_when_the_lane_is_renewed(world: Wor
 def is_writing(world: World, nth: int) -> bool:
     """Whether rank 0 is at work on its lane number `nth`, and on nothing else."""
     link = world.link(0, 1)
-    lane, frames = link._lane, link.frames.queue.pair
+    lane, frames = link.lanes.lane, link.frames.queue.pair
     return (
         lane is not None
-        and link._epoch == nth
+        and link.lanes.epoch == nth
         and len(lane.queue) > 0
         and not (frames.queue or frames.arrived)
     )
@@ -217,7 +217,7 @@ def test_a_write_that_fails_is_tried_again_at_once(world: World, status: int) ->
         world.fabric.fail_next(world.device(0), status)
     world.run(lambda: started.done)
     started.check()
-    assert world.link(0, 1)._epoch == MOST_FAILURES + 1
+    assert world.link(0, 1).lanes.epoch == MOST_FAILURES + 1
     assert time.monotonic() - began < DRAIN_S
     world.settle()
     check_at_rest(world)
