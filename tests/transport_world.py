@@ -15,7 +15,8 @@ from simulated_device import Fabric
 from pycoll._support.zmq_auth import Keys
 from pycoll._transports import rdma_devices
 from pycoll._transports.base import Arrival, Transfer, Transport
-from pycoll._transports.core import CoreTransport, Memory, Network
+from pycoll._transports.core import CoreTransport, Memory
+from pycoll._transports.core_tcp import Network
 from pycoll._transports.inproc import Hub, InprocTransport
 from pycoll._transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
 from pycoll._transports.zeromq import ZmqTransport
@@ -195,8 +196,8 @@ class World:
 def kill(transport: CoreTransport) -> None:
     """End a rank as the kernel ends a process: all that it has open is closed, without a word."""
     transport._closed = True  # it says nothing more
-    if transport._dialer is not None:
-        transport._dialer.close()
+    if transport._tcp is not None:
+        transport._tcp.close()
     transport.end()
 
 

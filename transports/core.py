@@ -2,7 +2,7 @@
 
 The core (`_core/engine`) matches, waits and moves by itself. Here it becomes a `Transport` for what
 Python still does: collectives by messages, objects, arrays on a GPU. Who connects by tcp is decided
-in Python, as for the transport tcp. Transports that are not the core's are links of it (`link`).
+in Python (`core_tcp`). Transports that are not the core's are links of it (`link`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import contextlib
 import errno
 import os
 import select
-import socket
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from pycoll._support.ports import endpoint_of, listen, why_unreachable
 from pycoll._transports.base import (
     CREDIT,
     EAGER_LIMIT,
@@ -36,7 +34,7 @@ from pycoll.errors import Error, PeerFailed, TransportError
 
 if TYPE_CHECKING:
     from pycoll._transports._core import Engine, Host, Receive, Send
-    from pycoll._transports.dial import Dialer, PeerLane
+    from pycoll._transports.core_tcp import Network, TcpLinks
 
 AHEAD = 1024 * 1024
 """As of the transport tcp."""
@@ -53,7 +51,6 @@ BUFFER, MAY_PUSH, OFFER = range(3)
 IDLE, POSTED, HOLDING, READING, OVER = range(5)
 """States of a receive, numbered as in _core/engine/engine.h."""
 
-_KEEPALIVE, _KEEPALIVE_BETWEEN_HOSTS = 3, 6
 _SHORT_MS = 1
 
 
@@ -71,20 +68,6 @@ class Memory(NamedTuple):
     doorbell: int
     ranks: Sequence[int]
     single_copy: bool
-
-
-class Network(NamedTuple):
-    """How the ranks that share no memory with this one reach it.
-
-    Attributes:
-        key: the job's.
-        host: the address to listen on.
-        lanes: connections that a link has, if the other rank has as many.
-    """
-
-    key: bytes
-    host: str
-    lanes: int
 
 
 class CoreSend(Transfer):
@@ -237,13 +220,10 @@ class CoreTransport(Transport):
         self.hear_work: Callable[[], None] = lambda: None
         self.hold: Callable[[Callable[[], object]], bool] = _call
         self.outside = Links(outside or {})
-        self._addresses: Sequence[dict[str, Any]] = ()
         self._forgotten: dict[int, str] = {}
         self._owners: dict[Any, Any] = {}
         self._later: list[tuple[Any, ...]] = []  # events
-        self._dialer: Dialer | None = None
-        self._lanes = network.lanes if network is not None else 0
-        self._endpoint = ""
+        self._tcp: TcpLinks | None = None
         self._doorbell = memory.doorbell if memory is not None else -1
         self._sharing = frozenset(memory.ranks if memory is not None else ())
         self._pid = os.getpid()
@@ -253,8 +233,9 @@ class CoreTransport(Transport):
             options |= memory._asdict()
         with contextlib.ExitStack() as undo:
             if network is not None:
-                self._dialer = self._listen(rank, size, network, undo)
-                options |= {"lanes": network.lanes, "dialer": self._dialer.fileno()}
+                self._tcp = _listen(rank, size, network)
+                undo.callback(self._tcp.close)
+                options |= {"lanes": network.lanes, "dialer": self._tcp.dialer.fileno()}
             if outside:
                 options |= {
                     "queued": list(outside),
@@ -263,6 +244,8 @@ class CoreTransport(Transport):
                 }
             self.core: Engine = Engine(rank, size, limits, self._work, **options)
             self.outside.open(self.core)
+            if self._tcp is not None:
+                self._tcp.open(self.core)
             undo.pop_all()
         _open.add(self)
 
@@ -276,63 +259,15 @@ class CoreTransport(Transport):
     def _stop(self, number: int) -> None:
         self.hold(lambda: self.outside.ask_committed(number))
 
-    def _listen(self, rank: int, size: int, network: Network, undo: contextlib.ExitStack) -> Dialer:
-        from pycoll._transports.dial import Dialer
-        from pycoll._transports.handshake import Secret
-
-        if why := why_unreachable(network.host):
-            raise TransportError(f"tcp: rank {rank} cannot be reached at {network.host}: {why}")
-        is_local = network.host in ("127.0.0.1", "::1")
-        try:
-            listener = undo.enter_context(listen(network.host))
-            self._endpoint = endpoint_of(listener)
-            dialer = Dialer(
-                rank,
-                size,
-                network.lanes,
-                listener,
-                Secret.derive(network.key),
-                _KEEPALIVE if is_local else _KEEPALIVE_BETWEEN_HOSTS,
-                self._linked,
-                self._unreachable,
-            )
-        except OSError as exc:
-            text = f"tcp: rank {rank} cannot listen on {network.host}: {exc.strerror}"
-            raise TransportError(text) from exc
-        undo.callback(dialer.close)
-        return dialer
-
     def address(self) -> dict[str, Any]:
-        if self._dialer is None:
-            return {}
-        return {"endpoint": self._endpoint, "lanes": self._lanes}
+        return self._tcp.address() if self._tcp is not None else {}
 
     def start(self, addresses: Sequence[dict[str, Any]], handler: Handler) -> None:
-        self._addresses = addresses
+        if self._tcp is not None:
+            self._tcp.start(addresses)
         self._handler = handler
 
     # --- links -----------------------------------------------------------------------------
-
-    def _linked(self, link: PeerLane, connection: socket.socket, dialed: bool) -> None:
-        descriptor = connection.detach()
-        try:
-            self.core.attach(link.peer, link.lane, descriptor)
-        except OSError as exc:
-            os.close(descriptor)
-            if exc.errno != errno.ENOTCONN and link.lane == 0:  # else it has ended meanwhile
-                self.core.lose(link.peer, f"its link cannot be used ({exc.strerror})")
-            return
-        if dialed and link.lane == 0 and not self._closed:
-            address = self._addresses[link.peer]
-            for lane in range(1, min(self._lanes, address.get("lanes", 1))):
-                self._dial(link._replace(lane=lane))
-
-    def _unreachable(self, peer: int, why: str) -> None:
-        self.core.lose(peer, why)
-
-    def _dial(self, link: PeerLane) -> None:
-        assert self._dialer is not None
-        self._dialer.dial(link, self._addresses[link.peer]["endpoint"])
 
     def link_name(self, peer: int) -> str:
         if peer == self.rank:
@@ -433,15 +368,14 @@ class CoreTransport(Transport):
         if kind == FINISHED:
             self._handler.finished(peer)
         elif kind == LOST:
-            if self._dialer is not None:
-                self._dialer.forget(peer)
+            if self._tcp is not None:
+                self._tcp.forget(peer)
             self._handler.lost(peer, why)
         elif kind == WANTED and peer not in self._forgotten:
-            from pycoll._transports.dial import PeerLane
-
-            self._dial(PeerLane(peer, 0))
-        elif kind == WATCHED and self._dialer is not None:
-            self._dialer.progress()
+            assert self._tcp is not None
+            self._tcp.dial(peer)
+        elif kind == WATCHED and self._tcp is not None:
+            self._tcp.progress()
 
     @property
     def is_behind(self) -> bool:
@@ -455,7 +389,7 @@ class CoreTransport(Transport):
         return self._doorbell  # who waits, waits in the core
 
     def callers_fileno(self) -> int:
-        return self._dialer.fileno() if self._dialer is not None else -1
+        return self._tcp.dialer.fileno() if self._tcp is not None else -1
 
     def is_idle(self) -> bool:
         return not self._later and not self.core.has_work
@@ -475,8 +409,8 @@ class CoreTransport(Transport):
         if peer in self._forgotten:
             return
         self._forgotten[peer] = reason
-        if self._dialer is not None:
-            self._dialer.forget(peer)
+        if self._tcp is not None:
+            self._tcp.forget(peer)
         self.outside.forget(peer, reason)
         self.core.forget(peer)
         # Receives that wait hear of it by the next progress: then it is known why.
@@ -493,13 +427,15 @@ class CoreTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        if self._tcp is not None:
+            self._tcp.is_closing = True
         _open.discard(self)
         if os.getpid() == self._pid:
             self.outside.close(timeout_s)
             self.core.say_goodbye()
             self._deliver(time.monotonic() + timeout_s)
-        if self._dialer is not None:
-            self._dialer.close()
+        if self._tcp is not None:
+            self._tcp.close()
 
     def _deliver(self, deadline: float) -> None:
         poller = select.poll()
@@ -520,9 +456,15 @@ class CoreTransport(Transport):
 
     def _forked(self) -> None:
         """In the child of a fork: close every descriptor. The background thread is the parent's."""
-        if self._dialer is not None:
-            self._dialer.close()
+        if self._tcp is not None:
+            self._tcp.close()
         self.core.forked()
+
+
+def _listen(rank: int, size: int, network: Network) -> TcpLinks:
+    from pycoll._transports.core_tcp import TcpLinks  # not sooner: ranks of one host do without
+
+    return TcpLinks(rank, size, network)
 
 
 def _call(action: Callable[[], object]) -> bool:

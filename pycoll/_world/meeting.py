@@ -169,12 +169,14 @@ class Meeting:
             listens: the core is to reach others by tcp.
             doorbell: this rank's.
         """
-        from pycoll._transports.core import CoreTransport, Memory, Network
+        from pycoll._transports.core import CoreTransport, Memory
 
         memory, net, shared = None, None, self.shared_memory
         if shared is not None:
             memory = Memory(shared.host, doorbell, shared.ranks, shared.single_copy)
         if listens:
+            from pycoll._transports.core_tcp import Network
+
             net = Network(place.key, network.listening_at(place.addresses), _lanes())
         outside = {}
         for rank in range(place.size):

@@ -41,7 +41,7 @@ rank = comm.rank
 transport = comm._group.engine.transport
 print(json.dumps({
     "rank": rank, "pid": os.getpid(), "endpoint": transport.address()["endpoint"],
-    "job": transport._dialer._secret.job.hex()}), flush=True)
+    "job": transport._tcp.dialer._secret.job.hex()}), flush=True)
 
 def check(value, turn, peer):
     assert len(value) == (turn * 7919) % 300_000, turn

@@ -43,7 +43,7 @@ class TcpWorld(World):
         self.lanes: dict[tuple[int, int, int], int] = {}
         self.losses: list[tuple[int, int]] = []
         for rank, node in enumerate(self.nodes):
-            dialer = self.transport(rank)._dialer
+            dialer = self.transport(rank)._tcp.dialer
             dialer._on_link = self._watch(rank, dialer._on_link)
             node.lost = self._count(rank, node.lost)  # type: ignore[method-assign]
 
@@ -377,7 +377,7 @@ class Relay:
 def test_a_slow_lane_takes_fewer_segments_and_all_arrive() -> None:
     world = TcpWorld("tcp with lanes")
     relay = Relay(world.transport(1).address()["endpoint"])
-    dialer = world.transport(0)._dialer
+    dialer = world.transport(0)._tcp.dialer
     dial = dialer.dial
 
     def led(link: PeerLane, endpoint: str) -> None:
