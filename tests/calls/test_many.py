@@ -95,7 +95,7 @@ def test_every_array_comes_back_reduced_in_its_place(ranks: Any) -> None:
     ],
 )
 def test_every_transport_carries_lists(job: Any, size: int, options: tuple[str, ...]) -> None:
-    folders = [str(Path(__file__).parents[up]) for up in (0, 1)]
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
     text = f"sys.path[:0] = {folders!r}\nimport test_many\n"
     done = job(size, text + "test_many.reduce_mixed_lists(comm)\nok()", *options)
     assert (done.status, done.content) == (0, list(range(size))), done.stderr

@@ -25,12 +25,12 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 from cuda.bindings import driver
 from fake_cuda_calls import (
+    HELPERS,
     ILLEGAL,
     NBYTES,
     NOT_READY,
     OK,
     START,
-    TESTS,
     R,
     check,
     device_memory,
@@ -454,7 +454,7 @@ def test_another_process_opens_memory(library: Path, cuda: None, freed: bool) ->
     assert driver.cuIpcOpenMemHandle(handle, 1)[0] == R.CUDA_ERROR_INVALID_CONTEXT
     with subprocess.Popen(
         [sys.executable, "-c", START + IMPORTER, text_of(handle)],
-        env=os.environ | {"PYTHONPATH": str(TESTS)} | fake_cuda.environment(library),
+        env=os.environ | {"PYTHONPATH": str(HELPERS)} | fake_cuda.environment(library),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -31,6 +31,7 @@ from pycoll._transports.core import AHEAD, CoreTransport
 from pycoll._transports.dial import PeerLane
 from pycoll.errors import PeerFailed
 
+HELPERS = Path(__file__).parents[1] / "helpers"
 KINDS = ["tcp", "tcp with lanes"]
 LANES = {"tcp": 1, "tcp with lanes": 3}
 
@@ -210,7 +211,7 @@ def test_a_stopped_peer_is_not_lost_and_goes_on(stopped_s: float) -> None:
     node.transport.end()
     node.transport = transport
     with subprocess.Popen(
-        [sys.executable, "-c", PEER.format(path=[str(Path(__file__).parents[1])])],
+        [sys.executable, "-c", PEER.format(path=[str(HELPERS)])],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     ) as peer:  # fmt: skip
         assert peer.stdin is not None
@@ -332,7 +333,7 @@ world.close()
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forked_child_holds_no_connection_open(kind: str) -> None:
-    script = FORKED.format(path=[str(Path(__file__).parents[1])], kind=kind)
+    script = FORKED.format(path=[str(HELPERS)], kind=kind)
     done = subprocess.run(
         [sys.executable, "-c", script],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False,

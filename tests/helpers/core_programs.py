@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from patience import PATIENCE
 
-TESTS = Path(__file__).resolve().parent / "core"
-CORE = TESTS.parent.parent / "transports" / "_core"
+TESTS = Path(__file__).resolve().parents[1] / "core"
+CORE = TESTS.parents[1] / "transports" / "_core"
 
 ENGINE = ("engine", "message", "context", "calls", "address", "match", "chains", "scratch")
 """The message engine's sources, without links and runs."""
