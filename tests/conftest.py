@@ -7,9 +7,10 @@ import os
 import re
 import select
 import signal
+import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ import pytest
 from patience import PATIENCE
 from ranks_pool import POOL, Pools
 from script_jobs import Jobs
+
+# Asserts in what tests share say what they compared, as those in tests do.
+HELPERS = Path(fake_cuda.__file__).parent
+pytest.register_assert_rewrite(*{file.stem for file in HELPERS.glob("*.py")} - sys.modules.keys())
 
 # Every process a test starts inherits this variable, and keeps it when its parent has died and
 # init has adopted it, so survivors are found without walking a process tree that no longer exists.
@@ -241,6 +246,18 @@ def ranks(request: pytest.FixtureRequest, pools: Pools) -> Any:
 def job(tmp_path: Path) -> Any:
     """Runs a script on ranks: ``job(n, text, *options)``; see script_jobs.py."""
     return Jobs(tmp_path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a script; returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -220,9 +220,7 @@ def _read(tensor: _Tensor, flags: int, owner: _Owner) -> Tensor:
         raise BufferError(f"it has {ndim} dimensions, or no shape")
     shape = tuple(tensor.shape[:ndim]) if ndim else ()
     if ndim and tensor.strides:
-        # In 64 bits, as an address: CuPy up to 14 divides negative ones as numbers without a sign,
-        # https://github.com/cupy/cupy/issues/10172, which the product then makes good.
-        strides = tuple([c_int64(n * dtype.itemsize).value for n in tensor.strides[:ndim]])
+        strides = tuple([_signed(n * dtype.itemsize) for n in tensor.strides[:ndim]])
     else:
         strides = tuple([math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(ndim)])
     device = (tensor.device_type, tensor.device_id)
@@ -237,6 +235,15 @@ def _read(tensor: _Tensor, flags: int, owner: _Owner) -> Tensor:
             array.flags.writeable = False
     read_only = bool(flags & (_READ_ONLY | _IS_COPIED))
     return Tensor(array, dtype, device, pointer, shape, strides, read_only, owner)
+
+
+def _signed(nbytes: int) -> int:
+    """Return a stride in bytes with its sign.
+
+    CuPy up to 14 divides negative strides by the size of an element as numbers without a sign of 64
+    bits, https://github.com/cupy/cupy/issues/10172; the product has that sign again.
+    """
+    return nbytes - (1 << 64) if 1 << 63 <= nbytes < 1 << 64 else nbytes
 
 
 def _view(

@@ -20,21 +20,6 @@ from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 
 
-@pytest.fixture(scope="session")
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-@pytest.fixture(scope="session")
-def jax() -> Any:
-    return pytest.importorskip("jax", reason="JAX is not installed")
-
-
-@pytest.fixture(scope="session")
-def ml_dtypes() -> Any:
-    return pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
-
-
 def sent(x: object) -> Any:
     """What another rank makes of `x`: described, parsed, filled with its elements."""
     value = wrapped(x)

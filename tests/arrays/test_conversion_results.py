@@ -19,22 +19,6 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 
-
-@pytest.fixture(scope="session")
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-@pytest.fixture(scope="session")
-def jax() -> Any:
-    return pytest.importorskip("jax", reason="JAX is not installed")
-
-
-@pytest.fixture(scope="session")
-def ml_dtypes() -> Any:
-    return pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
-
-
 FLOAT8 = [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]
 
 

@@ -158,7 +158,7 @@ def test_the_memory_of_an_array_without_elements_is_given_back_at_once() -> None
 
 def in_a_process(script: str) -> str:
     """Run a script that knows HandMade and `taken`; return what it prints."""
-    folder = str(Path(__file__).parents[1])
+    folder = str(Path(__file__).parents[1] / "helpers")
     prelude = (
         f"import runpy, sys\nsys.path.append({folder!r})\nmade = runpy.run_path({__file__!r})\n"
         "HandMade, taken = made['HandMade'], made['taken']\n"

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from sent_messages import sent_messages
 from tiers import exhaustive, sizes
+from uneven_cases import check, draw
 
 import pycoll
 from pycoll._calls.many import ALONE_NBYTES, BUCKET_NBYTES
@@ -24,15 +24,6 @@ DTYPES = ("float32", "bool", "int64", "bfloat16", "float32", "uint8", "complex64
 LENGTHS = (0, 1, 3, 1000, ALONE_NBYTES // 4 - 1, ALONE_NBYTES // 4, 300_000, 17)
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
-def draw(seed: int, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Small numbers: their sums are exact in every order."""
-    return np.asarray(np.random.default_rng(seed).integers(0, 4, shape)).astype(dtype_of(dtype))
-
-
 def draw_many(rank: int, count: int = 24) -> list[Array]:
     """Arrays of several dtypes, shapes and lengths, in a mixed order."""
     drawn = []
@@ -41,17 +32,6 @@ def draw_many(rank: int, count: int = 24) -> list[Array]:
         shape = ((length,), (1, length), ())[i % 3]
         drawn.append(draw(100 * rank + i, DTYPES[i % len(DTYPES)], shape))
     return drawn
-
-
-def plain(x: Array) -> Array:
-    return x.view(np.uint16) if x.dtype == dtype_of("bfloat16") else x
-
-
-def check(actual: Any, expected: Array) -> None:
-    assert type(actual) is np.ndarray
-    assert actual.flags.writeable
-    assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(plain(actual), plain(expected), strict=True)
 
 
 def both_ways(comm: Comm) -> list[Callable[..., Any]]:
@@ -95,7 +75,7 @@ def test_every_array_comes_back_reduced_in_its_place(ranks: Any) -> None:
     ],
 )
 def test_every_transport_carries_lists(job: Any, size: int, options: tuple[str, ...]) -> None:
-    folders = [str(Path(__file__).parents[up]) for up in (0, 1)]
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
     text = f"sys.path[:0] = {folders!r}\nimport test_many\n"
     done = job(size, text + "test_many.reduce_mixed_lists(comm)\nok()", *options)
     assert (done.status, done.content) == (0, list(range(size))), done.stderr

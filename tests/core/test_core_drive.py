@@ -9,7 +9,6 @@ handing over, which test_core_protocols.py runs.
 from __future__ import annotations
 
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,9 @@ from core_programs import (
     THREAD,
     call,
     counted,
+    faults_for,
     needs_gcc,
+    plant,
     prefix_of,
 )
 from tiers import exhaustive
@@ -88,9 +89,7 @@ def test_the_child_of_a_fork_waits_for_nothing_and_its_parent_goes_on(
     assert run.returncode == 0, run.stdout
 
 
-LISTED = tomllib.loads((TESTS.parent / "planted_faults.toml").read_text(encoding="utf-8"))
-RANDOM = "tests/core/test_core_drive.py::test_random_threads"
-FAULTS = [fault for fault in LISTED["fault"] if fault["test"].startswith(RANDOM)]
+FAULTS = faults_for("tests/core/test_core_drive.py::test_random_threads")
 
 
 @exhaustive
@@ -99,10 +98,7 @@ def test_a_fault_planted_in_the_waiting_is_found(tmp_path: Path, fault: dict[str
     prefix = prefix_of(THREAD)
     engine = tmp_path / "engine"
     shutil.copytree(CORE / "engine", engine)
-    file = engine / Path(fault["file"]).name
-    text = file.read_text()
-    assert text.count(fault["right"]) == 1, f"{file.name} has changed: plant the fault elsewhere"
-    file.write_text(text.replace(fault["right"], fault["wrong"]))
+    plant(fault, engine)
     program = build(tmp_path, engine, THREAD)
     for seed in ("1", "1001", "2001"):  # the calls are the same each time, what meets is not
         run = call([*prefix, program, "100", seed], tmp_path)

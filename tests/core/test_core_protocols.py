@@ -8,11 +8,23 @@ They are listed in planted_faults.toml.
 from __future__ import annotations
 
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, THREAD, call, needs_gcc, prefix_of
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    LISTED,
+    PLAIN,
+    TESTS,
+    THREAD,
+    call,
+    faults_for,
+    needs_gcc,
+    plant,
+    prefix_of,
+)
 from tiers import exhaustive
 
 # The files whose protocols these are.
@@ -73,9 +85,7 @@ def test_random_calls_of_ranks_as_threads_are_right_and_nobody_sleeps_on(
     assert sleeps > operations / 100  # or it would say nothing about sleeping
 
 
-LISTED = tomllib.loads((TESTS.parent / "planted_faults.toml").read_text(encoding="utf-8"))
-NATIVE = "tests/core/test_core_protocols.py::test_random_calls_of_ranks_as_threads"
-FAULTS = [fault for fault in LISTED["fault"] if fault["test"].startswith(NATIVE)]
+FAULTS = faults_for("tests/core/test_core_protocols.py::test_random_calls_of_ranks_as_threads")
 
 
 @exhaustive
@@ -84,10 +94,7 @@ def test_a_fault_planted_in_the_core_is_found(tmp_path: Path, fault: dict[str, s
     prefix = prefix_of(THREAD)
     core = tmp_path / "core"
     shutil.copytree(CORE, core)
-    file = core / Path(fault["file"]).name
-    text = file.read_text()
-    assert text.count(fault["right"]) == 1, f"{file.name} has changed: plant the fault elsewhere"
-    file.write_text(text.replace(fault["right"], fault["wrong"]))
+    plant(fault, core)
     program = build(tmp_path, core, THREAD)
     for seed in ("1", "2", "3", "4", "5"):  # the calls are the same each time, what meets is not
         run = call([*prefix, program, "100000", seed], tmp_path)

@@ -10,11 +10,22 @@ given. `tests/core/tcp_fuzz.c` feeds one of them with bytes that a fuzzer has fo
 from __future__ import annotations
 
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
-from core_programs import ADDRESS, COMPILER, CORE, PLAIN, TESTS, call, counted, needs_gcc, prefix_of
+from core_programs import (
+    ADDRESS,
+    COMPILER,
+    CORE,
+    PLAIN,
+    TESTS,
+    call,
+    counted,
+    faults_for,
+    needs_gcc,
+    plant,
+    prefix_of,
+)
 from tiers import exhaustive
 
 SOURCES = ("tcp.c", "tcp_read.c", "tcp_write.c", "table.c")
@@ -80,9 +91,7 @@ def test_a_minute_of_fuzzing_finds_no_input_that_does_harm(tmp_path: Path) -> No
     assert run.returncode == 0, f"{run.stdout}\n{harm.read_bytes().hex() if harm.exists() else ''}"
 
 
-LISTED = tomllib.loads((TESTS.parent / "planted_faults.toml").read_text(encoding="utf-8"))
-RANDOM = "tests/core/test_core_tcp.py::test_random_calls_of_linked_ranks"
-FAULTS = [fault for fault in LISTED["fault"] if fault["test"].startswith(RANDOM)]
+FAULTS = faults_for("tests/core/test_core_tcp.py::test_random_calls_of_linked_ranks")
 
 
 @exhaustive
@@ -91,10 +100,7 @@ def test_a_fault_planted_in_the_links_is_found(tmp_path: Path, fault: dict[str, 
     prefix = prefix_of(ADDRESS)
     core = tmp_path / "core"
     shutil.copytree(CORE, core)
-    file = core / Path(fault["file"]).name
-    text = file.read_text()
-    assert text.count(fault["right"]) == 1, f"{file.name} has changed: plant the fault elsewhere"
-    file.write_text(text.replace(fault["right"], fault["wrong"]))
+    plant(fault, core)
     program = build(tmp_path, "tcp_random", core, ADDRESS)
     run = call([*prefix, program, "10000", "1"], tmp_path)  # some show themselves rarely
     assert run.returncode in (1, 3), run.stdout  # AddressSanitizer's word, and the program's

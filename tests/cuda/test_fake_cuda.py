@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 from cuda.bindings import driver
 from fake_cuda_calls import (
+    HELPERS,
     ILLEGAL,
     NBYTES,
     NOT_READY,
     OK,
     START,
-    TESTS,
     R,
     check,
     device_memory,
@@ -42,30 +41,6 @@ pytestmark = exhaustive  # a test double
 
 
 INVALID = R.CUDA_ERROR_INVALID_VALUE
-
-
-@pytest.fixture(scope="module")
-def library(fake_driver: Path) -> Path:
-    """The driver of this process."""
-    fake_cuda.load(fake_driver)
-    return fake_driver
-
-
-@pytest.fixture
-def cuda(library: Path) -> Iterator[None]:
-    """The context of device 0 is current."""
-    check(driver.cuInit(0))
-    check(driver.cuCtxPushCurrent(value(driver.cuDevicePrimaryCtxRetain(0))))
-    fake_cuda.reset()
-    yield
-    fake_cuda.reset()
-    value(driver.cuCtxPopCurrent())
-    check(driver.cuDevicePrimaryCtxRelease(0))
-
-
-@pytest.fixture
-def stream(cuda: None) -> Any:
-    return value(driver.cuStreamCreate(1))
 
 
 def recorded(stream: Any) -> Any:
@@ -454,7 +429,7 @@ def test_another_process_opens_memory(library: Path, cuda: None, freed: bool) ->
     assert driver.cuIpcOpenMemHandle(handle, 1)[0] == R.CUDA_ERROR_INVALID_CONTEXT
     with subprocess.Popen(
         [sys.executable, "-c", START + IMPORTER, text_of(handle)],
-        env=os.environ | {"PYTHONPATH": str(TESTS)} | fake_cuda.environment(library),
+        env=os.environ | {"PYTHONPATH": str(HELPERS)} | fake_cuda.environment(library),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

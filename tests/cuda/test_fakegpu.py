@@ -19,33 +19,9 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 
 import fakegpu
 from cuda.bindings import driver
-from fake_cuda_calls import NOT_READY, check, device_memory, python, value
+from fake_cuda_calls import NOT_READY, check, device_memory, python
 
 pytestmark = exhaustive  # a test double
-
-
-@pytest.fixture(scope="module")
-def library(fake_driver: Path) -> Path:
-    """The driver of this process."""
-    fake_cuda.load(fake_driver)
-    return fake_driver
-
-
-@pytest.fixture
-def cuda(library: Path) -> Iterator[None]:
-    """The context of device 0 is current."""
-    check(driver.cuInit(0))
-    check(driver.cuCtxPushCurrent(value(driver.cuDevicePrimaryCtxRetain(0))))
-    fake_cuda.reset()
-    yield
-    fake_cuda.reset()
-    value(driver.cuCtxPopCurrent())
-    check(driver.cuDevicePrimaryCtxRelease(0))
-
-
-@pytest.fixture
-def stream(cuda: None) -> Any:
-    return value(driver.cuStreamCreate(1))
 
 
 def test_a_trace_is_a_line_a_call_and_otherwise_there_is_none(library: Path) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from gpudirect_job import DEADLINE_S, LONG, Cost, data, gpu_regions, on_gpu
 from rdma_job import Job
-from simulated_device import DmaBufRegion, SimulatedPair
+from simulated_queue_pair import SimulatedPair
+from simulated_regions import DmaBufRegion
 
 import pycoll
 from pycoll._cuda import cuda

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from gpudirect_job import LONG, PLACES, Cost, data, gpu_regions, on_gpu
 from rdma_job import Job
-from simulated_device import DmaBufRegion, Fabric
+from simulated_device import Fabric
+from simulated_regions import DmaBufRegion
 from tiers import few
 
 import pycoll

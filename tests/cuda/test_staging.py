@@ -9,7 +9,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fake_cuda
@@ -25,30 +24,9 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 import fakegpu
 from staged_arrays import NBYTES, stage_of_array
 
-from pycoll._cuda import cuda, pinned, staging
+from pycoll._cuda import cuda, staging
 from pycoll._runtime.task import Task
 from pycoll.errors import TransportError
-
-
-@pytest.fixture(scope="module")
-def library(fake_driver: Path) -> Path:
-    """The driver of this process."""
-    fake_cuda.load(fake_driver)
-    return fake_driver
-
-
-@pytest.fixture
-def device(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda.Device]:
-    """GPU 0, when nothing is in the pool."""
-    fake_cuda.reset()
-    gc.collect()
-    with monkeypatch.context() as patch:
-        patch.setattr(pinned, "KEPT_NBYTES", 0)
-        pinned.pool._collect()
-    yield cuda.device(0)
-    fake_cuda.fail("")
-    fake_cuda.run_all()
-    assert fake_cuda.stats()["illegal_accesses"] == 0
 
 
 class Engine:

@@ -8,8 +8,6 @@ import importlib.util
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import fake_cuda
@@ -24,27 +22,6 @@ from staged_arrays import NBYTES, Imaged, stage_of_array
 
 from pycoll._cuda import copies, cuda, pinned, staging
 from pycoll.errors import TransportError
-
-
-@pytest.fixture(scope="module")
-def library(fake_driver: Path) -> Path:
-    """The driver of this process."""
-    fake_cuda.load(fake_driver)
-    return fake_driver
-
-
-@pytest.fixture
-def device(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda.Device]:
-    """GPU 0, when nothing is in the pool."""
-    fake_cuda.reset()
-    gc.collect()
-    with monkeypatch.context() as patch:
-        patch.setattr(pinned, "KEPT_NBYTES", 0)
-        pinned.pool._collect()
-    yield cuda.device(0)
-    fake_cuda.fail("")
-    fake_cuda.run_all()
-    assert fake_cuda.stats()["illegal_accesses"] == 0
 
 
 def address(stage: Imaged) -> int:

@@ -9,7 +9,7 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +105,6 @@ def address(request: pytest.FixtureRequest, hosts: Bed) -> Iterator[tuple[str, s
     engine = request.param
     with getattr(engines_bed, engine)(hosts) as found:
         yield engine, found
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
 
 
 both = pytest.mark.parametrize("address", ["dask", "ray"], indirect=True, scope="module")

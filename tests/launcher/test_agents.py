@@ -5,58 +5,19 @@ What needs real hosts is in test_hosts.py.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from agent_runs import LIMIT_S, SSH
+from agent_runs import LIMIT_S
 
 from pycoll._launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
 from pycoll._launcher.spawn import UNENCRYPTED
 from pycoll.errors import Error
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`pycoll-run` with words, and a script; `before` is what ssh does before the agent."""
-
-    def run(
-        *words: str,
-        script: str = "",
-        before: str = "",
-        stdin: Any = subprocess.DEVNULL,
-        **variables: str,
-    ) -> subprocess.CompletedProcess[str]:
-        ssh = tmp_path / "ssh"
-        ssh.write_text(SSH.replace("BEFORE", before))
-        ssh.chmod(0o755)
-        program = tmp_path / "script.py"
-        program.write_text(script)
-        path = f"{tmp_path}:{os.environ['PATH']}"
-        return subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "pycoll._launcher",
-                *words,
-                *([program] if script else []),
-            ],
-            env={**os.environ, "PATH": path, **variables},
-            stdin=stdin,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-        )
-
-    return run
-
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

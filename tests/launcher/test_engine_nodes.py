@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -10,14 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
-from node_jobs import LIMIT_S, WAIT, Nodes, free_port, until_listening
+from node_jobs import LIMIT_S, WAIT, free_port, until_listening
 from patience import PATIENCE
 
 import pycoll
@@ -25,28 +24,6 @@ from pycoll._functions import engines, function
 from pycoll._launcher import network_line
 from pycoll._launcher.agent_socket import Ticket
 from pycoll.errors import BootstrapError, Error
-
-
-@pytest.fixture
-def nodes() -> Iterator[Callable[[int], Nodes]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(count: int) -> Nodes:
-            made = Nodes(count)
-            stack.callback(made.close)
-            return made
-
-        yield make
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
 
 
 def until_it_catches(signum: int, pid: int) -> None:

@@ -27,16 +27,6 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
         yield bed
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left(hosts: Bed) -> Iterator[None]:
     yield

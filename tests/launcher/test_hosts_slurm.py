@@ -37,16 +37,6 @@ def nothing_is_left(slurm: Slurm) -> Iterator[None]:
         until_empty(slurm.bed, name, 10.0)
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Script:
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
 def where(output: str) -> list[str]:
     """By rank, the host that it has printed."""
     found = {

@@ -336,17 +336,3 @@ def test_open_files_are_allowed_for_or_asked_for_before_anything_starts(
     assert done.returncode == status
     assert done.stderr.count(b"\n") == (1 if status else 0)
     assert (b"100 are allowed (ulimit -n)" in done.stderr) == bool(status)
-
-
-@pytest.fixture
-def environments(tmp_path: Path) -> Environments:
-    """The environments of the ranks of a job with these options, started in this environment."""
-
-    def read(n: int, *options: str, **variables: str) -> list[dict[str, str]]:
-        dump = f"cat /proc/$$/environ > {tmp_path}/$PYCOLL_RANK"
-        done = shell(n, dump, *options, **variables)
-        assert (done.returncode, done.stderr) == (0, b"")
-        texts = [(tmp_path / str(rank)).read_text() for rank in range(n)]
-        return [dict(line.split("=", 1) for line in t.split("\0")[:-1]) for t in texts]
-
-    return read

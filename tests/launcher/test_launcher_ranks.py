@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launcher_jobs import Environments, run, shell
+from launcher_jobs import Environments, run
 
 from pycoll._launcher.cli import main, variables_text
 from pycoll._support.environment import VARIABLES, blocks, places, rank_environment, usable_cores
@@ -53,20 +53,6 @@ def test_without_n_there_is_a_rank_for_each_usable_core() -> None:
 def test_rank_0_has_the_standard_input_and_the_others_have_none() -> None:
     done = run("-n", "3", "-l", "--", "cat", stdin=b"given\n")
     assert (done.returncode, done.stdout) == (0, b"[0] given\n")
-
-
-@pytest.fixture
-def environments(tmp_path: Path) -> Environments:
-    """The environments of the ranks of a job with these options, started in this environment."""
-
-    def read(n: int, *options: str, **variables: str) -> list[dict[str, str]]:
-        dump = f"cat /proc/$$/environ > {tmp_path}/$PYCOLL_RANK"
-        done = shell(n, dump, *options, **variables)
-        assert (done.returncode, done.stderr) == (0, b"")
-        texts = [(tmp_path / str(rank)).read_text() for rank in range(n)]
-        return [dict(line.split("=", 1) for line in t.split("\0")[:-1]) for t in texts]
-
-    return read
 
 
 def test_ranks_learn_who_they_are_and_where_to_meet(environments: Environments) -> None:

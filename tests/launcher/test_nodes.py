@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from node_jobs import WAIT, Nodes, until_listening
+from node_jobs import WAIT, until_listening
 
 from pycoll._launcher.nodes import find_node
 from pycoll._launcher.spawn import UNENCRYPTED
@@ -27,28 +24,6 @@ assert comm.all_reduce(np.full(50_000, comm.rank + 1.0))[-1] == comm.size * (com
 say = [comm.rank, comm.size, comm.node, comm.local_rank, comm.local_size, os.environ["SITE"]]
 print(*say, sys.stdin.read(), flush=True)
 """
-
-
-@pytest.fixture
-def nodes() -> Iterator[Callable[[int], Nodes]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(count: int) -> Nodes:
-            made = Nodes(count)
-            stack.callback(made.close)
-            return made
-
-        yield make
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text(text)
-        return str(path)
-
-    return write
 
 
 def until(line: str, process: subprocess.Popen[str], count: int = 1) -> None:

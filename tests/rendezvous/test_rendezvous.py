@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,6 @@ from pycoll._launcher.rendezvous_server import Notice
 from pycoll._rendezvous import wire as wire
 from pycoll._rendezvous.wire import WIRE_VERSION
 from pycoll.errors import BootstrapError
-
-
-@pytest.fixture(params=["zmq", "local"])
-def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    one = Job(request.param)
-    yield one
-    one.close()
 
 
 def test_every_rank_gets_what_each_has_said_by_rank(job: Job) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,6 @@ from pycoll._launcher.rendezvous_server import Notice
 from pycoll._rendezvous import wire as wire
 from pycoll._rendezvous.client import Client, Event
 from pycoll.errors import BootstrapError
-
-
-@pytest.fixture(params=["zmq", "local"])
-def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    one = Job(request.param)
-    yield one
-    one.close()
 
 
 def exchange_all(job: Job, clients: list[Client], info: dict[str, Any]) -> list[Any]:

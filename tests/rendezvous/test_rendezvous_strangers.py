@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import msgpack
@@ -19,13 +18,6 @@ from pycoll._rendezvous import wire as wire
 from pycoll._rendezvous.client import Client
 from pycoll._rendezvous.zmq_keys import derive_keys
 from pycoll.errors import BootstrapError
-
-
-@pytest.fixture(params=["zmq", "local"])
-def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    one = Job(request.param)
-    yield one
-    one.close()
 
 
 @by_zmq

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,13 +28,6 @@ from pycoll._launcher.rendezvous_server import Server
 from pycoll._rendezvous import wire as wire
 from pycoll._rendezvous.client import Client, Event
 from pycoll.errors import BootstrapError
-
-
-@pytest.fixture(params=["zmq", "local"])
-def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    one = Job(request.param)
-    yield one
-    one.close()
 
 
 def test_the_members_of_a_broken_communicator_are_told_and_nobody_else(job: Job) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plugin_runs import INSTALLED, ROOT, run_tests
+from plugin_runs import run_tests
 from tiers import exhaustive
 
 # pytester drops modules that are first imported in an inner pytest, and NumPy and zmq must not be
@@ -11,15 +11,7 @@ from tiers import exhaustive
 
 pytest_plugins = ["pytester"]
 
-
-@pytest.fixture(autouse=True)
-def plain_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner pytest finds this plugin, and none of the settings of the outer one."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT) if not INSTALLED else "")
-    monkeypatch.setenv("COLUMNS", "120")
-    if not INSTALLED:
-        monkeypatch.setenv("PYTEST_PLUGINS", "pycoll._tools.pytest_plugin")
+pytestmark = pytest.mark.usefixtures("plain_pytest")
 
 
 def test_a_test_runs_once_for_each_number_of_ranks(pytester: pytest.Pytester) -> None:

@@ -9,7 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from plugin_runs import INSTALLED, ROOT, run_tests
+from plugin_runs import run_tests
 from tiers import exhaustive, few
 
 # pytester drops modules that are first imported in an inner pytest, and NumPy and zmq must not be
@@ -17,15 +17,7 @@ from tiers import exhaustive, few
 
 pytest_plugins = ["pytester"]
 
-
-@pytest.fixture(autouse=True)
-def plain_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inner pytest finds this plugin, and none of the settings of the outer one."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT) if not INSTALLED else "")
-    monkeypatch.setenv("COLUMNS", "120")
-    if not INSTALLED:
-        monkeypatch.setenv("PYTEST_PLUGINS", "pycoll._tools.pytest_plugin")
+pytestmark = pytest.mark.usefixtures("plain_pytest")
 
 
 def test_a_test_that_all_ranks_skip_is_skipped(pytester: pytest.Pytester) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,7 @@ from tiers import exhaustive
 from pycoll._transports.verbs import RECEIVED_WRITE, probe
 from pycoll._transports.verbs_errors import FLUSHED, RETRIES_EXCEEDED, SUCCESS, VerbsError
 
-pytestmark = exhaustive  # a test double
-
-
-@pytest.fixture(autouse=True)
-def close_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[Any] = []
-    make = simulated_device.Fabric.device
-
-    def remember(*args: Any, **options: Any) -> Any:
-        made.append(make(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(simulated_device.Fabric, "device", remember)
-    yield
-    for device in made:
-        device.close()
+pytestmark = [exhaustive, pytest.mark.usefixtures("close_devices")]  # a test double
 
 
 def polled(end: End, number: int) -> list[Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import select
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import simulated_device
@@ -16,22 +14,7 @@ from tiers import exhaustive
 from pycoll._transports.verbs import MAX_SENDS
 from pycoll._transports.verbs_errors import RETRIES_EXCEEDED, SUCCESS, VerbsError
 
-pytestmark = exhaustive  # a test double
-
-
-@pytest.fixture(autouse=True)
-def close_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    made: list[Any] = []
-    make = simulated_device.Fabric.device
-
-    def remember(*args: Any, **options: Any) -> Any:
-        made.append(make(*args, **options))
-        return made[-1]
-
-    monkeypatch.setattr(simulated_device.Fabric, "device", remember)
-    yield
-    for device in made:
-        device.close()
+pytestmark = [exhaustive, pytest.mark.usefixtures("close_devices")]  # a test double
 
 
 def test_what_is_under_way_wakes_who_has_armed() -> None:

@@ -18,7 +18,7 @@ import pytest
 from patience import PATIENCE
 from rdma_job import Job
 from rdma_world import LARGE
-from simulated_device import DmaBufRegion
+from simulated_regions import DmaBufRegion
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)

@@ -27,7 +27,7 @@ OK, NOT_READY, ILLEGAL = R.CUDA_SUCCESS, R.CUDA_ERROR_NOT_READY, R.CUDA_ERROR_IL
 NBYTES = 1024
 
 
-TESTS = Path(__file__).parents[1]
+HELPERS = Path(__file__).parent
 
 
 def value(result: Any) -> Any:
@@ -59,7 +59,7 @@ driver.cuCtxPushCurrent(driver.cuDevicePrimaryCtxRetain(0)[1])
 
 def python(library: Path, program: str, **options: Any) -> subprocess.CompletedProcess[str]:
     prologue = START if options.pop("start", True) else IMPORTS
-    environment = os.environ | {"PYTHONPATH": str(TESTS)} | options.pop("environ", {})
+    environment = os.environ | {"PYTHONPATH": str(HELPERS)} | options.pop("environ", {})
     environment |= fake_cuda.environment(library, **options)
     return subprocess.run(
         [sys.executable, "-c", prologue + program],

@@ -1,4 +1,4 @@
-"""A CUDA driver without a GPU, in tests/fake_cuda: NVIDIA's own cuda-bindings call it.
+"""A CUDA driver without a GPU, in tests/helpers/fake_cuda: NVIDIA's own cuda-bindings call it.
 
     path = build(folder)                      compile it: folder/libcuda.so.1
     load(path)                                into this process, before cuda.bindings looks for one

@@ -34,7 +34,7 @@ import fakegpu
 Comm = Any
 Ranks = Any
 
-TESTS = Path(__file__).parent
+HELPERS = Path(__file__).parent
 PADDING = 77
 KERNEL_S = 5.0 * PATIENCE
 LARGE = 100_000
@@ -95,7 +95,7 @@ TAKING_OUT += ["all_to_all", "sendrecv", "scan", "exscan", "scatterv", "reduce_s
 
 def environment(library: Path, **options: Any) -> dict[str, str]:
     """The variables of ranks that find the fake driver, and the modules of the tests."""
-    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]
     options = {"devices": 2, **options}
     return fake_cuda.environment(library, **options) | {"PYTHONPATH": os.pathsep.join(paths)}
 

@@ -7,14 +7,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from patience import PATIENCE
 
-TESTS = Path(__file__).resolve().parent / "core"
-CORE = TESTS.parent.parent / "transports" / "_core"
+TESTS = Path(__file__).resolve().parents[1] / "core"
+CORE = TESTS.parents[1] / "transports" / "_core"
+LISTED = tomllib.loads((TESTS.parent / "planted_faults.toml").read_text(encoding="utf-8"))
 
 ENGINE = ("engine", "message", "context", "calls", "address", "match", "chains", "scratch")
 """The message engine's sources, without links and runs."""
@@ -52,6 +54,19 @@ def call(command: Sequence[str | Path], cwd: Path) -> subprocess.CompletedProces
         text=True,
         timeout=LIMIT_S,
     )
+
+
+def faults_for(test: str) -> list[dict[str, str]]:
+    """The planted faults that a test of this folder finds; it is named as pytest does."""
+    return [fault for fault in LISTED["fault"] if fault["test"].startswith(test)]
+
+
+def plant(fault: dict[str, str], folder: Path) -> None:
+    """Plant a fault in a copy of the file's folder."""
+    file = folder / Path(fault["file"]).name
+    text = file.read_text()
+    assert text.count(fault["right"]) == 1, f"{file.name} has changed: plant the fault elsewhere"
+    file.write_text(text.replace(fault["right"], fault["wrong"]))
 
 
 def counted(command: Sequence[str | Path], cwd: Path) -> dict[str, int]:
