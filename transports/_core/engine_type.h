@@ -118,9 +118,9 @@ extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, 
     pc_messages_spec;
 extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec, pc_persistent_spec, pc_both_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
-/* Add the types to the module. 0; -1 with an exception. The other two keep those that their files make and take. */
-int pc_add_engine_types(PyObject *module);
+/* Of the types that module.c has made, their files keep those that they make and take. */
 void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
+void pc_seat_types(PyTypeObject *engine);
 void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
 void pc_collective_types(PyTypeObject *collective);
 void pc_composed_types(PyTypeObject *table);
@@ -151,6 +151,26 @@ bool pc_engine_look(pc_engine_object *self);
 /* Something was told to Python meanwhile, and nobody may be waiting who would hear it. 0; -1 with an exception. Without
    the lock. */
 int pc_engine_hear(pc_engine_object *self);
+
+/* engine_events.c: methods of `Engine`, as in the next two. */
+PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *unused);
+
+/* engine_links.c */
+PyObject *pc_engine_attach_py(pc_engine_object *self, PyObject *args);
+PyObject *pc_engine_lose_py(pc_engine_object *self, PyObject *args);
+PyObject *pc_engine_forget_py(pc_engine_object *self, PyObject *number);
+PyObject *pc_engine_links_py(pc_engine_object *self, PyObject *unused);
+
+/* engine_life.c */
+PyObject *pc_engine_new_py(PyTypeObject *type, PyObject *args, PyObject *kwargs);
+void pc_engine_dealloc(pc_engine_object *self);
+PyObject *pc_engine_say_goodbye_py(pc_engine_object *self, PyObject *unused);
+PyObject *pc_engine_flush_py(pc_engine_object *self, PyObject *unused);
+PyObject *pc_engine_close_py(pc_engine_object *self, PyObject *unused);
+PyObject *pc_engine_forked_py(pc_engine_object *self, PyObject *unused);
+
+/* seat_type.c: the doorbell of an engine, the owner, has rung. With the lock. */
+void pc_seat_rung(void *owner);
 
 /* item_type.c */
 /* A receive that asks, for a message that Python shall see; NULL: there is no memory. */
