@@ -119,7 +119,8 @@ extern PyType_Spec pc_engine_spec, pc_seat_spec, pc_context_spec, pc_send_spec, 
 extern PyType_Spec pc_table_spec, pc_composed_spec, pc_memory_spec, pc_piece_spec, pc_scratch_spec, pc_persistent_spec, pc_both_spec, pc_plan_spec, pc_collective_spec, pc_collectives_spec;
 extern PyTypeObject *pc_request_type, *pc_context_type;
 /* Of the types that module.c has made, their files keep those that they make and take. */
-void pc_item_types(PyTypeObject *send, PyTypeObject *receive);
+void pc_send_types(PyTypeObject *send);
+void pc_item_types(PyTypeObject *receive);
 void pc_seat_types(PyTypeObject *engine);
 void pc_context_types(PyTypeObject *engine, PyTypeObject *context);
 void pc_collective_types(PyTypeObject *collective);
@@ -172,7 +173,7 @@ PyObject *pc_engine_forked_py(pc_engine_object *self, PyObject *unused);
 /* seat_type.c: the doorbell of an engine, the owner, has rung. With the lock. */
 void pc_seat_rung(void *owner);
 
-/* item_type.c */
+/* item.c; see item.h for what is its own */
 /* A receive that asks, for a message that Python shall see; NULL: there is no memory. */
 struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_message *message);
 /* With the lock: take over what Python shall know of an item whose event was taken out of the queue. False: nothing. */
@@ -185,13 +186,13 @@ struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context
 void pc_item_swap(PyObject *face, struct pc_py_item *item);
 /* A `Receive` with its item, which asks, and is not started; NULL with an exception. */
 PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **item);
-PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
-
-/* item_type.c: a receive that was not started takes over the message that another one holds, which is idle then. With
-   the lock. */
+/* A receive that was not started takes over the message that another one holds, which is idle then. With the lock. */
 bool pc_item_take_over(PyObject *face, struct pc_receive *from);
 /* A `Receive` that was not started; NULL with an exception. */
 PyObject *pc_item_receive(pc_engine_object *self);
+
+/* send_type.c: the method `Engine.send` */
+PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
 
 /* link_type.c */
 void pc_piece_type(PyTypeObject *type);

@@ -37,7 +37,8 @@ static int add_engine_types(PyObject *module) {
         scratch == NULL || persistent == NULL || both == NULL)
         return -1;
     pc_seat_types(engine);
-    pc_item_types(send, receive);
+    pc_send_types(send);
+    pc_item_types(receive);
     pc_context_types(engine, context);
     pc_piece_type(piece);
     pc_memory_type(memory);
