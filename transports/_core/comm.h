@@ -265,9 +265,20 @@ void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims)
 /* Of a call of which Python says in the salt's upper half what it is a part of: see `part_of` in native.py. */
 void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 
+/* (signature, shape) of what a rank has called; NULL with an exception */
+PyObject *pc_called(pc_comm *comm, int rank, uint64_t number);
 int pc_check_attached(const pc_comm *comm); /* -1 with an exception */
 #define PC_MAX_DIMS 64
 int pc_get_shape(PyObject *shape, intptr_t *dims); /* the number of dimensions, or -1 with an exception */
+
+/* Methods for calls whose arguments Python has checked. */
+extern PyMethodDef pc_comm_calls[];
+
+/* comm_attach.c */
+/* attach(direct): map the region, meet the others there, and find out whether all can read each other's memory. */
+PyObject *pc_comm_attach(pc_comm *comm, PyObject *allowed);
+/* Give the region back, if no call is under way. */
+void pc_comm_detach(pc_comm *comm);
 
 /* fast.c: the methods that take NumPy arrays, and call `slow` for everything else. */
 extern PyMethodDef pc_fast_methods[];
@@ -280,6 +291,7 @@ extern PyMethodDef pc_uneven_methods[];
 extern PyMethodDef pc_reduce_scatterv_methods[];
 void pc_fast_init(void);
 
+/* comm_type.c */
 PyType_Spec *pc_comm_spec(void);
 
 #endif
