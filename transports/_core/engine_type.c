@@ -15,7 +15,7 @@ static void settle(pc_engine_object *self) {
     pc_drive_pending(&self->drive, is_behind ? 1 : -1);
 }
 
-bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn) {
+static inline bool take(pc_engine_object *self, struct pc_turn *turn) {
     if (!self->is_open || atomic_load_explicit(&self->drive.closed, memory_order_acquire) != PC_DRIVE_OPEN)
         return false;
     turn->state = NULL;
@@ -34,7 +34,7 @@ bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn) {
     return true;
 }
 
-void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn) {
+static inline void give(pc_engine_object *self, const struct pc_turn *turn) {
     self->is_called = false;
     settle(self);
     bool has_orders = self->queue.num_posted != turn->orders;
@@ -46,13 +46,21 @@ void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn) {
         pc_link_do_orders(self);
 }
 
-bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
+/* Built into what is done often. */
+static inline bool do_between(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument),
+                              void *argument) {
     struct pc_turn turn;
-    if (!pc_engine_take(self, &turn))
+    if (!take(self, &turn))
         return false;
     work(self, argument);
-    pc_engine_give(self, &turn);
+    give(self, &turn);
     return true;
+}
+
+bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn) { return take(self, turn); }
+void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn) { give(self, turn); }
+bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
+    return do_between(self, work, argument);
 }
 
 PyObject *pc_engine_is_closed(void) {
@@ -71,7 +79,7 @@ static void look(pc_engine_object *self, void *argument) {
 
 bool pc_engine_look(pc_engine_object *self) {
     bool worked = false;
-    pc_engine_do(self, look, &worked);
+    do_between(self, look, &worked);
     pc_engine_let_go(self);
     return worked;
 }
