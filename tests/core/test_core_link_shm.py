@@ -24,7 +24,7 @@ from core_programs import (
 from tiers import exhaustive
 
 CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
-NAMES = (*ENGINE, "link_self", "link_shm")
+NAMES = (*ENGINE, "link_self", "link_shm", "link_shm_asked")
 KINDS = 19
 """Things that the random calls count."""
 
