@@ -30,7 +30,7 @@ from pycoll import schedules
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.schedules.proof import Execution, Program, Values
 
-NAMES = (*ENGINE, "run", "link_self")
+NAMES = (*ENGINE, "run", "run_owner", "link_self")
 KINDS = 36
 """Things that the random calls count."""
 
