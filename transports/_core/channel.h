@@ -245,4 +245,39 @@ static inline uint64_t pc_credit_left(pc_channel *channel, struct pc_peer *peer)
     return channel->credit - (peer->charged - pc_load(&peer->out.head->repaid));
 }
 
+/* --- what several files of channels do ---------------------------------------------------------------- */
+
+static inline struct pc_transfer *pc_channel_transfer(pc_channel *channel, struct pc_channel_send *send) {
+    return send->transfer < 0 ? NULL : pc_transfer_of(channel->heap.base, send->transfer);
+}
+
+/* A piece of a payload: its length. */
+static inline size_t pc_channel_piece(const struct pc_channel_receive *receive, int64_t piece, size_t *offset) {
+    size_t nbytes = pc_piece_nbytes(receive->nbytes);
+    *offset = (size_t)piece * nbytes;
+    return receive->nbytes - *offset < nbytes ? receive->nbytes - *offset : nbytes;
+}
+
+/* Ask for segments. */
+static inline int pc_channel_ask(pc_channel *channel, struct pc_channel_receive *receive) {
+    receive->mode = PC_SEGMENTS;
+    receive->filled = 0;
+    return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
+}
+
+static inline unsigned char *pc_channel_block_at(struct pc_peer *peer, const struct pc_block *block, size_t nbytes) {
+    return pc_block_valid(block, nbytes) ? pc_heap_at(peer->heap, block->unit) : NULL;
+}
+
+/* Whether all of an item is there: a block may still be being filled. */
+static inline bool pc_channel_is_whole(struct pc_peer *peer, struct pc_item *item) {
+    struct pc_block block;
+    uint32_t kind = pc_item_kind(item);
+    if (PC_LIKELY(kind != PC_EAGER_HEAP && kind != PC_EAGER_WHOLE))
+        return true;
+    memcpy(&block, item->body, sizeof block);
+    struct pc_filling *filling = (struct pc_filling *)pc_channel_block_at(peer, &block, sizeof *filling);
+    return filling == NULL || pc_load(&filling->nbytes) >= item->nbytes;
+}
+
 #endif

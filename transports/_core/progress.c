@@ -19,12 +19,6 @@
 
 /* --- copying an accepted message --------------------------------------------------------------------- */
 
-static size_t piece_of(const struct pc_channel_receive *receive, int64_t piece, size_t *offset) {
-    size_t nbytes = pc_piece_nbytes(receive->nbytes);
-    *offset = (size_t)piece * nbytes;
-    return receive->nbytes - *offset < nbytes ? receive->nbytes - *offset : nbytes;
-}
-
 enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
     struct pc_transfer *transfer = receive->transfer;
     int looks = 0;
@@ -45,7 +39,7 @@ enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_r
                 sched_yield();
             continue;
         }
-        size_t offset, nbytes = piece_of(receive, piece, &offset);
+        size_t offset, nbytes = pc_channel_piece(receive, piece, &offset);
         int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
                                      receive->nbytes);
         pc_transfer_copied(transfer); /* also if not: then the count only says that nobody is at it */
@@ -80,13 +74,6 @@ void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *r
         pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id); /* without memory the sender waits in vain */
 }
 
-/* Ask for segments. */
-static int ask(pc_channel *channel, struct pc_channel_receive *receive) {
-    receive->mode = PC_SEGMENTS;
-    receive->filled = 0;
-    return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
-}
-
 /* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no memory. */
 static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
     bool is_long = receive->pieces > 1;
@@ -113,7 +100,7 @@ static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size
     default: /* its memory cannot be read after all, perhaps it is a device's */
         pc_channel_receive_settle(channel, receive);
         pc_channel_list_remove(&channel->receiving, receive->handle);
-        return ask(channel, receive) < 0 ? -3 : 1;
+        return pc_channel_ask(channel, receive) < 0 ? -3 : 1;
     }
 }
 
@@ -167,7 +154,7 @@ int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, c
     }
     if (offer->nbytes == 0)
         return pc_channel_tell(channel, receive->peer, PC_FINISHED, offer->id) < 0 ? -3 : 0;
-    return ask(channel, receive) < 0 ? -3 : 1;
+    return pc_channel_ask(channel, receive) < 0 ? -3 : 1;
 }
 
 static void release(pc_channel *channel, void *owner) {
@@ -192,43 +179,6 @@ void pc_channel_receive_give_up(pc_channel *channel, struct pc_channel_receive *
     pc_channel_tell(channel, rank, PC_FINISHED, id); /* without memory the sender waits in vain */
 }
 
-static int redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into) {
-    if (receive->mode != PC_COPYING) {
-        pc_copy(into, receive->into, receive->filled);
-        receive->into = into;
-        return 0;
-    }
-    pc_channel_receive_settle(channel, receive);
-    struct pc_transfer *transfer = receive->transfer;
-    int64_t returned = pc_transfer_returned(transfer);
-    size_t offset, nbytes, claimed = pc_load(&transfer->next) & ~PC_MARKS;
-    if (returned >= 0) { /* the sender could not copy it */
-        nbytes = piece_of(receive, returned, &offset);
-        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
-                                     receive->nbytes);
-        pc_transfer_copied(transfer);
-        if (error != 0) { /* nor can we */
-            receive->into = into;
-            pc_channel_list_remove(&channel->receiving, receive->handle);
-            return ask(channel, receive);
-        }
-    }
-    nbytes = claimed * pc_piece_nbytes(receive->nbytes);
-    pc_copy(into, receive->into, nbytes < receive->nbytes ? nbytes : receive->nbytes);
-    receive->into = into;
-    pc_transfer_open(transfer, (uint64_t)(uintptr_t)into, claimed);
-    return 0;
-}
-
-int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into,
-                                void *owner) {
-    void *before = receive->owner;
-    int status = redirect(channel, receive, into);
-    receive->owner = owner;
-    release(channel, before);
-    return status;
-}
-
 /* --- what comes -------------------------------------------------------------------------------------- */
 
 static struct pc_channel_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
@@ -238,10 +188,6 @@ static struct pc_channel_receive *find_receive(pc_channel *channel, int rank, ui
             return receive;
     }
     return NULL;
-}
-
-static unsigned char *block_at(struct pc_peer *peer, const struct pc_block *block, size_t nbytes) {
-    return pc_block_valid(block, nbytes) ? pc_heap_at(peer->heap, block->unit) : NULL;
 }
 
 static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
@@ -257,7 +203,7 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     struct pc_block block;
     memcpy(&block, item->body, sizeof block);
     size_t before = sizeof(struct pc_filling) + (kind == PC_EAGER_WHOLE ? header_nbytes : 0);
-    unsigned char *memory = block_at(peer, &block, before + nbytes);
+    unsigned char *memory = pc_channel_block_at(peer, &block, before + nbytes);
     if (memory == NULL || (kind == PC_EAGER_HEAP && header_nbytes > room - sizeof block))
         return -2;
     const unsigned char *header = item->body + sizeof block;
@@ -279,7 +225,7 @@ static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, siz
     const unsigned char *header = item->body + sizeof offer;
     if (whole) {
         memcpy(&block, header, sizeof block);
-        header = block_at(peer, &block, header_nbytes);
+        header = pc_channel_block_at(peer, &block, header_nbytes);
     }
     if (header == NULL || offer.transfer >= PC_TRANSFERS || offer.nbytes > PTRDIFF_MAX)
         return -2;
@@ -298,7 +244,7 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
     if (room < sizeof segment)
         return -2;
     memcpy(&segment, item->body, sizeof segment);
-    const unsigned char *memory = block_at(peer, &segment.block, nbytes);
+    const unsigned char *memory = pc_channel_block_at(peer, &segment.block, nbytes);
     struct pc_channel_receive *receive = find_receive(channel, rank, segment.id);
     int status = 0;
     if (memory == NULL)
@@ -379,23 +325,12 @@ static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t i
     return -2;
 }
 
-/* Whether all of an item is there: a block may still be being filled. */
-static bool is_whole(struct pc_peer *peer, struct pc_item *item) {
-    struct pc_block block;
-    uint32_t kind = pc_item_kind(item);
-    if (PC_LIKELY(kind != PC_EAGER_HEAP && kind != PC_EAGER_WHOLE))
-        return true;
-    memcpy(&block, item->body, sizeof block);
-    struct pc_filling *filling = (struct pc_filling *)block_at(peer, &block, sizeof *filling);
-    return filling == NULL || pc_load(&filling->nbytes) >= item->nbytes;
-}
-
 static int read_ring(pc_channel *channel, int rank, bool *worked) {
     struct pc_peer *peer = &channel->peers[rank];
     for (int count = 0; count < BURST && !peer->dead; count++) {
         struct pc_item *item;
         int64_t nbytes = pc_ring_peek(&peer->in, &item);
-        if (nbytes == 0 || (nbytes > 0 && !is_whole(peer, item)))
+        if (nbytes == 0 || (nbytes > 0 && !pc_channel_is_whole(peer, item)))
             return 0;
         *worked = true;
         int status = nbytes < 0 ? -2 : handle(channel, rank, item, nbytes);
@@ -522,41 +457,4 @@ int pc_channel_progress(pc_channel *channel) {
     if (channel->sending.count > 0)
         worked |= go_on_sending(channel);
     return worked;
-}
-
-static bool can_send(pc_channel *channel, struct pc_channel_send *send) {
-    struct pc_ring *ring = &channel->peers[send->peer].out;
-    size_t nbytes = send->nbytes - send->sent;
-    return send->mode == PC_HELPING ||
-           (!send->stopped && channel->peers[send->peer].first == NULL && pc_ring_room(ring, ring->num_lines / 4) &&
-            pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS, nbytes < PC_SEGMENT_NBYTES ? nbytes : PC_SEGMENT_NBYTES,
-                         send->peer, true) != 0);
-}
-
-static bool can_copy(struct pc_channel_receive *receive) {
-    struct pc_transfer *transfer = receive->transfer;
-    return pc_load(&transfer->next) < receive->pieces || pc_load(&transfer->returned) != 0 ||
-           pc_transfer_complete(transfer, receive->pieces) || pc_transfer_taken_back(transfer);
-}
-
-bool pc_channel_ready(pc_channel *channel) {
-    struct pc_item *item;
-    if (pc_load(&channel->peers[channel->rank].desk->version) != channel->seen_version)
-        return true;
-    for (int index = 0; index < channel->num_active; index++) {
-        struct pc_peer *peer = &channel->peers[channel->active[index]];
-        int64_t nbytes = peer->dead ? 0 : pc_ring_peek(&peer->in, &item);
-        if (nbytes < 0 || (nbytes > 0 && is_whole(peer, item)))
-            return true;
-    }
-    for (int rank = 0; channel->backlogged > 0 && rank < channel->size; rank++)
-        if (pc_channel_has_room(channel, rank))
-            return true;
-    for (uint32_t index = 0; index < channel->receiving.count; index++)
-        if (can_copy(pc_table_get(&channel->receives, channel->receiving.numbers[index])))
-            return true;
-    for (uint32_t index = 0; index < channel->sending.count; index++)
-        if (can_send(channel, pc_table_get(&channel->sends, channel->sending.numbers[index])))
-            return true;
-    return false;
 }
