@@ -6,7 +6,9 @@
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive) {
     return pc_table_add(&channel->receives, receive);
 }
-void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) { pc_table_remove(&channel->receives, handle); }
+void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) {
+    pc_table_remove(&channel->receives, handle);
+}
 
 bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number) {
     if (list->count == list->size) {
@@ -30,7 +32,7 @@ void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number) {
         }
 }
 
-/* --- the other's memory ------------------------------------------------------------------------------ */
+/* --- the other's memory ----------------------------------------------------------------------- */
 
 bool pc_channel_reaches(pc_channel *channel, int rank) {
     struct pc_peer *peer = &channel->peers[rank];
@@ -40,20 +42,23 @@ bool pc_channel_reaches(pc_channel *channel, int rank) {
     if (peer->pid == 0)
         return false; /* not there yet */
     uint64_t nonce = 0;
-    struct iovec place = {.iov_base = (void *)(uintptr_t)peer->desk->nonce_address, .iov_len = sizeof nonce};
-    bool can = channel->single_copy &&
-               pc_copy_from(peer->pid, (struct pc_parts){&place, 1}, 0, &nonce, sizeof nonce) == 0 &&
-               nonce == peer->desk->nonce;
+    struct iovec place = {.iov_base = (void *)(uintptr_t)peer->desk->nonce_address,
+                          .iov_len = sizeof nonce};
+    bool can =
+        channel->single_copy &&
+        pc_copy_from(peer->pid, (struct pc_parts){&place, 1}, 0, &nonce, sizeof nonce) == 0 &&
+        nonce == peer->desk->nonce;
     peer->reach = can ? 1 : -1;
     return can;
 }
 
 bool pc_channel_can_fetch(pc_channel *channel, int rank, uint64_t address, size_t nbytes) {
-    return pc_channel_reaches(channel, rank) || pc_reach_here(channel->host, rank, address, nbytes) != NULL;
+    return pc_channel_reaches(channel, rank) ||
+           pc_reach_here(channel->host, rank, address, nbytes) != NULL;
 }
 
-int pc_channel_fetch(pc_channel *channel, int rank, struct pc_parts theirs, size_t offset, void *into, size_t nbytes,
-                     size_t whole) {
+int pc_channel_fetch(pc_channel *channel, int rank, struct pc_parts theirs, size_t offset,
+                     void *into, size_t nbytes, size_t whole) {
     const struct iovec *part = theirs.parts;
     const unsigned char *here = NULL;
     if (theirs.num_parts == 1 && offset <= part->iov_len && nbytes <= part->iov_len - offset)
@@ -66,11 +71,12 @@ int pc_channel_fetch(pc_channel *channel, int rank, struct pc_parts theirs, size
 
 /* Whether that may work: what has been claimed and cannot be copied makes the receiver late. */
 static bool can_store(pc_channel *channel, int rank, uint64_t into, size_t nbytes) {
-    return pc_channel_reaches(channel, rank) || pc_reach_here(channel->host, rank, into, nbytes) != NULL;
+    return pc_channel_reaches(channel, rank) ||
+           pc_reach_here(channel->host, rank, into, nbytes) != NULL;
 }
 
-int pc_channel_store(pc_channel *channel, int rank, uint64_t into, struct pc_parts ours, size_t offset, size_t nbytes,
-                     size_t whole) {
+int pc_channel_store(pc_channel *channel, int rank, uint64_t into, struct pc_parts ours,
+                     size_t offset, size_t nbytes, size_t whole) {
     unsigned char *here = pc_reach_here(channel->host, rank, into, nbytes);
     if (here == NULL)
         return pc_copy_to(channel->peers[rank].pid, into, ours, offset, nbytes);
@@ -81,7 +87,7 @@ int pc_channel_store(pc_channel *channel, int rank, uint64_t into, struct pc_par
     return 0;
 }
 
-/* --- items ------------------------------------------------------------------------------------------- */
+/* --- items ------------------------------------------------------------------------------------ */
 
 static void link_to(pc_channel *channel, int rank) {
     struct pc_desk *desk = channel->peers[rank].desk;
@@ -98,8 +104,8 @@ static void publish(pc_channel *channel, int rank, struct pc_item *item, size_t 
     pc_host_wake(channel->host, rank);
 }
 
-/* Put an item into the ring; false: no room. A header that is too long for it goes to the heap, and the
-   kind is the one that follows `kind`. */
+/* Put an item into the ring; false: no room. A header that is too long for it goes to the heap, and
+   the kind is the one that follows `kind`. */
 static bool put(pc_channel *channel, int rank, uint32_t kind, const void *body, size_t body_nbytes,
                 const void *header, size_t header_nbytes, uint32_t nbytes) {
     struct pc_peer *peer = &channel->peers[rank];
@@ -130,17 +136,19 @@ static bool put(pc_channel *channel, int rank, uint32_t kind, const void *body, 
 }
 
 /* The same, now or when there is room. Never lost; -1: no memory. */
-static int put_or_note(pc_channel *channel, int rank, uint32_t kind, const void *body, size_t body_nbytes,
-                       const void *header, size_t header_nbytes) {
+static int put_or_note(pc_channel *channel, int rank, uint32_t kind, const void *body,
+                       size_t body_nbytes, const void *header, size_t header_nbytes) {
     struct pc_peer *peer = &channel->peers[rank];
     if (peer->dead)
         return 0;
-    if (peer->first == NULL && put(channel, rank, kind, body, body_nbytes, header, header_nbytes, 0))
+    if (peer->first == NULL &&
+        put(channel, rank, kind, body, body_nbytes, header, header_nbytes, 0))
         return 0;
     struct pc_note *note = malloc(sizeof *note + body_nbytes + header_nbytes);
     if (note == NULL)
         return -1;
-    *note = (struct pc_note){.kind = kind, .body_nbytes = body_nbytes, .header_nbytes = header_nbytes};
+    *note =
+        (struct pc_note){.kind = kind, .body_nbytes = body_nbytes, .header_nbytes = header_nbytes};
     memcpy(note->bytes, body, body_nbytes);
     if (header_nbytes > 0)
         memcpy(note->bytes + body_nbytes, header, header_nbytes);
@@ -165,8 +173,8 @@ bool pc_channel_flush(pc_channel *channel) {
             continue;
         while (peer->first != NULL) {
             struct pc_note *note = peer->first;
-            if (!put(channel, rank, note->kind, note->bytes, note->body_nbytes, note->bytes + note->body_nbytes,
-                     note->header_nbytes, 0))
+            if (!put(channel, rank, note->kind, note->bytes, note->body_nbytes,
+                     note->bytes + note->body_nbytes, note->header_nbytes, 0))
                 break;
             peer->first = note->next;
             free(note);
@@ -177,10 +185,11 @@ bool pc_channel_flush(pc_channel *channel) {
     return channel->backlogged > 0;
 }
 
-/* --- messages ---------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 
 /* Write a payload piece by piece, while its reader may be reading it already. */
-static void fill(struct pc_filling *filling, unsigned char *to, struct pc_parts parts, size_t nbytes) {
+static void fill(struct pc_filling *filling, unsigned char *to, struct pc_parts parts,
+                 size_t nbytes) {
     for (size_t filled = 0; filled < nbytes;) {
         size_t piece = nbytes - filled < PC_FILL_NBYTES ? nbytes - filled : PC_FILL_NBYTES;
         pc_copy_parts(to + filled, parts, filled, piece);
@@ -210,7 +219,8 @@ static bool post_in_heap(pc_channel *channel, int rank, const void *header, size
     atomic_store_explicit(&filling->nbytes, 0, memory_order_relaxed);
     memcpy(whole ? memory + sizeof *filling : item->body + sizeof block, header, header_nbytes);
     memcpy(item->body, &block, sizeof block);
-    item->kind_and_header = (uint32_t)(whole ? PC_EAGER_WHOLE : PC_EAGER_HEAP) << 24 | (uint32_t)header_nbytes;
+    item->kind_and_header =
+        (uint32_t)(whole ? PC_EAGER_WHOLE : PC_EAGER_HEAP) << 24 | (uint32_t)header_nbytes;
     item->nbytes = (uint32_t)nbytes;
     publish(channel, rank, item, total);
     fill(filling, memory + before, parts, nbytes);
@@ -220,8 +230,8 @@ static bool post_in_heap(pc_channel *channel, int rank, const void *header, size
     return true;
 }
 
-bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t header_nbytes, struct pc_parts parts,
-                     size_t nbytes) {
+bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t header_nbytes,
+                     struct pc_parts parts, size_t nbytes) {
     struct pc_peer *peer = &channel->peers[rank];
     uint64_t cost = nbytes + channel->message_cost;
     if (nbytes > channel->eager_limit || peer->first != NULL || peer->dead)
@@ -231,7 +241,8 @@ bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t h
         return false;
     size_t total = PC_ITEM_NBYTES + header_nbytes + nbytes;
     /* A ring that fills up is kept for headers. */
-    if (total <= channel->inline_limit && (total <= 2 * PC_LINE || pc_ring_has(&peer->out, peer->out.num_lines / 2))) {
+    if (total <= channel->inline_limit &&
+        (total <= 2 * PC_LINE || pc_ring_has(&peer->out, peer->out.num_lines / 2))) {
         struct pc_item *item = pc_ring_reserve(&peer->out, total);
         if (item == NULL)
             return false;
@@ -251,7 +262,8 @@ static bool is_shared(const struct pc_channel_send *send) {
     return send->parts.num_parts == 1 && pc_arena_has(send->parts.parts->iov_base, send->nbytes);
 }
 
-uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header, size_t header_nbytes) {
+uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header,
+                          size_t header_nbytes) {
     send->mode = PC_OFFERED;
     send->stopped = false;
     send->sent = 0;
@@ -271,9 +283,11 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, con
         .nbytes = send->nbytes,
         .num_parts = (uint32_t)send->parts.num_parts,
         .transfer = send->transfer,
-        .address = (uint64_t)(uintptr_t)(send->parts.num_parts == 1 ? send->parts.parts->iov_base : send->parts.parts),
+        .address = (uint64_t)(uintptr_t)(send->parts.num_parts == 1 ? send->parts.parts->iov_base
+                                                                    : send->parts.parts),
     };
-    if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header, header_nbytes) < 0) {
+    if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header, header_nbytes) <
+        0) {
         pc_channel_send_end(channel, send, true);
         return 0;
     }
@@ -306,7 +320,8 @@ static bool can_stop(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = pc_channel_transfer(channel, send);
     if (send->mode == PC_SEGMENTS)
         return send->sent < send->nbytes;
-    if (transfer == NULL || pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN))
+    if (transfer == NULL ||
+        pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN))
         return true;
     if (pc_load(&transfer->state) == pc_phase_of(send->id, PC_PHASE_WITHDRAWN))
         return true;
@@ -323,7 +338,8 @@ void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) 
     int rank = send->peer;
     uint64_t id = send->id;
     bool stopped = pc_channel_send_stop(channel, send);
-    bool taken = transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_PHASE_WITHDRAWN);
+    bool taken =
+        transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_PHASE_WITHDRAWN);
     if (taken) { /* the record is in use until the receiver says that it is not */
         send->mode = PC_ABANDONED;
         pc_channel_list_remove(&channel->sending, id);
@@ -332,7 +348,8 @@ void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) 
         pc_channel_send_end(channel, send, true);
     }
     if (stopped)
-        pc_channel_tell(channel, rank, PC_CANCEL, id); /* without memory the receiver waits in vain */
+        /* without memory the receiver waits in vain */
+        pc_channel_tell(channel, rank, PC_CANCEL, id);
 }
 
 bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, size_t budget) {
@@ -349,7 +366,8 @@ bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, siz
         size_t nbytes = send->nbytes - offset < piece_nbytes ? send->nbytes - offset : piece_nbytes;
         uint64_t into = atomic_load_explicit(&transfer->into, memory_order_relaxed);
         if (!can_store(channel, send->peer, into + offset, nbytes) ||
-            pc_channel_store(channel, send->peer, into + offset, send->parts, offset, nbytes, send->nbytes) != 0) {
+            pc_channel_store(channel, send->peer, into + offset, send->parts, offset, nbytes,
+                             send->nbytes) != 0) {
             pc_transfer_return(transfer, piece);
             more = false;
             break;
@@ -371,7 +389,8 @@ void pc_channel_use(pc_channel *channel, int rank, size_t nbytes) {
     atomic_store_explicit(&peer->in.head->repaid, peer->used, memory_order_release);
 }
 
-void pc_channel_consume(pc_channel *channel, int rank, size_t nbytes, const struct pc_block *block) {
+void pc_channel_consume(pc_channel *channel, int rank, size_t nbytes,
+                        const struct pc_block *block) {
     pc_block_give_back(channel->peers[rank].heap, block);
     pc_channel_use(channel, rank, nbytes);
 }

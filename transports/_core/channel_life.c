@@ -6,14 +6,15 @@
 #include <sys/random.h>
 #include <unistd.h>
 
-/* What is written into a ring in one item. More goes to the heap, where a copy costs the same, so that rings
-   may be small. */
+/* What is written into a ring in one item. More goes to the heap, where a copy costs the same, so
+   that rings may be small. */
 #define INLINE_LIMIT 2048
 
-/* --- begin ------------------------------------------------------------------------------------------- */
+/* --- begin ------------------------------------------------------------------------------------ */
 
 static unsigned char *ring_at(pc_host *host, int from, int to) {
-    return host->base + host->rings_offset + ((size_t)from * (size_t)host->size + (size_t)to) * host->ring_nbytes;
+    return host->base + host->rings_offset +
+           ((size_t)from * (size_t)host->size + (size_t)to) * host->ring_nbytes;
 }
 
 int pc_channel_open(pc_channel *channel) {
@@ -27,7 +28,8 @@ int pc_channel_open(pc_channel *channel) {
     channel->active = calloc(size, sizeof *channel->active);
     if (channel->peers == NULL || channel->active == NULL)
         return ENOMEM;
-    channel->inline_limit = INLINE_LIMIT < host->ring_nbytes / 8 ? INLINE_LIMIT : host->ring_nbytes / 8;
+    channel->inline_limit =
+        INLINE_LIMIT < host->ring_nbytes / 8 ? INLINE_LIMIT : host->ring_nbytes / 8;
     for (int rank = 0; rank < host->size; rank++) {
         struct pc_peer *peer = &channel->peers[rank];
         peer->desk = (struct pc_desk *)ring_at(host, rank, rank);
@@ -67,7 +69,7 @@ void pc_channel_free(pc_channel *channel) {
     free(channel->active);
 }
 
-/* --- ends -------------------------------------------------------------------------------------------- */
+/* --- ends ------------------------------------------------------------------------------------- */
 
 static void drop_notes(pc_channel *channel, struct pc_peer *peer) {
     if (peer->first != NULL)
@@ -94,7 +96,8 @@ void pc_channel_forget(pc_channel *channel, int rank) {
             continue;
         /* It may have failed and yet be running: what it has taken is never used again. */
         struct pc_transfer *transfer = pc_channel_transfer(channel, send);
-        bool reuse = transfer != NULL && pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN);
+        bool reuse = transfer != NULL &&
+                     pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN);
         if (transfer != NULL && !reuse)
             pc_transfer_take_back(transfer);
         pc_channel_send_end(channel, send, reuse);
@@ -115,7 +118,8 @@ void pc_channel_close(pc_channel *channel) {
         if (send == NULL)
             continue;
         struct pc_transfer *transfer = pc_channel_transfer(channel, send);
-        if (transfer != NULL && !pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_LEFT))
+        if (transfer != NULL &&
+            !pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_LEFT))
             pc_transfer_take_back(transfer);
         pc_channel_send_end(channel, send, false);
     }

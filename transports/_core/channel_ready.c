@@ -15,9 +15,11 @@ static bool can_send(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_ring *ring = &channel->peers[send->peer].out;
     size_t nbytes = send->nbytes - send->sent;
     return send->mode == PC_HELPING ||
-           (!send->stopped && channel->peers[send->peer].first == NULL && pc_ring_room(ring, ring->num_lines / 4) &&
-            pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS, nbytes < PC_SEGMENT_NBYTES ? nbytes : PC_SEGMENT_NBYTES,
-                         send->peer, true) != 0);
+           (!send->stopped && channel->peers[send->peer].first == NULL &&
+            pc_ring_room(ring, ring->num_lines / 4) &&
+            pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS,
+                         nbytes < PC_SEGMENT_NBYTES ? nbytes : PC_SEGMENT_NBYTES, send->peer,
+                         true) != 0);
 }
 
 static bool can_copy(struct pc_channel_receive *receive) {

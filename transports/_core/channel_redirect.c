@@ -13,8 +13,8 @@ static int redirect(pc_channel *channel, struct pc_channel_receive *receive, uns
     size_t offset, nbytes, claimed = pc_load(&transfer->next) & ~PC_MARKS;
     if (returned >= 0) { /* the sender could not copy it */
         nbytes = pc_channel_piece(receive, returned, &offset);
-        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
-                                     receive->nbytes);
+        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset,
+                                     receive->into + offset, nbytes, receive->nbytes);
         pc_transfer_copied(transfer);
         if (error != 0) { /* nor can we */
             receive->into = into;
@@ -29,8 +29,8 @@ static int redirect(pc_channel *channel, struct pc_channel_receive *receive, uns
     return 0;
 }
 
-int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into,
-                                void *owner) {
+int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive,
+                                unsigned char *into, void *owner) {
     void *before = receive->owner;
     int status = redirect(channel, receive, into);
     receive->owner = owner;

@@ -1,4 +1,5 @@
-/* A call of a communicator: its begin and end, its signature, and the calls that Python makes. See comm.h. */
+/* A call of a communicator: its begin and end, its signature, and the calls that Python makes. See
+   comm.h. */
 #include "comm.h"
 
 #include <stdlib.h>
@@ -12,7 +13,7 @@ unsigned char *pc_scratch(pc_comm *comm, size_t nbytes) {
     return comm->scratch;
 }
 
-/* --- a call ------------------------------------------------------------------------------------------- */
+/* --- a call ----------------------------------------------------------------------------------- */
 
 /* Two calls agree if their signatures do: kind, operator, dtype, root, and a hash of the shape. */
 uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims) {
@@ -26,8 +27,9 @@ void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims)
     uint64_t hash = pc_hash_dims(salt, ndim, dims);
     hash ^= hash >> 29;
     hash *= 0xBF58476D1CE4E5B9u;
-    call->signature = (hash & 0xFFFFFFFF00000000u) | (uint64_t)call->kind | (uint64_t)call->op << 4 |
-                      (uint64_t)call->dtype << 8 | (uint64_t)call->root << 13;
+    call->signature = (hash & 0xFFFFFFFF00000000u) | (uint64_t)call->kind |
+                      (uint64_t)call->op << 4 | (uint64_t)call->dtype << 8 |
+                      (uint64_t)call->root << 13;
     call->ndim = ndim;
     call->dims = dims;
 }
@@ -40,17 +42,19 @@ void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *
 PyObject *pc_describe(const pc_collective *call) {
     uint64_t number = call->number != 0 ? call->number : call->comm->number + 1;
     call = call->within != NULL ? call->within : call;
-    PyObject *text = call->text != NULL ? call->text : Py_None, *x = call->x_object != NULL ? call->x_object : Py_None;
+    PyObject *text = call->text != NULL ? call->text : Py_None,
+             *x = call->x_object != NULL ? call->x_object : Py_None;
     PyObject *op = call->op_object != NULL ? call->op_object : Py_None, *counts = NULL;
     if (call->begins != NULL) { /* those that were given may have changed */
         counts = PyList_New(call->comm->size);
         for (int rank = 0; counts != NULL && rank < call->comm->size; rank++)
-            PyList_SetItem(counts, rank, PyLong_FromSize_t(call->begins[rank + 1] - call->begins[rank]));
+            PyList_SetItem(counts, rank,
+                           PyLong_FromSize_t(call->begins[rank + 1] - call->begins[rank]));
         if (counts == NULL)
             return NULL;
     }
-    return Py_BuildValue("(OiOOiKN)", text, call->kind, x, op, call->root, (unsigned long long)number,
-                         counts != NULL ? counts : Py_NewRef(Py_None));
+    return Py_BuildValue("(OiOOiKN)", text, call->kind, x, op, call->root,
+                         (unsigned long long)number, counts != NULL ? counts : Py_NewRef(Py_None));
 }
 
 static PyObject *header_tuple(const struct pc_slot *slot) {
@@ -61,9 +65,11 @@ static PyObject *header_tuple(const struct pc_slot *slot) {
                          (Py_ssize_t)header.description_nbytes);
 }
 
-static int raise_mismatch(pc_collective *call, int rank, uint64_t number, PyObject *mine, PyObject *theirs, PyObject *header) {
-    PyObject *result = PyObject_CallFunction(call->comm->mismatch, "NiKNNN", pc_describe(call), rank,
-                                             (unsigned long long)number, mine, theirs, header);
+static int raise_mismatch(pc_collective *call, int rank, uint64_t number, PyObject *mine,
+                          PyObject *theirs, PyObject *header) {
+    PyObject *result =
+        PyObject_CallFunction(call->comm->mismatch, "NiKNNN", pc_describe(call), rank,
+                              (unsigned long long)number, mine, theirs, header);
     if (result != NULL) {
         Py_DECREF(result);
         PyErr_SetString(PyExc_RuntimeError, "ranks made different calls");
@@ -73,7 +79,8 @@ static int raise_mismatch(pc_collective *call, int rank, uint64_t number, PyObje
 
 PyObject *pc_called(pc_comm *comm, int rank, uint64_t number) {
     struct pc_slot *slot = pc_slot_of(comm, rank, number);
-    bool there = pc_load(&slot->number) == number; /* else it has gone on, and the shape is another call's */
+    /* else it has gone on, and the shape is another call's */
+    bool there = pc_load(&slot->number) == number;
     int ndim = !there || slot->shape[0] < 0 ? 0 : slot->shape[0] > 7 ? 7 : (int)slot->shape[0];
     PyObject *shape = PyTuple_New(ndim);
     for (int axis = 0; shape != NULL && axis < ndim; axis++)
@@ -85,14 +92,16 @@ PC_COLD int pc_mismatch(pc_collective *call, int rank, uint64_t number) {
     pc_comm *comm = call->comm;
     pc_hold(&call->call);
     PyObject *mine = pc_called(comm, comm->rank, number), *theirs = pc_called(comm, rank, number);
-    if (call->within != NULL && call->within->number != 0) /* of the user's call, or before: this part counts as internal */
+    if (call->within != NULL && call->within->number != 0) /* of the user's call, or before: this
+                                                              part counts as internal */
         number = number >= call->within->number ? call->number : number + 1;
     return raise_mismatch(call, rank, number, mine, theirs, Py_NewRef(Py_None));
 }
 
 PC_COLD int pc_other_value(pc_collective *call, const struct pc_slot *slot) {
     pc_hold(&call->call);
-    return raise_mismatch(call, call->root, call->number, Py_NewRef(Py_None), Py_NewRef(Py_None), header_tuple(slot));
+    return raise_mismatch(call, call->root, call->number, Py_NewRef(Py_None), Py_NewRef(Py_None),
+                          header_tuple(slot));
 }
 
 static int sleep_in_python(pc_call *base, int peer, uint64_t waited_ns, bool last) {
@@ -118,16 +127,17 @@ int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
     call->kind = kind;
     call->root = root;
     if (PC_UNLIKELY(comm->busy || pc_host_forked(comm->host))) {
-        PyErr_SetString(PyExc_RuntimeError, comm->busy ? "a call of this communicator is under way"
-                                                       : "this communicator is that of a fork's parent");
+        PyErr_SetString(PyExc_RuntimeError, comm->busy
+                                                ? "a call of this communicator is under way"
+                                                : "this communicator is that of a fork's parent");
         return -1;
     }
     comm->busy = true;
     return 0;
 }
 
-/* Have Python break the communicator for the exception that ends a call: wherever it came from, also from a
-   signal handler at the door of a Python function. */
+/* Have Python break the communicator for the exception that ends a call: wherever it came from,
+   also from a signal handler at the door of a Python function. */
 static PC_COLD void give_up(pc_comm *comm) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
@@ -160,7 +170,7 @@ PyObject *pc_call_end(pc_collective *call, int status, PyObject *result) {
     return NULL;
 }
 
-/* --- calls from Python, whose arguments are checked already -------------------------------------------- */
+/* --- calls from Python, whose arguments are checked already ----------------------------------- */
 
 static int get_buffer(PyObject *object, Py_buffer *view, int flags) {
     view->obj = NULL;
@@ -191,8 +201,9 @@ static int pass_gate(pc_collective *call, size_t offset) {
     return passed == NULL ? -1 : 0;
 }
 
-/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None) -> whether all ranks rather do it by
-   messages, as those with a hook would (offers), unless that is for the pieces of an all_reduce */
+/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None) -> whether all ranks
+   rather do it by messages, as those with a hook would (offers), unless that is for the pieces of
+   an all_reduce */
 static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     PyObject *text, *shape, *x, *out, *hook = Py_None;
     int kind, dtype, op, root;
@@ -202,8 +213,8 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     pc_collective call;
     intptr_t dims[PC_MAX_DIMS];
     int ndim;
-    if (!PyArg_ParseTuple(args, "OiiiiOKOOn|O", &text, &kind, &dtype, &op, &root, &shape, &salt, &x, &out, &nbytes,
-                          &hook) ||
+    if (!PyArg_ParseTuple(args, "OiiiiOKOOn|O", &text, &kind, &dtype, &op, &root, &shape, &salt, &x,
+                          &out, &nbytes, &hook) ||
         pc_check_attached(comm) < 0 || (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
     if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
@@ -233,7 +244,8 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     return result;
 }
 
-/* announce(text, kind, root, value, form, description, x, out, nbytes): the root's broadcast or scatter */
+/* announce(text, kind, root, value, form, description, x, out, nbytes): the root's broadcast or
+   scatter */
 static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
     PyObject *text, *x, *out;
     int kind, root, form;
@@ -263,7 +275,8 @@ static PyObject *comm_announce(pc_comm *comm, PyObject *args) {
         call.out = out_view.buf;
         call.nbytes = (size_t)nbytes;
         pc_sign(&call, 0, 0, NULL);
-        struct pc_header header = {(uint64_t)nbytes, (uintptr_t)call.x, value, (uint32_t)description_nbytes, (uint32_t)form};
+        struct pc_header header = {(uint64_t)nbytes, (uintptr_t)call.x, value,
+                                   (uint32_t)description_nbytes, (uint32_t)form};
         int status = pc_announce(&call, &header, description);
         pc_hold(&call.call);
         result = pc_call_end(&call, status, Py_NewRef(Py_None));
@@ -334,13 +347,15 @@ static bool get_piece(pc_comm *comm, PyObject *item, struct pc_piece *piece, Py_
     return true;
 }
 
-/* fetch(text, root, salt, pieces): every rank's pieces of the others' memory, whose addresses they have been told */
+/* fetch(text, root, salt, pieces): every rank's pieces of the others' memory, whose addresses they
+   have been told */
 static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
     PyObject *text, *items, *result = NULL;
     int root;
     unsigned long long salt;
     pc_collective call;
-    if (!PyArg_ParseTuple(args, "OiKO!", &text, &root, &salt, &PyList_Type, &items) || pc_check_attached(comm) < 0)
+    if (!PyArg_ParseTuple(args, "OiKO!", &text, &root, &salt, &PyList_Type, &items) ||
+        pc_check_attached(comm) < 0)
         return NULL;
     if (!comm->direct) {
         PyErr_SetString(PyExc_RuntimeError, "the ranks cannot read each other's memory");
@@ -352,7 +367,8 @@ static PyObject *comm_fetch(pc_comm *comm, PyObject *args) {
     if (pieces == NULL || views == NULL)
         PyErr_NoMemory();
     else
-        while (held < count && get_piece(comm, PyList_GetItem(items, held), &pieces[held], &views[held]))
+        while (held < count &&
+               get_piece(comm, PyList_GetItem(items, held), &pieces[held], &views[held]))
             held++;
     if (!PyErr_Occurred() && pc_call_begin(&call, comm, PC_ALL_GATHER, root) == 0) {
         call.text = text;
@@ -375,7 +391,8 @@ static PyObject *comm_value_hash(pc_comm *comm, PyObject *args) {
     PyObject *shape;
     unsigned long long salt;
     intptr_t dims[PC_MAX_DIMS];
-    if (!PyArg_ParseTuple(args, "iOK", &dtype, &shape, &salt) || (ndim = pc_get_shape(shape, dims)) < 0)
+    if (!PyArg_ParseTuple(args, "iOK", &dtype, &shape, &salt) ||
+        (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
     return PyLong_FromUnsignedLongLong(pc_hash_dims((uint64_t)dtype + salt, ndim, dims));
 }

@@ -1,4 +1,5 @@
-/* A communicator maps its region, and its ranks find out what they can do with each other's memory. See comm.h. */
+/* A communicator maps its region, and its ranks find out what they can do with each other's memory.
+   See comm.h. */
 #include "comm.h"
 
 #include <errno.h>
@@ -26,7 +27,8 @@ static int gather_all(pc_comm *comm, const void *x, void *out, size_t nbytes) {
 
 enum { READS = 1, MAPS = 2 }; /* what a rank can do with every other's memory */
 
-/* Find out whether every rank can read every other's memory, and has mapped its arena, which all must know alike. */
+/* Find out whether every rank can read every other's memory, and has mapped its arena, which all
+   must know alike. */
 static int probe(pc_comm *comm, bool allowed) {
     size_t size = (size_t)comm->size;
     struct greeting own, greetings[size];
@@ -38,10 +40,12 @@ static int probe(pc_comm *comm, bool allowed) {
         return -1;
     for (size_t rank = 0; rank < size; rank++) {
         uint64_t nonce = 0;
-        struct iovec local = {&nonce, sizeof nonce}, remote = {(void *)(uintptr_t)greetings[rank].address, sizeof nonce};
+        struct iovec local = {&nonce, sizeof nonce},
+                     remote = {(void *)(uintptr_t)greetings[rank].address, sizeof nonce};
         comm->pids[rank] = (int)greetings[rank].pid;
-        if (able & READS && (process_vm_readv(comm->pids[rank], &local, 1, &remote, 1, 0) != sizeof nonce ||
-                             nonce != greetings[rank].nonce))
+        if (able & READS &&
+            (process_vm_readv(comm->pids[rank], &local, 1, &remote, 1, 0) != sizeof nonce ||
+             nonce != greetings[rank].nonce))
             able &= ~READS;
         if ((int)rank != comm->rank && !pc_window_open(comm->host, comm->local[rank]))
             able &= ~MAPS;
@@ -58,11 +62,13 @@ static int probe(pc_comm *comm, bool allowed) {
 static int map_region(pc_comm *comm) {
     pc_host *host = comm->host;
     int error;
-    while ((error = pc_host_attach(host, comm->ident, comm->region_nbytes, &comm->entry, &comm->region)) == EBUSY) {
+    while ((error = pc_host_attach(host, comm->ident, comm->region_nbytes, &comm->entry,
+                                   &comm->region)) == EBUSY) {
         if (PyErr_CheckSignals() != 0)
             return -1;
         if (pc_host_failed(host)) {
-            PyErr_SetString(PyExc_BlockingIOError, "a rank has failed, perhaps with the lock of the table");
+            PyErr_SetString(PyExc_BlockingIOError,
+                            "a rank has failed, perhaps with the lock of the table");
             return -1;
         }
     }
@@ -70,7 +76,8 @@ static int map_region(pc_comm *comm) {
         return 0;
     errno = error;
     if (error == ENOSPC)
-        PyErr_Format(PyExc_OSError, "more than %d communicators use shared memory: close some", PC_COMMS);
+        PyErr_Format(PyExc_OSError, "more than %d communicators use shared memory: close some",
+                     PC_COMMS);
     else
         PyErr_SetFromErrno(PyExc_OSError);
     return -1;

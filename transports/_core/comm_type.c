@@ -5,7 +5,7 @@
 
 #include <stdlib.h>
 
-/* --- what is set ----------------------------------------------------------------------------------- */
+/* --- what is set ------------------------------------------------------------------------------ */
 
 static void clear_methods(pc_comm *comm) {
     for (int kind = 0; kind < PC_METHODS; kind++)
@@ -31,7 +31,8 @@ static PyObject *comm_allow(pc_comm *comm, PyObject *usable) {
     Py_RETURN_NONE;
 }
 
-/* set_slow(kind, function): what the method of that kind calls for all that it does not do itself */
+/* set_slow(kind, function): what the method of that kind calls for all that it does not do
+   itself */
 static PyObject *comm_set_slow(pc_comm *comm, PyObject *args) {
     int kind;
     PyObject *function;
@@ -57,14 +58,15 @@ static PyObject *comm_set_uneven(pc_comm *comm, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "no such kind, or it is set");
         return NULL;
     }
-    comm->uneven[kind] = (struct pc_uneven){Py_NewRef(slow), Py_NewRef(resume), Py_NewRef(sign), NULL, 0, 0, 0};
+    comm->uneven[kind] =
+        (struct pc_uneven){Py_NewRef(slow), Py_NewRef(resume), Py_NewRef(sign), NULL, 0, 0, 0};
     Py_RETURN_NONE;
 }
 
-/* --- between calls --------------------------------------------------------------------------------- */
+/* --- between calls ---------------------------------------------------------------------------- */
 
-/* claim() -> bool: the calling thread is the only one that calls, until release(); False: another is. A thread that
-   was interrupted before it could release may claim again. */
+/* claim() -> bool: the calling thread is the only one that calls, until release(); False: another
+   is. A thread that was interrupted before it could release may claim again. */
 static PyObject *comm_claim(pc_comm *comm, PyObject *unused) {
     (void)unused;
     if (comm->busy || (comm->claimed && !pthread_equal(comm->caller, pthread_self())))
@@ -102,9 +104,9 @@ static PyObject *comm_entered(pc_comm *comm, PyObject *arg) {
     return PyLong_FromUnsignedLongLong(last_entered(comm, (int)rank));
 }
 
-/* differing() -> (rank, number, mine, theirs): the first call that another rank has made differently, with the
-   signatures and shapes of both; None. It never waits: of two ranks that have made a call, the one that asks
-   later sees both. */
+/* differing() -> (rank, number, mine, theirs): the first call that another rank has made
+   differently, with the signatures and shapes of both; None. It never waits: of two ranks that have
+   made a call, the one that asks later sees both. */
 static PyObject *comm_differing(pc_comm *comm, PyObject *unused) {
     (void)unused;
     if (comm->entry < 0 || comm->claimed || comm->busy || pc_host_forked(comm->host))
@@ -117,20 +119,22 @@ static PyObject *comm_differing(pc_comm *comm, PyObject *unused) {
             last = comm->number;
         for (uint64_t number = comm->compared[rank] + 1; number <= last; number++)
             if (*pc_signature_of(comm, rank, number) != *pc_signature_of(comm, comm->rank, number))
-                return Py_BuildValue("(iKNN)", rank, (unsigned long long)number, pc_called(comm, comm->rank, number),
+                return Py_BuildValue("(iKNN)", rank, (unsigned long long)number,
+                                     pc_called(comm, comm->rank, number),
                                      pc_called(comm, rank, number));
     }
     Py_RETURN_NONE;
 }
 
-/* --- the type ----------------------------------------------------------------------------------------- */
+/* --- the type --------------------------------------------------------------------------------- */
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
     PyObject *host, *ranks, *sleep, *mismatch, *give_up;
     unsigned long long ident;
     int rank;
-    if (!PyArg_ParseTuple(args, "OKiOOOO", &host, &ident, &rank, &ranks, &sleep, &mismatch, &give_up))
+    if (!PyArg_ParseTuple(args, "OKiOOOO", &host, &ident, &rank, &ranks, &sleep, &mismatch,
+                          &give_up))
         return NULL;
     Py_ssize_t size = PySequence_Size(ranks);
     if (size < 0)
@@ -230,7 +234,8 @@ static PyObject *comm_get_choices(pc_comm *comm, void *unused) {
     for (int kind = 0; kind < PC_KINDS; kind++) {
         for (int bits = 0; list != NULL && bits < PC_CHOICES; bits++) {
             int direct = pc_known_choice(comm, kind, bits);
-            PyObject *item = direct < 0 ? NULL : Py_BuildValue("(iiO)", kind, bits, direct ? Py_True : Py_False);
+            PyObject *item =
+                direct < 0 ? NULL : Py_BuildValue("(iiO)", kind, bits, direct ? Py_True : Py_False);
             if (direct >= 0 && (item == NULL || PyList_Append(list, item) < 0))
                 Py_CLEAR(list);
             Py_XDECREF(item);
@@ -254,11 +259,15 @@ static PyObject *comm_get_direct(pc_comm *comm, void *unused) {
 
 static PyGetSetDef comm_getset[] = {
     {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
-    {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.", NULL},
-    {"piece_nbytes", (getter)comm_get_piece_nbytes, NULL, "Bytes of which a large all_reduce has pieces.", NULL},
+    {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.",
+     NULL},
+    {"piece_nbytes", (getter)comm_get_piece_nbytes, NULL,
+     "Bytes of which a large all_reduce has pieces.", NULL},
     {"choices", (getter)comm_get_choices, NULL,
-     "What trials have found: (kind, k, whether direct) for values of 2^k to 2^(k + 1) - 1 bytes.", NULL},
-    {"ready", (getter)comm_get_ready, NULL, "Whether a call may begin without a look at the engine.", NULL},
+     "What trials have found: (kind, k, whether direct) for values of 2^k to 2^(k + 1) - 1 bytes.",
+     NULL},
+    {"ready", (getter)comm_get_ready, NULL,
+     "Whether a call may begin without a look at the engine.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -266,11 +275,13 @@ static PyGetSetDef comm_getset[] = {
 
 #define COMM_METHOD(name, flags, doc) {#name, (PyCFunction)(void (*)(void))comm_##name, flags, doc}
 static PyMethodDef comm_methods[] = {
-    {"attach", (PyCFunction)pc_comm_attach, METH_O, "Map the region and meet the other ranks there."},
+    {"attach", (PyCFunction)pc_comm_attach, METH_O,
+     "Map the region and meet the other ranks there."},
     COMM_METHOD(allow, METH_O, "Whether the fast path may be taken."),
     COMM_METHOD(close, METH_NOARGS, "Give the region back."),
     COMM_METHOD(set_slow, METH_VARARGS, "What a method calls for what it does not do itself."),
-    COMM_METHOD(set_uneven, METH_VARARGS, "The same for a collective of blocks that differ in shape."),
+    COMM_METHOD(set_uneven, METH_VARARGS,
+                "The same for a collective of blocks that differ in shape."),
     COMM_METHOD(claim, METH_NOARGS, "Be the only thread that calls; False: another is."),
     COMM_METHOD(release, METH_NOARGS, "Let others call."),
     COMM_METHOD(entered, METH_O, "Number of the last call that a rank has entered."),

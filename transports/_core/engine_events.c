@@ -1,4 +1,5 @@
-/* What an engine tells Python: a queue of events, which `Engine.events` empties. See engine_type.h. */
+/* What an engine tells Python: a queue of events, which `Engine.events` empties. See
+   engine_type.h. */
 #include "engine_type.h"
 
 void pc_engine_post(pc_engine_object *self, struct pc_event *event) {
@@ -54,7 +55,8 @@ static void take_event(pc_engine_object *self, void *argument) {
             pc_collective_event_taken(event);
         } else if (event->kind >= PC_EVENT_FINISHED && event != &self->watched) {
             taken->peer = 0;
-            while (event < &self->peers[taken->peer].finished || event > &self->peers[taken->peer].wanted)
+            while (event < &self->peers[taken->peer].finished ||
+                   event > &self->peers[taken->peer].wanted)
                 taken->peer++;
             memcpy(taken->why, self->peers[taken->peer].why, sizeof taken->why);
         }
@@ -75,7 +77,8 @@ PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *unused) {
         case PC_EVENT_ARRIVED:
         case PC_EVENT_HELD:
         case PC_EVENT_ENDED:
-            if (!pc_item_event(self, (struct pc_py_item *)taken.event, taken.kind, taken.status, &event))
+            if (!pc_item_event(self, (struct pc_py_item *)taken.event, taken.kind, taken.status,
+                               &event))
                 continue;
             break;
         case PC_EVENT_REQUEST:
@@ -96,8 +99,9 @@ PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *unused) {
             break;
         case PC_EVENT_LOST:
             /* It may have been cut in the middle of a character. */
-            event = Py_BuildValue("iiN", taken.kind, taken.peer,
-                                  PyUnicode_DecodeUTF8(taken.why, (Py_ssize_t)strlen(taken.why), "replace"));
+            event = Py_BuildValue(
+                "iiN", taken.kind, taken.peer,
+                PyUnicode_DecodeUTF8(taken.why, (Py_ssize_t)strlen(taken.why), "replace"));
             break;
         case PC_EVENT_WATCHED:
             event = Py_BuildValue("(i)", taken.kind);

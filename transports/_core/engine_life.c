@@ -1,4 +1,5 @@
-/* How an engine begins and ends: what `_core.Engine` opens, and what it closes. See engine_type.h. */
+/* How an engine begins and ends: what `_core.Engine` opens, and what it closes. See
+   engine_type.h. */
 #include "engine_type.h"
 
 #include "host_type.h"
@@ -6,7 +7,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
-/* --- what the engine tells --------------------------------------------------------------------------- */
+/* --- what the engine tells -------------------------------------------------------------------- */
 
 static void finished(struct pc_engine *engine, int peer) {
     pc_engine_object *self = engine->owner;
@@ -47,7 +48,7 @@ static void on_work(void *owner) {
     PyGILState_Release(state);
 }
 
-/* --- the begin --------------------------------------------------------------------------------------- */
+/* --- the begin -------------------------------------------------------------------------------- */
 
 struct arguments {
     int rank, size, doorbell, single_copy, lanes, dialer;
@@ -92,14 +93,17 @@ static int open_shm(pc_engine_object *self, const struct arguments *given) {
 }
 
 static int open_tcp(pc_engine_object *self, const struct arguments *given) {
-    struct pc_tcp_limits limits = {(size_t)given->eager_limit, (size_t)given->ahead, (size_t)given->credit,
-                                   (size_t)given->message_cost};
-    self->tcp = (struct pc_link_tcp){
-        .tcp = {.rank = given->rank, .size = given->size, .num_lanes = given->lanes, .limits = limits, .epoll = -1},
-        .wanted = wanted,
-        .watched = watched,
-        .posted = posted,
-        .owner = self};
+    struct pc_tcp_limits limits = {(size_t)given->eager_limit, (size_t)given->ahead,
+                                   (size_t)given->credit, (size_t)given->message_cost};
+    self->tcp = (struct pc_link_tcp){.tcp = {.rank = given->rank,
+                                             .size = given->size,
+                                             .num_lanes = given->lanes,
+                                             .limits = limits,
+                                             .epoll = -1},
+                                     .wanted = wanted,
+                                     .watched = watched,
+                                     .posted = posted,
+                                     .owner = self};
     int error = -pc_link_tcp_open(&self->tcp, &self->engine);
     if (error != 0)
         return error;
@@ -144,20 +148,24 @@ static int open_engine(pc_engine_object *self, const struct arguments *given) {
 }
 
 PyObject *pc_engine_new_py(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"rank",        "size",  "limits", "on_work", "host", "doorbell", "ranks",
-                            "single_copy", "lanes", "dialer", "queued",  "on_orders", "on_stop", NULL};
+    static char *names[] = {"rank",     "size",      "limits",      "on_work", "host",
+                            "doorbell", "ranks",     "single_copy", "lanes",   "dialer",
+                            "queued",   "on_orders", "on_stop",     NULL};
     struct arguments given = {.host = Py_None, .ranks = Py_None, .doorbell = -1, .dialer = -1,
                               .queued = Py_None, .on_orders = Py_None, .on_stop = Py_None};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii(nnnn)O|OiOpiiOOO", names, &given.rank, &given.size,
-                                     &given.eager_limit, &given.ahead, &given.credit, &given.message_cost,
-                                     &given.on_work, &given.host, &given.doorbell, &given.ranks, &given.single_copy,
-                                     &given.lanes, &given.dialer, &given.queued, &given.on_orders, &given.on_stop))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "ii(nnnn)O|OiOpiiOOO", names, &given.rank, &given.size,
+            &given.eager_limit, &given.ahead, &given.credit, &given.message_cost, &given.on_work,
+            &given.host, &given.doorbell, &given.ranks, &given.single_copy, &given.lanes,
+            &given.dialer, &given.queued, &given.on_orders, &given.on_stop))
         return NULL;
-    if (given.rank < 0 || given.rank >= given.size || given.lanes < 0 || given.lanes > PC_TCP_LANES) {
+    if (given.rank < 0 || given.rank >= given.size || given.lanes < 0 ||
+        given.lanes > PC_TCP_LANES) {
         PyErr_SetString(PyExc_ValueError, "there is no such rank, or no such number of lanes");
         return NULL;
     }
-    pc_engine_object *self = (pc_engine_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_engine_object *self =
+        (pc_engine_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
     self->last = &self->first;
@@ -177,7 +185,7 @@ PyObject *pc_engine_new_py(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return NULL;
 }
 
-/* --- the end ----------------------------------------------------------------------------------------- */
+/* --- the end ---------------------------------------------------------------------------------- */
 
 static void say_goodbye(pc_engine_object *self, void *argument) {
     (void)argument;
@@ -202,7 +210,8 @@ static void flush(pc_engine_object *self, void *argument) {
         *is_done = !pc_channel_flush(&self->shm.channel);
     }
     if (self->has_tcp) {
-        self->tcp.source.ops->progress(&self->tcp.source); /* who must be dialed may have answered */
+        /* who must be dialed may have answered */
+        self->tcp.source.ops->progress(&self->tcp.source);
         *is_done &= pc_tcp_flush(&self->tcp.tcp);
     }
 }

@@ -26,7 +26,8 @@ static bool is_other(pc_engine_object *self, int peer) {
 
 PyObject *pc_engine_attach_py(pc_engine_object *self, PyObject *args) {
     struct linking linking = {0};
-    if (!PyArg_ParseTuple(args, "iii", &linking.peer, &linking.lane, &linking.fd) || !is_other(self, linking.peer))
+    if (!PyArg_ParseTuple(args, "iii", &linking.peer, &linking.lane, &linking.fd) ||
+        !is_other(self, linking.peer))
         return NULL;
     if (linking.lane < 0 || linking.lane >= self->tcp.tcp.num_lanes) {
         PyErr_SetString(PyExc_ValueError, "there is no such lane");

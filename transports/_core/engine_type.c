@@ -1,10 +1,10 @@
-/* `_core.Engine`: its lock, driving, and the type. What it tells Python is in engine_events.c, its ranks in
-   engine_links.c, its begin and end in engine_life.c. See engine_type.h. */
+/* `_core.Engine`: its lock, driving, and the type. What it tells Python is in engine_events.c, its
+   ranks in engine_links.c, its begin and end in engine_life.c. See engine_type.h. */
 #include "engine_type.h"
 
 #include <errno.h>
 
-/* --- the lock ---------------------------------------------------------------------------------------- */
+/* --- the lock --------------------------------------------------------------------------------- */
 
 /* What was written may not have left: then somebody must drive, though nothing else is pending. */
 static void settle(pc_engine_object *self) {
@@ -16,14 +16,16 @@ static void settle(pc_engine_object *self) {
 }
 
 static inline bool take(pc_engine_object *self, struct pc_turn *turn) {
-    if (!self->is_open || atomic_load_explicit(&self->drive.closed, memory_order_acquire) != PC_DRIVE_OPEN)
+    if (!self->is_open ||
+        atomic_load_explicit(&self->drive.closed, memory_order_acquire) != PC_DRIVE_OPEN)
         return false;
     turn->state = NULL;
     if (PC_UNLIKELY(!pc_lock_try(&self->drive.lock))) {
         turn->state = PyEval_SaveThread();
         pc_lock_take(&self->drive.lock);
     }
-    if (PC_UNLIKELY(atomic_load_explicit(&self->drive.closed, memory_order_relaxed) != PC_DRIVE_OPEN)) {
+    if (PC_UNLIKELY(atomic_load_explicit(&self->drive.closed, memory_order_relaxed) !=
+                    PC_DRIVE_OPEN)) {
         pc_lock_give(&self->drive.lock);
         if (turn->state != NULL)
             PyEval_RestoreThread(turn->state);
@@ -41,13 +43,15 @@ static inline void give(pc_engine_object *self, const struct pc_turn *turn) {
     pc_lock_give(&self->drive.lock);
     if (PC_UNLIKELY(turn->state != NULL))
         PyEval_RestoreThread(turn->state);
-    /* Here, and not when somebody comes to it: what was given up may be used otherwise from now on. */
+    /* Here, and not when somebody comes to it: what was given up may be used otherwise from now
+       on. */
     if (PC_UNLIKELY(has_orders))
         pc_link_do_orders(self);
 }
 
 /* Built into what is done often. */
-static inline bool do_between(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument),
+static inline bool do_between(pc_engine_object *self,
+                              void (*work)(pc_engine_object *self, void *argument),
                               void *argument) {
     struct pc_turn turn;
     if (!take(self, &turn))
@@ -59,7 +63,8 @@ static inline bool do_between(pc_engine_object *self, void (*work)(pc_engine_obj
 
 bool pc_engine_take(pc_engine_object *self, struct pc_turn *turn) { return take(self, turn); }
 void pc_engine_give(pc_engine_object *self, const struct pc_turn *turn) { give(self, turn); }
-bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument), void *argument) {
+bool pc_engine_do(pc_engine_object *self, void (*work)(pc_engine_object *self, void *argument),
+                  void *argument) {
     return do_between(self, work, argument);
 }
 
@@ -68,7 +73,7 @@ PyObject *pc_engine_is_closed(void) {
     return NULL;
 }
 
-/* --- driving ----------------------------------------------------------------------------------------- */
+/* --- driving ---------------------------------------------------------------------------------- */
 
 static void look(pc_engine_object *self, void *argument) {
     bool *worked = argument;
@@ -152,7 +157,7 @@ static PyObject *engine_watch_again(pc_engine_object *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* --- the type ----------------------------------------------------------------------------------------- */
+/* --- the type --------------------------------------------------------------------------------- */
 
 static PyObject *engine_rings(pc_engine_object *self, void *unused) {
     (void)unused;
@@ -161,7 +166,8 @@ static PyObject *engine_rings(pc_engine_object *self, void *unused) {
 
 static PyObject *engine_sent(pc_engine_object *self, void *unused) {
     (void)unused;
-    return Py_BuildValue("KK", (unsigned long long)self->engine.num_sent, (unsigned long long)self->engine.sent_nbytes);
+    return Py_BuildValue("KK", (unsigned long long)self->engine.num_sent,
+                         (unsigned long long)self->engine.sent_nbytes);
 }
 
 static PyObject *engine_is_behind(pc_engine_object *self, void *unused) {
@@ -172,8 +178,10 @@ static PyObject *engine_is_behind(pc_engine_object *self, void *unused) {
 static void find_receiving(pc_engine_object *self, void *argument) {
     bool *receiving = argument;
     *receiving = false;
-    for (struct pc_context *each = self->engine.contexts; each != NULL && !*receiving; each = each->next)
-        for (struct pc_message *message = each->taken.first; message != NULL; message = message->next)
+    for (struct pc_context *each = self->engine.contexts; each != NULL && !*receiving;
+         each = each->next)
+        for (struct pc_message *message = each->taken.first; message != NULL;
+             message = message->next)
             *receiving |= message->state == PC_MESSAGE_READING;
 }
 
@@ -186,7 +194,8 @@ static PyObject *engine_is_receiving(pc_engine_object *self, void *unused) {
 
 static PyObject *engine_has_work(pc_engine_object *self, void *unused) {
     (void)unused;
-    return PyBool_FromLong(atomic_load_explicit(&self->drive.work, memory_order_relaxed) != 0 || pc_engine_has(self->first));
+    return PyBool_FromLong(atomic_load_explicit(&self->drive.work, memory_order_relaxed) != 0 ||
+                           pc_engine_has(self->first));
 }
 
 static PyObject *engine_has_fired(pc_engine_object *self, void *unused) {
@@ -211,44 +220,65 @@ static PyGetSetDef engine_values[] = {
     {"engaged", (getter)engine_engaged, (setter)set_engaged,
      "Whether a thread of Python's holds its engine: then nothing is done without it.", NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
-    {"sent", (getter)engine_sent, NULL, "How many messages were sent, and the bytes of their payloads.", NULL},
+    {"sent", (getter)engine_sent, NULL,
+     "How many messages were sent, and the bytes of their payloads.", NULL},
     {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},
-    {"is_receiving", (getter)engine_is_receiving, NULL, "Whether an accepted message is on its way.", NULL},
-    {"has_fired", (getter)engine_has_fired, NULL, "Whether what is watched was readable, and is not watched anew yet.", NULL},
-    {"has_work", (getter)engine_has_work, NULL, "Whether there is something for Python to do.", NULL},
+    {"is_receiving", (getter)engine_is_receiving, NULL,
+     "Whether an accepted message is on its way.", NULL},
+    {"has_fired", (getter)engine_has_fired, NULL,
+     "Whether what is watched was readable, and is not watched anew yet.", NULL},
+    {"has_work", (getter)engine_has_work, NULL, "Whether there is something for Python to do.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef engine_methods[] = {
     {"send", (PyCFunction)(void (*)(void))pc_item_send, METH_FASTCALL,
-     "send(rank, header, parts, way) -> None | int | Send: None: it is done; a status: it has failed. Ways: 0 buffers, 1 "
-     "may push, 2 offers."},
+     "send(rank, header, parts, way) -> None | int | Send: None: it is done; a status: it has "
+     "failed. Ways: 0 buffers, 1 may push, 2 offers."},
     {"progress", (PyCFunction)engine_progress, METH_NOARGS,
      "Do what can be done without waiting; whether that was something, or there are events."},
-    {"events", (PyCFunction)pc_engine_events_py, METH_NOARGS, "Return what has happened since the last call, and forget it."},
-    {"pending", (PyCFunction)engine_pending, METH_O, "pending(delta): so many more things are to be driven for."},
-    {"post_work", (PyCFunction)engine_post_work, METH_NOARGS, "There is something for Python to do: have somebody come."},
-    {"watch", (PyCFunction)engine_watch, METH_O, "watch(fd): have waits end when it is readable, once."},
-    {"watch_again", (PyCFunction)engine_watch_again, METH_NOARGS, "Have waits end again when what is watched is readable."},
-    {"attach", (PyCFunction)pc_engine_attach_py, METH_VARARGS, "attach(rank, lane, fd): take over a connected socket."},
-    {"lose", (PyCFunction)pc_engine_lose_py, METH_VARARGS, "lose(rank, why): there is no link to it."},
-    {"forget", (PyCFunction)pc_engine_forget_py, METH_O, "forget(rank): it has ended; what waits for it ends with 1 + rank."},
+    {"events", (PyCFunction)pc_engine_events_py, METH_NOARGS,
+     "Return what has happened since the last call, and forget it."},
+    {"pending", (PyCFunction)engine_pending, METH_O,
+     "pending(delta): so many more things are to be driven for."},
+    {"post_work", (PyCFunction)engine_post_work, METH_NOARGS,
+     "There is something for Python to do: have somebody come."},
+    {"watch", (PyCFunction)engine_watch, METH_O,
+     "watch(fd): have waits end when it is readable, once."},
+    {"watch_again", (PyCFunction)engine_watch_again, METH_NOARGS,
+     "Have waits end again when what is watched is readable."},
+    {"attach", (PyCFunction)pc_engine_attach_py, METH_VARARGS,
+     "attach(rank, lane, fd): take over a connected socket."},
+    {"lose", (PyCFunction)pc_engine_lose_py, METH_VARARGS,
+     "lose(rank, why): there is no link to it."},
+    {"forget", (PyCFunction)pc_engine_forget_py, METH_O,
+     "forget(rank): it has ended; what waits for it ends with 1 + rank."},
     {"next_order", (PyCFunction)pc_link_next_order, METH_NOARGS,
-     "next_order() -> tuple | None: what a transport of Python's is to do next; the last order was done."},
+     "next_order() -> tuple | None: what a transport of Python's is to do next; the last order was "
+     "done."},
     {"tell_arrived", (PyCFunction)pc_link_tell_arrived, METH_VARARGS,
-     "tell_arrived(rank, header, payload, nbytes, waits) -> int: the message's number; 0: it is to be released now; -1: "
-     "there is no room, tell it later; -2: it makes no sense."},
+     "tell_arrived(rank, header, payload, nbytes, waits) -> int: the message's number; 0: it is to "
+     "be released now; -1: there is no room, tell it later; -2: it makes no sense."},
     {"tell_over", (PyCFunction)pc_link_tell, METH_VARARGS,
-     "tell_over(number, what, status=0): 0: received, 1: withdrawn, 2: sent, or failed with a status that is not 0, "
-     "3: it is too late to stop it."},
-    {"tell_end", (PyCFunction)pc_link_tell_end, METH_VARARGS, "tell_end(rank, why): it is lost; None: it has finished."},
-    {"tell_lag", (PyCFunction)pc_link_tell_lag, METH_O, "tell_lag(whether): a transport has something to write."},
-    {"tell_more", (PyCFunction)pc_link_tell_more, METH_NOARGS, "There is more to do: somebody must come."},
-    {"links", (PyCFunction)pc_engine_links_py, METH_NOARGS, "The ranks to which something was sent."},
-    {"say_goodbye", (PyCFunction)pc_engine_say_goodbye_py, METH_NOARGS, "Tell all links that nothing more will come."},
-    {"flush", (PyCFunction)pc_engine_flush_py, METH_NOARGS, "Deliver what is buffered; whether all of it is."},
-    {"close", (PyCFunction)pc_engine_close_py, METH_NOARGS, "Have everybody who waits return, and close every link."},
-    {"forked", (PyCFunction)pc_engine_forked_py, METH_NOARGS, "In the child of a fork: nothing works any more."},
+     "tell_over(number, what, status=0): 0: received, 1: withdrawn, 2: sent, or failed with a "
+     "status that is not 0, 3: it is too late to stop it."},
+    {"tell_end", (PyCFunction)pc_link_tell_end, METH_VARARGS,
+     "tell_end(rank, why): it is lost; None: it has finished."},
+    {"tell_lag", (PyCFunction)pc_link_tell_lag, METH_O,
+     "tell_lag(whether): a transport has something to write."},
+    {"tell_more", (PyCFunction)pc_link_tell_more, METH_NOARGS,
+     "There is more to do: somebody must come."},
+    {"links", (PyCFunction)pc_engine_links_py, METH_NOARGS,
+     "The ranks to which something was sent."},
+    {"say_goodbye", (PyCFunction)pc_engine_say_goodbye_py, METH_NOARGS,
+     "Tell all links that nothing more will come."},
+    {"flush", (PyCFunction)pc_engine_flush_py, METH_NOARGS,
+     "Deliver what is buffered; whether all of it is."},
+    {"close", (PyCFunction)pc_engine_close_py, METH_NOARGS,
+     "Have everybody who waits return, and close every link."},
+    {"forked", (PyCFunction)pc_engine_forked_py, METH_NOARGS,
+     "In the child of a fork: nothing works any more."},
     {NULL, NULL, 0, NULL},
 };
 

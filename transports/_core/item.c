@@ -9,7 +9,7 @@ static struct pc_py_item *item_of_receive(struct pc_receive *receive) {
     return (struct pc_py_item *)((char *)receive - offsetof(struct pc_py_item, receive));
 }
 
-/* --- what the engine tells --------------------------------------------------------------------------- */
+/* --- what the engine tells -------------------------------------------------------------------- */
 
 static void tell(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind) {
     if (item->is_quiet || item->is_orphan)
@@ -34,8 +34,9 @@ static void know(struct pc_py_item *item, const struct pc_receive *receive) {
 
 static void receive_told(struct pc_receive *receive);
 
-/* The sender has taken back the message of a receive: it, or another one for it, waits again in its place. Whether it
-   is the same: then Python, which has not heard of the message, need not hear of it. */
+/* The sender has taken back the message of a receive: it, or another one for it, waits again in its
+   place. Whether it is the same: then Python, which has not heard of the message, need not hear of
+   it. */
 static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
     if (!item->is_known) {
         free(item->header);
@@ -44,7 +45,8 @@ static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
         pc_receive_start_at(item->context, &item->receive, item->receive.posted.queued.number);
         return true;
     }
-    struct pc_py_item *successor = item->for_handle || item->is_orphan ? NULL : calloc(1, sizeof *successor);
+    struct pc_py_item *successor =
+        item->for_handle || item->is_orphan ? NULL : calloc(1, sizeof *successor);
     if (successor == NULL)
         return false;
     successor->event.kind = PC_EVENT_HELD;
@@ -70,8 +72,8 @@ static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
 static void receive_told(struct pc_receive *receive) {
     struct pc_py_item *item = item_of_receive(receive);
     pc_engine_object *self = item->receive.owner;
-    if (receive->state == PC_RECEIVE_ENDED && receive->status == PC_TAKEN_BACK && item->context != NULL &&
-        wait_again(self, item))
+    if (receive->state == PC_RECEIVE_ENDED && receive->status == PC_TAKEN_BACK &&
+        item->context != NULL && wait_again(self, item))
         return;
     if (receive->state == PC_RECEIVE_HELD) {
         if (item->header == NULL)
@@ -104,7 +106,8 @@ struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_messa
 }
 
 void pc_item_send_ended(struct pc_send *send) {
-    struct pc_py_item *item = (struct pc_py_item *)((char *)send - offsetof(struct pc_py_item, send));
+    struct pc_py_item *item =
+        (struct pc_py_item *)((char *)send - offsetof(struct pc_py_item, send));
     item->status = send->status;
     tell(send->owner, item, PC_EVENT_ENDED);
 }
@@ -116,7 +119,8 @@ void pc_item_free(struct pc_py_item *item) {
     free(item);
 }
 
-struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context *context, uint64_t number) {
+struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context *context,
+                                 uint64_t number) {
     for (struct pc_py_item **at = &self->preceding; *at != NULL; at = &(*at)->next_preceding) {
         struct pc_py_item *successor = (*at)->successor;
         if (successor->context != context || successor->receive.posted.queued.number != number)
@@ -151,7 +155,8 @@ bool pc_item_taken(struct pc_py_item *item) {
         pc_item_free(item);
         return false;
     }
-    const struct pc_message *message = item->receive.state == PC_RECEIVE_HELD ? item->receive.message : NULL;
+    const struct pc_message *message =
+        item->receive.state == PC_RECEIVE_HELD ? item->receive.message : NULL;
     item->is_known = message != NULL;
     item->payload = message != NULL && message->state == PC_MESSAGE_HERE ? message->payload : NULL;
     if (message != NULL)
@@ -159,7 +164,7 @@ bool pc_item_taken(struct pc_py_item *item) {
     return true;
 }
 
-/* --- faces ------------------------------------------------------------------------------------------- */
+/* --- faces ------------------------------------------------------------------------------------ */
 
 void pc_item_swap(PyObject *face, struct pc_py_item *item) {
     pc_item_free(((pc_face *)face)->item);
@@ -178,8 +183,10 @@ PyObject *pc_item_make_face(PyTypeObject *type, pc_engine_object *engine, struct
 }
 
 /* NULL with an exception. */
-static PyObject *event_of(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status) {
-    PyObject *face = item->face != NULL ? Py_NewRef(item->face) : pc_item_make_face(receive_type, self, item);
+static PyObject *event_of(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind,
+                          int status) {
+    PyObject *face =
+        item->face != NULL ? Py_NewRef(item->face) : pc_item_make_face(receive_type, self, item);
     if (face == NULL)
         return NULL;
     if (kind != PC_EVENT_ENDED)
@@ -199,11 +206,12 @@ static void was_told(pc_engine_object *self, void *argument) {
     struct telling *telling = argument;
     (void)self;
     telling->item->is_told = false;
-    telling->is_orphan = telling->item->is_orphan && !telling->item->event.stands; /* else it is freed from there */
+    /* else it is freed from there */
+    telling->is_orphan = telling->item->is_orphan && !telling->item->event.stands;
 }
 
-bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind, int status,
-                   PyObject **event) {
+bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind,
+                   int status, PyObject **event) {
     bool is_gone = item->is_gone;
     if (!is_gone)
         *event = event_of(self, item, kind, status);
@@ -235,7 +243,8 @@ static void abandon(pc_engine_object *self, void *argument) {
 struct orphaning {
     struct pc_py_item *item;
     struct pc_views *views;
-    bool is_in_queue; /* or is being told: who takes its event out of there frees it, which may be at once */
+    /* or is being told: who takes its event out of there frees it, which may be at once */
+    bool is_in_queue;
 };
 
 static void orphan(pc_engine_object *self, void *argument) {
@@ -282,7 +291,7 @@ PyObject *pc_item_take_back(pc_face *face, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* --- posting ----------------------------------------------------------------------------------------- */
+/* --- posting ---------------------------------------------------------------------------------- */
 
 PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into) {
     struct pc_py_item *item = *into = calloc(1, sizeof *item);

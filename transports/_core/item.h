@@ -1,9 +1,9 @@
-/* Messages that Python sends and receives, one at a time: what the types `Send` and `Receive` share. What others call is
-   in engine_type.h.
+/* Messages that Python sends and receives, one at a time: what the types `Send` and `Receive`
+   share. What others call is in engine_type.h.
 
-   An item is what the engine knows; its face is the Python object. What becomes of an item is put into the queue of
-   events, unless the call that does it returns it. The face must be kept while the item is under way: with it the item
-   is given up. */
+   An item is what the engine knows; its face is the Python object. What becomes of an item is put
+   into the queue of events, unless the call that does it returns it. The face must be kept while
+   the item is under way: with it the item is given up. */
 #ifndef PC_ITEM_H
 #define PC_ITEM_H
 

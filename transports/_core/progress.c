@@ -1,4 +1,5 @@
-/* The receiving side of channels: what comes is handled here, and large messages are copied. See channel.h. */
+/* The receiving side of channels: what comes is handled here, and large messages are copied. See
+   channel.h. */
 #include "channel.h"
 
 #include <errno.h>
@@ -8,7 +9,8 @@
 /* Items of one peer that are handled in one call, so that all peers have their turn. */
 #define BURST 64
 
-/* Looks at a piece that the sender is copying before going on to other things: about as long as one takes. */
+/* Looks at a piece that the sender is copying before going on to other things: about as long as one
+   takes. */
 #define PIECE_LOOKS 2000
 
 /* Yields between looks at whether a process that is being waited for still exists. */
@@ -17,9 +19,10 @@
 /* Parts of a payload that are believed. */
 #define MAX_PARTS ((uint32_t)1 << 20)
 
-/* --- copying an accepted message --------------------------------------------------------------------- */
+/* --- copying an accepted message -------------------------------------------------------------- */
 
-enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
+enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive,
+                                        size_t budget) {
     struct pc_transfer *transfer = receive->transfer;
     int looks = 0;
     for (size_t copied = 0; copied < budget;) {
@@ -40,9 +43,10 @@ enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_r
             continue;
         }
         size_t offset, nbytes = pc_channel_piece(receive, piece, &offset);
-        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
-                                     receive->nbytes);
-        pc_transfer_copied(transfer); /* also if not: then the count only says that nobody is at it */
+        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset,
+                                     receive->into + offset, nbytes, receive->nbytes);
+        /* also if not: then the count only says that nobody is at it */
+        pc_transfer_copied(transfer);
         if (error != 0)
             return error == ESRCH ? PC_GONE : PC_FAILED;
         copied += nbytes;
@@ -64,17 +68,20 @@ void pc_channel_receive_settle(pc_channel *channel, struct pc_channel_receive *r
     pc_channel_return(channel);
 }
 
-void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive, bool complete) {
+void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive,
+                               bool complete) {
     struct pc_transfer *transfer = receive->transfer;
     receive->transfer = NULL;
     if (complete)
         pc_publish(&transfer->state, pc_phase_of(receive->id, PC_PHASE_DONE));
     /* A sender that looks at the state must not find a message about it in its way. */
     if (!complete || pc_load(&transfer->watched) == 0)
-        pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id); /* without memory the sender waits in vain */
+        /* without memory the sender waits in vain */
+        pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id);
 }
 
-/* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no memory. */
+/* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no
+   memory. */
 static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
     bool is_long = receive->pieces > 1;
     if (is_long)
@@ -105,7 +112,8 @@ static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size
 }
 
 /* Find out where the payload is. */
-static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer) {
+static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive,
+                       const struct pc_offer *offer) {
     receive->one = (struct iovec){(void *)(uintptr_t)offer->address, offer->nbytes};
     receive->parts = (struct pc_parts){&receive->one, 1};
     if (offer->num_parts == 1 || offer->nbytes == 0)
@@ -114,7 +122,8 @@ static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive, 
     if (offer->num_parts > MAX_PARTS || (receive->table = malloc(nbytes)) == NULL)
         return false;
     receive->one.iov_len = nbytes;
-    if (pc_copy_from(channel->peers[receive->peer].pid, receive->parts, 0, receive->table, nbytes) != 0)
+    if (pc_copy_from(channel->peers[receive->peer].pid, receive->parts, 0, receive->table,
+                     nbytes) != 0)
         return false;
     receive->parts = (struct pc_parts){receive->table, offer->num_parts};
     for (uint32_t index = 0; index < offer->num_parts; index++)
@@ -123,11 +132,13 @@ static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive, 
 }
 
 static bool can_fetch(pc_channel *channel, int rank, const struct pc_offer *offer) {
-    return offer->num_parts == 1 ? pc_channel_can_fetch(channel, rank, offer->address, offer->nbytes)
-                                 : pc_channel_reaches(channel, rank);
+    return offer->num_parts == 1
+               ? pc_channel_can_fetch(channel, rank, offer->address, offer->nbytes)
+               : pc_channel_reaches(channel, rank);
 }
 
-int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer) {
+int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive,
+                      const struct pc_offer *offer) {
     struct pc_transfer *transfer = NULL;
     receive->id = offer->id;
     receive->nbytes = offer->nbytes;
@@ -137,7 +148,8 @@ int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, c
         if (!pc_transfer_step(transfer, offer->id, PC_PHASE_WAITING, PC_PHASE_TAKEN))
             return pc_load(&transfer->state) == pc_phase_of(offer->id, PC_PHASE_LEFT) ? -2 : -1;
     }
-    if (transfer != NULL && can_fetch(channel, receive->peer, offer) && read_parts(channel, receive, offer)) {
+    if (transfer != NULL && can_fetch(channel, receive->peer, offer) &&
+        read_parts(channel, receive, offer)) {
         receive->transfer = transfer;
         receive->mode = PC_COPYING;
         if (!pc_transfer_open(transfer, (uint64_t)(uintptr_t)receive->into, 0)) {
@@ -148,7 +160,8 @@ int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, c
             pc_channel_tell(channel, receive->peer, PC_TAKE, offer->id) < 0)
             return -3;
         int status = copy_on(channel, receive, PC_BUDGET);
-        if (status > 0 && receive->mode == PC_COPYING && !pc_channel_list_add(&channel->receiving, receive->handle))
+        if (status > 0 && receive->mode == PC_COPYING &&
+            !pc_channel_list_add(&channel->receiving, receive->handle))
             return -3;
         return status > 0 ? 1 : status;
     }
@@ -179,10 +192,11 @@ void pc_channel_receive_give_up(pc_channel *channel, struct pc_channel_receive *
     pc_channel_tell(channel, rank, PC_FINISHED, id); /* without memory the sender waits in vain */
 }
 
-/* --- what comes -------------------------------------------------------------------------------------- */
+/* --- what comes ------------------------------------------------------------------------------- */
 
 static struct pc_channel_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
-    for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0; place++) {
+    for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0;
+         place++) {
         struct pc_channel_receive *receive = channel->receives.things[place];
         if (receive != NULL && receive->id == id && receive->peer == rank)
             return receive;
@@ -197,7 +211,8 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     if (kind == PC_EAGER) {
         if (header_nbytes + nbytes > room)
             return -2;
-        channel->up->arrived(channel->owner, rank, item->body, header_nbytes, item->body + header_nbytes, nbytes);
+        channel->up->arrived(channel->owner, rank, item->body, header_nbytes,
+                             item->body + header_nbytes, nbytes);
         return 0;
     }
     struct pc_block block;
@@ -209,7 +224,8 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     const unsigned char *header = item->body + sizeof block;
     if (kind == PC_EAGER_WHOLE)
         header = memory + sizeof(struct pc_filling);
-    channel->up->arrived_in_block(channel->owner, rank, header, header_nbytes, memory + before, nbytes, &block);
+    channel->up->arrived_in_block(channel->owner, rank, header, header_nbytes, memory + before,
+                                  nbytes, &block);
     return 0;
 }
 
@@ -279,7 +295,8 @@ static int handle_told(pc_channel *channel, int rank, enum pc_channel_kind kind,
         return 0;
     }
     if (send == NULL || send->peer != rank) /* it was taken back */
-        /* If its receiver was told so before it accepted, and accepts all the same, it must hear of it again. */
+        /* If its receiver was told so before it accepted, and accepts all the same, it must hear of
+           it again. */
         return kind == PC_GO ? pc_channel_tell(channel, rank, PC_CANCEL, id) : 0;
     if (kind == PC_FINISHED) {
         if (send->mode != PC_ABANDONED)
@@ -334,7 +351,8 @@ static int read_ring(pc_channel *channel, int rank, bool *worked) {
             return 0;
         *worked = true;
         int status = nbytes < 0 ? -2 : handle(channel, rank, item, nbytes);
-        if (status == -2) { /* only a rank that went mad writes such things: as good as a lost link */
+        if (status == -2) {
+            /* only a rank that went mad writes such things: as good as a lost link */
             peer->dead = true;
             channel->up->lost(channel->owner, rank);
             return 0;
@@ -347,7 +365,7 @@ static int read_ring(pc_channel *channel, int rank, bool *worked) {
     return 0;
 }
 
-/* --- progress ---------------------------------------------------------------------------------------- */
+/* --- progress --------------------------------------------------------------------------------- */
 
 static bool is_active(pc_channel *channel, int rank) {
     struct pc_desk *desk = channel->peers[channel->rank].desk;
@@ -433,7 +451,8 @@ static int go_on_receiving(pc_channel *channel, bool *worked) {
             pc_channel_receive_end(channel, receive);
         } else if (status < 0) {
             return -1;
-        } else if (index < channel->receiving.count && channel->receiving.numbers[index] == handle) {
+        } else if (index < channel->receiving.count &&
+                   channel->receiving.numbers[index] == handle) {
             index++;
         }
     }

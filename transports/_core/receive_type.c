@@ -31,7 +31,8 @@ static PyObject *receive_into(pc_face *face, PyObject *into) {
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
-    struct accepting accepting = {.item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
+    struct accepting accepting = {
+        .item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
     item->views = views;
     bool done = pc_engine_do(face->engine, accept, &accepting);
     if (done && accepting.error == 0 && !accepting.is_over)
@@ -50,7 +51,8 @@ static void redirect(pc_engine_object *self, void *argument) {
     receive->keeper.object = accepting->keeper;
     if (receive->state == PC_RECEIVE_READING) {
         pc_receive_redirect(receive, accepting->into);
-    } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) { /* its end stands in the queue */
+    } else if (receive->state == PC_RECEIVE_ENDED && receive->status == 0) {
+        /* its end stands in the queue */
         if (receive->nbytes > 0)
             pc_copy(accepting->into, receive->into, receive->nbytes);
         receive->into = accepting->into; /* it may be redirected once more */
@@ -62,7 +64,8 @@ static PyObject *receive_redirect(pc_face *face, PyObject *into) {
     struct pc_views *views = pc_view_into(into, (Py_ssize_t)item->nbytes);
     if (views == NULL)
         return NULL;
-    struct accepting accepting = {.item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
+    struct accepting accepting = {
+        .item = item, .into = views->views[0].buf, .keeper = views->views[0].obj};
     pc_engine_do(face->engine, redirect, &accepting);
     struct pc_views *before = item->views;
     item->views = views;
@@ -107,10 +110,14 @@ static PyObject *receive_payload(pc_face *face, void *unused) {
     struct pc_py_item *item = face->item;
     if (item->payload == NULL)
         Py_RETURN_NONE;
-    return PyMemoryView_FromMemory((char *)(uintptr_t)item->payload, (Py_ssize_t)item->nbytes, PyBUF_READ);
+    return PyMemoryView_FromMemory((char *)(uintptr_t)item->payload, (Py_ssize_t)item->nbytes,
+                                   PyBUF_READ);
 }
 
-static PyObject *receive_peer(pc_face *face, void *unused) { (void)unused; return PyLong_FromLong(face->item->peer); }
+static PyObject *receive_peer(pc_face *face, void *unused) {
+    (void)unused;
+    return PyLong_FromLong(face->item->peer);
+}
 static PyObject *receive_nbytes(pc_face *face, void *unused) {
     (void)unused;
     return PyLong_FromSize_t(face->item->nbytes);
@@ -178,7 +185,8 @@ static PyObject *receive_link_id(pc_face *face, void *unused) {
 static PyObject *receive_status(pc_face *face, void *unused) {
     (void)unused;
     struct looking looking = {.item = face->item};
-    if (!pc_engine_do(face->engine, look_at_status, &looking)) /* it is closed: nobody else writes there */
+    if (!pc_engine_do(face->engine, look_at_status, &looking)) /* it is closed: nobody else writes
+                                                                  there */
         looking.status = face->item->status;
     return PyLong_FromLong(looking.status);
 }
@@ -187,25 +195,31 @@ static PyGetSetDef receive_values[] = {
     {"peer", (getter)receive_peer, NULL, "The rank that has sent its message.", NULL},
     {"header", (getter)receive_header, NULL, "The header of its message, as bytes.", NULL},
     {"nbytes", (getter)receive_nbytes, NULL, "The length of its message's payload.", NULL},
-    {"payload", (getter)receive_payload, NULL, "A view of the payload, if it is here: good until `drop` or `into`; or None.",
-     NULL},
+    {"payload", (getter)receive_payload, NULL,
+     "A view of the payload, if it is here: good until `drop` or `into`; or None.", NULL},
     {"order", (getter)receive_order, NULL, "Where its message stood in the queue.", NULL},
     {"number", (getter)receive_number, NULL, "Where it stood among the receives.", NULL},
-    {"link_id", (getter)receive_link_id, NULL, "The number by which a transport in Python knows its message; 0: none.",
-     NULL},
-    {"sender_waits", (getter)receive_sender_waits, NULL, "Whether the sender may wait until it is accepted.", NULL},
-    {"state", (getter)receive_state, NULL, "0: idle, 1: posted, 2: it holds a message, 3: that is read, 4: ended.", NULL},
+    {"link_id", (getter)receive_link_id, NULL,
+     "The number by which a transport in Python knows its message; 0: none.", NULL},
+    {"sender_waits", (getter)receive_sender_waits, NULL,
+     "Whether the sender may wait until it is accepted.", NULL},
+    {"state", (getter)receive_state, NULL,
+     "0: idle, 1: posted, 2: it holds a message, 3: that is read, 4: ended.", NULL},
     {"status", (getter)receive_status, NULL, "When it has ended: 0, or why it failed.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef receive_methods[] = {
     {"into", (PyCFunction)receive_into, METH_O,
-     "into(buffer) -> None | int: have the message that it holds written there. None: an event will say when; 0: done."},
-    {"redirect", (PyCFunction)receive_redirect, METH_O, "redirect(buffer): have what is being read go on there."},
-    {"drop", (PyCFunction)pc_item_take_back, METH_NOARGS, "Nobody wants its message, or the rest of it."},
+     "into(buffer) -> None | int: have the message that it holds written there. None: an event "
+     "will say when; 0: done."},
+    {"redirect", (PyCFunction)receive_redirect, METH_O,
+     "redirect(buffer): have what is being read go on there."},
+    {"drop", (PyCFunction)pc_item_take_back, METH_NOARGS,
+     "Nobody wants its message, or the rest of it."},
     {"give_up", (PyCFunction)receive_give_up, METH_NOARGS,
-     "give_up() -> bool: its message goes back to its place. False: it has ended, or there is no memory."},
+     "give_up() -> bool: its message goes back to its place. False: it has ended, or there is no "
+     "memory."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,8 +1,8 @@
 /* `_core.Seat`: where one thread waits for what Python does. See engine_type.h. */
 #include "engine_type.h"
 
-/* So often a thread that waits for something of Python's looks for signals: one may have come between its last look
-   and its sleep. */
+/* So often a thread that waits for something of Python's looks for signals: one may have come
+   between its last look and its sleep. */
 #define SEAT_SLICE_NS 100000000u
 
 struct pc_seat {
@@ -20,7 +20,8 @@ static PyObject *seat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "O!", engine_type, &engine))
         return NULL;
-    struct pc_seat *self = (struct pc_seat *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_seat *self =
+        (struct pc_seat *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self != NULL) {
         self->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
         pc_op_begin(&self->op, &self->engine->drive, -1);
@@ -120,7 +121,9 @@ static PyObject *seat_ring(struct pc_seat *self, PyObject *unused) {
 /* Who naps may have been meant. */
 void pc_seat_rung(void *owner) {
     pc_engine_object *self = owner;
-    atomic_store_explicit(&self->rings, atomic_load_explicit(&self->rings, memory_order_relaxed) + 1, memory_order_relaxed);
+    atomic_store_explicit(&self->rings,
+                          atomic_load_explicit(&self->rings, memory_order_relaxed) + 1,
+                          memory_order_relaxed);
     for (struct pc_seat *seat = self->nappers; seat != NULL; seat = seat->next)
         if (!pc_op_is_done(&seat->op))
             pc_op_end(&seat->op, 0);
@@ -128,10 +131,11 @@ void pc_seat_rung(void *owner) {
 
 static PyMethodDef seat_methods[] = {
     {"begin", (PyCFunction)seat_begin, METH_VARARGS,
-     "begin(seen=None) -> bool: from now on `ring` ends the wait; with `seen` the doorbell does, too. False: it has rung, "
-     "for whomever, since `Engine.rings` was that."},
+     "begin(seen=None) -> bool: from now on `ring` ends the wait; with `seen` the doorbell does, "
+     "too. False: it has rung, for whomever, since `Engine.rings` was that."},
     {"wait", (PyCFunction)seat_wait, METH_O,
-     "wait(seconds): drive, or sleep, until the seat is rung, a signal has come, or there is something for Python to do."},
+     "wait(seconds): drive, or sleep, until the seat is rung, a signal has come, or there is "
+     "something for Python to do."},
     {"ring", (PyCFunction)seat_ring, METH_NOARGS, "End the wait; from any thread."},
     {NULL, NULL, 0, NULL},
 };

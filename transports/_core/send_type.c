@@ -15,8 +15,8 @@ struct sending {
 static void send(pc_engine_object *self, void *argument) {
     struct sending *sending = argument;
     struct pc_py_item *item = sending->item;
-    sending->answer = pc_send_start(self->engine.others, &item->send, sending->header, (size_t)sending->header_nbytes,
-                                    (enum pc_way)sending->way);
+    sending->answer = pc_send_start(self->engine.others, &item->send, sending->header,
+                                    (size_t)sending->header_nbytes, (enum pc_way)sending->way);
 }
 
 /* A transport in Python has been asked meanwhile: it may be done. */
@@ -37,7 +37,8 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
     }
     long peer = PyLong_AsLong(args[0]);
     sending.way = (int)PyLong_AsLong(args[3]);
-    if (PyErr_Occurred() || PyBytes_AsStringAndSize(args[1], (char **)&sending.header, &sending.header_nbytes) < 0)
+    if (PyErr_Occurred() ||
+        PyBytes_AsStringAndSize(args[1], (char **)&sending.header, &sending.header_nbytes) < 0)
         return NULL;
     if (peer < 0 || peer >= self->engine.size || self->links[peer] == NULL) {
         PyErr_SetString(PyExc_ValueError, "there is no link to such a rank");
@@ -48,7 +49,8 @@ PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t
         return NULL;
     struct pc_py_item *item = sending.item = calloc(1, sizeof *item);
     struct iovec *parts = malloc((size_t)(views->count + 1) * sizeof *parts);
-    PyObject *face = item != NULL && parts != NULL ? pc_item_make_face(send_type, self, item) : NULL;
+    PyObject *face =
+        item != NULL && parts != NULL ? pc_item_make_face(send_type, self, item) : NULL;
     if (face == NULL) {
         free(item);
         free(parts);
@@ -99,8 +101,10 @@ static PyObject *send_stop(pc_face *face, PyObject *unused) {
 }
 
 static PyMethodDef send_methods[] = {
-    {"stop", (PyCFunction)send_stop, METH_NOARGS, "Stop it, if that can be; False: it is too late."},
-    {"take_back", (PyCFunction)pc_item_take_back, METH_NOARGS, "Give it up: its memory is not used any more."},
+    {"stop", (PyCFunction)send_stop, METH_NOARGS,
+     "Stop it, if that can be; False: it is too late."},
+    {"take_back", (PyCFunction)pc_item_take_back, METH_NOARGS,
+     "Give it up: its memory is not used any more."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -2,7 +2,8 @@
 #include "engine.h"
 
 /* Its messages in a list, but those that are here, are gone. */
-static void forget_list(struct pc_engine *engine, struct pc_message_list *list, int peer, int status) {
+static void forget_list(struct pc_engine *engine, struct pc_message_list *list, int peer,
+                        int status) {
     for (struct pc_message *message = list->first, *next; message != NULL; message = next) {
         next = message->next;
         bool is_lost = message->state == PC_MESSAGE_WAITS || message->state == PC_MESSAGE_READING;
@@ -50,7 +51,8 @@ void pc_engine_forget(struct pc_engine *engine, int peer, int status) {
     forget_list(engine, &engine->abandoned, peer, status);
     for (struct pc_context *context = engine->contexts; context != NULL; context = context->next)
         forget_in(context, peer, status);
-    for (struct pc_unopened *unopened = engine->first_unopened, *next; unopened != NULL; unopened = next) {
+    for (struct pc_unopened *unopened = engine->first_unopened, *next; unopened != NULL;
+         unopened = next) {
         next = unopened->next; /* it is freed with its last message */
         forget_list(engine, &unopened->messages, peer, status);
     }

@@ -1,21 +1,21 @@
-/* The link over shared memory. See link_shm.h.
-
-   The channel tells what happens in the middle of its progress, and what it told of the end of a send or a receive is
-   freed next; the engine's callbacks may end the same. So ends are queued, and told when progress has returned. What
-   comes is told at once, from the ring or the block where it lies: the channel does nothing more with it.
-
-   Credit bounds what senders may have buffered here, so it is repaid when a payload was used, not when it was copied:
-   each is kept by the link (PC_KEPT), until the engine releases it. One that lies in a ring is moved to memory of ours
-   if it is still there after it was told; most are not. */
+/* The link over shared memory. See link_shm.h.  The channel tells what happens in the middle of its
+   progress, and what it told of the end of a send or a receive is freed next; the engine's
+   callbacks may end the same. So ends are queued, and told when progress has returned. What comes
+   is told at once, from the ring or the block where it lies: the channel does nothing more with it.
+   Credit bounds what senders may have buffered here, so it is repaid when a payload was used, not
+   when it was copied: each is kept by the link (PC_KEPT), until the engine releases it. One that
+   lies in a ring is moved to memory of ours if it is still there after it was told; most are
+   not. */
 #include "link_shm_message.h"
 
 #include <errno.h>
 #include <string.h>
 #include <sys/eventfd.h>
 
-/* --- what is told to the engine ---------------------------------------------------------------------- */
+/* --- what is told to the engine --------------------------------------------------------------- */
 
-/* Tell that a message has come; as `pc_arrived`. Afterwards the record may be gone: 1; else it is 0. */
+/* Tell that a message has come; as `pc_arrived`. Afterwards the record may be gone: 1; else it is
+   0. */
 static int tell(struct pc_link_shm *shm, struct pc_shm_message *record) {
     struct pc_incoming incoming = {.peer = shm->peers[record->peer].rank,
                                    .header = record->header,
@@ -34,7 +34,8 @@ static int tell(struct pc_link_shm *shm, struct pc_shm_message *record) {
     return error != 0 ? error : record->is_over;
 }
 
-/* A copy of a message that lasts; its header only if it is not told yet. NULL: there is no memory. */
+/* A copy of a message that lasts; its header only if it is not told yet. NULL: there is no
+   memory. */
 static struct pc_shm_message *copy_of(const struct pc_shm_message *record, bool with_header) {
     size_t here = record->state == SHM_EAGER ? record->nbytes : 0;
     size_t header_nbytes = with_header ? record->header_nbytes : 0;
@@ -66,7 +67,8 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
         /* There is memory for it before it is told: afterwards it cannot be refused. */
         struct pc_shm_message *record = shm->spare;
         shm->spare = NULL;
-        if (record == NULL && (record = malloc(sizeof *record + shm->channel.inline_limit)) == NULL) {
+        if (record == NULL &&
+            (record = malloc(sizeof *record + shm->channel.inline_limit)) == NULL) {
             lose(shm, what->peer, false);
             return;
         }
@@ -162,8 +164,9 @@ static bool tell_ends(struct pc_link_shm *shm) {
         bool finished = peer->finished;
         peer->ends = peer->finished = false;
         if (peer->is_lost && !peer->forgotten && engine->lost != NULL)
-            engine->lost(engine, peer->rank, peer->is_mad ? "what it wrote into shared memory makes no sense"
-                                                         : "there is no memory for what it sends");
+            engine->lost(engine, peer->rank,
+                         peer->is_mad ? "what it wrote into shared memory makes no sense"
+                                      : "there is no memory for what it sends");
         else if (finished && !peer->forgotten && engine->finished != NULL)
             engine->finished(engine, peer->rank);
         worked = true;
@@ -171,10 +174,10 @@ static bool tell_ends(struct pc_link_shm *shm) {
     return worked;
 }
 
-/* --- what the channel tells -------------------------------------------------------------------------- */
+/* --- what the channel tells ------------------------------------------------------------------- */
 
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes) {
+static void arrived(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const void *payload, size_t nbytes) {
     came(owner, &(struct pc_shm_message){.state = SHM_EAGER,
                                          .peer = peer,
                                          .header = header,
@@ -184,7 +187,8 @@ static void arrived(void *owner, int peer, const void *header, size_t header_nby
 }
 
 static void arrived_in_block(void *owner, int peer, const void *header, size_t header_nbytes,
-                             const unsigned char *payload, size_t nbytes, const struct pc_block *block) {
+                             const unsigned char *payload, size_t nbytes,
+                             const struct pc_block *block) {
     came(owner, &(struct pc_shm_message){.state = SHM_BLOCK,
                                          .peer = peer,
                                          .header = header,
@@ -194,7 +198,8 @@ static void arrived_in_block(void *owner, int peer, const void *header, size_t h
                                          .block = *block});
 }
 
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes, const struct pc_offer *offer) {
+static void offered(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const struct pc_offer *offer) {
     came(owner, &(struct pc_shm_message){.state = SHM_OFFERED,
                                          .peer = peer,
                                          .header = header,
@@ -214,7 +219,8 @@ static void sent(void *owner, uint64_t id) {
     shm->last_sent = send;
 }
 
-/* What comes after it is told after this, or another receive would get it than the one that waits again. */
+/* What comes after it is told after this, or another receive would get it than the one that waits
+   again. */
 static void withdraw(struct pc_link_shm *shm, struct pc_shm_message *record) {
     record->state = SHM_WITHDRAWN;
     shm->peers[record->peer].num_withdrawn++;
@@ -224,7 +230,8 @@ static void withdraw(struct pc_link_shm *shm, struct pc_shm_message *record) {
 static void cancelled(void *owner, int peer, uint64_t id) {
     struct pc_link_shm *shm = owner;
     uint64_t hash = pc_hash(id, (uint64_t)peer);
-    for (struct pc_chained *each = pc_chains_first(&shm->offers, hash); each != NULL; each = each->next) {
+    for (struct pc_chained *each = pc_chains_first(&shm->offers, hash); each != NULL;
+         each = each->next) {
         struct pc_shm_message *record = PC_CHAINED_IN(each, struct pc_shm_message, by_id);
         if (each->hash != hash || record->peer != peer || record->offer.id != id)
             continue;
@@ -261,13 +268,14 @@ static void lost(void *owner, int peer) { lose(owner, peer, true); }
 static void release(void *owner, void *memory) { (void)owner, (void)memory; }
 static void stay(void *owner) { (void)owner; }
 
-static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered, sent,    cancelled, received,
-                                            withdrawn, bye,              lost,    release, stay,      stay};
+static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered,   sent,
+                                            cancelled, received,         withdrawn, bye,
+                                            lost,      release,          stay,      stay};
 
-/* --- the direct way ---------------------------------------------------------------------------------- */
+/* --- the direct way --------------------------------------------------------------------------- */
 
-int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message, size_t *header_nbytes,
-                     size_t *nbytes) {
+int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message,
+                     size_t *header_nbytes, size_t *nbytes) {
     int local = shm->local[rank];
     if (local < 0)
         return -1;
@@ -296,7 +304,7 @@ void pc_link_shm_took(struct pc_link_shm *shm, int rank, size_t nbytes) {
         pc_host_wake(shm->channel.host, local);
 }
 
-/* --- driving ----------------------------------------------------------------------------------------- */
+/* --- driving ---------------------------------------------------------------------------------- */
 
 static struct pc_link_shm *shm_in(struct pc_source *source) {
     return PC_CHAINED_IN(source, struct pc_link_shm, source);
@@ -304,7 +312,8 @@ static struct pc_link_shm *shm_in(struct pc_source *source) {
 
 static bool shm_progress(struct pc_source *source) {
     struct pc_link_shm *shm = shm_in(source);
-    bool worked = pc_channel_progress(&shm->channel) > 0; /* without memory: the next call tries again */
+    /* without memory: the next call tries again */
+    bool worked = pc_channel_progress(&shm->channel) > 0;
     return tell_ends(shm) || worked;
 }
 
@@ -338,10 +347,10 @@ static const struct pc_source_ops source_ops = {shm_progress, shm_sleep, shm_awa
 static const struct pc_source_ops source_ops = {shm_progress, shm_sleep, shm_awake};
 #endif
 
-/* --- life -------------------------------------------------------------------------------------------- */
+/* --- life ------------------------------------------------------------------------------------- */
 
-int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell, const int *ranks,
-                     const pc_channel *limits) {
+int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell,
+                     const int *ranks, const pc_channel *limits) {
     memset(shm, 0, sizeof *shm);
     shm->link = (struct pc_link){&pc_link_shm_ops, engine};
     shm->source = (struct pc_source){.ops = &source_ops, .fd = doorbell, .cheap = true};

@@ -23,14 +23,15 @@ static struct pc_channel_send *offer_of(struct pc_send *send, int local) {
     return offer;
 }
 
-static int shm_send(struct pc_link *link, struct pc_send *send, const void *header, size_t header_nbytes,
-                    enum pc_way way) {
+static int shm_send(struct pc_link *link, struct pc_send *send, const void *header,
+                    size_t header_nbytes, enum pc_way way) {
     struct pc_link_shm *shm = shm_of(link);
     int local = shm->local[send->peer];
     if (header_nbytes > PC_LONGEST_HEADER)
         return -EMSGSIZE;
     if (way != PC_OFFER && send->num_parts == 1 &&
-        pc_channel_post(&shm->channel, local, header, header_nbytes, (struct pc_parts){send->parts, 1}, send->nbytes))
+        pc_channel_post(&shm->channel, local, header, header_nbytes,
+                        (struct pc_parts){send->parts, 1}, send->nbytes))
         return PC_SENT;
     struct pc_channel_send *offer = offer_of(send, local);
     if (offer == NULL)

@@ -1,5 +1,5 @@
-/* A message that the link over shared memory knows, and the queues in which it stands. For link_shm.c and
-   link_shm_asked.c alone. */
+/* A message that the link over shared memory knows, and the queues in which it stands. For
+   link_shm.c and link_shm_asked.c alone. */
 #ifndef PC_LINK_SHM_MESSAGE_H
 #define PC_LINK_SHM_MESSAGE_H
 
@@ -34,19 +34,24 @@ struct pc_shm_message {
     unsigned char bytes[]; /* payload, header */
 };
 
-static inline struct pc_link_shm *shm_of(struct pc_link *link) { return (struct pc_link_shm *)link; }
+static inline struct pc_link_shm *shm_of(struct pc_link *link) {
+    return (struct pc_link_shm *)link;
+}
 static inline struct pc_shm_message *record_of(const struct pc_message *message) {
     return (struct pc_shm_message *)(uintptr_t)message->token[0];
 }
 static inline struct pc_channel_send *send_of(struct pc_link_shm *shm, const struct pc_send *send) {
     return send->token[0] != 0 ? pc_table_get(&shm->channel.sends, send->token[0]) : NULL;
 }
-static inline struct pc_channel_receive *receive_of(struct pc_link_shm *shm, const struct pc_shm_message *record) {
+static inline struct pc_channel_receive *receive_of(struct pc_link_shm *shm,
+                                                    const struct pc_shm_message *record) {
     return pc_table_get(&shm->channel.receives, record->handle);
 }
 
 /* The token of a send has its id, 0 when it is over, and then the next one that is. */
-static inline struct pc_send *next_sent(const struct pc_send *send) { return (struct pc_send *)(uintptr_t)send->token[1]; }
+static inline struct pc_send *next_sent(const struct pc_send *send) {
+    return (struct pc_send *)(uintptr_t)send->token[1];
+}
 
 static inline void clear(struct pc_shm_queue *queue) {
     queue->first = NULL;
@@ -82,7 +87,8 @@ static inline void remove_offer(struct pc_link_shm *shm, struct pc_shm_message *
     record->in_offers = false;
 }
 
-/* The engine does not know the message any more. Not `inline`: the compiler sees where that is worth it. */
+/* The engine does not know the message any more. Not `inline`: the compiler sees where that is
+   worth it. */
 static void drop(struct pc_link_shm *shm, struct pc_shm_message *record) {
     remove_offer(shm, record);
     if (record->state >= SHM_RECEIVED)

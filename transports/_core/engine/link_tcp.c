@@ -21,17 +21,18 @@ static void queue(struct pc_link_tcp *self, struct pc_link_tcp_event *event) {
         self->posted(self->owner);
 }
 
-/* --- what tcp tells ---------------------------------------------------------------------------------- */
+/* --- what tcp tells --------------------------------------------------------------------------- */
 
 /* A message comes. NULL: there is no memory, and its sender is lost. */
-static struct in *add_in(struct pc_link_tcp *self, int peer, enum kind kind, const void *header, size_t header_nbytes,
-                         const void *payload, size_t payload_nbytes) {
+static struct in *add_in(struct pc_link_tcp *self, int peer, enum kind kind, const void *header,
+                         size_t header_nbytes, const void *payload, size_t payload_nbytes) {
     struct in *in = malloc(sizeof *in + header_nbytes + payload_nbytes);
     if (in == NULL) {
         pc_tcp_lose(&self->tcp, peer, "there is no memory for what it sends");
         return NULL;
     }
-    *in = (struct in){.event = {.what = IN}, .kind = kind, .peer = peer, .header_nbytes = header_nbytes};
+    *in = (struct in){
+        .event = {.what = IN}, .kind = kind, .peer = peer, .header_nbytes = header_nbytes};
     if (header_nbytes > 0)
         memcpy(in->bytes, header, header_nbytes);
     if (payload_nbytes > 0)
@@ -42,14 +43,15 @@ static struct in *add_in(struct pc_link_tcp *self, int peer, enum kind kind, con
     return in;
 }
 
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes) {
+static void arrived(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const void *payload, size_t nbytes) {
     struct in *in = add_in(owner, peer, SMALL, header, header_nbytes, payload, nbytes);
     if (in != NULL)
         in->nbytes = nbytes;
 }
 
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes, uint64_t nbytes, uint64_t id) {
+static void offered(void *owner, int peer, const void *header, size_t header_nbytes,
+                    uint64_t nbytes, uint64_t id) {
     struct pc_link_tcp *self = owner;
     struct in *in = add_in(self, peer, OFFERED, header, header_nbytes, NULL, 0);
     if (in == NULL)
@@ -59,7 +61,8 @@ static void offered(void *owner, int peer, const void *header, size_t header_nby
     pc_chains_add(&self->by_id, &in->by_id, pc_hash(id, (uint64_t)peer));
 }
 
-static void pushed(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes, uint64_t handle) {
+static void pushed(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes,
+                   uint64_t handle) {
     struct pc_link_tcp *self = owner;
     struct in *in = add_in(self, peer, PUSHED, header, header_nbytes, NULL, 0);
     struct pc_tcp_receive *receive = pc_table_get(&self->tcp.receives, handle);
@@ -100,7 +103,8 @@ static void kept(void *owner, uint64_t handle) {
 static void cancelled(void *owner, int peer, uint64_t id) {
     struct pc_link_tcp *self = owner;
     uint64_t hash = pc_hash(id, (uint64_t)peer);
-    for (struct pc_chained *each = pc_chains_first(&self->by_id, hash); each != NULL; each = each->next) {
+    for (struct pc_chained *each = pc_chains_first(&self->by_id, hash); each != NULL;
+         each = each->next) {
         struct in *in = PC_CHAINED_IN(each, struct in, by_id);
         if (in->id != id || in->peer != peer || in->done)
             continue;
@@ -130,14 +134,16 @@ static void watched(void *owner) {
 static void release_memory(void *owner, void *memory) { (void)owner, (void)memory; }
 static void keep_lock(void *owner) { (void)owner; }
 
-static const struct pc_tcp_up up = {arrived, offered, pushed,         sent,      received,  cancelled, bye,
-                                    lost,    watched, release_memory, keep_lock, keep_lock, kept};
+static const struct pc_tcp_up up = {arrived,   offered,   pushed, sent,    received,
+                                    cancelled, bye,       lost,   watched, release_memory,
+                                    keep_lock, keep_lock, kept};
 
-/* --- telling ----------------------------------------------------------------------------------------- */
+/* --- telling ---------------------------------------------------------------------------------- */
 
 /* A message that the engine does not know. False: there is no room for it now. */
 static bool tell_new(struct pc_link_tcp *self, struct in *in) {
-    struct pc_tcp_receive *receive = in->here ? pc_table_get(&self->tcp.receives, in->handle) : NULL;
+    struct pc_tcp_receive *receive =
+        in->here ? pc_table_get(&self->tcp.receives, in->handle) : NULL;
     struct pc_incoming incoming = {.peer = in->peer,
                                    .header = in->bytes,
                                    .header_nbytes = in->header_nbytes,
@@ -215,7 +221,8 @@ static bool tell(struct pc_link_tcp *self, struct pc_link_tcp_event *event, int 
     return true;
 }
 
-/* Tell all that has happened, but what waits for room, and what comes after that of the same peer. */
+/* Tell all that has happened, but what waits for room, and what comes after that of the same
+   peer. */
 static bool tell_all(struct pc_link_tcp *self) {
     struct pc_link_tcp_event later, *event;
     bool worked = false;
@@ -241,7 +248,7 @@ static bool tell_all(struct pc_link_tcp *self) {
     return worked;
 }
 
-/* --- the drive --------------------------------------------------------------------------------------- */
+/* --- the drive -------------------------------------------------------------------------------- */
 
 static struct pc_link_tcp *of_source(struct pc_source *source) {
     return PC_CHAINED_IN(source, struct pc_link_tcp, source);

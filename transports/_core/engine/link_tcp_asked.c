@@ -5,10 +5,12 @@
 
 static struct pc_link_tcp *of(struct pc_link *link) { return (struct pc_link_tcp *)link; }
 
-static struct in *in_of(const struct pc_message *message) { return (struct in *)(uintptr_t)message->token[0]; }
+static struct in *in_of(const struct pc_message *message) {
+    return (struct in *)(uintptr_t)message->token[0];
+}
 
-static int tcp_send(struct pc_link *link, struct pc_send *send, const void *header, size_t header_nbytes,
-                    enum pc_way way) {
+static int tcp_send(struct pc_link *link, struct pc_send *send, const void *header,
+                    size_t header_nbytes, enum pc_way way) {
     struct pc_link_tcp *self = of(link);
     if (header_nbytes > PC_TCP_LONGEST_HEADER)
         return -EMSGSIZE;
@@ -21,12 +23,14 @@ static int tcp_send(struct pc_link *link, struct pc_send *send, const void *head
         free(parts);
         return -ENOMEM;
     }
-    *inner = (struct pc_tcp_send){.peer = send->peer, .nbytes = send->nbytes, .parts = parts, .owner = out};
+    *inner = (struct pc_tcp_send){
+        .peer = send->peer, .nbytes = send->nbytes, .parts = parts, .owner = out};
     for (size_t part = 0; part < send->num_parts; part++)
         if (send->parts[part].iov_len > 0)
             parts[inner->num_parts++] = send->parts[part];
-    int64_t id = way == PC_OFFER ? pc_tcp_offer(&self->tcp, inner, header, header_nbytes)
-                                 : pc_tcp_send(&self->tcp, inner, header, header_nbytes, way == PC_MAY_PUSH);
+    int64_t id = way == PC_OFFER
+                     ? pc_tcp_offer(&self->tcp, inner, header, header_nbytes)
+                     : pc_tcp_send(&self->tcp, inner, header, header_nbytes, way == PC_MAY_PUSH);
     if (id <= 0) {
         if (id < 0)
             pc_tcp_free_send(&self->tcp, inner);
@@ -47,7 +51,9 @@ static int tcp_send(struct pc_link *link, struct pc_send *send, const void *head
     return id < 0 ? -ENOMEM : id == 0 ? PC_SENT : PC_UNDER_WAY;
 }
 
-static struct out *out_of(const struct pc_send *send) { return (struct out *)(uintptr_t)send->token[0]; }
+static struct out *out_of(const struct pc_send *send) {
+    return (struct out *)(uintptr_t)send->token[0];
+}
 
 static bool tcp_stop(struct pc_link *link, struct pc_send *send) {
     return pc_tcp_stop(&of(link)->tcp, out_of(send)->id);
@@ -115,13 +121,15 @@ static void tcp_forget(struct pc_link *link, int peer) {
     unlink_event(&self->peers[peer].bye.event);
     unlink_event(&self->peers[peer].lost.event);
     self->peers[peer].blocked = false;
-    for (struct pc_link_tcp_event *each = self->all_out.next, *next; each != &self->all_out; each = next) {
+    for (struct pc_link_tcp_event *each = self->all_out.next, *next; each != &self->all_out;
+         each = next) {
         struct out *out = PC_CHAINED_IN(each, struct out, all);
         next = each->next;
         if (out->send->peer == peer)
             free_out(out);
     }
-    for (struct pc_link_tcp_event *each = self->all_in.next, *next; each != &self->all_in; each = next) {
+    for (struct pc_link_tcp_event *each = self->all_in.next, *next; each != &self->all_in;
+         each = next) {
         struct in *in = PC_CHAINED_IN(each, struct in, all);
         next = each->next;
         if (in->peer != peer || (in->told && in->kind == SMALL))

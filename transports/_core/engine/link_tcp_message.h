@@ -1,5 +1,5 @@
-/* A message that the link over sockets knows, a send, and the rings in which they stand. For link_tcp.c and
-   link_tcp_asked.c alone. */
+/* A message that the link over sockets knows, a send, and the rings in which they stand. For
+   link_tcp.c and link_tcp_asked.c alone. */
 #ifndef PC_LINK_TCP_MESSAGE_H
 #define PC_LINK_TCP_MESSAGE_H
 

@@ -27,7 +27,7 @@ static void clear(struct pc_run *run) {
     pc_context_let_go(run->context);
 }
 
-/* --- steps ------------------------------------------------------------------------------------------- */
+/* --- steps ------------------------------------------------------------------------------------ */
 
 static void complete(struct pc_run *run, uint32_t position) {
     const struct pc_step *step = &run->table->steps[position];
@@ -92,7 +92,8 @@ static void post_send(struct pc_run *run, uint32_t position, const struct pc_ste
     send->keeper = keeper_of_all(run, step);
     for (int byte = 0; byte < 4; byte++)
         run->header[15 + byte] = (unsigned char)(step->index >> 8 * byte);
-    if (pc_send_start(run->context, send, run->header, run->header_nbytes, PC_MAY_PUSH) == PC_UNDER_WAY)
+    if (pc_send_start(run->context, send, run->header, run->header_nbytes, PC_MAY_PUSH) ==
+        PC_UNDER_WAY)
         return;
     int status = send->status;
     free_move(move);
@@ -148,7 +149,8 @@ static void received(struct pc_receive *receive) {
         held(move);
         return;
     }
-    if (status == PC_TAKEN_BACK) { /* then its sender has broken the communicator: that will be heard by a receive */
+    if (status == PC_TAKEN_BACK) {
+        /* then its sender has broken the communicator: that will be heard by a receive */
         free_move(move);
         pc_run_wait_again(run, position);
         return;
@@ -178,7 +180,8 @@ static void received(struct pc_receive *receive) {
 }
 
 /* Wait for the message of a step; it goes to `into`, or without that to memory of its own. */
-static void post_receive(struct pc_run *run, uint32_t position, const struct pc_step *step, unsigned char *into) {
+static void post_receive(struct pc_run *run, uint32_t position, const struct pc_step *step,
+                         unsigned char *into) {
     struct pc_moved *move = new_move(run, position, false);
     bool is_grown = step->num_chunks == 1 && run->chunks[chunks_of(run, step)[0]].is_grown;
     size_t nbytes = is_grown ? 0 : length_of(run, step);
@@ -196,7 +199,8 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     receive->address.sender = (uint32_t)run->context->members[step->other];
     receive->address.index = step->index;
     receive->into = into;
-    receive->keeper = move->scratch == NULL ? keeper_of_all(run, step) : (struct pc_keeper){NULL, move->scratch};
+    receive->keeper =
+        move->scratch == NULL ? keeper_of_all(run, step) : (struct pc_keeper){NULL, move->scratch};
     receive->room = nbytes;
     receive->takes_less = run->takes_less;
     receive->ask = is_grown;
@@ -256,7 +260,8 @@ static void reduce(struct pc_run *run, uint32_t position, const struct pc_step *
         unsigned char *out = destination(run, number);
         if (out == NULL)
             return;
-        const void *operands[2] = {step->incoming_first ? incoming : own, step->incoming_first ? own : incoming};
+        const void *operands[2] = {step->incoming_first ? incoming : own,
+                                   step->incoming_first ? own : incoming};
         if (nbytes > 0 && run->reduction.combine != NULL)
             run->reduction.combine(out, operands, 2, nbytes / run->reduction.itemsize, 1);
         incoming += nbytes;
@@ -286,7 +291,8 @@ static void external(struct pc_run *run, uint32_t position, const struct pc_step
 static bool can_read(struct pc_run *run, const struct pc_step *step) {
     const uint32_t *chunks = step->kind == PC_STEP_COPY ? &step->other : chunks_of(run, step);
     uint32_t count = step->kind == PC_STEP_COPY ? 1 : step->num_chunks;
-    bool reads = step->kind == PC_STEP_SEND || step->kind == PC_STEP_REDUCE || step->kind == PC_STEP_COPY;
+    bool reads =
+        step->kind == PC_STEP_SEND || step->kind == PC_STEP_REDUCE || step->kind == PC_STEP_COPY;
     for (uint32_t index = 0; reads && index < count; index++)
         if (run->chunks[chunks[index]].value == NULL) {
             run->from = (int)chunks[index];
@@ -343,7 +349,7 @@ static void drain(struct pc_run *run) {
     run->ended(run);
 }
 
-/* --- start and end ----------------------------------------------------------------------------------- */
+/* --- start and end ---------------------------------------------------------------------------- */
 
 /* The segment of a chunk, as `binding.Binding.cut` has it. */
 static void cut(const struct pc_run *run, size_t nbytes, size_t *begin, size_t *end) {
@@ -391,13 +397,15 @@ static void write_header(struct pc_run *run) {
 bool pc_run_start(struct pc_context *context, struct pc_run *run) {
     const struct pc_schedule *table = run->table;
     size_t steps = table->num_steps, chunks = table->num_chunks;
-    size_t nbytes = chunks * sizeof *run->chunks + steps * (sizeof *run->incoming + 4 * sizeof *run->waits) +
-                    sizeof *run->waits + PC_COLLECTIVE_NBYTES + run->call->nbytes;
+    size_t nbytes = chunks * sizeof *run->chunks +
+                    steps * (sizeof *run->incoming + 4 * sizeof *run->waits) + sizeof *run->waits +
+                    PC_COLLECTIVE_NBYTES + run->call->nbytes;
     run->memory = malloc(nbytes);
     if (run->memory == NULL)
         return false;
     run->context = context;
-    context->num_users++; /* what has ended well may be told after the context was closed: then it goes on */
+    /* what has ended well may be told after the context was closed: then it goes on */
+    context->num_users++;
     run->engine = context->engine;
     run->header_nbytes = PC_COLLECTIVE_NBYTES + run->call->nbytes;
     run->chunks = run->memory;
@@ -433,7 +441,7 @@ bool pc_run_cancel(struct pc_run *run) {
     return true;
 }
 
-/* --- for an owner who does steps --------------------------------------------------------------------- */
+/* --- for an owner who does steps -------------------------------------------------------------- */
 
 void pc_run_step_done(struct pc_run *run, uint32_t position) {
     const struct pc_step *step = &run->table->steps[position];

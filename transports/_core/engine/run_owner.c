@@ -3,9 +3,10 @@
 
 size_t pc_run_awaited(const struct pc_run *run, int *ranks, size_t most) {
     size_t count = 0;
-    for (const struct pc_moved *move = run->memory != NULL ? run->moves : NULL; move != NULL && count < most;
-         move = move->next)
-        if (move->is_send || move->receive.state != PC_RECEIVE_HELD) /* else it waits for its owner */
+    for (const struct pc_moved *move = run->memory != NULL ? run->moves : NULL;
+         move != NULL && count < most; move = move->next)
+        /* else it waits for its owner */
+        if (move->is_send || move->receive.state != PC_RECEIVE_HELD)
             ranks[count++] = move->is_send ? move->send.peer : (int)move->receive.address.sender;
     return count;
 }
@@ -51,4 +52,6 @@ void *pc_run_take_own(struct pc_run *run) {
     return run->own;
 }
 
-enum pc_value_place pc_run_where(const struct pc_run *run, uint32_t number) { return where(run, number); }
+enum pc_value_place pc_run_where(const struct pc_run *run, uint32_t number) {
+    return where(run, number);
+}

@@ -1,5 +1,5 @@
-/* The state of a run: its chunks and where their values are, and its messages that are under way. For run.c and
-   run_owner.c alone. */
+/* The state of a run: its chunks and where their values are, and its messages that are under way.
+   For run.c and run_owner.c alone. */
 #ifndef PC_RUN_STATE_H
 #define PC_RUN_STATE_H
 
@@ -12,7 +12,8 @@
 /* A chunk, or a segment of it. */
 struct pc_run_chunk {
     size_t nbytes;
-    unsigned char *value;  /* where its value is now; NULL: it has none yet. Not written where it was at the start */
+    /* where its value is now; NULL: it has none yet. Not written where it was at the start */
+    unsigned char *value;
     unsigned char *target; /* where it must be at the end; NULL: nowhere */
     size_t own_at;         /* its place in the run's own memory */
     const struct iovec *parts; /* its value is in several parts: as of its place; else NULL */
@@ -35,7 +36,7 @@ struct pc_moved {
     };
 };
 
-/* --- messages under way ------------------------------------------------------------------------------ */
+/* --- messages under way ----------------------------------------------------------------------- */
 
 static inline struct pc_moved *new_move(struct pc_run *run, uint32_t step, bool is_send) {
     struct pc_moved *move = calloc(1, sizeof *move);
@@ -64,7 +65,7 @@ static inline void free_move(struct pc_moved *move) {
     free(move);
 }
 
-/* --- memory ------------------------------------------------------------------------------------------ */
+/* --- memory ----------------------------------------------------------------------------------- */
 
 static inline void fail(struct pc_run *run, int status) {
     if (run->status == 0)
@@ -74,7 +75,8 @@ static inline void fail(struct pc_run *run, int status) {
 /* Where a chunk has its value from now on; NULL: there is no memory, and the run fails. */
 static inline unsigned char *destination(struct pc_run *run, uint32_t number) {
     struct pc_run_chunk *chunk = &run->chunks[number];
-    if (chunk->target == NULL && run->own == NULL) /* all at once: pages that are not touched cost nothing */
+    if (chunk->target == NULL && run->own == NULL) /* all at once: pages that are not touched cost
+                                                      nothing */
         run->own = pc_scratch_take(&run->engine->scratch, run->own_nbytes);
     if (chunk->target == NULL && run->own == NULL) {
         fail(run, -ENOMEM);
@@ -88,7 +90,8 @@ static inline unsigned char *destination(struct pc_run *run, uint32_t number) {
 static inline void copy_value(unsigned char *into, const struct pc_run_chunk *chunk) {
     if (chunk->parts == NULL && chunk->nbytes > 0)
         memcpy(into, chunk->value, chunk->nbytes);
-    for (size_t part = 0; chunk->parts != NULL && part < chunk->num_parts; into += chunk->parts[part++].iov_len)
+    for (size_t part = 0; chunk->parts != NULL && part < chunk->num_parts;
+         into += chunk->parts[part++].iov_len)
         if (chunk->parts[part].iov_len > 0)
             memcpy(into, chunk->parts[part].iov_base, chunk->parts[part].iov_len);
 }
@@ -114,7 +117,8 @@ static inline void settle(struct pc_run *run, struct pc_run_chunk *chunk) {
         copy_value(chunk->target, chunk);
     if (reduction->finish != NULL) {
         const void *operand = chunk->target;
-        reduction->finish(chunk->target, &operand, 1, chunk->nbytes / reduction->itemsize, reduction->divisor);
+        reduction->finish(chunk->target, &operand, 1, chunk->nbytes / reduction->itemsize,
+                          reduction->divisor);
     }
 }
 
@@ -136,7 +140,8 @@ static inline struct pc_keeper keeper_of(const struct pc_run *run, uint32_t numb
     switch (where(run, number)) {
     case PC_VALUE_AT_SOURCE:
         if (chunk->parts == NULL)
-            keeper.object = place->source_keeper != NULL ? place->source_keeper : run->source_keeper;
+            keeper.object =
+                place->source_keeper != NULL ? place->source_keeper : run->source_keeper;
         break;
     case PC_VALUE_AT_TARGET:
         keeper.object = place->target_keeper != NULL ? place->target_keeper : run->target_keeper;
@@ -151,7 +156,8 @@ static inline struct pc_keeper keeper_of(const struct pc_run *run, uint32_t numb
 }
 
 /* Neighbors in memory are one part. */
-static inline size_t gather(const struct pc_run *run, const struct pc_step *step, struct iovec *parts) {
+static inline size_t gather(const struct pc_run *run, const struct pc_step *step,
+                            struct iovec *parts) {
     size_t count = 0;
     for (uint32_t index = 0; index < step->num_chunks; index++) {
         const struct pc_run_chunk *chunk = &run->chunks[chunks_of(run, step)[index]];
@@ -170,7 +176,8 @@ static inline size_t gather(const struct pc_run *run, const struct pc_step *step
     return count;
 }
 
-static inline void scatter(struct pc_run *run, const struct pc_step *step, const unsigned char *from) {
+static inline void scatter(struct pc_run *run, const struct pc_step *step,
+                           const unsigned char *from) {
     for (uint32_t index = 0; index < step->num_chunks; index++) {
         const struct pc_run_chunk *chunk = &run->chunks[chunks_of(run, step)[index]];
         if (chunk->nbytes > 0)
