@@ -16,7 +16,17 @@ from patience import PATIENCE
 TESTS = Path(__file__).resolve().parent / "core"
 CORE = TESTS.parent.parent / "transports" / "_core"
 
-ENGINE = ("engine", "message", "context", "forget", "calls", "address", "match", "chains", "scratch")
+ENGINE = (
+    "engine",
+    "message",
+    "context",
+    "forget",
+    "calls",
+    "address",
+    "match",
+    "chains",
+    "scratch",
+)
 """The message engine's sources, without links and runs."""
 
 COMPILER = ("gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-fno-strict-aliasing")

@@ -286,8 +286,8 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, con
         .address = (uint64_t)(uintptr_t)(send->parts.num_parts == 1 ? send->parts.parts->iov_base
                                                                     : send->parts.parts),
     };
-    if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header, header_nbytes) <
-        0) {
+    if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header,
+                    header_nbytes) < 0) {
         pc_channel_send_end(channel, send, true);
         return 0;
     }

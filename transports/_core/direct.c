@@ -148,8 +148,8 @@ static void write_pieces(pc_collective *call, struct pc_transfer *work, int rank
     while ((piece = pc_transfer_claim(work, pieces)) >= 0) {
         size_t begin = piece_begin(call, piece), length = length_of(call, piece);
         struct iovec ours = {(void *)(from + begin), length};
-        if (pc_copy_to(comm->pids[rank], address + begin, (struct pc_parts){&ours, 1}, 0, length) !=
-            0) {
+        if (pc_copy_to(comm->pids[rank], address + begin, (struct pc_parts){&ours, 1}, 0,
+                       length) != 0) {
             pc_transfer_return(work, piece);
             atomic_fetch_add(&work->done, pieces); /* it waits no more */
             piece = -1;

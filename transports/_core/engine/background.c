@@ -75,8 +75,8 @@ static void *live(void *argument) {
         is_quiet = drive->activity == seen;
         if (!is_open(drive) || (!pc_drive_is_needed(drive) && is_quiet))
             continue;
-        if (pc_drive_is_needed(drive) && drive->first == NULL && drive->driver == NULL &&
-            is_quiet) {
+        if (pc_drive_is_needed(drive) && drive->first == NULL &&
+            drive->driver == NULL && is_quiet) {
             drive_for_others(drive);
             rest_ns = FIRST_REST_NS;
         } else {

@@ -92,8 +92,8 @@ static void post_send(struct pc_run *run, uint32_t position, const struct pc_ste
     send->keeper = keeper_of_all(run, step);
     for (int byte = 0; byte < 4; byte++)
         run->header[15 + byte] = (unsigned char)(step->index >> 8 * byte);
-    if (pc_send_start(run->context, send, run->header, run->header_nbytes, PC_MAY_PUSH) ==
-        PC_UNDER_WAY)
+    if (pc_send_start(run->context, send, run->header, run->header_nbytes,
+                      PC_MAY_PUSH) == PC_UNDER_WAY)
         return;
     int status = send->status;
     free_move(move);
