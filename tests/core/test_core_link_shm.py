@@ -23,8 +23,11 @@ from core_programs import (
 )
 from tiers import exhaustive
 
-CHANNEL = ["host", "region", "arena", "channel", "progress", "copy", "processor", "table", "wait"]
-NAMES = (*ENGINE, "link_self", "link_shm")
+CHANNEL = [
+    *("channel", "channel_life", "channel_ready", "channel_redirect", "progress"),
+    *("host", "region", "arena", "copy", "processor", "table", "wait"),
+]
+NAMES = (*ENGINE, "link_self", "link_shm", "link_shm_asked")
 KINDS = 19
 """Things that the random calls count."""
 

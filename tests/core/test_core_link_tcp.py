@@ -23,7 +23,7 @@ from core_programs import (
 )
 from tiers import exhaustive
 
-NAMES = (*ENGINE, "link_tcp")
+NAMES = (*ENGINE, "link_tcp", "link_tcp_asked")
 TCP = ("tcp", "tcp_read", "tcp_write", "table")
 KINDS = 16
 """Things that the random calls count."""

@@ -32,7 +32,7 @@ from pycoll.schedules.program import Program
 from pycoll.schedules.proof import Execution
 from pycoll.schedules.symbols import Values
 
-NAMES = (*ENGINE, "run", "link_self")
+NAMES = (*ENGINE, "run", "run_owner", "link_self")
 KINDS = 36
 """Things that the random calls count."""
 

@@ -18,7 +18,17 @@ TESTS = Path(__file__).resolve().parents[1] / "core"
 CORE = TESTS.parents[1] / "transports" / "_core"
 LISTED = tomllib.loads((TESTS.parent / "planted_faults.toml").read_text(encoding="utf-8"))
 
-ENGINE = ("engine", "message", "context", "calls", "address", "match", "chains", "scratch")
+ENGINE = (
+    "engine",
+    "message",
+    "context",
+    "forget",
+    "calls",
+    "address",
+    "match",
+    "chains",
+    "scratch",
+)
 """The message engine's sources, without links and runs."""
 
 COMPILER = ("gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-g", "-fno-strict-aliasing")

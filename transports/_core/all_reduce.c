@@ -1,8 +1,9 @@
 #include "comm.h"
 #include "copy.h"
 
-/* Every chunk is cut in parts, one a rank. A rank copies the others' parts of its chunk into its big slot,
-   reduces its own part of all ranks' chunks, and copies the other parts of the result out of their slots:
+/* Every chunk is cut in parts, one a rank. A rank copies the others' parts of its chunk into its
+   big slot, reduces its own part of all ranks' chunks, and copies the other parts of the result out
+   of their slots:
 
        rank 0's slot   [ .... | x0 for 1 ]        rank 1's slot   [ x1 for 0 | .... ]
        after reducing  [ sum  | ........ ]                        [ ........ | sum  ]
@@ -53,7 +54,8 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
     }
     for (uint64_t index = 0; index < chunks; index++) {
         uint64_t chunk = base + index;
-        size_t offset = index * unit, rest = call->nbytes - offset, length = rest < unit ? rest : unit;
+        size_t offset = index * unit, rest = call->nbytes - offset,
+               length = rest < unit ? rest : unit;
         const unsigned char *x = (const unsigned char *)call->x + offset;
         unsigned char *out = (unsigned char *)call->out + offset;
         struct parts own = part_of(length, comm->rank, comm->size);
@@ -87,8 +89,8 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot) {
             struct parts theirs = part_of(length, rank, comm->size);
             if (pc_wait(&call->call, &pc_progress_of(comm, rank)->reduced, chunk + 1, rank) < 0)
                 return -1;
-            pc_copy_part(out + theirs.begin, pc_big_slot_of(comm, rank, chunk) + theirs.begin, theirs.end - theirs.begin,
-                         call->nbytes);
+            pc_copy_part(out + theirs.begin, pc_big_slot_of(comm, rank, chunk) + theirs.begin,
+                         theirs.end - theirs.begin, call->nbytes);
         }
         pc_publish(&mine->consumed, chunk + 1);
         pc_wake_others(comm);

@@ -7,12 +7,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* Address space is plentiful and memory is not. So a block of each class of sizes stays one of that class, and nothing
-   is ever merged: what is free and was touched is kept for the next of its class, up to `kept_most` bytes; what is
-   more is given back to the kernel, the longest free first. */
+/* Address space is plentiful and memory is not. So a block of each class of sizes stays one of that
+   class, and nothing is ever merged: what is free and was touched is kept for the next of its
+   class, up to `kept_most` bytes; what is more is given back to the kernel, the longest free
+   first. */
 
 #define MOST_NBYTES ((size_t)1 << 40)  /* of an arena */
-#define ALL_NBYTES ((size_t)32 << 40)  /* of all arenas of a host: a quarter of a process's address space */
+#define ALL_NBYTES \
+    ((size_t)32 << 40)  /* of all arenas of a host: a quarter of a process's address space */
 #define KEPT_NBYTES ((size_t)256 << 20)
 
 size_t pc_arena_nbytes(int size) {
@@ -55,10 +57,11 @@ static struct window *windows;
 static bool is_copy;    /* this process is a fork's child: what arrays it had it has copied */
 static bool is_retired; /* the process ends: what it frees others may still hold */
 
-/* --- classes ------------------------------------------------------------------------------------------ */
+/* --- classes ---------------------------------------------------------------------------------- */
 
-/* The class of blocks with room for `nbytes`, and that room: whole pages, at most a quarter more than asked for; from
-   2 MiB on whole large pages, which the kernel can use only if they lie on their borders in file and memory. */
+/* The class of blocks with room for `nbytes`, and that room: whole pages, at most a quarter more
+   than asked for; from 2 MiB on whole large pages, which the kernel can use only if they lie on
+   their borders in file and memory. */
 static size_t class_of(size_t nbytes, size_t *room) {
     size_t pages = nbytes / PC_PAGE + (nbytes % PC_PAGE != 0), huge = PC_HUGE_PAGE / PC_PAGE;
     if (pages < 4) {
@@ -75,12 +78,13 @@ static size_t class_of(size_t nbytes, size_t *room) {
     return 4 * bits + (pages >> (bits - 2)) % 4;
 }
 
-/* --- blocks ------------------------------------------------------------------------------------------- */
+/* --- blocks ----------------------------------------------------------------------------------- */
 
 static struct block **entry_of(size_t offset) {
     struct block ***leaf = &table[offset >> (LEAF_BITS + 12)];
     if (*leaf == NULL)
-        *leaf = calloc((size_t)1 << LEAF_BITS, sizeof **leaf); /* of which only what is used takes memory */
+        /* of which only what is used takes memory */
+        *leaf = calloc((size_t)1 << LEAF_BITS, sizeof **leaf);
     return *leaf != NULL ? &(*leaf)[offset / PC_PAGE & (((size_t)1 << LEAF_BITS) - 1)] : NULL;
 }
 
@@ -124,7 +128,8 @@ static void keep_no_more(struct block *block) {
 /* Give a block's memory back to the kernel; it reads as zero again. */
 static void release(struct block *block) {
     off_t offset = file_offset + (off_t)block->offset;
-    if (fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, (off_t)block->touched) == 0)
+    if (fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset,
+                  (off_t)block->touched) == 0)
         block->touched = 0;
 }
 
@@ -219,12 +224,13 @@ struct pc_arena_use pc_arena_use(void) {
     return now;
 }
 
-/* --- forks -------------------------------------------------------------------------------------------- */
+/* --- forks ------------------------------------------------------------------------------------ */
 
-/* A fork's child is to have its own copy of all arrays, as it has of other memory: neither sees what the other writes
-   afterwards. The kernel does that only for private memory. So the child copies what is in use, before its parent, which
-   waits for that, can write to it. (If the parent made its memory private instead, other threads of it could lose what
-   they write meanwhile.) Only what was touched is copied. exec, vfork and posix_spawn call none of this. */
+/* A fork's child is to have its own copy of all arrays, as it has of other memory: neither sees
+   what the other writes afterwards. The kernel does that only for private memory. So the child
+   copies what is in use, before its parent, which waits for that, can write to it. (If the parent
+   made its memory private instead, other threads of it could lose what they write meanwhile.) Only
+   what was touched is copied. exec, vfork and posix_spawn call none of this. */
 static int copied[2]; /* a pipe: the child has its copy */
 
 static void before_fork(void) {
@@ -246,7 +252,8 @@ static void after_fork_in_parent(void) {
 }
 
 static PC_COLD void no_copy(void) {
-    static const char text[] = "pycoll: there is no memory for the copy of its arrays that a forked process needs\n";
+    static const char text[] =
+        "pycoll: there is no memory for the copy of its arrays that a forked process needs\n";
     ssize_t ignored = write(2, text, sizeof text - 1);
     (void)ignored;
     _exit(1);
@@ -284,8 +291,8 @@ static void after_fork_in_child(void) {
     }
     /* What it may still read of other ranks' arrays it cannot change. */
     for (struct window *window = windows; file >= 0 && window != NULL; window = window->next)
-        if (mmap(window->memory, window->nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file,
-                 window->offset) == MAP_FAILED)
+        if (mmap(window->memory, window->nbytes, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file, window->offset) == MAP_FAILED)
             munmap(window->memory, window->nbytes);
     if (copied[0] >= 0) {
         close(copied[0]);
@@ -299,13 +306,16 @@ static void after_fork_in_child(void) {
     pthread_mutex_unlock(&lock);
 }
 
-static void watch_forks(void) { pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child); }
+static void watch_forks(void) {
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
 
-/* --- mappings ----------------------------------------------------------------------------------------- */
+/* --- mappings --------------------------------------------------------------------------------- */
 
 /* On a large page's border in memory, as it is in the file. */
 static unsigned char *map(int fd, off_t offset, size_t nbytes) {
-    unsigned char *room = mmap(NULL, nbytes + PC_HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    unsigned char *room = mmap(NULL, nbytes + PC_HUGE_PAGE, PROT_NONE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (room == MAP_FAILED)
         return NULL;
     size_t before = -(uintptr_t)room % PC_HUGE_PAGE;
@@ -353,8 +363,10 @@ static int open_arena(int fd, int rank, int size) {
     if (base != NULL) {
         size_t physical = (size_t)sysconf(_SC_PHYS_PAGES) * PC_PAGE / 16 / (size_t)size;
         kept_most = physical < KEPT_NBYTES ? physical : KEPT_NBYTES;
-        uint64_t none = 0; /* if this process is not the first of its rank, the arena is another's */
-        if (atomic_compare_exchange_strong(&pc_host_record(&host, rank)->arena, &none, (uint64_t)(uintptr_t)base)) {
+        /* if this process is not the first of its rank, the arena is another's */
+        uint64_t none = 0;
+        if (atomic_compare_exchange_strong(&pc_host_record(&host, rank)->arena, &none,
+                                           (uint64_t)(uintptr_t)base)) {
             pc_own_arena.nbytes = pc_own_arena.shared_nbytes = host.arena_nbytes;
             pc_own_arena.base = base;
         } else {
@@ -383,11 +395,13 @@ static bool is_wanted;
 void pc_arena_want(void) {
     is_wanted = true;
     if (joined != NULL)
-        pc_arena_open(joined->fd, joined->rank, joined->size); /* or arrays lie in ordinary memory */
+        /* or arrays lie in ordinary memory */
+        pc_arena_open(joined->fd, joined->rank, joined->size);
 }
 
 void pc_arena_host(const pc_host *host, bool here) {
-    if (here && is_copy) /* the parent has told where its arena is, but it is the child that joins */
+    /* the parent has told where its arena is, but it is the child that joins */
+    if (here && is_copy)
         atomic_store(&pc_host_record((pc_host *)host, host->rank)->arena, 0);
     if (here || joined == host)
         joined = here ? host : NULL;
@@ -402,7 +416,8 @@ bool pc_window_open(pc_host *host, int rank) {
         pthread_mutex_unlock(&lock);
         return true;
     }
-    if (open_file(host->fd, host->file_nbytes) == 0 && (window = calloc(1, sizeof *window)) != NULL) {
+    if (open_file(host->fd, host->file_nbytes) == 0 &&
+        (window = calloc(1, sizeof *window)) != NULL) {
         window->offset = (off_t)(host->arenas_offset + (size_t)rank * host->arena_nbytes);
         window->nbytes = host->arena_nbytes;
         window->memory = map(file, window->offset, window->nbytes);

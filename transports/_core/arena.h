@@ -1,20 +1,23 @@
-/* Memory for arrays which all ranks of a host have mapped: an arena a rank, in the host's memory file (host.h).
+/* Memory for arrays which all ranks of a host have mapped: an arena a rank, in the host's memory
+   file (host.h).
 
-   This file has both sides: the allocator of one's own arena, and `pc_here`, which says where the bytes of another rank
-   are. What an allocator must know it keeps in its own process's memory: nothing that another rank can write is ever
-   believed by it. */
+   This file has both sides: the allocator of one's own arena, and `pc_here`, which says where the
+   bytes of another rank are. What an allocator must know it keeps in its own process's memory:
+   nothing that another rank can write is ever believed by it. */
 #ifndef PC_ARENA_H
 #define PC_ARENA_H
 
 #include "host.h"
 
-/* Address space of one rank's arena, the same for all ranks of a host. Only what is touched takes memory. */
+/* Address space of one rank's arena, the same for all ranks of a host. Only what is touched takes
+   memory. */
 size_t pc_arena_nbytes(int size);
 
 extern struct pc_own_arena {
     unsigned char *base; /* NULL: this process has none */
     size_t nbytes;
-    size_t shared_nbytes; /* `nbytes`, or 0 in a fork's child, whose arrays nobody else has mapped */
+    /* `nbytes`, or 0 in a fork's child, whose arrays nobody else has mapped */
+    size_t shared_nbytes;
 } pc_own_arena;
 
 /* Whether all of it lies in this process's arena, where others have it mapped. */
@@ -33,8 +36,8 @@ int pc_arena_open(int fd, int rank, int size);
 void pc_arena_want(void);
 void pc_arena_host(const pc_host *host, bool here); /* it has; or no more */
 
-/* A block whose first `nbytes` are the caller's, on a page's border; NULL: there is no arena, or it is full. It must be
-   given back to `pc_arena_free`, by any thread. `zero`: it reads as zero. */
+/* A block whose first `nbytes` are the caller's, on a page's border; NULL: there is no arena, or it
+   is full. It must be given back to `pc_arena_free`, by any thread. `zero`: it reads as zero. */
 void *pc_arena_alloc(size_t nbytes, bool zero);
 void pc_arena_free(void *block);
 void pc_arena_retire(void); /* the process ends: nothing is used again, or given back */
@@ -48,24 +51,30 @@ struct pc_arena_use {
 };
 struct pc_arena_use pc_arena_use(void);
 
-/* Map the arena of a rank of this host if it is not; whether it is mapped. It stays so: arrays may lie there. */
+/* Map the arena of a rank of this host if it is not; whether it is mapped. It stays so: arrays may
+   lie there. */
 bool pc_window_open(pc_host *host, int rank);
 
-/* Where the bytes at `address` in the memory of `rank` are here: in its arena, as this process has mapped it. NULL: only
-   the kernel reaches them. The numbers come from that rank: whatever they are, the result lies in its arena. */
+/* Where the bytes at `address` in the memory of `rank` are here: in its arena, as this process has
+   mapped it. NULL: only the kernel reaches them. The numbers come from that rank: whatever they
+   are, the result lies in its arena. */
 static inline unsigned char *pc_here(pc_host *host, int rank, uint64_t address, size_t nbytes) {
     unsigned char *window = host->windows[rank];
     if (window == NULL)
         return NULL;
-    uint64_t theirs = atomic_load_explicit(&pc_host_record(host, rank)->arena, memory_order_relaxed);
+    uint64_t theirs =
+        atomic_load_explicit(&pc_host_record(host, rank)->arena, memory_order_relaxed);
     uint64_t offset = address - theirs;
-    bool there = theirs != 0 && offset < host->arena_nbytes && nbytes <= host->arena_nbytes - offset;
+    bool there =
+        theirs != 0 && offset < host->arena_nbytes && nbytes <= host->arena_nbytes - offset;
     return there ? window + offset : NULL;
 }
 
 /* The same, where it may not be mapped yet. */
-static inline unsigned char *pc_reach_here(pc_host *host, int rank, uint64_t address, size_t nbytes) {
-    if (host->windows[rank] == NULL && atomic_load_explicit(&pc_host_record(host, rank)->arena, memory_order_relaxed) != 0)
+static inline unsigned char *pc_reach_here(pc_host *host, int rank, uint64_t address,
+                                           size_t nbytes) {
+    if (host->windows[rank] == NULL &&
+        atomic_load_explicit(&pc_host_record(host, rank)->arena, memory_order_relaxed) != 0)
         pc_window_open(host, rank);
     return pc_here(host, rank, address, nbytes);
 }

@@ -1,10 +1,11 @@
 /* NumPy's arrays in the arena (arena.h): an allocator for NumPy (NEP 49).
 
-   NumPy asks a handler for the memory of each array, and remembers which, so that the same one frees it. Which handler
-   is the current one is a context variable, and a new thread begins with an empty context: it has the default handler.
-   So it is the functions of the default handler that are replaced here, whose address is a part of NumPy's interface
-   (PyDataMem_DefaultHandler); then it does not matter which thread makes an array, and which frees it. They pass on to
-   the old ones all that is not for the arena. */
+   NumPy asks a handler for the memory of each array, and remembers which, so that the same one
+   frees it. Which handler is the current one is a context variable, and a new thread begins with an
+   empty context: it has the default handler. So it is the functions of the default handler that are
+   replaced here, whose address is a part of NumPy's interface (PyDataMem_DefaultHandler); then it
+   does not matter which thread makes an array, and which frees it. They pass on to the old ones all
+   that is not for the arena. */
 #include "array_memory.h"
 
 #include "arena.h"
@@ -34,7 +35,9 @@ static _Atomic size_t minimum = SIZE_MAX; /* bytes of an array that goes to the 
 static _Thread_local bool wanted; /* this thread wants the next arrays there, however short */
 static _Atomic uint64_t refused, refused_nbytes;
 
-static inline bool is_for_arena(size_t nbytes) { return wanted || nbytes >= atomic_load_explicit(&minimum, memory_order_relaxed); }
+static inline bool is_for_arena(size_t nbytes) {
+    return wanted || nbytes >= atomic_load_explicit(&minimum, memory_order_relaxed);
+}
 
 static void *take(size_t nbytes, bool zero) {
     void *memory = pc_arena_alloc(nbytes, zero);
@@ -87,7 +90,8 @@ static bool open_for_writing(const void *memory, size_t nbytes) {
     return mprotect((void *)begin, end - begin, PROT_READ | PROT_WRITE) == 0;
 }
 
-/* hook_numpy(api) -> bool: have NumPy ask here, given its table of functions; False: it is not as expected. */
+/* hook_numpy(api) -> bool: have NumPy ask here, given its table of functions; False: it is not as
+   expected. */
 PyObject *pc_hook_numpy(PyObject *module, PyObject *api) {
     (void)module;
     if (replaced == NULL) {
@@ -101,8 +105,9 @@ PyObject *pc_hook_numpy(PyObject *module, PyObject *api) {
         if (handler == NULL)
             return NULL;
         const struct allocator *asked = &handler->allocator;
-        if (handler->version != VERSION || strcmp(handler->name, "default_allocator") != 0 || asked->malloc == NULL ||
-            asked->calloc == NULL || asked->realloc == NULL || asked->free == NULL || !open_for_writing(handler, sizeof *handler))
+        if (handler->version != VERSION || strcmp(handler->name, "default_allocator") != 0 ||
+            asked->malloc == NULL || asked->calloc == NULL || asked->realloc == NULL ||
+            asked->free == NULL || !open_for_writing(handler, sizeof *handler))
             Py_RETURN_FALSE;
         old = *asked;
         replaced = handler;
@@ -115,8 +120,8 @@ PyObject *pc_hook_numpy(PyObject *module, PyObject *api) {
     Py_RETURN_TRUE;
 }
 
-/* open_arena([fd, rank, size]): map this process's arena, given the memory file of its host; without, as soon as that is
-   there. OSError. */
+/* open_arena([fd, rank, size]): map this process's arena, given the memory file of its host;
+   without, as soon as that is there. OSError. */
 PyObject *pc_open_arena(PyObject *module, PyObject *args) {
     int fd = -1, rank = 0, size = 1, error = 0;
     (void)module;
@@ -137,7 +142,8 @@ PyObject *pc_open_arena(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* share_arrays(nbytes or None) -> what it was: arrays of so many bytes and more lie in the arena from now on */
+/* share_arrays(nbytes or None) -> what it was: arrays of so many bytes and more lie in the arena
+   from now on */
 PyObject *pc_share_arrays(PyObject *module, PyObject *nbytes) {
     (void)module;
     size_t to = nbytes == Py_None ? SIZE_MAX : PyLong_AsSize_t(nbytes);
@@ -161,12 +167,14 @@ PyObject *pc_retire_arrays(PyObject *module, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* shared_use() -> (arrays, bytes, bytes kept for the next arrays, arrays that found no place, their bytes) */
+/* shared_use() -> (arrays, bytes, bytes kept for the next arrays, arrays that found no place, their
+   bytes) */
 PyObject *pc_shared_use(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
     struct pc_arena_use use = pc_arena_use();
     return Py_BuildValue("(KKKKK)", (unsigned long long)use.blocks, (unsigned long long)use.nbytes,
-                         (unsigned long long)use.kept_nbytes, (unsigned long long)atomic_load(&refused),
+                         (unsigned long long)use.kept_nbytes,
+                         (unsigned long long)atomic_load(&refused),
                          (unsigned long long)atomic_load(&refused_nbytes));
 }
 
@@ -177,5 +185,6 @@ PyObject *pc_is_shared(PyObject *module, PyObject *args) {
     (void)module;
     if (!PyArg_ParseTuple(args, "Kn", &address, &nbytes))
         return NULL;
-    return PyBool_FromLong(nbytes >= 0 && pc_arena_has((const void *)(uintptr_t)address, (size_t)nbytes));
+    return PyBool_FromLong(nbytes >= 0 &&
+                           pc_arena_has((const void *)(uintptr_t)address, (size_t)nbytes));
 }

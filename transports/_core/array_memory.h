@@ -1,4 +1,5 @@
-/* NumPy's arrays in memory that all ranks of the host have mapped: functions of the module. See array_memory.c. */
+/* NumPy's arrays in memory that all ranks of the host have mapped: functions of the module. See
+   array_memory.c. */
 #ifndef PC_ARRAY_MEMORY_H
 #define PC_ARRAY_MEMORY_H
 

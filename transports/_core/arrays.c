@@ -20,8 +20,8 @@ struct array_fields { /* the beginning of NumPy's PyArrayObject */
 static PyTypeObject *ndarray; /* NULL: not in use */
 static PyObject *empty;       /* numpy.empty */
 
-/* NumPy's dtypes are single objects, so an address tells the type. A copy of one is a dtype that we do
-   not know, and its arrays go the long way. */
+/* NumPy's dtypes are single objects, so an address tells the type. A copy of one is a dtype that we
+   do not know, and its arrays go the long way. */
 #define MAX_DTYPES 32
 static struct {
     PyObject *dtype;
@@ -67,7 +67,8 @@ PyObject *pc_array_new(const struct pc_array *like, PyObject *x, Py_ssize_t extr
         PyTuple_SetItem(shape, 0, PyLong_FromSsize_t(extra));
     for (int axis = skipped; axis < like->ndim; axis++)
         PyTuple_SetItem(shape, axis - skipped + added, PyLong_FromSsize_t(like->dims[axis]));
-    PyObject *made = PyObject_CallFunctionObjArgs(empty, shape, ((struct array_fields *)x)->dtype, NULL);
+    PyObject *made =
+        PyObject_CallFunctionObjArgs(empty, shape, ((struct array_fields *)x)->dtype, NULL);
     Py_DECREF(shape);
     return made;
 }
@@ -105,7 +106,8 @@ static void set_error(const char *text) {
     Py_XDECREF(errors);
 }
 
-PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *pc_call_slow(PyObject *slow, PyObject *const *args, Py_ssize_t count,
+                       PyObject *keywords) {
     if (slow == NULL) {
         set_error("this communicator is closed");
         return NULL;
@@ -132,8 +134,8 @@ done:
     return result;
 }
 
-PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *args, Py_ssize_t count,
-                         PyObject *keywords) {
+PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *args,
+                         Py_ssize_t count, PyObject *keywords) {
     PyObject *method = methods != NULL ? PyObject_CallFunction(methods, "s", name) : NULL;
     if (methods != NULL && method == NULL)
         return NULL;
@@ -161,8 +163,9 @@ PyObject *pc_add_dtype(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* use_numpy(numpy.empty, sample, address, read_only) -> bool: whether arrays can be looked at. `sample` is a C-contiguous,
-   writeable array of shape (2, 3) at `address`, `read_only` the same as a read-only view with its axes swapped. */
+/* use_numpy(numpy.empty, sample, address, read_only) -> bool: whether arrays can be looked at.
+   `sample` is a C-contiguous, writeable array of shape (2, 3) at `address`, `read_only` the same as
+   a read-only view with its axes swapped. */
 PyObject *pc_use_numpy(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *function, *sample, *swapped;
@@ -172,10 +175,12 @@ PyObject *pc_use_numpy(PyObject *module, PyObject *args) {
     const struct array_fields *one = (const struct array_fields *)sample;
     const struct array_fields *two = (const struct array_fields *)swapped;
     PyObject *dtype = PyObject_GetAttrString(sample, "dtype");
-    bool known = dtype != NULL && (uintptr_t)one->data == address && one->ndim == 2 && one->dims[0] == 2 &&
-                 one->dims[1] == 3 && one->dtype == dtype && two->data == one->data && two->ndim == 2 &&
-                 two->dims[0] == 3 && two->dims[1] == 2 &&
-                 (one->flags & (C_CONTIGUOUS | ALIGNED | WRITEABLE)) == (C_CONTIGUOUS | ALIGNED | WRITEABLE) &&
+    bool known = dtype != NULL && (uintptr_t)one->data == address && one->ndim == 2 &&
+                 one->dims[0] == 2 && one->dims[1] == 3 && one->dtype == dtype &&
+                 two->data == one->data && two->ndim == 2 && two->dims[0] == 3 &&
+                 two->dims[1] == 2 &&
+                 (one->flags & (C_CONTIGUOUS | ALIGNED | WRITEABLE)) ==
+                     (C_CONTIGUOUS | ALIGNED | WRITEABLE) &&
                  (two->flags & (C_CONTIGUOUS | ALIGNED | WRITEABLE)) == ALIGNED;
     Py_XDECREF(dtype);
     PyErr_Clear();

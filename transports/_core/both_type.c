@@ -1,4 +1,5 @@
-/* `_core.Both`: a receive and a send as one request, an isendrecv. Its result is what was received. */
+/* `_core.Both`: a receive and a send as one request, an isendrecv. Its result is what was
+   received. */
 #include "messages.h"
 
 #include <structmember.h>
@@ -12,7 +13,8 @@ typedef struct {
 static PyTypeObject *both_type;
 
 PyObject *pc_both_new(PyObject *type, struct pc_request *received, struct pc_request *sent) {
-    pc_both *self = (pc_both *)((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
+    pc_both *self = (pc_both *)((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))(
+        (PyTypeObject *)type, 0);
     if (self != NULL) {
         self->received = (struct pc_request *)Py_NewRef((PyObject *)received);
         self->sent = (struct pc_request *)Py_NewRef((PyObject *)sent);
@@ -28,7 +30,9 @@ bool pc_both_parts(PyObject *object, struct pc_request **received, struct pc_req
     return true;
 }
 
-static bool is_well(struct pc_request *request) { return pc_request_is_done(request) && request->status == 0; }
+static bool is_well(struct pc_request *request) {
+    return pc_request_is_done(request) && request->status == 0;
+}
 
 static bool are_done(const pc_both *self) {
     return pc_request_is_done(self->received) && pc_request_is_done(self->sent);
@@ -36,7 +40,8 @@ static bool are_done(const pc_both *self) {
 
 bool pc_both_is_done(PyObject *object) { return are_done((pc_both *)object); }
 
-/* Whether one has failed while the other goes on: Python gives that one up, and then all is over. */
+/* Whether one has failed while the other goes on: Python gives that one up, and then all is
+   over. */
 static bool is_torn(const pc_both *self) {
     return (pc_request_is_done(self->received) && !is_well(self->received)) ||
            (pc_request_is_done(self->sent) && !is_well(self->sent));
@@ -57,7 +62,8 @@ static PyObject *is_done(PyObject *object) {
     return PyBool_FromLong(are_done(self));
 }
 
-PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_t count,
+                              PyObject *keywords) {
     pc_both *self = (pc_both *)object;
     uint64_t timeout_ns;
     PyObject *result = NULL;
@@ -117,13 +123,16 @@ static void both_dealloc(pc_both *self) {
 
 static PyMethodDef both_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))pc_both_wait_method, METH_FASTCALL | METH_KEYWORDS,
-     "wait($self, timeout=None)\n--\n\nReturn the result, when both are done. See pycoll.Request.wait."},
-    {"test", (PyCFunction)both_test, METH_NOARGS, "Return whether both are done, in whatever way; never waits."},
+     "wait($self, timeout=None)\n--\n\nReturn the result, when both are done. See "
+     "pycoll.Request.wait."},
+    {"test", (PyCFunction)both_test, METH_NOARGS,
+     "Return whether both are done, in whatever way; never waits."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef both_values[] = {
-    {"done", both_done, NULL, "Whether both are done, or one has failed. See pycoll.Request.done.", NULL},
+    {"done", both_done, NULL, "Whether both are done, or one has failed. See pycoll.Request.done.",
+     NULL},
     {"result", both_result, NULL, "What was received. See pycoll.Request.result.", NULL},
     {"_received", (getter)both_part, NULL, "The receive.", NULL},
     {"_sent", (getter)both_part, NULL, "The send.", ""},

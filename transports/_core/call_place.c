@@ -17,7 +17,8 @@ static struct known_place known_places[64];
 static bool is_ours(PyFrameObject *frame) {
     PyObject *globals = PyObject_GetAttrString((PyObject *)frame, "f_globals");
     PyObject *name = globals != NULL ? PyMapping_GetItemString(globals, "__name__") : NULL;
-    const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    const char *text =
+        name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
     bool is_ours = text != NULL && strncmp(text, "pycoll.", 7) == 0;
     PyErr_Clear();
     Py_XDECREF(globals);
@@ -28,10 +29,15 @@ static bool is_ours(PyFrameObject *frame) {
 /* Know the file's name and the line. */
 static void know_place(struct known_place *known, PyFrameObject *frame, PyObject *code, int line) {
     PyObject *name = PyObject_GetAttrString(code, "co_filename"), *before = known->code;
-    const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
+    const char *text =
+        name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, NULL) : NULL;
     PyErr_Clear();
     const char *slash = text != NULL ? strrchr(text, '/') : NULL;
-    PyOS_snprintf(known->text, sizeof known->text, "%s:%d", slash != NULL ? slash + 1 : text != NULL ? text : "?", line);
+    PyOS_snprintf(known->text, sizeof known->text, "%s:%d",
+                  slash != NULL  ? slash + 1
+                  : text != NULL ? text
+                                 : "?",
+                  line);
     known->nbytes = strlen(known->text);
     known->is_ours = is_ours(frame);
     known->line = line;

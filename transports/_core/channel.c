@@ -1,19 +1,14 @@
 /* The sending side of channels, and what both sides share. See channel.h. */
 #include "channel.h"
 
-#include <errno.h>
 #include <stdlib.h>
-#include <sys/random.h>
-#include <unistd.h>
-
-/* What is written into a ring in one item. More goes to the heap, where a copy costs the same, so that rings
-   may be small. */
-#define INLINE_LIMIT 2048
 
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive) {
     return pc_table_add(&channel->receives, receive);
 }
-void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) { pc_table_remove(&channel->receives, handle); }
+void pc_channel_remove_receive(pc_channel *channel, uint64_t handle) {
+    pc_table_remove(&channel->receives, handle);
+}
 
 bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number) {
     if (list->count == list->size) {
@@ -37,62 +32,7 @@ void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number) {
         }
 }
 
-/* --- life -------------------------------------------------------------------------------------------- */
-
-static unsigned char *ring_at(pc_host *host, int from, int to) {
-    return host->base + host->rings_offset + ((size_t)from * (size_t)host->size + (size_t)to) * host->ring_nbytes;
-}
-
-int pc_channel_open(pc_channel *channel) {
-    pc_host *host = channel->host;
-    size_t size = (size_t)host->size;
-    channel->rank = host->rank;
-    channel->size = host->size;
-    if (host->ring_nbytes < sizeof(struct pc_desk) + (size + 63) / 64 * 8)
-        return E2BIG;
-    channel->peers = calloc(size, sizeof *channel->peers);
-    channel->active = calloc(size, sizeof *channel->active);
-    if (channel->peers == NULL || channel->active == NULL)
-        return ENOMEM;
-    channel->inline_limit = INLINE_LIMIT < host->ring_nbytes / 8 ? INLINE_LIMIT : host->ring_nbytes / 8;
-    for (int rank = 0; rank < host->size; rank++) {
-        struct pc_peer *peer = &channel->peers[rank];
-        peer->desk = (struct pc_desk *)ring_at(host, rank, rank);
-        peer->heap = host->base + host->heaps_offset + (size_t)rank * host->heap_nbytes;
-        if (rank != host->rank) {
-            pc_ring_open(&peer->out, ring_at(host, host->rank, rank), host->ring_nbytes);
-            pc_ring_open(&peer->in, ring_at(host, rank, host->rank), host->ring_nbytes);
-        }
-    }
-    channel->heap.base = channel->peers[channel->rank].heap;
-    for (int index = PC_TRANSFERS; index-- > 0;)
-        channel->free_transfers[channel->num_free_transfers++] = (int16_t)index;
-    if (getrandom(&channel->nonce, sizeof channel->nonce, 0) != sizeof channel->nonce)
-        return errno;
-    pc_allow_copies();
-    struct pc_desk *desk = channel->peers[channel->rank].desk;
-    desk->nonce = channel->nonce;
-    desk->nonce_address = (uint64_t)(uintptr_t)&channel->nonce;
-    pc_publish(&desk->pid, (uint64_t)getpid());
-    return 0;
-}
-
-void pc_channel_free(pc_channel *channel) {
-    for (int rank = 0; channel->peers != NULL && rank < channel->size; rank++)
-        for (struct pc_note *note = channel->peers[rank].first, *next; note != NULL; note = next) {
-            next = note->next;
-            free(note);
-        }
-    for (uint32_t place = 0; place < channel->sends.size; place++)
-        if (channel->sends.things[place] != NULL)
-            pc_channel_send_free(channel, channel->sends.things[place]);
-    pc_table_free(&channel->sends);
-    pc_table_free(&channel->receives);
-    free(channel->sending.numbers);
-    free(channel->receiving.numbers);
-    free(channel->peers);
-    free(channel->active);
-}
+/* --- the other's memory ----------------------------------------------------------------------- */
 
 bool pc_channel_reaches(pc_channel *channel, int rank) {
     struct pc_peer *peer = &channel->peers[rank];
@@ -102,20 +42,23 @@ bool pc_channel_reaches(pc_channel *channel, int rank) {
     if (peer->pid == 0)
         return false; /* not there yet */
     uint64_t nonce = 0;
-    struct iovec place = {.iov_base = (void *)(uintptr_t)peer->desk->nonce_address, .iov_len = sizeof nonce};
-    bool can = channel->single_copy &&
-               pc_copy_from(peer->pid, (struct pc_parts){&place, 1}, 0, &nonce, sizeof nonce) == 0 &&
-               nonce == peer->desk->nonce;
+    struct iovec place = {.iov_base = (void *)(uintptr_t)peer->desk->nonce_address,
+                          .iov_len = sizeof nonce};
+    bool can =
+        channel->single_copy &&
+        pc_copy_from(peer->pid, (struct pc_parts){&place, 1}, 0, &nonce, sizeof nonce) == 0 &&
+        nonce == peer->desk->nonce;
     peer->reach = can ? 1 : -1;
     return can;
 }
 
 bool pc_channel_can_fetch(pc_channel *channel, int rank, uint64_t address, size_t nbytes) {
-    return pc_channel_reaches(channel, rank) || pc_reach_here(channel->host, rank, address, nbytes) != NULL;
+    return pc_channel_reaches(channel, rank) ||
+           pc_reach_here(channel->host, rank, address, nbytes) != NULL;
 }
 
-int pc_channel_fetch(pc_channel *channel, int rank, struct pc_parts theirs, size_t offset, void *into, size_t nbytes,
-                     size_t whole) {
+int pc_channel_fetch(pc_channel *channel, int rank, struct pc_parts theirs, size_t offset,
+                     void *into, size_t nbytes, size_t whole) {
     const struct iovec *part = theirs.parts;
     const unsigned char *here = NULL;
     if (theirs.num_parts == 1 && offset <= part->iov_len && nbytes <= part->iov_len - offset)
@@ -128,11 +71,12 @@ int pc_channel_fetch(pc_channel *channel, int rank, struct pc_parts theirs, size
 
 /* Whether that may work: what has been claimed and cannot be copied makes the receiver late. */
 static bool can_store(pc_channel *channel, int rank, uint64_t into, size_t nbytes) {
-    return pc_channel_reaches(channel, rank) || pc_reach_here(channel->host, rank, into, nbytes) != NULL;
+    return pc_channel_reaches(channel, rank) ||
+           pc_reach_here(channel->host, rank, into, nbytes) != NULL;
 }
 
-int pc_channel_store(pc_channel *channel, int rank, uint64_t into, struct pc_parts ours, size_t offset, size_t nbytes,
-                     size_t whole) {
+int pc_channel_store(pc_channel *channel, int rank, uint64_t into, struct pc_parts ours,
+                     size_t offset, size_t nbytes, size_t whole) {
     unsigned char *here = pc_reach_here(channel->host, rank, into, nbytes);
     if (here == NULL)
         return pc_copy_to(channel->peers[rank].pid, into, ours, offset, nbytes);
@@ -143,7 +87,7 @@ int pc_channel_store(pc_channel *channel, int rank, uint64_t into, struct pc_par
     return 0;
 }
 
-/* --- items ------------------------------------------------------------------------------------------- */
+/* --- items ------------------------------------------------------------------------------------ */
 
 static void link_to(pc_channel *channel, int rank) {
     struct pc_desk *desk = channel->peers[rank].desk;
@@ -160,8 +104,8 @@ static void publish(pc_channel *channel, int rank, struct pc_item *item, size_t 
     pc_host_wake(channel->host, rank);
 }
 
-/* Put an item into the ring; false: no room. A header that is too long for it goes to the heap, and the
-   kind is the one that follows `kind`. */
+/* Put an item into the ring; false: no room. A header that is too long for it goes to the heap, and
+   the kind is the one that follows `kind`. */
 static bool put(pc_channel *channel, int rank, uint32_t kind, const void *body, size_t body_nbytes,
                 const void *header, size_t header_nbytes, uint32_t nbytes) {
     struct pc_peer *peer = &channel->peers[rank];
@@ -192,17 +136,19 @@ static bool put(pc_channel *channel, int rank, uint32_t kind, const void *body, 
 }
 
 /* The same, now or when there is room. Never lost; -1: no memory. */
-static int put_or_note(pc_channel *channel, int rank, uint32_t kind, const void *body, size_t body_nbytes,
-                       const void *header, size_t header_nbytes) {
+static int put_or_note(pc_channel *channel, int rank, uint32_t kind, const void *body,
+                       size_t body_nbytes, const void *header, size_t header_nbytes) {
     struct pc_peer *peer = &channel->peers[rank];
     if (peer->dead)
         return 0;
-    if (peer->first == NULL && put(channel, rank, kind, body, body_nbytes, header, header_nbytes, 0))
+    if (peer->first == NULL &&
+        put(channel, rank, kind, body, body_nbytes, header, header_nbytes, 0))
         return 0;
     struct pc_note *note = malloc(sizeof *note + body_nbytes + header_nbytes);
     if (note == NULL)
         return -1;
-    *note = (struct pc_note){.kind = kind, .body_nbytes = body_nbytes, .header_nbytes = header_nbytes};
+    *note =
+        (struct pc_note){.kind = kind, .body_nbytes = body_nbytes, .header_nbytes = header_nbytes};
     memcpy(note->bytes, body, body_nbytes);
     if (header_nbytes > 0)
         memcpy(note->bytes + body_nbytes, header, header_nbytes);
@@ -220,26 +166,6 @@ int pc_channel_tell(pc_channel *channel, int rank, enum pc_channel_kind kind, ui
     return put_or_note(channel, rank, kind, &id, sizeof id, NULL, 0);
 }
 
-static void drop_notes(pc_channel *channel, struct pc_peer *peer) {
-    if (peer->first != NULL)
-        channel->backlogged--;
-    while (peer->first != NULL) {
-        struct pc_note *note = peer->first;
-        peer->first = note->next;
-        free(note);
-    }
-}
-
-bool pc_channel_has_room(pc_channel *channel, int rank) {
-    struct pc_peer *peer = &channel->peers[rank];
-    struct pc_note *note = peer->first;
-    /* Any item fits into a quarter of a ring, and readers tell at least of every quarter. */
-    if (note == NULL || !pc_ring_room(&peer->out, peer->out.num_lines / 4))
-        return false;
-    return PC_ITEM_NBYTES + note->body_nbytes + note->header_nbytes <= channel->inline_limit ||
-           pc_heap_take(&channel->heap, PC_ROOM_HEADERS, note->header_nbytes, rank, true) != 0;
-}
-
 bool pc_channel_flush(pc_channel *channel) {
     for (int rank = 0; channel->backlogged > 0 && rank < channel->size; rank++) {
         struct pc_peer *peer = &channel->peers[rank];
@@ -247,8 +173,8 @@ bool pc_channel_flush(pc_channel *channel) {
             continue;
         while (peer->first != NULL) {
             struct pc_note *note = peer->first;
-            if (!put(channel, rank, note->kind, note->bytes, note->body_nbytes, note->bytes + note->body_nbytes,
-                     note->header_nbytes, 0))
+            if (!put(channel, rank, note->kind, note->bytes, note->body_nbytes,
+                     note->bytes + note->body_nbytes, note->header_nbytes, 0))
                 break;
             peer->first = note->next;
             free(note);
@@ -259,10 +185,11 @@ bool pc_channel_flush(pc_channel *channel) {
     return channel->backlogged > 0;
 }
 
-/* --- messages ---------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 
 /* Write a payload piece by piece, while its reader may be reading it already. */
-static void fill(struct pc_filling *filling, unsigned char *to, struct pc_parts parts, size_t nbytes) {
+static void fill(struct pc_filling *filling, unsigned char *to, struct pc_parts parts,
+                 size_t nbytes) {
     for (size_t filled = 0; filled < nbytes;) {
         size_t piece = nbytes - filled < PC_FILL_NBYTES ? nbytes - filled : PC_FILL_NBYTES;
         pc_copy_parts(to + filled, parts, filled, piece);
@@ -292,7 +219,8 @@ static bool post_in_heap(pc_channel *channel, int rank, const void *header, size
     atomic_store_explicit(&filling->nbytes, 0, memory_order_relaxed);
     memcpy(whole ? memory + sizeof *filling : item->body + sizeof block, header, header_nbytes);
     memcpy(item->body, &block, sizeof block);
-    item->kind_and_header = (uint32_t)(whole ? PC_EAGER_WHOLE : PC_EAGER_HEAP) << 24 | (uint32_t)header_nbytes;
+    item->kind_and_header =
+        (uint32_t)(whole ? PC_EAGER_WHOLE : PC_EAGER_HEAP) << 24 | (uint32_t)header_nbytes;
     item->nbytes = (uint32_t)nbytes;
     publish(channel, rank, item, total);
     fill(filling, memory + before, parts, nbytes);
@@ -302,8 +230,8 @@ static bool post_in_heap(pc_channel *channel, int rank, const void *header, size
     return true;
 }
 
-bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t header_nbytes, struct pc_parts parts,
-                     size_t nbytes) {
+bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t header_nbytes,
+                     struct pc_parts parts, size_t nbytes) {
     struct pc_peer *peer = &channel->peers[rank];
     uint64_t cost = nbytes + channel->message_cost;
     if (nbytes > channel->eager_limit || peer->first != NULL || peer->dead)
@@ -313,7 +241,8 @@ bool pc_channel_post(pc_channel *channel, int rank, const void *header, size_t h
         return false;
     size_t total = PC_ITEM_NBYTES + header_nbytes + nbytes;
     /* A ring that fills up is kept for headers. */
-    if (total <= channel->inline_limit && (total <= 2 * PC_LINE || pc_ring_has(&peer->out, peer->out.num_lines / 2))) {
+    if (total <= channel->inline_limit &&
+        (total <= 2 * PC_LINE || pc_ring_has(&peer->out, peer->out.num_lines / 2))) {
         struct pc_item *item = pc_ring_reserve(&peer->out, total);
         if (item == NULL)
             return false;
@@ -333,7 +262,8 @@ static bool is_shared(const struct pc_channel_send *send) {
     return send->parts.num_parts == 1 && pc_arena_has(send->parts.parts->iov_base, send->nbytes);
 }
 
-uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header, size_t header_nbytes) {
+uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header,
+                          size_t header_nbytes) {
     send->mode = PC_OFFERED;
     send->stopped = false;
     send->sent = 0;
@@ -353,9 +283,11 @@ uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, con
         .nbytes = send->nbytes,
         .num_parts = (uint32_t)send->parts.num_parts,
         .transfer = send->transfer,
-        .address = (uint64_t)(uintptr_t)(send->parts.num_parts == 1 ? send->parts.parts->iov_base : send->parts.parts),
+        .address = (uint64_t)(uintptr_t)(send->parts.num_parts == 1 ? send->parts.parts->iov_base
+                                                                    : send->parts.parts),
     };
-    if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header, header_nbytes) < 0) {
+    if (put_or_note(channel, send->peer, PC_READY, &offer, sizeof offer, header,
+                    header_nbytes) < 0) {
         pc_channel_send_end(channel, send, true);
         return 0;
     }
@@ -384,15 +316,12 @@ void pc_channel_send_end(pc_channel *channel, struct pc_channel_send *send, bool
     pc_channel_send_free(channel, send);
 }
 
-static struct pc_transfer *transfer_of(pc_channel *channel, struct pc_channel_send *send) {
-    return send->transfer < 0 ? NULL : pc_transfer_of(channel->heap.base, send->transfer);
-}
-
 static bool can_stop(pc_channel *channel, struct pc_channel_send *send) {
-    struct pc_transfer *transfer = transfer_of(channel, send);
+    struct pc_transfer *transfer = pc_channel_transfer(channel, send);
     if (send->mode == PC_SEGMENTS)
         return send->sent < send->nbytes;
-    if (transfer == NULL || pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN))
+    if (transfer == NULL ||
+        pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN))
         return true;
     if (pc_load(&transfer->state) == pc_phase_of(send->id, PC_PHASE_WITHDRAWN))
         return true;
@@ -405,11 +334,12 @@ bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send) {
 }
 
 void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) {
-    struct pc_transfer *transfer = transfer_of(channel, send);
+    struct pc_transfer *transfer = pc_channel_transfer(channel, send);
     int rank = send->peer;
     uint64_t id = send->id;
     bool stopped = pc_channel_send_stop(channel, send);
-    bool taken = transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_PHASE_WITHDRAWN);
+    bool taken =
+        transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_PHASE_WITHDRAWN);
     if (taken) { /* the record is in use until the receiver says that it is not */
         send->mode = PC_ABANDONED;
         pc_channel_list_remove(&channel->sending, id);
@@ -418,11 +348,12 @@ void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) 
         pc_channel_send_end(channel, send, true);
     }
     if (stopped)
-        pc_channel_tell(channel, rank, PC_CANCEL, id); /* without memory the receiver waits in vain */
+        /* without memory the receiver waits in vain */
+        pc_channel_tell(channel, rank, PC_CANCEL, id);
 }
 
 bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, size_t budget) {
-    struct pc_transfer *transfer = transfer_of(channel, send);
+    struct pc_transfer *transfer = pc_channel_transfer(channel, send);
     size_t piece_nbytes = pc_piece_nbytes(send->nbytes), copied = 0;
     bool more = true;
     while (copied < budget) {
@@ -435,7 +366,8 @@ bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, siz
         size_t nbytes = send->nbytes - offset < piece_nbytes ? send->nbytes - offset : piece_nbytes;
         uint64_t into = atomic_load_explicit(&transfer->into, memory_order_relaxed);
         if (!can_store(channel, send->peer, into + offset, nbytes) ||
-            pc_channel_store(channel, send->peer, into + offset, send->parts, offset, nbytes, send->nbytes) != 0) {
+            pc_channel_store(channel, send->peer, into + offset, send->parts, offset, nbytes,
+                             send->nbytes) != 0) {
             pc_transfer_return(transfer, piece);
             more = false;
             break;
@@ -457,51 +389,8 @@ void pc_channel_use(pc_channel *channel, int rank, size_t nbytes) {
     atomic_store_explicit(&peer->in.head->repaid, peer->used, memory_order_release);
 }
 
-void pc_channel_consume(pc_channel *channel, int rank, size_t nbytes, const struct pc_block *block) {
+void pc_channel_consume(pc_channel *channel, int rank, size_t nbytes,
+                        const struct pc_block *block) {
     pc_block_give_back(channel->peers[rank].heap, block);
     pc_channel_use(channel, rank, nbytes);
-}
-
-/* --- ends -------------------------------------------------------------------------------------------- */
-
-void pc_channel_forget(pc_channel *channel, int rank) {
-    struct pc_peer *peer = &channel->peers[rank];
-    peer->dead = true;
-    drop_notes(channel, peer);
-    for (uint32_t place = 0; place < channel->receives.size; place++) {
-        struct pc_channel_receive *receive = channel->receives.things[place];
-        if (receive != NULL && receive->peer == rank)
-            pc_channel_receive_end(channel, receive);
-    }
-    for (uint32_t place = 0; place < channel->sends.size; place++) {
-        struct pc_channel_send *send = channel->sends.things[place];
-        if (send == NULL || send->peer != rank)
-            continue;
-        /* It may have failed and yet be running: what it has taken is never used again. */
-        struct pc_transfer *transfer = transfer_of(channel, send);
-        bool reuse = transfer != NULL && pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN);
-        if (transfer != NULL && !reuse)
-            pc_transfer_take_back(transfer);
-        pc_channel_send_end(channel, send, reuse);
-    }
-    pc_heap_forget(&channel->heap, rank);
-}
-
-void pc_channel_close(pc_channel *channel) {
-    if (channel->closed)
-        return;
-    channel->closed = true;
-    pc_publish(&channel->peers[channel->rank].desk->closed, 1);
-    for (uint32_t place = 0; place < channel->receives.size; place++)
-        if (channel->receives.things[place] != NULL)
-            pc_channel_receive_end(channel, channel->receives.things[place]);
-    for (uint32_t place = 0; place < channel->sends.size; place++) {
-        struct pc_channel_send *send = channel->sends.things[place];
-        if (send == NULL)
-            continue;
-        struct pc_transfer *transfer = transfer_of(channel, send);
-        if (transfer != NULL && !pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_LEFT))
-            pc_transfer_take_back(transfer);
-        pc_channel_send_end(channel, send, false);
-    }
 }

@@ -1,12 +1,14 @@
-/* Channels: the messages between this rank and the others of its host. See channel.c for what is sent, and
-   ring.h, heap.h and transfer.h for where it is.
+/* Channels: the messages between this rank and the others of its host. See channel.c for what is
+   sent, and ring.h, heap.h and transfer.h for where it is.
 
-   A message has a header and a payload. A small one is *posted*: it is in shared memory when the call
-   returns. A large one, or one that finds no room, is *offered*: its header goes, and the payload follows when
-   the receiver accepts it; straight from memory to memory if the kernel allows that, else in segments.
+   A message has a header and a payload. A small one is *posted*: it is in shared memory when the
+   call returns. A large one, or one that finds no room, is *offered*: its header goes, and the
+   payload follows when the receiver accepts it; straight from memory to memory if the kernel allows
+   that, else in segments.
 
-   Plain C, which knows nothing of Python. Nothing here locks: the caller does, for everything. While something long is
-   copied or waited for `leave` has been called, and `enter` when it is over; nobody else may come here in between. */
+   Plain C, which knows nothing of Python. Nothing here locks: the caller does, for everything.
+   While something long is copied or waited for `leave` has been called, and `enter` when it is
+   over; nobody else may come here in between. */
 #ifndef PC_CHANNEL_H
 #define PC_CHANNEL_H
 
@@ -81,7 +83,8 @@ struct pc_peer {
     unsigned char *heap;
     struct pc_desk *desk;
     uint64_t charged;      /* credit used, ever */
-    uint64_t used, repaid; /* credit of the peer's that was used up here, ever, and as much as it knows of */
+    /* credit of the peer's that was used up here, ever, and as much as it knows of */
+    uint64_t used, repaid;
     struct pc_note *first, *last;
     pid_t pid;
     int8_t reach; /* 1: its memory can be read, -1: it cannot, 0: not tried */
@@ -100,7 +103,8 @@ struct pc_channel_send {
     struct pc_parts parts;
     struct iovec *table; /* of the parts */
     struct iovec one;
-    void *owner;     /* of the memory: up to the caller; NULL: nobody needs to hear when it is used no more */
+    /* of the memory: up to the caller; NULL: nobody needs to hear when it is used no more */
+    void *owner;
     int transfer;    /* index, -1: none */
     bool stopped;    /* it goes no further: it will be given up */
     uint64_t pieces;
@@ -125,14 +129,17 @@ struct pc_channel_list { /* numbers of what progress has to look at */
     uint32_t count, size;
 };
 
-/* What is told to the caller, in the order in which it happens: all but the last three by progress alone. A pointer is
-   good for the call only, but a block is the caller's until `pc_channel_consume`. */
+/* What is told to the caller, in the order in which it happens: all but the last three by progress
+   alone. A pointer is good for the call only, but a block is the caller's until
+   `pc_channel_consume`. */
 struct pc_channel_up {
-    void (*arrived)(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes);
+    void (*arrived)(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const void *payload, size_t nbytes);
     void (*arrived_in_block)(void *owner, int peer, const void *header, size_t header_nbytes,
-                             const unsigned char *payload, size_t nbytes, const struct pc_block *block);
-    void (*offered)(void *owner, int peer, const void *header, size_t header_nbytes, const struct pc_offer *offer);
+                             const unsigned char *payload, size_t nbytes,
+                             const struct pc_block *block);
+    void (*offered)(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const struct pc_offer *offer);
     void (*sent)(void *owner, uint64_t id);
     void (*cancelled)(void *owner, int peer, uint64_t id);
     void (*received)(void *owner, uint64_t handle);
@@ -170,8 +177,8 @@ bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number);
 void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number);
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive);
 void pc_channel_remove_receive(pc_channel *channel, uint64_t handle);
-/* `channel` has host, up, owner, limits, single_copy, and else zeros. 0, or an errno; E2BIG: the host has too many
-   ranks. It is to be freed whatever the result. */
+/* `channel` has host, up, owner, limits, single_copy, and else zeros. 0, or an errno; E2BIG: the
+   host has too many ranks. It is to be freed whatever the result. */
 int pc_channel_open(pc_channel *channel);
 void pc_channel_free(pc_channel *channel);
 static inline void pc_channel_leave(pc_channel *channel) { channel->up->leave(channel->owner); }
@@ -180,26 +187,30 @@ static inline void pc_channel_return(pc_channel *channel) { channel->up->enter(c
 bool pc_channel_reaches(pc_channel *channel, int peer);
 /* Whether a payload in one piece, at `address` in the peer's memory, can be copied from there. */
 bool pc_channel_can_fetch(pc_channel *channel, int peer, uint64_t address, size_t nbytes);
-/* Copy bytes from `offset` of a peer's payload of `whole` bytes to `into`, or of our payload to `into` in the peer's
-   memory: by ourselves where it is mapped, else by the kernel. As pc_copy_from. */
-int pc_channel_fetch(pc_channel *channel, int peer, struct pc_parts theirs, size_t offset, void *into, size_t nbytes,
-                     size_t whole);
-int pc_channel_store(pc_channel *channel, int peer, uint64_t into, struct pc_parts ours, size_t offset, size_t nbytes,
-                     size_t whole);
+/* Copy bytes from `offset` of a peer's payload of `whole` bytes to `into`, or of our payload to
+   `into` in the peer's memory: by ourselves where it is mapped, else by the kernel. As
+   pc_copy_from. */
+int pc_channel_fetch(pc_channel *channel, int peer, struct pc_parts theirs, size_t offset,
+                     void *into, size_t nbytes, size_t whole);
+int pc_channel_store(pc_channel *channel, int peer, uint64_t into, struct pc_parts ours,
+                     size_t offset, size_t nbytes, size_t whole);
 
 /* Post a message; false: there is no room or no credit. */
-bool pc_channel_post(pc_channel *channel, int peer, const void *header, size_t header_nbytes, struct pc_parts parts,
-                     size_t nbytes);
-/* Offer one. `send` has peer, parts, nbytes, owner; it belongs to the channel from now on. Its id; 0: there is no
-   memory, and it has been freed. */
-uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header, size_t header_nbytes);
-/* Free an offered message that needs no more; `finished` by its receiver, or taken back before it was taken. */
+bool pc_channel_post(pc_channel *channel, int peer, const void *header, size_t header_nbytes,
+                     struct pc_parts parts, size_t nbytes);
+/* Offer one. `send` has peer, parts, nbytes, owner; it belongs to the channel from now on. Its id;
+   0: there is no memory, and it has been freed. */
+uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header,
+                          size_t header_nbytes);
+/* Free an offered message that needs no more; `finished` by its receiver, or taken back before it
+   was taken. */
 void pc_channel_send_end(pc_channel *channel, struct pc_channel_send *send, bool reuse_transfer);
 void pc_channel_send_free(pc_channel *channel, struct pc_channel_send *send);
 /* Stop it if that is possible; false: the receiver has it, or will have it. */
 bool pc_channel_send_stop(pc_channel *channel, struct pc_channel_send *send);
 void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send);
-/* Copy up to `budget` bytes into the receiver's memory; false: nothing is left to copy. Needs no lock. */
+/* Copy up to `budget` bytes into the receiver's memory; false: nothing is left to copy. Needs no
+   lock. */
 bool pc_channel_send_help(pc_channel *channel, struct pc_channel_send *send, size_t budget);
 
 /* Say something about a message: kind, and its id. 0; -1: there is no memory. */
@@ -209,22 +220,26 @@ void pc_channel_use(pc_channel *channel, int peer, size_t nbytes);
 /* A buffered message was used that has come in a block. */
 void pc_channel_consume(pc_channel *channel, int peer, size_t nbytes, const struct pc_block *block);
 
-/* Accept an offer. 1: it goes on; 0: done; -1: taken back; -2: the sender has left; -3: no memory. */
-int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer);
+/* Accept an offer. 1: it goes on; 0: done; -1: taken back; -2: the sender has left; -3: no
+   memory. */
+int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive,
+                      const struct pc_offer *offer);
 /* The steps of that. Where a copy stands: */
 enum pc_outcome { PC_MORE, PC_WAITS, PC_COMPLETE, PC_TOO_LATE, PC_FAILED, PC_GONE };
 /* Copy at most `budget` bytes. Needs no lock. */
-enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive, size_t budget);
+enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive,
+                                        size_t budget);
 /* Wait until the sender copies nothing to `into` any more: at most for the piece that it is at. */
 void pc_channel_receive_settle(pc_channel *channel, struct pc_channel_receive *receive);
 /* Tell the sender that nothing more will be copied. */
-void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive, bool complete);
+void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive,
+                               bool complete);
 
 void pc_channel_receive_end(pc_channel *channel, struct pc_channel_receive *receive);
 void pc_channel_receive_give_up(pc_channel *channel, struct pc_channel_receive *receive);
 /* Have it go on elsewhere; what was there is copied, and its owner released. 0; -1: no memory. */
-int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into,
-                                void *owner);
+int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive,
+                                unsigned char *into, void *owner);
 
 void pc_channel_forget(pc_channel *channel, int peer);
 /* Do what can be done without waiting. 1: that was something; 0: nothing; -1: no memory. */
@@ -243,6 +258,45 @@ static inline struct pc_transfer *pc_transfer_of(unsigned char *heap, int index)
 }
 static inline uint64_t pc_credit_left(pc_channel *channel, struct pc_peer *peer) {
     return channel->credit - (peer->charged - pc_load(&peer->out.head->repaid));
+}
+
+/* --- what several files of channels do -------------------------------------------------------- */
+
+static inline struct pc_transfer *pc_channel_transfer(pc_channel *channel,
+                                                      struct pc_channel_send *send) {
+    return send->transfer < 0 ? NULL : pc_transfer_of(channel->heap.base, send->transfer);
+}
+
+/* A piece of a payload: its length. */
+static inline size_t pc_channel_piece(const struct pc_channel_receive *receive, int64_t piece,
+                                      size_t *offset) {
+    size_t nbytes = pc_piece_nbytes(receive->nbytes);
+    *offset = (size_t)piece * nbytes;
+    return receive->nbytes - *offset < nbytes ? receive->nbytes - *offset : nbytes;
+}
+
+/* Ask for segments. */
+static inline int pc_channel_ask(pc_channel *channel, struct pc_channel_receive *receive) {
+    receive->mode = PC_SEGMENTS;
+    receive->filled = 0;
+    return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
+}
+
+static inline unsigned char *pc_channel_block_at(struct pc_peer *peer, const struct pc_block *block,
+                                                 size_t nbytes) {
+    return pc_block_valid(block, nbytes) ? pc_heap_at(peer->heap, block->unit) : NULL;
+}
+
+/* Whether all of an item is there: a block may still be being filled. */
+static inline bool pc_channel_is_whole(struct pc_peer *peer, struct pc_item *item) {
+    struct pc_block block;
+    uint32_t kind = pc_item_kind(item);
+    if (PC_LIKELY(kind != PC_EAGER_HEAP && kind != PC_EAGER_WHOLE))
+        return true;
+    memcpy(&block, item->body, sizeof block);
+    struct pc_filling *filling =
+        (struct pc_filling *)pc_channel_block_at(peer, &block, sizeof *filling);
+    return filling == NULL || pc_load(&filling->nbytes) >= item->nbytes;
 }
 
 #endif

@@ -2,14 +2,16 @@
 
 #include <stdlib.h>
 
-/* A large value is streamed through slots in shared memory, or read directly from the other ranks' arrays. Which is
-   quicker depends on the processor, on the kind and size of the call, on whether the ranks' cores share a cache, and
-   on how many ranks share a core; and a hypervisor may change it at any time. So it is tried: of the calls of a kind
-   and about a size some go this way and that way by turns. Then the ranks tell each other how long that took, and the
-   next calls go the way that was quicker. Both ways give the same bits. */
+/* A large value is streamed through slots in shared memory, or read directly from the other ranks'
+   arrays. Which is quicker depends on the processor, on the kind and size of the call, on whether
+   the ranks' cores share a cache, and on how many ranks share a core; and a hypervisor may change
+   it at any time. So it is tried: of the calls of a kind and about a size some go this way and that
+   way by turns. Then the ranks tell each other how long that took, and the next calls go the way
+   that was quicker. Both ways give the same bits. */
 
 #ifndef PC_CHOICE_FROM
-#define PC_CHOICE_FROM ((size_t)12 << 10) /* what is shorter, with the same bytes for all, is streamed */
+#define PC_CHOICE_FROM \
+    ((size_t)12 << 10) /* what is shorter, with the same bytes for all, is streamed */
 #endif
 #ifndef PC_SCATTER_FROM
 #define PC_SCATTER_FROM ((size_t)256 << 10)
@@ -19,25 +21,30 @@
 #endif
 #define TURNS 4 /* of a trial; even ones are direct, and the quickest of a way counts */
 #ifndef PC_CALLS_A_TURN
-#define PC_CALLS_A_TURN 4 /* if the slots can hold several values, for then a rank may run ahead of another; else 2 */
+#define PC_CALLS_A_TURN \
+    4 /* if the slots can hold several values, for then a rank may run ahead of another; else 2 */
 #endif
 
-#define OF_A_TRIAL ((uint64_t)1 << 63) /* in a signature: how long the turns of that call's trial took */
+#define OF_A_TRIAL \
+    ((uint64_t)1 << 63) /* in a signature: how long the turns of that call's trial took */
 
 struct pc_choice {
     bool direct, known;
     uint32_t calls_a_turn;
     uint32_t left; /* calls until the next trial */
-    uint32_t calls; /* of the trial, that were made: one before its turns, whose end is their beginning, and theirs */
+    /* of the trial, that were made: one before its turns, whose end is their beginning, and
+       theirs */
+    uint32_t calls;
     uint64_t ended; /* the last of them */
     struct turn {
         uint64_t began, ended;
-        uint64_t away; /* ns that this rank spent between the calls, the one before the turn included */
+        /* ns that this rank spent between the calls, the one before the turn included */
+        uint64_t away;
     } turns[TURNS];
 };
 
-/* set_direct_from(kind, nbytes): calls of this kind are direct from so many bytes on, and nothing is tried (0: as
-   usual). For measuring. */
+/* set_direct_from(kind, nbytes): calls of this kind are direct from so many bytes on, and nothing
+   is tried (0: as usual). For measuring. */
 static size_t forced[PC_KINDS];
 
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args) {
@@ -52,7 +59,8 @@ PyObject *pc_set_direct_from(PyObject *module, PyObject *args) {
 }
 
 static bool has_both_ways(const pc_collective *call) {
-    return call->comm->direct && call->kind != PC_BARRIER && call->kind != PC_SCAN && call->kind != PC_EXSCAN;
+    return call->comm->direct && call->kind != PC_BARRIER && call->kind != PC_SCAN &&
+           call->kind != PC_EXSCAN;
 }
 
 /* The choice for values of 2^k to 2^(k + 1) - 1 bytes; NULL with an exception. */
@@ -69,9 +77,13 @@ static pc_choice *find(pc_collective *call) {
         PyErr_NoMemory();
         return NULL;
     }
-    /* Until it is known: reading is dearer for each page, but the root of a large scatter would copy for all. */
-    made->direct = call->kind == PC_SCATTER && pc_given_nbytes(call, call->nbytes) >= PC_SCATTER_FROM;
-    made->calls_a_turn = pc_given_nbytes(call, call->nbytes) < PC_CHUNKS * call->comm->chunk_nbytes ? PC_CALLS_A_TURN : 2;
+    /* Until it is known: reading is dearer for each page, but the root of a large scatter would
+       copy for all. */
+    made->direct =
+        call->kind == PC_SCATTER && pc_given_nbytes(call, call->nbytes) >= PC_SCATTER_FROM;
+    made->calls_a_turn = pc_given_nbytes(call, call->nbytes) < PC_CHUNKS * call->comm->chunk_nbytes
+                             ? PC_CALLS_A_TURN
+                             : 2;
     made->left = made->calls_a_turn - 1; /* the first calls meet slots whose pages are fresh */
     return made;
 }
@@ -106,9 +118,10 @@ int pc_choose(pc_collective *call) {
     return (turn - choice->turns) % 2 == 0;
 }
 
-/* How long a turn took: from when the last rank had left the call before it to when the last had left its last call,
-   without what the rank that was away longest did between the calls, for which others waited. (From when the last
-   rank had begun would be too short if ranks share cores: one may begin when another has ended.) */
+/* How long a turn took: from when the last rank had left the call before it to when the last had
+   left its last call, without what the rank that was away longest did between the calls, for which
+   others waited. (From when the last rank had begun would be too short if ranks share cores: one
+   may begin when another has ended.) */
 static uint64_t took(const struct turn *all, int size) {
     uint64_t began = 0, ended = 0, away = 0;
     for (int rank = 0; rank < size; rank++) {

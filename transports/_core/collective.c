@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- the end ----------------------------------------------------------------------------------------- */
+/* --- the end ---------------------------------------------------------------------------------- */
 
 static void end(struct pc_started *self) {
     pc_engine_object *engine = self->collectives->engine;
@@ -48,7 +48,7 @@ static void pipeline_ended(struct pc_pipeline *pipeline) {
     end(self);
 }
 
-/* --- what its root announces -------------------------------------------------------------------------- */
+/* --- what its root announces ------------------------------------------------------------------ */
 
 /* Have Python see the announcement. */
 static void hold(struct pc_started *self) {
@@ -60,7 +60,8 @@ static void hold(struct pc_started *self) {
 static bool is_expected(const struct pc_started *self) {
     const struct pc_announced *announced = &self->plan->announced;
     size_t inline_nbytes = announced->inline_nbytes > 0 ? (size_t)announced->inline_nbytes : 0;
-    return announced->head != NULL && self->announcement_nbytes == announced->head_nbytes + inline_nbytes &&
+    return announced->head != NULL &&
+           self->announcement_nbytes == announced->head_nbytes + inline_nbytes &&
            memcmp(self->announcement, announced->head, announced->head_nbytes) == 0;
 }
 
@@ -81,7 +82,8 @@ static void announcement_ended(struct pc_run *run) {
             return;
         }
         if (announced->inline_nbytes > 0)
-            memcpy(self->target, self->announcement + announced->head_nbytes, (size_t)announced->inline_nbytes);
+            memcpy(self->target, self->announcement + announced->head_nbytes,
+                   (size_t)announced->inline_nbytes);
     }
     if (announced->inline_nbytes >= 0)
         end(self);
@@ -119,7 +121,8 @@ static void announce(struct pc_started *self) {
 static bool prepare_announcement(struct pc_started *self) {
     const struct pc_announced *announced = &self->plan->announced;
     size_t inline_nbytes = announced->inline_nbytes > 0 ? (size_t)announced->inline_nbytes : 0;
-    self->announcement_nbytes = announced->is_root ? announced->head_nbytes + inline_nbytes : announced->most;
+    self->announcement_nbytes =
+        announced->is_root ? announced->head_nbytes + inline_nbytes : announced->most;
     self->announcement = malloc(self->announcement_nbytes + 1);
     if (self->announcement == NULL)
         return false;
@@ -137,7 +140,7 @@ void pc_collective_settle(struct pc_started *self, int status) {
     end(self);
 }
 
-/* --- events ------------------------------------------------------------------------------------------ */
+/* --- events ----------------------------------------------------------------------------------- */
 
 static void let_go(struct pc_started *self) {
     Py_CLEAR(self->x);
@@ -181,7 +184,8 @@ static void was_told(pc_engine_object *engine, void *argument) {
 
 PyObject *pc_collective_event(pc_engine_object *engine, struct pc_event *event) {
     struct pc_started *self = of_event(event);
-    PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)self); /* for Python they are alike */
+    /* for Python they are alike */
+    PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, (PyObject *)self);
     struct telling telling = {.started = self};
     if (!pc_engine_do(engine, was_told, &telling))
         was_told(engine, &telling); /* it is closed: nobody else comes here */
@@ -190,7 +194,7 @@ PyObject *pc_collective_event(pc_engine_object *engine, struct pc_event *event) 
     return told;
 }
 
-/* --- beginning --------------------------------------------------------------------------------------- */
+/* --- beginning -------------------------------------------------------------------------------- */
 
 /* With the engine's lock. False: nothing has happened. */
 static bool launch(struct pc_started *self, const unsigned char *text, size_t text_nbytes) {
@@ -222,13 +226,15 @@ static bool launch(struct pc_started *self, const unsigned char *text, size_t te
     return true;
 }
 
-struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given, const struct pc_collective_call *call) {
+struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given,
+                                       const struct pc_collective_call *call) {
     unsigned char few[512];
     if (given == NULL || given == Py_None)
         return NULL;
     pc_plan *plan = (pc_plan *)given;
     PyTypeObject *type = (PyTypeObject *)self->type;
-    struct pc_started *started = (struct pc_started *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_started *started =
+        (struct pc_started *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (started == NULL)
         return NULL;
     started->collectives = (pc_collectives *)Py_NewRef((PyObject *)self);
@@ -253,7 +259,8 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given, co
                                              .granule = plan->granule,
                                              .ended = pipeline_ended,
                                              .owner = started};
-    bool has_memory = pc_pipeline_prepare(&started->pipeline) && (!plan->announced.is_announced || prepare_announcement(started));
+    bool has_memory = pc_pipeline_prepare(&started->pipeline) &&
+                      (!plan->announced.is_announced || prepare_announcement(started));
     size_t text_nbytes = plan->text_nbytes + 1, most = text_nbytes + PC_MOST_PLACE_NBYTES;
     unsigned char *text = most <= sizeof few ? few : malloc(most);
     bool done = false;
@@ -283,7 +290,7 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given, co
     return NULL;
 }
 
-/* --- what is asked of one that is under way ---------------------------------------------------------- */
+/* --- what is asked of one that is under way --------------------------------------------------- */
 
 void pc_collective_give_up(struct pc_started *self) {
     struct pc_engine *engine = &self->collectives->engine->engine;

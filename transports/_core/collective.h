@@ -1,9 +1,10 @@
-/* What the files of collectives over the message engine share: `pc_plan`, what is known of a call before it is made;
-   `struct pc_started`, one that is under way; `pc_collectives`, those of one communicator.
+/* What the files of collectives over the message engine share: `pc_plan`, what is known of a call
+   before it is made; `struct pc_started`, one that is under way; `pc_collectives`, those of one
+   communicator.
 
-   What is a contiguous NumPy array of a plain dtype is done here, by the plan of an earlier call with the same dtype,
-   shape, operator and root. Without one Python is asked for it. All else, and what takes long or goes wrong, is handed
-   with the same arguments to the Python methods.
+   What is a contiguous NumPy array of a plain dtype is done here, by the plan of an earlier call
+   with the same dtype, shape, operator and root. Without one Python is asked for it. All else, and
+   what takes long or goes wrong, is handed with the same arguments to the Python methods.
 
    The engine works on the memory inside a call, which keeps itself alive until that has ended. */
 #ifndef PC_COLLECTIVE_H
@@ -28,24 +29,28 @@ struct pc_compiled {
     bool has_external; /* some steps */
 };
 
-/* Of a call that its root announces (broadcast, scatter), because nobody else knows what will come: see announced.py. A
-   rank *expects* what an array of the same kind would be announced by. If that comes, the call goes on here; if not, it
-   is *held* until Python has seen the announcement. */
+/* Of a call that its root announces (broadcast, scatter), because nobody else knows what will come:
+   see announced.py. A rank *expects* what an array of the same kind would be announced by. If that
+   comes, the call goes on here; if not, it is *held* until Python has seen the announcement. */
 struct pc_announced {
     bool is_announced, is_root;
     struct pc_compiled way; /* how the announcement goes, which is its one chunk */
     unsigned char *head;    /* that of the root, or what is expected; NULL: nothing */
     size_t head_nbytes;
-    Py_ssize_t inline_nbytes; /* so many bytes of the value follow the head, and that is all; -1: it comes later */
+    /* so many bytes of the value follow the head, and that is all; -1: it comes later */
+    Py_ssize_t inline_nbytes;
     size_t most;              /* how long it may be */
-    int dtype, ndim;          /* of the result, for a rank that has passed no array; of no result: -1 dimensions */
+    /* of the result, for a rank that has passed no array; of no result: -1 dimensions */
+    int dtype, ndim;
     intptr_t dims[PC_PLAN_DIMS];
 };
 
-/* plan_type.c: compile steps for `size` ranks; `table.num_chunks` is known. 0; -1 with an exception. */
+/* plan_type.c: compile steps for `size` ranks; `table.num_chunks` is known. 0; -1 with an
+   exception. */
 int pc_compiled_read(struct pc_compiled *self, PyObject *steps, int size);
 void pc_compiled_free(struct pc_compiled *self);
-/* The reduction of an operator, a dtype, and by what results are divided; an operator of -1: none. */
+/* The reduction of an operator, a dtype, and by what results are divided; an operator of -1:
+   none. */
 struct pc_reduction pc_reduction_of(int op, int dtype, int divisor);
 
 /* What calls have in common that are alike. */
@@ -73,7 +78,8 @@ typedef struct {
     PyObject *type;    /* of calls under way */
     PyObject *planner; /* asked for plans */
     PyObject *finish;  /* waits for a call that takes long */
-    PyObject *slow;    /* returns the Python method of a name, to which goes what is not done here */
+    /* returns the Python method of a name, to which goes what is not done here */
+    PyObject *slow;
     uint64_t generation;
     struct pc_plan_entry *plans;
     uint32_t num_made;
@@ -89,10 +95,12 @@ struct pc_started {
     struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
     struct pc_called *call;
     uint64_t number;
-    struct pc_pipeline pipeline; /* of its segments; the first of its runs is before them that of the announcement */
+    /* of its segments; the first of its runs is before them that of the announcement */
+    struct pc_pipeline pipeline;
     PyObject *x, *result;
     void *source, *target;
-    unsigned char *announcement; /* of an announced call: its memory, and where that is its one chunk */
+    /* of an announced call: its memory, and where that is its one chunk */
+    unsigned char *announcement;
     size_t announcement_nbytes;
     struct pc_chunk_place announcement_place;
     bool is_held; /* Python must see the announcement */
@@ -106,14 +114,14 @@ struct pc_started {
     struct pc_started *next; /* of those that have ended */
 };
 
-/* collectives_type.c: let calls like this one, which were made without an array off root, go by that plan. 0; -1 with an
-   exception. */
+/* collectives_type.c: let calls like this one, which were made without an array off root, go by
+   that plan. 0; -1 with an exception. */
 int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, PyObject *plan);
 /* plan_type.c: plans of an earlier generation than this are not used. */
 uint64_t pc_plans_generation(void);
 
-/* call_place.c: write file and line of the innermost frame that is not pycoll's, at most PC_MOST_PLACE_NBYTES, as
-   `task.caller` does; returns the length. */
+/* call_place.c: write file and line of the innermost frame that is not pycoll's, at most
+   PC_MOST_PLACE_NBYTES, as `task.caller` does; returns the length. */
 size_t pc_call_place(char *to);
 
 /* What is called. */
@@ -125,20 +133,23 @@ struct pc_collective_call {
     void *source, *target;
 };
 
-/* collective.c: start a call by its plan, which is None, or NULL, if it has none. NULL without an exception: it could not
-   be, and Python says why. `source` and `target` are the memory of `x` and of `result`, which are kept. */
-struct pc_started *pc_collective_start(pc_collectives *self, PyObject *plan, const struct pc_collective_call *call);
+/* collective.c: start a call by its plan, which is None, or NULL, if it has none. NULL without an
+   exception: it could not be, and Python says why. `source` and `target` are the memory of `x` and
+   of `result`, which are kept. */
+struct pc_started *pc_collective_start(pc_collectives *self, PyObject *plan,
+                                       const struct pc_collective_call *call);
 /* With the engine's lock: end a call that was held, with which Python has gone on. */
 void pc_collective_settle(struct pc_started *self, int status);
 /* With the engine's lock: give it up, if it is under way. */
 void pc_collective_give_up(struct pc_started *self);
-/* With the engine's lock: the ranks of the world for which it waits, some of them perhaps twice; at most `most`. */
+/* With the engine's lock: the ranks of the world for which it waits, some of them perhaps twice; at
+   most `most`. */
 size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t most);
 
 /* collective_type.c: wait for the call as long as that is done here; whether it has ended. */
 bool pc_collective_wait(struct pc_started *self);
 /* The method `wait`. */
-PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args, Py_ssize_t count,
-                                    PyObject *keywords);
+PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args,
+                                    Py_ssize_t count, PyObject *keywords);
 
 #endif

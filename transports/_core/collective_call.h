@@ -16,13 +16,22 @@ extern PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS]; /* interned
 
 /* The positional parameters of each method, in order. */
 static const signed char positional[PC_METHODS][5] = {
-    [PC_BARRIER] = {-1}, [PC_BROADCAST] = {X, ROOT, -1}, [PC_REDUCE] = {X, OP, ROOT, OUT, -1},
-    [PC_ALL_REDUCE] = {X, OP, OUT, -1}, [PC_GATHER] = {X, ROOT, OUT, -1}, [PC_ALL_GATHER] = {X, OUT, -1},
-    [PC_SCATTER] = {X, ROOT, OUT, -1}, [PC_REDUCE_SCATTER] = {X, OP, OUT, -1}, [PC_ALL_TO_ALL] = {X, OUT, -1},
-    [PC_SCAN] = {X, OP, OUT, -1}, [PC_EXSCAN] = {X, OP, OUT, -1}, [PC_REDUCE_SCATTERV] = {X, COUNTS, OP, OUT, -1},
+    [PC_BARRIER] = {-1},
+    [PC_BROADCAST] = {X, ROOT, -1},
+    [PC_REDUCE] = {X, OP, ROOT, OUT, -1},
+    [PC_ALL_REDUCE] = {X, OP, OUT, -1},
+    [PC_GATHER] = {X, ROOT, OUT, -1},
+    [PC_ALL_GATHER] = {X, OUT, -1},
+    [PC_SCATTER] = {X, ROOT, OUT, -1},
+    [PC_REDUCE_SCATTER] = {X, OP, OUT, -1},
+    [PC_ALL_TO_ALL] = {X, OUT, -1},
+    [PC_SCAN] = {X, OP, OUT, -1},
+    [PC_EXSCAN] = {X, OP, OUT, -1},
+    [PC_REDUCE_SCATTERV] = {X, COUNTS, OP, OUT, -1},
 };
 
-/* The index of a name, or -1. What stands in a program is interned; a name made while it runs is not. */
+/* The index of a name, or -1. What stands in a program is interned; a name made while it runs is
+   not. */
 static inline int find_name(PyObject *name, PyObject *const *names, int count) {
     for (int index = 0; index < count; index++)
         if (names[index] == name)
@@ -42,7 +51,8 @@ static inline bool has_parameter(int method, int which) {
 }
 
 /* Sort the arguments; false: leave it to Python, also to say what is wrong with them. */
-static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords, PyObject **values) {
+static inline bool parse(int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
+                         PyObject **values) {
     const signed char *order = positional[kind];
     for (Py_ssize_t index = 0; index < count; index++) {
         if (order[index] < 0)
@@ -83,7 +93,8 @@ static inline bool dims_equal(int ndim, const intptr_t *one, const intptr_t *two
     return true;
 }
 
-/* The result has x's shape with `size` in front (1), x's shape (0), or x's without its first axis (-1). */
+/* The result has x's shape with `size` in front (1), x's shape (0), or x's without its first axis
+   (-1). */
 static inline int shape_change(int kind) {
     switch (kind) {
     case PC_GATHER:
@@ -94,8 +105,10 @@ static inline int shape_change(int kind) {
     }
 }
 
-/* Whether `out` may be the result: shape, dtype, writeable, and no overlap but the in-place forms. */
-static inline bool out_fits(int size, int rank, int kind, const struct pc_array *x, const struct pc_array *out) {
+/* Whether `out` may be the result: shape, dtype, writeable, and no overlap but the in-place
+   forms. */
+static inline bool out_fits(int size, int rank, int kind, const struct pc_array *x,
+                            const struct pc_array *out) {
     int change = shape_change(kind);
     if (!out->writeable || out->dtype != x->dtype || out->ndim != x->ndim + change)
         return false;

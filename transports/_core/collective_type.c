@@ -6,7 +6,8 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-/* A wait of that length is gone on with in Python, which looks at failures and tells the launcher. */
+/* A wait of that length is gone on with in Python, which looks at failures and tells the
+   launcher. */
 #define SLICE_NS 100000000u
 /* Ranks for which a call is said to wait. */
 #define MOST_AWAITED 64
@@ -43,10 +44,12 @@ bool pc_collective_wait(struct pc_started *self) {
     return pc_op_is_done(&self->op);
 }
 
-PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args,
+                                    Py_ssize_t count, PyObject *keywords) {
     Py_ssize_t named = keywords != NULL ? PyTuple_Size(keywords) : 0;
     bool plain = count + named == 0 || (count == 1 && named == 0 && args[0] == Py_None);
-    if (plain && (pc_op_is_done(&self->op) || (!self->collectives->engine->engaged && pc_collective_wait(self))))
+    if (plain && (pc_op_is_done(&self->op) ||
+                  (!self->collectives->engine->engaged && pc_collective_wait(self))))
         return result_of(self);
     PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
     PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
@@ -141,18 +144,20 @@ static void find_end(pc_engine_object *engine, void *argument) {
     struct end *end = argument;
     const struct pc_started *started = end->started;
     (void)engine;
-    *end = (struct end){end->started, started->status, started->from, started->came, started->expected};
+    *end = (struct end){end->started, started->status, started->from, started->came,
+                        started->expected};
 }
 
 /* (text, number, status, rank or chunk, bytes that came, bytes expected) */
 static PyObject *collective_description(struct pc_started *self, void *unused) {
     (void)unused;
     struct end end = {.started = self};
-    if (!pc_engine_do(self->collectives->engine, find_end, &end)) /* it is closed: nobody else writes there */
+    if (!pc_engine_do(self->collectives->engine, find_end, &end)) /* it is closed: nobody else
+                                                                     writes there */
         find_end(self->collectives->engine, &end);
     return Py_BuildValue("s#Kiinn", self->plan->text, (Py_ssize_t)self->plan->text_nbytes,
-                         (unsigned long long)self->number, end.status, end.from, (Py_ssize_t)end.came,
-                         (Py_ssize_t)end.expected);
+                         (unsigned long long)self->number, end.status, end.from,
+                         (Py_ssize_t)end.came, (Py_ssize_t)end.expected);
 }
 
 static PyObject *collective_owner(struct pc_started *self, void *unused) {
@@ -227,32 +232,44 @@ static void collective_dealloc(struct pc_started *self) {
 
 static PyMethodDef collective_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))pc_collective_wait_method, METH_FASTCALL | METH_KEYWORDS,
-     "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See pycoll.Request.wait."},
+     "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See "
+     "pycoll.Request.wait."},
     {"test", (PyCFunction)collective_test, METH_NOARGS,
      "Return whether the call is done, in whatever way; never waits."},
-    {"_watch", (PyCFunction)collective_watch, METH_NOARGS, "Have an event at its end; False: it has ended."},
-    {"_give_up", (PyCFunction)collective_give_up, METH_NOARGS, "Give it up: its memory is not used any more."},
-    {"_awaited", (PyCFunction)collective_awaited, METH_NOARGS, "World ranks that must be in the call before it ends."},
+    {"_watch", (PyCFunction)collective_watch, METH_NOARGS,
+     "Have an event at its end; False: it has ended."},
+    {"_give_up", (PyCFunction)collective_give_up, METH_NOARGS,
+     "Give it up: its memory is not used any more."},
+    {"_awaited", (PyCFunction)collective_awaited, METH_NOARGS,
+     "World ranks that must be in the call before it ends."},
     {"_take_announcement", (PyCFunction)collective_take_announcement, METH_NOARGS,
      "The root's announcement, if Python must see it and has not; else None."},
     {"_settle", (PyCFunction)collective_settle, METH_VARARGS,
      "_settle(result, failed, unfit): what Python went on with is done."},
-    {"_expect", (PyCFunction)collective_expect, METH_O, "_expect(plan): calls like this one may go by that."},
+    {"_expect", (PyCFunction)collective_expect, METH_O,
+     "_expect(plan): calls like this one may go by that."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef collective_values[] = {
-    {"done", (getter)collective_done, NULL, "Whether the call is done, as far as is known without looking.", NULL},
-    {"result", (getter)collective_result, NULL, "What the call returns. See pycoll.Request.result.", NULL},
+    {"done", (getter)collective_done, NULL,
+     "Whether the call is done, as far as is known without looking.", NULL},
+    {"result", (getter)collective_result, NULL, "What the call returns. See pycoll.Request.result.",
+     NULL},
     {"_description", (getter)collective_description, NULL,
-     "(text, number, status, rank or chunk, bytes that came, bytes expected); the last three say why it failed.", NULL},
-    {"_made_by", (getter)collective_call, NULL, "(kind, root, x): what was called; off root of a scatter, `out` for x.", NULL},
-    {"_owner", (getter)collective_owner, NULL, "What its communicator's `Collectives` keeps.", NULL},
+     "(text, number, status, rank or chunk, bytes that came, bytes expected); the last three say "
+     "why it failed.",
+     NULL},
+    {"_made_by", (getter)collective_call, NULL,
+     "(kind, root, x): what was called; off root of a scatter, `out` for x.", NULL},
+    {"_owner", (getter)collective_owner, NULL, "What its communicator's `Collectives` keeps.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef collective_members[] = {
-    {"_collected", T_BOOL, offsetof(struct pc_started, collected), 0, "a wait has returned its result"},
+    {"_collected", T_BOOL, offsetof(struct pc_started, collected), 0,
+     "a wait has returned its result"},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -1,4 +1,5 @@
-/* `_core.Collectives`: the collectives of one communicator, over the message engine. See collective.h. */
+/* `_core.Collectives`: the collectives of one communicator, over the message engine. See
+   collective.h. */
 #include "collective.h"
 #include "collective_call.h"
 
@@ -16,7 +17,7 @@ void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective) {
     collective_type = collective;
 }
 
-/* --- plans ------------------------------------------------------------------------------------------- */
+/* --- plans ------------------------------------------------------------------------------------ */
 
 struct plan_key {
     PyObject *algorithm; /* as of `pc_started`; a kept key owns it */
@@ -42,8 +43,9 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
         forget_plans(self);
         self->generation = pc_plans_generation();
     }
-    uint64_t hash = pc_hash((uint64_t)key->kind << 32 | (uint64_t)key->op << 16 | (uint64_t)key->dtype << 8,
-                            (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)(key->ndim + 1));
+    uint64_t hash = pc_hash(
+        (uint64_t)key->kind << 32 | (uint64_t)key->op << 16 | (uint64_t)key->dtype << 8,
+        (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)(key->ndim + 1));
     hash = pc_hash(hash, (uint64_t)(uintptr_t)key->algorithm);
     for (int axis = 0; axis < key->ndim; axis++)
         hash = pc_hash(hash, (uint64_t)key->dims[axis]);
@@ -66,14 +68,15 @@ static void keep_plan(pc_collectives *self, const struct plan_key *key, PyObject
 }
 
 /* The plan of a call (new reference); None: Python must run it; NULL with an exception. */
-static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObject **values, PyObject *result) {
+static PyObject *plan_of(pc_collectives *self, const struct plan_key *key, PyObject **values,
+                         PyObject *result) {
     struct pc_plan_entry *entry = find_plan(self, key);
     if (PC_LIKELY(entry->plan != NULL && memcmp(&entry->key, key, sizeof *key) == 0))
         return Py_NewRef(entry->plan);
     PyObject *x = values[X] != NULL ? values[X] : Py_None;
     PyObject *algorithm = key->algorithm != NULL ? key->algorithm : Py_None;
-    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOO", key->kind, key->blocking, x, key->op, key->root,
-                                           result, algorithm);
+    PyObject *plan = PyObject_CallFunction(self->planner, "iiOiiOO", key->kind, key->blocking, x,
+                                           key->op, key->root, result, algorithm);
     if (plan == NULL)
         return NULL;
     if (plan != Py_None && Py_TYPE(plan) != plan_type) {
@@ -101,7 +104,7 @@ int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, P
     return 0;
 }
 
-/* --- methods ----------------------------------------------------------------------------------------- */
+/* --- methods ---------------------------------------------------------------------------------- */
 
 static bool may_start(const pc_collectives *self) {
     const pc_engine_object *engine = self->engine;
@@ -111,8 +114,8 @@ static bool may_start(const pc_collectives *self) {
 }
 
 /* The result of a call (new reference): `out`, a new array, or None; NULL: leave it to Python. */
-static PyObject *result_for(const pc_collectives *self, int kind, PyObject **values, const struct pc_array *x, int root,
-                            struct pc_array *out) {
+static PyObject *result_for(const pc_collectives *self, int kind, PyObject **values,
+                            const struct pc_array *x, int root, struct pc_array *out) {
     if (kind == PC_BARRIER || ((kind == PC_REDUCE || kind == PC_GATHER) && self->rank != root))
         return Py_NewRef(Py_None);
     if (kind == PC_BROADCAST)
@@ -142,8 +145,10 @@ static void name_array(struct plan_key *key, const struct pc_array *array) {
 static bool is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
 
 /* A call whose root announces what will come, on another rank. */
-static struct pc_started *begin_announced(pc_collectives *self, struct plan_key *key, PyObject **values) {
-    PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT]; /* where the result goes, if anybody says so */
+static struct pc_started *begin_announced(pc_collectives *self, struct plan_key *key,
+                                          PyObject **values) {
+    /* where the result goes, if anybody says so */
+    PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT];
     struct pc_array out = {0};
     key->ndim = -1;
     if (!is_none(place)) {
@@ -156,7 +161,8 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
     struct pc_started *started = NULL;
     PyObject *plan = plan_of(self, key, values, !is_none(place) ? place : Py_None);
     PyObject *result = Py_NewRef(!is_none(place) ? place : Py_None);
-    if (is_none(place) && plan != NULL && plan != Py_None && ((pc_plan *)plan)->announced.ndim >= 0) {
+    if (is_none(place) && plan != NULL && plan != Py_None &&
+        ((pc_plan *)plan)->announced.ndim >= 0) {
         /* What it was last time: it is thrown away if something else comes. */
         const struct pc_announced *expected = &((pc_plan *)plan)->announced;
         Py_DECREF(result);
@@ -179,16 +185,16 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
 }
 
 /* NULL without an exception: leave it to Python. */
-static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking, PyObject *algorithm,
-                                PyObject **values) {
+static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking,
+                                PyObject *algorithm, PyObject **values) {
     struct plan_key key;
     struct pc_array x = {0}, out = {0};
     memset(&key, 0, sizeof key);
     key.kind = kind;
     key.blocking = is_blocking;
     key.algorithm = algorithm;
-    bool reduces = kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER || kind == PC_SCAN ||
-                   kind == PC_EXSCAN;
+    bool reduces = kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER ||
+                   kind == PC_SCAN || kind == PC_EXSCAN;
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
     if (kind != PC_BARRIER) {
         key.root = find_root(values[ROOT], self->size);
@@ -212,7 +218,8 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
         .algorithm = algorithm,
         .x = values[X],
         .result = result,
-        .source = kind != PC_BARRIER ? x.data : (void *)self, /* a barrier's chunks are empty, but somewhere */
+        /* a barrier's chunks are empty, but somewhere */
+        .source = kind != PC_BARRIER ? x.data : (void *)self,
         .target = out.data};
     struct pc_started *started = pc_collective_start(self, plan, &call);
     Py_XDECREF(plan);
@@ -220,8 +227,8 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
     return started;
 }
 
-static PyObject *collective(pc_collectives *self, const char *name, int kind, bool is_blocking, PyObject *const *args,
-                            Py_ssize_t count, PyObject *keywords) {
+static PyObject *collective(pc_collectives *self, const char *name, int kind, bool is_blocking,
+                            PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
     if (may_start(self) && parse(kind, args, count, keywords, values) && values[TIMEOUT] == NULL &&
         (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
@@ -252,14 +259,17 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     PyObject *context, *owner, *call, *planner, *finish, *slow;
     int size, rank;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner, &finish, &slow))
+    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner,
+                          &finish, &slow))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
         !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
-        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, finish, slow");
+        PyErr_SetString(PyExc_TypeError,
+                        "arguments are context, size, rank, owner, type, planner, finish, slow");
         return NULL;
     }
-    pc_collectives *self = (pc_collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_collectives *self =
+        (pc_collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
     self->context = (pc_context_object *)Py_NewRef(context);
@@ -314,12 +324,14 @@ static void collectives_dealloc(pc_collectives *self) {
     Py_DECREF(type);
 }
 
-#define COLLECTIVE(name, kind)                                                                                  \
-    static PyObject *start_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) { \
-        return collective(self, "i" #name, kind, false, args, count, keywords);                                            \
-    }                                                                                                           \
-    static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {   \
-        return collective(self, #name, kind, true, args, count, keywords);                                             \
+#define COLLECTIVE(name, kind)                                                                   \
+    static PyObject *start_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count, \
+                                  PyObject *keywords) {                                          \
+        return collective(self, "i" #name, kind, false, args, count, keywords);                  \
+    }                                                                                            \
+    static PyObject *run_##name(pc_collectives *self, PyObject *const *args, Py_ssize_t count,   \
+                                PyObject *keywords) {                                            \
+        return collective(self, #name, kind, true, args, count, keywords);                       \
     }
 COLLECTIVE(barrier, PC_BARRIER)
 COLLECTIVE(broadcast, PC_BROADCAST)
@@ -333,11 +345,13 @@ COLLECTIVE(all_to_all, PC_ALL_TO_ALL)
 COLLECTIVE(scan, PC_SCAN)
 COLLECTIVE(exscan, PC_EXSCAN)
 
-#define METHODS(name, parameters)                                                                               \
-    {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS,                       \
-     "i" #name "($self, " parameters "*, algorithm=None)\n--\n\nSee pycoll.Communicator.i" #name "."},          \
-    {#name, (PyCFunction)(void (*)(void))run_##name, METH_FASTCALL | METH_KEYWORDS,                             \
-     #name "($self, " parameters "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
+#define METHODS(name, parameters)                                                                \
+    {"i" #name, (PyCFunction)(void (*)(void))start_##name, METH_FASTCALL | METH_KEYWORDS,        \
+     "i" #name "($self, " parameters "*, algorithm=None)\n--\n\nSee pycoll.Communicator.i" #name \
+     "."},                                                                                       \
+        {#name, (PyCFunction)(void (*)(void))run_##name, METH_FASTCALL | METH_KEYWORDS,          \
+         #name "($self, " parameters                                                             \
+               "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
 
 static PyMethodDef collectives_methods[] = {
     METHODS(barrier, ""),
@@ -367,11 +381,12 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_clear, collectives_clear},
     {Py_tp_methods, collectives_methods},
     {Py_tp_members, collectives_members},
-    {Py_tp_doc,
-     "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
-     "The collectives of one communicator by messages, in the core. `type` is a subclass of `Collective`; `planner(kind, "
-     "blocking, x, op, root, result, algorithm)` returns a `Plan`, or None if Python must run such calls; `finish(collective)` "
-     "waits for one that takes long; `slow(name)` returns the Python method to which goes what is not done here."},
+    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
+                "The collectives of one communicator by messages, in the core. `type` is a "
+                "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
+                "algorithm)` returns a `Plan`, or None if Python must run such calls; "
+                "`finish(collective)` waits for one that takes long; `slow(name)` returns the "
+                "Python method to which goes what is not done here."},
     {0, NULL},
 };
 

@@ -1,5 +1,5 @@
-/* What the files of composed calls share: `struct pc_composed`, a schedule run as a part of a call that Python has begun.
-   What such a run cannot do itself (engine/run.h) it asks Python for. */
+/* What the files of composed calls share: `struct pc_composed`, a schedule run as a part of a call
+   that Python has begun. What such a run cannot do itself (engine/run.h) it asks Python for. */
 #ifndef PC_COMPOSED_H
 #define PC_COMPOSED_H
 

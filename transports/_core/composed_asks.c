@@ -1,11 +1,11 @@
-/* What Python does for a run: the methods of `_core.Run` that are called by who hears that it asks; and `_core.Memory`,
-   what the run has made and Python uses on. */
+/* What Python does for a run: the methods of `_core.Run` that are called by who hears that it asks;
+   and `_core.Memory`, what the run has made and Python uses on. */
 #include "composed.h"
 
 #include <errno.h>
 #include <stdlib.h>
 
-/* --- memory ------------------------------------------------------------------------------------------ */
+/* --- memory ----------------------------------------------------------------------------------- */
 
 /* The memory of a run: it is freed when nobody looks at it any more, and no link writes to it. */
 typedef struct {
@@ -19,7 +19,9 @@ static PyTypeObject *memory_type;
 
 void pc_memory_type(PyTypeObject *memory) { memory_type = memory; }
 
-static void give_scratch(pc_engine_object *engine, void *memory) { pc_engine_give_scratch(&engine->engine, memory); }
+static void give_scratch(pc_engine_object *engine, void *memory) {
+    pc_engine_give_scratch(&engine->engine, memory);
+}
 
 static void let_go(pc_engine_object *engine, void *memory) {
     if (memory != NULL && !pc_engine_do(engine, give_scratch, memory))
@@ -28,7 +30,8 @@ static void let_go(pc_engine_object *engine, void *memory) {
 
 /* It owns the memory; without an object of ours that goes, too. */
 static PyObject *memory_of(pc_engine_object *engine, void *start, size_t nbytes) {
-    pc_memory *self = (pc_memory *)((allocfunc)PyType_GetSlot(memory_type, Py_tp_alloc))(memory_type, 0);
+    pc_memory *self =
+        (pc_memory *)((allocfunc)PyType_GetSlot(memory_type, Py_tp_alloc))(memory_type, 0);
     if (self == NULL) {
         let_go(engine, start);
         return NULL;
@@ -67,13 +70,14 @@ PyType_Spec pc_memory_spec = {
 };
 
 void pc_composed_free_grown(struct pc_composed *self) {
-    for (uint32_t chunk = 0; self->grown != NULL && chunk < self->table->way.table.num_chunks; chunk++)
+    for (uint32_t chunk = 0; self->grown != NULL && chunk < self->table->way.table.num_chunks;
+         chunk++)
         let_go(self->on->engine, self->grown[chunk].memory);
     free(self->grown);
     self->grown = NULL;
 }
 
-/* --- what is asked for ------------------------------------------------------------------------------- */
+/* --- what is asked for ------------------------------------------------------------------------ */
 
 void pc_composed_asked(struct pc_pipeline *pipeline) {
     struct pc_composed *self = pipeline->owner;
@@ -82,7 +86,8 @@ void pc_composed_asked(struct pc_pipeline *pipeline) {
 }
 
 PyObject *pc_composed_asks(struct pc_event *event) {
-    struct pc_composed *self = (struct pc_composed *)((char *)event - offsetof(struct pc_composed, asks));
+    struct pc_composed *self =
+        (struct pc_composed *)((char *)event - offsetof(struct pc_composed, asks));
     return Py_BuildValue("iO", PC_EVENT_ASKED, self->owner);
 }
 
@@ -109,7 +114,8 @@ static void do_in_run(pc_engine_object *engine, void *argument) {
     doing->work(doing, run);
 }
 
-/* False: the run is not under way any more, which is no error; or the arguments are wrong, with an exception. */
+/* False: the run is not under way any more, which is no error; or the arguments are wrong, with an
+   exception. */
 static bool do_for(struct pc_composed *self, PyObject *args, uint32_t limit, struct doing *doing) {
     doing->self = self;
     if (!PyArg_ParseTuple(args, "II", &doing->segment, &doing->at))
@@ -122,8 +128,12 @@ static bool do_for(struct pc_composed *self, PyObject *args, uint32_t limit, str
     return doing->done;
 }
 
-static uint32_t num_steps(const struct pc_composed *self) { return self->table->way.table.num_steps; }
-static uint32_t num_chunks(const struct pc_composed *self) { return self->table->way.table.num_chunks; }
+static uint32_t num_steps(const struct pc_composed *self) {
+    return self->table->way.table.num_steps;
+}
+static uint32_t num_chunks(const struct pc_composed *self) {
+    return self->table->way.table.num_chunks;
+}
 
 static PyObject *nothing(void) { return PyErr_Occurred() ? NULL : Py_NewRef(Py_None); }
 
@@ -149,13 +159,18 @@ PyObject *pc_composed_next_asked(struct pc_composed *self, PyObject *unused) {
     pc_engine_do(self->on->engine, find_next, &finding);
     if (finding.position == PC_NO_STEP)
         Py_RETURN_NONE;
-    return Py_BuildValue("Ii", finding.segment, finding.position == PC_LAST_STEPS ? -1 : (int)finding.position);
+    return Py_BuildValue("Ii", finding.segment,
+                         finding.position == PC_LAST_STEPS ? -1 : (int)finding.position);
 }
 
 static void step_done(struct doing *doing, struct pc_run *run) { pc_run_step_done(run, doing->at); }
-static void wait_again(struct doing *doing, struct pc_run *run) { pc_run_wait_again(run, doing->at); }
+static void wait_again(struct doing *doing, struct pc_run *run) {
+    pc_run_wait_again(run, doing->at);
+}
 static void settle(struct doing *doing, struct pc_run *run) { pc_run_settle(run, doing->at); }
-static void where(struct doing *doing, struct pc_run *run) { doing->answer = (int)pc_run_where(run, doing->at); }
+static void where(struct doing *doing, struct pc_run *run) {
+    doing->answer = (int)pc_run_where(run, doing->at);
+}
 
 static void place(struct doing *doing, struct pc_run *run) {
     doing->answer = pc_run_place(run, doing->at) ? (int)pc_run_where(run, doing->at) : -1;
@@ -224,13 +239,15 @@ PyObject *pc_composed_take(struct pc_composed *self, PyObject *args) {
 PyObject *pc_composed_incoming(struct pc_composed *self, PyObject *args) {
     struct doing doing = {.work = take_incoming};
     (void)do_for(self, args, num_steps(self), &doing);
-    return doing.memory != NULL ? memory_of(self->on->engine, doing.memory, doing.nbytes) : nothing();
+    return doing.memory != NULL ? memory_of(self->on->engine, doing.memory, doing.nbytes)
+                                : nothing();
 }
 
 PyObject *pc_composed_own(struct pc_composed *self, PyObject *args) {
     struct doing doing = {.work = take_own};
     (void)do_for(self, args, num_chunks(self), &doing);
-    return doing.memory != NULL ? memory_of(self->on->engine, doing.memory, doing.nbytes) : nothing();
+    return doing.memory != NULL ? memory_of(self->on->engine, doing.memory, doing.nbytes)
+                                : nothing();
 }
 
 PyObject *pc_composed_grown(struct pc_composed *self, PyObject *number) {

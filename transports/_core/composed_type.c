@@ -1,5 +1,5 @@
-/* `_core.Table` and `_core.Run`: a schedule run as a part of a call that Python has begun. Python says where each chunk
-   is, and hears of the end by an event: `owner._ended()`. */
+/* `_core.Table` and `_core.Run`: a schedule run as a part of a call that Python has begun. Python
+   says where each chunk is, and hears of the end by an event: `owner._ended()`. */
 #include "composed.h"
 
 #include "reduce.h"
@@ -13,7 +13,7 @@
 
 static PyTypeObject *table_type;
 
-/* --- tables ------------------------------------------------------------------------------------------ */
+/* --- tables ----------------------------------------------------------------------------------- */
 
 static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *steps;
@@ -22,7 +22,8 @@ static PyObject *table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "iIO!", &size, &num_chunks, &PyList_Type, &steps))
         return NULL;
-    pc_table_object *self = (pc_table_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    pc_table_object *self =
+        (pc_table_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
     self->way.table.num_chunks = num_chunks;
@@ -53,17 +54,18 @@ PyType_Spec pc_table_spec = {
     .slots = table_slots,
 };
 
-/* --- memory ------------------------------------------------------------------------------------------ */
+/* --- memory ----------------------------------------------------------------------------------- */
 
-/* The views of those items of a list that are not None, in their order; of tuples those of their items. NULL with an
-   exception. */
+/* The views of those items of a list that are not None, in their order; of tuples those of their
+   items. NULL with an exception. */
 static struct pc_views *views_of(PyObject *list, bool writable) {
     Py_ssize_t count = PyList_Size(list);
     PyObject *present = PyList_New(0);
     for (Py_ssize_t index = 0; present != NULL && index < count; index++) {
         PyObject *item = PyList_GetItem(list, index);
         int failed = 0;
-        for (Py_ssize_t part = 0; PyTuple_Check(item) && failed == 0 && part < PyTuple_Size(item); part++)
+        for (Py_ssize_t part = 0; PyTuple_Check(item) && failed == 0 && part < PyTuple_Size(item);
+             part++)
             failed = PyList_Append(present, PyTuple_GetItem(item, part));
         if (item != Py_None && !PyTuple_Check(item))
             failed = PyList_Append(present, item);
@@ -82,15 +84,19 @@ static struct pc_views *views_of(PyObject *list, bool writable) {
 }
 
 /* What is empty is somewhere, too. */
-static ptrdiff_t address_of(const void *start, size_t nbytes) { return nbytes > 0 ? (ptrdiff_t)(uintptr_t)start : 1; }
+static ptrdiff_t address_of(const void *start, size_t nbytes) {
+    return nbytes > 0 ? (ptrdiff_t)(uintptr_t)start : 1;
+}
 
 static void check_length(Py_ssize_t chunk, size_t length, size_t nbytes) {
     if (length != nbytes)
-        PyErr_Format(PyExc_ValueError, "chunk %zd has %zu bytes, and not %zu", chunk, length, nbytes);
+        PyErr_Format(PyExc_ValueError, "chunk %zd has %zu bytes, and not %zu", chunk, length,
+                     nbytes);
 }
 
 /* Where the value of a chunk is at the start: it has the next views. */
-static void place_source(struct pc_composed *self, PyObject *item, Py_ssize_t chunk, Py_ssize_t *next) {
+static void place_source(struct pc_composed *self, PyObject *item, Py_ssize_t chunk,
+                         Py_ssize_t *next) {
     struct pc_chunk_place *place = &self->places[chunk];
     place->source = -1;
     if (item == Py_None)
@@ -115,7 +121,8 @@ static void place_source(struct pc_composed *self, PyObject *item, Py_ssize_t ch
     }
 }
 
-static void place_target(struct pc_composed *self, PyObject *item, Py_ssize_t chunk, Py_ssize_t *next) {
+static void place_target(struct pc_composed *self, PyObject *item, Py_ssize_t chunk,
+                         Py_ssize_t *next) {
     struct pc_chunk_place *place = &self->places[chunk];
     place->target = -1;
     if (item == Py_None)
@@ -126,7 +133,8 @@ static void place_target(struct pc_composed *self, PyObject *item, Py_ssize_t ch
     place->target_keeper = view->obj;
 }
 
-static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *sources, PyObject *targets) {
+static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *sources,
+                         PyObject *targets) {
     Py_ssize_t count = PyList_Size(lengths), source = 0, target = 0;
     if (count != (Py_ssize_t)self->table->way.table.num_chunks || PyList_Size(sources) != count ||
         PyList_Size(targets) != count) {
@@ -140,7 +148,8 @@ static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *
     self->places = calloc((size_t)count + 1, sizeof *self->places);
     self->parts = malloc((size_t)(self->sources->count + 1) * sizeof *self->parts);
     bool grows = false;
-    for (Py_ssize_t chunk = 0; self->places != NULL && self->parts != NULL && chunk < count; chunk++) {
+    for (Py_ssize_t chunk = 0; self->places != NULL && self->parts != NULL && chunk < count;
+         chunk++) {
         PyObject *length = PyList_GetItem(lengths, chunk);
         struct pc_chunk_place *place = &self->places[chunk];
         place->nbytes = length != Py_None ? PyLong_AsSize_t(length) : PC_UNKNOWN;
@@ -182,7 +191,7 @@ static void release(struct pc_composed *self) {
     self->sources = self->targets = NULL;
 }
 
-/* --- running ----------------------------------------------------------------------------------------- */
+/* --- running ---------------------------------------------------------------------------------- */
 
 /* With the lock. */
 static void ended(struct pc_pipeline *pipeline) {
@@ -202,7 +211,8 @@ static struct pc_composed *of_event(struct pc_event *event) {
 
 PyObject *pc_composed_event(struct pc_event *event) {
     struct pc_composed *self = of_event(event);
-    PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, self->owner); /* for Python they are alike */
+    /* for Python they are alike */
+    PyObject *told = Py_BuildValue("iO", PC_EVENT_REQUEST, self->owner);
     release(self);
     Py_CLEAR(self->owner);
     Py_DECREF((PyObject *)self);
@@ -313,15 +323,16 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     unsigned long long number;
     Py_ssize_t granule;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, table_type, &table,
-                          &PyList_Type, &lengths, &PyList_Type, &sources, &PyList_Type, &targets, &op, &dtype, &divisor,
-                          &number, &lane, &segments, &granule))
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, table_type,
+                          &table, &PyList_Type, &lengths, &PyList_Type, &sources, &PyList_Type,
+                          &targets, &op, &dtype, &divisor, &number, &lane, &segments, &granule))
         return NULL;
     if (segments == 0 || lane + segments > UINT16_MAX || granule <= 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
         return NULL;
     }
-    struct pc_composed *self = (struct pc_composed *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_composed *self =
+        (struct pc_composed *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (self == NULL)
         return NULL;
     self->on = (pc_context_object *)Py_NewRef(context);
@@ -339,7 +350,8 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
                                               .ended = ended,
                                               .owner = self};
         if (segments > 1 && !can_be_cut(self))
-            PyErr_SetString(PyExc_ValueError, "a chunk in parts, or of unknown length, cannot be cut");
+            PyErr_SetString(PyExc_ValueError,
+                            "a chunk in parts, or of unknown length, cannot be cut");
         else if (op >= 0 && !can_reduce(self))
             PyErr_SetString(PyExc_BufferError, "the core cannot reduce that, or there");
         else if (pc_pipeline_prepare(&self->pipeline))
@@ -367,13 +379,18 @@ static void run_dealloc(struct pc_composed *self) {
 
 static PyMethodDef run_methods[] = {
     {"start", (PyCFunction)run_start, METH_O,
-     "start(owner) -> None | int: None: its end will be told; else it has ended, with that status."},
-    {"give_up", (PyCFunction)run_give_up, METH_NOARGS, "It will not end, and its memory is not used any more."},
-    {"awaited", (PyCFunction)run_awaited, METH_NOARGS, "World ranks that must be in the call before it ends."},
+     "start(owner) -> None | int: None: its end will be told; else it has ended, with that "
+     "status."},
+    {"give_up", (PyCFunction)run_give_up, METH_NOARGS,
+     "It will not end, and its memory is not used any more."},
+    {"awaited", (PyCFunction)run_awaited, METH_NOARGS,
+     "World ranks that must be in the call before it ends."},
     {"next_asked", (PyCFunction)pc_composed_next_asked, METH_NOARGS,
-     "next_asked() -> (segment, step) | None: the next step for Python to do: an external one, a reduction, or a receive "
-     "of what is offered. Step -1: only steps at the end are not done, and their ends are asked for now."},
-    {"step_done", (PyCFunction)pc_composed_step_done, METH_VARARGS, "step_done(segment, step): the run goes on, or ends."},
+     "next_asked() -> (segment, step) | None: the next step for Python to do: an external one, a "
+     "reduction, or a receive of what is offered. Step -1: only steps at the end are not done, and "
+     "their ends are asked for now."},
+    {"step_done", (PyCFunction)pc_composed_step_done, METH_VARARGS,
+     "step_done(segment, step): the run goes on, or ends."},
     {"take", (PyCFunction)pc_composed_take, METH_VARARGS,
      "take(segment, step) -> Receive | None: what holds the message that is offered."},
     {"wait_again", (PyCFunction)pc_composed_wait_again, METH_VARARGS,
@@ -381,21 +398,26 @@ static PyMethodDef run_methods[] = {
     {"incoming", (PyCFunction)pc_composed_incoming, METH_VARARGS,
      "incoming(segment, step) -> Memory: what has come for a reduction, once."},
     {"where", (PyCFunction)pc_composed_where, METH_VARARGS,
-     "where(segment, chunk) -> int: the value is 0: nowhere, 1: at its source, 2: at its target, 3: in the run's own "
-     "memory."},
+     "where(segment, chunk) -> int: the value is 0: nowhere, 1: at its source, 2: at its target, "
+     "3: in the run's own memory."},
     {"place", (PyCFunction)pc_composed_place, METH_VARARGS,
-     "place(segment, chunk) -> int: from now on the value is at its target, or in the run's own memory; as of `where`."},
-    {"settle", (PyCFunction)pc_composed_settle, METH_VARARGS, "settle(segment, chunk): the target holds the value, in the end."},
+     "place(segment, chunk) -> int: from now on the value is at its target, or in the run's own "
+     "memory; as of `where`."},
+    {"settle", (PyCFunction)pc_composed_settle, METH_VARARGS,
+     "settle(segment, chunk): the target holds the value, in the end."},
     {"own", (PyCFunction)pc_composed_own, METH_VARARGS,
-     "own(segment, 0) -> Memory | None: the run's own memory, in which chunks lie one behind the other; once."},
+     "own(segment, 0) -> Memory | None: the run's own memory, in which chunks lie one behind the "
+     "other; once."},
     {"grown", (PyCFunction)pc_composed_grown, METH_O,
-     "grown(chunk) -> Memory | None: when the run has ended, the value of a chunk of unknown length; once."},
+     "grown(chunk) -> Memory | None: when the run has ended, the value of a chunk of unknown "
+     "length; once."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef run_values[] = {
     {"status", (getter)run_status, NULL,
-     "(status, rank or chunk, bytes that came, bytes expected); the last three say why it failed.", NULL},
+     "(status, rank or chunk, bytes that came, bytes expected); the last three say why it failed.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -404,12 +426,13 @@ static PyType_Slot run_slots[] = {
     {Py_tp_dealloc, run_dealloc},
     {Py_tp_methods, run_methods},
     {Py_tp_getset, run_values},
-    {Py_tp_doc,
-     "Run(context, table, lengths, sources, targets, (op, dtype, divisor), number, lane, segments, granule): "
-     "a schedule as a part of the call of that number.\n\n"
-     "`lengths`, `sources` and `targets` are by chunk: bytes, or None if only the sender knows; and the memory: None for "
-     "none, of a source perhaps a tuple of parts. Who takes the event of its end calls `owner._ended()`, and if it "
-     "asks for steps, `owner._asked()`."},
+    {Py_tp_doc, "Run(context, table, lengths, sources, targets, (op, dtype, divisor), number, "
+                "lane, segments, granule): "
+                "a schedule as a part of the call of that number.\n\n"
+                "`lengths`, `sources` and `targets` are by chunk: bytes, or None if only the "
+                "sender knows; and the memory: None for none, of a source perhaps a tuple of "
+                "parts. Who takes the event of its end calls `owner._ended()`, and if it asks for "
+                "steps, `owner._asked()`."},
     {0, NULL},
 };
 

@@ -1,4 +1,5 @@
-/* `_core.Context`: one communicator's receives and collective calls, for Python. See engine_type.h. */
+/* `_core.Context`: one communicator's receives and collective calls, for Python. See
+   engine_type.h. */
 #include "engine_type.h"
 
 #include <stdlib.h>
@@ -15,8 +16,8 @@ struct opening {
 
 static void open_context(pc_engine_object *self, void *argument) {
     struct opening *opening = argument;
-    opening->context =
-        pc_context_open(&self->engine, opening->ident, opening->members, opening->num_members, opening->me);
+    opening->context = pc_context_open(&self->engine, opening->ident, opening->members,
+                                       opening->num_members, opening->me);
 }
 
 static PyObject *context_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
@@ -108,10 +109,12 @@ static void post(pc_engine_object *engine, void *argument) {
     posting->is_open = context != NULL;
     if (context == NULL)
         return;
-    posting->item->context = posting->by_address || posting->item->receive.posted.peek ? NULL : context;
+    posting->item->context =
+        posting->by_address || posting->item->receive.posted.peek ? NULL : context;
     struct pc_py_item *item = posting->item;
     item->is_quiet = true;
-    if (posting->number >= 0 && (posting->adopted = pc_item_adopt(engine, context, (uint64_t)posting->number)) != NULL)
+    if (posting->number >= 0 &&
+        (posting->adopted = pc_item_adopt(engine, context, (uint64_t)posting->number)) != NULL)
         item = posting->adopted;
     else if (posting->by_address)
         pc_collect_start(context, &item->receive);
@@ -140,7 +143,8 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
     long long tag, number = -1;
     int dtype = -1;
     Py_ssize_t room = 0;
-    if (!PyArg_ParseTuple(args, "iL|pLinp", &source, &tag, &peek, &number, &dtype, &room, &for_handle))
+    if (!PyArg_ParseTuple(args, "iL|pLinp", &source, &tag, &peek, &number, &dtype, &room,
+                          &for_handle))
         return NULL;
     PyObject *face = pc_item_new_receive(self->engine, &posting.item);
     if (face == NULL)
@@ -174,11 +178,12 @@ static PyObject *context_collect(pc_context_object *self, PyObject *args) {
     if (face == NULL)
         return NULL;
     posting.by_address = true;
-    posting.item->receive.address = (struct pc_addressed){.call = call, .lane = (uint16_t)lane, .sender = sender, .index = index};
+    posting.item->receive.address = (struct pc_addressed){
+        .call = call, .lane = (uint16_t)lane, .sender = sender, .index = index};
     return post_it(&posting, face);
 }
 
-/* --- calls ------------------------------------------------------------------------------------------- */
+/* --- calls ------------------------------------------------------------------------------------ */
 
 struct calling {
     pc_context_object *context;
@@ -212,7 +217,8 @@ static void end_call(pc_engine_object *engine, void *argument) {
     struct calling *calling = argument;
     struct pc_context *context = calling->context->context;
     (void)engine;
-    struct pc_called *call = context != NULL ? pc_call_find(context, (uint64_t)calling->number) : NULL;
+    struct pc_called *call =
+        context != NULL ? pc_call_find(context, (uint64_t)calling->number) : NULL;
     if (call != NULL)
         pc_context_end(context, call);
 }
@@ -268,7 +274,8 @@ static void tell_calls(pc_engine_object *engine, void *argument) {
         return;
     }
     for (uint64_t back = PC_LAST_CALLS; back > 0; back--)
-        tell_call(telling, context->last_calls[(context->num_ended + PC_LAST_CALLS - back) % PC_LAST_CALLS]);
+        tell_call(telling,
+                  context->last_calls[(context->num_ended + PC_LAST_CALLS - back) % PC_LAST_CALLS]);
     size_t found = 0;
     for (uint64_t number = context->next_call; found < context->calls.used && number-- > 0;) {
         const struct pc_called *call = pc_call_find(context, number);
@@ -283,8 +290,10 @@ static PyObject *tell(pc_context_object *self, bool of_newest) {
     PyObject *told = PyDict_New();
     for (size_t index = 0; index < telling.count; index++) {
         PyObject *number = PyLong_FromUnsignedLongLong(telling.calls[index].number);
-        PyObject *text = PyBytes_FromStringAndSize(telling.calls[index].text, (Py_ssize_t)telling.calls[index].nbytes);
-        if (told != NULL && (number == NULL || text == NULL || PyDict_SetItem(told, number, text) < 0))
+        PyObject *text = PyBytes_FromStringAndSize(telling.calls[index].text,
+                                                   (Py_ssize_t)telling.calls[index].nbytes);
+        if (told != NULL &&
+            (number == NULL || text == NULL || PyDict_SetItem(told, number, text) < 0))
             Py_CLEAR(told);
         Py_XDECREF(number);
         Py_XDECREF(text);
@@ -309,25 +318,32 @@ static PyObject *context_newest(pc_context_object *self, PyObject *unused) {
 
 static PyObject *context_next_call(pc_context_object *self, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(self->context != NULL ? self->context->next_call : self->num_calls);
+    return PyLong_FromUnsignedLongLong(self->context != NULL ? self->context->next_call
+                                                             : self->num_calls);
 }
 
 static PyMethodDef context_methods[] = {
     {"post", (PyCFunction)context_post, METH_VARARGS,
-     "post(source, tag, peek=False, number=-1, dtype=-1, room=0, for_handle=False) -> Receive: start a receive that holds "
-     "its message, or a probe; in the place of that number, if one is given: that of a receive whose message was taken "
-     "back, which is not posted again if its message was for a handle. With the code of a dtype it refuses what is no "
-     "array of that dtype, or has more than `room` bytes."},
+     "post(source, tag, peek=False, number=-1, dtype=-1, room=0, for_handle=False) -> Receive: "
+     "start a receive that holds its message, or a probe; in the place of that number, if one is "
+     "given: that of a receive whose message was taken back, which is not posted again if its "
+     "message was for a handle. With the code of a dtype it refuses what is no array of that "
+     "dtype, or has more than `room` bytes."},
     {"collect", (PyCFunction)context_collect, METH_VARARGS,
-     "collect(call, lane, rank, index) -> Receive: start a receive that holds the message of that address."},
+     "collect(call, lane, rank, index) -> Receive: start a receive that holds the message of that "
+     "address."},
     {"begin", (PyCFunction)context_begin, METH_O,
-     "begin(text) -> int: begin a collective call, and return its number. Messages of other calls with this number are "
-     "told as having arrived."},
-    {"end", (PyCFunction)context_end, METH_O, "end(number): all messages of that call were received."},
+     "begin(text) -> int: begin a collective call, and return its number. Messages of other calls "
+     "with this number are told as having arrived."},
+    {"end", (PyCFunction)context_end, METH_O,
+     "end(number): all messages of that call were received."},
     {"calls", (PyCFunction)context_calls, METH_NOARGS,
-     "calls() -> dict[int, bytes]: the calls that have ended last, in that order, then those that are under way."},
-    {"newest", (PyCFunction)context_newest, METH_NOARGS, "newest() -> dict[int, bytes]: the call begun last, if any."},
-    {"break_", (PyCFunction)context_break, METH_NOARGS, "End all that is under way, and what is started later."},
+     "calls() -> dict[int, bytes]: the calls that have ended last, in that order, then those that "
+     "are under way."},
+    {"newest", (PyCFunction)context_newest, METH_NOARGS,
+     "newest() -> dict[int, bytes]: the call begun last, if any."},
+    {"break_", (PyCFunction)context_break, METH_NOARGS,
+     "End all that is under way, and what is started later."},
     {"close", (PyCFunction)context_close, METH_NOARGS, "The same, and forget it."},
     {NULL, NULL, 0, NULL},
 };

@@ -20,11 +20,12 @@
 #define PR_SET_PTRACER_ANY ((unsigned long)-1)
 #endif
 
-/* memcpy and the kernel copy by the instruction `rep movsb` where the processor says that this is quick ("erms",
-   "fsrm"). On processors of AMD with "fsrm" it takes 5 to 25 times as long if (to - from) mod 4096 is between 1 and 31,
-   of which half is harmless on some of them. Arrays that are allocated one after the other often lie just so. There,
-   copies are loops of vector loads and stores, and what the kernel copies makes a detour. Elsewhere the plain copies
-   are quickest: so each process tries memmove, and the kernel, once. */
+/* memcpy and the kernel copy by the instruction `rep movsb` where the processor says that this is
+   quick ("erms", "fsrm"). On processors of AMD with "fsrm" it takes 5 to 25 times as long if (to -
+   from) mod 4096 is between 1 and 31, of which half is harmless on some of them. Arrays that are
+   allocated one after the other often lie just so. There, copies are loops of vector loads and
+   stores, and what the kernel copies makes a detour. Elsewhere the plain copies are quickest: so
+   each process tries memmove, and the kernel, once. */
 
 #if defined(__x86_64__)
 static void by_memmove(void *to, void *from, size_t nbytes) { memmove(to, from, nbytes); }
@@ -44,7 +45,8 @@ static bool is_slow_at_1(void copy(void *, void *, size_t), _Atomic int *known) 
     if (memory == NULL)
         return false;
     memset(memory, 0, 2 * NBYTES + PC_PAGE);
-    void (*volatile tried)(void *, void *, size_t) = copy; /* the compiler may not leave out what nobody reads */
+    /* the compiler may not leave out what nobody reads */
+    void (*volatile tried)(void *, void *, size_t) = copy;
     uint64_t best[2] = {UINT64_MAX, UINT64_MAX};
     for (int turn = 0; turn < TURNS; turn++) {
         uint64_t started = pc_now_ns();
@@ -71,14 +73,15 @@ static bool is_kernel_slow(void) {
 static bool is_kernel_slow(void) { return false; }
 #endif
 
-/* --- within this process ------------------------------------------------------------------------------- */
+/* --- within this process ---------------------------------------------------------------------- */
 
 #if defined(__x86_64__)
 #define VECTOR 32
 #define UNROLLED 128
 
 /* `to` is aligned, and `nbytes` a multiple of UNROLLED. */
-__attribute__((target("avx2"))) static void copy_vectors(unsigned char *to, const unsigned char *from, size_t nbytes) {
+__attribute__((target("avx2"))) static void copy_vectors(unsigned char *to,
+                                                         const unsigned char *from, size_t nbytes) {
     for (size_t at = 0; at < nbytes; at += UNROLLED) {
         __m256i vectors[UNROLLED / VECTOR];
         for (int index = 0; index < UNROLLED / VECTOR; index++)
@@ -88,8 +91,8 @@ __attribute__((target("avx2"))) static void copy_vectors(unsigned char *to, cons
     }
 }
 
-__attribute__((target("avx2"))) static void copy_past_cache(unsigned char *to, const unsigned char *from,
-                                                            size_t nbytes) {
+__attribute__((target("avx2"))) static void
+copy_past_cache(unsigned char *to, const unsigned char *from, size_t nbytes) {
     for (size_t at = 0; at < nbytes; at += UNROLLED) {
         __m256i vectors[UNROLLED / VECTOR];
         for (int index = 0; index < UNROLLED / VECTOR; index++)
@@ -100,8 +103,8 @@ __attribute__((target("avx2"))) static void copy_past_cache(unsigned char *to, c
     _mm_sfence(); /* or others might see a flag before what it stands for */
 }
 
-static void copy_by(void copy(unsigned char *, const unsigned char *, size_t), void *to, const void *from,
-                    size_t nbytes) {
+static void copy_by(void copy(unsigned char *, const unsigned char *, size_t), void *to,
+                    const void *from, size_t nbytes) {
     unsigned char *target = to;
     const unsigned char *source = from;
     size_t head = -(uintptr_t)to % VECTOR, body = (nbytes - head) / UNROLLED * UNROLLED;
@@ -132,12 +135,13 @@ void pc_copy_long(void *to, const void *from, size_t nbytes, size_t whole) {
 }
 #endif
 
-/* --- parts of a payload -------------------------------------------------------------------------------- */
+/* --- parts of a payload ----------------------------------------------------------------------- */
 
 /* Parts in one system call. */
 #define PARTS 16
 
-/* Cut [offset, offset + nbytes) out of a payload, as far as `cut` has room; returns the parts, and their bytes. */
+/* Cut [offset, offset + nbytes) out of a payload, as far as `cut` has room; returns the parts, and
+   their bytes. */
 static size_t cut_out(struct pc_parts whole, size_t offset, size_t nbytes, struct iovec cut[PARTS],
                       size_t *cut_nbytes) {
     size_t count = 0, total = 0;
@@ -172,25 +176,28 @@ void pc_copy_parts(void *into, struct pc_parts parts, size_t offset, size_t nbyt
     }
 }
 
-/* --- between two processes ----------------------------------------------------------------------------- */
+/* --- between two processes -------------------------------------------------------------------- */
 
-/* Bytes that take a detour at a time: they stay in the second-level cache. Measured in one process, 256 KiB at a
-   distance of 1: straight ahead 104 us (20 at 0); moved in pieces of 128 KiB 26, of 32 KiB 30; through a bounce of
-   64 KiB 29, of 32 KiB 34. */
+/* Bytes that take a detour at a time: they stay in the second-level cache. Measured in one process,
+   256 KiB at a distance of 1: straight ahead 104 us (20 at 0); moved in pieces of 128 KiB 26, of 32
+   KiB 30; through a bounce of 64 KiB 29, of 32 KiB 34. */
 #define SLOW_NBYTES 2048
 #define MOVED_NBYTES ((size_t)128 << 10)
 #define BOUNCE_NBYTES ((size_t)64 << 10)
 
 static bool is_slow(uint64_t to, const struct iovec *from) {
-    return (to - (uintptr_t)from->iov_base - 1) % PC_PAGE < 31 && from->iov_len >= SLOW_NBYTES && is_kernel_slow();
+    return (to - (uintptr_t)from->iov_base - 1) % PC_PAGE < 31 && from->iov_len >= SLOW_NBYTES &&
+           is_kernel_slow();
 }
 
-/* Have the kernel write the bytes behind their place, to where they are aligned like the source, and move them down:
-   so what is written twice is in the cache. The last have no room behind them. */
+/* Have the kernel write the bytes behind their place, to where they are aligned like the source,
+   and move them down: so what is written twice is in the cache. The last have no room behind
+   them. */
 static ssize_t read_moved(pid_t pid, const struct iovec *theirs, unsigned char *into) {
     unsigned char last[PC_LINE];
     size_t nbytes = theirs->iov_len < MOVED_NBYTES ? theirs->iov_len : MOVED_NBYTES;
-    size_t by = PC_LINE - ((uintptr_t)into - (uintptr_t)theirs->iov_base) % PC_PAGE, most = nbytes - by;
+    size_t by = PC_LINE - ((uintptr_t)into - (uintptr_t)theirs->iov_base) % PC_PAGE,
+           most = nbytes - by;
     struct iovec from = {theirs->iov_base, nbytes}, to[2] = {{into + by, most}, {last, by}};
     ssize_t copied = process_vm_readv(pid, to, 2, &from, 1, 0);
     if (copied > 0) {
@@ -201,8 +208,8 @@ static ssize_t read_moved(pid_t pid, const struct iovec *theirs, unsigned char *
     return copied;
 }
 
-/* Give the kernel a copy that is aligned like the destination. The memory is not on the stack, which is small in some
-   threads. */
+/* Give the kernel a copy that is aligned like the destination. The memory is not on the stack,
+   which is small in some threads. */
 static ssize_t write_bounced(pid_t pid, const struct iovec *ours, uint64_t into) {
     static _Thread_local unsigned char bounce[2 * PC_PAGE + BOUNCE_NBYTES];
     unsigned char *memory = bounce + (PC_PAGE - (uintptr_t)bounce % PC_PAGE);
@@ -212,8 +219,10 @@ static ssize_t write_bounced(pid_t pid, const struct iovec *ours, uint64_t into)
     return process_vm_writev(pid, &from, 1, &to, 1, 0);
 }
 
-/* Copy bytes of a payload to `into`: by reading them if the payload is the other's, else by writing. */
-static int copy(pid_t pid, struct pc_parts payload, size_t offset, uint64_t into, size_t nbytes, bool reads) {
+/* Copy bytes of a payload to `into`: by reading them if the payload is the other's, else by
+   writing. */
+static int copy(pid_t pid, struct pc_parts payload, size_t offset, uint64_t into, size_t nbytes,
+                bool reads) {
     while (nbytes > 0) {
         struct iovec cut[PARTS];
         size_t length, straight = 0, count = cut_out(payload, offset, nbytes, cut, &length);

@@ -1,5 +1,5 @@
-/* What every file of the core needs: sizes, atomics, and how a processor waits politely. Plain C: what Python calls
-   includes py.h, too. */
+/* What every file of the core needs: sizes, atomics, and how a processor waits politely. Plain C:
+   what Python calls includes py.h, too. */
 #ifndef PC_CORE_H
 #define PC_CORE_H
 
@@ -26,9 +26,12 @@
 typedef _Atomic uint64_t pc_flag64;
 typedef _Atomic uint32_t pc_flag32;
 
-/* A flag is read with sequential consistency, which on x86-64 and Arm is no dearer than acquire, and set by
-   an exchange: a rank that announces its sleep and looks at the flag once more cannot miss it. */
-static inline uint64_t pc_load(pc_flag64 *flag) { return atomic_load_explicit(flag, memory_order_seq_cst); }
+/* A flag is read with sequential consistency, which on x86-64 and Arm is no dearer than acquire,
+   and set by an exchange: a rank that announces its sleep and looks at the flag once more cannot
+   miss it. */
+static inline uint64_t pc_load(pc_flag64 *flag) {
+    return atomic_load_explicit(flag, memory_order_seq_cst);
+}
 static inline void pc_publish(pc_flag64 *flag, uint64_t value) {
     (void)atomic_exchange_explicit(flag, value, memory_order_seq_cst);
 }
@@ -47,8 +50,8 @@ static inline uint64_t pc_now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* The vector instructions that this processor has, and the system lets it use: 0 none that the core knows of, 1 AVX2,
-   F16C, BMI and BMI2, 2 also AVX-512 (F, BW, DQ, VL). */
+/* The vector instructions that this processor has, and the system lets it use: 0 none that the core
+   knows of, 1 AVX2, F16C, BMI and BMI2, 2 also AVX-512 (F, BW, DQ, VL). */
 int pc_processor_level(void);
 
 static inline size_t pc_round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }

@@ -29,7 +29,8 @@ static PC_COLD int cannot_read(pc_collective *call, int rank, int error) {
 }
 
 /* `whole`: bytes of the value of which this is a part. */
-static int read_from(pc_collective *call, int rank, void *to, uint64_t address, size_t nbytes, size_t whole) {
+static int read_from(pc_collective *call, int rank, void *to, uint64_t address, size_t nbytes,
+                     size_t whole) {
     const void *here = pc_here(call->comm->host, call->comm->local[rank], address, nbytes);
     if (here != NULL) {
         pc_copy_shared(to, here, nbytes, whole);
@@ -47,15 +48,18 @@ void pc_reach(pc_collective *call, uint64_t step) {
 }
 
 static int await_phase(pc_collective *call, int rank, uint64_t step) {
-    return pc_wait(&call->call, &pc_progress_of(call->comm, rank)->phase, 2 * call->number + step, rank);
+    return pc_wait(&call->call, &pc_progress_of(call->comm, rank)->phase, 2 * call->number + step,
+                   rank);
 }
 
-/* What a device maps into this process (page-locked memory of some drivers, say) is not read for others. */
+/* What a device maps into this process (page-locked memory of some drivers, say) is not read for
+   others. */
 bool pc_can_be_read(const void *array, size_t nbytes) {
     if (pc_arena_has(array, nbytes))
         return true;
     unsigned char read[2];
-    struct iovec ours = {read, 2}, ends[2] = {{(void *)(uintptr_t)array, 1}, {(char *)(uintptr_t)array + nbytes - 1, 1}};
+    struct iovec ours = {read, 2}, ends[2] = {{(void *)(uintptr_t)array, 1},
+                                              {(char *)(uintptr_t)array + nbytes - 1, 1}};
     return pc_copy_from(getpid(), (struct pc_parts){ends, 2}, 0, ours.iov_base, 2) == 0;
 }
 
@@ -77,12 +81,13 @@ static int stream_instead(pc_collective *call) {
     return call->kind == PC_ALL_REDUCE ? pc_all_reduce_stream(call, NULL) : pc_stream(call, NULL);
 }
 
-/* --- helping ------------------------------------------------------------------------------------------- */
+/* --- helping ---------------------------------------------------------------------------------- */
 
-/* The root of a broadcast or scatter, and the others in a gather, would only wait while their arrays are read. So they
-   write, too: pieces of what moves between two ranks are claimed (transfer.h). The claims lie in the place of the rank
-   that has no part in the others' work: that receives from the root, or sends to it. In a gather the root allows it,
-   for it may find that all are to stream. With more ranks than cores, those who read need the core. */
+/* The root of a broadcast or scatter, and the others in a gather, would only wait while their
+   arrays are read. So they write, too: pieces of what moves between two ranks are claimed
+   (transfer.h). The claims lie in the place of the rank that has no part in the others' work: that
+   receives from the root, or sends to it. In a gather the root allows it, for it may find that all
+   are to stream. With more ranks than cores, those who read need the core. */
 
 #define NOT_ALLOWED 1 /* in place of an address */
 
@@ -95,19 +100,23 @@ static uint64_t pieces_of(const pc_collective *call) {
     size_t piece = PC_HELP_PIECE(call->nbytes);
     return (call->nbytes + piece - 1) / piece;
 }
-static size_t piece_begin(const pc_collective *call, int64_t piece) { return (size_t)piece * PC_HELP_PIECE(call->nbytes); }
+static size_t piece_begin(const pc_collective *call, int64_t piece) {
+    return (size_t)piece * PC_HELP_PIECE(call->nbytes);
+}
 static size_t length_of(const pc_collective *call, int64_t piece) {
     size_t most = PC_HELP_PIECE(call->nbytes), rest = call->nbytes - piece_begin(call, piece);
     return rest < most ? rest : most;
 }
 
-static int read_piece(pc_collective *call, int rank, unsigned char *to, uint64_t address, int64_t piece) {
+static int read_piece(pc_collective *call, int rank, unsigned char *to, uint64_t address,
+                      int64_t piece) {
     size_t begin = piece_begin(call, piece);
     return read_from(call, rank, to + begin, address + begin, length_of(call, piece), call->nbytes);
 }
 
 /* Read pieces until all are claimed. */
-static int read_pieces(pc_collective *call, struct pc_transfer *work, int rank, unsigned char *to, uint64_t address) {
+static int read_pieces(pc_collective *call, struct pc_transfer *work, int rank, unsigned char *to,
+                       uint64_t address) {
     int64_t piece;
     int status = 0;
     pc_work_begin(call);
@@ -120,7 +129,8 @@ static int read_pieces(pc_collective *call, struct pc_transfer *work, int rank, 
 }
 
 /* Wait for the pieces that `rank` has claimed, and read the one that it could not write. */
-static int await_pieces(pc_collective *call, struct pc_transfer *work, int rank, unsigned char *to, uint64_t address) {
+static int await_pieces(pc_collective *call, struct pc_transfer *work, int rank, unsigned char *to,
+                        uint64_t address) {
     if (pc_wait(&call->call, &work->done, pieces_of(call), rank) < 0)
         return -1;
     pc_release(&call->call);
@@ -129,8 +139,8 @@ static int await_pieces(pc_collective *call, struct pc_transfer *work, int rank,
 }
 
 /* Write pieces into the memory of `rank` until all are claimed, or one cannot be written. */
-static void write_pieces(pc_collective *call, struct pc_transfer *work, int rank, const unsigned char *from,
-                         uint64_t address) {
+static void write_pieces(pc_collective *call, struct pc_transfer *work, int rank,
+                         const unsigned char *from, uint64_t address) {
     pc_comm *comm = call->comm;
     uint64_t pieces = pieces_of(call);
     int64_t piece;
@@ -138,7 +148,8 @@ static void write_pieces(pc_collective *call, struct pc_transfer *work, int rank
     while ((piece = pc_transfer_claim(work, pieces)) >= 0) {
         size_t begin = piece_begin(call, piece), length = length_of(call, piece);
         struct iovec ours = {(void *)(from + begin), length};
-        if (pc_copy_to(comm->pids[rank], address + begin, (struct pc_parts){&ours, 1}, 0, length) != 0) {
+        if (pc_copy_to(comm->pids[rank], address + begin, (struct pc_parts){&ours, 1}, 0,
+                       length) != 0) {
             pc_transfer_return(work, piece);
             atomic_fetch_add(&work->done, pieces); /* it waits no more */
             piece = -1;
@@ -188,15 +199,17 @@ static int gather_helped(pc_collective *call, const uint64_t *xs) {
         for (int step = 1; step < comm->size; step++) {
             int rank = (comm->rank + step) % comm->size;
             struct pc_transfer *work = &pc_place_of(comm, rank, call->number)->work;
-            if ((pass == 0 ? read_pieces : await_pieces)(call, work, rank, out + (size_t)rank * nbytes, xs[rank]) < 0)
+            if ((pass == 0 ? read_pieces : await_pieces)(call, work, rank,
+                                                         out + (size_t)rank * nbytes, xs[rank]) < 0)
                 return -1;
         }
     return 0;
 }
 
-/* --- the ways ------------------------------------------------------------------------------------------ */
+/* --- the ways --------------------------------------------------------------------------------- */
 
-/* Elsewhere than at the root of a gather or reduce: wait until it has read, or has said that all are to stream. */
+/* Elsewhere than at the root of a gather or reduce: wait until it has read, or has said that all
+   are to stream. */
 static int await_root(pc_collective *call) {
     if (call->kind == PC_GATHER && may_help(call) && help_root(call) < 0)
         return -1;
@@ -207,8 +220,8 @@ static int await_root(pc_collective *call) {
     return 0;
 }
 
-/* Whoever has given up may have changed its arrays while they were read here. Python hears, or has heard, of
-   that: wait for it. */
+/* Whoever has given up may have changed its arrays while they were read here. Python hears, or has
+   heard, of that: wait for it. */
 int pc_check_given_up(pc_collective *call) {
     atomic_thread_fence(memory_order_seq_cst);
     for (int rank = 0; rank < call->comm->size; rank++) {
@@ -228,7 +241,8 @@ static int await_all(pc_collective *call) {
 }
 
 /* Reduce bytes [begin, end) of all ranks' arrays, at `theirs` in each, into `out`. */
-static int reduce_range(pc_collective *call, const uint64_t *theirs, size_t begin, size_t end, unsigned char *out) {
+static int reduce_range(pc_collective *call, const uint64_t *theirs, size_t begin, size_t end,
+                        unsigned char *out) {
     pc_comm *comm = call->comm;
     size_t size = (size_t)comm->size, piece = PIECE;
     while (piece > 16 << 10 && piece * (size - 1) > (size_t)512 << 10)
@@ -249,10 +263,12 @@ static int reduce_range(pc_collective *call, const uint64_t *theirs, size_t begi
                 continue;
             }
             inputs[rank] = scratch + rank * piece;
-            if (read_from(call, (int)rank, scratch + rank * piece, theirs[rank] + offset, length, 0) < 0)
+            if (read_from(call, (int)rank, scratch + rank * piece, theirs[rank] + offset, length,
+                          0) < 0)
                 return -1;
         }
-        reduce(out + (offset - begin), inputs, comm->size, length / pc_itemsize(call->dtype), comm->size);
+        reduce(out + (offset - begin), inputs, comm->size, length / pc_itemsize(call->dtype),
+               comm->size);
     }
     return 0;
 }
@@ -276,7 +292,8 @@ static int all_reduce(pc_collective *call, const uint64_t *xs, const uint64_t *o
             return -1;
         pc_release(&call->call);
         begin = bounds[rank];
-        if (read_from(call, (int)rank, out + begin, outs[rank] + begin, bounds[rank + 1] - begin, call->nbytes) < 0)
+        if (read_from(call, (int)rank, out + begin, outs[rank] + begin, bounds[rank + 1] - begin,
+                      call->nbytes) < 0)
             return -1;
     }
     return 0;
@@ -396,13 +413,14 @@ int pc_direct_serve(pc_collective *call) {
         if (place->out == 0)
             continue;
         pc_release(&call->call);
-        write_pieces(call, &place->work, rank, from + (call->kind == PC_SCATTER ? (size_t)rank * call->nbytes : 0),
+        write_pieces(call, &place->work, rank,
+                     from + (call->kind == PC_SCATTER ? (size_t)rank * call->nbytes : 0),
                      place->out);
     }
     return await_all(call);
 }
 
-/* --- pieces of which the ranks have told each other ---------------------------------------------------- */
+/* --- pieces of which the ranks have told each other ------------------------------------------- */
 
 int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
     pc_comm *comm = call->comm;
@@ -417,7 +435,8 @@ int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
     pc_release(&call->call);
     for (size_t index = 0; index < count; index++) {
         const struct pc_piece *piece = &pieces[index];
-        if (read_from(call, piece->rank, piece->into, piece->address, piece->nbytes, piece->nbytes) < 0)
+        if (read_from(call, piece->rank, piece->into, piece->address, piece->nbytes,
+                      piece->nbytes) < 0)
             return -1;
     }
     if (pc_check_given_up(call) < 0)

@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-/* --- who gives, who takes ----------------------------------------------------------------------------- */
+/* --- who gives, who takes --------------------------------------------------------------------- */
 
 static bool gives(const pc_collective *call, int rank) {
     switch (call->kind) {
@@ -38,8 +38,8 @@ static bool takes(const pc_collective *call) {
     return false;
 }
 
-/* How much of the block for `rank` is in bytes [offset, offset + length) of all blocks. In a slot these pieces lie one
-   after the other. */
+/* How much of the block for `rank` is in bytes [offset, offset + length) of all blocks. In a slot
+   these pieces lie one after the other. */
 static size_t piece_nbytes(const pc_collective *call, int rank, size_t offset, size_t length) {
     if (PC_LIKELY(call->begins == NULL))
         return length;
@@ -72,7 +72,8 @@ static void give(const pc_collective *call, unsigned char *to, size_t offset, si
 }
 
 /* Take bytes [offset, offset + length) of what the others gave: `from` by rank. */
-static void take(const pc_collective *call, const unsigned char **from, size_t offset, size_t length) {
+static void take(const pc_collective *call, const unsigned char **from, size_t offset,
+                 size_t length) {
     const pc_comm *comm = call->comm;
     size_t me = (size_t)comm->rank, size = (size_t)comm->size, nbytes = call->nbytes;
     const unsigned char *x = call->x;
@@ -82,7 +83,9 @@ static void take(const pc_collective *call, const unsigned char **from, size_t o
     switch (call->kind) {
     case PC_BARRIER: return;
     case PC_BROADCAST: pc_copy_part(out + offset, from[call->root], length, nbytes); return;
-    case PC_SCATTER: pc_copy_part(out + offset, from[call->root] + me * length, length, nbytes); return;
+    case PC_SCATTER:
+        pc_copy_part(out + offset, from[call->root] + me * length, length, nbytes);
+        return;
     case PC_GATHER:
     case PC_ALL_GATHER:
         for (size_t rank = 0; rank < size; rank++)
@@ -94,13 +97,15 @@ static void take(const pc_collective *call, const unsigned char **from, size_t o
     case PC_ALL_TO_ALL:
         for (size_t rank = 0; rank < size; rank++)
             if (rank != me)
-                pc_copy_part(out + rank * nbytes + offset, from[rank] + me * length, length, nbytes);
+                pc_copy_part(out + rank * nbytes + offset, from[rank] + me * length, length,
+                             nbytes);
             else if (out != x)
                 pc_copy_part(out + me * nbytes + offset, x + me * nbytes + offset, length, nbytes);
         return;
     case PC_REDUCE_SCATTER:
         x += pc_block_begin(call, comm->rank);
-        for (size_t rank = 0, begin = piece_begin(call, comm->rank, offset, length); rank < size; rank++)
+        for (size_t rank = 0, begin = piece_begin(call, comm->rank, offset, length); rank < size;
+             rank++)
             inputs[rank] = rank == me ? x + offset : from[rank] + begin;
         length = piece_nbytes(call, comm->rank, offset, length);
         break;
@@ -117,10 +122,11 @@ static void take(const pc_collective *call, const unsigned char **from, size_t o
         reduce(out + offset, inputs, num_inputs, length / pc_itemsize(call->dtype), num_inputs);
 }
 
-/* --- entering a call ---------------------------------------------------------------------------------- */
+/* --- entering a call -------------------------------------------------------------------------- */
 
-/* Compare the calls from the last compared one up to `number` with those of a rank. Calls in which this rank
-   did not wait for that one are so compared at the next in which it does, or when the slot is needed again. */
+/* Compare the calls from the last compared one up to `number` with those of a rank. Calls in which
+   this rank did not wait for that one are so compared at the next in which it does, or when the
+   slot is needed again. */
 static PC_COLD int compare_earlier(pc_collective *call, int rank, uint64_t number) {
     pc_comm *comm = call->comm;
     for (uint64_t earlier = comm->compared[rank] + 1; earlier <= number; earlier++)
@@ -167,7 +173,8 @@ int pc_await_entry(pc_collective *call, int rank, struct pc_slot **slot) {
     *slot = pc_slot_of(comm, rank, call->number);
     if (pc_wait(&call->call, &(*slot)->number, call->number, rank) < 0)
         return -1;
-    if (PC_UNLIKELY(comm->compared[rank] + 1 < call->number) && compare_earlier(call, rank, call->number - 1) < 0)
+    if (PC_UNLIKELY(comm->compared[rank] + 1 < call->number) &&
+        compare_earlier(call, rank, call->number - 1) < 0)
         return -1;
     if (PC_UNLIKELY((*slot)->signature != call->signature))
         return pc_mismatch(call, rank, call->number);
@@ -180,7 +187,7 @@ static bool takes_from_all(const pc_collective *call) {
            call->kind == PC_REDUCE_SCATTER || call->kind == PC_ALL_TO_ALL;
 }
 
-/* --- small: one exchange of slots --------------------------------------------------------------------- */
+/* --- small: one exchange of slots ------------------------------------------------------------- */
 
 static int exchange(pc_collective *call, struct pc_slot *slot) {
     pc_comm *comm = call->comm;
@@ -204,12 +211,13 @@ static int exchange(pc_collective *call, struct pc_slot *slot) {
     return 0;
 }
 
-/* --- large: streaming through big slots --------------------------------------------------------------- */
+/* --- large: streaming through big slots ------------------------------------------------------- */
 
 int pc_await_consumed(pc_collective *call, uint64_t needed) {
     pc_comm *comm = call->comm;
     for (int rank = 0; rank < comm->size; rank++)
-        if (rank != comm->rank && pc_wait(&call->call, &pc_progress_of(comm, rank)->consumed, needed, rank) < 0)
+        if (rank != comm->rank &&
+            pc_wait(&call->call, &pc_progress_of(comm, rank)->consumed, needed, rank) < 0)
             return -1;
     comm->consumed_by_all = needed;
     return 0;
@@ -224,10 +232,12 @@ static int put(pc_collective *call, uint64_t chunk, size_t offset, size_t length
     return 0;
 }
 
-/* `slot` was begun: it is ended when the first chunk is there. NULL: the call was entered before. */
+/* `slot` was begun: it is ended when the first chunk is there. NULL: the call was entered
+   before. */
 int pc_stream(pc_collective *call, struct pc_slot *slot) {
     pc_comm *comm = call->comm;
-    size_t unit = comm->chunk_nbytes / (pc_is_split(call->kind) ? (size_t)comm->size : 1) / PC_LINE * PC_LINE;
+    size_t unit =
+        comm->chunk_nbytes / (pc_is_split(call->kind) ? (size_t)comm->size : 1) / PC_LINE * PC_LINE;
     uint64_t base = comm->chunk, chunks = (call->nbytes + unit - 1) / unit;
     pc_flag64 *consumed = &pc_progress_of(comm, comm->rank)->consumed;
     bool giver = gives(call, comm->rank), taker = takes(call);
@@ -249,7 +259,8 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
         pc_wake_others(comm);
     }
     for (uint64_t index = 0; index < chunks; index++) {
-        size_t offset = index * unit, rest = call->nbytes - offset, length = rest < unit ? rest : unit;
+        size_t offset = index * unit, rest = call->nbytes - offset,
+               length = rest < unit ? rest : unit;
         if (giver && index + 1 < chunks) {
             size_t after = rest - length;
             if (put(call, base + index + 1, offset + unit, after < unit ? after : unit) < 0)
@@ -265,7 +276,8 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
             struct pc_slot *theirs;
             if (index == 0 && slot != NULL && pc_await_entry(call, rank, &theirs) < 0)
                 return -1;
-            if (pc_wait(&call->call, &pc_progress_of(comm, rank)->produced, base + index + 1, rank) < 0)
+            if (pc_wait(&call->call, &pc_progress_of(comm, rank)->produced, base + index + 1,
+                        rank) < 0)
                 return -1;
             from[rank] = pc_big_slot_of(comm, rank, base + index);
         }
@@ -279,10 +291,11 @@ int pc_stream(pc_collective *call, struct pc_slot *slot) {
     return 0;
 }
 
-/* --- which way ---------------------------------------------------------------------------------------- */
+/* --- which way -------------------------------------------------------------------------------- */
 
-/* A large all_reduce is so many calls, one after the other, on every rank: between them `hook` may wait until
-   the next piece of `x` is here, and do something with the pieces of `out` that are done. */
+/* A large all_reduce is so many calls, one after the other, on every rank: between them `hook` may
+   wait until the next piece of `x` is here, and do something with the pieces of `out` that are
+   done. */
 static int all_reduce_in_pieces(pc_collective *call, bool direct) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
@@ -315,9 +328,10 @@ static int all_reduce_in_pieces(pc_collective *call, bool direct) {
     return 0;
 }
 
-/* In a collective that moves a rank with a hook would rather offer its array, which is on a GPU, and be offered those
-   of the others, which goes by messages. All ranks decide alike: PC_BY_MESSAGES, if all have one and the value is
-   large; 0: the hook has brought this rank's to where the core finds it. */
+/* In a collective that moves a rank with a hook would rather offer its array, which is on a GPU,
+   and be offered those of the others, which goes by messages. All ranks decide alike:
+   PC_BY_MESSAGES, if all have one and the value is large; 0: the hook has brought this rank's to
+   where the core finds it. */
 static int offers(pc_collective *call) {
     pc_comm *comm = call->comm;
     char mine = call->hook != NULL, all[comm->size];
@@ -356,7 +370,8 @@ static int run_large(pc_collective *call, bool direct) {
 
 int pc_run(pc_collective *call) {
     struct pc_slot *slot;
-    bool moves = call->kind == PC_GATHER || call->kind == PC_ALL_GATHER || call->kind == PC_ALL_TO_ALL;
+    bool moves =
+        call->kind == PC_GATHER || call->kind == PC_ALL_GATHER || call->kind == PC_ALL_TO_ALL;
     if (PC_UNLIKELY(moves && (call->nbytes >= PC_CUDA_IPC_NBYTES || call->hook != NULL))) {
         int status = offers(call);
         if (status != 0)
@@ -370,8 +385,10 @@ int pc_run(pc_collective *call) {
     return pc_chosen(call);
 }
 
-static bool fits_behind_header(const pc_collective *call, uint32_t description_nbytes, size_t nbytes) {
-    return pc_value_offset(description_nbytes) + pc_given_nbytes(call, nbytes) <= sizeof(((struct pc_slot *)0)->data);
+static bool fits_behind_header(const pc_collective *call, uint32_t description_nbytes,
+                               size_t nbytes) {
+    return pc_value_offset(description_nbytes) + pc_given_nbytes(call, nbytes) <=
+           sizeof(((struct pc_slot *)0)->data);
 }
 
 int pc_announce(pc_collective *call, const struct pc_header *header, const void *description) {
@@ -388,7 +405,8 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
     memcpy(slot->data + sizeof said, description, header->description_nbytes);
     if (header->form == PC_OTHER_WAY) {
         pc_enter_end(call, slot);
-        for (int rank = 0; rank < call->comm->size; rank++) /* who made another call is not found out by messages */
+        for (int rank = 0; rank < call->comm->size; rank++) /* who made another call is not found
+                                                               out by messages */
             if (rank != call->comm->rank && pc_await_entry(call, rank, &slot) < 0)
                 return -1;
         return 0;
@@ -397,13 +415,16 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
         give(call, slot->data + pc_value_offset(header->description_nbytes), 0, call->nbytes);
     pc_enter_end(call, slot);
     if (call->kind == PC_SCATTER && call->out != NULL) {
-        const unsigned char *own = (const unsigned char *)call->x + (size_t)call->root * call->nbytes;
+        const unsigned char *own =
+            (const unsigned char *)call->x + (size_t)call->root * call->nbytes;
         if (own != call->out)
             pc_copy(call->out, own, call->nbytes);
     }
     if (small)
         return 0;
-    if ((together ? pc_serve_together(call) : direct ? pc_direct_serve(call) : pc_stream(call, NULL)) < 0)
+    if ((together ? pc_serve_together(call)
+         : direct ? pc_direct_serve(call)
+                  : pc_stream(call, NULL)) < 0)
         return -1;
     return pc_chosen(call);
 }

@@ -1,13 +1,15 @@
-/* The collectives as methods for NumPy arrays: arguments are looked at, not converted, and whatever is not
-   the common case is handed, untouched, to the Python method. */
+/* The collectives as methods for NumPy arrays: arguments are looked at, not converted, and whatever
+   is not the common case is handed, untouched, to the Python method. */
 #include "collective_call.h"
 #include "comm.h"
 
 PyObject *pc_argument_names[ARGUMENTS], *pc_op_names[PC_OPS];
 
 void pc_fast_init(void) {
-    static const char *names[ARGUMENTS] = {"x", "op", "root", "out", "algorithm", "timeout", "counts"};
-    static const char *ops[PC_OPS] = {"sum", "prod", "min", "max", "avg", "band", "bor", "bxor", "land", "lor", "lxor"};
+    static const char *names[ARGUMENTS] = {"x",         "op",      "root",  "out",
+                                           "algorithm", "timeout", "counts"};
+    static const char *ops[PC_OPS] = {"sum", "prod", "min",  "max", "avg", "band",
+                                      "bor", "bxor", "land", "lor", "lxor"};
     for (int index = 0; index < ARGUMENTS; index++)
         pc_argument_names[index] = PyUnicode_InternFromString(names[index]);
     for (int index = 0; index < PC_OPS; index++)
@@ -23,7 +25,8 @@ static int begin(pc_collective *call, pc_comm *comm, int kind, int root) {
 }
 
 /* Everything that is neither announced nor a barrier. */
-static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc_array *x, int op, int root) {
+static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc_array *x, int op,
+                           int root) {
     bool has_result = (kind != PC_REDUCE && kind != PC_GATHER) || comm->rank == root;
     bool has_none = kind == PC_EXSCAN && comm->rank == 0; /* nothing is written */
     struct pc_array out = {.data = has_none ? x->data : NULL};
@@ -85,13 +88,14 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
     if (is_root) {
         if (!pc_array_view(values[X], &x) || x.ndim > 32)
             return NULL;
-        if (kind == PC_SCATTER &&
-            (!has_out || x.ndim == 0 || x.dims[0] != comm->size || !pc_array_view(values[OUT], &out) ||
-             !out_fits(comm->size, comm->rank, kind, &x, &out)))
+        if (kind == PC_SCATTER && (!has_out || x.ndim == 0 || x.dims[0] != comm->size ||
+                                   !pc_array_view(values[OUT], &out) ||
+                                   !out_fits(comm->size, comm->rank, kind, &x, &out)))
             return NULL;
     } else {
         PyObject *target = kind == PC_SCATTER ? values[OUT] : values[X];
-        if ((kind == PC_SCATTER && !is_none(values[X])) || is_none(target) || !pc_array_view(target, &out) || !out.writeable)
+        if ((kind == PC_SCATTER && !is_none(values[X])) || is_none(target) ||
+            !pc_array_view(target, &out) || !out.writeable)
             return NULL;
     }
     if (begin(&call, comm, kind, root) < 0)
@@ -118,18 +122,21 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
     if (status == 0) {
         struct pc_header header;
         memcpy(&header, slot->data, sizeof header);
-        bool alike = header.form == 0 && header.value == pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims);
+        bool alike = header.form == 0 &&
+                     header.value == pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims);
         status = alike ? pc_receive(&call, slot) : pc_other_value(&call, slot);
     }
     pc_hold(&call.call);
     return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
 }
 
-static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count,
+                                   PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
-    if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged && !pc_host_failed(comm->host)) &&
-        parse(kind, args, count, keywords, values) &&
-        is_none(values[ALGORITHM]) && is_none(values[TIMEOUT])) {
+    if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
+                  !pc_host_failed(comm->host)) &&
+        parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM]) &&
+        is_none(values[TIMEOUT])) {
         PyObject *result = NULL;
         int root = find_root(values[ROOT], comm->size);
         if (kind == PC_BARRIER) {
@@ -148,7 +155,8 @@ static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *arg
                 int op = find_op(values[OP]);
                 bool reduces = kind != PC_GATHER && kind != PC_ALL_GATHER && kind != PC_ALL_TO_ALL;
                 bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
-                if (op >= 0 && pc_array_view(values[X], &x) && (!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
+                if (op >= 0 && pc_array_view(values[X], &x) &&
+                    (!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
                     (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
                     result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
             }
@@ -159,9 +167,10 @@ static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *arg
     return pc_call_slow(comm->slow[kind], args, count, keywords);
 }
 
-#define FAST(name, kind)                                                                                         \
-    static PC_HOT PyObject *fast_##name(pc_comm *comm, PyObject *const *args, Py_ssize_t count, PyObject *keywords) { \
-        return collective(comm, kind, args, count, keywords);                                                    \
+#define FAST(name, kind)                                                                        \
+    static PC_HOT PyObject *fast_##name(pc_comm *comm, PyObject *const *args, Py_ssize_t count, \
+                                        PyObject *keywords) {                                   \
+        return collective(comm, kind, args, count, keywords);                                   \
     }
 FAST(barrier, PC_BARRIER)
 FAST(broadcast, PC_BROADCAST)
@@ -175,9 +184,10 @@ FAST(all_to_all, PC_ALL_TO_ALL)
 FAST(scan, PC_SCAN)
 FAST(exscan, PC_EXSCAN)
 
-#define METHOD(name, parameters)                                                                                  \
-    {#name, (PyCFunction)(void (*)(void))fast_##name, METH_FASTCALL | METH_KEYWORDS,                              \
-     #name "($self, " parameters "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
+#define METHOD(name, parameters)                                                     \
+    {#name, (PyCFunction)(void (*)(void))fast_##name, METH_FASTCALL | METH_KEYWORDS, \
+     #name "($self, " parameters                                                     \
+           "*, algorithm=None, timeout=None)\n--\n\nSee pycoll.Communicator." #name "."}
 PyMethodDef pc_fast_methods[] = {
     METHOD(barrier, ""),
     METHOD(broadcast, "x, root=0, "),

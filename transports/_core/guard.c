@@ -1,6 +1,7 @@
-/* Guard(owner): holds the owner's lock in a `with` statement, and lets go of it whatever happens. Python lets a signal
-   handler raise when a Python function begins, also when an `__exit__` does; not so here. So what ends a guard is
-   called twice: `leave`, which one signal may keep from doing its work, and then `undo`. */
+/* Guard(owner): holds the owner's lock in a `with` statement, and lets go of it whatever happens.
+   Python lets a signal handler raise when a Python function begins, also when an `__exit__` does;
+   not so here. So what ends a guard is called twice: `leave`, which one signal may keep from doing
+   its work, and then `undo`. */
 #include "py.h"
 
 typedef struct {
@@ -37,7 +38,8 @@ static void guard_dealloc(pc_guard *guard) {
     Py_DECREF(type);
 }
 
-/* `done` is what a call has returned; NULL: it has raised. What `undo` raises takes the place of that. */
+/* `done` is what a call has returned; NULL: it has raised. What `undo` raises takes the place of
+   that. */
 static PyObject *undo(pc_guard *guard, PyObject *done) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
@@ -70,7 +72,8 @@ static PyObject *guard_exit(pc_guard *guard, PyObject *args) {
 }
 
 static PyMethodDef guard_methods[] = {
-    {"__enter__", (PyCFunction)guard_enter, METH_NOARGS, "Call owner.is_inside() and owner.enter()."},
+    {"__enter__", (PyCFunction)guard_enter, METH_NOARGS,
+     "Call owner.is_inside() and owner.enter()."},
     {"__exit__", (PyCFunction)guard_exit, METH_VARARGS, "Call owner.leave() and owner.undo()."},
     {NULL, NULL, 0, NULL},
 };

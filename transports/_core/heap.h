@@ -1,9 +1,10 @@
-/* A heap: where a rank puts what does not fit into its rings. Its owner takes blocks, whoever reads a block
-   gives it back.
+/* A heap: where a rank puts what does not fit into its rings. Its owner takes blocks, whoever reads
+   a block gives it back.
 
-   The heap is counted in units of 1 KiB. A block in use has a number, never used again, in the state of its
-   first unit; to give the block back is to exchange that number for 0. So a rank that gives back late, when
-   it was already counted as dead, cannot give back what meanwhile is another block.
+   The heap is counted in units of 1 KiB. A block in use has a number, never used again, in the
+   state of its first unit; to give the block back is to exchange that number for 0. So a rank that
+   gives back late, when it was already counted as dead, cannot give back what meanwhile is another
+   block.
 
        unit 0      states
             32     transfers (copy.h)
@@ -11,8 +12,8 @@
             2144   headers that are too long for a ring
             3328   segments of messages that are not copied directly
 
-   Headers and segments are consumed as soon as the receiver looks, so they always find room at last, even if
-   nobody ever asks for the payloads. */
+   Headers and segments are consumed as soon as the receiver looks, so they always find room at
+   last, even if nobody ever asks for the payloads. */
 #ifndef PC_HEAP_H
 #define PC_HEAP_H
 
@@ -32,8 +33,8 @@ static const uint16_t pc_room_begin[PC_ROOMS + 1] = {96, 2144, 3328, PC_UNITS};
 #define PC_TRANSFERS_UNIT 32u
 #define PC_TRANSFERS 512
 
-/* What a block of PC_ROOM_PAYLOADS begins with: its writer fills it after it was sent, so that two ranks copy at a
-   time. */
+/* What a block of PC_ROOM_PAYLOADS begins with: its writer fills it after it was sent, so that two
+   ranks copy at a time. */
 struct pc_filling {
     pc_flag64 nbytes; /* of the payload that are there */
     char pad[PC_LINE - 8];
@@ -52,12 +53,16 @@ struct pc_heap { /* the owner's view */
     uint16_t reader[PC_UNITS]; /* who gives it back */
 };
 
-static inline pc_flag64 *pc_heap_state(unsigned char *heap, uint32_t unit) { return (pc_flag64 *)heap + unit; }
-static inline unsigned char *pc_heap_at(unsigned char *heap, uint32_t unit) { return heap + unit * PC_UNIT_NBYTES; }
+static inline pc_flag64 *pc_heap_state(unsigned char *heap, uint32_t unit) {
+    return (pc_flag64 *)heap + unit;
+}
+static inline unsigned char *pc_heap_at(unsigned char *heap, uint32_t unit) {
+    return heap + unit * PC_UNIT_NBYTES;
+}
 
 /* Return a block's first unit, or 0: there is no room. With `look_only` nothing is taken. */
-static inline uint32_t pc_heap_take(struct pc_heap *heap, enum pc_room room, size_t nbytes, int reader,
-                                    bool look_only) {
+static inline uint32_t pc_heap_take(struct pc_heap *heap, enum pc_room room, size_t nbytes,
+                                    int reader, bool look_only) {
     uint32_t wanted = (uint32_t)((nbytes + PC_UNIT_NBYTES - 1) / PC_UNIT_NBYTES);
     uint32_t end = pc_room_begin[room + 1], begin = pc_room_begin[room];
     if (wanted == 0)
@@ -78,7 +83,8 @@ static inline uint32_t pc_heap_take(struct pc_heap *heap, enum pc_room room, siz
             return begin;
         heap->length[begin] = (uint16_t)wanted;
         heap->reader[begin] = (uint16_t)reader;
-        atomic_store_explicit(pc_heap_state(heap->base, begin), ++heap->last_number, memory_order_relaxed);
+        atomic_store_explicit(pc_heap_state(heap->base, begin), ++heap->last_number,
+                              memory_order_relaxed);
         return begin;
     }
     return 0;

@@ -28,7 +28,8 @@ void pc_host_ring(pc_host *host, int rank) {
 void pc_host_sleep(pc_host *host) {
     pthread_mutex_lock(&host->sleeping);
     if (host->sleepers++ == 0)
-        atomic_exchange_explicit(&pc_host_record(host, host->rank)->asleep, 1, memory_order_seq_cst);
+        atomic_exchange_explicit(&pc_host_record(host, host->rank)->asleep, 1,
+                                 memory_order_seq_cst);
     pthread_mutex_unlock(&host->sleeping);
 }
 
@@ -50,21 +51,22 @@ void pc_host_set_status(pc_host *host, const char *text, size_t nbytes) {
     atomic_store_explicit(&record->status_sequence, sequence + 2, memory_order_release);
 }
 
-/* --- forks -------------------------------------------------------------------------------------------- */
+/* --- forks ------------------------------------------------------------------------------------ */
 
 uint32_t pc_forks;
 
 static void count_fork(void) { pc_forks++; }
 static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
 
-/* --- communicators ----------------------------------------------------------------------------------- */
+/* --- communicators ---------------------------------------------------------------------------- */
 
 static struct pc_entry *entry_at(pc_host *host, int index) {
     return (struct pc_entry *)(host->base + host->table_offset) + index;
 }
 
-/* The table's lock is held for microseconds and never while anything is waited for. A rank that dies with
-   it ends the job: who waits for it hears of that like everybody. False: another rank has had it for long. */
+/* The table's lock is held for microseconds and never while anything is waited for. A rank that
+   dies with it ends the job: who waits for it hears of that like everybody. False: another rank has
+   had it for long. */
 static bool lock_table(pc_host *host) {
     pc_flag32 *lock = &pc_host_page(host)->lock;
     for (int tries = 0; tries < TRIES; tries++) {
@@ -78,7 +80,8 @@ static bool lock_table(pc_host *host) {
 
 static void unlock_table(pc_host *host) { atomic_store(&pc_host_page(host)->lock, 0); }
 
-int pc_host_attach(pc_host *host, uint64_t ident, size_t nbytes, int *entry, unsigned char **region) {
+int pc_host_attach(pc_host *host, uint64_t ident, size_t nbytes, int *entry,
+                   unsigned char **region) {
     int found = -1;
     if (!lock_table(host))
         return EBUSY;
@@ -111,16 +114,19 @@ void pc_host_detach(pc_host *host, int index, int size, unsigned char *region, s
     if (atomic_fetch_add(&entry->detached, 1) + 1 < (uint32_t)size)
         return;
     off_t offset = (off_t)(host->regions_offset + (size_t)index * host->region_nbytes);
-    /* What is punched out reads as zero, as a new region must. If that fails the entry stays taken. */
-    if (fallocate(host->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, (off_t)host->region_nbytes) < 0)
+    /* What is punched out reads as zero, as a new region must. If that fails the entry stays
+       taken. */
+    if (fallocate(host->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset,
+                  (off_t)host->region_nbytes) < 0)
         return;
     atomic_store(&entry->detached, 0);
     atomic_store(&entry->ident, 0);
 }
 
-/* --- life --------------------------------------------------------------------------------------------- */
+/* --- life ------------------------------------------------------------------------------------- */
 
-/* Of up to 16 ranks each ring holds as many messages as credit allows, of up to 128 ranks all rings are 64 MiB. */
+/* Of up to 16 ranks each ring holds as many messages as credit allows, of up to 128 ranks all rings
+   are 64 MiB. */
 static size_t ring_nbytes_of(int size) {
     size_t nbytes = (size_t)256 << 10;
     while (nbytes > PC_PAGE && nbytes * (size_t)size * (size_t)size > ((size_t)64 << 20))

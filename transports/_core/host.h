@@ -1,7 +1,8 @@
-/* The memory that all ranks of one host share: one memfd, made by the launcher, inherited by every rank.
+/* The memory that all ranks of one host share: one memfd, made by the launcher, inherited by every
+   rank.
 
-   It is zero when it is made, and zero is its first state, so nobody has to initialize it. It is sparse:
-   pages that were never touched take no memory.
+   It is zero when it is made, and zero is its first state, so nobody has to initialize it. It is
+   sparse: pages that were never touched take no memory.
 
        offset 0      page of the host: failure epoch, lock and table of communicators
        4096          a record of 1024 bytes a rank: is it asleep, what is it doing
@@ -20,7 +21,8 @@
 
 #define PC_EPOCH_OFFSET 64
 #define PC_RECORD_NBYTES 1024
-#define PC_STATUS_OFFSET 512 /* of the text in a record; its sequence number is the 4 bytes before it */
+#define PC_STATUS_OFFSET \
+    512 /* of the text in a record; its sequence number is the 4 bytes before it */
 #define PC_STATUS_NBYTES 500
 
 /* Communicators with native collectives that may be open at a time. */
@@ -49,7 +51,8 @@ struct pc_record {
     char rest[PC_RECORD_NBYTES - PC_STATUS_OFFSET - PC_STATUS_NBYTES];
 };
 _Static_assert(sizeof(struct pc_record) == PC_RECORD_NBYTES, "records are 1024 bytes");
-_Static_assert(offsetof(struct pc_record, status) == PC_STATUS_OFFSET, "the launcher reads it there");
+_Static_assert(offsetof(struct pc_record, status) == PC_STATUS_OFFSET,
+               "the launcher reads it there");
 
 typedef struct pc_host {
     int fd;
@@ -63,13 +66,14 @@ typedef struct pc_host {
     uint32_t forks;    /* pc_forks when it was made */
     unsigned char *base; /* of the mapping, up to the regions */
     size_t mapped;
-    size_t rings_offset, ring_nbytes, heaps_offset, heap_nbytes, table_offset, regions_offset, region_nbytes;
+    size_t rings_offset, ring_nbytes, heaps_offset, heap_nbytes, table_offset, regions_offset,
+        region_nbytes;
     size_t arenas_offset, arena_nbytes, file_nbytes;
     unsigned char **windows; /* by rank: its arena, as it is mapped here; NULL: it is not */
 } pc_host;
 
-/* Map the memory of a host of so many ranks, in file `fd`, for one of them. 0, or an errno; the descriptors stay the
-   caller's. `host` is all zero, and to be closed whatever the result. */
+/* Map the memory of a host of so many ranks, in file `fd`, for one of them. 0, or an errno; the
+   descriptors stay the caller's. `host` is all zero, and to be closed whatever the result. */
 int pc_host_open(pc_host *host, int fd, int rank, int size, const int *doorbells, int cores);
 void pc_host_close(pc_host *host);
 
@@ -80,7 +84,8 @@ static inline struct pc_record *pc_host_record(pc_host *host, int rank) {
 /* Forks that lie between this process and the one that loaded the core. */
 extern uint32_t pc_forks;
 
-/* Whether this process is a fork's child: the memory, and all that was begun in it, is its parent's. */
+/* Whether this process is a fork's child: the memory, and all that was begun in it, is its
+   parent's. */
 static inline bool pc_host_forked(const pc_host *host) { return host->forks != pc_forks; }
 
 /* Whether the engine must have a look before anything is done. */
@@ -97,19 +102,23 @@ void pc_host_ring(pc_host *host, int rank); /* ring the doorbell of a rank */
 
 /* Wake `rank` if it is asleep. Call it after `pc_publish` of what it may wait for. */
 static inline void pc_host_wake(pc_host *host, int rank) {
-    if (PC_UNLIKELY(atomic_load_explicit(&pc_host_record(host, rank)->asleep, memory_order_seq_cst)))
+    if (PC_UNLIKELY(
+            atomic_load_explicit(&pc_host_record(host, rank)->asleep, memory_order_seq_cst)))
         pc_host_ring(host, rank);
 }
 
-/* Announce that a thread of this process is going to sleep; look at what it waits for once more after this. */
+/* Announce that a thread of this process is going to sleep; look at what it waits for once more
+   after this. */
 void pc_host_sleep(pc_host *host);
 void pc_host_awake(pc_host *host);
 
 void pc_host_set_status(pc_host *host, const char *text, size_t nbytes);
 
-/* Map the region of a communicator, all its ranks the same. 0, or an errno. EBUSY: another rank has had the lock of the
-   table for long: see whether one has failed, and come again; ENOSPC: there are PC_COMMS communicators already. */
-int pc_host_attach(pc_host *host, uint64_t ident, size_t nbytes, int *entry, unsigned char **region);
+/* Map the region of a communicator, all its ranks the same. 0, or an errno. EBUSY: another rank has
+   had the lock of the table for long: see whether one has failed, and come again; ENOSPC: there are
+   PC_COMMS communicators already. */
+int pc_host_attach(pc_host *host, uint64_t ident, size_t nbytes, int *entry,
+                   unsigned char **region);
 /* Give it back; the last of `size` ranks frees its memory. */
 void pc_host_detach(pc_host *host, int entry, int size, unsigned char *region, size_t nbytes);
 

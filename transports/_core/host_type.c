@@ -88,7 +88,8 @@ static PyObject *host_see_failure(pc_host_object *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* window(rank, address, nbytes) -> memoryview of bytes in the arena of a rank; None: there are none such. */
+/* window(rank, address, nbytes) -> memoryview of bytes in the arena of a rank; None: there are none
+   such. */
 static PyObject *host_window(pc_host_object *self, PyObject *args) {
     int rank;
     unsigned long long address;
@@ -100,20 +101,25 @@ static PyObject *host_window(pc_host_object *self, PyObject *args) {
         return NULL;
     }
     unsigned char *here = pc_reach_here(&self->host, rank, address, (size_t)nbytes);
-    return here != NULL ? PyMemoryView_FromMemory((char *)here, nbytes, PyBUF_WRITE) : Py_NewRef(Py_None);
+    return here != NULL ? PyMemoryView_FromMemory((char *)here, nbytes, PyBUF_WRITE)
+                        : Py_NewRef(Py_None);
 }
 
 static PyMethodDef host_methods[] = {
-    {"window", (PyCFunction)host_window, METH_VARARGS, "Bytes in the arena of a rank, as they are mapped here."},
-    {"sleep", (PyCFunction)host_sleep, METH_NOARGS, "Announce that a thread goes to sleep until the doorbell rings."},
+    {"window", (PyCFunction)host_window, METH_VARARGS,
+     "Bytes in the arena of a rank, as they are mapped here."},
+    {"sleep", (PyCFunction)host_sleep, METH_NOARGS,
+     "Announce that a thread goes to sleep until the doorbell rings."},
     {"awake", (PyCFunction)host_awake, METH_NOARGS, "Take that back."},
-    {"set_status", (PyCFunction)host_set_status, METH_O, "Say in the control memory what this rank is doing."},
+    {"set_status", (PyCFunction)host_set_status, METH_O,
+     "Say in the control memory what this rank is doing."},
     {"see_failure", (PyCFunction)host_see_failure, METH_NOARGS, "Take note of the failure epoch."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef host_members[] = {
-    {"engaged", T_BOOL, offsetof(pc_host_object, host.engaged), 0, "Whether a thread is in the engine."},
+    {"engaged", T_BOOL, offsetof(pc_host_object, host.engaged), 0,
+     "Whether a thread is in the engine."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -1,14 +1,15 @@
-/* Transports in Python as links of the engine: methods of `_core.Engine`. See engine/link_queue.h, transports/link.py. */
+/* Transports in Python as links of the engine: methods of `_core.Engine`. See engine/link_queue.h,
+   transports/link.py. */
 #include "engine_type.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <structmember.h>
 
-/* --- memory of a message ----------------------------------------------------------------------------- */
+/* --- memory of a message ---------------------------------------------------------------------- */
 
-/* What a payload lies in, or goes to, and what that belongs to: a transport may look at it after the send or the
-   receive was given up. */
+/* What a payload lies in, or goes to, and what that belongs to: a transport may look at it after
+   the send or the receive was given up. */
 typedef struct {
     PyObject_HEAD
     void *start;
@@ -55,7 +56,8 @@ void pc_piece_type(PyTypeObject *type) { piece_type = type; }
 
 /* Some memory, and the reference to what it belongs to, which is taken over. */
 static PyObject *piece_of(void *start, size_t nbytes, bool is_writable, PyObject *keeper) {
-    pc_piece *piece = (pc_piece *)((allocfunc)PyType_GetSlot(piece_type, Py_tp_alloc))(piece_type, 0);
+    pc_piece *piece =
+        (pc_piece *)((allocfunc)PyType_GetSlot(piece_type, Py_tp_alloc))(piece_type, 0);
     if (piece == NULL) {
         Py_DECREF(keeper);
         return NULL;
@@ -85,12 +87,13 @@ static PyObject *written_to(const struct pc_order *order) {
     return piece_of(into, order->nbytes, true, keeper);
 }
 
-/* --- orders ------------------------------------------------------------------------------------------ */
+/* --- orders ----------------------------------------------------------------------------------- */
 
 struct taking {
     struct pc_order order;
     bool any;
-    PyObject *scratch; /* the object of scratch memory, made while nobody can give that back; or NULL */
+    /* the object of scratch memory, made while nobody can give that back; or NULL */
+    PyObject *scratch;
 };
 
 static void take(pc_engine_object *self, void *argument) {
@@ -115,8 +118,9 @@ static PyObject *send_order(struct pc_order *order) {
     }
     PyObject *told = NULL;
     if (parts != NULL)
-        told = Py_BuildValue("iKiiy#N", order->kind, (unsigned long long)order->id, order->peer, (int)order->way,
-                             (char *)order->header, (Py_ssize_t)order->header_nbytes, parts);
+        told = Py_BuildValue("iKiiy#N", order->kind, (unsigned long long)order->id, order->peer,
+                             (int)order->way, (char *)order->header,
+                             (Py_ssize_t)order->header_nbytes, parts);
     free(order->header);
     free(order->parts);
     return told;
@@ -145,7 +149,7 @@ PyObject *pc_link_next_order(pc_engine_object *self, PyObject *unused) {
     return told;
 }
 
-/* --- what has happened ------------------------------------------------------------------------------- */
+/* --- what has happened ------------------------------------------------------------------------ */
 
 struct coming {
     struct pc_incoming incoming;
@@ -266,9 +270,10 @@ PyObject *pc_link_tell_more(pc_engine_object *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
-/* --- around what the engine does --------------------------------------------------------------------- */
+/* --- around what the engine does -------------------------------------------------------------- */
 
-/* With the lock. If it is the engine's caller who has asked for it, he sees to it when he gives the lock back. */
+/* With the lock. If it is the engine's caller who has asked for it, he sees to it when he gives the
+   lock back. */
 static void posted(void *owner) {
     pc_engine_object *self = owner;
     if (!self->is_called)
@@ -309,7 +314,8 @@ static void find_id(pc_engine_object *self, void *argument) {
 
 void pc_link_before_stop(pc_engine_object *self, const struct pc_send *send) {
     struct asking asking = {.send = send};
-    if (!self->has_queue || !pc_engine_do(self, find_id, &asking) || asking.id == 0 || self->on_stop == NULL)
+    if (!self->has_queue || !pc_engine_do(self, find_id, &asking) || asking.id == 0 ||
+        self->on_stop == NULL)
         return;
     PyObject *result = PyObject_CallFunction(self->on_stop, "K", (unsigned long long)asking.id);
     if (result == NULL)

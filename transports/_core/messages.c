@@ -1,9 +1,10 @@
-/* What the methods of `_core.Messages` share: arguments that are looked at, requests made of them, and waiting. */
+/* What the methods of `_core.Messages` share: arguments that are looked at, requests made of them,
+   and waiting. */
 #include "messages.h"
 
 #include <stdlib.h>
 
-/* --- arguments --------------------------------------------------------------------------------------- */
+/* --- arguments -------------------------------------------------------------------------------- */
 
 bool pc_messages_may_start(const pc_messages *self) {
     const pc_engine_object *engine = self->engine;
@@ -32,10 +33,12 @@ static bool plain_peer(const pc_messages *self, PyObject *value, long least, int
     return number >= least && number != -2 && number < self->size;
 }
 
-int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag, struct pc_outgoing *outgoing) {
+int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
+                   struct pc_outgoing *outgoing) {
     outgoing->value = x;
     outgoing->tag = tag == NULL ? 0 : small_int(tag, 0, -1);
-    if (x == NULL || dest == NULL || !plain_peer(self, dest, 0, &outgoing->dest) || outgoing->tag < 0)
+    if (x == NULL || dest == NULL || !plain_peer(self, dest, 0, &outgoing->dest) ||
+        outgoing->tag < 0)
         return 0;
     if (pc_array_view(x, &outgoing->array) && outgoing->array.ndim <= PC_NAMED_DIMS)
         return 1;
@@ -55,17 +58,18 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
     return 0;
 }
 
-bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out, PyObject *status,
-                    struct pc_incoming_call *incoming) {
+bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out,
+                    PyObject *status, struct pc_incoming_call *incoming) {
     incoming->tag = tag == NULL ? ANY : small_int(tag, ANY, -2);
     incoming->out = is_none(out) ? NULL : out;
     incoming->status = is_none(status) ? NULL : status;
     return plain_peer(self, source, ANY, &incoming->source) && incoming->tag >= ANY &&
-           (incoming->out == NULL || (pc_array_view(out, &incoming->array) && incoming->array.writeable)) &&
+           (incoming->out == NULL ||
+            (pc_array_view(out, &incoming->array) && incoming->array.writeable)) &&
            (incoming->status == NULL || Py_TYPE(status) == (PyTypeObject *)self->status_type);
 }
 
-/* --- requests ---------------------------------------------------------------------------------------- */
+/* --- requests --------------------------------------------------------------------------------- */
 
 /* Where the parts of a pickled object are. 0; -1 with an exception. */
 static int set_parts(struct pc_request *request, struct pc_views *views) {
@@ -80,14 +84,15 @@ static int set_parts(struct pc_request *request, struct pc_views *views) {
         return -1;
     }
     for (Py_ssize_t index = 0; index < views->count; index++)
-        request->parts[index] = (struct iovec){views->views[index].buf, (size_t)views->views[index].len};
+        request->parts[index] =
+            (struct iovec){views->views[index].buf, (size_t)views->views[index].len};
     request->send.parts = request->parts;
     request->send.num_parts = (size_t)views->count;
     return 0;
 }
 
-struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgoing, enum pc_request_kind kind,
-                                    bool is_blocking, enum pc_way way) {
+struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgoing,
+                                    enum pc_request_kind kind, bool is_blocking, enum pc_way way) {
     unsigned char header[LONGEST_HEADER_NBYTES];
     size_t header_nbytes = PC_P2P_NBYTES;
     struct pc_request *request = pc_request_new(self, kind, is_blocking);
@@ -134,7 +139,8 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
     request->peer = incoming->source;
     request->tag = incoming->tag;
     request->filled = incoming->status != NULL ? Py_NewRef(incoming->status) : NULL;
-    receive->posted.queued.source = incoming->source == ANY ? PC_ANY : self->members[incoming->source];
+    receive->posted.queued.source =
+        incoming->source == ANY ? PC_ANY : self->members[incoming->source];
     receive->posted.queued.tag = incoming->tag;
     receive->posted.peek = kind == PC_PROBE;
     receive->told = pc_request_received;
@@ -159,7 +165,7 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
     return pc_request_start(request, NULL, 0, PC_BUFFER);
 }
 
-/* --- waiting ----------------------------------------------------------------------------------------- */
+/* --- waiting ---------------------------------------------------------------------------------- */
 
 struct pc_patience pc_patience(uint64_t timeout_ns) {
     uint64_t now = pc_drive_now_ns();
@@ -167,19 +173,21 @@ struct pc_patience pc_patience(uint64_t timeout_ns) {
     uint64_t slice = now + PC_SLICE_NS;
     if (timeout_ns == 0) /* Python looks once */
         slice = 0;
-    return (struct pc_patience){.until_ns = slice < deadline ? slice : deadline, .deadline_ns = deadline};
+    return (struct pc_patience){.until_ns = slice < deadline ? slice : deadline,
+                                .deadline_ns = deadline};
 }
 
 PyObject *pc_patience_left(const struct pc_patience *patience) {
     if (patience->deadline_ns == PC_FOR_EVER)
         return PyFloat_FromDouble(Py_HUGE_VAL);
     uint64_t now = pc_drive_now_ns();
-    return PyFloat_FromDouble(now < patience->deadline_ns ? (double)(patience->deadline_ns - now) / 1e9 : 0.0);
+    return PyFloat_FromDouble(
+        now < patience->deadline_ns ? (double)(patience->deadline_ns - now) / 1e9 : 0.0);
 }
 
 /* Have Python wait for what takes long: finish(requests..., seconds). */
-static PyObject *hand_over(pc_messages *self, const char *name, struct pc_request *one, struct pc_request *other,
-                           const struct pc_patience *patience) {
+static PyObject *hand_over(pc_messages *self, const char *name, struct pc_request *one,
+                           struct pc_request *other, const struct pc_patience *patience) {
     PyObject *left = pc_patience_left(patience);
     if (left == NULL)
         return NULL;
@@ -222,8 +230,8 @@ bool pc_messages_give_up(struct pc_request *request) {
     return giving.given_up;
 }
 
-PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received, struct pc_request *sent,
-                                  uint64_t timeout_ns) {
+PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received,
+                                  struct pc_request *sent, uint64_t timeout_ns) {
     struct pc_patience patience = pc_patience(timeout_ns);
     int done = pc_request_wait(received, patience.until_ns);
     PyObject *result = NULL;

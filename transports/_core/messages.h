@@ -1,5 +1,5 @@
-/* The arguments of sends and receives of one communicator, the requests that are made of them, and how long a blocking
-   call waits. With the interpreter's lock. */
+/* The arguments of sends and receives of one communicator, the requests that are made of them, and
+   how long a blocking call waits. With the interpreter's lock. */
 #ifndef PC_MESSAGES_H
 #define PC_MESSAGES_H
 
@@ -32,18 +32,20 @@ bool pc_messages_may_start(const pc_messages *self);
 /* A timeout; None: the default. False: Python says what is wrong with it. */
 bool pc_seconds(const pc_messages *self, PyObject *value, uint64_t *timeout_ns);
 /* 1: `outgoing`, which was zero, is filled in; 0: leave it to Python; -1 with an exception. */
-int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag, struct pc_outgoing *outgoing);
+int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
+                   struct pc_outgoing *outgoing);
 /* False: leave it to Python. */
-bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out, PyObject *status,
-                    struct pc_incoming_call *incoming);
+bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out,
+                    PyObject *status, struct pc_incoming_call *incoming);
 
 /* Start a send, or a receive or probe; NULL with an exception. */
-struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgoing, enum pc_request_kind kind,
-                                    bool is_blocking, enum pc_way way);
+struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgoing,
+                                    enum pc_request_kind kind, bool is_blocking, enum pc_way way);
 struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incoming_call *incoming,
                                        enum pc_request_kind kind, bool is_blocking);
 
-/* messages_direct.c: send an array at once, or receive one that is the next. False: nothing has happened. */
+/* messages_direct.c: send an array at once, or receive one that is the next. False: nothing has
+   happened. */
 #define PC_DIRECT_NBYTES ((size_t)16 << 10)
 bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing);
 bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming);
@@ -56,8 +58,8 @@ PyObject *pc_patience_left(const struct pc_patience *patience);
 /* Wait for the request of a blocking call, which is let go; what takes long goes on in Python. */
 PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns);
 /* The same for a receive and a send at the same time; if one fails, the other is given up. */
-PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received, struct pc_request *sent,
-                                  uint64_t timeout_ns);
+PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received,
+                                  struct pc_request *sent, uint64_t timeout_ns);
 
 /* both_type.c: a request of a type that derives from `_core.Both`; NULL with an exception. */
 PyObject *pc_both_new(PyObject *type, struct pc_request *received, struct pc_request *sent);
@@ -69,6 +71,7 @@ bool pc_both_is_done(PyObject *object);
 /* NULL with an exception. */
 PyObject *pc_both_result(PyObject *object);
 /* The method `wait`. */
-PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
+PyObject *pc_both_wait_method(PyObject *object, PyObject *const *args, Py_ssize_t count,
+                              PyObject *keywords);
 
 #endif

@@ -1,5 +1,6 @@
-/* Short arrays between ranks of one host, sent and received without a request: what a blocking call does first. If it
-   cannot, nothing has happened, and the call goes its usual way. With the interpreter's lock. */
+/* Short arrays between ranks of one host, sent and received without a request: what a blocking call
+   does first. If it cannot, nothing has happened, and the call goes its usual way. With the
+   interpreter's lock. */
 #include "messages.h"
 
 /* Waits for the next message look so often before the interpreter's lock is given up. */
@@ -11,7 +12,8 @@ static bool enter(const pc_messages *self, const struct pc_context **context) {
     if (engine->host == NULL || !pc_lock_try(&engine->drive.lock))
         return false;
     *context = self->context->context;
-    if (PC_LIKELY(atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
+    if (PC_LIKELY(atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) ==
+                      PC_DRIVE_OPEN &&
                   *context != NULL && (*context)->broken == 0))
         return true;
     pc_lock_give(&engine->drive.lock);
@@ -41,11 +43,12 @@ bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing) {
 }
 
 /* Whether a header is that of the array that is wanted, and `nbytes` of it fit. */
-static bool is_wanted(const pc_messages *self, const unsigned char *header, size_t header_nbytes, size_t nbytes,
-                      const struct pc_incoming_call *incoming) {
+static bool is_wanted(const pc_messages *self, const unsigned char *header, size_t header_nbytes,
+                      size_t nbytes, const struct pc_incoming_call *incoming) {
     uint64_t ident;
     int64_t tag;
-    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[0] != KIND_P2P || header[17] != PC_FORM_ARRAY)
+    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[0] != KIND_P2P ||
+        header[17] != PC_FORM_ARRAY)
         return false;
     memcpy(&ident, header + 1, 8);
     memcpy(&tag, header + 9, 8);
@@ -56,7 +59,8 @@ static bool is_wanted(const pc_messages *self, const unsigned char *header, size
 bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming) {
     pc_engine_object *engine = self->engine;
     const struct pc_context *context;
-    if (incoming->out == NULL || incoming->source == ANY || incoming->status != NULL || !enter(self, &context))
+    if (incoming->out == NULL || incoming->source == ANY || incoming->status != NULL ||
+        !enter(self, &context))
         return false;
     int rank = self->members[incoming->source], looks = engine->shm.channel.host->spins, came = 0;
     const unsigned char *message;

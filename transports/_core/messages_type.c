@@ -1,8 +1,8 @@
 /* `_core.Messages`: point to point of one communicator over the message engine.
 
-   Arrays of NumPy's that are contiguous and of a plain dtype are sent and received here, and so is what Python pickles:
-   of that, only the pickling is Python's. All else is handed with the same arguments to the Python methods, and what
-   takes long is finished there. */
+   Arrays of NumPy's that are contiguous and of a plain dtype are sent and received here, and so is
+   what Python pickles: of that, only the pickling is Python's. All else is handed with the same
+   arguments to the Python methods, and what takes long is finished there. */
 #include "messages.h"
 
 #include <stdlib.h>
@@ -14,54 +14,64 @@ static const signed char sendrecv_order[] = {X, DEST, SOURCE, SENDTAG, RECVTAG, 
                          probe_order[] = {SOURCE, TAG, -1};
 
 /* A blocking send without a deadline will never be taken back. */
-static enum pc_way way_of(uint64_t timeout_ns) { return timeout_ns == PC_FOR_EVER ? PC_MAY_PUSH : PC_BUFFER; }
+static enum pc_way way_of(uint64_t timeout_ns) {
+    return timeout_ns == PC_FOR_EVER ? PC_MAY_PUSH : PC_BUFFER;
+}
 
 static bool overlap(const struct pc_array *one, const struct pc_array *other) {
     const char *first = one->data, *second = other->data;
     return first < second + other->nbytes && second < first + one->nbytes;
 }
 
-static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                         enum pc_request_kind kind, bool is_blocking, const char *name) {
+static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                         PyObject *keywords, enum pc_request_kind kind, bool is_blocking,
+                         const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_outgoing outgoing = {0};
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) && parse(send_order, args, count, keywords, values) &&
-                pc_seconds(self, values[TIMEOUT], &timeout_ns) && (is_blocking || values[TIMEOUT] == NULL);
+                pc_seconds(self, values[TIMEOUT], &timeout_ns) &&
+                (is_blocking || values[TIMEOUT] == NULL);
     if (plain)
         plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
     if (plain <= 0)
         return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
-    if (is_blocking && kind == PC_SEND && outgoing.views == NULL && pc_messages_post(self, &outgoing))
+    if (is_blocking && kind == PC_SEND && outgoing.views == NULL &&
+        pc_messages_post(self, &outgoing))
         Py_RETURN_NONE;
     enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
     struct pc_request *request = pc_messages_send(self, &outgoing, kind, is_blocking, way);
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
-static PyObject *messages_send(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_send(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                               PyObject *keywords) {
     return do_send(self, args, count, keywords, PC_SEND, true, "send");
 }
 
-static PyObject *messages_ssend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_ssend(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                PyObject *keywords) {
     return do_send(self, args, count, keywords, PC_SSEND, true, "ssend");
 }
 
-static PyObject *messages_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_isend(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                PyObject *keywords) {
     return do_send(self, args, count, keywords, PC_SEND, false, "isend");
 }
 
-static PyObject *messages_issend(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_issend(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords) {
     return do_send(self, args, count, keywords, PC_SSEND, false, "issend");
 }
 
-static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                            bool is_blocking, const char *name) {
+static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                            PyObject *keywords, bool is_blocking, const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
-        !pc_seconds(self, values[TIMEOUT], &timeout_ns) || (!is_blocking && values[TIMEOUT] != NULL) ||
+        !pc_seconds(self, values[TIMEOUT], &timeout_ns) ||
+        (!is_blocking && values[TIMEOUT] != NULL) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
         return pc_call_method(self->slow, name, args, count, keywords);
     if (is_blocking && pc_messages_take(self, &incoming))
@@ -70,28 +80,34 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
-static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_recv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                               PyObject *keywords) {
     return do_receive(self, args, count, keywords, true, "recv");
 }
 
-static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                PyObject *keywords) {
     return do_receive(self, args, count, keywords, false, "irecv");
 }
 
 /* A receive and a send at the same time. What is received over what is sent is left to Python. */
-static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords, bool is_blocking,
-                         const char *name) {
+static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                         PyObject *keywords, bool is_blocking, const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_outgoing outgoing = {0};
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
-    int plain = pc_messages_may_start(self) && parse(sendrecv_order, args, count, keywords, values) &&
-                pc_seconds(self, values[TIMEOUT], &timeout_ns) && (is_blocking || values[TIMEOUT] == NULL) &&
-                pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS], &incoming) &&
+    int plain = pc_messages_may_start(self) &&
+                parse(sendrecv_order, args, count, keywords, values) &&
+                pc_seconds(self, values[TIMEOUT], &timeout_ns) &&
+                (is_blocking || values[TIMEOUT] == NULL) &&
+                pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS],
+                               &incoming) &&
                 values[OUT] != values[X];
     if (plain)
         plain = pc_outgoing_of(self, values[X], values[DEST], values[SENDTAG], &outgoing);
-    if (plain > 0 && incoming.out != NULL && (outgoing.views != NULL || overlap(&outgoing.array, &incoming.array))) {
+    if (plain > 0 && incoming.out != NULL &&
+        (outgoing.views != NULL || overlap(&outgoing.array, &incoming.array))) {
         pc_views_release(outgoing.views);
         plain = 0;
     }
@@ -117,17 +133,19 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
     return both;
 }
 
-static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_sendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                   PyObject *keywords) {
     return do_both(self, args, count, keywords, true, "sendrecv");
 }
 
-static PyObject *messages_isendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_isendrecv(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                    PyObject *keywords) {
     return do_both(self, args, count, keywords, false, "isendrecv");
 }
 
 /* The request of a probe; NULL with an exception, or without one: leave it to Python. */
-static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                                      uint64_t *timeout_ns, bool has_timeout) {
+static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                      PyObject *keywords, uint64_t *timeout_ns, bool has_timeout) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_incoming_call incoming;
     if (!pc_messages_may_start(self) || !parse(probe_order, args, count, keywords, values) ||
@@ -140,7 +158,8 @@ static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, 
     return pc_messages_receive(self, &incoming, PC_PROBE, true);
 }
 
-static PyObject *messages_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_probe(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                PyObject *keywords) {
     uint64_t timeout_ns;
     struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, true);
     if (request == NULL)
@@ -148,14 +167,17 @@ static PyObject *messages_probe(pc_messages *self, PyObject *const *args, Py_ssi
     return pc_messages_finish(self, request, timeout_ns);
 }
 
-/* Who asks again and again does not wait anywhere: Python looks now and then, also at what the launcher tells. */
+/* Who asks again and again does not wait anywhere: Python looks now and then, also at what the
+   launcher tells. */
 #define LOOK_NS 2000000u
 
-static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *messages_iprobe(pc_messages *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords) {
     uint64_t timeout_ns;
     struct pc_request *request = start_probe(self, args, count, keywords, &timeout_ns, false);
     if (request == NULL)
-        return PyErr_Occurred() ? NULL : pc_call_method(self->slow, "iprobe", args, count, keywords);
+        return PyErr_Occurred() ? NULL
+                                : pc_call_method(self->slow, "iprobe", args, count, keywords);
     PyObject *result;
     uint64_t now = pc_drive_now_ns();
     if (pc_request_is_done(request) || !pc_messages_give_up(request)) {
@@ -174,14 +196,15 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     PyObject *context, *members, *owner, *request, *both, *status, *values, *slow;
     double op_timeout;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!OOO!O!OO!dO", context_type, &context, &members, &owner, &PyType_Type, &request,
-                          &PyType_Type, &both, &status, &PyTuple_Type, &values, &op_timeout, &slow))
+    if (!PyArg_ParseTuple(args, "O!OOO!O!OO!dO", context_type, &context, &members, &owner,
+                          &PyType_Type, &request, &PyType_Type, &both, &status, &PyTuple_Type,
+                          &values, &op_timeout, &slow))
         return NULL;
     Py_ssize_t size = PySequence_Size(members);
     if (size < 0 || PyTuple_Size(values) != 4 || !(op_timeout >= 0) ||
         !PyType_IsSubtype((PyTypeObject *)request, pc_request_type) || !pc_is_both_type(both)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "arguments are context, members, owner, request, both, status, values, op_timeout, slow");
+        PyErr_SetString(PyExc_TypeError, "arguments are context, members, owner, request, both, "
+                                         "status, values, op_timeout, slow");
         return NULL;
     }
     pc_messages *self = (pc_messages *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -211,7 +234,8 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         PyObject *number = PySequence_GetItem(members, rank);
         self->members[rank] = number != NULL ? (int)PyLong_AsLong(number) : -1;
         Py_XDECREF(number);
-        if (!PyErr_Occurred() && (self->members[rank] < 0 || self->members[rank] >= self->engine->engine.size))
+        if (!PyErr_Occurred() &&
+            (self->members[rank] < 0 || self->members[rank] >= self->engine->engine.size))
             PyErr_SetString(PyExc_ValueError, "there is no such rank");
         if (PyErr_Occurred()) {
             Py_DECREF(self);
@@ -265,7 +289,8 @@ static PyMethodDef messages_methods[] = {
     METHOD(isend, "x, dest, tag=0"),
     METHOD(issend, "x, dest, tag=0"),
     METHOD(irecv, "source=-1, tag=-1, out=None, status=None"),
-    METHOD(sendrecv, "x, dest, source=-1, sendtag=0, recvtag=-1, out=None, status=None, *, timeout=None"),
+    METHOD(sendrecv,
+           "x, dest, source=-1, sendtag=0, recvtag=-1, out=None, status=None, *, timeout=None"),
     METHOD(isendrecv, "x, dest, source=-1, sendtag=0, recvtag=-1, out=None, status=None"),
     METHOD(probe, "source=-1, tag=-1, *, timeout=None"),
     METHOD(iprobe, "source=-1, tag=-1"),
@@ -286,12 +311,14 @@ static PyType_Slot messages_slots[] = {
     {Py_tp_members, messages_members},
     {Py_tp_doc,
      "Messages(context, members, owner, request, both, status, values, op_timeout, slow)\n\n"
-     "Point to point of one communicator, in the core. `request` is a subclass of `Request`, `both` one of `Both`, `status` that of what recv "
-     "fills in. `values` are functions: dump(object) -> its parts, or None if it is none; load(memory) -> object; "
-     "new_bytes(length) -> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
-     "deadline in seconds. `slow(name)` returns the method to which all else goes: send, ssend, recv, isend, issend, irecv, "
-     "sendrecv, isendrecv, probe, iprobe; finish(request, seconds), which waits for one that takes long, and returns its result; and "
-     "finish_both(received, sent, seconds), which does that for two."},
+     "Point to point of one communicator, in the core. `request` is a subclass of `Request`, "
+     "`both` one of `Both`, `status` that of what recv fills in. `values` are functions: "
+     "dump(object) -> its parts, or None if it is none; load(memory) -> object; new_bytes(length) "
+     "-> memory; here() -> the GPU on which a thread works, or None. `op_timeout` is the default "
+     "deadline in seconds. `slow(name)` returns the method to which all else goes: send, ssend, "
+     "recv, isend, issend, irecv, sendrecv, isendrecv, probe, iprobe; finish(request, seconds), "
+     "which waits for one that takes long, and returns its result; and finish_both(received, sent, "
+     "seconds), which does that for two."},
     {0, NULL},
 };
 

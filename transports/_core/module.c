@@ -1,10 +1,10 @@
 /* The compiled core of pycoll: what Python cannot do. See README.md in this folder. */
 #include "array_memory.h"
 #include "comm.h"
+#include "engine_type.h"
 #include "host_type.h"
 
 extern PyType_Spec pc_guard_spec;
-int pc_add_engine_types(PyObject *module);
 void pc_guard_init(void);
 PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
@@ -13,46 +13,94 @@ PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pc_wait_any(PyObject *module, PyObject *const *args, Py_ssize_t count);
-PyObject *pc_forget_plans(PyObject *module, PyObject *unused);
 
-static int add_type(PyObject *module, PyType_Spec *spec) {
+/* The type, which the module keeps; NULL with an exception. */
+static PyTypeObject *make_type(PyObject *module, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
     if (type == NULL)
-        return -1;
+        return NULL;
     int status = PyModule_AddType(module, (PyTypeObject *)type);
     Py_DECREF(type);
-    return status;
+    return status == 0 ? (PyTypeObject *)type : NULL;
+}
+
+static int add_engine_types(PyObject *module) {
+    PyTypeObject *engine = make_type(module, &pc_engine_spec),
+                 *send = make_type(module, &pc_send_spec),
+                 *receive = make_type(module, &pc_receive_spec),
+                 *context = make_type(module, &pc_context_spec),
+                 *request = make_type(module, &pc_request_spec),
+                 *plan = make_type(module, &pc_plan_spec),
+                 *call = make_type(module, &pc_collective_spec),
+                 *table = make_type(module, &pc_table_spec),
+                 *piece = make_type(module, &pc_piece_spec),
+                 *memory = make_type(module, &pc_memory_spec),
+                 *scratch = make_type(module, &pc_scratch_spec),
+                 *persistent = make_type(module, &pc_persistent_spec),
+                 *both = make_type(module, &pc_both_spec);
+    if (engine == NULL || send == NULL || receive == NULL || context == NULL || request == NULL ||
+        plan == NULL || call == NULL || table == NULL || piece == NULL || memory == NULL ||
+        scratch == NULL || persistent == NULL || both == NULL)
+        return -1;
+    pc_seat_types(engine);
+    pc_send_types(send);
+    pc_item_types(receive);
+    pc_context_types(engine, context);
+    pc_piece_type(piece);
+    pc_memory_type(memory);
+    pc_scratch_type(scratch);
+    pc_persistent_type(persistent);
+    pc_both_type(both);
+    pc_collective_types(call);
+    pc_composed_types(table);
+    pc_collectives_types(plan, call);
+    pc_request_types(request);
+    pc_messages_types(context);
+    bool made = make_type(module, &pc_seat_spec) != NULL &&
+                make_type(module, &pc_messages_spec) != NULL &&
+                make_type(module, &pc_collectives_spec) != NULL &&
+                make_type(module, &pc_composed_spec) != NULL;
+    return made ? 0 : -1;
 }
 
 static int execute(PyObject *module) {
     pc_fast_init();
     pc_guard_init();
-    if (add_type(module, &pc_host_spec) < 0 || add_type(module, pc_comm_spec()) < 0 ||
-        add_type(module, &pc_guard_spec) < 0 || pc_add_engine_types(module) < 0)
-        return -1;
-    return 0;
+    bool made = make_type(module, &pc_host_spec) != NULL &&
+                make_type(module, pc_comm_spec()) != NULL &&
+                make_type(module, &pc_guard_spec) != NULL;
+    return made ? add_engine_types(module) : -1;
 }
 
 static PyMethodDef methods[] = {
     {"hook_numpy", pc_hook_numpy, METH_O, "Have NumPy ask here for the memory of its arrays."},
     {"open_arena", pc_open_arena, METH_VARARGS, "Map this process's arena in its host's memory."},
-    {"share_arrays", pc_share_arrays, METH_O, "Arrays of so many bytes lie in the arena; returns what it was."},
-    {"share_next", pc_share_next, METH_O, "Whether all arrays that this thread makes lie in the arena."},
-    {"retire_arrays", pc_retire_arrays, METH_NOARGS, "The process ends: what it frees is not used again."},
+    {"share_arrays", pc_share_arrays, METH_O,
+     "Arrays of so many bytes lie in the arena; returns what it was."},
+    {"share_next", pc_share_next, METH_O,
+     "Whether all arrays that this thread makes lie in the arena."},
+    {"retire_arrays", pc_retire_arrays, METH_NOARGS,
+     "The process ends: what it frees is not used again."},
     {"shared_use", pc_shared_use, METH_NOARGS, "What lies in the arena, and what found no place."},
     {"is_shared", pc_is_shared, METH_VARARGS, "Whether bytes lie in this process's arena."},
-    {"use_numpy", pc_use_numpy, METH_VARARGS, "Look at NumPy arrays directly, if their fields are where they should be."},
-    {"add_dtype", pc_add_dtype, METH_VARARGS, "Arrays of this NumPy dtype hold elements of that type."},
-    {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL, "Reduce arrays, from left to right."},
+    {"use_numpy", pc_use_numpy, METH_VARARGS,
+     "Look at NumPy arrays directly, if their fields are where they should be."},
+    {"add_dtype", pc_add_dtype, METH_VARARGS,
+     "Arrays of this NumPy dtype hold elements of that type."},
+    {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL,
+     "Reduce arrays, from left to right."},
     {"reduce_level", pc_reduce_level_py, METH_O, "Force a level of processor; for tests."},
-    {"set_direct_from", pc_set_direct_from, METH_VARARGS, "For measuring: bytes from which on a kind reads directly."},
+    {"set_direct_from", pc_set_direct_from, METH_VARARGS,
+     "For measuring: bytes from which on a kind reads directly."},
     {"timer_open", pc_timer_open, METH_NOARGS, "Return a new descriptor for `timer_set`."},
-    {"timer_set", pc_timer_set, METH_VARARGS, "Have a descriptor readable after so many nanoseconds, once; 0: never."},
+    {"timer_set", pc_timer_set, METH_VARARGS,
+     "Have a descriptor readable after so many nanoseconds, once; 0: never."},
     {"forget_plans", pc_forget_plans, METH_NOARGS, "Have all plans of collectives made anew."},
     {"wait_all", (PyCFunction)(void (*)(void))pc_wait_all, METH_FASTCALL,
      "wait_all(list, timeout) -> list | None: the results of requests, if all is well."},
     {"wait_any", (PyCFunction)(void (*)(void))pc_wait_any, METH_FASTCALL,
-     "wait_any(list, timeout) -> bool: whether a request is done now; if not, it is left to Python."},
+     "wait_any(list, timeout) -> bool: whether a request is done now; if not, it is left to "
+     "Python."},
     {NULL, NULL, 0, NULL},
 };
 

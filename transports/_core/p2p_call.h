@@ -9,8 +9,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* What context.P2P packs: kind, communicator, tag, form; then what arrays.describe writes: code of the dtype, length of
-   the kind's name, dimensions, the name, the shape. */
+/* What context.P2P packs: kind, communicator, tag, form; then what arrays.describe writes: code of
+   the dtype, length of the kind's name, dimensions, the name, the shape. */
 #define KIND_P2P 1
 #define HEADER_NBYTES 18u
 #define DESCRIPTION_NBYTES 8u
@@ -22,7 +22,8 @@ static const char KIND_NAME[5] = {'n', 'u', 'm', 'p', 'y'};
 enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, SENDTAG, RECVTAG, ARGUMENTS };
 static const char *const names[ARGUMENTS] = {"x",      "dest",    "source",  "tag",    "out",
                                              "status", "timeout", "sendtag", "recvtag"};
-static const signed char send_order[] = {X, DEST, TAG, -1}, recv_order[] = {SOURCE, TAG, OUT, STATUS, -1};
+static const signed char send_order[] = {X, DEST, TAG, -1},
+                         recv_order[] = {SOURCE, TAG, OUT, STATUS, -1};
 
 static inline bool has_place(const signed char *order, int which) {
     while (*order >= 0 && *order != which)
@@ -30,9 +31,10 @@ static inline bool has_place(const signed char *order, int which) {
     return *order == which;
 }
 
-/* Sort the arguments: those of `order`, and the keyword `timeout`; false: leave it to Python, also to say what is wrong with them. */
-static inline bool parse(const signed char *order, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                  PyObject **values) {
+/* Sort the arguments: those of `order`, and the keyword `timeout`; false: leave it to Python, also
+   to say what is wrong with them. */
+static inline bool parse(const signed char *order, PyObject *const *args, Py_ssize_t count,
+                         PyObject *keywords, PyObject **values) {
     for (Py_ssize_t index = 0; index < count; index++) {
         if (order[index] < 0)
             return false;
@@ -43,7 +45,8 @@ static inline bool parse(const signed char *order, PyObject *const *args, Py_ssi
         int which = 0;
         while (which < ARGUMENTS && PyUnicode_CompareWithASCIIString(keyword, names[which]) != 0)
             which++;
-        if (which == ARGUMENTS || values[which] != NULL || (which != TIMEOUT && !has_place(order, which)))
+        if (which == ARGUMENTS || values[which] != NULL ||
+            (which != TIMEOUT && !has_place(order, which)))
             return false;
         values[which] = args[count + index];
     }
@@ -62,7 +65,8 @@ static inline long small_int(PyObject *value, long least, long wrong) {
 }
 
 /* Write the header of a message; returns its length. */
-static inline size_t write_header(uint64_t ident, const struct pc_array *x, int64_t tag, unsigned char *to) {
+static inline size_t write_header(uint64_t ident, const struct pc_array *x, int64_t tag,
+                                  unsigned char *to) {
     to[0] = KIND_P2P;
     memcpy(to + 1, &ident, 8);
     memcpy(to + 9, &tag, 8);

@@ -1,4 +1,5 @@
-/* `_core.Persistent`: a call that is started again and again. Each start is a request of its own. */
+/* `_core.Persistent`: a call that is started again and again. Each start is a request of its
+   own. */
 #include "collective.h"
 #include "messages.h"
 
@@ -49,7 +50,8 @@ static PyObject *persistent_start(pc_persistent *self, PyObject *unused) {
     return Py_NewRef((PyObject *)self);
 }
 
-static PyObject *persistent_wait(pc_persistent *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *persistent_wait(pc_persistent *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords) {
     PyObject *last = Py_XNewRef(self->last), *result;
     struct pc_request *received, *sent;
     if (last != NULL && PyObject_TypeCheck(last, pc_request_type)) {
@@ -115,15 +117,19 @@ static void persistent_dealloc(pc_persistent *self) {
 }
 
 static PyMethodDef persistent_methods[] = {
-    {"_bind", (PyCFunction)persistent_bind, METH_VARARGS, "_bind(begin, args, keywords): what starts the call."},
-    {"start", (PyCFunction)persistent_start, METH_NOARGS, "Start the call. See pycoll.PersistentRequest.start."},
+    {"_bind", (PyCFunction)persistent_bind, METH_VARARGS,
+     "_bind(begin, args, keywords): what starts the call."},
+    {"start", (PyCFunction)persistent_start, METH_NOARGS,
+     "Start the call. See pycoll.PersistentRequest.start."},
     {"wait", (PyCFunction)(void (*)(void))persistent_wait, METH_FASTCALL | METH_KEYWORDS,
-     "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See pycoll.Request.wait."},
+     "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See "
+     "pycoll.Request.wait."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef persistent_values[] = {
-    {"_in_core", (getter)persistent_last, (setter)persistent_set_last, "The request of the last start; or None.", NULL},
+    {"_in_core", (getter)persistent_last, (setter)persistent_set_last,
+     "The request of the last start; or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -1,4 +1,5 @@
-/* `_core.Plan`: a compiled schedule, and where its chunks are in the memory of a call. See collective.h. */
+/* `_core.Plan`: a compiled schedule, and where its chunks are in the memory of a call. See
+   collective.h. */
 #include "collective.h"
 
 #include "reduce.h"
@@ -68,11 +69,15 @@ int pc_compiled_read(struct pc_compiled *self, PyObject *steps, int size) {
         PyObject *chunks, *successors;
         unsigned kind, other, index, waits;
         int flag; /* of a reduction: incoming first; of an external step: at the end */
-        if (!PyArg_ParseTuple(PyList_GetItem(steps, position), "IpIIO!O!I", &kind, &flag, &other, &index,
-                              &PyTuple_Type, &chunks, &PyTuple_Type, &successors, &waits))
+        if (!PyArg_ParseTuple(PyList_GetItem(steps, position), "IpIIO!O!I", &kind, &flag, &other,
+                              &index, &PyTuple_Type, &chunks, &PyTuple_Type, &successors, &waits))
             return -1;
-        *step = (struct pc_step){.kind = (uint8_t)kind, .other = other, .index = index, .chunks = num_chunks,
-                                 .successors = num_successors, .waits = waits};
+        *step = (struct pc_step){.kind = (uint8_t)kind,
+                                 .other = other,
+                                 .index = index,
+                                 .chunks = num_chunks,
+                                 .successors = num_successors,
+                                 .waits = waits};
         step->incoming_first = kind == PC_STEP_REDUCE && flag;
         step->at_end = kind == PC_STEP_EXTERNAL && flag;
         self->has_external |= kind == PC_STEP_EXTERNAL;
@@ -104,7 +109,8 @@ static int read_places(pc_plan *self, PyObject *places) {
         Py_ssize_t nbytes, source, target;
         if (!PyArg_ParseTuple(PyList_GetItem(places, chunk), "nnn", &nbytes, &source, &target))
             return -1;
-        self->places[chunk] = (struct pc_chunk_place){.nbytes = (size_t)nbytes, .source = source, .target = target};
+        self->places[chunk] =
+            (struct pc_chunk_place){.nbytes = (size_t)nbytes, .source = source, .target = target};
     }
     self->way.table.num_chunks = (uint32_t)count;
     return 0;
@@ -126,8 +132,8 @@ static int read_announced(struct pc_announced *self, PyObject *given, int size) 
     const char *head;
     Py_ssize_t head_nbytes, most;
     int is_root;
-    if (!PyArg_ParseTuple(given, "O!pz#nniO", &PyList_Type, &steps, &is_root, &head, &head_nbytes, &self->inline_nbytes,
-                          &most, &self->dtype, &dims))
+    if (!PyArg_ParseTuple(given, "O!pz#nniO", &PyList_Type, &steps, &is_root, &head, &head_nbytes,
+                          &self->inline_nbytes, &most, &self->dtype, &dims))
         return -1;
     self->is_announced = true;
     self->is_root = is_root != 0;
@@ -168,8 +174,9 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     int size, op, dtype, divisor;
     unsigned segments;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "iO!O!y#(iii)In|O", &size, &PyList_Type, &steps, &PyList_Type, &places, &text,
-                          &text_nbytes, &op, &dtype, &divisor, &segments, &granule, &announced))
+    if (!PyArg_ParseTuple(args, "iO!O!y#(iii)In|O", &size, &PyList_Type, &steps, &PyList_Type,
+                          &places, &text, &text_nbytes, &op, &dtype, &divisor, &segments, &granule,
+                          &announced))
         return NULL;
     if (segments == 0 || segments > UINT16_MAX || granule <= 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
@@ -183,8 +190,9 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     self->num_segments = segments;
     self->text_nbytes = (size_t)text_nbytes;
     self->text = copy_of(text, text_nbytes);
-    if (self->text != NULL && read_places(self, places) == 0 && pc_compiled_read(&self->way, steps, size) == 0 &&
-        is_of_messages(&self->way) && (announced == Py_None || read_announced(&self->announced, announced, size) == 0))
+    if (self->text != NULL && read_places(self, places) == 0 &&
+        pc_compiled_read(&self->way, steps, size) == 0 && is_of_messages(&self->way) &&
+        (announced == Py_None || read_announced(&self->announced, announced, size) == 0))
         return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
@@ -210,12 +218,14 @@ static void plan_dealloc(pc_plan *self) {
 static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_doc,
-     "Plan(size, steps, places, text, (op, dtype, divisor), segments, granule, announced=None): how calls run that are alike.\n\n"
-     "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, waits); `places`, by chunk, (nbytes, "
-     "offset in x, offset in the result), -1 for none; `text` is the call's signature; `op` and `dtype` are codes, -1: "
-     "nothing is reduced; what was combined is divided, if `divisor` is not 0 and the operator says so. `rooted`, of a call that its root announces, is (steps, is the root's, head or None, bytes "
-     "that follow it or -1, most bytes, dtype, dims or None)."},
+    {Py_tp_doc, "Plan(size, steps, places, text, (op, dtype, divisor), segments, granule, "
+                "announced=None): how calls run that are alike.\n\n"
+                "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, "
+                "waits); `places`, by chunk, (nbytes, offset in x, offset in the result), -1 for "
+                "none; `text` is the call's signature; `op` and `dtype` are codes, -1: nothing is "
+                "reduced; what was combined is divided, if `divisor` is not 0 and the operator "
+                "says so. `rooted`, of a call that its root announces, is (steps, is the root's, "
+                "head or None, bytes that follow it or -1, most bytes, dtype, dims or None)."},
     {0, NULL},
 };
 

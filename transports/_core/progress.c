@@ -1,4 +1,5 @@
-/* The receiving side of channels: what comes is handled here, and large messages are copied. See channel.h. */
+/* The receiving side of channels: what comes is handled here, and large messages are copied. See
+   channel.h. */
 #include "channel.h"
 
 #include <errno.h>
@@ -8,7 +9,8 @@
 /* Items of one peer that are handled in one call, so that all peers have their turn. */
 #define BURST 64
 
-/* Looks at a piece that the sender is copying before going on to other things: about as long as one takes. */
+/* Looks at a piece that the sender is copying before going on to other things: about as long as one
+   takes. */
 #define PIECE_LOOKS 2000
 
 /* Yields between looks at whether a process that is being waited for still exists. */
@@ -17,15 +19,10 @@
 /* Parts of a payload that are believed. */
 #define MAX_PARTS ((uint32_t)1 << 20)
 
-/* --- copying an accepted message --------------------------------------------------------------------- */
+/* --- copying an accepted message -------------------------------------------------------------- */
 
-static size_t piece_of(const struct pc_channel_receive *receive, int64_t piece, size_t *offset) {
-    size_t nbytes = pc_piece_nbytes(receive->nbytes);
-    *offset = (size_t)piece * nbytes;
-    return receive->nbytes - *offset < nbytes ? receive->nbytes - *offset : nbytes;
-}
-
-enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
+enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_receive *receive,
+                                        size_t budget) {
     struct pc_transfer *transfer = receive->transfer;
     int looks = 0;
     for (size_t copied = 0; copied < budget;) {
@@ -45,10 +42,11 @@ enum pc_outcome pc_channel_receive_copy(pc_channel *channel, struct pc_channel_r
                 sched_yield();
             continue;
         }
-        size_t offset, nbytes = piece_of(receive, piece, &offset);
-        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
-                                     receive->nbytes);
-        pc_transfer_copied(transfer); /* also if not: then the count only says that nobody is at it */
+        size_t offset, nbytes = pc_channel_piece(receive, piece, &offset);
+        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset,
+                                     receive->into + offset, nbytes, receive->nbytes);
+        /* also if not: then the count only says that nobody is at it */
+        pc_transfer_copied(transfer);
         if (error != 0)
             return error == ESRCH ? PC_GONE : PC_FAILED;
         copied += nbytes;
@@ -70,24 +68,20 @@ void pc_channel_receive_settle(pc_channel *channel, struct pc_channel_receive *r
     pc_channel_return(channel);
 }
 
-void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive, bool complete) {
+void pc_channel_receive_finish(pc_channel *channel, struct pc_channel_receive *receive,
+                               bool complete) {
     struct pc_transfer *transfer = receive->transfer;
     receive->transfer = NULL;
     if (complete)
         pc_publish(&transfer->state, pc_phase_of(receive->id, PC_PHASE_DONE));
     /* A sender that looks at the state must not find a message about it in its way. */
     if (!complete || pc_load(&transfer->watched) == 0)
-        pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id); /* without memory the sender waits in vain */
+        /* without memory the sender waits in vain */
+        pc_channel_tell(channel, receive->peer, PC_FINISHED, receive->id);
 }
 
-/* Ask for segments. */
-static int ask(pc_channel *channel, struct pc_channel_receive *receive) {
-    receive->mode = PC_SEGMENTS;
-    receive->filled = 0;
-    return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
-}
-
-/* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no memory. */
+/* Copy on. 1: it is not done; 2: nor was anything copied; 0: done; -1: taken back; -3: no
+   memory. */
 static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size_t budget) {
     bool is_long = receive->pieces > 1;
     if (is_long)
@@ -113,12 +107,13 @@ static int copy_on(pc_channel *channel, struct pc_channel_receive *receive, size
     default: /* its memory cannot be read after all, perhaps it is a device's */
         pc_channel_receive_settle(channel, receive);
         pc_channel_list_remove(&channel->receiving, receive->handle);
-        return ask(channel, receive) < 0 ? -3 : 1;
+        return pc_channel_ask(channel, receive) < 0 ? -3 : 1;
     }
 }
 
 /* Find out where the payload is. */
-static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer) {
+static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive,
+                       const struct pc_offer *offer) {
     receive->one = (struct iovec){(void *)(uintptr_t)offer->address, offer->nbytes};
     receive->parts = (struct pc_parts){&receive->one, 1};
     if (offer->num_parts == 1 || offer->nbytes == 0)
@@ -127,7 +122,8 @@ static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive, 
     if (offer->num_parts > MAX_PARTS || (receive->table = malloc(nbytes)) == NULL)
         return false;
     receive->one.iov_len = nbytes;
-    if (pc_copy_from(channel->peers[receive->peer].pid, receive->parts, 0, receive->table, nbytes) != 0)
+    if (pc_copy_from(channel->peers[receive->peer].pid, receive->parts, 0, receive->table,
+                     nbytes) != 0)
         return false;
     receive->parts = (struct pc_parts){receive->table, offer->num_parts};
     for (uint32_t index = 0; index < offer->num_parts; index++)
@@ -136,11 +132,13 @@ static bool read_parts(pc_channel *channel, struct pc_channel_receive *receive, 
 }
 
 static bool can_fetch(pc_channel *channel, int rank, const struct pc_offer *offer) {
-    return offer->num_parts == 1 ? pc_channel_can_fetch(channel, rank, offer->address, offer->nbytes)
-                                 : pc_channel_reaches(channel, rank);
+    return offer->num_parts == 1
+               ? pc_channel_can_fetch(channel, rank, offer->address, offer->nbytes)
+               : pc_channel_reaches(channel, rank);
 }
 
-int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, const struct pc_offer *offer) {
+int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive,
+                      const struct pc_offer *offer) {
     struct pc_transfer *transfer = NULL;
     receive->id = offer->id;
     receive->nbytes = offer->nbytes;
@@ -150,7 +148,8 @@ int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, c
         if (!pc_transfer_step(transfer, offer->id, PC_PHASE_WAITING, PC_PHASE_TAKEN))
             return pc_load(&transfer->state) == pc_phase_of(offer->id, PC_PHASE_LEFT) ? -2 : -1;
     }
-    if (transfer != NULL && can_fetch(channel, receive->peer, offer) && read_parts(channel, receive, offer)) {
+    if (transfer != NULL && can_fetch(channel, receive->peer, offer) &&
+        read_parts(channel, receive, offer)) {
         receive->transfer = transfer;
         receive->mode = PC_COPYING;
         if (!pc_transfer_open(transfer, (uint64_t)(uintptr_t)receive->into, 0)) {
@@ -161,13 +160,14 @@ int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive, c
             pc_channel_tell(channel, receive->peer, PC_TAKE, offer->id) < 0)
             return -3;
         int status = copy_on(channel, receive, PC_BUDGET);
-        if (status > 0 && receive->mode == PC_COPYING && !pc_channel_list_add(&channel->receiving, receive->handle))
+        if (status > 0 && receive->mode == PC_COPYING &&
+            !pc_channel_list_add(&channel->receiving, receive->handle))
             return -3;
         return status > 0 ? 1 : status;
     }
     if (offer->nbytes == 0)
         return pc_channel_tell(channel, receive->peer, PC_FINISHED, offer->id) < 0 ? -3 : 0;
-    return ask(channel, receive) < 0 ? -3 : 1;
+    return pc_channel_ask(channel, receive) < 0 ? -3 : 1;
 }
 
 static void release(pc_channel *channel, void *owner) {
@@ -192,56 +192,16 @@ void pc_channel_receive_give_up(pc_channel *channel, struct pc_channel_receive *
     pc_channel_tell(channel, rank, PC_FINISHED, id); /* without memory the sender waits in vain */
 }
 
-static int redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into) {
-    if (receive->mode != PC_COPYING) {
-        pc_copy(into, receive->into, receive->filled);
-        receive->into = into;
-        return 0;
-    }
-    pc_channel_receive_settle(channel, receive);
-    struct pc_transfer *transfer = receive->transfer;
-    int64_t returned = pc_transfer_returned(transfer);
-    size_t offset, nbytes, claimed = pc_load(&transfer->next) & ~PC_MARKS;
-    if (returned >= 0) { /* the sender could not copy it */
-        nbytes = piece_of(receive, returned, &offset);
-        int error = pc_channel_fetch(channel, receive->peer, receive->parts, offset, receive->into + offset, nbytes,
-                                     receive->nbytes);
-        pc_transfer_copied(transfer);
-        if (error != 0) { /* nor can we */
-            receive->into = into;
-            pc_channel_list_remove(&channel->receiving, receive->handle);
-            return ask(channel, receive);
-        }
-    }
-    nbytes = claimed * pc_piece_nbytes(receive->nbytes);
-    pc_copy(into, receive->into, nbytes < receive->nbytes ? nbytes : receive->nbytes);
-    receive->into = into;
-    pc_transfer_open(transfer, (uint64_t)(uintptr_t)into, claimed);
-    return 0;
-}
-
-int pc_channel_receive_redirect(pc_channel *channel, struct pc_channel_receive *receive, unsigned char *into,
-                                void *owner) {
-    void *before = receive->owner;
-    int status = redirect(channel, receive, into);
-    receive->owner = owner;
-    release(channel, before);
-    return status;
-}
-
-/* --- what comes -------------------------------------------------------------------------------------- */
+/* --- what comes ------------------------------------------------------------------------------- */
 
 static struct pc_channel_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
-    for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0; place++) {
+    for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0;
+         place++) {
         struct pc_channel_receive *receive = channel->receives.things[place];
         if (receive != NULL && receive->id == id && receive->peer == rank)
             return receive;
     }
     return NULL;
-}
-
-static unsigned char *block_at(struct pc_peer *peer, const struct pc_block *block, size_t nbytes) {
-    return pc_block_valid(block, nbytes) ? pc_heap_at(peer->heap, block->unit) : NULL;
 }
 
 static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
@@ -251,19 +211,21 @@ static int handle_eager(pc_channel *channel, int rank, struct pc_item *item, siz
     if (kind == PC_EAGER) {
         if (header_nbytes + nbytes > room)
             return -2;
-        channel->up->arrived(channel->owner, rank, item->body, header_nbytes, item->body + header_nbytes, nbytes);
+        channel->up->arrived(channel->owner, rank, item->body, header_nbytes,
+                             item->body + header_nbytes, nbytes);
         return 0;
     }
     struct pc_block block;
     memcpy(&block, item->body, sizeof block);
     size_t before = sizeof(struct pc_filling) + (kind == PC_EAGER_WHOLE ? header_nbytes : 0);
-    unsigned char *memory = block_at(peer, &block, before + nbytes);
+    unsigned char *memory = pc_channel_block_at(peer, &block, before + nbytes);
     if (memory == NULL || (kind == PC_EAGER_HEAP && header_nbytes > room - sizeof block))
         return -2;
     const unsigned char *header = item->body + sizeof block;
     if (kind == PC_EAGER_WHOLE)
         header = memory + sizeof(struct pc_filling);
-    channel->up->arrived_in_block(channel->owner, rank, header, header_nbytes, memory + before, nbytes, &block);
+    channel->up->arrived_in_block(channel->owner, rank, header, header_nbytes, memory + before,
+                                  nbytes, &block);
     return 0;
 }
 
@@ -279,7 +241,7 @@ static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, siz
     const unsigned char *header = item->body + sizeof offer;
     if (whole) {
         memcpy(&block, header, sizeof block);
-        header = block_at(peer, &block, header_nbytes);
+        header = pc_channel_block_at(peer, &block, header_nbytes);
     }
     if (header == NULL || offer.transfer >= PC_TRANSFERS || offer.nbytes > PTRDIFF_MAX)
         return -2;
@@ -298,7 +260,7 @@ static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size
     if (room < sizeof segment)
         return -2;
     memcpy(&segment, item->body, sizeof segment);
-    const unsigned char *memory = block_at(peer, &segment.block, nbytes);
+    const unsigned char *memory = pc_channel_block_at(peer, &segment.block, nbytes);
     struct pc_channel_receive *receive = find_receive(channel, rank, segment.id);
     int status = 0;
     if (memory == NULL)
@@ -333,7 +295,8 @@ static int handle_told(pc_channel *channel, int rank, enum pc_channel_kind kind,
         return 0;
     }
     if (send == NULL || send->peer != rank) /* it was taken back */
-        /* If its receiver was told so before it accepted, and accepts all the same, it must hear of it again. */
+        /* If its receiver was told so before it accepted, and accepts all the same, it must hear of
+           it again. */
         return kind == PC_GO ? pc_channel_tell(channel, rank, PC_CANCEL, id) : 0;
     if (kind == PC_FINISHED) {
         if (send->mode != PC_ABANDONED)
@@ -379,27 +342,17 @@ static int handle(pc_channel *channel, int rank, struct pc_item *item, int64_t i
     return -2;
 }
 
-/* Whether all of an item is there: a block may still be being filled. */
-static bool is_whole(struct pc_peer *peer, struct pc_item *item) {
-    struct pc_block block;
-    uint32_t kind = pc_item_kind(item);
-    if (PC_LIKELY(kind != PC_EAGER_HEAP && kind != PC_EAGER_WHOLE))
-        return true;
-    memcpy(&block, item->body, sizeof block);
-    struct pc_filling *filling = (struct pc_filling *)block_at(peer, &block, sizeof *filling);
-    return filling == NULL || pc_load(&filling->nbytes) >= item->nbytes;
-}
-
 static int read_ring(pc_channel *channel, int rank, bool *worked) {
     struct pc_peer *peer = &channel->peers[rank];
     for (int count = 0; count < BURST && !peer->dead; count++) {
         struct pc_item *item;
         int64_t nbytes = pc_ring_peek(&peer->in, &item);
-        if (nbytes == 0 || (nbytes > 0 && !is_whole(peer, item)))
+        if (nbytes == 0 || (nbytes > 0 && !pc_channel_is_whole(peer, item)))
             return 0;
         *worked = true;
         int status = nbytes < 0 ? -2 : handle(channel, rank, item, nbytes);
-        if (status == -2) { /* only a rank that went mad writes such things: as good as a lost link */
+        if (status == -2) {
+            /* only a rank that went mad writes such things: as good as a lost link */
             peer->dead = true;
             channel->up->lost(channel->owner, rank);
             return 0;
@@ -412,7 +365,7 @@ static int read_ring(pc_channel *channel, int rank, bool *worked) {
     return 0;
 }
 
-/* --- progress ---------------------------------------------------------------------------------------- */
+/* --- progress --------------------------------------------------------------------------------- */
 
 static bool is_active(pc_channel *channel, int rank) {
     struct pc_desk *desk = channel->peers[channel->rank].desk;
@@ -498,7 +451,8 @@ static int go_on_receiving(pc_channel *channel, bool *worked) {
             pc_channel_receive_end(channel, receive);
         } else if (status < 0) {
             return -1;
-        } else if (index < channel->receiving.count && channel->receiving.numbers[index] == handle) {
+        } else if (index < channel->receiving.count &&
+                   channel->receiving.numbers[index] == handle) {
             index++;
         }
     }
@@ -522,41 +476,4 @@ int pc_channel_progress(pc_channel *channel) {
     if (channel->sending.count > 0)
         worked |= go_on_sending(channel);
     return worked;
-}
-
-static bool can_send(pc_channel *channel, struct pc_channel_send *send) {
-    struct pc_ring *ring = &channel->peers[send->peer].out;
-    size_t nbytes = send->nbytes - send->sent;
-    return send->mode == PC_HELPING ||
-           (!send->stopped && channel->peers[send->peer].first == NULL && pc_ring_room(ring, ring->num_lines / 4) &&
-            pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS, nbytes < PC_SEGMENT_NBYTES ? nbytes : PC_SEGMENT_NBYTES,
-                         send->peer, true) != 0);
-}
-
-static bool can_copy(struct pc_channel_receive *receive) {
-    struct pc_transfer *transfer = receive->transfer;
-    return pc_load(&transfer->next) < receive->pieces || pc_load(&transfer->returned) != 0 ||
-           pc_transfer_complete(transfer, receive->pieces) || pc_transfer_taken_back(transfer);
-}
-
-bool pc_channel_ready(pc_channel *channel) {
-    struct pc_item *item;
-    if (pc_load(&channel->peers[channel->rank].desk->version) != channel->seen_version)
-        return true;
-    for (int index = 0; index < channel->num_active; index++) {
-        struct pc_peer *peer = &channel->peers[channel->active[index]];
-        int64_t nbytes = peer->dead ? 0 : pc_ring_peek(&peer->in, &item);
-        if (nbytes < 0 || (nbytes > 0 && is_whole(peer, item)))
-            return true;
-    }
-    for (int rank = 0; channel->backlogged > 0 && rank < channel->size; rank++)
-        if (pc_channel_has_room(channel, rank))
-            return true;
-    for (uint32_t index = 0; index < channel->receiving.count; index++)
-        if (can_copy(pc_table_get(&channel->receives, channel->receiving.numbers[index])))
-            return true;
-    for (uint32_t index = 0; index < channel->sending.count; index++)
-        if (can_send(channel, pc_table_get(&channel->sends, channel->sending.numbers[index])))
-            return true;
-    return false;
 }

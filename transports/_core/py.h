@@ -1,4 +1,5 @@
-/* Python's limited API, for the files that Python calls. All others are plain C and build without it. */
+/* Python's limited API, for the files that Python calls. All others are plain C and build without
+   it. */
 #ifndef PC_PY_H
 #define PC_PY_H
 

@@ -7,10 +7,12 @@
 
 #include <limits.h>
 
-/* Bytes of a block. 4 KiB of partial results and as much of an operand are a quarter of a small L1 cache. */
+/* Bytes of a block. 4 KiB of partial results and as much of an operand are a quarter of a small L1
+   cache. */
 #define BLOCK ((size_t)4096)
 
-/* Above this reduce() lets other threads run: it takes longer than handing over the interpreter's lock. */
+/* Above this reduce() lets other threads run: it takes longer than handing over the interpreter's
+   lock. */
 #define WITHOUT_GIL ((size_t)32 << 10)
 
 static const size_t itemsizes[PC_DTYPES] = {
@@ -64,10 +66,10 @@ int pc_reduce_set_level(int level) {
 
 /* ---------------------------------------------------------------- more than two operands */
 
-/* Combine `count` elements from byte `offset` on. Results are partial until the last pass, which alone writes to
-   `out`: by then every operand of this block that `out` may be has been read. */
-static void combine_block(void *out, void *partial, const void *const *in, int n, size_t offset, size_t count,
-                          pc_pass_fn pass) {
+/* Combine `count` elements from byte `offset` on. Results are partial until the last pass, which
+   alone writes to `out`: by then every operand of this block that `out` may be has been read. */
+static void combine_block(void *out, void *partial, const void *const *in, int n, size_t offset,
+                          size_t count, pc_pass_fn pass) {
     const void *left = (const char *)in[0] + offset;
     for (int k = 1; k < n; k++) {
         void *to = k == n - 1 ? out : partial;
@@ -76,14 +78,16 @@ static void combine_block(void *out, void *partial, const void *const *in, int n
     }
 }
 
-void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn pass) {
+void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size_t itemsize,
+                     pc_pass_fn pass) {
     if (n == 2) {
         pass(out, in[0], in[1], count);
         return;
     }
     if (n == 1) {
         if (out != in[0])
-            pc_copy(out, in[0], count * itemsize); /* memcpy is slow on some processors: see copy.c */
+            /* memcpy is slow on some processors: see copy.c */
+            pc_copy(out, in[0], count * itemsize);
         return;
     }
     _Alignas(PC_LINE) char partial[BLOCK];
@@ -94,8 +98,8 @@ void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size
     }
 }
 
-void pc_reduce_average(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn sum,
-                       pc_divide_fn divide, int divisor) {
+void pc_reduce_average(void *out, const void *const *in, int n, size_t count, size_t itemsize,
+                       pc_pass_fn sum, pc_divide_fn divide, int divisor) {
     _Alignas(PC_LINE) char partial[BLOCK];
     size_t nbytes = count * itemsize;
     for (size_t offset = 0; offset < nbytes; offset += BLOCK) {
@@ -108,13 +112,15 @@ void pc_reduce_average(void *out, const void *const *in, int n, size_t count, si
 
 /* ---------------------------------------------------------------- from Python */
 
-/* Check that the first n operands and `out` are of one length, in whole elements, and aligned to them. */
+/* Check that the first n operands and `out` are of one length, in whole elements, and aligned to
+   them. */
 static int check_operands(const Py_buffer *out, const Py_buffer *operands, int n, int dtype) {
     size_t itemsize = pc_itemsize(dtype);
     size_t alignment = dtype == PC_COMPLEX64 || dtype == PC_COMPLEX128 ? itemsize / 2 : itemsize;
     for (int k = 0; k < n; k++) {
         if (operands[k].len != out->len) {
-            PyErr_Format(PyExc_ValueError, "operand %d has %zd bytes, out has %zd", k, operands[k].len, out->len);
+            PyErr_Format(PyExc_ValueError, "operand %d has %zd bytes, out has %zd", k,
+                         operands[k].len, out->len);
             return -1;
         }
         if ((uintptr_t)operands[k].buf % alignment != 0) {
@@ -129,8 +135,8 @@ static int check_operands(const Py_buffer *out, const Py_buffer *operands, int n
     return 0;
 }
 
-static void reduce_buffers(pc_reduce_fn reduce, const Py_buffer *out, const Py_buffer *operands, const void **in,
-                           int n, size_t itemsize, int divisor) {
+static void reduce_buffers(pc_reduce_fn reduce, const Py_buffer *out, const Py_buffer *operands,
+                           const void **in, int n, size_t itemsize, int divisor) {
     for (int k = 0; k < n; k++)
         in[k] = operands[k].buf;
     size_t count = (size_t)out->len / itemsize;
@@ -143,7 +149,8 @@ static void reduce_buffers(pc_reduce_fn reduce, const Py_buffer *out, const Py_b
     Py_END_ALLOW_THREADS
 }
 
-static int reduce_sequence(pc_reduce_fn reduce, int dtype, PyObject *target, PyObject *inputs, int divisor) {
+static int reduce_sequence(pc_reduce_fn reduce, int dtype, PyObject *target, PyObject *inputs,
+                           int divisor) {
     Py_ssize_t n = PySequence_Size(inputs);
     if (n < 0)
         return -1;
@@ -166,7 +173,8 @@ static int reduce_sequence(pc_reduce_fn reduce, int dtype, PyObject *target, PyO
                 break;
         }
         if (got == n && check_operands(&out, operands, got, dtype) == 0) {
-            reduce_buffers(reduce, &out, operands, (const void **)(operands + n), got, pc_itemsize(dtype), divisor);
+            reduce_buffers(reduce, &out, operands, (const void **)(operands + n), got,
+                           pc_itemsize(dtype), divisor);
             status = 0;
         }
         PyBuffer_Release(&out);
@@ -189,7 +197,8 @@ PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     bool numbers = op >= 0 && op < PC_OPS && dtype > 0 && dtype < PC_DTYPES;
     pc_reduce_fn reduce = numbers ? pc_reduce_find((int)op, (int)dtype) : NULL;
     if (!reduce || divisor < 1 || divisor > INT_MAX)
-        return PyErr_Format(PyExc_ValueError, "reduce() has no operator %ld for dtype %ld, divisor %ld", op, dtype,
+        return PyErr_Format(PyExc_ValueError,
+                            "reduce() has no operator %ld for dtype %ld, divisor %ld", op, dtype,
                             divisor);
     if (reduce_sequence(reduce, (int)dtype, args[2], args[3], (int)divisor) < 0)
         return NULL;

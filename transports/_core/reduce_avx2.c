@@ -1,4 +1,5 @@
-/* Reductions for processors with AVX2 and F16C. Without FMA: it would round once where others round twice. */
+/* Reductions for processors with AVX2 and F16C. Without FMA: it would round once where others round
+   twice. */
 #include "reduce_kernels.h"
 
 #ifdef PC_REDUCE_LEVELS
@@ -36,7 +37,8 @@ static inline void widen_bfloat16(float *wide, const uint16_t *halves) {
     for (int i = 0; i < PC_STRIP / 2; i += 8) {
         __m256i words = _mm256_loadu_si256((const void *)(halves + 2 * i));
         _mm256_storeu_ps(wide + i, _mm256_castsi256_ps(_mm256_slli_epi32(words, 16)));
-        _mm256_storeu_ps(wide + PC_STRIP / 2 + i, _mm256_castsi256_ps(_mm256_and_si256(words, upper_half)));
+        _mm256_storeu_ps(wide + PC_STRIP / 2 + i,
+                         _mm256_castsi256_ps(_mm256_and_si256(words, upper_half)));
     }
 }
 
@@ -47,7 +49,8 @@ static inline __m256i round_to_bfloat16(const float *at) {
     __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
     __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
     __m256 nan = _mm256_cmp_ps(wide, wide, _CMP_UNORD_Q);
-    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
+    return _mm256_castps_si256(
+        _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
 }
 
 static inline void narrow_bfloat16(uint16_t *halves, const float *wide) {

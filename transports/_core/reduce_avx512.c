@@ -1,11 +1,13 @@
-/* Reductions for processors with AVX-512 (F, BW, DQ, VL). Its own conversion to bfloat16 drops denormals. */
+/* Reductions for processors with AVX-512 (F, BW, DQ, VL). Its own conversion to bfloat16 drops
+   denormals. */
 #include "reduce_kernels.h"
 
 #ifdef PC_REDUCE_LEVELS
 #ifdef __clang__
 #include <immintrin.h>
-#pragma clang attribute push(__attribute__((target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                         \
+    __attribute__((target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl"))), \
+    apply_to = function)
 #else
 #pragma GCC target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl")
 #include <immintrin.h>
@@ -37,7 +39,8 @@ static inline void widen_bfloat16(float *wide, const uint16_t *halves) {
     for (int i = 0; i < PC_STRIP / 2; i += 16) {
         __m512i words = _mm512_loadu_si512(halves + 2 * i);
         _mm512_storeu_ps(wide + i, _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)));
-        _mm512_storeu_ps(wide + PC_STRIP / 2 + i, _mm512_castsi512_ps(_mm512_and_si512(words, upper_half)));
+        _mm512_storeu_ps(wide + PC_STRIP / 2 + i,
+                         _mm512_castsi512_ps(_mm512_and_si512(words, upper_half)));
     }
 }
 

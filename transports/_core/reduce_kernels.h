@@ -1,6 +1,7 @@
 /* Between reduce.c and the kernels: the table that each level fills, and what needs no level.
 
-   reduce_kernels.inc holds the kernels. reduce_any.c, reduce_avx2.c and reduce_avx512.c compile it once each. */
+   reduce_kernels.inc holds the kernels. reduce_any.c, reduce_avx2.c and reduce_avx512.c compile it
+   once each. */
 #ifndef PC_REDUCE_KERNELS_H
 #define PC_REDUCE_KERNELS_H
 
@@ -41,19 +42,22 @@ typedef void (*pc_pass_fn)(void *out, const void *a, const void *b, size_t count
 typedef void (*pc_divide_fn)(void *out, const void *a, size_t count, int divisor);
 
 /* Combine n operands by passes over two, in blocks that stay in the L1 cache. */
-void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn pass);
-void pc_reduce_average(void *out, const void *const *in, int n, size_t count, size_t itemsize, pc_pass_fn sum,
-                       pc_divide_fn divide, int divisor);
+void pc_reduce_chain(void *out, const void *const *in, int n, size_t count, size_t itemsize,
+                     pc_pass_fn pass);
+void pc_reduce_average(void *out, const void *const *in, int n, size_t count, size_t itemsize,
+                       pc_pass_fn sum, pc_divide_fn divide, int divisor);
 
-/* An operand either is `out` or is disjoint from it: no iteration of the loop that follows sees what another wrote. */
+/* An operand either is `out` or is disjoint from it: no iteration of the loop that follows sees
+   what another wrote. */
 #ifdef __clang__
 #define PC_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
 #define PC_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-/* 16-bit floats are widened, combined and narrowed so many at a time: a strip stays in vector registers. Where a
-   value stands in a widened strip is the secret of the two functions that convert. */
+/* 16-bit floats are widened, combined and narrowed so many at a time: a strip stays in vector
+   registers. Where a value stands in a widened strip is the secret of the two functions that
+   convert. */
 #define PC_STRIP 64
 
 static inline float pc_float_of(uint32_t bits) {

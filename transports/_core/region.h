@@ -1,13 +1,14 @@
 /* A region: the shared memory of one communicator's native collectives.
 
-   Every collective call has a number, the same on all ranks. A rank *enters* call m by publishing m in the
-   first line of its slot m % PC_SLOTS, together with the call's signature and, if that is small, its data.
-   So small collectives are one exchange of slots. Larger ones stream through big slots in chunks that stay
-   in the cache, and the largest read the other ranks' arrays directly (process_vm_readv).
+   Every collective call has a number, the same on all ranks. A rank *enters* call m by publishing m
+   in the first line of its slot m % PC_SLOTS, together with the call's signature and, if that is
+   small, its data. So small collectives are one exchange of slots. Larger ones stream through big
+   slots in chunks that stay in the cache, and the largest read the other ranks' arrays directly
+   (process_vm_readv).
 
-       when a slot may be written again   PC_SLOTS calls later, when every rank has entered the call after
-                                          the one that last used it: then nobody reads it any more
-       when a big slot may be             when every rank has consumed the chunk that was in it
+       when a slot may be written again   PC_SLOTS calls later, when every rank has entered the call
+   after the one that last used it: then nobody reads it any more when a big slot may be when every
+   rank has consumed the chunk that was in it
 
    Region: a struct pc_progress a rank, PC_SLOTS slots a rank, PC_CHUNKS big slots a rank. */
 #ifndef PC_REGION_H
@@ -16,10 +17,12 @@
 #include "transfer.h"
 
 #define PC_SLOTS 8
-#define PC_SLOT_NBYTES (8192 + 5 * PC_LINE) /* no power of two: slots would share sets of the caches */
+#define PC_SLOT_NBYTES \
+    (8192 + 5 * PC_LINE) /* no power of two: slots would share sets of the caches */
 #define PC_CHUNKS 8
 
-/* Where the arrays of a rank are in a large call; and its part of the work, if all ranks work on all arrays. */
+/* Where the arrays of a rank are in a large call; and its part of the work, if all ranks work on
+   all arrays. */
 struct pc_place {
     pc_flag64 number;  /* of the call that this is for; then the rest may be read */
     uint64_t x, out;   /* addresses in the rank's memory; 0: others are not to look there */
@@ -42,14 +45,18 @@ struct pc_progress { /* of one rank; only that rank writes it */
     _Alignas(2 * PC_LINE) pc_flag64 produced; /* chunks it has put into its big slots, ever */
     pc_flag64 reduced;  /* chunks of which it has reduced its part */
     pc_flag64 consumed; /* chunks of which it needs nothing any more */
-    pc_flag64 phase;    /* direct calls: 2 m + 1: its part of call m is in its array; 2 m + 2: it has read all */
-    pc_flag64 given_up; /* 1: it has left a call with an error, and its arrays are its caller's again */
-    /* Of its calls: none is overwritten before all have compared it, for nobody can be so far ahead. */
+    /* direct calls: 2 m + 1: its part of call m is in its array; 2 m + 2: it has read all */
+    pc_flag64 phase;
+    /* 1: it has left a call with an error, and its arrays are its caller's again */
+    pc_flag64 given_up;
+    /* Of its calls: none is overwritten before all have compared it, for nobody can be so far
+       ahead. */
     _Alignas(PC_LINE) uint64_t signatures[2 * PC_SLOTS];
 };
 
 size_t pc_chunk_nbytes(int size);
-/* Where the slots and the big slots of a communicator of `size` ranks lie in its region, and how long that is. */
+/* Where the slots and the big slots of a communicator of `size` ranks lie in its region, and how
+   long that is. */
 size_t pc_slots_offset(int size);
 size_t pc_big_offset(int size);
 size_t pc_region_nbytes(int size);

@@ -4,7 +4,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
-/* --- ends -------------------------------------------------------------------------------------------- */
+/* --- ends ------------------------------------------------------------------------------------- */
 
 /* Whether a thread waits in the core, which will look when the op ends. */
 static bool is_awaited(const struct pc_request *request) {
@@ -52,7 +52,8 @@ void pc_request_hold(struct pc_request *request) {
 
 void pc_request_sent(struct pc_send *send) { pc_request_end(send->owner, send->status); }
 
-/* Wait for another message, in the place among the receives where it was: the sender has taken the last one back. */
+/* Wait for another message, in the place among the receives where it was: the sender has taken the
+   last one back. */
 static bool start_again(struct pc_request *request) {
     struct pc_context *context = request->messages->context->context;
     struct pc_receive *receive = &request->receive;
@@ -60,7 +61,8 @@ static bool start_again(struct pc_request *request) {
     request->spare = NULL;
     if (context == NULL)
         return false;
-    if (!request->is_starting && pc_op_is_done(&request->op)) /* it has held a message, and said so */
+    /* it has held a message, and said so */
+    if (!request->is_starting && pc_op_is_done(&request->op))
         pc_op_begin(&request->op, &request->messages->engine->drive, -1);
     request->status = 0;
     pc_receive_start_at(context, receive, receive->posted.queued.number);
@@ -77,7 +79,8 @@ static bool receive_short(struct pc_request *request) {
     free(receive->header);
     receive->header = malloc(message->header_nbytes);
     receive->header_nbytes = message->header_nbytes;
-    request->spare = malloc(message->nbytes + (message->nbytes == 0)); /* never NULL for want of bytes */
+    /* never NULL for want of bytes */
+    request->spare = malloc(message->nbytes + (message->nbytes == 0));
     if (receive->header != NULL && request->spare != NULL) {
         memcpy(receive->header, message->header, message->header_nbytes);
         if (pc_receive_into(receive, request->spare) == 0)
@@ -99,7 +102,8 @@ void pc_request_received(struct pc_receive *receive) {
         if (receive->status == PC_TAKEN_BACK && start_again(request))
             return;
         /* What is offered, or comes in segments, says elsewhere what it is. */
-        if (receive->status == PC_REFUSED && receive->header != NULL && receive->header[PC_FORM_AT] > PC_FORM_OBJECT)
+        if (receive->status == PC_REFUSED && receive->header != NULL &&
+            receive->header[PC_FORM_AT] > PC_FORM_OBJECT)
             pc_request_hold(request);
         else
             pc_request_end(request, receive->status);
@@ -167,11 +171,13 @@ PyObject *pc_request_event(pc_engine_object *engine, struct pc_event *event) {
     return tuple;
 }
 
-/* --- beginning --------------------------------------------------------------------------------------- */
+/* --- beginning -------------------------------------------------------------------------------- */
 
-struct pc_request *pc_request_new(pc_messages *messages, enum pc_request_kind kind, bool is_blocking) {
+struct pc_request *pc_request_new(pc_messages *messages, enum pc_request_kind kind,
+                                  bool is_blocking) {
     PyTypeObject *type = (PyTypeObject *)messages->type;
-    struct pc_request *request = (struct pc_request *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    struct pc_request *request =
+        (struct pc_request *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (request == NULL)
         return NULL;
     request->messages = (pc_messages *)Py_NewRef((PyObject *)messages);
@@ -197,8 +203,8 @@ static void start(pc_engine_object *engine, void *argument) {
         pc_request_end(request, PC_CONTEXT_CLOSED);
     else if (pc_request_receives(request))
         pc_receive_start(context, &request->receive);
-    else if (pc_send_start(context, &request->send, starting->header, starting->header_nbytes, starting->way) !=
-             PC_UNDER_WAY)
+    else if (pc_send_start(context, &request->send, starting->header, starting->header_nbytes,
+                           starting->way) != PC_UNDER_WAY)
         pc_request_end(request, request->send.status);
     request->is_starting = false;
     if (!request->under_way) {
@@ -210,10 +216,11 @@ static void start(pc_engine_object *engine, void *argument) {
     }
 }
 
-struct pc_request *pc_request_start(struct pc_request *request, const void *header, size_t header_nbytes,
-                                    enum pc_way way) {
+struct pc_request *pc_request_start(struct pc_request *request, const void *header,
+                                    size_t header_nbytes, enum pc_way way) {
     pc_engine_object *engine = request->messages->engine;
-    struct starting starting = {.request = request, .header = header, .header_nbytes = header_nbytes, .way = way};
+    struct starting starting = {
+        .request = request, .header = header, .header_nbytes = header_nbytes, .way = way};
     Py_INCREF((PyObject *)request);
     bool done = pc_engine_do(engine, start, &starting);
     /* Whether it has ended by now may be found by another thread, too, which then lets it go. */

@@ -1,14 +1,16 @@
-/* What the files of point to point over the message engine share: `struct pc_messages`, the sends and receives of one
-   communicator, and `struct pc_request`, one of them.
+/* What the files of point to point over the message engine share: `struct pc_messages`, the sends
+   and receives of one communicator, and `struct pc_request`, one of them.
 
-   The engine works on the memory inside a request. So a request that is under way keeps itself alive; when it has
-   ended, it is put into the engine's list of those that are to be let go, or into the queue of events.
+   The engine works on the memory inside a request. So a request that is under way keeps itself
+   alive; when it has ended, it is put into the engine's list of those that are to be let go, or
+   into the queue of events.
 
-   A receive without `out` does not know its memory before its message has come. A short message of one that nobody may
-   be waiting for is received into memory from `malloc` at once, and becomes a value when that is asked for. Any other
-   message is *held*: a thread that has the interpreter's lock must *go on* with it, that is, make memory and have it
-   received there, or hand it to Python. That is the thread that waits for the request, if there is one in the core;
-   else an event says so. */
+   A receive without `out` does not know its memory before its message has come. A short message of
+   one that nobody may be waiting for is received into memory from `malloc` at once, and becomes a
+   value when that is asked for. Any other message is *held*: a thread that has the interpreter's
+   lock must *go on* with it, that is, make memory and have it received there, or hand it to Python.
+   That is the thread that waits for the request, if there is one in the core; else an event says
+   so. */
 #ifndef PC_REQUEST_H
 #define PC_REQUEST_H
 
@@ -16,11 +18,13 @@
 #include "p2p_call.h"
 #include "views.h"
 
-/* A wait of that length is gone on with in Python, which looks at failures and tells the launcher. */
+/* A wait of that length is gone on with in Python, which looks at failures and tells the
+   launcher. */
 #define PC_SLICE_NS 100000000u
 /* Dimensions of an array that a request can name. */
 #define PC_NAMED_DIMS 6
-/* A message of that length or less is received without asking for memory of Python's: that of transports/base.py. */
+/* A message of that length or less is received without asking for memory of Python's: that of
+   transports/base.py. */
 #define PC_SHORT_NBYTES ((size_t)64 << 10)
 
 /* Forms of a message: context.ARRAY and OBJECT; there are more. */
@@ -87,27 +91,32 @@ struct pc_request {
 /* request.c: beginning and ending. Those without a comment are called with the engine's lock. */
 
 /* A request to be filled in; NULL with an exception. Without the lock. */
-struct pc_request *pc_request_new(pc_messages *messages, enum pc_request_kind kind, bool is_blocking);
-/* Start a request that was filled in, which takes the reference and returns it; NULL with an exception. The header is
-   that of a send. Without the lock. */
-struct pc_request *pc_request_start(struct pc_request *request, const void *header, size_t header_nbytes,
-                                    enum pc_way way);
+struct pc_request *pc_request_new(pc_messages *messages, enum pc_request_kind kind,
+                                  bool is_blocking);
+/* Start a request that was filled in, which takes the reference and returns it; NULL with an
+   exception. The header is that of a send. Without the lock. */
+struct pc_request *pc_request_start(struct pc_request *request, const void *header,
+                                    size_t header_nbytes, enum pc_way way);
 void pc_request_sent(struct pc_send *send);
 void pc_request_received(struct pc_receive *receive);
 /* It has ended; the request may be gone when this returns. */
 void pc_request_end(struct pc_request *request, int status);
-/* Give it up, whatever it is at; a message that is read goes back to its place. False: it has ended. */
+/* Give it up, whatever it is at; a message that is read goes back to its place. False: it has
+   ended. */
 bool pc_request_give_up(struct pc_request *request);
 /* Have whoever waits, or Python, go on with the message that a receive holds. */
 void pc_request_hold(struct pc_request *request);
 
 /* Whether it is a receive or a probe, not a send. This and what follows also without the lock. */
-static inline bool pc_request_receives(const struct pc_request *request) { return request->kind >= PC_RECV; }
+static inline bool pc_request_receives(const struct pc_request *request) {
+    return request->kind >= PC_RECV;
+}
 
 static inline bool pc_request_is_held(struct pc_request *request) {
     return atomic_load_explicit(&request->status, memory_order_relaxed) == PC_HELD;
 }
-/* Whether it has ended, as its caller sees it. The end of its op may also mean that it holds a message. */
+/* Whether it has ended, as its caller sees it. The end of its op may also mean that it holds a
+   message. */
 static inline bool pc_request_is_done(struct pc_request *request) {
     if (!pc_op_is_done(&request->op))
         return false;
@@ -118,20 +127,22 @@ static inline bool pc_request_is_done(struct pc_request *request) {
 
 /* request_value.c: from messages to values. With the interpreter's lock, without the engine's. */
 
-/* Whether a message is one of those that become a value here. Also without the interpreter's lock. */
+/* Whether a message is one of those that become a value here. Also without the interpreter's
+   lock. */
 bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t nbytes);
-/* Go on with a message that a request holds; nothing is done if it does not, or another thread does. 0; -1 with an
-   exception. */
+/* Go on with a message that a request holds; nothing is done if it does not, or another thread
+   does. 0; -1 with an exception. */
 int pc_request_go_on(struct pc_request *request);
 /* What a request returns that has ended; NULL with an exception. */
 PyObject *pc_request_result(struct pc_request *request);
 /* The timeout of a wait, if its arguments are no more than that. */
-bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                      uint64_t *timeout_ns);
+bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count,
+                      PyObject *keywords, uint64_t *timeout_ns);
 /* The method `wait`. */
-PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords);
-/* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. Returns 1: it has; 0: not yet; -1 with an
-   exception. */
+PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords);
+/* Wait until it has ended, or a time of the monotonic clock; 0: do not wait. Returns 1: it has; 0:
+   not yet; -1 with an exception. */
 int pc_request_wait(struct pc_request *request, uint64_t until_ns);
 
 #endif

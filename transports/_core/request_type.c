@@ -6,7 +6,7 @@
 
 PyTypeObject *pc_request_type;
 
-/* --- what is asked of the engine --------------------------------------------------------------------- */
+/* --- what is asked of the engine -------------------------------------------------------------- */
 
 struct asking {
     struct pc_request *request;
@@ -39,29 +39,32 @@ static void watch(pc_engine_object *engine, void *argument) {
     (void)engine;
     asking->answer = asking->request->under_way;
     asking->request->is_watched |= asking->answer;
-    if (asking->answer && pc_request_is_held(asking->request)) /* who was told of that may wait no more */
+    if (asking->answer && pc_request_is_held(asking->request)) /* who was told of that may wait no
+                                                                  more */
         pc_request_hold(asking->request);
 }
 
-static bool ask(struct pc_request *request, void (*work)(pc_engine_object *engine, void *argument)) {
+static bool ask(struct pc_request *request,
+                void (*work)(pc_engine_object *engine, void *argument)) {
     struct asking asking = {.request = request};
     pc_engine_do(request->messages->engine, work, &asking);
     pc_engine_let_go(request->messages->engine);
     return asking.answer;
 }
 
-/* --- methods of requests ----------------------------------------------------------------------------- */
+/* --- methods of requests ---------------------------------------------------------------------- */
 
-bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords,
-                      uint64_t *timeout_ns) {
+bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count,
+                      PyObject *keywords, uint64_t *timeout_ns) {
     Py_ssize_t named = keywords != NULL ? PyTuple_Size(keywords) : 0;
-    if (count + named > 1 ||
-        (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(keywords, 0), "timeout") != 0))
+    if (count + named > 1 || (named == 1 && PyUnicode_CompareWithASCIIString(
+                                                PyTuple_GetItem(keywords, 0), "timeout") != 0))
         return false;
     return pc_seconds(self->messages, count + named == 1 ? args[0] : NULL, timeout_ns);
 }
 
-PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count,
+                                 PyObject *keywords) {
     uint64_t timeout_ns;
     if (!pc_is_plain_wait(self, args, count, keywords, &timeout_ns)) {
         PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
@@ -76,7 +79,8 @@ PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args,
     if (done != 0)
         return done > 0 ? pc_request_result(self) : NULL;
     PyObject *left = pc_patience_left(&patience);
-    PyObject *result = left != NULL ? PyObject_CallMethod((PyObject *)self, "_wait", "O", left) : NULL;
+    PyObject *result =
+        left != NULL ? PyObject_CallMethod((PyObject *)self, "_wait", "O", left) : NULL;
     Py_XDECREF(left);
     return result;
 }
@@ -226,35 +230,47 @@ static PyObject *request_settle(struct pc_request *self, PyObject *args) {
 
 static PyMethodDef request_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))pc_request_wait_method, METH_FASTCALL | METH_KEYWORDS,
-     "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See pycoll.Request.wait."},
-    {"test", (PyCFunction)request_test, METH_NOARGS, "Return whether the call is done, in whatever way; never waits."},
+     "wait($self, timeout=None)\n--\n\nReturn the result, when the call is done. See "
+     "pycoll.Request.wait."},
+    {"test", (PyCFunction)request_test, METH_NOARGS,
+     "Return whether the call is done, in whatever way; never waits."},
     {"_stop", (PyCFunction)request_stop, METH_NOARGS, "Stop a send, if that can be."},
-    {"_give_up", (PyCFunction)request_give_up, METH_NOARGS, "Give it up: its memory is not used any more."},
-    {"_withdraw", (PyCFunction)request_withdraw, METH_NOARGS, "Cancel a receive for which no message has come."},
-    {"_watch", (PyCFunction)request_watch, METH_NOARGS, "Have an event at its end; False: it has ended."},
-    {"_go_on", (PyCFunction)request_go_on, METH_NOARGS, "Go on with the message that it holds, if it does."},
+    {"_give_up", (PyCFunction)request_give_up, METH_NOARGS,
+     "Give it up: its memory is not used any more."},
+    {"_withdraw", (PyCFunction)request_withdraw, METH_NOARGS,
+     "Cancel a receive for which no message has come."},
+    {"_watch", (PyCFunction)request_watch, METH_NOARGS,
+     "Have an event at its end; False: it has ended."},
+    {"_go_on", (PyCFunction)request_go_on, METH_NOARGS,
+     "Go on with the message that it holds, if it does."},
     {"_settle", (PyCFunction)request_settle, METH_VARARGS,
      "_settle(result, failed): what Python went on with is done."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef request_values[] = {
-    {"done", (getter)request_done, NULL, "Whether the call is done, as far as is known without looking.", NULL},
-    {"result", (getter)request_result, NULL, "What the call returns. See pycoll.Request.result.", NULL},
-    {"_description", (getter)request_description, NULL, "(kind, code of the dtype, peer, tag, shape).", NULL},
-    {"_message", (getter)request_message, NULL, "(world rank, nbytes, header) of a message that was refused; or None.",
+    {"done", (getter)request_done, NULL,
+     "Whether the call is done, as far as is known without looking.", NULL},
+    {"result", (getter)request_result, NULL, "What the call returns. See pycoll.Request.result.",
      NULL},
+    {"_description", (getter)request_description, NULL,
+     "(kind, code of the dtype, peer, tag, shape).", NULL},
+    {"_message", (getter)request_message, NULL,
+     "(world rank, nbytes, header) of a message that was refused; or None.", NULL},
     {"_owner", (getter)request_owner, NULL, "What its communicator's `Messages` keeps.", NULL},
     {"_array", (getter)request_array, NULL, "The array that is sent or filled; or None.", NULL},
     {"_status", (getter)request_status, NULL, "0, or why it failed.", NULL},
     {"_filled", (getter)request_filled, NULL, "The Status to be filled in; or None.", NULL},
-    {"_sent_type", (getter)request_sent_type, NULL, "The type of an object that is sent; or None.", NULL},
-    {"_gpu", (getter)request_gpu, NULL, "The GPU on which a receive without `out` was started; or None.", NULL},
+    {"_sent_type", (getter)request_sent_type, NULL, "The type of an object that is sent; or None.",
+     NULL},
+    {"_gpu", (getter)request_gpu, NULL,
+     "The GPU on which a receive without `out` was started; or None.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef request_members[] = {
-    {"_collected", T_BOOL, offsetof(struct pc_request, collected), 0, "a wait has returned its result"},
+    {"_collected", T_BOOL, offsetof(struct pc_request, collected), 0,
+     "a wait has returned its result"},
     {"_cancelled", T_BOOL, offsetof(struct pc_request, cancelled), 0, "`cancel` has withdrawn it"},
     {NULL, 0, 0, 0, NULL},
 };

@@ -4,14 +4,17 @@
 
 #include <stdlib.h>
 
-/* --- what a header says ------------------------------------------------------------------------------ */
+/* --- what a header says ----------------------------------------------------------------------- */
 
-/* The shape of a message that is an array of NumPy's. False: it is none, or its length is another one. */
-static bool shape_of(const unsigned char *header, size_t header_nbytes, size_t nbytes, intptr_t dims[MAX_DIMS]) {
-    const unsigned char *description = header + HEADER_NBYTES; /* code, length of the kind, dimensions, kind, shape */
+/* The shape of a message that is an array of NumPy's. False: it is none, or its length is another
+   one. */
+static bool shape_of(const unsigned char *header, size_t header_nbytes, size_t nbytes,
+                     intptr_t dims[MAX_DIMS]) {
+    /* code, length of the kind, dimensions, kind, shape */
+    const unsigned char *description = header + HEADER_NBYTES;
     if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[PC_FORM_AT] != PC_FORM_ARRAY ||
-        description[1] != sizeof KIND_NAME || memcmp(description + 3, KIND_NAME, sizeof KIND_NAME) != 0 ||
-        description[2] > MAX_DIMS ||
+        description[1] != sizeof KIND_NAME ||
+        memcmp(description + 3, KIND_NAME, sizeof KIND_NAME) != 0 || description[2] > MAX_DIMS ||
         header_nbytes != HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * (size_t)description[2])
         return false;
     memcpy(dims, description + DESCRIPTION_NBYTES, 8 * (size_t)description[2]);
@@ -33,7 +36,7 @@ bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t
     return is_object(header, header_nbytes) || shape_of(header, header_nbytes, nbytes, dims);
 }
 
-/* --- going on with a message that is held ------------------------------------------------------------ */
+/* --- going on with a message that is held ----------------------------------------------------- */
 
 struct claim {
     struct pc_request *request;
@@ -91,7 +94,8 @@ static PyObject *new_array(const struct claim *claim, void **data) {
     struct pc_array view;
     if (!shape_of(claim->header, claim->header_nbytes, claim->nbytes, dims))
         return NULL;
-    PyObject *array = pc_array_empty(claim->header[HEADER_NBYTES], claim->header[HEADER_NBYTES + 2], dims);
+    PyObject *array =
+        pc_array_empty(claim->header[HEADER_NBYTES], claim->header[HEADER_NBYTES + 2], dims);
     if (array != NULL && pc_array_view(array, &view) && view.nbytes == claim->nbytes) {
         *data = view.data;
         return array;
@@ -110,13 +114,16 @@ static PyObject *new_memory(const struct claim *claim, void **data) {
         PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)claim->nbytes);
         if (bytes != NULL) {
             *data = PyByteArray_AsString(bytes);
-            memory = PyMemoryView_FromObject(bytes); /* while there is a view it stays where it is */
+            /* while there is a view it stays where it is */
+            memory = PyMemoryView_FromObject(bytes);
             Py_DECREF(bytes);
         }
         return memory;
     }
-    memory = PyObject_CallFunction(claim->request->messages->new_bytes, "n", (Py_ssize_t)claim->nbytes);
-    struct pc_views *views = memory != NULL ? pc_view_into(memory, (Py_ssize_t)claim->nbytes) : NULL;
+    memory =
+        PyObject_CallFunction(claim->request->messages->new_bytes, "n", (Py_ssize_t)claim->nbytes);
+    struct pc_views *views =
+        memory != NULL ? pc_view_into(memory, (Py_ssize_t)claim->nbytes) : NULL;
     if (views == NULL) {
         Py_XDECREF(memory);
         return NULL;
@@ -128,7 +135,8 @@ static PyObject *new_memory(const struct claim *claim, void **data) {
 
 /* New memory for a message; NULL, without an exception if it is none of those that are known. */
 static PyObject *new_value(const struct claim *claim, void **data) {
-    return is_object(claim->header, claim->header_nbytes) ? new_memory(claim, data) : new_array(claim, data);
+    return is_object(claim->header, claim->header_nbytes) ? new_memory(claim, data)
+                                                          : new_array(claim, data);
 }
 
 struct passing {
@@ -147,7 +155,8 @@ static void pass(pc_engine_object *engine, void *argument) {
         (void)pc_item_take_over(passing->face, receive);
 }
 
-/* Python goes on with it. What is said of a message that was refused is where it was in the queue. */
+/* Python goes on with it. What is said of a message that was refused is where it was in the
+   queue. */
 static int pass_on(struct claim *claim) {
     struct pc_request *request = claim->request;
     struct passing passing = {.claim = claim, .face = pc_item_receive(request->messages->engine)};
@@ -183,20 +192,22 @@ int pc_request_go_on(struct pc_request *request) {
     return 0;
 }
 
-/* --- results ----------------------------------------------------------------------------------------- */
+/* --- results ---------------------------------------------------------------------------------- */
 
 /* Give a short message that was received memory of Python's. 0; -1 with an exception. */
 static int unpack(struct pc_request *request) {
     const struct pc_receive *receive = &request->receive;
     if (request->spare == NULL)
         return 0;
-    struct claim message = {.request = request, .nbytes = receive->nbytes, .header_nbytes = receive->header_nbytes};
+    struct claim message = {
+        .request = request, .nbytes = receive->nbytes, .header_nbytes = receive->header_nbytes};
     void *data = NULL;
     memcpy(message.header, receive->header, receive->header_nbytes); /* it is one that is known */
     PyObject *value = new_value(&message, &data);
     if (value == NULL)
         return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
-    if (request->spare == NULL) { /* another thread was quicker, while this one had let go of Python's lock */
+    if (request->spare == NULL) {
+        /* another thread was quicker, while this one had let go of Python's lock */
         Py_DECREF(value);
         return 0;
     }
@@ -232,14 +243,15 @@ static int fill_in(struct pc_request *request) {
     const struct pc_receive *receive = &request->receive;
     if (request->filled == NULL)
         return 0;
-    PyObject *values[] = {PyLong_FromLong(request->messages->ranks[receive->source]), PyLong_FromLongLong(receive->tag),
-                          PyLong_FromSize_t(receive->nbytes)};
+    PyObject *values[] = {PyLong_FromLong(request->messages->ranks[receive->source]),
+                          PyLong_FromLongLong(receive->tag), PyLong_FromSize_t(receive->nbytes)};
     static const char *const attributes[] = {"source", "tag", "nbytes"};
     int status = 0;
     for (int index = 0; index < 3; index++) {
         if (status == 0)
-            status = values[index] != NULL ? PyObject_SetAttrString(request->filled, attributes[index], values[index])
-                                           : -1;
+            status = values[index] != NULL
+                         ? PyObject_SetAttrString(request->filled, attributes[index], values[index])
+                         : -1;
         Py_XDECREF(values[index]);
     }
     return status;
@@ -252,8 +264,9 @@ static PyObject *found(struct pc_request *request) {
         return PyErr_NoMemory();
     if (receive->header[PC_FORM_AT] > PC_FORM_OBJECT) /* it says elsewhere how long it is */
         return PyObject_CallMethod((PyObject *)request, "_found", NULL);
-    return PyObject_CallFunction(request->messages->status_type, "iLn", request->messages->ranks[receive->source],
-                                 (long long)receive->tag, (Py_ssize_t)receive->nbytes);
+    return PyObject_CallFunction(request->messages->status_type, "iLn",
+                                 request->messages->ranks[receive->source], (long long)receive->tag,
+                                 (Py_ssize_t)receive->nbytes);
 }
 
 PyObject *pc_request_result(struct pc_request *request) {
@@ -282,7 +295,8 @@ int pc_request_wait(struct pc_request *request, uint64_t until_ns) {
         pc_drive_wait(&engine->drive, &request->op, NULL, until_ns, PC_FOR_EVER);
         PyEval_RestoreThread(state);
         pc_engine_let_go(engine);
-        if (!pc_op_is_done(&request->op)) /* its time is over, or there is something for Python to do */
+        if (!pc_op_is_done(&request->op)) /* its time is over, or there is something for Python to
+                                             do */
             return 0;
     }
 }

@@ -1,14 +1,18 @@
-/* A ring: the items that one rank sends to another, in order. One writes, the other reads; nobody locks.
+/* A ring: the items that one rank sends to another, in order. One writes, the other reads; nobody
+   locks.
 
-   An item is a number of whole lines. Its first word is written last and says that the item is there: the
-   position of the item, counted in lines from the beginning of time, and its length. No position occurs
-   twice, so nothing has to be erased, and an item of one line costs one transfer between caches.
+   An item is a number of whole lines. Its first word is written last and says that the item is
+   there: the position of the item, counted in lines from the beginning of time, and its length. No
+   position occurs twice, so nothing has to be erased, and an item of one line costs one transfer
+   between caches.
 
-       word     position + 1 in the upper 48 bits, lines in the lower 16; anything else: not there yet
+       word     position + 1 in the upper 48 bits, lines in the lower 16; anything else: not there
+   yet
 
-   What an item of the lap before left in that place could look like such a word only if somebody's payload
-   did. So a writer looks at the line behind its item before it publishes, and clears it if it is like that.
-   An item does not wrap: PC_PAD fills the end of the ring where the next would not fit. */
+   What an item of the lap before left in that place could look like such a word only if somebody's
+   payload did. So a writer looks at the line behind its item before it publishes, and clears it if
+   it is like that. An item does not wrap: PC_PAD fills the end of the ring where the next would not
+   fit. */
 #ifndef PC_RING_H
 #define PC_RING_H
 
@@ -50,10 +54,14 @@ static inline struct pc_item *pc_ring_at(struct pc_ring *ring, uint64_t position
     return (struct pc_item *)(ring->lines + position % ring->num_lines * PC_LINE);
 }
 
-static inline uint32_t pc_item_kind(const struct pc_item *item) { return item->kind_and_header >> 24; }
-static inline uint32_t pc_item_header(const struct pc_item *item) { return item->kind_and_header & PC_MAX_HEADER; }
+static inline uint32_t pc_item_kind(const struct pc_item *item) {
+    return item->kind_and_header >> 24;
+}
+static inline uint32_t pc_item_header(const struct pc_item *item) {
+    return item->kind_and_header & PC_MAX_HEADER;
+}
 
-/* --- writing ----------------------------------------------------------------------------------------- */
+/* --- writing ---------------------------------------------------------------------------------- */
 
 /* Whether `lines` more are free, as far as is known without looking at the reader's line. */
 static inline bool pc_ring_has(const struct pc_ring *ring, uint64_t lines) {
@@ -80,7 +88,8 @@ static inline void pc_ring_put(struct pc_ring *ring, struct pc_item *item, uint6
     pc_publish(&item->word, word);
 }
 
-/* Return where the next item goes if it has `nbytes`, or NULL: the ring is full. Nothing is committed. */
+/* Return where the next item goes if it has `nbytes`, or NULL: the ring is full. Nothing is
+   committed. */
 static inline struct pc_item *pc_ring_reserve(struct pc_ring *ring, size_t nbytes) {
     uint64_t lines = (nbytes + PC_LINE - 1) / PC_LINE;
     uint64_t to_end = ring->num_lines - ring->position % ring->num_lines;
@@ -101,10 +110,10 @@ static inline void pc_ring_publish(struct pc_ring *ring, struct pc_item *item, s
     pc_ring_put(ring, item, (nbytes + PC_LINE - 1) / PC_LINE);
 }
 
-/* --- reading ----------------------------------------------------------------------------------------- */
+/* --- reading ---------------------------------------------------------------------------------- */
 
-/* Return the bytes of the next item if it is there, else 0; -1: this is no item, the writer's memory is
-   corrupt. It is the reader's until `pc_ring_consume`. */
+/* Return the bytes of the next item if it is there, else 0; -1: this is no item, the writer's
+   memory is corrupt. It is the reader's until `pc_ring_consume`. */
 static inline int64_t pc_ring_peek(struct pc_ring *ring, struct pc_item **item) {
     for (;;) {
         *item = pc_ring_at(ring, ring->position);
@@ -120,10 +129,12 @@ static inline int64_t pc_ring_peek(struct pc_ring *ring, struct pc_item **item) 
     }
 }
 
-/* Go on behind the item that was seen last. True: the writer was told how far, and may wait for that. */
+/* Go on behind the item that was seen last. True: the writer was told how far, and may wait for
+   that. */
 static inline bool pc_ring_consume(struct pc_ring *ring, int64_t nbytes) {
     ring->position += (uint64_t)nbytes / PC_LINE;
-    /* Seldom, because it takes the line away from the writer; often enough for every item to fit at last. */
+    /* Seldom, because it takes the line away from the writer; often enough for every item to fit at
+       last. */
     if (PC_LIKELY(ring->position - ring->consumed < ring->num_lines / 4))
         return false;
     ring->consumed = ring->position;

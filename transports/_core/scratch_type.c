@@ -1,7 +1,7 @@
 /* `_core.Scratch`: scratch memory of the engine's as an object that keeps it. See engine/scratch.h.
 
-   A transport that has registered the memory, or still sends from it, refers to the object. So memory that has one is
-   freed with it, and not by the engine. */
+   A transport that has registered the memory, or still sends from it, refers to the object. So
+   memory that has one is freed with it, and not by the engine. */
 #include "engine_type.h"
 
 #include <structmember.h>
@@ -17,7 +17,8 @@ static PyTypeObject *scratch_type;
 
 static void scratch_dealloc(pc_scratch_object *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    PyObject_ClearWeakRefs((PyObject *)self); /* whoever has registered the memory takes that back */
+    /* whoever has registered the memory takes that back */
+    PyObject_ClearWeakRefs((PyObject *)self);
     pc_scratch_discard(self->start);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -30,7 +31,8 @@ static PyObject *scratch_address(pc_scratch_object *self, void *unused) {
 
 static PyMemberDef scratch_members[] = {
     {"nbytes", T_PYSSIZET, offsetof(pc_scratch_object, nbytes), READONLY, "its length"},
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(pc_scratch_object, weak_references), READONLY, NULL},
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(pc_scratch_object, weak_references), READONLY,
+     NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -61,8 +63,8 @@ PyObject *pc_scratch_object_of(void *memory) {
     if (keeper == NULL)
         return NULL;
     if (*keeper == NULL) {
-        pc_scratch_object *self =
-            (pc_scratch_object *)((allocfunc)PyType_GetSlot(scratch_type, Py_tp_alloc))(scratch_type, 0);
+        pc_scratch_object *self = (pc_scratch_object *)((allocfunc)PyType_GetSlot(
+            scratch_type, Py_tp_alloc))(scratch_type, 0);
         if (self == NULL) {
             PyErr_Clear();
             return NULL;

@@ -1,4 +1,5 @@
-/* Links over TCP: their life, and what their user asks for. See tcp.h; tcp_write.c and tcp_read.c move the bytes. */
+/* Links over TCP: their life, and what their user asks for. See tcp.h; tcp_write.c and tcp_read.c
+   move the bytes. */
 #include "tcp.h"
 
 #include <errno.h>
@@ -105,7 +106,8 @@ int pc_tcp_attach(struct pc_tcp *tcp, int number, int index, int fd) {
     lane->buffer = malloc(tcp->buffer_nbytes);
     if (lane->buffer == NULL)
         return ENOMEM;
-    struct epoll_event event = {.events = EPOLLIN, .data.u64 = (uint64_t)number << 8 | (uint64_t)index};
+    struct epoll_event event = {.events = EPOLLIN,
+                                .data.u64 = (uint64_t)number << 8 | (uint64_t)index};
     if (epoll_ctl(tcp->epoll, EPOLL_CTL_ADD, fd, &event) < 0) {
         int error = errno;
         free(lane->buffer);
@@ -123,7 +125,7 @@ int pc_tcp_attach(struct pc_tcp *tcp, int number, int index, int fd) {
     return 0;
 }
 
-/* --- sends ------------------------------------------------------------------------------------------- */
+/* --- sends ------------------------------------------------------------------------------------ */
 
 void pc_tcp_free_send(struct pc_tcp *tcp, struct pc_tcp_send *send) {
     if (send->owner != NULL)
@@ -161,8 +163,10 @@ static bool keep_pieces(struct pc_tcp_out *out, struct pc_tcp_send *send) {
         for (size_t index = 0; index < send->num_parts && filled < out->nbytes; index++) {
             size_t length = send->parts[index].iov_len;
             if (offset < length) {
-                size_t piece = length - offset < out->nbytes - filled ? length - offset : out->nbytes - filled;
-                memcpy(out->copy + filled, (unsigned char *)send->parts[index].iov_base + offset, piece);
+                size_t piece =
+                    length - offset < out->nbytes - filled ? length - offset : out->nbytes - filled;
+                memcpy(out->copy + filled, (unsigned char *)send->parts[index].iov_base + offset,
+                       piece);
                 filled += piece;
                 offset += piece;
             }
@@ -202,9 +206,10 @@ void pc_tcp_take_back(struct pc_tcp *tcp, uint64_t id) {
         pc_tcp_tell(tcp, number, PC_TCP_CANCEL, id, 0);
 }
 
-/* --- receives ---------------------------------------------------------------------------------------- */
+/* --- receives --------------------------------------------------------------------------------- */
 
-int64_t pc_tcp_accept(struct pc_tcp *tcp, int peer, uint64_t id, void *into, size_t nbytes, void *owner) {
+int64_t pc_tcp_accept(struct pc_tcp *tcp, int peer, uint64_t id, void *into, size_t nbytes,
+                      void *owner) {
     struct pc_tcp_receive *receive = calloc(1, sizeof *receive);
     uint64_t handle = receive != NULL ? pc_table_add(&tcp->receives, receive) : 0;
     if (handle == 0) {
@@ -264,7 +269,9 @@ void pc_tcp_give_up(struct pc_tcp *tcp, uint64_t handle) {
     pc_tcp_end_receive(tcp, receive);
 }
 
-void pc_tcp_drop(struct pc_tcp *tcp, int peer, uint64_t id) { pc_tcp_tell(tcp, peer, PC_TCP_DROP, id, 0); }
+void pc_tcp_drop(struct pc_tcp *tcp, int peer, uint64_t id) {
+    pc_tcp_tell(tcp, peer, PC_TCP_DROP, id, 0);
+}
 
 /* Tell a peer what of its was consumed, before its credit runs out. */
 void pc_tcp_repay(struct pc_tcp *tcp, int number, bool pushed, size_t nbytes) {
@@ -285,7 +292,7 @@ void pc_tcp_consumed(struct pc_tcp *tcp, int peer, size_t nbytes) {
     pc_tcp_repay(tcp, peer, false, nbytes + tcp->limits.message_cost);
 }
 
-/* --- links ------------------------------------------------------------------------------------------- */
+/* --- links ------------------------------------------------------------------------------------ */
 
 void pc_tcp_lose(struct pc_tcp *tcp, int number, const char *why) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
@@ -319,12 +326,13 @@ void pc_tcp_lane_ended(struct pc_tcp *tcp, int number, int index, const char *wh
 
 static bool has_unread(const struct pc_tcp_lane *lane) {
     int waiting = 0;
-    return lane->fd >= 0 && (lane->stalled || (ioctl(lane->fd, FIONREAD, &waiting) == 0 && waiting > 0));
+    return lane->fd >= 0 &&
+           (lane->stalled || (ioctl(lane->fd, FIONREAD, &waiting) == 0 && waiting > 0));
 }
 
-/* A lane has ended, of a link with several. First comes all that is here; a goodbye is in it, if there is one: who says
-   it closes nothing before the kernel of this host has it. Without one the link is lost. After one, the lanes that are
-   left bring what is missing. */
+/* A lane has ended, of a link with several. First comes all that is here; a goodbye is in it, if
+   there is one: who says it closes nothing before the kernel of this host has it. Without one the
+   link is lost. After one, the lanes that are left bring what is missing. */
 static void decide(struct pc_tcp *tcp, int number) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     bool is_more = has_unread(&peer->lanes[0]), is_open = false;
@@ -356,7 +364,8 @@ void pc_tcp_forget(struct pc_tcp *tcp, int number) {
     for (uint32_t place = 0; place < tcp->receives.size; place++) {
         struct pc_tcp_receive *receive = tcp->receives.things[place];
         /* What was pushed, and is here, may still be accepted. */
-        if (receive == NULL || receive->peer != number || (receive->pushed && receive->filled == receive->nbytes))
+        if (receive == NULL || receive->peer != number ||
+            (receive->pushed && receive->filled == receive->nbytes))
             continue;
         pc_table_remove(&tcp->receives, receive->handle);
         free_receive(tcp, receive);
@@ -432,8 +441,8 @@ static bool wait_a_moment(struct pc_tcp *tcp) {
 bool pc_tcp_progress(struct pc_tcp *tcp) {
     tcp->moved = 0;
     bool worked = look(tcp);
-    /* While much of large payloads moves, and nobody needs to be told of anything, the way back to the caller and from
-       there would take longer than the next part. */
+    /* While much of large payloads moves, and nobody needs to be told of anything, the way back to
+       the caller and from there would take longer than the next part. */
     for (uint64_t start = 0; tcp->moved >= PC_TCP_LONG && !tcp->told && !tcp->closing;) {
         uint64_t now = now_ns();
         start = start == 0 ? now : start;
@@ -447,7 +456,7 @@ bool pc_tcp_progress(struct pc_tcp *tcp) {
 
 bool pc_tcp_idle(struct pc_tcp *tcp) { return tcp->restless == 0; }
 
-/* --- the end ----------------------------------------------------------------------------------------- */
+/* --- the end ---------------------------------------------------------------------------------- */
 
 void pc_tcp_say_goodbye(struct pc_tcp *tcp) {
     for (int peer = 0; peer < tcp->size; peer++) {

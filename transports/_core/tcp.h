@@ -1,17 +1,20 @@
-/* TCP: the messages between this rank and others, over connected sockets. Plain C, which knows nothing of Python: who
-   connects and who may is decided elsewhere (transports/dial.py); here come descriptors on which only ranks of the job
-   are, though what they send is not believed either.
+/* TCP: the messages between this rank and others, over connected sockets. Plain C, which knows
+   nothing of Python: who connects and who may is decided elsewhere (transports/dial.py); here come
+   descriptors on which only ranks of the job are, though what they send is not believed either.
 
-   A message has a header and a payload. A small one is *buffered*: written at once, or copied. A larger one that
-   nobody will take back may be *pushed*: its payload follows at once, from the sender's memory, and the receiver
-   reads it into the place where it is wanted. Any other is *offered*: its header goes, and its payload follows in
-   segments when the receiver has accepted it.
+   A message has a header and a payload. A small one is *buffered*: written at once, or copied. A
+   larger one that nobody will take back may be *pushed*: its payload follows at once, from the
+   sender's memory, and the receiver reads it into the place where it is wanted. Any other is
+   *offered*: its header goes, and its payload follows in segments when the receiver has accepted
+   it.
 
-   A link has one connection or several, its *lanes*. All but segments go by the first one, in order. Segments are
-   pulled by whichever lane has nothing else to write, so that a slow one takes fewer.
+   A link has one connection or several, its *lanes*. All but segments go by the first one, in
+   order. Segments are pulled by whichever lane has nothing else to write, so that a slow one takes
+   fewer.
 
-   Nothing here locks: the caller does, for everything. While a long read or write is done by the kernel `leave` has
-   been called, and `enter` when it is over; nobody else may come here in between. */
+   Nothing here locks: the caller does, for everything. While a long read or write is done by the
+   kernel `leave` has been called, and `enter` when it is over; nobody else may come here in
+   between. */
 #ifndef PC_TCP_H
 #define PC_TCP_H
 
@@ -23,8 +26,9 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-/* Bytes of a payload that one lane takes at a time, and that one call writes. A call keeps the socket locked: meanwhile
-   the kernel frees nothing of what the peer has received, and it stops when its buffer is full. */
+/* Bytes of a payload that one lane takes at a time, and that one call writes. A call keeps the
+   socket locked: meanwhile the kernel frees nothing of what the peer has received, and it stops
+   when its buffer is full. */
 #ifndef PC_TCP_SEGMENT
 #define PC_TCP_SEGMENT ((size_t)512 << 10)
 #endif
@@ -54,16 +58,19 @@
 enum pc_tcp_kind {
     PC_TCP_EAGER = 1, /* header, payload */
     PC_TCP_AHEAD,     /* header, payload: pushed */
-    PC_TCP_READY,     /* id, value: bytes of the payload; header: a message that waits to be accepted */
+    /* id, value: bytes of the payload; header: a message that waits to be accepted */
+    PC_TCP_READY,
     PC_TCP_GO,        /* id was accepted; value: the number that the receiver gave it */
     PC_TCP_DATA,      /* id: that number; value: the offset; a segment */
     PC_TCP_DROP,      /* id: nobody wants it, or not any more */
     PC_TCP_CANCEL,    /* id was taken back */
     PC_TCP_CREDIT,    /* value: bytes that were consumed; id 1: of pushed ones */
-    PC_TCP_BYE,       /* nothing more will come; value: bytes of payloads that went by all lanes, small ones aside */
+    /* nothing more will come; value: bytes of payloads that went by all lanes, small ones aside */
+    PC_TCP_BYE,
 };
 
-/* What every frame begins with; the numbers have the order of bytes of both sides, little-endian. */
+/* What every frame begins with; the numbers have the order of bytes of both sides,
+   little-endian. */
 struct pc_tcp_frame {
     uint32_t kind : 8, header : 24; /* bytes of the header that follows */
     uint32_t nbytes;                /* of the payload that follows that */
@@ -124,7 +131,8 @@ struct pc_tcp_peer {
     uint64_t owed[2];  /* bytes that wait at the peer: buffered, pushed */
     uint64_t held[2];  /* the peer's that wait here */
     uint64_t unrepaid; /* consumed, and it was not told */
-    uint64_t given, taken; /* bytes of payloads, small ones aside: that lanes have to write, and have read */
+    /* bytes of payloads, small ones aside: that lanes have to write, and have read */
+    uint64_t given, taken;
     uint64_t in_all;   /* of those, how many come before the goodbye */
     bool used;         /* something was sent */
     bool leaving;      /* it has said goodbye, and other lanes may still bring payloads */
@@ -132,14 +140,19 @@ struct pc_tcp_peer {
     bool doubtful;     /* a lane has ended: either a goodbye comes, or it is lost */
 };
 
-/* What is told to the caller, in the order in which it happens. A pointer is good for the call only. */
+/* What is told to the caller, in the order in which it happens. A pointer is good for the call
+   only. */
 struct pc_tcp_up {
-    void (*arrived)(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes);
-    void (*offered)(void *owner, int peer, const void *header, size_t header_nbytes, uint64_t nbytes, uint64_t id);
-    /* It is being read: give it a place by `pc_tcp_place`, before the next progress, or have it kept. */
-    void (*pushed)(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes, uint64_t handle);
-    void (*sent)(void *owner, uint64_t id, void *memory); /* the owner of its memory, which was released */
+    void (*arrived)(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const void *payload, size_t nbytes);
+    void (*offered)(void *owner, int peer, const void *header, size_t header_nbytes,
+                    uint64_t nbytes, uint64_t id);
+    /* It is being read: give it a place by `pc_tcp_place`, before the next progress, or have it
+       kept. */
+    void (*pushed)(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes,
+                   uint64_t handle);
+    /* the owner of its memory, which was released */
+    void (*sent)(void *owner, uint64_t id, void *memory);
     void (*received)(void *owner, uint64_t handle);
     void (*cancelled)(void *owner, int peer, uint64_t id);
     void (*bye)(void *owner, int peer);
@@ -164,36 +177,43 @@ struct pc_tcp {
     struct pc_tcp_peer *peers;
     struct pc_table sends, receives;
     size_t buffer_nbytes;
-    uint64_t starting; /* the send that is being started: who starts it learns otherwise that it is done */
+    /* the send that is being started: who starts it learns otherwise that it is done */
+    uint64_t starting;
     int behind;   /* things that wait to be written */
     int restless; /* lanes that are stalled, links in doubt: progress has something to do */
     size_t moved; /* bytes of payloads, since progress has looked last */
-    bool told;    /* set by the caller if it has been told something that it has not handled: progress returns soon */
+    /* set by the caller if it has been told something that it has not handled: progress returns
+       soon */
+    bool told;
     bool closing;
 };
 
 /* 0, or an errno. */
 int pc_tcp_open(struct pc_tcp *tcp);
 void pc_tcp_free(struct pc_tcp *tcp);
-/* Take over a connected socket, which does not block. 0, or an errno: then it stays the caller's. */
+/* Take over a connected socket, which does not block. 0, or an errno: then it stays the
+   caller's. */
 int pc_tcp_attach(struct pc_tcp *tcp, int peer, int lane, int fd);
 /* Have `watched` called when a descriptor is readable. 0, or an errno. */
 int pc_tcp_watch(struct pc_tcp *tcp, int fd);
 
-/* Send a message. 0: it is buffered; else the number of an offer, or of one that was pushed if it may be: its memory is
-   used until `sent`. `send` has peer, parts, nbytes, owner, and belongs to this from then on, unless it was buffered.
-   -1: no memory. */
-int64_t pc_tcp_send(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header, size_t header_nbytes,
-                    bool may_push);
-int64_t pc_tcp_offer(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header, size_t header_nbytes);
+/* Send a message. 0: it is buffered; else the number of an offer, or of one that was pushed if it
+   may be: its memory is used until `sent`. `send` has peer, parts, nbytes, owner, and belongs to
+   this from then on, unless it was buffered. -1: no memory. */
+int64_t pc_tcp_send(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
+                    size_t header_nbytes, bool may_push);
+int64_t pc_tcp_offer(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
+                     size_t header_nbytes);
 /* Stop a send if it can be stopped; false: it is too late, or it is not there. */
 bool pc_tcp_stop(struct pc_tcp *tcp, uint64_t id);
 /* Give up a send: its memory is not used any more. */
 void pc_tcp_take_back(struct pc_tcp *tcp, uint64_t id);
 
 /* Accept what was offered. The handle; -1: no memory. */
-int64_t pc_tcp_accept(struct pc_tcp *tcp, int peer, uint64_t id, void *into, size_t nbytes, void *owner);
-/* Give what was pushed its place. True: it is there, and `handle` is free; false: it will be, or there is no such. */
+int64_t pc_tcp_accept(struct pc_tcp *tcp, int peer, uint64_t id, void *into, size_t nbytes,
+                      void *owner);
+/* Give what was pushed its place. True: it is there, and `handle` is free; false: it will be, or
+   there is no such. */
 bool pc_tcp_place(struct pc_tcp *tcp, uint64_t handle, void *into, void *owner);
 /* Have a receive go on elsewhere; what was there is copied. False: there is no such. */
 bool pc_tcp_redirect(struct pc_tcp *tcp, uint64_t handle, void *into, void *owner);
@@ -212,7 +232,8 @@ void pc_tcp_forget(struct pc_tcp *tcp, int peer);
 /* No link to the peer can be made. */
 void pc_tcp_lose(struct pc_tcp *tcp, int peer, const char *why);
 void pc_tcp_say_goodbye(struct pc_tcp *tcp);
-/* After that: whether all that was written is in the memory of the peers' kernels. What comes is thrown away. */
+/* After that: whether all that was written is in the memory of the peers' kernels. What comes is
+   thrown away. */
 bool pc_tcp_flush(struct pc_tcp *tcp);
 /* Close every connection of this process, without a word: in a forked child, or at the end. */
 void pc_tcp_close(struct pc_tcp *tcp);

@@ -1,4 +1,5 @@
-/* What is read from the sockets. See tcp.h. Every number in a frame is checked before it is used. */
+/* What is read from the sockets. See tcp.h. Every number in a frame is checked before it is
+   used. */
 #include "tcp.h"
 
 #include <errno.h>
@@ -17,7 +18,7 @@ static void say_bye(struct pc_tcp *tcp, int number) {
     }
 }
 
-/* --- payloads ---------------------------------------------------------------------------------------- */
+/* --- payloads --------------------------------------------------------------------------------- */
 
 /* Where the next byte of the payload belongs that a lane reads; NULL: nobody wants it any more. */
 static unsigned char *place(struct pc_tcp *tcp, const struct pc_tcp_lane *lane) {
@@ -43,15 +44,15 @@ static void count(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, size
     say_bye(tcp, number);
 }
 
-/* --- frames ------------------------------------------------------------------------------------------ */
+/* --- frames ----------------------------------------------------------------------------------- */
 
 static bool credited(struct pc_tcp *tcp, struct pc_tcp_peer *peer, bool pushed, size_t nbytes) {
     peer->held[pushed] += nbytes;
     return peer->held[pushed] <= (pushed ? tcp->limits.ahead : tcp->limits.credit);
 }
 
-static bool take_ahead(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, const struct pc_tcp_frame *frame,
-                       const unsigned char *header) {
+static bool take_ahead(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane,
+                       const struct pc_tcp_frame *frame, const unsigned char *header) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     if (frame->nbytes == 0 || !credited(tcp, peer, true, frame->nbytes))
         return false;
@@ -61,7 +62,8 @@ static bool take_ahead(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane,
         free(receive);
         return false;
     }
-    *receive = (struct pc_tcp_receive){.handle = handle, .peer = number, .pushed = true, .nbytes = frame->nbytes};
+    *receive = (struct pc_tcp_receive){
+        .handle = handle, .peer = number, .pushed = true, .nbytes = frame->nbytes};
     lane->handle = handle;
     lane->offset = 0;
     lane->rest = frame->nbytes;
@@ -71,13 +73,15 @@ static bool take_ahead(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane,
     return true;
 }
 
-static bool take_data(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, const struct pc_tcp_frame *frame) {
+static bool take_data(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane,
+                      const struct pc_tcp_frame *frame) {
     struct pc_tcp_receive *receive = pc_table_get(&tcp->receives, frame->id);
-    if (receive != NULL && (receive->peer != number || receive->pushed || frame->value > receive->nbytes ||
-                            frame->nbytes > receive->nbytes - frame->value))
+    if (receive != NULL &&
+        (receive->peer != number || receive->pushed || frame->value > receive->nbytes ||
+         frame->nbytes > receive->nbytes - frame->value))
         return false;
-    /* Without a receive, which was given up, it is read and forgotten. No number stays: a peer that invents one would
-       else have chosen the offset in the receive that gets it next. */
+    /* Without a receive, which was given up, it is read and forgotten. No number stays: a peer that
+       invents one would else have chosen the offset in the receive that gets it next. */
     lane->handle = receive != NULL ? frame->id : 0;
     lane->offset = frame->value;
     lane->rest = frame->nbytes;
@@ -121,12 +125,14 @@ static bool take_credit(struct pc_tcp_peer *peer, const struct pc_tcp_frame *fra
     return true;
 }
 
-/* Take one frame, with its header and, of a small message, its payload. False: it makes no sense. */
-static bool take(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, const struct pc_tcp_frame *frame,
-                 const unsigned char *header) {
+/* Take one frame, with its header and, of a small message, its payload. False: it makes no
+   sense. */
+static bool take(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane,
+                 const struct pc_tcp_frame *frame, const unsigned char *header) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     bool is_first = lane == peer->lanes;
-    bool has_header = frame->kind == PC_TCP_EAGER || frame->kind == PC_TCP_AHEAD || frame->kind == PC_TCP_READY;
+    bool has_header =
+        frame->kind == PC_TCP_EAGER || frame->kind == PC_TCP_AHEAD || frame->kind == PC_TCP_READY;
     if (peer->bye || (is_first && peer->leaving) || (!is_first && frame->kind != PC_TCP_DATA) ||
         (!has_header && frame->header > 0))
         return false;
@@ -134,7 +140,8 @@ static bool take(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, const
     case PC_TCP_EAGER:
         if (!credited(tcp, peer, false, frame->nbytes + tcp->limits.message_cost))
             return false;
-        tcp->up->arrived(tcp->owner, number, header, frame->header, header + frame->header, frame->nbytes);
+        tcp->up->arrived(tcp->owner, number, header, frame->header, header + frame->header,
+                         frame->nbytes);
         return true;
     case PC_TCP_AHEAD:
         return take_ahead(tcp, number, lane, frame, header);
@@ -164,7 +171,8 @@ static bool take(struct pc_tcp *tcp, int number, struct pc_tcp_lane *lane, const
     }
 }
 
-/* Bytes of a frame, its header, and the payload of a small message; 0: the lengths make no sense. */
+/* Bytes of a frame, its header, and the payload of a small message; 0: the lengths make no
+   sense. */
 static size_t extent(const struct pc_tcp *tcp, const struct pc_tcp_frame *frame) {
     size_t nbytes = sizeof *frame + frame->header;
     if (frame->header > PC_TCP_LONGEST_HEADER)
@@ -174,7 +182,7 @@ static size_t extent(const struct pc_tcp *tcp, const struct pc_tcp_frame *frame)
     return nbytes;
 }
 
-/* --- reading ----------------------------------------------------------------------------------------- */
+/* --- reading ---------------------------------------------------------------------------------- */
 
 /* Use what is in a lane's buffer. False: nothing more can be done now, or the link is lost. */
 static bool use(struct pc_tcp *tcp, int number, int index) {
@@ -230,7 +238,8 @@ void pc_tcp_read(struct pc_tcp *tcp, int number, int index) {
         size_t direct = to != NULL ? pieces[0].iov_len : 0;
         /* What follows a payload comes along, if all of that does. */
         if (direct == lane->rest || to == NULL)
-            pieces[num_pieces++] = (struct iovec){lane->buffer + lane->end, tcp->buffer_nbytes - lane->end};
+            pieces[num_pieces++] =
+                (struct iovec){lane->buffer + lane->end, tcp->buffer_nbytes - lane->end};
         bool is_long = direct >= PC_TCP_LONG;
         if (is_long)
             tcp->up->leave(tcp->owner);

@@ -9,7 +9,9 @@
 
 #define PIECES 64 /* of memory, in one call of the kernel */
 
-static bool unreachable(const struct pc_tcp_peer *peer) { return peer->lost || peer->bye || peer->forgotten; }
+static bool unreachable(const struct pc_tcp_peer *peer) {
+    return peer->lost || peer->bye || peer->forgotten;
+}
 
 static void free_out(struct pc_tcp *tcp, struct pc_tcp_out *out) {
     tcp->behind--;
@@ -24,10 +26,12 @@ void pc_tcp_free_outs(struct pc_tcp *tcp, struct pc_tcp_out *out) {
     }
 }
 
-/* --- what is to be written --------------------------------------------------------------------------- */
+/* --- what is to be written -------------------------------------------------------------------- */
 
-/* Make something to be written of pieces of memory, without the first `skip` bytes. NULL: no memory. */
-static struct pc_tcp_out *make_out(struct pc_tcp *tcp, const struct iovec *pieces, size_t count, size_t skip) {
+/* Make something to be written of pieces of memory, without the first `skip` bytes. NULL: no
+   memory. */
+static struct pc_tcp_out *make_out(struct pc_tcp *tcp, const struct iovec *pieces, size_t count,
+                                   size_t skip) {
     size_t nbytes = 0;
     for (size_t index = 0; index < count; index++)
         nbytes += pieces[index].iov_len;
@@ -60,7 +64,8 @@ static void append(struct pc_tcp_peer *peer, struct pc_tcp_out *out) {
     *last = out;
 }
 
-void pc_tcp_tell(struct pc_tcp *tcp, int number, enum pc_tcp_kind kind, uint64_t id, uint64_t value) {
+void pc_tcp_tell(struct pc_tcp *tcp, int number, enum pc_tcp_kind kind, uint64_t id,
+                 uint64_t value) {
     struct pc_tcp_peer *peer = &tcp->peers[number];
     if (unreachable(peer))
         return;
@@ -77,7 +82,8 @@ void pc_tcp_tell(struct pc_tcp *tcp, int number, enum pc_tcp_kind kind, uint64_t
 }
 
 /* Write a small message at once, as far as the kernel takes it, and keep a copy of the rest. */
-static int64_t send_eager(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header, size_t header_nbytes) {
+static int64_t send_eager(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
+                          size_t header_nbytes) {
     struct pc_tcp_peer *peer = &tcp->peers[send->peer];
     struct pc_tcp_frame frame = {
         .kind = PC_TCP_EAGER, .header = (uint32_t)header_nbytes, .nbytes = (uint32_t)send->nbytes};
@@ -96,7 +102,8 @@ static int64_t send_eager(struct pc_tcp *tcp, struct pc_tcp_send *send, const vo
         do
             took = sendmsg(lane->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
         while (took < 0 && errno == EINTR);
-        lane->full = took < 0 && errno == EAGAIN; /* another error is met again by the lane, in order */
+        /* another error is met again by the lane, in order */
+        lane->full = took < 0 && errno == EAGAIN;
     }
     size_t written = took > 0 ? (size_t)took : 0;
     struct pc_tcp_out *out = written < whole ? make_out(tcp, pieces, count, written) : NULL;
@@ -114,8 +121,10 @@ static int64_t send_eager(struct pc_tcp *tcp, struct pc_tcp_send *send, const vo
     return 0;
 }
 
-/* Start a send of which the payload, or what the receiver will ask for, is taken from its memory. */
-static int64_t start(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header, size_t header_nbytes) {
+/* Start a send of which the payload, or what the receiver will ask for, is taken from its
+   memory. */
+static int64_t start(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
+                     size_t header_nbytes) {
     struct pc_tcp_peer *peer = &tcp->peers[send->peer];
     send->id = pc_table_add(&tcp->sends, send);
     if (send->id == 0)
@@ -148,8 +157,8 @@ static int64_t start(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *h
     return pc_table_get(&tcp->sends, (uint64_t)id) == NULL ? 0 : id;
 }
 
-int64_t pc_tcp_send(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header, size_t header_nbytes,
-                    bool may_push) {
+int64_t pc_tcp_send(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
+                    size_t header_nbytes, bool may_push) {
     struct pc_tcp_peer *peer = &tcp->peers[send->peer];
     if (send->nbytes <= tcp->limits.eager && !unreachable(peer)) {
         uint64_t owed = peer->owed[0] + send->nbytes + tcp->limits.message_cost;
@@ -162,11 +171,13 @@ int64_t pc_tcp_send(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *he
             return status;
         }
     }
-    send->pushed = may_push && send->nbytes > tcp->limits.eager && peer->owed[1] + send->nbytes <= tcp->limits.ahead;
+    send->pushed = may_push && send->nbytes > tcp->limits.eager &&
+                   peer->owed[1] + send->nbytes <= tcp->limits.ahead;
     return start(tcp, send, header, header_nbytes);
 }
 
-int64_t pc_tcp_offer(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header, size_t header_nbytes) {
+int64_t pc_tcp_offer(struct pc_tcp *tcp, struct pc_tcp_send *send, const void *header,
+                     size_t header_nbytes) {
     return start(tcp, send, header, header_nbytes);
 }
 
@@ -179,9 +190,10 @@ void pc_tcp_end_send(struct pc_tcp *tcp, struct pc_tcp_send *send) {
         tcp->up->sent(tcp->owner, id, memory);
 }
 
-/* --- writing ----------------------------------------------------------------------------------------- */
+/* --- writing ---------------------------------------------------------------------------------- */
 
-/* Take the next segment of the sends that are accepted, which have their turns; NULL: there is none. */
+/* Take the next segment of the sends that are accepted, which have their turns; NULL: there is
+   none. */
 static struct pc_tcp_out *pull(struct pc_tcp *tcp, struct pc_tcp_peer *peer) {
     struct pc_tcp_send *send = peer->active;
     if (send == NULL || tcp->closing)
@@ -241,7 +253,8 @@ static size_t collect(const struct pc_tcp_out *out, struct iovec *pieces, size_t
     size_t count = 0;
     for (; out != NULL && count < PIECES / 2; out = out->next) {
         if (out->done < out->head_nbytes)
-            pieces[count++] = (struct iovec){(unsigned char *)out->head + out->done, out->head_nbytes - out->done};
+            pieces[count++] = (struct iovec){(unsigned char *)out->head + out->done,
+                                             out->head_nbytes - out->done};
         if (out->nbytes > 0) {
             count += collect_payload(out, pieces + count, PIECES - count);
             break;
@@ -281,7 +294,8 @@ void pc_tcp_watch_lane(struct pc_tcp *tcp, int number, int index) {
     uint32_t wanted = wants_room ? EPOLLIN | EPOLLOUT : EPOLLIN;
     if (lane->fd < 0 || lane->watched == wanted)
         return;
-    struct epoll_event event = {.events = wanted, .data.u64 = (uint64_t)number << 8 | (uint64_t)index};
+    struct epoll_event event = {.events = wanted,
+                                .data.u64 = (uint64_t)number << 8 | (uint64_t)index};
     if (epoll_ctl(tcp->epoll, EPOLL_CTL_MOD, lane->fd, &event) == 0)
         lane->watched = wanted;
 }
@@ -299,7 +313,8 @@ void pc_tcp_write(struct pc_tcp *tcp, int number, int index) {
             break;
         struct iovec pieces[PIECES];
         size_t nbytes;
-        struct msghdr message = {.msg_iov = pieces, .msg_iovlen = collect(lane->first, pieces, &nbytes)};
+        struct msghdr message = {.msg_iov = pieces,
+                                 .msg_iovlen = collect(lane->first, pieces, &nbytes)};
         bool is_long = nbytes >= PC_TCP_LONG;
         if (is_long)
             tcp->up->leave(tcp->owner);
@@ -309,7 +324,8 @@ void pc_tcp_write(struct pc_tcp *tcp, int number, int index) {
             tcp->up->enter(tcp->owner);
         if (written < 0 && error == EINTR)
             continue;
-        if (written < 0 && error != EAGAIN && error != EPIPE && error != ECONNRESET && error != ETIMEDOUT) {
+        if (written < 0 && error != EAGAIN && error != EPIPE && error != ECONNRESET &&
+            error != ETIMEDOUT) {
             char why[128]; /* as EFAULT, of memory that is gone: half a frame may be out */
             pc_tcp_explain(error, why, sizeof why);
             pc_tcp_lose(tcp, number, why);

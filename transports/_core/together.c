@@ -1,20 +1,23 @@
-/* Collectives on arrays that every rank has mapped (arena.h): they are cut up, and each rank does its part.
+/* Collectives on arrays that every rank has mapped (arena.h): they are cut up, and each rank does
+   its part.
 
-   A rank's part is what its own result needs, or its share of what all reduce, whose results it writes to all. Ranks that
-   are done do not help: what is written by now this core and now that one moves between their caches, and with 4 ranks on
-   2 cores, where help would pay first, that took twice the time. Only the root of a broadcast or scatter, which has no
-   part, copies for the others. So parts are cut in pieces, which are claimed (transfer.h). All wait until every piece is
+   A rank's part is what its own result needs, or its share of what all reduce, whose results it
+   writes to all. Ranks that are done do not help: what is written by now this core and now that one
+   moves between their caches, and with 4 ranks on 2 cores, where help would pay first, that took
+   twice the time. Only the root of a broadcast or scatter, which has no part, copies for the
+   others. So parts are cut in pieces, which are claimed (transfer.h). All wait until every piece is
    done: until then arrays are read, and written, that are not one's own.
 
-   A rank that gives up closes all claims and waits for those that are at a piece, so that afterwards its arrays are its
-   own. Who enters later finds that it has given up, and begins nothing. */
+   A rank that gives up closes all claims and waits for those that are at a piece, so that
+   afterwards its arrays are its own. Who enters later finds that it has given up, and begins
+   nothing. */
 #include "comm.h"
 #include "copy.h"
 
 #include <sched.h>
 
-/* Bytes of a piece of a short value (longer ones have pieces twice and eight times as long), and of what is reduced, or
-   copied several times, while it is in the first cache. */
+/* Bytes of a piece of a short value (longer ones have pieces twice and eight times as long), and of
+   what is reduced, or copied several times, while it is in the first cache. */
 #ifndef PC_WORK_PIECE
 #define PC_WORK_PIECE ((size_t)32 << 10)
 #endif
@@ -26,9 +29,10 @@
 /* Shorter calls keep the interpreter's lock: giving it up and taking it costs as much. */
 #define RELEASE_FROM ((size_t)64 << 10)
 
-/* Looks at whether a rank is done with its piece, between looks at whether it lives; and how long it may take. A piece
-   takes less than a millisecond: a rank that has not ended it in a second is stopped, and nobody waits for that for ever.
-   If it goes on later, it may still write that piece. */
+/* Looks at whether a rank is done with its piece, between looks at whether it lives; and how long
+   it may take. A piece takes less than a millisecond: a rank that has not ended it in a second is
+   stopped, and nobody waits for that for ever. If it goes on later, it may still write that
+   piece. */
 #define YIELDS_A_LOOK 1000
 #ifndef PC_LONGEST_PIECE_NS
 #define PC_LONGEST_PIECE_NS 1000000000u
@@ -46,7 +50,9 @@ struct meeting {
 };
 
 /* Whether the work on this kind of call needs `rank`'s x, or out. */
-static bool needs_x(const pc_collective *call, int rank) { return call->kind != PC_GATHER || rank != call->root; }
+static bool needs_x(const pc_collective *call, int rank) {
+    return call->kind != PC_GATHER || rank != call->root;
+}
 static bool needs_out(const pc_collective *call, int rank) {
     return call->kind == PC_ALL_REDUCE || (call->kind == PC_REDUCE && rank == call->root);
 }
@@ -67,7 +73,13 @@ static size_t taken_nbytes(const pc_collective *call, int rank) {
 bool pc_may_work_together(const pc_collective *call) {
     int me = call->comm->rank;
     switch (call->kind) {
-    case PC_ALL_REDUCE: case PC_REDUCE: case PC_REDUCE_SCATTER: case PC_GATHER: case PC_ALL_GATHER: case PC_ALL_TO_ALL: break;
+    case PC_ALL_REDUCE:
+    case PC_REDUCE:
+    case PC_REDUCE_SCATTER:
+    case PC_GATHER:
+    case PC_ALL_GATHER:
+    case PC_ALL_TO_ALL:
+        break;
     default: return false;
     }
     return call->comm->together && call->hook == NULL &&
@@ -75,9 +87,10 @@ bool pc_may_work_together(const pc_collective *call) {
            (!needs_out(call, me) || pc_arena_has(call->out, call->nbytes));
 }
 
-/* --- the pieces of a rank ------------------------------------------------------------------------------ */
+/* --- the pieces of a rank --------------------------------------------------------------------- */
 
-/* Whether the ranks of a reduce_scatter share the work, so that no rank has more because its block is longer. */
+/* Whether the ranks of a reduce_scatter share the work, so that no rank has more because its block
+   is longer. */
 static bool shares(const pc_collective *call, const struct meeting *met) {
     return call->kind == PC_REDUCE_SCATTER && call->begins != NULL && met->all_outs;
 }
@@ -96,7 +109,8 @@ static size_t work_nbytes(const pc_collective *call, const struct meeting *met, 
     switch (call->kind) {
     case PC_ALL_REDUCE:
     case PC_REDUCE: return part_begin(call, rank + 1) - part_begin(call, rank);
-    case PC_ALL_GATHER: return met->all_outs ? call->nbytes : call->nbytes * (size_t)call->comm->size;
+    case PC_ALL_GATHER:
+        return met->all_outs ? call->nbytes : call->nbytes * (size_t)call->comm->size;
     case PC_ALL_TO_ALL: return call->nbytes * (size_t)call->comm->size;
     case PC_REDUCE_SCATTER: return pc_block_nbytes(call, rank);
     default: return call->nbytes;
@@ -117,9 +131,10 @@ static int worker_for(const pc_collective *call, const struct meeting *met, int 
     return call->kind == PC_GATHER && !met->root_out ? call->root : owner;
 }
 
-/* Reduce bytes [begin, end) of what `xs` point to into all of `outs`, the first of which may be one of `xs`. */
-static void reduce_into(const pc_collective *call, const unsigned char *const *xs, unsigned char *const *outs,
-                        size_t num_outs, size_t begin, size_t end) {
+/* Reduce bytes [begin, end) of what `xs` point to into all of `outs`, the first of which may be one
+   of `xs`. */
+static void reduce_into(const pc_collective *call, const unsigned char *const *xs,
+                        unsigned char *const *outs, size_t num_outs, size_t begin, size_t end) {
     pc_reduce_fn reduce = pc_reduce_find(call->op, call->dtype);
     int size = call->comm->size;
     bool past = call->nbytes >= PC_PAST_CACHE_NBYTES;
@@ -137,7 +152,8 @@ static void reduce_into(const pc_collective *call, const unsigned char *const *x
 }
 
 /* Reduce bytes [begin, end) of all blocks, one after the other, each into its rank's result. */
-static void reduce_blocks(const pc_collective *call, const struct arrays *all, size_t begin, size_t end) {
+static void reduce_blocks(const pc_collective *call, const struct arrays *all, size_t begin,
+                          size_t end) {
     int size = call->comm->size;
     const unsigned char *xs[size];
     for (int owner = 0; owner < size; owner++) {
@@ -151,14 +167,17 @@ static void reduce_blocks(const pc_collective *call, const struct arrays *all, s
     }
 }
 
-/* Copy bytes [begin, end) of `x` to the place of `owner` in all results, block by block, so that it is read once. */
-static void give_to_all(const pc_collective *call, const struct arrays *all, int owner, size_t begin, size_t end) {
+/* Copy bytes [begin, end) of `x` to the place of `owner` in all results, block by block, so that it
+   is read once. */
+static void give_to_all(const pc_collective *call, const struct arrays *all, int owner,
+                        size_t begin, size_t end) {
     size_t size = (size_t)call->comm->size, whole = size * call->nbytes;
     const unsigned char *x = all[owner].x;
     for (size_t at = begin; at < end; at += BLOCK) {
         size_t length = end - at < BLOCK ? end - at : BLOCK;
         for (size_t step = 0; step < size; step++) {
-            unsigned char *to = all[((size_t)call->comm->rank + step) % size].out + (size_t)owner * call->nbytes;
+            unsigned char *to =
+                all[((size_t)call->comm->rank + step) % size].out + (size_t)owner * call->nbytes;
             if (to != x)
                 pc_copy_shared(to + at, x + at, length, whole);
         }
@@ -166,7 +185,8 @@ static void give_to_all(const pc_collective *call, const struct arrays *all, int
 }
 
 /* Do bytes [begin, end) of the work of `owner`. */
-static void work_on(const pc_collective *call, const struct meeting *met, int owner, size_t begin, size_t end) {
+static void work_on(const pc_collective *call, const struct meeting *met, int owner, size_t begin,
+                    size_t end) {
     const struct arrays *all = met->all;
     const pc_comm *comm = call->comm;
     size_t size = (size_t)comm->size, nbytes = call->nbytes, shift;
@@ -176,7 +196,8 @@ static void work_on(const pc_collective *call, const struct meeting *met, int ow
         xs[rank] = all[rank].x;
     switch (call->kind) {
     case PC_ALL_REDUCE:
-        for (size_t rank = 0; rank < size; rank++) /* this rank's own result first: that stays in its cache */
+        for (size_t rank = 0; rank < size; rank++) /* this rank's own result first: that stays in
+                                                      its cache */
             outs[rank] = all[(rank + (size_t)comm->rank) % size].out;
         shift = part_begin(call, owner);
         reduce_into(call, xs, outs, size, shift + begin, shift + end);
@@ -199,9 +220,11 @@ static void work_on(const pc_collective *call, const struct meeting *met, int ow
         return;
     case PC_GATHER:
         if (all[call->root].out + (size_t)owner * nbytes != all[owner].x)
-            pc_copy_shared(all[call->root].out + (size_t)owner * nbytes + begin, all[owner].x + begin, end - begin, nbytes);
+            pc_copy_shared(all[call->root].out + (size_t)owner * nbytes + begin,
+                           all[owner].x + begin, end - begin, nbytes);
         return;
-    default: /* PC_ALL_GATHER, PC_ALL_TO_ALL: the blocks of the result, beginning with the next rank's */
+    default: /* PC_ALL_GATHER, PC_ALL_TO_ALL: the blocks of the result, beginning with the next
+                rank's */
         if (call->kind == PC_ALL_GATHER && met->all_outs) {
             give_to_all(call, all, owner, begin, end);
             return;
@@ -209,7 +232,8 @@ static void work_on(const pc_collective *call, const struct meeting *met, int ow
         for (size_t at = begin, length; at < end; at += length) {
             size_t from = (at / nbytes + (size_t)owner + 1) % size, offset = at % nbytes;
             length = nbytes - offset < end - at ? nbytes - offset : end - at;
-            const unsigned char *source = xs[from] + (call->kind == PC_ALL_TO_ALL ? (size_t)owner * nbytes : 0);
+            const unsigned char *source =
+                xs[from] + (call->kind == PC_ALL_TO_ALL ? (size_t)owner * nbytes : 0);
             unsigned char *target = all[owner].out + from * nbytes;
             if (source != target)
                 pc_copy_shared(target + offset, source + offset, length, size * nbytes);
@@ -217,7 +241,7 @@ static void work_on(const pc_collective *call, const struct meeting *met, int ow
     }
 }
 
-/* --- the work ----------------------------------------------------------------------------------------- */
+/* --- the work --------------------------------------------------------------------------------- */
 
 static void piece_done(pc_comm *comm, struct pc_transfer *work, uint64_t pieces) {
     if (atomic_fetch_add(&work->done, 1) + 1 == pieces)
@@ -240,7 +264,8 @@ static void work_for(pc_collective *call, const struct meeting *met, int owner) 
 static int await_pieces(pc_collective *call, const struct meeting *met, int owner) {
     uint64_t pieces = pieces_of(work_nbytes(call, met, owner));
     int worker = worker_for(call, met, owner);
-    return pc_wait(&call->call, &pc_place_of(call->comm, owner, call->number)->work.done, pieces, worker);
+    return pc_wait(&call->call, &pc_place_of(call->comm, owner, call->number)->work.done, pieces,
+                   worker);
 }
 
 /* Wait until all have entered; whether all arrays that are needed are here. */
@@ -267,7 +292,8 @@ static int meet(pc_collective *call, struct meeting *met) {
         all[rank].out = pc_here(comm->host, local, place->out, taken_nbytes(call, rank));
         met->all_outs = met->all_outs && (all[rank].out != NULL || taken_nbytes(call, rank) == 0);
         met->root_out = met->root_out || (rank == call->root && all[rank].out != NULL);
-        here = here && place->together && (all[rank].x != NULL || !needs_x(call, rank)) && (all[rank].out != NULL || !needs_out(call, rank));
+        here = here && place->together && (all[rank].x != NULL || !needs_x(call, rank)) &&
+               (all[rank].out != NULL || !needs_out(call, rank));
     }
     comm->entered_by_all = call->number;
     return here;
@@ -299,19 +325,21 @@ int pc_work_together(pc_collective *call, struct pc_slot *slot) {
     return 1;
 }
 
-/* --- what a root announces ----------------------------------------------------------------------------- */
+/* --- what a root announces -------------------------------------------------------------------- */
 
 bool pc_is_open(const pc_collective *call, uint64_t address) {
     pc_comm *comm = call->comm;
     size_t given = pc_given_nbytes(call, call->nbytes);
     if (!comm->together)
         return false;
-    return comm->rank == call->root ? pc_arena_has((void *)(uintptr_t)address, given)
-                                    : pc_here(comm->host, comm->local[call->root], address, given) != NULL;
+    return comm->rank == call->root
+               ? pc_arena_has((void *)(uintptr_t)address, given)
+               : pc_here(comm->host, comm->local[call->root], address, given) != NULL;
 }
 
 /* Copy pieces of what `rank` is to have from `from` to `to` until all are claimed. */
-static void copy_pieces(pc_collective *call, int rank, const unsigned char *from, unsigned char *to) {
+static void copy_pieces(pc_collective *call, int rank, const unsigned char *from,
+                        unsigned char *to) {
     struct pc_transfer *work = &pc_place_of(call->comm, rank, call->number)->work;
     size_t piece = piece_nbytes(call->nbytes);
     uint64_t pieces = pieces_of(call->nbytes);
@@ -341,7 +369,8 @@ int pc_serve_together(pc_collective *call) {
         if (to == NULL)
             continue;
         pc_work_begin(call);
-        copy_pieces(call, rank, from + (call->kind == PC_SCATTER ? (size_t)rank * call->nbytes : 0), to);
+        copy_pieces(call, rank, from + (call->kind == PC_SCATTER ? (size_t)rank * call->nbytes : 0),
+                    to);
         pc_work_end(call);
     }
     return pc_await_readers(call);
@@ -350,7 +379,8 @@ int pc_serve_together(pc_collective *call) {
 int pc_receive_together(pc_collective *call, uint64_t address) {
     pc_comm *comm = call->comm;
     struct pc_place *place = pc_place_of(comm, comm->rank, call->number);
-    const unsigned char *from = pc_here(comm->host, comm->local[call->root], address, pc_given_nbytes(call, call->nbytes));
+    const unsigned char *from =
+        pc_here(comm->host, comm->local[call->root], address, pc_given_nbytes(call, call->nbytes));
     uint64_t out = pc_arena_has(call->out, call->nbytes) ? (uintptr_t)call->out : 0;
     if (from == NULL) /* it was there before: its rank has taken it away */
         return pc_direct_receive(call, address, true);
@@ -362,15 +392,18 @@ int pc_receive_together(pc_collective *call, uint64_t address) {
     if (call->nbytes >= RELEASE_FROM)
         pc_release(&call->call);
     pc_work_begin(call);
-    copy_pieces(call, comm->rank, from + (call->kind == PC_SCATTER ? (size_t)comm->rank * call->nbytes : 0), call->out);
+    copy_pieces(call, comm->rank,
+                from + (call->kind == PC_SCATTER ? (size_t)comm->rank * call->nbytes : 0),
+                call->out);
     pc_work_end(call);
-    if (pc_wait(&call->call, &place->work.done, pieces_of(call->nbytes), call->root) < 0 || pc_check_given_up(call) < 0)
+    if (pc_wait(&call->call, &place->work.done, pieces_of(call->nbytes), call->root) < 0 ||
+        pc_check_given_up(call) < 0)
         return -1;
     pc_reach(call, 2);
     return 0;
 }
 
-/* --- giving up ---------------------------------------------------------------------------------------- */
+/* --- giving up -------------------------------------------------------------------------------- */
 
 void pc_abandon(pc_collective *call) {
     pc_comm *comm = call->comm;
@@ -383,8 +416,8 @@ void pc_abandon(pc_collective *call) {
     uint64_t started = pc_now_ns();
     for (int rank = 0; rank < comm->size; rank++) {
         struct pc_place *place = pc_place_of(comm, rank, call->number);
-        for (unsigned yields = 1;
-             rank != comm->rank && pc_load(&place->number) == call->number && pc_load(&place->working) != 0; yields++) {
+        for (unsigned yields = 1; rank != comm->rank && pc_load(&place->number) == call->number &&
+             pc_load(&place->working) != 0; yields++) {
             sched_yield();
             if (yields % YIELDS_A_LOOK == 0 &&
                 (pc_process_ended(comm->pids[rank]) || pc_now_ns() - started > PC_LONGEST_PIECE_NS))

@@ -1,16 +1,17 @@
-/* A transfer: a large message that its receiver copies straight from the sender's memory, while the sender,
-   if it waits, helps by copying other pieces into the receiver's.
+/* A transfer: a large message that its receiver copies straight from the sender's memory, while the
+   sender, if it waits, helps by copying other pieces into the receiver's.
 
-   The record lies in the sender's heap. Its state names the message, so that a record used again is never
-   mistaken for its predecessor:
+   The record lies in the sender's heap. Its state names the message, so that a record used again is
+   never mistaken for its predecessor:
 
        WAITING --receiver--> TAKEN --receiver--> DONE
           `--sender--> WITHDRAWN
 
-   Once taken, pieces are claimed by counting `next` up, and counted in `done` when copied. Whoever wants the
-   copying to end marks `next`: nothing can be claimed any more, and when as many are done as were claimed,
-   nobody touches the other's memory. A piece that the sender has claimed and cannot copy it hands back. At
-   the end the receiver seals the transfer: until then the sender may take the message back, from then on not.
+   Once taken, pieces are claimed by counting `next` up, and counted in `done` when copied. Whoever
+   wants the copying to end marks `next`: nothing can be claimed any more, and when as many are done
+   as were claimed, nobody touches the other's memory. A piece that the sender has claimed and
+   cannot copy it hands back. At the end the receiver seals the transfer: until then the sender may
+   take the message back, from then on not.
 
    Nothing here knows Python; the tests run it under ThreadSanitizer, and as a model. */
 #ifndef PC_TRANSFER_H
@@ -18,7 +19,13 @@
 
 #include "core.h"
 
-enum pc_phase { PC_PHASE_WAITING = 1, PC_PHASE_TAKEN, PC_PHASE_DONE, PC_PHASE_WITHDRAWN, PC_PHASE_LEFT };
+enum pc_phase {
+    PC_PHASE_WAITING = 1,
+    PC_PHASE_TAKEN,
+    PC_PHASE_DONE,
+    PC_PHASE_WITHDRAWN,
+    PC_PHASE_LEFT
+};
 
 /* Marks in `next`. All stop the claims. */
 #define PC_SEALED ((uint64_t)1 << 61)          /* by the receiver: it has everything */
@@ -38,9 +45,9 @@ struct pc_transfer {
 };
 _Static_assert(sizeof(struct pc_transfer) == 2 * PC_LINE, "a transfer is two lines");
 
-/* Bytes of a piece. Large ones cost fewer system calls, of 1.5 us each; small ones let two ranks end together. Measured
-   with two ranks on two cores: 64 KiB takes 4.6 us in halves, 6.5 whole and 7.0 in quarters; 1 MiB takes 41 us in
-   quarters, 54 in sixteenths. */
+/* Bytes of a piece. Large ones cost fewer system calls, of 1.5 us each; small ones let two ranks
+   end together. Measured with two ranks on two cores: 64 KiB takes 4.6 us in halves, 6.5 whole
+   and 7.0 in quarters; 1 MiB takes 41 us in quarters, 54 in sixteenths. */
 static inline size_t pc_piece_nbytes(size_t nbytes) {
     if (nbytes <= (size_t)32 << 10)
         return nbytes + (nbytes == 0);
@@ -51,7 +58,9 @@ static inline uint64_t pc_pieces(size_t nbytes) {
     return (nbytes + piece - 1) / piece;
 }
 
-static inline uint64_t pc_phase_of(uint64_t id, enum pc_phase phase) { return id << 8 | (uint64_t)phase; }
+static inline uint64_t pc_phase_of(uint64_t id, enum pc_phase phase) {
+    return id << 8 | (uint64_t)phase;
+}
 
 /* The sender: begin. The message that tells the receiver is published afterwards. */
 static inline void pc_transfer_begin(struct pc_transfer *transfer, uint64_t id, bool watched) {
@@ -59,16 +68,18 @@ static inline void pc_transfer_begin(struct pc_transfer *transfer, uint64_t id, 
     atomic_store_explicit(&transfer->done, 0, memory_order_relaxed);
     atomic_store_explicit(&transfer->returned, 0, memory_order_relaxed);
     atomic_store_explicit(&transfer->watched, watched, memory_order_relaxed);
-    atomic_store_explicit(&transfer->state, pc_phase_of(id, PC_PHASE_WAITING), memory_order_relaxed);
+    atomic_store_explicit(&transfer->state, pc_phase_of(id, PC_PHASE_WAITING),
+                          memory_order_relaxed);
 }
 
-static inline bool pc_transfer_step(struct pc_transfer *transfer, uint64_t id, enum pc_phase from, enum pc_phase to) {
+static inline bool pc_transfer_step(struct pc_transfer *transfer, uint64_t id, enum pc_phase from,
+                                    enum pc_phase to) {
     uint64_t expected = pc_phase_of(id, from);
     return atomic_compare_exchange_strong(&transfer->state, &expected, pc_phase_of(id, to));
 }
 
-/* The receiver, after taking it and after `pc_transfer_close`: pieces from `first` on go to `into`. False: the
-   sender has taken it back. */
+/* The receiver, after taking it and after `pc_transfer_close`: pieces from `first` on go to `into`.
+   False: the sender has taken it back. */
 static inline bool pc_transfer_open(struct pc_transfer *transfer, uint64_t into, uint64_t first) {
     atomic_store_explicit(&transfer->into, into, memory_order_relaxed);
     uint64_t next = pc_load(&transfer->next);
@@ -87,7 +98,9 @@ static inline int64_t pc_transfer_claim(struct pc_transfer *transfer, uint64_t p
     return -1;
 }
 
-static inline void pc_transfer_copied(struct pc_transfer *transfer) { atomic_fetch_add(&transfer->done, 1); }
+static inline void pc_transfer_copied(struct pc_transfer *transfer) {
+    atomic_fetch_add(&transfer->done, 1);
+}
 
 static inline bool pc_transfer_complete(struct pc_transfer *transfer, uint64_t pieces) {
     return pc_load(&transfer->done) == pieces;
@@ -105,7 +118,9 @@ static inline int64_t pc_transfer_returned(struct pc_transfer *transfer) {
 }
 
 /* The receiver: stop the claims. Nobody writes to `into` any more when `pc_transfer_settled`. */
-static inline void pc_transfer_close(struct pc_transfer *transfer) { atomic_fetch_or(&transfer->next, PC_CLOSED); }
+static inline void pc_transfer_close(struct pc_transfer *transfer) {
+    atomic_fetch_or(&transfer->next, PC_CLOSED);
+}
 static inline bool pc_transfer_settled(struct pc_transfer *transfer) {
     uint64_t claimed = pc_load(&transfer->next) & ~PC_MARKS;
     uint64_t done = pc_load(&transfer->done);

@@ -1,6 +1,7 @@
-/* gatherv, all_gatherv, scatterv and all_to_allv as methods for NumPy arrays: the way of pycoll/_calls/shared_memory_uneven.py without
-   Python, for blocks that are plain arrays and an `out` that is none or one array. What it says to the other ranks is
-   the same, so each rank may go either way; what it hears and cannot use it hands to Python (`resume`). */
+/* gatherv, all_gatherv, scatterv and all_to_allv as methods for NumPy arrays: the way of
+   pycoll/_calls/shared_memory_uneven.py without Python, for blocks that are plain arrays and an
+   `out` that is none or one array. What it says to the other ranks is the same, so each rank may go
+   either way; what it hears and cannot use it hands to Python (`resume`). */
 #include "collective_call.h"
 #include "comm.h"
 #include "copy.h"
@@ -14,7 +15,8 @@ enum { NOTHING, LARGE_BLOCKS, LONG_HEADS };
 
 #define UINT8 6 /* in pycoll/_dtypes.py */
 #define MAX_NDIM 32
-#define MAX_SIZE (ROWS_NBYTES / MIN_ROW_NBYTES) /* with more ranks rows for each do not fit into a slot */
+#define MAX_SIZE \
+    (ROWS_NBYTES / MIN_ROW_NBYTES) /* with more ranks rows for each do not fit into a slot */
 
 struct first { /* of a row: what its sender has left to say, and where the block is */
     uint64_t left, address;
@@ -49,9 +51,11 @@ struct uneven_call {
 
 static const int twins[PC_UNEVEN_KINDS] = {PC_GATHER, PC_ALL_GATHER, PC_SCATTER, PC_ALL_TO_ALL};
 
-static bool gathers(const struct uneven_call *call) { return call->kind == PC_GATHERV || call->kind == PC_ALL_GATHERV; }
+static bool gathers(const struct uneven_call *call) {
+    return call->kind == PC_GATHERV || call->kind == PC_ALL_GATHERV;
+}
 
-/* --- arguments --------------------------------------------------------------------------------------- */
+/* --- arguments -------------------------------------------------------------------------------- */
 
 /* One array for each rank, all of one dtype. */
 static bool view_list(struct uneven_call *call, PyObject *xs) {
@@ -135,7 +139,7 @@ static bool find_text(struct uneven_call *call) {
     return true;
 }
 
-/* --- the first round --------------------------------------------------------------------------------- */
+/* --- the first round -------------------------------------------------------------------------- */
 
 /* Write a row without its `first`; whether all of the block is there. */
 static bool write_row(const struct pc_array *own, unsigned char *row, size_t row_nbytes) {
@@ -153,7 +157,8 @@ static bool write_row(const struct pc_array *own, unsigned char *row, size_t row
 static void write_rows(const struct uneven_call *call, unsigned char *rows) {
     bool is_here[MAX_SIZE], all = true;
     for (int index = 0; index < call->num_own; index++)
-        all &= is_here[index] = write_row(&call->own[index], rows + (size_t)index * call->row_nbytes, call->row_nbytes);
+        all &= is_here[index] =
+            write_row(&call->own[index], rows + (size_t)index * call->row_nbytes, call->row_nbytes);
     for (int index = 0; index < call->num_own; index++) {
         uintptr_t address = is_here[index] ? 0 : (uintptr_t)call->own[index].data;
         struct first first = {all ? NOTHING : LARGE_BLOCKS, address};
@@ -161,7 +166,9 @@ static void write_rows(const struct uneven_call *call, unsigned char *rows) {
     }
 }
 
-static bool hears(const struct uneven_call *call, int rank) { return call->kind != PC_SCATTERV || rank == call->root; }
+static bool hears(const struct uneven_call *call, int rank) {
+    return call->kind != PC_SCATTERV || rank == call->root;
+}
 
 static int first_round(struct uneven_call *call, pc_collective *round) {
     pc_comm *comm = call->comm;
@@ -184,7 +191,7 @@ static int first_round(struct uneven_call *call, pc_collective *round) {
     return 0;
 }
 
-/* --- what was heard ---------------------------------------------------------------------------------- */
+/* --- what was heard --------------------------------------------------------------------------- */
 
 /* Read the row of a rank; false: it is not what this way can do. */
 static bool read_row(const struct uneven_call *call, int rank, struct block *block) {
@@ -196,9 +203,11 @@ static bool read_row(const struct uneven_call *call, int rank, struct block *blo
     block->rank = rank;
     block->ndim = at[6];
     block->dtype = at[4];
-    if (at[5] != 5 || memcmp(at + 7, "numpy", 5) != 0 || block->ndim > MAX_NDIM || length != 8 + 8 * (uint32_t)block->ndim)
+    if (at[5] != 5 || memcmp(at + 7, "numpy", 5) != 0 || block->ndim > MAX_NDIM ||
+        length != 8 + 8 * (uint32_t)block->ndim)
         return false;
-    size_t itemsize = pc_array_itemsize(block->dtype), start = pc_round_up(4 + (size_t)length, ALIGNMENT), count = 1;
+    size_t itemsize = pc_array_itemsize(block->dtype),
+           start = pc_round_up(4 + (size_t)length, ALIGNMENT), count = 1;
     for (int axis = 0; axis < block->ndim; axis++) {
         uint64_t dim;
         memcpy(&dim, at + 12 + 8 * axis, 8);
@@ -239,7 +248,8 @@ static bool read_rows(struct uneven_call *call) {
 static PyObject *make_result(struct uneven_call *call) {
     const struct pc_array *whole = &call->whole;
     intptr_t row = 0;
-    size_t row_nbytes = call->out != NULL && whole->dims[0] > 0 ? whole->nbytes / (size_t)whole->dims[0] : 0;
+    size_t row_nbytes =
+        call->out != NULL && whole->dims[0] > 0 ? whole->nbytes / (size_t)whole->dims[0] : 0;
     bool is_one = call->kind == PC_SCATTERV;
     PyObject *list = is_one ? NULL : PyList_New(call->num_blocks), *made = NULL;
     for (int index = 0; (is_one || list != NULL) && index < call->num_blocks; index++) {
@@ -252,13 +262,15 @@ static PyObject *make_result(struct uneven_call *call) {
                 block->place = view.data;
             else
                 Py_CLEAR(made);
-        } else if (block->dtype != whole->dtype || (is_one && (block->ndim != whole->ndim ||
-                                                                !dims_equal(block->ndim, block->dims, whole->dims)))) {
+        } else if (block->dtype != whole->dtype ||
+                   (is_one && (block->ndim != whole->ndim ||
+                               !dims_equal(block->ndim, block->dims, whole->dims)))) {
             break;
         } else if (is_one) {
             block->place = whole->data;
             made = Py_NewRef(call->out);
-        } else if (rows_alike(whole, block->ndim, block->dims) && block->dims[0] <= whole->dims[0] - row) {
+        } else if (rows_alike(whole, block->ndim, block->dims) &&
+                   block->dims[0] <= whole->dims[0] - row) {
             block->place = (char *)whole->data + (size_t)row * row_nbytes;
             made = PySequence_GetSlice(call->out, row, row + block->dims[0]);
             row += block->dims[0];
@@ -285,12 +297,13 @@ static size_t fill(const struct uneven_call *call, struct pc_piece *pieces) {
         else if (block->address == 0)
             memcpy(block->place, block->elements, block->nbytes);
         else
-            pieces[count++] = (struct pc_piece){block->rank, block->address, block->place, block->nbytes};
+            pieces[count++] =
+                (struct pc_piece){block->rank, block->address, block->place, block->nbytes};
     }
     return count;
 }
 
-/* --- a call ------------------------------------------------------------------------------------------ */
+/* --- a call ----------------------------------------------------------------------------------- */
 
 static int begin(const struct uneven_call *call, pc_collective *round, int kind, bool has_shape) {
     static const intptr_t no_dims[1];
@@ -305,10 +318,13 @@ static int begin(const struct uneven_call *call, pc_collective *round, int kind,
 }
 
 /* Have Python go on, which is told what was heard. */
-static PyObject *resume(const struct uneven_call *call, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *resume(const struct uneven_call *call, PyObject *const *args, Py_ssize_t count,
+                        PyObject *keywords) {
     size_t num_rows = call->kind == PC_SCATTERV ? 1 : (size_t)call->comm->size;
-    PyObject *heard = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(num_rows * call->row_nbytes));
-    Py_ssize_t num_keywords = keywords != NULL ? PyTuple_Size(keywords) : 0, num_args = count + num_keywords;
+    PyObject *heard =
+        PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)(num_rows * call->row_nbytes));
+    Py_ssize_t num_keywords = keywords != NULL ? PyTuple_Size(keywords) : 0,
+               num_args = count + num_keywords;
     PyObject **all = heard != NULL ? PyMem_Calloc((size_t)num_args + 1, sizeof *all) : NULL;
     if (all == NULL) {
         Py_XDECREF(heard);
@@ -341,9 +357,11 @@ static PyObject *second_round(const struct uneven_call *call, PyObject *result) 
     return pc_call_end(&round, pc_fetch(&round, pieces, num_pieces), result);
 }
 
-static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t count,
+                     PyObject *keywords) {
     pc_collective round;
-    int kind = call->kind == PC_GATHERV ? PC_ALL_GATHER : twins[call->kind]; /* all hear how it goes on */
+    /* all hear how it goes on */
+    int kind = call->kind == PC_GATHERV ? PC_ALL_GATHER : twins[call->kind];
     if (begin(call, &round, kind, true) < 0)
         return NULL;
     round.nbytes = call->row_nbytes;
@@ -369,14 +387,17 @@ static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t
     return result;
 }
 
-static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
+static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count,
+                        PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct uneven_call call = {.comm = comm, .kind = kind, .known = &comm->uneven[kind]};
     size_t share = (size_t)(ROWS_NBYTES / comm->size / ALIGNMENT * ALIGNMENT);
     if (comm->usable && comm->direct && !comm->claimed && !comm->busy && !comm->host->engaged &&
-        comm->size <= MAX_SIZE && !pc_host_failed(comm->host) && parse(twins[kind], args, count, keywords, values) &&
-        is_none(values[TIMEOUT]) && values[ALGORITHM] == NULL && values[OP] == NULL &&
-        (count > 0 || (kind != PC_SCATTERV && kind != PC_ALL_TO_ALLV)) && /* there it is `xs`, and not `x` */
+        comm->size <= MAX_SIZE && !pc_host_failed(comm->host) &&
+        parse(twins[kind], args, count, keywords, values) && is_none(values[TIMEOUT]) &&
+        values[ALGORITHM] == NULL && values[OP] == NULL &&
+        (count > 0 || (kind != PC_SCATTERV && kind != PC_ALL_TO_ALLV)) && /* there it is `xs`, and
+                                                                             not `x` */
         (values[ROOT] == NULL || kind == PC_GATHERV || kind == PC_SCATTERV) &&
         (call.root = find_root(values[ROOT], comm->size)) >= 0) {
         call.row_nbytes = gathers(&call) || share > MAX_ROW_NBYTES ? MAX_ROW_NBYTES : share;
@@ -387,7 +408,8 @@ static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize
             comm->caller = pthread_self();
             if (find_text(&call))
                 result = run(&call, args, count, keywords);
-            if (pthread_equal(comm->caller, pthread_self())) /* else Python has let it go, and another has come */
+            if (pthread_equal(comm->caller, pthread_self())) /* else Python has let it go, and
+                                                                another has come */
                 comm->claimed = false;
         }
         Py_XDECREF(call.held);
@@ -397,9 +419,10 @@ static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize
     return pc_call_slow(comm->uneven[kind].slow, args, count, keywords);
 }
 
-#define UNEVEN(name, kind)                                                                                \
-    static PyObject *uneven_##name(pc_comm *comm, PyObject *const *args, Py_ssize_t count, PyObject *keywords) { \
-        return uneven(comm, kind, args, count, keywords);                                                 \
+#define UNEVEN(name, kind)                                                                 \
+    static PyObject *uneven_##name(pc_comm *comm, PyObject *const *args, Py_ssize_t count, \
+                                   PyObject *keywords) {                                   \
+        return uneven(comm, kind, args, count, keywords);                                  \
     }
 UNEVEN(gatherv, PC_GATHERV)
 UNEVEN(all_gatherv, PC_ALL_GATHERV)

@@ -9,7 +9,8 @@
 /* A peer that is so late has something else to do: sleep. */
 #define SLEEP_AFTER_NS 2000000u
 
-static int sleep_once(pc_call *call, pc_flag64 *flag, uint64_t value, int peer, uint64_t waited_ns) {
+static int sleep_once(pc_call *call, pc_flag64 *flag, uint64_t value, int peer,
+                      uint64_t waited_ns) {
     pc_hold(call);
     int verdict = call->up->sleep(call, peer, waited_ns, false);
     if (verdict > 0 && pc_load(flag) < value)

@@ -1,10 +1,11 @@
 /* Waiting for another rank.
 
-   A flag only ever grows, and a wait is for a flag to reach a value. A waiting rank looks at it for some
-   microseconds, unless there are more ranks than cores; then it yields its core after each look; and when
-   some milliseconds have passed it sleeps: it says so in its record, looks once more, and calls `sleep`: in
-   Python the engine sleeps on everything that can wake it. Whoever publishes a flag rings the doorbell of
-   the ranks that sleep. Python also looks at deadlines, signals and failures, so no wait outlives them. */
+   A flag only ever grows, and a wait is for a flag to reach a value. A waiting rank looks at it for
+   some microseconds, unless there are more ranks than cores; then it yields its core after each
+   look; and when some milliseconds have passed it sleeps: it says so in its record, looks once
+   more, and calls `sleep`: in Python the engine sleeps on everything that can wake it. Whoever
+   publishes a flag rings the doorbell of the ranks that sleep. Python also looks at deadlines,
+   signals and failures, so no wait outlives them. */
 #ifndef PC_WAIT_H
 #define PC_WAIT_H
 
@@ -14,11 +15,12 @@ typedef struct pc_call pc_call;
 
 /* What a call asks of its caller, who has a lock: the interpreter's. */
 struct pc_call_up {
-    /* Called with the lock: sleep until something happens. 0: go on; 1: `peer` has ended, look a last time
-       (called again with `last` if that was in vain); -1: give up, an exception is set. With `peer` -1 the
-       wait is over. */
+    /* Called with the lock: sleep until something happens. 0: go on; 1: `peer` has ended, look a
+       last time (called again with `last` if that was in vain); -1: give up, an exception is set.
+       With `peer` -1 the wait is over. */
     int (*sleep)(pc_call *call, int peer, uint64_t waited_ns, bool last);
-    void *(*leave)(void); /* give up the lock: returns what `enter` takes it back with, never NULL */
+    /* give up the lock: returns what `enter` takes it back with, never NULL */
+    void *(*leave)(void);
     void (*enter)(void *left);
 };
 

@@ -6,7 +6,8 @@
 /* What an entry gives that only belongs to the one before it: nothing. */
 #define NO_PLACE -1
 
-/* A request, or a collective: then `request` is NULL. A receive and a send that are one request are two entries. */
+/* A request, or a collective: then `request` is NULL. A receive and a send that are one request are
+   two entries. */
 struct awaited {
     PyObject *object; /* kept */
     struct pc_request *request;
@@ -57,13 +58,14 @@ static void scatter(pc_engine_object *engine, void *argument) {
         pc_several_remove(&gathering->several, gathering->awaited[index].op);
 }
 
-static void add(struct gathering *gathering, PyObject *object, struct pc_request *request, struct pc_op *op,
-                Py_ssize_t place) {
-    gathering->awaited[gathering->count++] = (struct awaited){Py_NewRef(object), request, op, place, false};
+static void add(struct gathering *gathering, PyObject *object, struct pc_request *request,
+                struct pc_op *op, Py_ssize_t place) {
+    gathering->awaited[gathering->count++] =
+        (struct awaited){Py_NewRef(object), request, op, place, false};
 }
 
-/* Add what is waited for in the core: an item itself, or what a persistent one has started. NULL: it is not in the core.
-   Else its engine. */
+/* Add what is waited for in the core: an item itself, or what a persistent one has started. NULL:
+   it is not in the core. Else its engine. */
 static pc_engine_object *add_item(struct gathering *gathering, PyObject *item, Py_ssize_t place) {
     PyObject *started = pc_persistent_last(item), *object = started != NULL ? started : item;
     struct pc_request *received, *sent;
@@ -85,11 +87,13 @@ static pc_engine_object *add_item(struct gathering *gathering, PyObject *item, P
     return engine;
 }
 
-/* Keep requests of one engine, none of which holds the others up for ever; false: leave it to Python. */
+/* Keep requests of one engine, none of which holds the others up for ever; false: leave it to
+   Python. */
 static bool collect(struct gathering *gathering) {
     Py_ssize_t count = PyList_Size(gathering->listed);
     for (Py_ssize_t place = 0; place < count; place++) {
-        pc_engine_object *engine = add_item(gathering, PyList_GetItem(gathering->listed, place), place);
+        pc_engine_object *engine =
+            add_item(gathering, PyList_GetItem(gathering->listed, place), place);
         if (engine == NULL || (gathering->engine != NULL && gathering->engine != engine))
             return false;
         gathering->engine = engine;
@@ -98,7 +102,8 @@ static bool collect(struct gathering *gathering) {
 }
 
 static bool is_done(const struct awaited *awaited) {
-    return awaited->request != NULL ? pc_request_is_done(awaited->request) : pc_op_is_done(awaited->op);
+    return awaited->request != NULL ? pc_request_is_done(awaited->request)
+                                    : pc_op_is_done(awaited->op);
 }
 
 static bool is_well(const struct awaited *awaited) {
@@ -106,11 +111,13 @@ static bool is_well(const struct awaited *awaited) {
                                     : pc_op_is_done(awaited->op) && awaited->op->status == 0;
 }
 
-/* Whether all are done, or any; those that hold a message are gone on with. -1 with an exception. */
+/* Whether all are done, or any; those that hold a message are gone on with. -1 with an
+   exception. */
 static int are_done(struct gathering *gathering) {
     bool every = true, any = false;
     for (Py_ssize_t index = 0; index < gathering->count; index++)
-        if (gathering->awaited[index].request != NULL && pc_request_go_on(gathering->awaited[index].request) < 0)
+        if (gathering->awaited[index].request != NULL &&
+            pc_request_go_on(gathering->awaited[index].request) < 0)
             return -1;
     for (Py_ssize_t index = 0; index < gathering->count; index++)
         gathering->awaited[index].was_done = is_done(&gathering->awaited[index]);
@@ -135,12 +142,15 @@ static int await(struct gathering *gathering, uint64_t until_ns) {
     while ((done = are_done(gathering)) == 0) {
         if (!pc_engine_do(gathering->engine, gather, gathering))
             return 0;
-        if (!gathering->is_taken && !gathering->is_held && !pc_several_is_done(&gathering->several)) {
+        if (!gathering->is_taken && !gathering->is_held &&
+            !pc_several_is_done(&gathering->several)) {
             PyThreadState *state = PyEval_SaveThread();
-            pc_drive_wait(&gathering->engine->drive, NULL, &gathering->several, until_ns, PC_FOR_EVER);
+            pc_drive_wait(&gathering->engine->drive, NULL, &gathering->several, until_ns,
+                          PC_FOR_EVER);
             PyEval_RestoreThread(state);
         }
-        bool is_over = !gathering->is_taken && (gathering->is_held || pc_several_is_done(&gathering->several));
+        bool is_over =
+            !gathering->is_taken && (gathering->is_held || pc_several_is_done(&gathering->several));
         if (gathering->any || !pc_several_is_done(&gathering->several))
             pc_engine_do(gathering->engine, scatter, gathering);
         pc_engine_let_go(gathering->engine);
@@ -150,8 +160,10 @@ static int await(struct gathering *gathering, uint64_t until_ns) {
     return done;
 }
 
-/* How long to wait: the time given, or else the default of the first request. Collectives alone have none here. */
-static bool has_deadline(const struct gathering *gathering, PyObject *seconds, uint64_t *timeout_ns) {
+/* How long to wait: the time given, or else the default of the first request. Collectives alone
+   have none here. */
+static bool has_deadline(const struct gathering *gathering, PyObject *seconds,
+                         uint64_t *timeout_ns) {
     *timeout_ns = PC_FOR_EVER;
     for (Py_ssize_t index = 0; index < gathering->count; index++)
         if (gathering->awaited[index].request != NULL)
@@ -161,9 +173,10 @@ static bool has_deadline(const struct gathering *gathering, PyObject *seconds, u
 
 #define FEW 64
 
-/* Begin to wait for what `args` are: a list, and a timeout. `gathering` has room for few. -1 with an exception; 0: it is
-   left to Python; 1: so many nanoseconds at most. `end` must follow. */
-static int begin(struct gathering *gathering, PyObject *const *args, Py_ssize_t num_args, uint64_t *timeout_ns) {
+/* Begin to wait for what `args` are: a list, and a timeout. `gathering` has room for few. -1 with
+   an exception; 0: it is left to Python; 1: so many nanoseconds at most. `end` must follow. */
+static int begin(struct gathering *gathering, PyObject *const *args, Py_ssize_t num_args,
+                 uint64_t *timeout_ns) {
     if (num_args != 2) {
         PyErr_SetString(PyExc_TypeError, "arguments are list, timeout");
         return -1;
@@ -223,7 +236,9 @@ PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t num_ar
         status = await(&gathering, pc_patience(timeout_ns).until_ns);
     for (Py_ssize_t index = 0; status > 0 && index < gathering.count; index++)
         status = is_well(&gathering.awaited[index]);
-    PyObject *results = status > 0 ? results_of(&gathering) : status == 0 ? Py_NewRef(Py_None) : NULL;
+    PyObject *results = status > 0    ? results_of(&gathering)
+                        : status == 0 ? Py_NewRef(Py_None)
+                                      : NULL;
     end(&gathering, few);
     return results;
 }

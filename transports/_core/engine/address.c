@@ -9,14 +9,15 @@ static uint64_t hash_of_call(uint64_t call) {
     return pc_hash(call, 0);
 }
 
-struct pc_addressed *pc_address_find(const struct pc_addresses *addresses, uint64_t call, uint16_t lane,
-                                     uint32_t sender, uint32_t index) {
+struct pc_addressed *pc_address_find(const struct pc_addresses *addresses, uint64_t call,
+                                     uint16_t lane, uint32_t sender, uint32_t index) {
     uint64_t hash = hash_of(call, lane, sender, index);
     struct pc_chained *chained = pc_chains_first(&addresses->by_address, hash);
     for (; chained != NULL; chained = chained->next) {
         PC_LOOK();
         struct pc_addressed *thing = PC_CHAINED_IN(chained, struct pc_addressed, by_address);
-        if (thing->call == call && thing->lane == lane && thing->sender == sender && thing->index == index)
+        if (thing->call == call && thing->lane == lane && thing->sender == sender &&
+            thing->index == index)
             return thing;
     }
     return NULL;
@@ -33,7 +34,7 @@ struct pc_addressed *pc_address_early(const struct pc_addresses *addresses, uint
     return NULL;
 }
 
-/* --- lists whose first one knows the last ------------------------------------------------------------ */
+/* --- lists whose first one knows the last ----------------------------------------------------- */
 
 static void append(struct pc_addressed **first, struct pc_addressed *thing) {
     thing->next = NULL;
@@ -56,7 +57,7 @@ static void unlist(struct pc_addressed **first, struct pc_addressed *thing) {
         thing->prev->next = thing->next;
 }
 
-/* --- calls of which messages came early -------------------------------------------------------------- */
+/* --- calls of which messages came early ------------------------------------------------------- */
 
 static void add_call(struct pc_addresses *addresses, struct pc_addressed *first) {
     pc_chains_add(&addresses->by_call, &first->by_call, hash_of_call(first->call));
@@ -71,7 +72,8 @@ static void add_call(struct pc_addresses *addresses, struct pc_addressed *first)
 }
 
 /* Have another message, or none, take the place of the first one of its call. */
-static void replace_first(struct pc_addresses *addresses, struct pc_addressed *old, struct pc_addressed *with) {
+static void replace_first(struct pc_addresses *addresses, struct pc_addressed *old,
+                          struct pc_addressed *with) {
     struct pc_addressed *prev = old->prev_call, *next = old->next_call;
     if (with != NULL) {
         pc_chains_replace(&old->by_call, &with->by_call);
@@ -95,10 +97,11 @@ static void remove_early(struct pc_addresses *addresses, struct pc_addressed *th
     addresses->num_early--;
 }
 
-/* --- what the engine calls --------------------------------------------------------------------------- */
+/* --- what the engine calls -------------------------------------------------------------------- */
 
 struct pc_addressed *pc_address_add(struct pc_addresses *addresses, struct pc_addressed *thing) {
-    struct pc_addressed *other = pc_address_find(addresses, thing->call, thing->lane, thing->sender, thing->index);
+    struct pc_addressed *other =
+        pc_address_find(addresses, thing->call, thing->lane, thing->sender, thing->index);
     if (other != NULL)
         return other;
     pc_chains_add(&addresses->by_address, &thing->by_address,
@@ -132,7 +135,8 @@ bool pc_address_remove(struct pc_addresses *addresses, struct pc_addressed *thin
 }
 
 /* Move the messages of a call to the front of a list by `next`. */
-static void take_call(struct pc_addresses *addresses, struct pc_addressed *first, struct pc_addressed **taken) {
+static void take_call(struct pc_addresses *addresses, struct pc_addressed *first,
+                      struct pc_addressed **taken) {
     for (struct pc_addressed *next; first != NULL; first = next) {
         next = first->next;
         pc_address_remove(addresses, first);
@@ -143,8 +147,8 @@ static void take_call(struct pc_addresses *addresses, struct pc_addressed *first
 
 struct pc_addressed *pc_address_take_below(struct pc_addresses *addresses, uint64_t call) {
     struct pc_addressed *taken = NULL;
-    /* Look at each number, or at each call of which there are messages: at the fewer of both. So a call is passed once,
-       and a number that is far away costs no more than what is here. */
+    /* Look at each number, or at each call of which there are messages: at the fewer of both. So a
+       call is passed once, and a number that is far away costs no more than what is here. */
     if (call > addresses->lowest && call - addresses->lowest <= addresses->num_calls) {
         for (uint64_t number = addresses->lowest; number < call; number++)
             take_call(addresses, pc_address_early(addresses, number), &taken);

@@ -1,13 +1,15 @@
-/* Matching of the messages of collectives: which message belongs to which receive, for one communicator on one rank.
+/* Matching of the messages of collectives: which message belongs to which receive, for one
+   communicator on one rank.
 
-   Such a message has an address: the number of the call, the lane (which of the call's schedules), the sender, and how
-   many messages the sender has sent before on that lane. At one address there stands at most one thing: a receive that
-   waits for the message, or the message, which came early. Early messages are listed by call, too: a call that begins
-   looks at those of its number, and one that has ended may leave none behind.
+   Such a message has an address: the number of the call, the lane (which of the call's schedules),
+   the sender, and how many messages the sender has sent before on that lane. At one address there
+   stands at most one thing: a receive that waits for the message, or the message, which came early.
+   Early messages are listed by call, too: a call that begins looks at those of its number, and one
+   that has ended may leave none behind.
 
-   The structures belong to the caller, who puts them into larger ones. They bring the links by which they stand here,
-   so nothing is allocated for them, and nothing here can fail. All costs are constant on average. Nothing here locks:
-   the caller does. */
+   The structures belong to the caller, who puts them into larger ones. They bring the links by
+   which they stand here, so nothing is allocated for them, and nothing here can fail. All costs are
+   constant on average. Nothing here locks: the caller does. */
 #ifndef PC_ADDRESS_H
 #define PC_ADDRESS_H
 
@@ -15,18 +17,20 @@
 
 #include <stdbool.h>
 
-/* A receive, or a message that came early. The caller sets the first five members, all else to zero. */
+/* A receive, or a message that came early. The caller sets the first five members, all else to
+   zero. */
 struct pc_addressed {
     uint64_t call;
     uint32_t sender, index;
     uint16_t lane;
     bool is_early; /* else it is a receive */
     bool stands;   /* at its address */
-    /* Of a message: those of the same call, in the order in which they came. Of a receive: all receives. The `prev` of
-       the first one is the last one. */
+    /* Of a message: those of the same call, in the order in which they came. Of a receive: all
+       receives. The `prev` of the first one is the last one. */
     struct pc_addressed *prev, *next;
     struct pc_chained by_address;
-    /* Of the first message of a call, which stands for all of them: the calls of which messages have come. */
+    /* Of the first message of a call, which stands for all of them: the calls of which messages
+       have come. */
     struct pc_addressed *prev_call, *next_call;
     struct pc_chained by_call;
 };
@@ -41,29 +45,33 @@ struct pc_addresses {
 };
 
 /* What stands at an address; or NULL. */
-struct pc_addressed *pc_address_find(const struct pc_addresses *addresses, uint64_t call, uint16_t lane,
-                                     uint32_t sender, uint32_t index);
-/* Put a thing at its address. What stands there already, and stays; NULL: the thing stands there now. */
+struct pc_addressed *pc_address_find(const struct pc_addresses *addresses, uint64_t call,
+                                     uint16_t lane, uint32_t sender, uint32_t index);
+/* Put a thing at its address. What stands there already, and stays; NULL: the thing stands there
+   now. */
 struct pc_addressed *pc_address_add(struct pc_addresses *addresses, struct pc_addressed *thing);
 /* Take a thing away. False: it does not stand at its address, or not any more. */
 bool pc_address_remove(struct pc_addresses *addresses, struct pc_addressed *thing);
 
-/* The early messages of a call: the first one, then by `next`, in the order in which they came. They stay. */
+/* The early messages of a call: the first one, then by `next`, in the order in which they came.
+   They stay. */
 struct pc_addressed *pc_address_early(const struct pc_addresses *addresses, uint64_t call);
-/* Take away the early messages of all calls with a number below this one: a list by `next`, in no particular order. */
+/* Take away the early messages of all calls with a number below this one: a list by `next`, in no
+   particular order. */
 struct pc_addressed *pc_address_take_below(struct pc_addresses *addresses, uint64_t call);
 
 /* All receives, by `next`. To remove one, get the next one before. */
 static inline struct pc_addressed *pc_address_receives(const struct pc_addresses *addresses) {
     return addresses->receives;
 }
-/* All calls with early messages, by `next_call`: each is the first message of its call. When that one is removed, the
-   next message of its call takes its place in this list. */
+/* All calls with early messages, by `next_call`: each is the first message of its call. When that
+   one is removed, the next message of its call takes its place in this list. */
 static inline struct pc_addressed *pc_address_calls(const struct pc_addresses *addresses) {
     return addresses->calls;
 }
 
-/* Free the tables. What still stands here is the caller's, and is not touched: take it away before. */
+/* Free the tables. What still stands here is the caller's, and is not touched: take it away
+   before. */
 void pc_address_free(struct pc_addresses *addresses);
 
 #endif

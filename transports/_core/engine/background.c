@@ -1,9 +1,10 @@
 /* The thread that drives while something is pending and nobody waits. See drive.h.
 
-   A caller that starts something mostly comes soon to wait for it, and two threads that take turns cost more than a
-   small message. So the thread rests first, and looks whether anybody has waited, or started something, meanwhile: then
-   callers keep coming, and it rests for longer. It is not called anew for each thing that becomes pending: only when
-   it is parked, which it is if nothing has happened during a rest, or a caller that drives is asleep. */
+   A caller that starts something mostly comes soon to wait for it, and two threads that take turns
+   cost more than a small message. So the thread rests first, and looks whether anybody has waited,
+   or started something, meanwhile: then callers keep coming, and it rests for longer. It is not
+   called anew for each thing that becomes pending: only when it is parked, which it is if nothing
+   has happened during a rest, or a caller that drives is asleep. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -19,7 +20,8 @@ static bool is_open(struct pc_drive *drive) {
 }
 
 bool pc_drive_is_needed(struct pc_drive *drive) {
-    return drive->pending > 0 || (drive->on_work != NULL && atomic_load_explicit(&drive->work, memory_order_relaxed) != 0);
+    return drive->pending > 0 || (drive->on_work != NULL &&
+                                  atomic_load_explicit(&drive->work, memory_order_relaxed) != 0);
 }
 
 static bool may_park(struct pc_drive *drive, bool is_quiet) {
@@ -73,7 +75,8 @@ static void *live(void *argument) {
         is_quiet = drive->activity == seen;
         if (!is_open(drive) || (!pc_drive_is_needed(drive) && is_quiet))
             continue;
-        if (pc_drive_is_needed(drive) && drive->first == NULL && drive->driver == NULL && is_quiet) {
+        if (pc_drive_is_needed(drive) && drive->first == NULL &&
+            drive->driver == NULL && is_quiet) {
             drive_for_others(drive);
             rest_ns = FIRST_REST_NS;
         } else {
@@ -106,7 +109,8 @@ void pc_drive_pending(struct pc_drive *drive, int delta) {
     if (delta > 0) {
         drive->activity++;
         if (!drive->started)
-            start(drive); /* if there are no threads any more, who waits drives, and the next call tries again */
+            /* if there are no threads any more, who waits drives, and the next call tries again */
+            start(drive);
         else if (drive->driver == NULL && drive->first == NULL)
             pc_drive_call_background(drive);
     } else if (drive->pending == 0 && drive->driver == &drive->background) {

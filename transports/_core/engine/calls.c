@@ -1,5 +1,5 @@
-/* Collective calls of one context, and their messages: which call a message belongs to, and which receive. See
-   engine.h. */
+/* Collective calls of one context, and their messages: which call a message belongs to, and which
+   receive. See engine.h. */
 #include "engine.h"
 
 #include <errno.h>
@@ -21,7 +21,8 @@ static size_t signature_nbytes(const unsigned char *text, size_t nbytes) {
 
 /* Whether a message belongs to the same call as its sender has made. */
 static bool is_same(const struct pc_called *call, const struct pc_message *message) {
-    size_t skipped = PC_COLLECTIVE_NBYTES + (message->header[0] == PC_KIND_OFFERED ? PC_OFFER_NBYTES : 0);
+    size_t skipped =
+        PC_COLLECTIVE_NBYTES + (message->header[0] == PC_KIND_OFFERED ? PC_OFFER_NBYTES : 0);
     const unsigned char *text = message->header + skipped;
     size_t nbytes = message->header_nbytes - skipped;
     if (nbytes < call->signature_nbytes || memcmp(text, call->text, call->signature_nbytes) != 0)
@@ -29,7 +30,7 @@ static bool is_same(const struct pc_called *call, const struct pc_message *messa
     return nbytes == call->signature_nbytes || text[call->signature_nbytes] == 0;
 }
 
-/* --- receives ---------------------------------------------------------------------------------------- */
+/* --- receives --------------------------------------------------------------------------------- */
 
 static bool is_held(const struct pc_receive *receive, const struct pc_message *message) {
     return receive->ask || (receive->takes_offered && message->header[0] == PC_KIND_OFFERED);
@@ -87,9 +88,10 @@ void pc_collect_start(struct pc_context *context, struct pc_receive *receive) {
     pc_engine_leave(engine);
 }
 
-/* --- calls ------------------------------------------------------------------------------------------- */
+/* --- calls ------------------------------------------------------------------------------------ */
 
-/* Give early messages of a call to the caller: all, or those that belong to another call than this one. */
+/* Give early messages of a call to the caller: all, or those that belong to another call than this
+   one. */
 static void give_early(struct pc_context *context, uint64_t number, const struct pc_called *but) {
     struct pc_addressed *at = pc_address_early(&context->addresses, number);
     for (struct pc_addressed *next; at != NULL; at = next) {
@@ -145,7 +147,7 @@ const struct pc_called *pc_call_newest(const struct pc_context *context) {
     return call;
 }
 
-/* --- messages ---------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 
 static uint64_t little_endian(const unsigned char *from, int nbytes) {
     uint64_t value = 0;
@@ -176,19 +178,20 @@ int pc_call_arrived(struct pc_context *context, struct pc_message *message) {
     if (there->is_early)
         return -EPROTO; /* two messages of one address */
     struct pc_receive *receive = PC_CHAINED_IN(there, struct pc_receive, address);
-    if (is_held(receive, message) && message->state == PC_MESSAGE_PASSING && !pc_message_keep(message))
+    if (is_held(receive, message) && message->state == PC_MESSAGE_PASSING &&
+        !pc_message_keep(message))
         return -ENOMEM;
     pc_address_remove(&context->addresses, there);
     take(receive, message);
     return 0;
 }
 
-/* --- the end ----------------------------------------------------------------------------------------- */
+/* --- the end ---------------------------------------------------------------------------------- */
 
 void pc_calls_forget(struct pc_context *context, int peer, int status) {
     struct pc_engine *engine = context->engine;
-    for (struct pc_addressed *call = pc_address_calls(&context->addresses), *next_call; call != NULL;
-         call = next_call) {
+    for (struct pc_addressed *call = pc_address_calls(&context->addresses), *next_call;
+         call != NULL; call = next_call) {
         next_call = call->next_call;
         for (struct pc_addressed *at = call, *next; at != NULL; at = next) {
             struct pc_message *message = PC_CHAINED_IN(at, struct pc_message, address);
@@ -197,7 +200,8 @@ void pc_calls_forget(struct pc_context *context, int peer, int status) {
                 (void)pc_message_forget(engine, message);
         }
     }
-    for (struct pc_addressed *at = pc_address_receives(&context->addresses), *next; at != NULL; at = next) {
+    for (struct pc_addressed *at = pc_address_receives(&context->addresses), *next; at != NULL;
+         at = next) {
         next = at->next;
         if (at->sender != (uint32_t)peer)
             continue;

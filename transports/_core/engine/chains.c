@@ -3,7 +3,8 @@
 
 #include <stdlib.h>
 
-/* An array of this size is kept once it is there: a number of things that goes up and down allocates nothing. */
+/* An array of this size is kept once it is there: a number of things that goes up and down
+   allocates nothing. */
 #define KEPT 64
 
 static void link_first(struct pc_chained **head, struct pc_chained *thing) {
@@ -39,7 +40,8 @@ void pc_chains_add(struct pc_chains *chains, struct pc_chained *thing, uint64_t 
     if (chains->heads == NULL ? chains->used >= PC_CHAINS_FEW : chains->used >= chains->size)
         resize(chains, chains->heads == NULL ? KEPT : chains->size * 2);
     thing->hash = hash;
-    link_first(chains->heads != NULL ? &chains->heads[hash & (chains->size - 1)] : &chains->few[hash % PC_CHAINS_FEW],
+    link_first(chains->heads != NULL ? &chains->heads[hash & (chains->size - 1)]
+                                     : &chains->few[hash % PC_CHAINS_FEW],
                thing);
     chains->used++;
 }

@@ -1,8 +1,9 @@
-/* A hash table that allocates nothing for what it holds: each thing brings the links by which it stands in a chain.
+/* A hash table that allocates nothing for what it holds: each thing brings the links by which it
+   stands in a chain.
 
-   The caller finds its thing in the chain of a hash, and compares the key itself. The array of chains grows and
-   shrinks with the number of things. Where there is no memory for a larger one the chains only become longer: nothing
-   here can fail. */
+   The caller finds its thing in the chain of a hash, and compares the key itself. The array of
+   chains grows and shrinks with the number of things. Where there is no memory for a larger one the
+   chains only become longer: nothing here can fail. */
 #ifndef PC_CHAINS_H
 #define PC_CHAINS_H
 
@@ -40,10 +41,12 @@ static inline uint64_t pc_hash(uint64_t one, uint64_t other) {
     return hash ^ hash >> 31;
 }
 
-/* The first thing of the chain in which all things of this hash stand, and some of other hashes; or NULL. */
+/* The first thing of the chain in which all things of this hash stand, and some of other hashes; or
+   NULL. */
 static inline struct pc_chained *pc_chains_first(const struct pc_chains *chains, uint64_t hash) {
     PC_LOOK();
-    return chains->heads != NULL ? chains->heads[hash & (chains->size - 1)] : chains->few[hash % PC_CHAINS_FEW];
+    return chains->heads != NULL ? chains->heads[hash & (chains->size - 1)]
+                                 : chains->few[hash % PC_CHAINS_FEW];
 }
 
 /* The thing stands in no chain of this table. */
@@ -58,6 +61,7 @@ void pc_chains_each(struct pc_chains *chains, void (*call)(struct pc_chained *th
 void pc_chains_free(struct pc_chains *chains);
 
 /* The structure of which `thing`, not NULL, is this member. */
-#define PC_CHAINED_IN(thing, type, member) ((type *)(void *)((char *)(thing) - offsetof(type, member)))
+#define PC_CHAINED_IN(thing, type, member) \
+    ((type *)(void *)((char *)(thing) - offsetof(type, member)))
 
 #endif

@@ -1,10 +1,12 @@
-/* Point to point on one context: receives, sends, and what a receive does with its message. See engine.h. */
+/* Point to point on one context: receives, sends, and what a receive does with its message. See
+   engine.h. */
 #include "engine.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag, unsigned char form) {
+void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag,
+                   unsigned char form) {
     header[0] = PC_KIND_P2P;
     for (int byte = 0; byte < 8; byte++) {
         header[1 + byte] = (unsigned char)(ident >> 8 * byte);
@@ -13,7 +15,7 @@ void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t 
     header[PC_FORM_AT] = form;
 }
 
-/* --- what ends --------------------------------------------------------------------------------------- */
+/* --- what ends -------------------------------------------------------------------------------- */
 
 void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int status,
                     const struct pc_message *message) {
@@ -64,9 +66,10 @@ int pc_context_no_sender(const struct pc_context *context, int source) {
     return reason;
 }
 
-/* --- a receive and its message ----------------------------------------------------------------------- */
+/* --- a receive and its message ---------------------------------------------------------------- */
 
-void pc_receive_couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state) {
+void pc_receive_couple(struct pc_receive *receive, struct pc_message *message,
+                       enum pc_receive_state state) {
     receive->state = state;
     receive->message = message;
     message->taker = receive;
@@ -85,7 +88,8 @@ static void gather(unsigned char *into, const struct pc_incoming *in) {
             memcpy(into, in->parts[part].iov_base, in->parts[part].iov_len);
 }
 
-enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error) {
+enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *message,
+                                 int *error) {
     struct pc_engine *engine = receive->context->engine;
     struct pc_link *link = message->link;
     int answer = PC_RECEIVED;
@@ -129,9 +133,11 @@ enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *
 
 bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *message) {
     if (receive->by_address)
-        return (message->nbytes == receive->room || (receive->takes_less && message->nbytes < receive->room)) &&
+        return (message->nbytes == receive->room ||
+                (receive->takes_less && message->nbytes < receive->room)) &&
                message->header[0] == PC_KIND_COLLECTIVE;
-    return message->nbytes <= receive->room && message->header_nbytes >= PC_FORM_AT + receive->expects_nbytes &&
+    return message->nbytes <= receive->room &&
+           message->header_nbytes >= PC_FORM_AT + receive->expects_nbytes &&
            (receive->expects_nbytes == 0 ||
             memcmp(message->header + PC_FORM_AT, receive->expects, receive->expects_nbytes) == 0);
 }
@@ -160,7 +166,8 @@ static enum pc_fetched take(struct pc_receive *receive, struct pc_message *messa
 /* Post a receive, in its place; its message, which it has taken; NULL: it waits, or has ended. */
 static struct pc_message *post(struct pc_context *context, struct pc_receive *receive) {
     struct pc_posted *posted = &receive->posted;
-    struct pc_message *message = (struct pc_message *)pc_match_post_again(&context->matching, posted);
+    struct pc_message *message =
+        (struct pc_message *)pc_match_post_again(&context->matching, posted);
     if (message != NULL) {
         if (!posted->peek)
             return message;
@@ -187,7 +194,8 @@ static struct pc_receive *offer(struct pc_context *context, struct pc_message *m
     return (struct pc_receive *)posted;
 }
 
-void pc_context_settle(struct pc_context *context, struct pc_message *message, struct pc_receive *receive) {
+void pc_context_settle(struct pc_context *context, struct pc_message *message,
+                       struct pc_receive *receive) {
     for (;;) {
         if (message == NULL)
             message = post(context, receive);
@@ -207,7 +215,7 @@ void pc_context_settle(struct pc_context *context, struct pc_message *message, s
     }
 }
 
-/* --- what the caller asks for ------------------------------------------------------------------------ */
+/* --- what the caller asks for ----------------------------------------------------------------- */
 
 void pc_receive_start(struct pc_context *context, struct pc_receive *receive) {
     pc_receive_start_at(context, receive, context->matching.next_number++);
@@ -255,7 +263,8 @@ void pc_receive_redirect(struct pc_receive *receive, void *into) {
     pc_engine_leave(engine);
 }
 
-void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, struct pc_message *message) {
+void pc_receive_hold(struct pc_context *context, struct pc_receive *receive,
+                     struct pc_message *message) {
     receive->posted.queued.source = message->match.queued.source;
     receive->context = context;
     message->context = context;
@@ -294,7 +303,8 @@ void pc_receive_drop(struct pc_receive *receive) {
 
 /* Let a message that is being read go on in memory of ours. False: there is none. */
 static bool park(struct pc_message *message, void *into) {
-    unsigned char *spare = malloc(message->nbytes + (message->nbytes == 0)); /* never NULL for want of bytes */
+    /* never NULL for want of bytes */
+    unsigned char *spare = malloc(message->nbytes + (message->nbytes == 0));
     if (spare == NULL)
         return false;
     message->spare = spare;
@@ -336,8 +346,8 @@ bool pc_receive_give_up(struct pc_receive *receive) {
     return true;
 }
 
-int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header, size_t header_nbytes,
-                  enum pc_way way) {
+int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header,
+                  size_t header_nbytes, enum pc_way way) {
     struct pc_engine *engine = context->engine;
     send->status = context->broken != 0 ? context->broken : engine->gone[send->peer];
     send->ending.is_send = true;
@@ -387,7 +397,7 @@ bool pc_send_take_back(struct pc_send *send) {
     return true;
 }
 
-/* --- it breaks, or is closed ------------------------------------------------------------------------- */
+/* --- it breaks, or is closed ------------------------------------------------------------------ */
 
 void pc_context_stop(struct pc_context *context, int status, bool closes) {
     struct pc_engine *engine = context->engine;

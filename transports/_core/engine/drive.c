@@ -1,7 +1,8 @@
 /* Who drives, and how it waits. See drive.h.
 
-   Each sleep is announced before the last look, and all that is done for others, ops that end and turns at driving, is
-   done with the lock held, which a sleeper gives up only when it can be woken. tests/core/drive.pml is the proof. */
+   Each sleep is announced before the last look, and all that is done for others, ops that end and
+   turns at driving, is done with the lock held, which a sleeper gives up only when it can be woken.
+   tests/core/drive.pml is the proof. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
@@ -17,7 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* A source that costs a system call is looked at when it has not been for so long, however few turns that were. */
+/* A source that costs a system call is looked at when it has not been for so long, however few
+   turns that were. */
 #define ALL_AFTER_NS 20000u
 /* A yield that takes so long shows that others need the core: the next waits do not spin. */
 #define LONG_YIELD_NS 100000u
@@ -55,13 +57,15 @@ static bool is_open(struct pc_drive *drive) {
     return atomic_load_explicit(&drive->closed, memory_order_acquire) == PC_DRIVE_OPEN;
 }
 
-static bool has_work(struct pc_drive *drive) { return atomic_load_explicit(&drive->work, memory_order_relaxed) != 0; }
+static bool has_work(struct pc_drive *drive) {
+    return atomic_load_explicit(&drive->work, memory_order_relaxed) != 0;
+}
 
 static bool is_background(struct pc_drive *drive, const struct pc_waiter *waiter) {
     return waiter == &drive->background;
 }
 
-/* --- waking -------------------------------------------------------------------------------------------- */
+/* --- waking ----------------------------------------------------------------------------------- */
 
 /* Have the driver look again, if it sleeps. */
 void pc_drive_ring(struct pc_drive *drive) {
@@ -128,7 +132,7 @@ bool pc_drive_take_work(struct pc_drive *drive) {
     return atomic_exchange_explicit(&drive->work, 0, memory_order_acq_rel) != 0;
 }
 
-/* --- driving ------------------------------------------------------------------------------------------- */
+/* --- driving ---------------------------------------------------------------------------------- */
 
 /* Let the sources progress; `now` is 0 if the time is not known. */
 static bool look(struct pc_drive *drive, uint64_t now) {
@@ -185,10 +189,12 @@ static void awaken(struct pc_drive *drive, uint32_t count) {
 }
 
 /* Sleep without the lock; what epoll_wait or poll returns, or minus an errno. */
-static int sleep_on(struct pc_drive *drive, bool background, int timeout_ms, struct epoll_event *events, int room) {
+static int sleep_on(struct pc_drive *drive, bool background, int timeout_ms,
+                    struct epoll_event *events, int room) {
     pc_lock_give(&drive->lock);
     int count;
-    if (background) { /* beside it a caller may come to sleep on the set: what it holds is looked at later */
+    if (background) {
+        /* beside it a caller may come to sleep on the set: what it holds is looked at later */
         struct pollfd both[] = {{drive->epoll, POLLIN, 0}, {drive->background_bell, POLLIN, 0}};
         count = poll(both, 2, timeout_ms);
     } else {
@@ -213,7 +219,8 @@ static void take_events(struct pc_drive *drive, const struct epoll_event *events
 
 #ifdef PC_DRIVE_CHECKED
 /* A sleep came to its end by itself: was there nothing to do all the time? */
-static void check_sleep(struct pc_drive *drive, struct pc_waiter *me, uint64_t started, uint64_t timeout_ns) {
+static void check_sleep(struct pc_drive *drive, struct pc_waiter *me, uint64_t started,
+                        uint64_t timeout_ns) {
     bool is_missed = drive->rung_ns > started ? drive->rung_ns < started + timeout_ns : is_over(me);
     for (uint32_t i = 0; i < drive->num_sources; i++) {
         uint64_t since = drive->sources[i]->ops->ready_ns(drive->sources[i]);
@@ -238,7 +245,8 @@ static enum pc_waited sleep_once(struct pc_drive *drive, struct pc_waiter *me, u
         return waited;
     }
     uint64_t left = time_left(me, now);
-    int timeout_ms = (int)(((left < PC_LONGEST_SLEEP_NS ? left : PC_LONGEST_SLEEP_NS) + 999999u) / 1000000u);
+    int timeout_ms =
+        (int)(((left < PC_LONGEST_SLEEP_NS ? left : PC_LONGEST_SLEEP_NS) + 999999u) / 1000000u);
     struct epoll_event events[8];
     bool background = is_background(drive, me);
     drive->asleep = true;
@@ -309,7 +317,7 @@ enum pc_waited pc_drive_turns(struct pc_drive *drive, struct pc_waiter *me) {
     }
 }
 
-/* --- waiting ------------------------------------------------------------------------------------------- */
+/* --- waiting ---------------------------------------------------------------------------------- */
 
 /* Become the driver, if nobody is, or the background thread is asleep where it drives. */
 static bool take_over(struct pc_drive *drive, struct pc_waiter *me) {
@@ -361,8 +369,8 @@ static void part(struct pc_drive *drive, struct pc_waiter *me) {
     *(me->next != NULL ? &me->next->previous : &drive->last) = me->previous;
 }
 
-enum pc_waited pc_drive_wait(struct pc_drive *drive, struct pc_op *op, struct pc_several *several, uint64_t deadline_ns,
-                             uint64_t slice_ns) {
+enum pc_waited pc_drive_wait(struct pc_drive *drive, struct pc_op *op, struct pc_several *several,
+                             uint64_t deadline_ns, uint64_t slice_ns) {
     struct pc_waiter me = {
         .op = op, .several = several, .deadline_ns = deadline_ns, .slice_ns = slice_ns, .woken = 1};
     if (is_over(&me))
@@ -395,7 +403,7 @@ enum pc_waited pc_drive_wait(struct pc_drive *drive, struct pc_op *op, struct pc
     return waited;
 }
 
-/* --- opening and closing ------------------------------------------------------------------------------- */
+/* --- opening and closing ---------------------------------------------------------------------- */
 
 static int add(struct pc_drive *drive, int fd, uint32_t number, uint32_t events) {
     struct epoll_event event = {.events = events, .data.u32 = number};
@@ -482,7 +490,8 @@ void pc_drive_close(struct pc_drive *drive) {
 }
 
 void pc_drive_forked(struct pc_drive *drive) {
-    /* The set is the parent's too: nothing is taken out of it, only this process's descriptors go. */
+    /* The set is the parent's too: nothing is taken out of it, only this process's descriptors
+       go. */
     atomic_store_explicit(&drive->closed, PC_DRIVE_FORKED, memory_order_release);
     close_descriptors(drive);
 }

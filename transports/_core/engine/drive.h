@@ -1,12 +1,14 @@
 /* Waiting, and progress while somebody waits. Plain C, without Python.
 
-   What comes from other ranks comes from *sources*: the links. Nothing comes by itself: one of the threads that wait
-   *drives*: it lets the sources progress until the op that it waits for is done. The others sleep, each until its op is
-   done or nobody drives any more. A thread in the background drives while something is pending and nobody waits.
+   What comes from other ranks comes from *sources*: the links. Nothing comes by itself: one of the
+   threads that wait *drives*: it lets the sources progress until the op that it waits for is done.
+   The others sleep, each until its op is done or nobody drives any more. A thread in the background
+   drives while something is pending and nobody waits.
 
-   One lock protects everything. The driver has it while it looks at the sources, and not while it yields or sleeps; it
-   lets in who wants it. It sleeps on one epoll set: the sources' descriptors, its bell, and descriptors that others
-   have given, of which the caller is told. It sleeps for 100 ms at most. */
+   One lock protects everything. The driver has it while it looks at the sources, and not while it
+   yields or sleeps; it lets in who wants it. It sleeps on one epoll set: the sources' descriptors,
+   its bell, and descriptors that others have given, of which the caller is told. It sleeps for 100
+   ms at most. */
 #ifndef PC_DRIVE_H
 #define PC_DRIVE_H
 
@@ -22,15 +24,17 @@
 /* A source. Each call is made with the lock held, by one thread at a time. */
 struct pc_source;
 struct pc_source_ops {
-    /* Do what can be done without waiting; whether that was something. It may give the lock back in the middle. */
+    /* Do what can be done without waiting; whether that was something. It may give the lock back in
+       the middle. */
     bool (*progress)(struct pc_source *source);
-    /* The driver is about to sleep: announce that, so that who has something for it makes `fd` readable, and then look
-       once more. False: there is something. */
+    /* The driver is about to sleep: announce that, so that who has something for it makes `fd`
+       readable, and then look once more. False: there is something. */
     bool (*sleep)(struct pc_source *source);
     /* It is awake; after each `sleep`, whatever that has returned. */
     void (*awake)(struct pc_source *source);
 #ifdef PC_DRIVE_CHECKED
-    /* Since when there is something for which who posted it has done all it must; 0: there is nothing. */
+    /* Since when there is something for which who posted it has done all it must; 0: there is
+       nothing. */
     uint64_t (*ready_ns)(struct pc_source *source);
 #endif
 };
@@ -44,7 +48,9 @@ struct pc_source {
 enum pc_waited {
     PC_WAITED_DONE,
     PC_WAITED_DEADLINE,
-    PC_WAITED_LOOK,   /* the slice is over, a signal came, or there is work for the caller: see `pc_drive_take_work` */
+    /* the slice is over, a signal came, or there is work for the caller: see
+       `pc_drive_take_work` */
+    PC_WAITED_LOOK,
     PC_WAITED_CLOSED, /* nothing can be waited for any more */
 };
 
@@ -55,14 +61,16 @@ struct pc_waiter {
     struct pc_waiter *next, *previous;
     struct pc_op *op;
     struct pc_several *several;
-    uint64_t deadline_ns, slice_ns, look_ns; /* `look_ns`: when the slice is over; 0: not known yet */
+    /* `look_ns`: when the slice is over; 0: not known yet */
+    uint64_t deadline_ns, slice_ns, look_ns;
     pc_word woken;
 };
 
 /* What has happened; for tests. */
 struct pc_drive_counts {
     uint64_t sleeps, rests, inherited, stolen, let_in, by_background, parked;
-    uint64_t overslept; /* sleeps that ended by themselves though there was something to do: must be 0 */
+    /* sleeps that ended by themselves though there was something to do: must be 0 */
+    uint64_t overslept;
 };
 
 struct pc_drive {
@@ -73,7 +81,8 @@ struct pc_drive {
     uint32_t spins;       /* looks without a pause; 0 if there are more ranks than cores */
     uint32_t every;       /* turns between looks at sources that are not cheap */
     uint64_t patience_ns; /* for so long it looks and yields before it sleeps */
-    void (*on_work)(void *owner); /* called in the background, without the lock, if there is work; or NULL */
+    /* called in the background, without the lock, if there is work; or NULL */
+    void (*on_work)(void *owner);
     void *owner;
 
     struct pc_source *sources[PC_SOURCES];
@@ -82,7 +91,8 @@ struct pc_drive {
     int watched[PC_WATCHED]; /* descriptors of others, or -1 */
     pc_word fired;           /* one of them was readable, and none is watched anew */
 
-    struct pc_waiter *first, *last; /* those that wait, the driver among them unless it is the background thread */
+    /* those that wait, the driver among them unless it is the background thread */
+    struct pc_waiter *first, *last;
     struct pc_waiter *driver;
     bool asleep; /* the driver sleeps, and the sources know it */
     pc_word work;
@@ -110,10 +120,11 @@ struct pc_drive {
 
 /* 0, or an errno. */
 int pc_drive_open(struct pc_drive *drive);
-/* Have everybody who waits return, and wait for that; then end the background thread. Not from `on_work`. The memory
-   of `drive` stays, for calls that come too late, which are told. */
+/* Have everybody who waits return, and wait for that; then end the background thread. Not from
+   `on_work`. The memory of `drive` stays, for calls that come too late, which are told. */
 void pc_drive_close(struct pc_drive *drive);
-/* In the child of a fork: whatever the parent's threads were doing, nothing works any more. No lock is taken. */
+/* In the child of a fork: whatever the parent's threads were doing, nothing works any more. No lock
+   is taken. */
 void pc_drive_forked(struct pc_drive *drive);
 
 /* Take the lock; false: it is not taken, this is closed. */
@@ -128,18 +139,19 @@ static inline bool pc_drive_enter(struct pc_drive *drive) {
 }
 static inline void pc_drive_leave(struct pc_drive *drive) { pc_lock_give(&drive->lock); }
 
-/* Wait until the op is done, or the wait for several, of which one is NULL. Deadline: a time of the monotonic clock; 0:
-   look once; PC_FOR_EVER: none. Slice: how long to wait before the caller wants to look for itself; PC_FOR_EVER: it
-   does not. Without the lock. */
-enum pc_waited pc_drive_wait(struct pc_drive *drive, struct pc_op *op, struct pc_several *several, uint64_t deadline_ns,
-                             uint64_t slice_ns);
-/* The caller, having been told to look, does the work that there is; false: there is none, or another thread does
-   it. */
+/* Wait until the op is done, or the wait for several, of which one is NULL. Deadline: a time of the
+   monotonic clock; 0: look once; PC_FOR_EVER: none. Slice: how long to wait before the caller wants
+   to look for itself; PC_FOR_EVER: it does not. Without the lock. */
+enum pc_waited pc_drive_wait(struct pc_drive *drive, struct pc_op *op, struct pc_several *several,
+                             uint64_t deadline_ns, uint64_t slice_ns);
+/* The caller, having been told to look, does the work that there is; false: there is none, or
+   another thread does it. */
 bool pc_drive_take_work(struct pc_drive *drive);
 
 /* All of these with the lock held; 0, or an errno. */
 int pc_drive_add(struct pc_drive *drive, struct pc_source *source);
-/* Have the caller of a wait told when a descriptor is readable: once, until `pc_drive_watch_again`. */
+/* Have the caller of a wait told when a descriptor is readable: once, until
+   `pc_drive_watch_again`. */
 int pc_drive_watch(struct pc_drive *drive, int fd);
 void pc_drive_watch_again(struct pc_drive *drive);
 
@@ -158,7 +170,8 @@ void pc_drive_ring(struct pc_drive *drive);
 uint64_t pc_drive_now_ns(void);
 /* background.c */
 void pc_drive_call_background(struct pc_drive *drive);
-/* Whether somebody must drive: something is pending, or a thread that did not wait has left work. */
+/* Whether somebody must drive: something is pending, or a thread that did not wait has left
+   work. */
 bool pc_drive_is_needed(struct pc_drive *drive);
 
 #ifdef PC_DRIVE_CHECKED

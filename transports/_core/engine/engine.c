@@ -1,11 +1,11 @@
-/* The engine: which contexts there are, what links tell, and what ends with a peer. See engine.h. */
+/* The engine: which contexts there are, and what links tell. See engine.h. */
 #include "engine.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* --- what has ended is told -------------------------------------------------------------------------- */
+/* --- what has ended is told ------------------------------------------------------------------- */
 
 void pc_engine_tell(struct pc_engine *engine, struct pc_ending *ending) {
     if (ending->stands)
@@ -46,7 +46,7 @@ void pc_engine_leave(struct pc_engine *engine) {
     engine->telling = false;
 }
 
-/* --- memory that links may still use ----------------------------------------------------------------- */
+/* --- memory that links may still use ---------------------------------------------------------- */
 
 void pc_engine_give_scratch(struct pc_engine *engine, void *memory) {
     if (engine->num_unsettled == 0 || memory == NULL) {
@@ -71,10 +71,11 @@ void pc_engine_settled(struct pc_engine *engine) {
     }
 }
 
-/* --- the contexts ------------------------------------------------------------------------------------ */
+/* --- the contexts ----------------------------------------------------------------------------- */
 
 /* A context without messages, in the list of all; NULL: there is no memory. */
-static struct pc_context *new_context(struct pc_engine *engine, uint64_t ident, size_t num_members, int me) {
+static struct pc_context *new_context(struct pc_engine *engine, uint64_t ident, size_t num_members,
+                                      int me) {
     struct pc_context *context = calloc(1, sizeof *context);
     int *members = malloc((num_members + 1) * sizeof *members);
     if (context == NULL || members == NULL) {
@@ -176,8 +177,8 @@ void pc_engine_free(struct pc_engine *engine) {
     free(engine->closed);
 }
 
-struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members, size_t num_members,
-                                   int me) {
+struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members,
+                                   size_t num_members, int me) {
     struct pc_context *context = new_context(engine, ident, num_members, me);
     if (context == NULL)
         return NULL;
@@ -193,7 +194,8 @@ struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, con
         engine->num_unopened--;
         message->context = context;
         if (message->header[0] == PC_KIND_P2P)
-            (void)pc_match_arrive(&context->matching, &message->match, &told); /* nothing is posted yet */
+            /* nothing is posted yet */
+            (void)pc_match_arrive(&context->matching, &message->match, &told);
         else if (pc_call_arrived(context, message) < 0)
             pc_message_drop(engine, message, false); /* its sender has sent two of one address */
     }
@@ -215,7 +217,7 @@ void pc_context_close(struct pc_context *context) {
     pc_engine_leave(engine);
 }
 
-/* --- what links tell --------------------------------------------------------------------------------- */
+/* --- what links tell -------------------------------------------------------------------------- */
 
 /* A message for a context that its sender has opened, and this rank is still about to open. */
 static int keep_unopened(struct pc_engine *engine, uint64_t ident, struct pc_message *message) {
@@ -224,8 +226,9 @@ static int keep_unopened(struct pc_engine *engine, uint64_t ident, struct pc_mes
     if (message->state == PC_MESSAGE_PASSING && !pc_message_keep(message))
         return -ENOMEM;
     struct pc_chained *chained = find(&engine->unopened, ident);
-    struct pc_unopened *unopened =
-        chained != NULL ? PC_CHAINED_IN(chained, struct pc_unopened, by_ident) : calloc(1, sizeof *unopened);
+    struct pc_unopened *unopened = chained != NULL
+                                       ? PC_CHAINED_IN(chained, struct pc_unopened, by_ident)
+                                       : calloc(1, sizeof *unopened);
     if (unopened == NULL)
         return -ENOMEM;
     if (chained == NULL) {
@@ -243,8 +246,10 @@ static int keep_unopened(struct pc_engine *engine, uint64_t ident, struct pc_mes
     return 0;
 }
 
-/* There is no memory for a payload that is about to pass: take the message out, and undo what it has done. */
-static void undo_arrival(struct pc_context *context, struct pc_message *message, struct pc_ending **mark) {
+/* There is no memory for a payload that is about to pass: take the message out, and undo what it
+   has done. */
+static void undo_arrival(struct pc_context *context, struct pc_message *message,
+                         struct pc_ending **mark) {
     struct pc_engine *engine = context->engine;
     struct pc_ending *ending = *mark;
     *mark = NULL;
@@ -262,7 +267,8 @@ static void undo_arrival(struct pc_context *context, struct pc_message *message,
         receive->context = context;
         receive->message = NULL;
         receive->state = PC_RECEIVE_POSTED;
-        (void)pc_match_post_again(&context->matching, &receive->posted); /* it has waited: nothing else fits */
+        /* it has waited: nothing else fits */
+        (void)pc_match_post_again(&context->matching, &receive->posted);
     }
 }
 
@@ -270,9 +276,11 @@ static int arrived_in(struct pc_context *context, struct pc_message *message) {
     struct pc_engine *engine = context->engine;
     struct pc_ending **mark = engine->last_ending;
     message->context = context;
-    message->match.queued.number = context->matching.next_number++; /* it comes after all that is here */
+    /* it comes after all that is here */
+    message->match.queued.number = context->matching.next_number++;
     pc_context_settle(context, message, NULL);
-    if (engine->arriving == NULL || message->state != PC_MESSAGE_PASSING || pc_message_keep(message))
+    if (engine->arriving == NULL || message->state != PC_MESSAGE_PASSING ||
+        pc_message_keep(message))
         return 0;
     undo_arrival(context, message, mark);
     return -ENOMEM;
@@ -283,12 +291,13 @@ static bool is_whole(const struct pc_incoming *in) {
     const unsigned char *header = in->header;
     if (header[0] == PC_KIND_P2P)
         return in->header_nbytes >= PC_P2P_NBYTES && header[16] < 0x80; /* no tag is negative */
-    return in->header_nbytes >= PC_COLLECTIVE_NBYTES + (header[0] == PC_KIND_OFFERED ? PC_OFFER_NBYTES : 0);
+    return in->header_nbytes >=
+           PC_COLLECTIVE_NBYTES + (header[0] == PC_KIND_OFFERED ? PC_OFFER_NBYTES : 0);
 }
 
 /* A message that belongs to a context. */
-static int matched_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in,
-                           struct pc_message **kept) {
+static int matched_arrived(struct pc_engine *engine, struct pc_link *link,
+                           const struct pc_incoming *in, struct pc_message **kept) {
     const unsigned char *header = in->header;
     if (!is_whole(in))
         return -EPROTO;
@@ -301,9 +310,11 @@ static int matched_arrived(struct pc_engine *engine, struct pc_link *link, const
     int error = 0;
     engine->arriving = message;
     struct pc_chained *chained = find(&engine->by_ident, ident);
-    struct pc_context *context = chained != NULL ? PC_CHAINED_IN(chained, struct pc_context, by_ident) : NULL;
+    struct pc_context *context =
+        chained != NULL ? PC_CHAINED_IN(chained, struct pc_context, by_ident) : NULL;
     if (context != NULL && context->broken == 0)
-        error = header[0] == PC_KIND_P2P ? arrived_in(context, message) : pc_call_arrived(context, message);
+        error = header[0] == PC_KIND_P2P ? arrived_in(context, message)
+                                         : pc_call_arrived(context, message);
     else if (context != NULL)
         pc_message_drop(engine, message, false);
     else if (find(&engine->by_closed, ident) != NULL)
@@ -312,7 +323,8 @@ static int matched_arrived(struct pc_engine *engine, struct pc_link *link, const
         error = keep_unopened(engine, ident, message);
     if (error != 0)
         pc_message_free(engine, message);
-    else if (engine->arriving != NULL && (message->state != PC_MESSAGE_HERE || message->spare == NULL))
+    else if (engine->arriving != NULL &&
+             (message->state != PC_MESSAGE_HERE || message->spare == NULL))
         *kept = message;
     engine->arriving = NULL;
     return error;
@@ -329,8 +341,8 @@ int pc_message_to_caller(struct pc_engine *engine, struct pc_message *message) {
 }
 
 /* A message of another kind: it is held by a receive of the caller's from the beginning. */
-static int other_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in,
-                         struct pc_message **kept) {
+static int other_arrived(struct pc_engine *engine, struct pc_link *link,
+                         const struct pc_incoming *in, struct pc_message **kept) {
     struct pc_message *message = pc_message_new(engine, link, in);
     if (message == NULL)
         return -ENOMEM;
@@ -351,7 +363,8 @@ int pc_arrived(struct pc_engine *engine, struct pc_link *link, const struct pc_i
         return -EPROTO;
     int error = -EPROTO, kind = *(const unsigned char *)incoming->header;
     pc_engine_enter(engine);
-    if (kind == PC_KIND_P2P || (engine->matches_calls && (kind == PC_KIND_COLLECTIVE || kind == PC_KIND_OFFERED)))
+    if (kind == PC_KIND_P2P ||
+        (engine->matches_calls && (kind == PC_KIND_COLLECTIVE || kind == PC_KIND_OFFERED)))
         error = matched_arrived(engine, link, incoming, message);
     else if (engine->other != NULL)
         error = other_arrived(engine, link, incoming, message);
@@ -433,63 +446,5 @@ void pc_sent(struct pc_engine *engine, struct pc_send *send) {
 void pc_send_failed(struct pc_engine *engine, struct pc_send *send, int status) {
     pc_engine_enter(engine);
     pc_send_end(engine, send, status);
-    pc_engine_leave(engine);
-}
-
-/* --- a peer has ended -------------------------------------------------------------------------------- */
-
-/* Its messages in a list, but those that are here, are gone. */
-static void forget_list(struct pc_engine *engine, struct pc_message_list *list, int peer, int status) {
-    for (struct pc_message *message = list->first, *next; message != NULL; message = next) {
-        next = message->next;
-        bool is_lost = message->state == PC_MESSAGE_WAITS || message->state == PC_MESSAGE_READING;
-        if (message->match.queued.source != peer || !is_lost)
-            continue;
-        struct pc_receive *receive = pc_message_forget(engine, message);
-        if (receive != NULL)
-            pc_receive_end(engine, receive, status, NULL);
-    }
-}
-
-static void forget_in(struct pc_context *context, int peer, int status) {
-    struct pc_engine *engine = context->engine;
-    for (struct pc_send *send = context->sends, *next; send != NULL; send = next) {
-        next = send->next;
-        if (send->peer == peer)
-            pc_send_end(engine, send, status);
-    }
-    forget_list(engine, &context->taken, peer, status);
-    struct pc_unexpected *each = pc_match_first_message(&context->matching);
-    for (struct pc_unexpected *next; each != NULL; each = next) {
-        struct pc_message *message = (struct pc_message *)each;
-        next = pc_match_next_message(each);
-        if (each->queued.source == peer && message->state != PC_MESSAGE_HERE)
-            (void)pc_message_forget(engine, message);
-    }
-    struct pc_posted *posted = pc_match_first_posted(&context->matching);
-    for (struct pc_posted *next; posted != NULL; posted = next) {
-        next = pc_match_next_posted(posted);
-        int reason = pc_context_no_sender(context, posted->queued.source);
-        if (reason == 0)
-            continue;
-        pc_match_withdraw_posted(&context->matching, posted);
-        pc_receive_end(engine, (struct pc_receive *)posted, reason, NULL);
-    }
-    pc_calls_forget(context, peer, status);
-}
-
-void pc_engine_forget(struct pc_engine *engine, int peer, int status) {
-    if (engine->gone[peer] != 0)
-        return;
-    pc_engine_enter(engine);
-    engine->gone[peer] = status;
-    engine->links[peer]->ops->forget(engine->links[peer], peer);
-    forget_list(engine, &engine->abandoned, peer, status);
-    for (struct pc_context *context = engine->contexts; context != NULL; context = context->next)
-        forget_in(context, peer, status);
-    for (struct pc_unopened *unopened = engine->first_unopened, *next; unopened != NULL; unopened = next) {
-        next = unopened->next; /* it is freed with its last message */
-        forget_list(engine, &unopened->messages, peer, status);
-    }
     pc_engine_leave(engine);
 }

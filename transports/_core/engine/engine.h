@@ -1,14 +1,15 @@
-/* The message engine of one rank: communicators (here *contexts*), the messages that have come for them, and the
-   receives and sends that are under way.
+/* The message engine of one rank: communicators (here *contexts*), the messages that have come for
+   them, and the receives and sends that are under way.
 
-   A message of a collective has an address instead: its call, by number, and where it belongs in that call. It also brings
-   the call as text, so that ranks which have made different calls find out: such a message goes to the caller.
+   A message of a collective has an address instead: its call, by number, and where it belongs in
+   that call. It also brings the call as text, so that ranks which have made different calls find
+   out: such a message goes to the caller.
 
-   Ranks are world ranks. The memory of receives and sends is the caller's; that of contexts and messages is the
-   engine's. Nothing here locks: the caller holds the engine's lock for everything.
+   Ranks are world ranks. The memory of receives and sends is the caller's; that of contexts and
+   messages is the engine's. Nothing here locks: the caller holds the engine's lock for everything.
 
-   What ends is told by a callback, after all that the call had to do is done: a callback may call the engine. Callbacks
-   come in the order in which things have ended, one after the other. */
+   What ends is told by a callback, after all that the call had to do is done: a callback may call
+   the engine. Callbacks come in the order in which things have ended, one after the other. */
 #ifndef PC_ENGINE_H
 #define PC_ENGINE_H
 
@@ -17,14 +18,15 @@
 #include "match.h"
 #include "scratch.h"
 
-/* A status is 0, a negative errno of a link, one of these, or what the caller has given to `pc_context_break` or
-   `pc_engine_forget`, which is positive. */
+/* A status is 0, a negative errno of a link, one of these, or what the caller has given to
+   `pc_context_break` or `pc_engine_forget`, which is positive. */
 enum {
     PC_REFUSED = -100001, /* the message does not fit the receive, and is where it was */
     PC_CONTEXT_CLOSED = -100002,  /* the context was closed */
     PC_NO_VALUE = -100004, /* of a run: a step reads a chunk that has no value */
     PC_STOPPED = -100005, /* a send was stopped before it could end */
-    PC_TAKEN_BACK = -100003,      /* the sender has taken back the message that an asking receive had */
+    /* the sender has taken back the message that an asking receive had */
+    PC_TAKEN_BACK = -100003,
 };
 
 /* Closed contexts that are remembered: messages that come too late for them are dropped. */
@@ -42,14 +44,21 @@ enum {
 /* Calls that have ended and are remembered, to name them when a message comes for one of them. */
 #define PC_LAST_CALLS 16
 
-/* Header of a point-to-point message, little-endian: kind u8, context u64, tag i64, form u8; then the description. */
+/* Header of a point-to-point message, little-endian: kind u8, context u64, tag i64, form u8; then
+   the description. */
 enum { PC_KIND_P2P = 1, PC_FORM_AT = 17, PC_P2P_NBYTES = 18 };
-/* Header of a message of a collective: kind u8, context u64, call u32, lane u16, index u32; then the call as text. Of one
-   that is offered there is an offer before that. */
-enum { PC_KIND_COLLECTIVE = 2, PC_KIND_OFFERED = 4, PC_COLLECTIVE_NBYTES = 19, PC_OFFER_NBYTES = 88 };
-void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag, unsigned char form);
+/* Header of a message of a collective: kind u8, context u64, call u32, lane u16, index u32; then
+   the call as text. Of one that is offered there is an offer before that. */
+enum {
+    PC_KIND_COLLECTIVE = 2,
+    PC_KIND_OFFERED = 4,
+    PC_COLLECTIVE_NBYTES = 19,
+    PC_OFFER_NBYTES = 88
+};
+void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t tag,
+                   unsigned char form);
 
-/* --- messages ---------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 
 enum pc_message_state {
     PC_MESSAGE_PASSING, /* in `passing`, until `pc_arrived` returns */
@@ -84,12 +93,13 @@ struct pc_message {
     unsigned char short_header[PC_SHORT_HEADER];
 };
 
-/* --- receives ---------------------------------------------------------------------------------------- */
+/* --- receives --------------------------------------------------------------------------------- */
 
 enum pc_receive_state {
     PC_RECEIVE_IDLE,    /* the caller's: not started, or given up */
     PC_RECEIVE_POSTED,  /* it waits for a message */
-    PC_RECEIVE_HELD,    /* it asks: `message` has come for it, and the caller says what becomes of it */
+    /* it asks: `message` has come for it, and the caller says what becomes of it */
+    PC_RECEIVE_HELD,
     PC_RECEIVE_READING, /* its message is being read */
     PC_RECEIVE_ENDED,
 };
@@ -105,7 +115,8 @@ struct pc_receive {
     void *into;
     struct pc_keeper keeper; /* of `into` */
     size_t room;
-    const void *expects; /* with what the header must go on from its form: the caller's, until it has ended */
+    /* with what the header must go on from its form: the caller's, until it has ended */
+    const void *expects;
     size_t expects_nbytes; /* 0: any will do, and if it asks, any length */
     /* It is held or has ended. The latter is the last that is done with it. */
     void (*told)(struct pc_receive *receive);
@@ -116,7 +127,8 @@ struct pc_receive {
     int status, source;
     int64_t tag;
     size_t nbytes;
-    /* Of a probe, and of a receive that was refused: a copy, to be freed by the caller; NULL: there was no memory. */
+    /* Of a probe, and of a receive that was refused: a copy, to be freed by the caller; NULL: there
+       was no memory. */
     unsigned char *header;
     size_t header_nbytes;
 
@@ -125,9 +137,10 @@ struct pc_receive {
     struct pc_ending ending;
 };
 
-/* --- contexts ---------------------------------------------------------------------------------------- */
+/* --- contexts --------------------------------------------------------------------------------- */
 
-/* A collective call: a text that says what it is, and after a zero byte where it was made, which may differ. */
+/* A collective call: a text that says what it is, and after a zero byte where it was made, which
+   may differ. */
 struct pc_called {
     uint64_t number;
     size_t nbytes, signature_nbytes; /* all of the text; of what must be the same on all ranks */
@@ -137,7 +150,8 @@ struct pc_called {
 
 struct pc_context {
     struct pc_engine *engine;
-    size_t num_users; /* who has opened it, until it is closed, and its runs: it is freed after the last one */
+    /* who has opened it, until it is closed, and its runs: it is freed after the last one */
+    size_t num_users;
     uint64_t ident;
     int me;
     int *members;
@@ -178,18 +192,22 @@ struct pc_closed {
 struct pc_engine {
     int size;
     struct pc_link **links; /* by peer; the caller's */
-    /* A message of another kind has come, or one of a call that differs: a receive for it, asking, which will hold it and
-       is told so; NULL: there is no memory. Without this function only point-to-point messages are known. */
+    /* A message of another kind has come, or one of a call that differs: a receive for it, asking,
+       which will hold it and is told so; NULL: there is no memory. Without this function only
+       point-to-point messages are known. */
     struct pc_receive *(*other)(struct pc_engine *engine, const struct pc_message *message);
-    bool matches_calls; /* messages of collectives are matched here; else they are of another kind */
-    /* What links say of a peer: all that it ever sent has come; or its link is gone. NULL: nobody asks. */
+    /* messages of collectives are matched here; else they are of another kind */
+    bool matches_calls;
+    /* What links say of a peer: all that it ever sent has come; or its link is gone. NULL: nobody
+       asks. */
     void (*finished)(struct pc_engine *engine, int peer);
     void (*lost)(struct pc_engine *engine, int peer, const char *why);
     void *owner;
 
     uint64_t num_sent, sent_nbytes; /* messages, and their payloads */
     int *gone; /* by peer: a status; 0: it is there */
-    struct pc_context *others; /* to which messages of other kinds belong, and their sends: nothing is matched there */
+    /* to which messages of other kinds belong, and their sends: nothing is matched there */
+    struct pc_context *others;
     struct pc_context *contexts;
     struct pc_chains by_ident, unopened, by_closed;
     struct pc_closed *closed; /* a ring */
@@ -210,40 +228,45 @@ struct pc_engine {
 
 /* 0, or -ENOMEM. */
 int pc_engine_open(struct pc_engine *engine);
-/* The links are closed, and so are all contexts; of other messages and their sends nothing is under way. */
+/* The links are closed, and so are all contexts; of other messages and their sends nothing is under
+   way. */
 void pc_engine_free(struct pc_engine *engine);
-/* A peer has ended, for the reason `status`. What waits for it fails; messages of it that are here may still be
-   received. */
+/* A peer has ended, for the reason `status`. What waits for it fails; messages of it that are here
+   may still be received. */
 void pc_engine_forget(struct pc_engine *engine, int peer, int status);
 
-/* Open a context, which is not open and was not closed; messages that have come for it are handed over. NULL: there is
-   no memory. */
-struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members, size_t num_members,
-                                   int me);
+/* Open a context, which is not open and was not closed; messages that have come for it are handed
+   over. NULL: there is no memory. */
+struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members,
+                                   size_t num_members, int me);
 /* End all that is under way with `status`, and so what is started later; drop what has come. */
 void pc_context_break(struct pc_context *context, int status);
 /* The same with PC_CONTEXT_CLOSED, if it is not broken; and free it. */
 void pc_context_close(struct pc_context *context);
 
-/* Start a receive or a probe. Its state says what has become of it; if it is held or has ended `told` is called, too,
-   as it is later. A receive whose message is taken back waits again, in its place; one that asks ends with
-   PC_TAKEN_BACK. */
+/* Start a receive or a probe. Its state says what has become of it; if it is held or has ended
+   `told` is called, too, as it is later. A receive whose message is taken back waits again, in its
+   place; one that asks ends with PC_TAKEN_BACK. */
 void pc_receive_start(struct pc_context *context, struct pc_receive *receive);
 /* The same in the place of an earlier one: its `posted.queued.number`. */
 void pc_receive_start_at(struct pc_context *context, struct pc_receive *receive, uint64_t number);
-/* Have the message that a receive holds written to `into`. 0, or a negative errno of its link: it holds it still. */
+/* Have the message that a receive holds written to `into`. 0, or a negative errno of its link: it
+   holds it still. */
 int pc_receive_into(struct pc_receive *receive, void *into);
-/* Have one whose message is being read go on elsewhere; what is there already is copied. It may end at once. */
+/* Have one whose message is being read go on elsewhere; what is there already is copied. It may end
+   at once. */
 void pc_receive_redirect(struct pc_receive *receive, void *into);
-/* Give up: it does not end, and nothing is written any more. A message that it has goes back to its place. False: it
-   has ended, or it goes on for want of memory, as its state says. */
+/* Give up: it does not end, and nothing is written any more. A message that it has goes back to its
+   place. False: it has ended, or it goes on for want of memory, as its state says. */
 bool pc_receive_give_up(struct pc_receive *receive);
-/* Have a receive that was not started hold the message that another one holds, which is idle then. It is told. */
+/* Have a receive that was not started hold the message that another one holds, which is idle then.
+   It is told. */
 void pc_receive_take_over(struct pc_receive *receive, struct pc_receive *from);
 /* Give up an asking receive that has a message, which nobody wants: it does not end. */
 void pc_receive_drop(struct pc_receive *receive);
 
-/* Begin a collective call: those of the same number belong together on all ranks. NULL: there is no memory. */
+/* Begin a collective call: those of the same number belong together on all ranks. NULL: there is no
+   memory. */
 struct pc_called *pc_context_begin(struct pc_context *context, const void *text, size_t nbytes);
 /* End a call, for which every message was received. */
 void pc_context_end(struct pc_context *context, struct pc_called *call);
@@ -255,14 +278,15 @@ const struct pc_called *pc_call_newest(const struct pc_context *context);
 void pc_collect_start(struct pc_context *context, struct pc_receive *receive);
 
 /* Start a send. PC_UNDER_WAY; PC_SENT: it has ended already, with its `status`. */
-int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header, size_t header_nbytes,
-                  enum pc_way way);
+int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header,
+                  size_t header_nbytes, enum pc_way way);
 /* Stop a send, to take it back next. False: it is too late, and it goes on, or has ended. */
 bool pc_send_stop(struct pc_send *send);
-/* Give up a send, stopped or not: it does not end, and its memory is not used any more. False: it has ended. */
+/* Give up a send, stopped or not: it does not end, and its memory is not used any more. False: it
+   has ended. */
 bool pc_send_take_back(struct pc_send *send);
 
-/* --- for the engine's own files ---------------------------------------------------------------------- */
+/* --- for the engine's own files --------------------------------------------------------------- */
 
 /* Around everything that the caller or a link calls: what has ended is told last. */
 static inline void pc_engine_enter(struct pc_engine *engine) { engine->depth++; }
@@ -278,7 +302,8 @@ void pc_engine_give_scratch(struct pc_engine *engine, void *memory);
 void pc_engine_settled(struct pc_engine *engine);
 
 /* A message that stands nowhere yet, of a link; NULL: there is no memory. */
-struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in);
+struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link,
+                                  const struct pc_incoming *in);
 /* Copy a payload that is about to pass. False: there is no memory. */
 bool pc_message_keep(struct pc_message *message);
 /* Free a message that stands nowhere. */
@@ -291,28 +316,34 @@ void pc_context_let_go(struct pc_context *context);
 /* Why no message of a source can come any more; 0: it can. */
 int pc_context_no_sender(const struct pc_context *context, int source);
 /* A message, or a receive, that stands nowhere waits in its place, or finds what it waits for. */
-void pc_context_settle(struct pc_context *context, struct pc_message *message, struct pc_receive *receive);
+void pc_context_settle(struct pc_context *context, struct pc_message *message,
+                       struct pc_receive *receive);
 void pc_context_stop(struct pc_context *context, int status, bool closes);
 /* A receive that was not started takes a message that stands nowhere, and is told. */
-void pc_receive_hold(struct pc_context *context, struct pc_receive *receive, struct pc_message *message);
+void pc_receive_hold(struct pc_context *context, struct pc_receive *receive,
+                     struct pc_message *message);
 /* Have a receive or a send told of its state; or not any more. */
 void pc_engine_tell(struct pc_engine *engine, struct pc_ending *ending);
 void pc_engine_tell_not(struct pc_engine *engine, struct pc_ending *ending);
-/* Whether a receive that has taken a message, which stands nowhere, may have it. If it asks it holds it. */
+/* Whether a receive that has taken a message, which stands nowhere, may have it. If it asks it
+   holds it. */
 bool pc_receive_fits(const struct pc_receive *receive, const struct pc_message *message);
 /* Whether the message that a receive holds is offered. */
 bool pc_receive_is_offered(const struct pc_receive *receive);
-void pc_receive_couple(struct pc_receive *receive, struct pc_message *message, enum pc_receive_state state);
-/* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not miss it, but ends.
-   PC_GIVEN_BACK: because of `error`; the receive has not ended. */
+void pc_receive_couple(struct pc_receive *receive, struct pc_message *message,
+                       enum pc_receive_state state);
+/* Have a message, which stands nowhere, written to the memory of a receive. One that asks does not
+   miss it, but ends. PC_GIVEN_BACK: because of `error`; the receive has not ended. */
 enum pc_fetched {
     PC_TAKEN_UP,   /* the receive has it, or has ended with it */
     PC_MISSED,     /* there is no such message any more: the receive waits again */
     PC_GIVEN_BACK, /* the receive does not have it */
 };
-enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *message, int *error);
+enum pc_fetched pc_receive_fetch(struct pc_receive *receive, struct pc_message *message,
+                                 int *error);
 
-/* calls.c: a collective's message that stands nowhere has come for a context. 0, or a negative errno. */
+/* calls.c: a collective's message that stands nowhere has come for a context. 0, or a negative
+   errno. */
 int pc_call_arrived(struct pc_context *context, struct pc_message *message);
 /* Its receive, of which the message was taken back, waits again. */
 void pc_collect_again(struct pc_receive *receive);
@@ -321,8 +352,8 @@ void pc_calls_forget(struct pc_context *context, int peer, int status);
 void pc_calls_free(struct pc_context *context);
 /* Give a message that stands nowhere to the caller. 0, or -ENOMEM. */
 int pc_message_to_caller(struct pc_engine *engine, struct pc_message *message);
-/* Forget a message that its link does not know any more, and that is not here: nobody can receive it. The receive that
-   had it, and has nothing now. */
+/* Forget a message that its link does not know any more, and that is not here: nobody can receive
+   it. The receive that had it, and has nothing now. */
 struct pc_receive *pc_message_forget(struct pc_engine *engine, struct pc_message *message);
 
 void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int status,

@@ -27,7 +27,8 @@ struct pc_link_entry {
     struct pc_message *message;
     unsigned char *where, *into; /* where the owner writes, and where he shall */
     struct pc_keeper keeper;     /* of `into` */
-    void *spare;                 /* `where` is in this memory, which is freed when he does not any more */
+    /* `where` is in this memory, which is freed when he does not any more */
+    void *spare;
     /* Of a send. */
     struct pc_send *send;
     enum pc_way way;
@@ -39,7 +40,9 @@ struct pc_link_entry {
 
 static struct pc_link_queue *of(struct pc_link *link) { return (struct pc_link_queue *)link; }
 
-static struct pc_link_entry *entry_of(const uint64_t token[]) { return (struct pc_link_entry *)(uintptr_t)token[0]; }
+static struct pc_link_entry *entry_of(const uint64_t token[]) {
+    return (struct pc_link_entry *)(uintptr_t)token[0];
+}
 
 static struct pc_link_entry *find(const struct pc_link_queue *self, uint64_t id) {
     uint64_t hash = pc_hash(id, 0);
@@ -49,7 +52,8 @@ static struct pc_link_entry *find(const struct pc_link_queue *self, uint64_t id)
     return chained != NULL ? PC_CHAINED_IN(chained, struct pc_link_entry, by_id) : NULL;
 }
 
-static struct pc_link_entry *new_entry(struct pc_link_queue *self, bool is_send, size_t header_nbytes) {
+static struct pc_link_entry *new_entry(struct pc_link_queue *self, bool is_send,
+                                       size_t header_nbytes) {
     struct pc_link_entry *entry = calloc(1, sizeof *entry + header_nbytes);
     if (entry == NULL)
         return NULL;
@@ -121,10 +125,10 @@ static void end(struct pc_link_queue *self, struct pc_link_entry *entry, bool us
     enqueue(self, entry);
 }
 
-/* --- what the engine asks for ------------------------------------------------------------------------ */
+/* --- what the engine asks for ----------------------------------------------------------------- */
 
-static int queue_send(struct pc_link *link, struct pc_send *send, const void *header, size_t header_nbytes,
-                      enum pc_way way) {
+static int queue_send(struct pc_link *link, struct pc_send *send, const void *header,
+                      size_t header_nbytes, enum pc_way way) {
     struct pc_link_queue *self = of(link);
     struct pc_link_entry *entry = new_entry(self, true, header_nbytes);
     if (entry == NULL)
@@ -182,9 +186,11 @@ static void queue_release(struct pc_link *link, struct pc_message *message) {
         end(of(link), entry, false);
 }
 
-/* The owner may be writing to memory of the message's own: it is freed when he does not any more. */
+/* The owner may be writing to memory of the message's own: it is freed when he does not any
+   more. */
 static void take_spare(struct pc_link_entry *entry, struct pc_message *message) {
-    if (!entry->is_taken || entry->spare != NULL || message->spare == NULL || entry->where != message->spare)
+    if (!entry->is_taken || entry->spare != NULL || message->spare == NULL ||
+        entry->where != message->spare)
         return;
     entry->spare = message->spare;
     message->spare = NULL;
@@ -221,7 +227,7 @@ static void queue_forget(struct pc_link *link, int peer) {
 static const struct pc_link_ops ops = {queue_send,    queue_stop,    queue_take_back, queue_accept,
                                        queue_release, queue_give_up, queue_redirect,  queue_forget};
 
-/* --- what the owner does ----------------------------------------------------------------------------- */
+/* --- what the owner does ---------------------------------------------------------------------- */
 
 static void done(struct pc_link_queue *self) {
     free(self->spare);
@@ -255,7 +261,9 @@ bool pc_link_take(struct pc_link_queue *self, struct pc_order *order) {
     *order = (struct pc_order){
         .id = entry->id, .into = entry->into, .nbytes = entry->nbytes, .keeper = entry->keeper};
     if (entry->is_over)
-        order->kind = entry->is_send ? PC_ORDER_TAKE_BACK : entry->is_taken ? PC_ORDER_GIVE_UP : PC_ORDER_RELEASE;
+        order->kind = entry->is_send    ? PC_ORDER_TAKE_BACK
+                      : entry->is_taken ? PC_ORDER_GIVE_UP
+                                        : PC_ORDER_RELEASE;
     else if (entry->is_send)
         order->kind = PC_ORDER_SEND;
     else
@@ -288,7 +296,8 @@ int pc_link_arrived(struct pc_link_queue *self, struct pc_incoming *incoming, ui
     incoming->token[0] = (uint64_t)(uintptr_t)entry;
     int error = pc_arrived(self->link.engine, &self->link, incoming, &entry->message);
     entry->is_arriving = false;
-    if (error == 0 && (entry->message != NULL || entry->at != NULL) && (!entry->is_over || entry->at != NULL))
+    if (error == 0 && (entry->message != NULL || entry->at != NULL) &&
+        (!entry->is_over || entry->at != NULL))
         *id = entry->id;
     else
         free_entry(self, entry);
@@ -300,7 +309,8 @@ void pc_link_received(struct pc_link_queue *self, uint64_t id) {
     if (entry == NULL || entry->is_over)
         return;
     struct pc_message *message = entry->message;
-    if (entry->into != entry->where && entry->nbytes > 0) /* that it goes on elsewhere was not heard of */
+    if (entry->into != entry->where && entry->nbytes > 0) /* that it goes on elsewhere was not heard
+                                                             of */
         memcpy(entry->into, entry->where, entry->nbytes);
     free_entry(self, entry);
     pc_received(self->link.engine, message);
@@ -341,7 +351,8 @@ uint64_t pc_link_id_of_send(const struct pc_link_queue *self, const struct pc_se
 }
 
 uint64_t pc_link_id_of_message(const struct pc_link_queue *self, const struct pc_message *message) {
-    return message->link == &self->link && message->spare == NULL ? entry_of(message->token)->id : 0;
+    return message->link == &self->link && message->spare == NULL ? entry_of(message->token)->id
+                                                                  : 0;
 }
 
 void pc_link_queue(struct pc_link_queue *self, struct pc_engine *engine) {

@@ -1,12 +1,14 @@
-/* A link by a transport that is not C's: what the engine asks for stands in a queue, from which its owner takes it.
+/* A link by a transport that is not C's: what the engine asks for stands in a queue, from which its
+   owner takes it.
 
-   An order is taken out with the lock, and done without it. Messages and sends are known to the owner by a number. Each
-   stands in the queue once, whatever was asked for: what has been undone before it was taken out was never asked for. So
-   giving up needs no memory, and cannot fail.
+   An order is taken out with the lock, and done without it. Messages and sends are known to the
+   owner by a number. Each stands in the queue once, whatever was asked for: what has been undone
+   before it was taken out was never asked for. So giving up needs no memory, and cannot fail.
 
-   What `give_up`, `redirect` and `take_back` promise of memory holds when the owner has done what stands in the queue.
-   Until then `is_unsettled` is true: whoever has called them sees to that before anybody may use the memory otherwise,
-   and memory of the engine's own is freed by `pc_engine_give_scratch`. */
+   What `give_up`, `redirect` and `take_back` promise of memory holds when the owner has done what
+   stands in the queue. Until then `is_unsettled` is true: whoever has called them sees to that
+   before anybody may use the memory otherwise, and memory of the engine's own is freed by
+   `pc_engine_give_scratch`. */
 #ifndef PC_LINK_QUEUE_H
 #define PC_LINK_QUEUE_H
 

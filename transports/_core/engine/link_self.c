@@ -1,19 +1,20 @@
-/* The link of a rank to itself. A message that is not offered is copied when it is sent: straight into the memory of a
-   receive that waits, else into memory of the engine's. One that is offered is copied when it is accepted. */
+/* The link of a rank to itself. A message that is not offered is copied when it is sent: straight
+   into the memory of a receive that waits, else into memory of the engine's. One that is offered is
+   copied when it is accepted. */
 #include "engine.h"
 
 #include <string.h>
 
-/* What stands in the token of a send that is offered: where its message is, NULL if that was used, and whether it is
-   still being started. */
+/* What stands in the token of a send that is offered: where its message is, NULL if that was used,
+   and whether it is still being started. */
 enum { MESSAGE, STARTING };
 
 static struct pc_message *message_of(const struct pc_send *send) {
     return (struct pc_message *)(uintptr_t)send->token[MESSAGE];
 }
 
-static int self_send(struct pc_link *link, struct pc_send *send, const void *header, size_t header_nbytes,
-                     enum pc_way way) {
+static int self_send(struct pc_link *link, struct pc_send *send, const void *header,
+                     size_t header_nbytes, enum pc_way way) {
     struct pc_incoming incoming = {.peer = send->peer,
                                    .header = header,
                                    .header_nbytes = header_nbytes,
@@ -71,7 +72,9 @@ static void self_take_back(struct pc_link *link, struct pc_send *send) {
 }
 
 /* Nothing of a message to oneself is ever on its way. */
-static void self_give_up(struct pc_link *link, struct pc_message *message) { (void)link, (void)message; }
+static void self_give_up(struct pc_link *link, struct pc_message *message) {
+    (void)link, (void)message;
+}
 
 static bool self_redirect(struct pc_link *link, struct pc_message *message, void *into) {
     (void)link, (void)message, (void)into;
@@ -80,7 +83,10 @@ static bool self_redirect(struct pc_link *link, struct pc_message *message, void
 
 static void self_forget(struct pc_link *link, int peer) { (void)link, (void)peer; }
 
-static const struct pc_link_ops self_ops = {self_send,    self_stop,    self_take_back, self_accept,
-                                            self_release, self_give_up, self_redirect,  self_forget};
+static const struct pc_link_ops self_ops = {self_send,     self_stop,    self_take_back,
+                                            self_accept,   self_release, self_give_up,
+                                            self_redirect, self_forget};
 
-void pc_link_self(struct pc_link *link, struct pc_engine *engine) { *link = (struct pc_link){&self_ops, engine}; }
+void pc_link_self(struct pc_link *link, struct pc_engine *engine) {
+    *link = (struct pc_link){&self_ops, engine};
+}

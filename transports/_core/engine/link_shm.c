@@ -1,130 +1,21 @@
-/* The link over shared memory. See link_shm.h.
-
-   The channel tells what happens in the middle of its progress, and what it told of the end of a send or a receive is
-   freed next; the engine's callbacks may end the same. So ends are queued, and told when progress has returned. What
-   comes is told at once, from the ring or the block where it lies: the channel does nothing more with it.
-
-   Credit bounds what senders may have buffered here, so it is repaid when a payload was used, not when it was copied:
-   each is kept by the link (PC_KEPT), until the engine releases it. One that lies in a ring is moved to memory of ours
-   if it is still there after it was told; most are not. */
-#include "link_shm.h"
+/* The link over shared memory. See link_shm.h.  The channel tells what happens in the middle of its
+   progress, and what it told of the end of a send or a receive is freed next; the engine's
+   callbacks may end the same. So ends are queued, and told when progress has returned. What comes
+   is told at once, from the ring or the block where it lies: the channel does nothing more with it.
+   Credit bounds what senders may have buffered here, so it is repaid when a payload was used, not
+   when it was copied: each is kept by the link (PC_KEPT), until the engine releases it. One that
+   lies in a ring is moved to memory of ours if it is still there after it was told; most are
+   not. */
+#include "link_shm_message.h"
 
 #include <errno.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 
-enum shm_state {
-    SHM_EAGER,     /* the payload is here, in memory of ours or in a ring */
-    SHM_BLOCK,     /* in a block */
-    SHM_OFFERED,
-    SHM_READING,
-    SHM_LEFT,      /* it was accepted when its sender had left: it waits until that is forgotten */
-    SHM_RECEIVED,  /* these two are to be told */
-    SHM_WITHDRAWN,
-};
+/* --- what is told to the engine --------------------------------------------------------------- */
 
-struct pc_shm_message {
-    struct pc_shm_message *next, **at; /* of all */
-    struct pc_shm_message *next_in_queue;
-    struct pc_message *message; /* the engine's; NULL: it was not told yet */
-    enum shm_state state;
-    int peer; /* local rank */
-    bool is_told, is_over; /* it is being told; and the engine is done with it */
-    bool in_offers;
-    size_t nbytes, header_nbytes;
-    const unsigned char *payload, *header;
-    struct pc_block block;
-    struct pc_offer offer;
-    struct pc_chained by_id;
-    uint64_t handle;
-    unsigned char bytes[]; /* payload, header */
-};
-
-static struct pc_link_shm *shm_of(struct pc_link *link) { return (struct pc_link_shm *)link; }
-static struct pc_shm_message *record_of(const struct pc_message *message) {
-    return (struct pc_shm_message *)(uintptr_t)message->token[0];
-}
-static struct pc_channel_send *send_of(struct pc_link_shm *shm, const struct pc_send *send) {
-    return send->token[0] != 0 ? pc_table_get(&shm->channel.sends, send->token[0]) : NULL;
-}
-static struct pc_channel_receive *receive_of(struct pc_link_shm *shm, const struct pc_shm_message *record) {
-    return pc_table_get(&shm->channel.receives, record->handle);
-}
-
-/* The token of a send has its id, 0 when it is over, and then the next one that is. */
-static struct pc_send *next_sent(const struct pc_send *send) { return (struct pc_send *)(uintptr_t)send->token[1]; }
-
-/* --- queues and records ------------------------------------------------------------------------------ */
-
-static void clear(struct pc_shm_queue *queue) {
-    queue->first = NULL;
-    queue->last = &queue->first;
-}
-
-static void append(struct pc_shm_queue *queue, struct pc_shm_message *record) {
-    record->next_in_queue = NULL;
-    *queue->last = record;
-    queue->last = &record->next_in_queue;
-}
-
-static void take_out(struct pc_shm_queue *queue, struct pc_shm_message *record) {
-    struct pc_shm_message **at = &queue->first;
-    while (*at != record)
-        at = &(*at)->next_in_queue;
-    *at = record->next_in_queue;
-    if (*at == NULL)
-        queue->last = at;
-}
-
-static void add(struct pc_link_shm *shm, struct pc_shm_message *record) {
-    record->next = shm->messages;
-    record->at = &shm->messages;
-    if (record->next != NULL)
-        record->next->at = &record->next;
-    shm->messages = record;
-}
-
-static void remove_offer(struct pc_link_shm *shm, struct pc_shm_message *record) {
-    if (record->in_offers)
-        pc_chains_remove(&shm->offers, &record->by_id);
-    record->in_offers = false;
-}
-
-/* The engine does not know the message any more. */
-static void drop(struct pc_link_shm *shm, struct pc_shm_message *record) {
-    remove_offer(shm, record);
-    if (record->state >= SHM_RECEIVED)
-        take_out(&shm->over, record);
-    shm->peers[record->peer].num_withdrawn -= record->state == SHM_WITHDRAWN;
-    if (record->is_told) {
-        record->state = SHM_READING; /* it stands in no queue */
-        record->is_over = true;
-        return;
-    }
-    *record->at = record->next;
-    if (record->next != NULL)
-        record->next->at = record->at;
-    free(record);
-}
-
-/* Its payload was used: the credit is the sender's again. */
-static void use(struct pc_link_shm *shm, struct pc_shm_message *record) {
-    if (record->state == SHM_BLOCK)
-        pc_channel_consume(&shm->channel, record->peer, record->nbytes, &record->block);
-    else if (record->state == SHM_EAGER)
-        pc_channel_use(&shm->channel, record->peer, record->nbytes);
-}
-
-static void lose(struct pc_link_shm *shm, int peer, bool is_mad) {
-    shm->channel.peers[peer].dead = true;
-    shm->peers[peer].ends = shm->peers[peer].is_lost = true;
-    shm->peers[peer].is_mad |= is_mad;
-}
-
-/* --- what is told to the engine ---------------------------------------------------------------------- */
-
-/* Tell that a message has come; as `pc_arrived`. Afterwards the record may be gone: 1; else it is 0. */
+/* Tell that a message has come; as `pc_arrived`. Afterwards the record may be gone: 1; else it is
+   0. */
 static int tell(struct pc_link_shm *shm, struct pc_shm_message *record) {
     struct pc_incoming incoming = {.peer = shm->peers[record->peer].rank,
                                    .header = record->header,
@@ -143,7 +34,8 @@ static int tell(struct pc_link_shm *shm, struct pc_shm_message *record) {
     return error != 0 ? error : record->is_over;
 }
 
-/* A copy of a message that lasts; its header only if it is not told yet. NULL: there is no memory. */
+/* A copy of a message that lasts; its header only if it is not told yet. NULL: there is no
+   memory. */
 static struct pc_shm_message *copy_of(const struct pc_shm_message *record, bool with_header) {
     size_t here = record->state == SHM_EAGER ? record->nbytes : 0;
     size_t header_nbytes = with_header ? record->header_nbytes : 0;
@@ -175,7 +67,8 @@ static void came(struct pc_link_shm *shm, struct pc_shm_message *what) {
         /* There is memory for it before it is told: afterwards it cannot be refused. */
         struct pc_shm_message *record = shm->spare;
         shm->spare = NULL;
-        if (record == NULL && (record = malloc(sizeof *record + shm->channel.inline_limit)) == NULL) {
+        if (record == NULL &&
+            (record = malloc(sizeof *record + shm->channel.inline_limit)) == NULL) {
             lose(shm, what->peer, false);
             return;
         }
@@ -271,8 +164,9 @@ static bool tell_ends(struct pc_link_shm *shm) {
         bool finished = peer->finished;
         peer->ends = peer->finished = false;
         if (peer->is_lost && !peer->forgotten && engine->lost != NULL)
-            engine->lost(engine, peer->rank, peer->is_mad ? "what it wrote into shared memory makes no sense"
-                                                         : "there is no memory for what it sends");
+            engine->lost(engine, peer->rank,
+                         peer->is_mad ? "what it wrote into shared memory makes no sense"
+                                      : "there is no memory for what it sends");
         else if (finished && !peer->forgotten && engine->finished != NULL)
             engine->finished(engine, peer->rank);
         worked = true;
@@ -280,10 +174,10 @@ static bool tell_ends(struct pc_link_shm *shm) {
     return worked;
 }
 
-/* --- what the channel tells -------------------------------------------------------------------------- */
+/* --- what the channel tells ------------------------------------------------------------------- */
 
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes) {
+static void arrived(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const void *payload, size_t nbytes) {
     came(owner, &(struct pc_shm_message){.state = SHM_EAGER,
                                          .peer = peer,
                                          .header = header,
@@ -293,7 +187,8 @@ static void arrived(void *owner, int peer, const void *header, size_t header_nby
 }
 
 static void arrived_in_block(void *owner, int peer, const void *header, size_t header_nbytes,
-                             const unsigned char *payload, size_t nbytes, const struct pc_block *block) {
+                             const unsigned char *payload, size_t nbytes,
+                             const struct pc_block *block) {
     came(owner, &(struct pc_shm_message){.state = SHM_BLOCK,
                                          .peer = peer,
                                          .header = header,
@@ -303,7 +198,8 @@ static void arrived_in_block(void *owner, int peer, const void *header, size_t h
                                          .block = *block});
 }
 
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes, const struct pc_offer *offer) {
+static void offered(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const struct pc_offer *offer) {
     came(owner, &(struct pc_shm_message){.state = SHM_OFFERED,
                                          .peer = peer,
                                          .header = header,
@@ -323,7 +219,8 @@ static void sent(void *owner, uint64_t id) {
     shm->last_sent = send;
 }
 
-/* What comes after it is told after this, or another receive would get it than the one that waits again. */
+/* What comes after it is told after this, or another receive would get it than the one that waits
+   again. */
 static void withdraw(struct pc_link_shm *shm, struct pc_shm_message *record) {
     record->state = SHM_WITHDRAWN;
     shm->peers[record->peer].num_withdrawn++;
@@ -333,7 +230,8 @@ static void withdraw(struct pc_link_shm *shm, struct pc_shm_message *record) {
 static void cancelled(void *owner, int peer, uint64_t id) {
     struct pc_link_shm *shm = owner;
     uint64_t hash = pc_hash(id, (uint64_t)peer);
-    for (struct pc_chained *each = pc_chains_first(&shm->offers, hash); each != NULL; each = each->next) {
+    for (struct pc_chained *each = pc_chains_first(&shm->offers, hash); each != NULL;
+         each = each->next) {
         struct pc_shm_message *record = PC_CHAINED_IN(each, struct pc_shm_message, by_id);
         if (each->hash != hash || record->peer != peer || record->offer.id != id)
             continue;
@@ -370,13 +268,14 @@ static void lost(void *owner, int peer) { lose(owner, peer, true); }
 static void release(void *owner, void *memory) { (void)owner, (void)memory; }
 static void stay(void *owner) { (void)owner; }
 
-static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered, sent,    cancelled, received,
-                                            withdrawn, bye,              lost,    release, stay,      stay};
+static const struct pc_channel_up shm_up = {arrived,   arrived_in_block, offered,   sent,
+                                            cancelled, received,         withdrawn, bye,
+                                            lost,      release,          stay,      stay};
 
-/* --- the direct way ---------------------------------------------------------------------------------- */
+/* --- the direct way --------------------------------------------------------------------------- */
 
-int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message, size_t *header_nbytes,
-                     size_t *nbytes) {
+int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message,
+                     size_t *header_nbytes, size_t *nbytes) {
     int local = shm->local[rank];
     if (local < 0)
         return -1;
@@ -405,170 +304,7 @@ void pc_link_shm_took(struct pc_link_shm *shm, int rank, size_t nbytes) {
         pc_host_wake(shm->channel.host, local);
 }
 
-/* --- what the engine asks for ------------------------------------------------------------------------ */
-
-/* What the channel keeps of a send: its parts that are not empty. NULL: there is no memory. */
-static struct pc_channel_send *offer_of(struct pc_send *send, int local) {
-    struct pc_channel_send *offer = calloc(1, sizeof *offer);
-    struct iovec *table = offer != NULL ? &offer->one : NULL;
-    if (offer != NULL && send->num_parts > 1)
-        table = offer->table = malloc(send->num_parts * sizeof *table);
-    if (table == NULL) {
-        free(offer);
-        return NULL;
-    }
-    offer->peer = local;
-    offer->nbytes = send->nbytes;
-    offer->owner = send;
-    offer->parts.parts = table;
-    for (size_t part = 0; part < send->num_parts; part++)
-        if (send->parts[part].iov_len > 0)
-            table[offer->parts.num_parts++] = send->parts[part];
-    return offer;
-}
-
-static int shm_send(struct pc_link *link, struct pc_send *send, const void *header, size_t header_nbytes,
-                    enum pc_way way) {
-    struct pc_link_shm *shm = shm_of(link);
-    int local = shm->local[send->peer];
-    if (header_nbytes > PC_LONGEST_HEADER)
-        return -EMSGSIZE;
-    if (way != PC_OFFER && send->num_parts == 1 &&
-        pc_channel_post(&shm->channel, local, header, header_nbytes, (struct pc_parts){send->parts, 1}, send->nbytes))
-        return PC_SENT;
-    struct pc_channel_send *offer = offer_of(send, local);
-    if (offer == NULL)
-        return -ENOMEM;
-    if (way != PC_OFFER && send->num_parts != 1 &&
-        pc_channel_post(&shm->channel, local, header, header_nbytes, offer->parts, send->nbytes)) {
-        pc_channel_send_free(&shm->channel, offer);
-        return PC_SENT;
-    }
-    send->token[0] = pc_channel_offer(&shm->channel, offer, header, header_nbytes);
-    return send->token[0] != 0 ? PC_UNDER_WAY : -ENOMEM;
-}
-
-static bool shm_stop(struct pc_link *link, struct pc_send *send) {
-    struct pc_link_shm *shm = shm_of(link);
-    struct pc_channel_send *offer = send_of(shm, send);
-    return offer != NULL && pc_channel_send_stop(&shm->channel, offer);
-}
-
-/* Its end is not told. */
-static void forget_end(struct pc_link_shm *shm, struct pc_send *send) {
-    struct pc_send *before = NULL;
-    for (struct pc_send *each = shm->sent; each != NULL; before = each, each = next_sent(each)) {
-        if (each != send)
-            continue;
-        if (before == NULL)
-            shm->sent = next_sent(send);
-        else
-            before->token[1] = send->token[1];
-        if (shm->last_sent == send)
-            shm->last_sent = before;
-        return;
-    }
-}
-
-static void shm_take_back(struct pc_link *link, struct pc_send *send) {
-    struct pc_link_shm *shm = shm_of(link);
-    struct pc_channel_send *offer = send_of(shm, send);
-    if (offer != NULL)
-        pc_channel_send_give_up(&shm->channel, offer);
-    else
-        forget_end(shm, send);
-}
-
-static int shm_accept(struct pc_link *link, struct pc_message *message, void *into) {
-    struct pc_link_shm *shm = shm_of(link);
-    struct pc_shm_message *record = record_of(message);
-    if (record->state == SHM_WITHDRAWN) {
-        drop(shm, record);
-        return PC_WITHDRAWN;
-    }
-    struct pc_channel_receive *receive = calloc(1, sizeof *receive);
-    uint64_t handle = receive != NULL ? pc_channel_add_receive(&shm->channel, receive) : 0;
-    if (handle == 0) {
-        free(receive);
-        return -ENOMEM;
-    }
-    receive->peer = record->peer;
-    receive->into = into;
-    receive->owner = record;
-    receive->handle = handle;
-    int status = pc_channel_accept(&shm->channel, receive, &record->offer);
-    if (status == 1 || status == -2) {
-        if (status == -2)
-            pc_channel_receive_end(&shm->channel, receive);
-        remove_offer(shm, record);
-        record->handle = handle;
-        record->state = status == 1 ? SHM_READING : SHM_LEFT;
-        return PC_UNDER_WAY;
-    }
-    pc_channel_receive_end(&shm->channel, receive);
-    if (status == -3) {
-        record->offer.transfer = -1; /* that was taken: from now on it can only come in segments */
-        return -ENOMEM;
-    }
-    drop(shm, record);
-    return status == 0 ? PC_RECEIVED : PC_WITHDRAWN;
-}
-
-static void shm_release(struct pc_link *link, struct pc_message *message) {
-    struct pc_link_shm *shm = shm_of(link);
-    struct pc_shm_message *record = record_of(message);
-    use(shm, record);
-    /* Without memory the sender waits in vain. */
-    if (record->state == SHM_OFFERED)
-        pc_channel_tell(&shm->channel, record->peer, PC_FINISHED, record->offer.id);
-    drop(shm, record);
-}
-
-static void shm_give_up(struct pc_link *link, struct pc_message *message) {
-    struct pc_link_shm *shm = shm_of(link);
-    struct pc_shm_message *record = record_of(message);
-    if (record->state == SHM_READING)
-        pc_channel_receive_give_up(&shm->channel, receive_of(shm, record));
-    drop(shm, record);
-}
-
-static bool shm_redirect(struct pc_link *link, struct pc_message *message, void *into) {
-    struct pc_link_shm *shm = shm_of(link);
-    struct pc_shm_message *record = record_of(message);
-    if (record->state == SHM_RECEIVED) {
-        drop(shm, record);
-        return false;
-    }
-    if (record->state == SHM_READING &&
-        pc_channel_receive_redirect(&shm->channel, receive_of(shm, record), into, record) < 0)
-        lose(shm, record->peer, false);
-    return true;
-}
-
-static void shm_forget(struct pc_link *link, int rank) {
-    struct pc_link_shm *shm = shm_of(link);
-    int local = shm->local[rank];
-    struct pc_shm_peer *peer = &shm->peers[local];
-    peer->forgotten = true;
-    pc_channel_forget(&shm->channel, local);
-    for (struct pc_send *send = shm->sent, *next; send != NULL; send = next) {
-        next = next_sent(send);
-        if (send->peer == rank)
-            forget_end(shm, send);
-    }
-    clear(&peer->untold);
-    for (struct pc_shm_message *record = shm->messages, *next; record != NULL; record = next) {
-        next = record->next;
-        bool is_kept = record->state <= SHM_BLOCK && (record->message != NULL || record->is_told);
-        if (record->peer == local && !is_kept)
-            drop(shm, record);
-    }
-}
-
-static const struct pc_link_ops shm_ops = {shm_send,    shm_stop,    shm_take_back, shm_accept,
-                                           shm_release, shm_give_up, shm_redirect,  shm_forget};
-
-/* --- driving ----------------------------------------------------------------------------------------- */
+/* --- driving ---------------------------------------------------------------------------------- */
 
 static struct pc_link_shm *shm_in(struct pc_source *source) {
     return PC_CHAINED_IN(source, struct pc_link_shm, source);
@@ -576,7 +312,8 @@ static struct pc_link_shm *shm_in(struct pc_source *source) {
 
 static bool shm_progress(struct pc_source *source) {
     struct pc_link_shm *shm = shm_in(source);
-    bool worked = pc_channel_progress(&shm->channel) > 0; /* without memory: the next call tries again */
+    /* without memory: the next call tries again */
+    bool worked = pc_channel_progress(&shm->channel) > 0;
     return tell_ends(shm) || worked;
 }
 
@@ -610,12 +347,12 @@ static const struct pc_source_ops source_ops = {shm_progress, shm_sleep, shm_awa
 static const struct pc_source_ops source_ops = {shm_progress, shm_sleep, shm_awake};
 #endif
 
-/* --- life -------------------------------------------------------------------------------------------- */
+/* --- life ------------------------------------------------------------------------------------- */
 
-int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell, const int *ranks,
-                     const pc_channel *limits) {
+int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell,
+                     const int *ranks, const pc_channel *limits) {
     memset(shm, 0, sizeof *shm);
-    shm->link = (struct pc_link){&shm_ops, engine};
+    shm->link = (struct pc_link){&pc_link_shm_ops, engine};
     shm->source = (struct pc_source){.ops = &source_ops, .fd = doorbell, .cheap = true};
     clear(&shm->over);
     shm->channel = *limits;

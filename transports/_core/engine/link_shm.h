@@ -1,4 +1,5 @@
-/* The link to the other ranks of this host: messages go over a channel in shared memory (channel.h). */
+/* The link to the other ranks of this host: messages go over a channel in shared memory
+   (channel.h). */
 #ifndef PC_LINK_SHM_H
 #define PC_LINK_SHM_H
 
@@ -16,8 +17,10 @@ struct pc_shm_queue {
 
 struct pc_shm_peer {
     int rank;                      /* in the job */
-    struct pc_shm_queue untold;    /* messages, in order: the engine had no room for the first, or hears of it last */
-    uint32_t num_withdrawn;        /* messages of which the engine has still to hear that they were taken back */
+    /* messages, in order: the engine had no room for the first, or hears of it last */
+    struct pc_shm_queue untold;
+    /* messages of which the engine has still to hear that they were taken back */
+    uint32_t num_withdrawn;
     bool ends, finished, is_lost, is_mad, forgotten; /* `ends`: the next two are to be told */
 };
 
@@ -28,39 +31,43 @@ struct pc_link_shm {
     struct pc_shm_peer *peers; /* by local rank */
     int *local;                /* by rank in the job; -1: not on this host */
     struct pc_shm_message *messages; /* all that the engine or the link knows */
-    struct pc_shm_message *spare;    /* for a message in a ring, which is most often used while it is told */
+    /* for a message in a ring, which is most often used while it is told */
+    struct pc_shm_message *spare;
     struct pc_chains offers;         /* by peer and id */
-    struct pc_shm_queue over;        /* accepted or offered messages of which the end is to be told */
+    /* accepted or offered messages of which the end is to be told */
+    struct pc_shm_queue over;
     struct pc_send *sent, *last_sent; /* sends of which the end is to be told */
     uint64_t num_kept; /* messages of rings that were not used at once; for tests */
-    void (*rung)(void *owner); /* the doorbell has rung, for whatever thread; the caller's, to be set when it is open */
+    /* the doorbell has rung, for whatever thread; the caller's, to be set when it is open */
+    void (*rung)(void *owner);
     void *owner;
 #ifdef PC_DRIVE_CHECKED
     uint64_t ready_ns;
 #endif
 };
 
-/* The other ranks of this host, `ranks` by local rank, this one among them. Host, doorbell and engine stay the
-   caller's. `limits` has eager_limit, credit, message_cost and single_copy, and else zeros. 0, or an errno; it is to be
-   freed whatever the result. */
-int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell, const int *ranks,
-                     const pc_channel *limits);
-/* The direct way of short messages, past the engine's queues; with its lock, for peers that are there. Send a message of
-   one part at once. False: nothing has happened, send it as any other. */
-static inline bool pc_link_shm_post(struct pc_link_shm *shm, int rank, const void *header, size_t header_nbytes,
-                                    const struct iovec *part) {
+/* The other ranks of this host, `ranks` by local rank, this one among them. Host, doorbell and
+   engine stay the caller's. `limits` has eager_limit, credit, message_cost and single_copy, and
+   else zeros. 0, or an errno; it is to be freed whatever the result. */
+int pc_link_shm_open(struct pc_link_shm *shm, struct pc_engine *engine, pc_host *host, int doorbell,
+                     const int *ranks, const pc_channel *limits);
+/* The direct way of short messages, past the engine's queues; with its lock, for peers that are
+   there. Send a message of one part at once. False: nothing has happened, send it as any other. */
+static inline bool pc_link_shm_post(struct pc_link_shm *shm, int rank, const void *header,
+                                    size_t header_nbytes, const struct iovec *part) {
     return shm->local[rank] >= 0 &&
-           pc_channel_post(&shm->channel, shm->local[rank], header, header_nbytes, (struct pc_parts){part, 1},
-                           part->iov_len);
+           pc_channel_post(&shm->channel, shm->local[rank], header, header_nbytes,
+                           (struct pc_parts){part, 1}, part->iov_len);
 }
-/* The next message of a rank, if it lies in its ring and all that came before has been told: header, then payload. 1; 0:
-   nothing has come; -1: something else has, or must be told before. It stays the next one until `pc_link_shm_took`. */
-int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message, size_t *header_nbytes,
-                     size_t *nbytes);
+/* The next message of a rank, if it lies in its ring and all that came before has been told:
+   header, then payload. 1; 0: nothing has come; -1: something else has, or must be told before. It
+   stays the next one until `pc_link_shm_took`. */
+int pc_link_shm_next(struct pc_link_shm *shm, int rank, const unsigned char **message,
+                     size_t *header_nbytes, size_t *nbytes);
 /* Its payload was used. */
 void pc_link_shm_took(struct pc_link_shm *shm, int rank, size_t nbytes);
-/* Tell all to whom something was sent that nothing more will come; 0, or -ENOMEM. Then let `pc_channel_flush` send what
-   waits for room. */
+/* Tell all to whom something was sent that nothing more will come; 0, or -ENOMEM. Then let
+   `pc_channel_flush` send what waits for room. */
 int pc_link_shm_goodbye(struct pc_link_shm *shm);
 /* Nobody copies from or to memory of this rank any more. */
 void pc_link_shm_close(struct pc_link_shm *shm);

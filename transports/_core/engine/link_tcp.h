@@ -1,8 +1,9 @@
 /* The link over sockets: what transports/_core/tcp.h moves, told to the engine.
 
-   The up-calls of tcp come in the middle of its reading and writing, where it may not be called again: so nothing is
-   told then. What has happened stands in a queue until tcp has come back. A small message is copied into it, and its
-   credit is repaid when it was used: a slow receiver so bounds the memory that is used for it. */
+   The up-calls of tcp come in the middle of its reading and writing, where it may not be called
+   again: so nothing is told then. What has happened stands in a queue until tcp has come back. A
+   small message is copied into it, and its credit is repaid when it was used: a slow receiver so
+   bounds the memory that is used for it. */
 #ifndef PC_LINK_TCP_H
 #define PC_LINK_TCP_H
 
@@ -34,9 +35,11 @@ struct pc_link_tcp {
     struct pc_link link; /* the first member */
 
     struct pc_tcp tcp; /* rank, size, num_lanes, limits */
-    void (*wanted)(void *owner, int peer); /* somebody must dial: a message was sent, and no link was begun yet */
+    /* somebody must dial: a message was sent, and no link was begun yet */
+    void (*wanted)(void *owner, int peer);
     void (*watched)(void *owner);          /* the descriptor given to `pc_tcp_watch` is readable */
-    void (*posted)(void *owner); /* outside of progress there is something to tell: `pc_drive_posted`; or NULL */
+    /* outside of progress there is something to tell: `pc_drive_posted`; or NULL */
+    void (*posted)(void *owner);
     void *owner;
 
     struct pc_source source;

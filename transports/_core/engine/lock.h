@@ -1,9 +1,11 @@
-/* The engine's lock: a word on which threads sleep only if somebody else has it. Plain C, without Python.
+/* The engine's lock: a word on which threads sleep only if somebody else has it. Plain C, without
+   Python.
 
-   Taking and giving it back is one atomic operation each while nobody else wants it. A thread that wants it in vain
-   says so in the word and sleeps. Who comes while the lock is free takes it, even if others have waited for longer; so
-   a thread that drives, and would take it again at once, lets others in by `pc_lock_let_in`: the lock is then handed
-   to one of those that sleep, and the driver comes after it. */
+   Taking and giving it back is one atomic operation each while nobody else wants it. A thread that
+   wants it in vain says so in the word and sleeps. Who comes while the lock is free takes it, even
+   if others have waited for longer; so a thread that drives, and would take it again at once, lets
+   others in by `pc_lock_let_in`: the lock is then handed to one of those that sleep, and the driver
+   comes after it. */
 #ifndef PC_LOCK_H
 #define PC_LOCK_H
 
@@ -17,18 +19,21 @@ enum {
     PC_LOCK_FREE,
     PC_LOCK_HELD,
     PC_LOCK_WANTED, /* held, and threads may sleep for it */
-    PC_LOCK_HANDED, /* for those that sleep, not for who comes; with the number of the hand-over above these bits */
+    /* for those that sleep, not for who comes; with the number of the hand-over above these bits */
+    PC_LOCK_HANDED,
     PC_LOCK_BITS = 2,
 };
 
 struct pc_lock {
     pc_word state;
-    uint32_t handed; /* the last hand-over's number: who sleeps until its own is over takes no other for it */
+    /* the last hand-over's number: who sleeps until its own is over takes no other for it */
+    uint32_t handed;
 };
 
 #define PC_FOR_EVER UINT64_MAX
 
-/* Sleep while the word has this value, for that long at most; 0, or an errno: EAGAIN, EINTR, ETIMEDOUT. */
+/* Sleep while the word has this value, for that long at most; 0, or an errno: EAGAIN, EINTR,
+   ETIMEDOUT. */
 int pc_futex_wait(pc_word *word, uint32_t value, uint64_t timeout_ns);
 /* Wake one thread; whether there was one. */
 bool pc_futex_wake(pc_word *word);
@@ -42,8 +47,8 @@ void pc_lock_hand_over(struct pc_lock *lock);
 
 static inline bool pc_lock_try(struct pc_lock *lock) {
     uint32_t state = PC_LOCK_FREE;
-    return atomic_compare_exchange_strong_explicit(&lock->state, &state, PC_LOCK_HELD, memory_order_acquire,
-                                                   memory_order_relaxed);
+    return atomic_compare_exchange_strong_explicit(&lock->state, &state, PC_LOCK_HELD,
+                                                   memory_order_acquire, memory_order_relaxed);
 }
 
 static inline void pc_lock_take(struct pc_lock *lock) {
@@ -61,7 +66,8 @@ static inline bool pc_lock_is_wanted(struct pc_lock *lock) {
     return atomic_load_explicit(&lock->state, memory_order_relaxed) == PC_LOCK_WANTED;
 }
 
-/* Let one of those in that wait for the lock, and take it back; whether somebody may have been in. */
+/* Let one of those in that wait for the lock, and take it back; whether somebody may have been
+   in. */
 static inline bool pc_lock_let_in(struct pc_lock *lock) {
     if (__builtin_expect(!pc_lock_is_wanted(lock), 1))
         return false;

@@ -4,13 +4,15 @@
 /* So many things are looked through: that takes less time than to keep queues of them. */
 #define FEW 8
 
-/* The queues are given up when only half as many are left, so that one more or less does not make them each time. */
+/* The queues are given up when only half as many are left, so that one more or less does not make
+   them each time. */
 #define FEW_AGAIN (FEW / 2)
 
-/* --- one queue, known by its first thing ------------------------------------------------------------- */
+/* --- one queue, known by its first thing ------------------------------------------------------ */
 
 /* Put a thing in its place. The first of the queue now. */
-static struct pc_queued *queue_insert(struct pc_queued *first, struct pc_queued *thing, enum pc_queue queue) {
+static struct pc_queued *queue_insert(struct pc_queued *first, struct pc_queued *thing,
+                                      enum pc_queue queue) {
     struct pc_queue_place *place = &thing->places[queue];
     place->next = NULL;
     place->prev = thing;
@@ -29,7 +31,8 @@ static struct pc_queued *queue_insert(struct pc_queued *first, struct pc_queued 
         first->places[queue].prev = thing;
         return thing;
     }
-    /* It has come back with an old number. Most do so near an end, and which one is not known: search from both. */
+    /* It has come back with an old number. Most do so near an end, and which one is not known:
+       search from both. */
     struct pc_queued *before = first, *after = last;
     for (;;) {
         PC_LOOK();
@@ -52,7 +55,8 @@ static struct pc_queued *queue_insert(struct pc_queued *first, struct pc_queued 
 }
 
 /* Take a thing out. The first of the queue now; NULL: it is empty. */
-static struct pc_queued *queue_remove(struct pc_queued *first, struct pc_queued *thing, enum pc_queue queue) {
+static struct pc_queued *queue_remove(struct pc_queued *first, struct pc_queued *thing,
+                                      enum pc_queue queue) {
     struct pc_queue_place *place = &thing->places[queue];
     /* The first one knows the last. */
     if (place->next != NULL)
@@ -65,7 +69,7 @@ static struct pc_queued *queue_remove(struct pc_queued *first, struct pc_queued 
     return first;
 }
 
-/* --- queues by pattern ------------------------------------------------------------------------------- */
+/* --- queues by pattern ------------------------------------------------------------------------ */
 
 /* What a thing in such a queue must have. */
 static int source_of(const struct pc_queued *thing, enum pc_queue queue) {
@@ -77,7 +81,8 @@ static int64_t tag_of(const struct pc_queued *thing, enum pc_queue queue) {
 }
 
 /* The first thing of the queue of a pattern, or NULL. */
-static struct pc_queued *first_of(const struct pc_queues *queues, enum pc_queue queue, int source, int64_t tag) {
+static struct pc_queued *first_of(const struct pc_queues *queues, enum pc_queue queue, int source,
+                                  int64_t tag) {
     uint64_t hash = pc_hash((uint64_t)source, (uint64_t)tag);
     struct pc_chained *chained = pc_chains_first(&queues->by_pattern[queue], hash);
     for (; chained != NULL; chained = chained->next) {
@@ -85,7 +90,8 @@ static struct pc_queued *first_of(const struct pc_queues *queues, enum pc_queue 
         struct pc_queue_place *place = PC_CHAINED_IN(chained, struct pc_queue_place, chained);
         struct pc_queued *thing = (struct pc_queued *)(void *)((char *)(place - queue) -
                                                                offsetof(struct pc_queued, places));
-        if (chained->hash == hash && source_of(thing, queue) == source && tag_of(thing, queue) == tag)
+        if (chained->hash == hash && source_of(thing, queue) == source &&
+            tag_of(thing, queue) == tag)
             return thing;
     }
     return NULL;
@@ -105,7 +111,8 @@ static void enter_queue(struct pc_queues *queues, struct pc_queued *thing, enum 
 
 static void leave_queue(struct pc_queues *queues, struct pc_queued *thing, enum pc_queue queue) {
     bool is_first = thing->places[queue].chained.at != NULL;
-    struct pc_queued *old = is_first ? thing : first_of(queues, queue, source_of(thing, queue), tag_of(thing, queue));
+    struct pc_queued *old =
+        is_first ? thing : first_of(queues, queue, source_of(thing, queue), tag_of(thing, queue));
     struct pc_queued *first = queue_remove(old, thing, queue);
     if (first == NULL)
         pc_chains_remove(&queues->by_pattern[queue], &thing->places[queue].chained);
@@ -113,7 +120,7 @@ static void leave_queue(struct pc_queues *queues, struct pc_queued *thing, enum 
         pc_chains_replace(&thing->places[queue].chained, &first->places[queue].chained);
 }
 
-/* --- all that waits of one kind ---------------------------------------------------------------------- */
+/* --- all that waits of one kind --------------------------------------------------------------- */
 
 static void enter_queues(struct pc_queues *queues, struct pc_queued *thing) {
     for (int queue = PC_QUEUE_OWN; queue < queues->end; queue++)
@@ -132,7 +139,8 @@ static void add(struct pc_queues *queues, struct pc_queued *thing) {
     if (queues->hashed) {
         enter_queues(queues, thing);
     } else if (queues->count > FEW) {
-        for (struct pc_queued *each = queues->first; each != NULL; each = each->places[PC_QUEUE_ALL].next)
+        for (struct pc_queued *each = queues->first; each != NULL;
+             each = each->places[PC_QUEUE_ALL].next)
             enter_queues(queues, each);
         queues->hashed = true;
     }
@@ -147,13 +155,15 @@ static void take_out(struct pc_queues *queues, struct pc_queued *thing) {
     leave_queues(queues, thing);
     if (queues->count > FEW_AGAIN)
         return;
-    for (struct pc_queued *each = queues->first; each != NULL; each = each->places[PC_QUEUE_ALL].next)
+    for (struct pc_queued *each = queues->first; each != NULL;
+         each = each->places[PC_QUEUE_ALL].next)
         leave_queues(queues, each);
     queues->hashed = false;
 }
 
 static bool fits(int asked_source, int64_t asked_tag, int source, int64_t tag) {
-    return (asked_source == PC_ANY || asked_source == source) && (asked_tag == PC_ANY || asked_tag == tag);
+    return (asked_source == PC_ANY || asked_source == source) &&
+           (asked_tag == PC_ANY || asked_tag == tag);
 }
 
 /* The first receive or probe that such a message fits. */
@@ -162,8 +172,9 @@ static struct pc_posted *first_posted(const struct pc_matching *matching, int so
     struct pc_queued *found = NULL;
     if (posted->hashed) {
         for (int pattern = 0; pattern < 4; pattern++) {
-            struct pc_queued *first = first_of(posted, PC_QUEUE_OWN, (pattern & 1) != 0 ? PC_ANY : source,
-                                               (pattern & 2) != 0 ? PC_ANY : tag);
+            struct pc_queued *first =
+                first_of(posted, PC_QUEUE_OWN, (pattern & 1) != 0 ? PC_ANY : source,
+                         (pattern & 2) != 0 ? PC_ANY : tag);
             if (first != NULL && (found == NULL || first->number < found->number))
                 found = first;
         }
@@ -177,7 +188,7 @@ static struct pc_posted *first_posted(const struct pc_matching *matching, int so
     return (struct pc_posted *)found;
 }
 
-/* --- what the engine calls --------------------------------------------------------------------------- */
+/* --- what the engine calls -------------------------------------------------------------------- */
 
 void pc_match_open(struct pc_matching *matching) {
     *matching = (struct pc_matching){.posted.end = PC_QUEUE_OWN + 1, .unexpected.end = PC_QUEUES};
@@ -197,7 +208,9 @@ struct pc_unexpected *pc_match_find(const struct pc_matching *matching, int sour
     if (source == PC_ANY && tag == PC_ANY)
         return (struct pc_unexpected *)found;
     if (unexpected->hashed) {
-        enum pc_queue queue = source == PC_ANY ? PC_QUEUE_TAG : tag == PC_ANY ? PC_QUEUE_SOURCE : PC_QUEUE_OWN;
+        enum pc_queue queue = source == PC_ANY ? PC_QUEUE_TAG
+                              : tag == PC_ANY  ? PC_QUEUE_SOURCE
+                                               : PC_QUEUE_OWN;
         return (struct pc_unexpected *)first_of(unexpected, queue, source, tag);
     }
     for (; found != NULL; found = found->places[PC_QUEUE_ALL].next) {
@@ -214,7 +227,8 @@ struct pc_unexpected *pc_match_post(struct pc_matching *matching, struct pc_post
 }
 
 struct pc_unexpected *pc_match_post_again(struct pc_matching *matching, struct pc_posted *posted) {
-    struct pc_unexpected *message = pc_match_find(matching, posted->queued.source, posted->queued.tag);
+    struct pc_unexpected *message =
+        pc_match_find(matching, posted->queued.source, posted->queued.tag);
     if (message == NULL)
         add(&matching->posted, &posted->queued);
     else if (!posted->peek)

@@ -1,15 +1,17 @@
-/* Matching of point-to-point messages: which message belongs to which receive, for one communicator on one rank.
+/* Matching of point-to-point messages: which message belongs to which receive, for one communicator
+   on one rank.
 
-   Posted receives and probes wait in one order, that of their calls, and unexpected messages in another, that of their
-   arrival: the numbers that count both. A receive takes the first message that fits, and a message goes to the first
-   receive that fits. So messages of one sender match in the order in which they were sent, also where receives ask for
-   any source or any tag.
+   Posted receives and probes wait in one order, that of their calls, and unexpected messages in
+   another, that of their arrival: the numbers that count both. A receive takes the first message
+   that fits, and a message goes to the first receive that fits. So messages of one sender match in
+   the order in which they were sent, also where receives ask for any source or any tag.
 
-   The structures belong to the caller, who puts them into larger ones. They bring the links by which they wait, so
-   nothing is allocated for them. What waits stands in a list of all. Where more than a few wait it stands in queues,
-   too: one for each *pattern* (source and tag, either may be any), found by a hash table. A receive is in the queue of
-   the pattern for which it asks. A message is in the queues of all patterns that fit it, of which the list of all is
-   one. So nothing is searched for: all costs are constant on average, but that of coming back with an old number,
+   The structures belong to the caller, who puts them into larger ones. They bring the links by
+   which they wait, so nothing is allocated for them. What waits stands in a list of all. Where more
+   than a few wait it stands in queues, too: one for each *pattern* (source and tag, either may be
+   any), found by a hash table. A receive is in the queue of the pattern for which it asks. A
+   message is in the queues of all patterns that fit it, of which the list of all is one. So nothing
+   is searched for: all costs are constant on average, but that of coming back with an old number,
    which is the distance to the nearer end of the queue.
 
    Nothing here locks: the caller does. */
@@ -58,7 +60,8 @@ struct pc_queues {
     struct pc_queued *first;
     size_t count;
     bool hashed;                             /* there are queues by pattern */
-    int end;                                 /* of the queues in which a thing of this kind stands */
+    /* of the queues in which a thing of this kind stands */
+    int end;
     struct pc_chains by_pattern[PC_QUEUES]; /* none for PC_QUEUE_ALL */
 };
 
@@ -72,14 +75,16 @@ void pc_match_open(struct pc_matching *matching);
 /* Free the tables. What still waits is the caller's, and is not touched: take it out before. */
 void pc_match_free(struct pc_matching *matching);
 
-/* Post a receive or a probe. The first message that fits, which a receive has taken; NULL: it waits now. */
+/* Post a receive or a probe. The first message that fits, which a receive has taken; NULL: it waits
+   now. */
 struct pc_unexpected *pc_match_post(struct pc_matching *matching, struct pc_posted *posted);
-/* The same for a receive whose message was taken back by its sender: it keeps its number, and its place. */
+/* The same for a receive whose message was taken back by its sender: it keeps its number, and its
+   place. */
 struct pc_unexpected *pc_match_post_again(struct pc_matching *matching, struct pc_posted *posted);
 
-/* A message has come. The first receive that fits, which has taken it; NULL: the message waits now. In both cases
-   `told` becomes the list of the probes that fit and were posted before that receive, in order: none of them waits any
-   more. */
+/* A message has come. The first receive that fits, which has taken it; NULL: the message waits now.
+   In both cases `told` becomes the list of the probes that fit and were posted before that receive,
+   in order: none of them waits any more. */
 struct pc_posted *pc_match_arrive(struct pc_matching *matching, struct pc_unexpected *message,
                                   struct pc_posted **told);
 /* The same for a message that a receive has taken, and now gives back: it keeps its number. */

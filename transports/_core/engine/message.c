@@ -26,7 +26,8 @@ void pc_list_remove(struct pc_message *message) {
     message->list = NULL;
 }
 
-struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link, const struct pc_incoming *in) {
+struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link,
+                                  const struct pc_incoming *in) {
     struct pc_message *message = engine->free_messages;
     if (message != NULL)
         engine->free_messages = message->next;
@@ -34,7 +35,8 @@ struct pc_message *pc_message_new(struct pc_engine *engine, struct pc_link *link
         return NULL;
     memset(message, 0, offsetof(struct pc_message, short_header));
     message->header = message->short_header;
-    if (in->header_nbytes > PC_SHORT_HEADER && (message->header = malloc(in->header_nbytes)) == NULL) {
+    if (in->header_nbytes > PC_SHORT_HEADER &&
+        (message->header = malloc(in->header_nbytes)) == NULL) {
         free(message);
         return NULL;
     }
@@ -90,7 +92,8 @@ void pc_message_drop(struct pc_engine *engine, struct pc_message *message, bool 
     }
     if (message->state == PC_MESSAGE_READING)
         message->link->ops->give_up(message->link, message);
-    else if (message->state == PC_MESSAGE_WAITS || (message->state == PC_MESSAGE_HERE && message->spare == NULL))
+    else if (message->state == PC_MESSAGE_WAITS ||
+             (message->state == PC_MESSAGE_HERE && message->spare == NULL))
         message->link->ops->release(message->link, message);
     pc_message_free(engine, message);
 }
@@ -98,7 +101,8 @@ void pc_message_drop(struct pc_engine *engine, struct pc_message *message, bool 
 bool pc_message_keep(struct pc_message *message) {
     const struct pc_incoming *in = message->passing;
     size_t nbytes = 0;
-    message->spare = malloc(message->nbytes + (message->nbytes == 0)); /* never NULL for want of bytes */
+    /* never NULL for want of bytes */
+    message->spare = malloc(message->nbytes + (message->nbytes == 0));
     if (message->spare == NULL)
         return false;
     for (size_t part = 0; part < in->num_parts; nbytes += in->parts[part++].iov_len)

@@ -1,8 +1,8 @@
 /* What can be waited for. Plain C, without Python.
 
-   An op is under way from `pc_op_begin` to `pc_op_end`, which is called with the lock held, by whatever thread. Its
-   owner may look at `done` without the lock, and free the op as soon as it is set: who ends an op does not touch it any
-   more after that. */
+   An op is under way from `pc_op_begin` to `pc_op_end`, which is called with the lock held, by
+   whatever thread. Its owner may look at `done` without the lock, and free the op as soon as it is
+   set: who ends an op does not touch it any more after that. */
 #ifndef PC_OP_H
 #define PC_OP_H
 
@@ -14,13 +14,17 @@ struct pc_drive;
 
 /* A wait for several ops: for `left` ends of them. All: as many as were added; any: 1. */
 struct pc_several {
-    pc_word left; /* set with the lock held; its owner may free this when it is 0, or no op belongs to it any more */
+    /* set with the lock held; its owner may free this when it is 0, or no op belongs to it any
+       more */
+    pc_word left;
 };
 
 struct pc_op {
     pc_word done;
     int status; /* good once it is done */
-    int bell;   /* an eventfd that is rung at the end, or -1; it is closed with the lock held, or after the op's end */
+    /* an eventfd that is rung at the end, or -1; it is closed with the lock held, or after the op's
+       end */
+    int bell;
     struct pc_drive *drive;
     struct pc_several *several; /* or NULL */
 };

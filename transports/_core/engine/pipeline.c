@@ -5,7 +5,8 @@
 #include <stdlib.h>
 
 bool pc_pipeline_prepare(struct pc_pipeline *pipeline) {
-    uint32_t most = pipeline->num_segments < PC_SEGMENTS_IN_FLIGHT ? pipeline->num_segments : PC_SEGMENTS_IN_FLIGHT;
+    uint32_t most = pipeline->num_segments < PC_SEGMENTS_IN_FLIGHT ? pipeline->num_segments
+                                                                   : PC_SEGMENTS_IN_FLIGHT;
     pipeline->most = most;
     pipeline->runs = most == 1 ? &pipeline->one : calloc(most, sizeof *pipeline->runs);
     return pipeline->runs != NULL;
@@ -42,7 +43,8 @@ static void run_asked(struct pc_run *run) {
 /* As many segments as may be under way; and so again whenever one has ended. */
 void pc_pipeline_start(struct pc_pipeline *pipeline) {
     pipeline->filling = true;
-    while (pipeline->status == 0 && pipeline->next < pipeline->num_segments && pipeline->in_flight < pipeline->most) {
+    while (pipeline->status == 0 && pipeline->next < pipeline->num_segments &&
+           pipeline->in_flight < pipeline->most) {
         struct pc_run *run = pipeline->runs;
         while (run->owner != NULL)
             run++;

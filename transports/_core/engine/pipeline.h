@@ -1,5 +1,6 @@
-/* Running one schedule on one segment of every chunk after the other: several segments are under way at a time, each on
-   a lane of its own, so while a rank hands one on, the next comes in. Plain C, without Python.
+/* Running one schedule on one segment of every chunk after the other: several segments are under
+   way at a time, each on a lane of its own, so while a rank hands one on, the next comes in. Plain
+   C, without Python.
 
    Nothing here locks: the caller holds the engine's lock for everything. */
 #ifndef PC_PIPELINE_H
@@ -10,7 +11,8 @@
 /* Segments that are under way at a time. */
 #define PC_SEGMENTS_IN_FLIGHT 16
 
-/* The caller sets the first block, and all else to zero. Its memory, table and places are the caller's. */
+/* The caller sets the first block, and all else to zero. Its memory, table and places are the
+   caller's. */
 struct pc_pipeline {
     const struct pc_schedule *table;
     const struct pc_chunk_place *places; /* by chunk */
@@ -24,8 +26,10 @@ struct pc_pipeline {
     uint32_t num_segments; /* 1 at least */
     size_t granule;
     struct pc_grown *grown;                      /* as of a run; of a single segment */
-    void (*asked)(struct pc_pipeline *pipeline); /* as of a run: `pc_pipeline_next_asked` says what */
-    void (*ended)(struct pc_pipeline *pipeline); /* the last that is done with it; perhaps before the start returns */
+    /* as of a run: `pc_pipeline_next_asked` says what */
+    void (*asked)(struct pc_pipeline *pipeline);
+    /* the last that is done with it; perhaps before the start returns */
+    void (*ended)(struct pc_pipeline *pipeline);
     void *owner;
 
     int status, from; /* when it has ended: as of the first run that has failed */
@@ -42,7 +46,8 @@ bool pc_pipeline_prepare(struct pc_pipeline *pipeline);
 void pc_pipeline_start(struct pc_pipeline *pipeline);
 /* Give up what is under way: it does not end, and its memory is not used any more. */
 void pc_pipeline_cancel(struct pc_pipeline *pipeline);
-/* Let go of its memory, when it has ended, was given up, or was not started. May be called again. */
+/* Let go of its memory, when it has ended, was given up, or was not started. May be called
+   again. */
 void pc_pipeline_free(struct pc_pipeline *pipeline);
 /* As of runs. */
 size_t pc_pipeline_awaited(const struct pc_pipeline *pipeline, int *ranks, size_t most);

@@ -1,66 +1,7 @@
 /* Running schedules. See run.h. */
-#include "run.h"
-
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
-
-/* A chunk, or a segment of it. */
-struct pc_run_chunk {
-    size_t nbytes;
-    unsigned char *value;  /* where its value is now; NULL: it has none yet. Not written where it was at the start */
-    unsigned char *target; /* where it must be at the end; NULL: nowhere */
-    size_t own_at;         /* its place in the run's own memory */
-    const struct iovec *parts; /* its value is in several parts: as of its place; else NULL */
-    size_t num_parts;
-    bool is_grown;   /* its length is its sender's */
-    bool is_settled; /* its target holds what it shall */
-};
-
-/* A message of a run that is under way. */
-struct pc_moved {
-    struct pc_run *run;
-    uint32_t step;
-    bool is_send;
-    struct pc_moved *next, **at; /* of the run */
-    void *scratch; /* of a receive into several places */
-    struct iovec one, *parts;
-    union {
-        struct pc_send send;
-        struct pc_receive receive;
-    };
-};
+#include "run_state.h"
 
 static void drain(struct pc_run *run);
-
-/* --- messages under way ------------------------------------------------------------------------------ */
-
-static struct pc_moved *new_move(struct pc_run *run, uint32_t step, bool is_send) {
-    struct pc_moved *move = calloc(1, sizeof *move);
-    if (move == NULL)
-        return NULL;
-    move->run = run;
-    move->step = step;
-    move->is_send = is_send;
-    move->next = run->moves;
-    move->at = &run->moves;
-    if (move->next != NULL)
-        move->next->at = &move->next;
-    run->moves = move;
-    return move;
-}
-
-static void free_move(struct pc_moved *move) {
-    *move->at = move->next;
-    if (move->next != NULL)
-        move->next->at = move->at;
-    if (move->parts != &move->one)
-        free(move->parts);
-    if (!move->is_send)
-        free(move->receive.header);
-    pc_engine_give_scratch(move->run->engine, move->scratch);
-    free(move);
-}
 
 /* Give up all messages, and let go of all memory. */
 static void clear(struct pc_run *run) {
@@ -86,61 +27,7 @@ static void clear(struct pc_run *run) {
     pc_context_let_go(run->context);
 }
 
-static void fail(struct pc_run *run, int status) {
-    if (run->status == 0)
-        run->status = status;
-}
-
-/* --- memory ------------------------------------------------------------------------------------------ */
-
-/* Where a chunk has its value from now on; NULL: there is no memory, and the run fails. */
-static unsigned char *destination(struct pc_run *run, uint32_t number) {
-    struct pc_run_chunk *chunk = &run->chunks[number];
-    if (chunk->target == NULL && run->own == NULL) /* all at once: pages that are not touched cost nothing */
-        run->own = pc_scratch_take(&run->engine->scratch, run->own_nbytes);
-    if (chunk->target == NULL && run->own == NULL) {
-        fail(run, -ENOMEM);
-        return NULL;
-    }
-    chunk->value = chunk->target != NULL ? chunk->target : run->own + chunk->own_at;
-    chunk->parts = NULL;
-    return chunk->value;
-}
-
-static void copy_value(unsigned char *into, const struct pc_run_chunk *chunk) {
-    if (chunk->parts == NULL && chunk->nbytes > 0)
-        memcpy(into, chunk->value, chunk->nbytes);
-    for (size_t part = 0; chunk->parts != NULL && part < chunk->num_parts; into += chunk->parts[part++].iov_len)
-        if (chunk->parts[part].iov_len > 0)
-            memcpy(into, chunk->parts[part].iov_base, chunk->parts[part].iov_len);
-}
-
-static const uint32_t *chunks_of(const struct pc_run *run, const struct pc_step *step) {
-    return run->table->chunks + step->chunks;
-}
-
-static size_t length_of(const struct pc_run *run, const struct pc_step *step) {
-    size_t nbytes = 0;
-    for (uint32_t index = 0; index < step->num_chunks; index++)
-        nbytes += run->chunks[chunks_of(run, step)[index]].nbytes;
-    return nbytes;
-}
-
-/* Let a chunk whose value is needed have it in its place, and be what it shall be. */
-static void settle(struct pc_run *run, struct pc_run_chunk *chunk) {
-    const struct pc_reduction *reduction = &run->reduction;
-    if (chunk->target == NULL || chunk->value == NULL || chunk->nbytes == 0 || chunk->is_settled)
-        return;
-    chunk->is_settled = true;
-    if (chunk->value != chunk->target)
-        copy_value(chunk->target, chunk);
-    if (reduction->finish != NULL) {
-        const void *operand = chunk->target;
-        reduction->finish(chunk->target, &operand, 1, chunk->nbytes / reduction->itemsize, reduction->divisor);
-    }
-}
-
-/* --- steps ------------------------------------------------------------------------------------------- */
+/* --- steps ------------------------------------------------------------------------------------ */
 
 static void complete(struct pc_run *run, uint32_t position) {
     const struct pc_step *step = &run->table->steps[position];
@@ -165,28 +52,6 @@ static void sent(struct pc_send *send) {
     drain(run);
 }
 
-/* What the value of a chunk belongs to. */
-static struct pc_keeper keeper_of(const struct pc_run *run, uint32_t number) {
-    const struct pc_run_chunk *chunk = &run->chunks[number];
-    const struct pc_chunk_place *place = &run->places[number];
-    struct pc_keeper keeper = {NULL, NULL};
-    switch (pc_run_where(run, number)) {
-    case PC_VALUE_AT_SOURCE:
-        if (chunk->parts == NULL)
-            keeper.object = place->source_keeper != NULL ? place->source_keeper : run->source_keeper;
-        break;
-    case PC_VALUE_AT_TARGET:
-        keeper.object = place->target_keeper != NULL ? place->target_keeper : run->target_keeper;
-        break;
-    case PC_VALUE_IN_OWN:
-        keeper.scratch = chunk->is_grown ? chunk->value : run->own;
-        break;
-    default:
-        break;
-    }
-    return keeper;
-}
-
 /* What all chunks of a step belong to, if that is the same for all. */
 static struct pc_keeper keeper_of_all(const struct pc_run *run, const struct pc_step *step) {
     const uint32_t *chunks = chunks_of(run, step);
@@ -199,26 +64,6 @@ static struct pc_keeper keeper_of_all(const struct pc_run *run, const struct pc_
             return (struct pc_keeper){NULL, NULL};
     }
     return all;
-}
-
-/* Neighbors in memory are one part. */
-static size_t gather(const struct pc_run *run, const struct pc_step *step, struct iovec *parts) {
-    size_t count = 0;
-    for (uint32_t index = 0; index < step->num_chunks; index++) {
-        const struct pc_run_chunk *chunk = &run->chunks[chunks_of(run, step)[index]];
-        if (chunk->nbytes == 0)
-            continue;
-        for (size_t part = 0; chunk->parts != NULL && part < chunk->num_parts; part++)
-            parts[count++] = chunk->parts[part];
-        if (chunk->parts != NULL)
-            continue;
-        struct iovec *last = count > 0 ? &parts[count - 1] : NULL;
-        if (last != NULL && (unsigned char *)last->iov_base + last->iov_len == chunk->value)
-            last->iov_len += chunk->nbytes;
-        else
-            parts[count++] = (struct iovec){chunk->value, chunk->nbytes};
-    }
-    return count;
 }
 
 static void post_send(struct pc_run *run, uint32_t position, const struct pc_step *step) {
@@ -247,7 +92,8 @@ static void post_send(struct pc_run *run, uint32_t position, const struct pc_ste
     send->keeper = keeper_of_all(run, step);
     for (int byte = 0; byte < 4; byte++)
         run->header[15 + byte] = (unsigned char)(step->index >> 8 * byte);
-    if (pc_send_start(run->context, send, run->header, run->header_nbytes, PC_MAY_PUSH) == PC_UNDER_WAY)
+    if (pc_send_start(run->context, send, run->header, run->header_nbytes,
+                      PC_MAY_PUSH) == PC_UNDER_WAY)
         return;
     int status = send->status;
     free_move(move);
@@ -255,15 +101,6 @@ static void post_send(struct pc_run *run, uint32_t position, const struct pc_ste
         complete(run, position);
     else
         fail(run, status);
-}
-
-static void scatter(struct pc_run *run, const struct pc_step *step, const unsigned char *from) {
-    for (uint32_t index = 0; index < step->num_chunks; index++) {
-        const struct pc_run_chunk *chunk = &run->chunks[chunks_of(run, step)[index]];
-        if (chunk->nbytes > 0)
-            memcpy(chunk->value, from, chunk->nbytes);
-        from += chunk->nbytes;
-    }
 }
 
 static void ask(struct pc_run *run, uint32_t position) {
@@ -312,7 +149,8 @@ static void received(struct pc_receive *receive) {
         held(move);
         return;
     }
-    if (status == PC_TAKEN_BACK) { /* then its sender has broken the communicator: that will be heard by a receive */
+    if (status == PC_TAKEN_BACK) {
+        /* then its sender has broken the communicator: that will be heard by a receive */
         free_move(move);
         pc_run_wait_again(run, position);
         return;
@@ -342,7 +180,8 @@ static void received(struct pc_receive *receive) {
 }
 
 /* Wait for the message of a step; it goes to `into`, or without that to memory of its own. */
-static void post_receive(struct pc_run *run, uint32_t position, const struct pc_step *step, unsigned char *into) {
+static void post_receive(struct pc_run *run, uint32_t position, const struct pc_step *step,
+                         unsigned char *into) {
     struct pc_moved *move = new_move(run, position, false);
     bool is_grown = step->num_chunks == 1 && run->chunks[chunks_of(run, step)[0]].is_grown;
     size_t nbytes = is_grown ? 0 : length_of(run, step);
@@ -360,7 +199,8 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     receive->address.sender = (uint32_t)run->context->members[step->other];
     receive->address.index = step->index;
     receive->into = into;
-    receive->keeper = move->scratch == NULL ? keeper_of_all(run, step) : (struct pc_keeper){NULL, move->scratch};
+    receive->keeper =
+        move->scratch == NULL ? keeper_of_all(run, step) : (struct pc_keeper){NULL, move->scratch};
     receive->room = nbytes;
     receive->takes_less = run->takes_less;
     receive->ask = is_grown;
@@ -420,7 +260,8 @@ static void reduce(struct pc_run *run, uint32_t position, const struct pc_step *
         unsigned char *out = destination(run, number);
         if (out == NULL)
             return;
-        const void *operands[2] = {step->incoming_first ? incoming : own, step->incoming_first ? own : incoming};
+        const void *operands[2] = {step->incoming_first ? incoming : own,
+                                   step->incoming_first ? own : incoming};
         if (nbytes > 0 && run->reduction.combine != NULL)
             run->reduction.combine(out, operands, 2, nbytes / run->reduction.itemsize, 1);
         incoming += nbytes;
@@ -450,7 +291,8 @@ static void external(struct pc_run *run, uint32_t position, const struct pc_step
 static bool can_read(struct pc_run *run, const struct pc_step *step) {
     const uint32_t *chunks = step->kind == PC_STEP_COPY ? &step->other : chunks_of(run, step);
     uint32_t count = step->kind == PC_STEP_COPY ? 1 : step->num_chunks;
-    bool reads = step->kind == PC_STEP_SEND || step->kind == PC_STEP_REDUCE || step->kind == PC_STEP_COPY;
+    bool reads =
+        step->kind == PC_STEP_SEND || step->kind == PC_STEP_REDUCE || step->kind == PC_STEP_COPY;
     for (uint32_t index = 0; reads && index < count; index++)
         if (run->chunks[chunks[index]].value == NULL) {
             run->from = (int)chunks[index];
@@ -507,7 +349,7 @@ static void drain(struct pc_run *run) {
     run->ended(run);
 }
 
-/* --- start and end ----------------------------------------------------------------------------------- */
+/* --- start and end ---------------------------------------------------------------------------- */
 
 /* The segment of a chunk, as `binding.Binding.cut` has it. */
 static void cut(const struct pc_run *run, size_t nbytes, size_t *begin, size_t *end) {
@@ -555,13 +397,15 @@ static void write_header(struct pc_run *run) {
 bool pc_run_start(struct pc_context *context, struct pc_run *run) {
     const struct pc_schedule *table = run->table;
     size_t steps = table->num_steps, chunks = table->num_chunks;
-    size_t nbytes = chunks * sizeof *run->chunks + steps * (sizeof *run->incoming + 4 * sizeof *run->waits) +
-                    sizeof *run->waits + PC_COLLECTIVE_NBYTES + run->call->nbytes;
+    size_t nbytes = chunks * sizeof *run->chunks +
+                    steps * (sizeof *run->incoming + 4 * sizeof *run->waits) + sizeof *run->waits +
+                    PC_COLLECTIVE_NBYTES + run->call->nbytes;
     run->memory = malloc(nbytes);
     if (run->memory == NULL)
         return false;
     run->context = context;
-    context->num_users++; /* what has ended well may be told after the context was closed: then it goes on */
+    /* what has ended well may be told after the context was closed: then it goes on */
+    context->num_users++;
     run->engine = context->engine;
     run->header_nbytes = PC_COLLECTIVE_NBYTES + run->call->nbytes;
     run->chunks = run->memory;
@@ -597,22 +441,7 @@ bool pc_run_cancel(struct pc_run *run) {
     return true;
 }
 
-size_t pc_run_awaited(const struct pc_run *run, int *ranks, size_t most) {
-    size_t count = 0;
-    for (const struct pc_moved *move = run->memory != NULL ? run->moves : NULL; move != NULL && count < most;
-         move = move->next)
-        if (move->is_send || move->receive.state != PC_RECEIVE_HELD) /* else it waits for its owner */
-            ranks[count++] = move->is_send ? move->send.peer : (int)move->receive.address.sender;
-    return count;
-}
-
-/* --- for an owner who does steps --------------------------------------------------------------------- */
-
-uint32_t pc_run_next_asked(struct pc_run *run) {
-    if (run->memory == NULL || run->first_asked == run->last_asked)
-        return PC_NO_STEP;
-    return run->asked_for[run->first_asked++];
-}
+/* --- for an owner who does steps -------------------------------------------------------------- */
 
 void pc_run_step_done(struct pc_run *run, uint32_t position) {
     const struct pc_step *step = &run->table->steps[position];
@@ -628,21 +457,6 @@ void pc_run_step_done(struct pc_run *run, uint32_t position) {
     pc_engine_leave(engine);
 }
 
-struct pc_receive *pc_run_held(struct pc_run *run, uint32_t position) {
-    for (struct pc_moved *move = run->moves; move != NULL; move = move->next)
-        if (!move->is_send && move->step == position)
-            return move->receive.state == PC_RECEIVE_HELD ? &move->receive : NULL;
-    return NULL;
-}
-
-void pc_run_taken(struct pc_run *run, uint32_t position) {
-    for (struct pc_moved *move = run->moves; move != NULL; move = move->next)
-        if (!move->is_send && move->step == position) {
-            free_move(move);
-            return;
-        }
-}
-
 void pc_run_wait_again(struct pc_run *run, uint32_t position) {
     const struct pc_step *step = &run->table->steps[position];
     struct pc_engine *engine = run->engine;
@@ -653,34 +467,4 @@ void pc_run_wait_again(struct pc_run *run, uint32_t position) {
         post_receive(run, position, step, NULL);
     drain(run);
     pc_engine_leave(engine);
-}
-
-void *pc_run_take_incoming(struct pc_run *run, uint32_t position, size_t *nbytes) {
-    *nbytes = length_of(run, &run->table->steps[position]);
-    void *memory = run->incoming[position - 1];
-    run->incoming[position - 1] = NULL;
-    return memory;
-}
-
-enum pc_value_place pc_run_where(const struct pc_run *run, uint32_t number) {
-    const struct pc_run_chunk *chunk = &run->chunks[number];
-    if (chunk->value == NULL)
-        return PC_VALUE_NOWHERE;
-    if (chunk->value == chunk->target)
-        return PC_VALUE_AT_TARGET;
-    bool is_own = chunk->is_grown || (run->own != NULL && chunk->value == run->own + chunk->own_at);
-    return is_own ? PC_VALUE_IN_OWN : PC_VALUE_AT_SOURCE;
-}
-
-bool pc_run_place(struct pc_run *run, uint32_t chunk) {
-    return destination(run, chunk) != NULL;
-}
-
-void pc_run_settle(struct pc_run *run, uint32_t chunk) {
-    settle(run, &run->chunks[chunk]);
-}
-
-void *pc_run_take_own(struct pc_run *run) {
-    run->own_is_taken = true;
-    return run->own;
 }

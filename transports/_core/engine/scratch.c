@@ -18,7 +18,9 @@ static void take_out(struct pc_scratch *scratch, struct pc_scratch_block *block)
     scratch->nbytes -= block->nbytes;
 }
 
-static struct pc_scratch_block *block_of(void *memory) { return (struct pc_scratch_block *)memory - 1; }
+static struct pc_scratch_block *block_of(void *memory) {
+    return (struct pc_scratch_block *)memory - 1;
+}
 
 static void let_go(struct pc_scratch *scratch, struct pc_scratch_block *block) {
     if (block->keeper == NULL) {
@@ -88,7 +90,9 @@ void **pc_scratch_keeper(void *memory) {
     return block->nbytes < PC_SCRATCH_WORTH ? NULL : &block->keeper;
 }
 
-size_t pc_scratch_nbytes(const void *memory) { return ((const struct pc_scratch_block *)memory - 1)->nbytes; }
+size_t pc_scratch_nbytes(const void *memory) {
+    return ((const struct pc_scratch_block *)memory - 1)->nbytes;
+}
 
 void *pc_scratch_next_left(struct pc_scratch *scratch) {
     struct pc_scratch_block *block = scratch->left;

@@ -1,11 +1,11 @@
 /* Memory for what is on its way: received to be combined, or to be copied to its places.
 
-   Fresh memory costs its pages, for large values more than what is done in it. So what one call gives back is kept for
-   the next.
+   Fresh memory costs its pages, for large values more than what is done in it. So what one call
+   gives back is kept for the next.
 
-   Somebody outside, a *keeper*, may need memory to stay until he lets go of it: a device that has it registered, or a
-   transport that still sends from it. Then it is his to free it, when he has been told that it is not kept here any
-   more.
+   Somebody outside, a *keeper*, may need memory to stay until he lets go of it: a device that has
+   it registered, or a transport that still sends from it. Then it is his to free it, when he has
+   been told that it is not kept here any more.
 
    Nothing here locks. */
 #ifndef PC_SCRATCH_H
@@ -47,8 +47,8 @@ void pc_scratch_discard(void *memory);
 /* Let go of all that is kept. */
 void pc_scratch_free(struct pc_scratch *scratch);
 
-/* Where the keeper of memory stands that was taken; without one it is NULL. NULL: it is so little that it is not kept,
-   and has none. */
+/* Where the keeper of memory stands that was taken; without one it is NULL. NULL: it is so little
+   that it is not kept, and has none. */
 void **pc_scratch_keeper(void *memory);
 /* How many bytes there are: at least as many as were asked for. */
 size_t pc_scratch_nbytes(const void *memory);

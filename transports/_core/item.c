@@ -1,0 +1,324 @@
+/* What becomes of messages of Python's, and when they are let go. See item.h. */
+#include "item.h"
+
+#include <stdlib.h>
+
+static PyTypeObject *receive_type;
+
+static struct pc_py_item *item_of_receive(struct pc_receive *receive) {
+    return (struct pc_py_item *)((char *)receive - offsetof(struct pc_py_item, receive));
+}
+
+/* --- what the engine tells -------------------------------------------------------------------- */
+
+static void tell(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind) {
+    if (item->is_quiet || item->is_orphan)
+        return;
+    item->event.kind = kind;
+    pc_engine_post(self, &item->event);
+}
+
+/* Copy what Python shall know of a message. Without memory it is as if it had no header. */
+static void know(struct pc_py_item *item, const struct pc_receive *receive) {
+    const struct pc_message *message = receive->message;
+    item->peer = message->match.queued.source;
+    item->order = message->match.queued.number;
+    item->nbytes = message->nbytes;
+    item->sender_waits = message->sender_waits;
+    item->header = malloc(message->header_nbytes);
+    if (item->header == NULL)
+        return;
+    memcpy(item->header, message->header, message->header_nbytes);
+    item->header_nbytes = message->header_nbytes;
+}
+
+static void receive_told(struct pc_receive *receive);
+
+/* The sender has taken back the message of a receive: it, or another one for it, waits again in its
+   place. Whether it is the same: then Python, which has not heard of the message, need not hear of
+   it. */
+static bool wait_again(pc_engine_object *self, struct pc_py_item *item) {
+    if (!item->is_known) {
+        free(item->header);
+        item->header = NULL;
+        item->receive.status = 0;
+        pc_receive_start_at(item->context, &item->receive, item->receive.posted.queued.number);
+        return true;
+    }
+    struct pc_py_item *successor =
+        item->for_handle || item->is_orphan ? NULL : calloc(1, sizeof *successor);
+    if (successor == NULL)
+        return false;
+    successor->event.kind = PC_EVENT_HELD;
+    successor->is_quiet = true;
+    successor->context = item->context;
+    memcpy(successor->expects, item->expects, sizeof item->expects);
+    successor->receive = (struct pc_receive){.ask = true,
+                                             .room = item->receive.room,
+                                             .expects_nbytes = item->receive.expects_nbytes,
+                                             .told = receive_told,
+                                             .owner = self};
+    successor->receive.posted.queued.source = item->receive.posted.queued.source;
+    successor->receive.posted.queued.tag = item->receive.posted.queued.tag;
+    if (item->receive.expects != NULL)
+        successor->receive.expects = successor->expects;
+    item->successor = successor;
+    item->next_preceding = self->preceding;
+    self->preceding = item;
+    pc_receive_start_at(item->context, &successor->receive, item->receive.posted.queued.number);
+    return false;
+}
+
+static void receive_told(struct pc_receive *receive) {
+    struct pc_py_item *item = item_of_receive(receive);
+    pc_engine_object *self = item->receive.owner;
+    if (receive->state == PC_RECEIVE_ENDED && receive->status == PC_TAKEN_BACK &&
+        item->context != NULL && wait_again(self, item))
+        return;
+    if (receive->state == PC_RECEIVE_HELD) {
+        if (item->header == NULL)
+            know(item, receive);
+        tell(self, item, item->event.kind == PC_EVENT_ARRIVED ? PC_EVENT_ARRIVED : PC_EVENT_HELD);
+        return;
+    }
+    item->status = receive->status;
+    if (receive->header != NULL) { /* of a probe, or of a message that was refused */
+        item->peer = receive->source;
+        item->nbytes = receive->nbytes;
+        item->header = receive->header;
+        item->header_nbytes = receive->header_nbytes;
+        receive->header = NULL;
+    }
+    /* That its message has come was not told yet: then nobody needs to hear of it. */
+    tell(self, item, PC_EVENT_ENDED);
+}
+
+struct pc_receive *pc_item_other(struct pc_engine *engine, const struct pc_message *message) {
+    (void)message;
+    struct pc_py_item *item = calloc(1, sizeof *item);
+    if (item == NULL)
+        return NULL;
+    item->event.kind = PC_EVENT_ARRIVED;
+    item->receive.ask = true;
+    item->receive.told = receive_told;
+    item->receive.owner = engine->owner;
+    return &item->receive;
+}
+
+void pc_item_send_ended(struct pc_send *send) {
+    struct pc_py_item *item =
+        (struct pc_py_item *)((char *)send - offsetof(struct pc_py_item, send));
+    item->status = send->status;
+    tell(send->owner, item, PC_EVENT_ENDED);
+}
+
+void pc_item_free(struct pc_py_item *item) {
+    free(item->header);
+    free(item->receive.header);
+    free(item->parts);
+    free(item);
+}
+
+struct pc_py_item *pc_item_adopt(pc_engine_object *self, const struct pc_context *context,
+                                 uint64_t number) {
+    for (struct pc_py_item **at = &self->preceding; *at != NULL; at = &(*at)->next_preceding) {
+        struct pc_py_item *successor = (*at)->successor;
+        if (successor->context != context || successor->receive.posted.queued.number != number)
+            continue;
+        (*at)->successor = NULL;
+        *at = (*at)->next_preceding;
+        return successor;
+    }
+    return NULL;
+}
+
+/* Nobody will post this receive again. */
+static void drop_successor(pc_engine_object *self, struct pc_py_item *item) {
+    struct pc_py_item *successor = item->successor, **at = &self->preceding;
+    if (successor == NULL)
+        return;
+    while (*at != item)
+        at = &(*at)->next_preceding;
+    *at = item->next_preceding;
+    item->successor = NULL;
+    (void)pc_receive_give_up(&successor->receive);
+    pc_item_free(successor);
+}
+
+bool pc_item_taken(struct pc_py_item *item) {
+    if (item->is_orphan) {
+        pc_item_free(item); /* its views went with the face */
+        return false;
+    }
+    /* An arrival that was taken back before Python heard of it: nobody ever will. */
+    if (item->face == NULL && item->event.kind == PC_EVENT_ENDED) {
+        pc_item_free(item);
+        return false;
+    }
+    const struct pc_message *message =
+        item->receive.state == PC_RECEIVE_HELD ? item->receive.message : NULL;
+    item->is_known = message != NULL;
+    item->payload = message != NULL && message->state == PC_MESSAGE_HERE ? message->payload : NULL;
+    if (message != NULL)
+        item->sender_waits = message->sender_waits;
+    return true;
+}
+
+/* --- faces ------------------------------------------------------------------------------------ */
+
+void pc_item_swap(PyObject *face, struct pc_py_item *item) {
+    pc_item_free(((pc_face *)face)->item);
+    ((pc_face *)face)->item = item;
+    item->face = face;
+}
+
+PyObject *pc_item_make_face(PyTypeObject *type, pc_engine_object *engine, struct pc_py_item *item) {
+    pc_face *face = (pc_face *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (face == NULL)
+        return NULL;
+    face->engine = (pc_engine_object *)Py_NewRef((PyObject *)engine);
+    face->item = item;
+    item->face = (PyObject *)face;
+    return (PyObject *)face;
+}
+
+/* NULL with an exception. */
+static PyObject *event_of(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind,
+                          int status) {
+    PyObject *face =
+        item->face != NULL ? Py_NewRef(item->face) : pc_item_make_face(receive_type, self, item);
+    if (face == NULL)
+        return NULL;
+    if (kind != PC_EVENT_ENDED)
+        return Py_BuildValue("iN", kind, face);
+    struct pc_views *views = item->views;
+    item->views = NULL;
+    pc_views_release(views);
+    return Py_BuildValue("iNi", kind, face, status);
+}
+
+struct telling {
+    struct pc_py_item *item;
+    bool is_orphan;
+};
+
+static void was_told(pc_engine_object *self, void *argument) {
+    struct telling *telling = argument;
+    (void)self;
+    telling->item->is_told = false;
+    /* else it is freed from there */
+    telling->is_orphan = telling->item->is_orphan && !telling->item->event.stands;
+}
+
+bool pc_item_event(pc_engine_object *self, struct pc_py_item *item, enum pc_event_kind kind,
+                   int status, PyObject **event) {
+    bool is_gone = item->is_gone;
+    if (!is_gone)
+        *event = event_of(self, item, kind, status);
+    struct telling telling = {.item = item};
+    if (pc_engine_do(self, was_told, &telling) && telling.is_orphan)
+        pc_item_free(item);
+    return !is_gone;
+}
+
+/* Give up whatever is under way, without a word. */
+static void abandon(pc_engine_object *self, void *argument) {
+    struct pc_py_item *item = argument;
+    (void)self;
+    if (item->send.context != NULL)
+        pc_send_take_back(&item->send);
+    switch (item->receive.state) {
+    case PC_RECEIVE_POSTED:
+        pc_receive_give_up(&item->receive);
+        break;
+    case PC_RECEIVE_HELD:
+    case PC_RECEIVE_READING:
+        pc_receive_drop(&item->receive);
+        break;
+    default:
+        break;
+    }
+}
+
+struct orphaning {
+    struct pc_py_item *item;
+    struct pc_views *views;
+    /* or is being told: who takes its event out of there frees it, which may be at once */
+    bool is_in_queue;
+};
+
+static void orphan(pc_engine_object *self, void *argument) {
+    struct orphaning *orphaning = argument;
+    struct pc_py_item *item = orphaning->item;
+    drop_successor(self, item);
+    abandon(self, item);
+    item->is_orphan = true;
+    item->is_quiet = orphaning->is_in_queue = item->event.stands || item->is_told;
+    orphaning->views = item->views;
+    item->views = NULL;
+}
+
+void pc_item_face_dealloc(pc_face *face) {
+    PyTypeObject *type = Py_TYPE((PyObject *)face);
+    struct pc_py_item *item = face->item;
+    if (item != NULL) {
+        struct orphaning orphaning = {.item = item};
+        item->is_gone = true;
+        if (!pc_engine_do(face->engine, orphan, &orphaning)) /* it is closed: nobody takes events */
+            orphaning.views = item->views;
+        if (!orphaning.is_in_queue)
+            pc_item_free(item);
+        pc_views_release(orphaning.views);
+    }
+    Py_XDECREF((PyObject *)face->engine);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(face);
+    Py_DECREF(type);
+}
+
+/* Python, which has given it up, is told no more of it. */
+static void abandon_quietly(pc_engine_object *self, void *argument) {
+    struct pc_py_item *item = argument;
+    item->is_quiet = true;
+    abandon(self, item);
+}
+
+PyObject *pc_item_take_back(pc_face *face, PyObject *unused) {
+    (void)unused;
+    struct pc_py_item *item = face->item;
+    pc_engine_do(face->engine, abandon_quietly, item);
+    pc_views_release(item->views);
+    item->views = NULL;
+    Py_RETURN_NONE;
+}
+
+/* --- posting ---------------------------------------------------------------------------------- */
+
+PyObject *pc_item_new_receive(pc_engine_object *engine, struct pc_py_item **into) {
+    struct pc_py_item *item = *into = calloc(1, sizeof *item);
+    PyObject *face = item != NULL ? pc_item_make_face(receive_type, engine, item) : NULL;
+    if (face == NULL) {
+        free(item);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    item->event.kind = PC_EVENT_HELD;
+    item->receive.ask = true;
+    item->receive.told = receive_told;
+    item->receive.owner = engine;
+    return face;
+}
+
+PyObject *pc_item_receive(pc_engine_object *self) {
+    struct pc_py_item *item;
+    return pc_item_new_receive(self, &item);
+}
+
+bool pc_item_take_over(PyObject *face, struct pc_receive *from) {
+    struct pc_py_item *item = ((pc_face *)face)->item;
+    item->context = from->by_address ? NULL : from->context;
+    item->is_quiet = true;
+    pc_receive_take_over(&item->receive, from);
+    item->is_quiet = false;
+    return pc_item_taken(item);
+}
+
+void pc_item_types(PyTypeObject *receive) { receive_type = receive; }
