@@ -29,7 +29,7 @@ for a while, it ends the ranks.
     drank nbytes                  so much of its input rank 0 has got; -1: it wants no more
     said text                     what happens, for `--verbose`
     leaving signal                it ends because of it
-    beat states                   of each rank the native call it waits in, what its process does
+    beat states                   of each rank the call it waits in, what its process does
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* The native side of one communicator: its region of shared memory, and the calls of its
+/* The shared memory of one communicator: its region of shared memory, and the calls of its
    collectives. See region.h for what lies there. */
 #ifndef PC_COMM_H
 #define PC_COMM_H
@@ -298,7 +298,7 @@ uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims);
    same. */
 void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 /* Of a call of which Python says in the salt's upper half what it is a part of: see `part_of` in
-   native.py. */
+   shared_memory.py. */
 void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims);
 
 /* (signature, shape) of what a rank has called; NULL with an exception */

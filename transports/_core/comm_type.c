@@ -312,7 +312,7 @@ PyType_Spec *pc_comm_spec(void) {
         {Py_tp_traverse, comm_traverse},
         {Py_tp_clear, comm_clear},
         {Py_tp_getset, comm_getset},
-        {Py_tp_doc, "The native side of one communicator."},
+        {Py_tp_doc, "The shared memory of one communicator."},
         {Py_tp_methods, NULL},
         {0, NULL},
     };

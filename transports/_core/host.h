@@ -8,7 +8,7 @@
        4096          a record of 1024 bytes a rank: is it asleep, what is it doing
        rings         a ring for each ordered pair of ranks (channel.h)
        heaps         a heap for each rank: payloads of buffered messages (channel.h)
-       regions       a region for each communicator that uses native collectives (region.h)
+       regions       a region for each communicator that uses shared-memory collectives (region.h)
        arenas        an arena for each rank: arrays that all ranks have mapped (arena.h)
 
    Ranks here are numbers on this host, from 0. Nothing here locks: the caller does. */
@@ -25,7 +25,7 @@
     512 /* of the text in a record; its sequence number is the 4 bytes before it */
 #define PC_STATUS_NBYTES 500
 
-/* Communicators with native collectives that may be open at a time. */
+/* Communicators with shared-memory collectives that may be open at a time. */
 #define PC_COMMS 4096
 
 struct pc_entry { /* one communicator of the table */

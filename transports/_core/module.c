@@ -112,7 +112,7 @@ static PyModuleDef_Slot slots[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "pycoll._transports._core",
-    .m_doc = "The compiled core: shared memory, waiting, native collectives, reductions.",
+    .m_doc = "The compiled core: shared memory, waiting, shared-memory collectives, reductions.",
     .m_methods = methods,
     .m_slots = slots,
 };

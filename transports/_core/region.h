@@ -1,4 +1,4 @@
-/* A region: the shared memory of one communicator's native collectives.
+/* A region: the shared memory of one communicator's shared-memory collectives.
 
    Every collective call has a number, the same on all ranks. A rank *enters* call m by publishing m
    in the first line of its slot m % PC_SLOTS, together with the call's signature and, if that is

@@ -24,7 +24,7 @@ struct pc_call_up {
     void (*enter)(void *left);
 };
 
-/* One native call under way. */
+/* One call in shared memory under way. */
 struct pc_call {
     pc_host *host;
     const struct pc_call_up *up;
