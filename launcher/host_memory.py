@@ -6,7 +6,8 @@ all ranks of the host. They make it larger and lay it out; the launcher knows tw
     offset 64               the failure epoch, a uint32: it grows when a rank has failed
     4096 + 1024 * r + 508   a uint32, odd while local rank r writes its line
     4096 + 1024 * r + 512   the line, UTF-8 that ends with a zero byte: the call in shared memory
-                            that r waits in, ", since " and a time of CLOCK_MONOTONIC in seconds; or empty
+                            that r waits in, ", since " and a time of CLOCK_MONOTONIC in
+                            seconds; or empty
 """
 
 from __future__ import annotations

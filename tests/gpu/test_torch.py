@@ -196,7 +196,11 @@ def test_a_request_does_not_wait_and_neither_do_other_calls(ranks: Any) -> None:
         device, side = gpu(comm), torch.cuda.Stream()
         for is_warm in (False, True):  # what is made first may wait for the GPU: memory, kernels
             x = torch.zeros(1_000_000, device=device)
-            late(side, x, comm.rank + 1.0, kernels=8)  # tests of others take turns on this GPU
+            # Processes take turns on a GPU: nothing of the other rank is left to do when this
+            # one's kernels begin.
+            torch.cuda.synchronize()
+            comm.barrier()
+            late(side, x, comm.rank + 1.0, kernels=8)
             with torch.cuda.stream(side):
                 request = comm.iall_reduce(x)
             quick = comm.all_reduce(numbers(comm, 1000))  # on a stream that has nothing to do
