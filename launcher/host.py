@@ -84,7 +84,7 @@ class Host(Protocol):
         """Watch the process that has joined as a rank, if it is not the one started here."""
 
     def doing(self, rank: int) -> str:
-        """Return the call in shared memory that a rank waits in, and for how long; "" if in none."""
+        """Return the call in shared memory that a rank waits in, and for how long; "" for none."""
 
     def state(self, rank: int, pid: int) -> str:
         """Return what a rank's process is doing, as `process.doing`."""
