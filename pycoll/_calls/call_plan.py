@@ -1,8 +1,8 @@
 """A call whose arguments were checked: what it is, how it goes, where its values are.
 
 The methods of `Calls` make these. A communicator's blocking method runs one (`Running`), its twin
-starts one, a persistent request makes and starts one each time. What a plan holds
-are named attributes, and nothing is sent while it is made. Its classes, one file a family:
+starts one, a persistent request makes and starts one each time. What a plan holds are named
+attributes, and nothing is sent while it is made. Its classes, one file a family:
 
     scheduled        barrier, and arrays that one schedule moves or combines
     rooted_plans     broadcast and scatter, of which only the root knows what comes
@@ -60,10 +60,9 @@ def route_of(group: Group, choice: Choice, blocking: bool, two_level_nbytes: int
     """
     if choice.name == SHARED_MEMORY and group.shm is not None:
         return Route.SHARED_MEMORY
-    is_two_level = blocking and choice.name == HIERARCHICAL and two_level_nbytes is not None
-    if is_two_level and _fits_two_levels(group, two_level_nbytes or 0):
-        return Route.TWO_LEVEL
-    return Route.MESSAGES
+    if choice.name != HIERARCHICAL or not blocking or two_level_nbytes is None:
+        return Route.MESSAGES
+    return Route.TWO_LEVEL if _fits_two_levels(group, two_level_nbytes) else Route.MESSAGES
 
 
 def _fits_two_levels(group: Group, nbytes: int) -> bool:

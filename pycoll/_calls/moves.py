@@ -140,7 +140,7 @@ class Moves(Preparing):
         )
 
     def _by_objects(self, collective: str, algorithm: str | None) -> tuple[str | None, Route]:
-        """Return the algorithm for messages, and the route: the core, for who names it."""
+        """Return the algorithm for messages, and the route: shared memory only for who names it."""
         if algorithm != SHARED_MEMORY:
             return algorithm, Route.MESSAGES
         return None, self._route(self._choose(collective, 0, algorithm))
