@@ -210,12 +210,12 @@ def staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
 def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     """Stage an array whose library has a stream of ours wait for what it has under way."""
     device = cuda.device(number)
-    lane = copies.side(device).meetings.pick()
-    try:
-        tensor = dlpack.take(dlpack.export(x, lane.stream))
-    except BufferError as exc:
-        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
-    ready = lane.last = lane.ready = device.mark(lane.stream)
+    with copies.side(device).meetings.pick() as lane:
+        try:
+            tensor = dlpack.take(dlpack.export(x, lane.stream))
+        except BufferError as exc:
+            raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
+        ready = lane.last = lane.ready = device.mark(lane.stream)
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
     read_only = tensor.read_only
     if read_only:  # perhaps: old capsules cannot say. JAX has no interface for its bfloat16

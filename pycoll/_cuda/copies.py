@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy as another
 from typing import Final, Protocol
 
@@ -287,6 +287,7 @@ class Lane:
         stream: CUDA's name for it.
         last: behind all that was put into it.
         ready: what the last of that waits for, which others do.
+        num_users: how many are about to put something into it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -294,6 +295,7 @@ class Lane:
         self.stream = device.stream()
         self.last: Mark | None = None
         self.ready: Mark | None = None
+        self.num_users = 0
         self._watched: queue.SimpleQueue[GpuCopy] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -345,11 +347,29 @@ class Lanes:
         self._device = device
         self._lanes: list[Lane] = []
         self._turn = itertools.count()
+        self._choosing = threading.Lock()
 
-    def pick(self) -> Lane:
-        """Return one that has nothing to do, else one that copies and does not wait."""
+    @contextlib.contextmanager
+    def pick(self) -> Iterator[Lane]:
+        """Give one that has nothing to do, else one that copies and does not wait.
+
+        Whoever picks before the end of the `with` gets another one: what is put into this one may
+        wait for long, and is not seen in `Lane.last` yet.
+        """
+        with self._choosing:
+            lane = self._choose()
+            lane.num_users += 1
+        try:
+            yield lane
+        finally:
+            with self._choosing:
+                lane.num_users -= 1
+
+    def _choose(self) -> Lane:
         busy = []
         for lane in self._lanes:
+            if lane.num_users:
+                continue
             if lane.last is None or is_over(lane.last):
                 return lane
             if lane.ready is None or is_over(lane.ready):

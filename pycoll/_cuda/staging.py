@@ -114,8 +114,8 @@ class Stage:
         """Return an operation that is done when its library has finished writing the array."""
         if self._ready is None or is_over(self._ready):
             return GpuCopy(engine, None, None, None)
-        lane = side(self.device).pulls.pick()
-        lane.last = lane.ready = self._ready
+        with side(self.device).pulls.pick() as lane:
+            lane.last = lane.ready = self._ready
         return GpuCopy(engine, lane, self._ready, self._array)
 
     def hindrances(self, engine: Finisher | None) -> list[GpuCopy]:
@@ -130,9 +130,9 @@ class Stage:
 
         The staging buffer is passed over, and these bytes of it are not to be pushed any more.
         """
-        lane = side(self.device).pushes.pick()
-        self.device.copy_within(lane.stream, self.pointer + begin, source, end - begin)
-        copy = self._put(engine, lane)
+        with side(self.device).pushes.pick() as lane:
+            self.device.copy_within(lane.stream, self.pointer + begin, source, end - begin)
+            copy = self._put(engine, lane)
         self._pushed.append((begin, end, copy))
         return copy
 
@@ -221,27 +221,31 @@ class Stage:
         loan = loan or self._kept()
         assert loan is not None, "nobody has the staging buffer"
         loan.block.pin(self.device)
-        lane = self._pick(to_host)
         rows = list(self._rows(begin, end))
-        try:
-            self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
-            return self._put(engine, lane, loan)
-        except TransportError:
-            lane.drain()  # of some of it, perhaps, nobody else would know
-            raise
+        with self._pick(to_host) as lane:
+            try:
+                self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
+                return self._put(engine, lane, loan)
+            except TransportError:
+                lane.drain()  # of some of it, perhaps, nobody else would know
+                raise
 
-    def _pick(self, to_host: bool) -> Lane:
-        """Return the lane for a copy; all that wait for the array to be ready share one."""
+    @contextlib.contextmanager
+    def _pick(self, to_host: bool) -> Iterator[Lane]:
+        """Give the lane for a copy; all that wait for the array to be ready share one."""
         own = side(self.device)
-        if not to_host:
-            return own.pushes.pick()
-        if self._ready is None or is_over(self._ready):
-            return own.pulls.pick()
-        if self._lane is None:
-            self._lane = own.pulls.pick()
-            self.device.follow(self._lane.stream, self._ready)
-            self._lane.ready = self._ready
-        return self._lane
+        if to_host and self._ready is not None and not is_over(self._ready):
+            if self._lane is not None:
+                yield self._lane
+                return
+            with own.pulls.pick() as lane:
+                self.device.follow(lane.stream, self._ready)
+                lane.ready = self._ready
+                self._lane = lane
+                yield lane
+            return
+        with (own.pulls if to_host else own.pushes).pick() as lane:
+            yield lane
 
     def _put(self, engine: Finisher | None, lane: Lane, loan: Loan | None = None) -> GpuCopy:
         """Return the copy just put into a lane; nobody has the memory before it has ended."""
@@ -305,11 +309,11 @@ class Memory:
 
 def fetch(engine: Finisher | None, device: Device, source: int, into: memoryview) -> GpuCopy:
     """Have host memory filled from a GPU."""
-    lane = side(device).pulls.pick()
     address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
     row = Rows(0, 0, len(into), 1, len(into), len(into))
-    device.copy(lane.stream, [row], source, address, to_host=True)
-    return GpuCopy(engine, lane, lane.begun(), into)
+    with side(device).pulls.pick() as lane:
+        device.copy(lane.stream, [row], source, address, to_host=True)
+        return GpuCopy(engine, lane, lane.begun(), into)
 
 
 def stage_of(view: memoryview) -> Stage | None:

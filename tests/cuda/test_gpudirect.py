@@ -214,8 +214,7 @@ def test_in_place_nothing_is_written_before_it_has_been_read(job: Job) -> None:
     theirs, mine = data(LONG, 1), data(LONG, 2)
     x, y, cost = on_gpu(mine), on_gpu(theirs), Cost(job)
     lanes = copies.side(cuda.device(0)).pulls
-    lanes.pick()
-    with fakegpu.context(0):
+    with lanes.pick(), fakegpu.context(0):
         held = [fake_cuda.hold(lane.stream) for lane in lanes._lanes]
     written: list[int] = []
 

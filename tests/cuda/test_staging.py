@@ -317,6 +317,30 @@ def test_a_copy_keeps_its_array_until_its_end_and_no_longer(device: cuda.Device,
         assert kept() is None
 
 
+def test_a_copy_that_is_just_being_begun_holds_up_no_others(
+    device: cuda.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread begins one when the driver has just been told what this one waits for."""
+    follow = cuda.Device.follow
+    other = stage_of_array(device, fakegpu.array(np.ones(NBYTES, np.uint8)))
+    fake_cuda.run_all()
+    quick: list[Any] = []
+
+    def meanwhile(device: cuda.Device, stream: int, mark: cuda.Mark) -> None:
+        follow(device, stream, mark)
+        quick.append(other.pull(None))
+
+    monkeypatch.setattr(cuda.Device, "follow", meanwhile)
+    with fakegpu.held_stream():
+        x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+        stage = stage_of_array(device, x)
+        slow = stage.pull(None)
+        fake_cuda.run_all()
+        assert [copy.is_over() for copy in quick] == [True]
+        assert not slow.is_over()
+    fake_cuda.run_all()
+
+
 def test_slow_arrays_hold_up_no_others(device: cuda.Device) -> None:
     with contextlib.ExitStack() as stack:
         slow = []
