@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from gpu_world import TCP, Library, every_method, jobs, resident_nbytes
 
 import pycoll
+from pycoll._cuda import cuda
 
 Comm = Any
 Tensor = torch.Tensor
@@ -194,9 +196,7 @@ def test_what_the_current_stream_is_about_to_write_is_waited_for(ranks: Any, cou
 def test_a_request_does_not_wait_and_neither_do_other_calls(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         device, side = gpu(comm), torch.cuda.Stream()
-        # What is made first may wait for the GPU: memory, streams, kernels. The second round needs
-        # more memory than the first, for the first one's request is still there.
-        for is_warm in (False, False, True):
+        for is_warm in (False, True):  # CUDA waits when it loads a kernel
             x = torch.zeros(1_000_000, device=device)
             # Processes take turns on a GPU: nothing of the other rank is left to do when this
             # one's kernels begin.
@@ -214,6 +214,23 @@ def test_a_request_does_not_wait_and_neither_do_other_calls(ranks: Any) -> None:
             assert bool((request.wait() == 3.0).all())
 
     ranks(program)
+
+
+def test_the_driver_makes_what_a_call_needs_while_the_gpu_computes() -> None:
+    """So the first call of a size does not wait; see docs/gpu.md, "Memory"."""
+    device, side = cuda.device(0), torch.cuda.Stream()
+    block = mmap.mmap(-1, 4 << 20)
+    address = np.frombuffer(block, np.uint8).__array_interface__["data"][0]
+    torch.cuda._sleep(1)  # loads the kernel
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(CYCLES)
+    device.mark(device.stream())
+    device.pin(address, 4 << 20)
+    allocated = device.allocate(4 << 20)
+    assert not side.query()
+    device.unpin(address)
+    device.free(allocated)
 
 
 @auto
