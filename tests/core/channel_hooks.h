@@ -1,5 +1,5 @@
-/* Put before the sources of the channels (gcc -include): what is large becomes small, so that random messages take
-   every way, and are under way for several calls. */
+/* Put before the sources of the channels (gcc -include): what is large becomes small, so that
+   random messages take every way, and are under way for several calls. */
 #ifndef PYCOLL_CHANNEL_HOOKS_H
 #define PYCOLL_CHANNEL_HOOKS_H
 

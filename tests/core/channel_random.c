@@ -1,233 +1,19 @@
-/* Random calls of ranks that are joined by channels (transports/_core/channel.h), over the memory of one host (host.h):
-   all in one thread, so that a seed always does the same.
+/* Random calls of ranks that are joined by channels (transports/_core/channel.h), over the memory
+   of one host (host.h): all in one thread, so that a seed always does the same.
 
        channel_random WORLDS SEED
 
-   Ranks send, offer, accept, redirect, give up, drop, stop and take back; what they are told is queued and handled
-   later, as Python does it. In some worlds the kernel may not copy; in some a rank ends in the middle and is forgotten.
-   Checked are every byte, the order of messages, that memory is released once and not touched afterwards (it is filled
-   with other bytes, and freed), that `leave` and `enter` come in turn and nothing is told in between, and that credits,
-   blocks, transfers and tables are as at the beginning when all is quiet.
+   Ranks send, offer, accept, redirect, give up, drop, stop and take back; what they are told is
+   queued and handled later, as Python does it. In some worlds the kernel may not copy; in some a
+   rank ends in the middle and is forgotten. Checked are every byte, the order of messages, that
+   memory is released once and not touched afterwards (it is filled with other bytes, and freed),
+   that `leave` and `enter` come in turn and nothing is told in between, and that credits, blocks,
+   transfers and tables are as at the beginning when all is quiet.
 
    Exits with 3 and a line that names the seed of the world if something is wrong. */
-#include "channel_hooks.h"
+#include "channel_messages.h"
 
-#include "channel.h"
-#include "region.h"
-
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/eventfd.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#define RANKS 3
-#define MOST_MESSAGES 300
-#define GAP 16 /* bytes behind a part, and behind a receive's memory, that are nobody's */
-#define POISON 0xEE
-
-static uint64_t seed, random_state;
-static uint64_t counts[10];
-enum { ALL, POSTED, IN_BLOCK, OFFERED, COMPLETE, REDIRECTED, GIVEN_UP, WITHDRAWN, LEFT, FORGOTTEN };
-
-static void fail(const char *what, uint64_t number) {
-    fprintf(stderr, "world %llu: %s (%llu)\n", (unsigned long long)seed, what, (unsigned long long)number);
-    exit(3);
-}
-
-static void check(bool holds, const char *what, uint64_t number) {
-    if (!holds)
-        fail(what, number);
-}
-
-static uint64_t below(uint64_t limit) {
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (random_state >> 33) % limit;
-}
-
-static unsigned char byte_of(uint64_t message, size_t offset) {
-    return (unsigned char)((message * 131 + offset * 7 + offset / 251) % 211); /* never POISON */
-}
-
-/* --- memory ------------------------------------------------------------------------------------------ */
-
-/* What a send or a receive is given: the channel knows it as the owner, and releases it. */
-struct place {
-    unsigned char *memory;
-    size_t nbytes; /* with the gaps */
-    bool released;
-    unsigned char *received; /* what was in a receive's memory when it was released; NULL: it is a send's */
-    struct place *next;
-};
-
-static struct place *places;
-
-static struct place *place_of(size_t nbytes) {
-    struct place *place = malloc(sizeof *place);
-    *place = (struct place){.memory = malloc(nbytes), .nbytes = nbytes, .next = places};
-    memset(place->memory, POISON, nbytes);
-    places = place;
-    return place;
-}
-
-static void give_back(struct place *place) {
-    check(!place->released, "memory is released twice", place->nbytes);
-    place->released = true;
-    if (place->received != NULL)
-        memcpy(place->received, place->memory, place->nbytes);
-    memset(place->memory, POISON, place->nbytes);
-    if (below(2)) { /* AddressSanitizer sees who touches it */
-        free(place->memory);
-        place->memory = NULL;
-    }
-}
-
-static void free_places(void) {
-    while (places != NULL) {
-        struct place *place = places;
-        places = place->next;
-        check(place->released, "memory is never released", place->nbytes);
-        for (size_t offset = 0; place->memory != NULL && offset < place->nbytes; offset++)
-            check(place->memory[offset] == POISON, "memory is written that was given back", offset);
-        free(place->memory);
-        free(place->received);
-        free(place);
-    }
-}
-
-/* --- what is told ------------------------------------------------------------------------------------ */
-
-struct message { /* as its sender and its receiver know it */
-    int source, dest;
-    size_t nbytes;
-    uint64_t id; /* 0: posted */
-    bool sent, stopped, taken_back;
-    bool came, there, complete, given_up, withdrawn; /* `there`: told, and perhaps not handled yet */
-    uint64_t handle; /* of its receive; 0: there is none */
-    struct place *place;
-};
-
-enum what { ARRIVED, ARRIVED_IN_BLOCK, OFFERED_TO, SENT, CANCELLED, RECEIVED, TAKEN_BACK, BYE };
-
-struct event {
-    struct event *next;
-    enum what what;
-    int peer;
-    uint64_t number; /* id or handle, or of the message */
-    const unsigned char *payload;
-    size_t nbytes;
-    struct pc_block block;
-    struct pc_offer offer;
-    unsigned char copy[];
-};
-
-struct rank {
-    pc_host host;
-    pc_channel channel;
-    struct event *first, **last;
-    bool is_away, dead, bye[RANKS];
-    uint64_t next_from[RANKS]; /* number of the message that may come next, at least */
-};
-
-static struct rank ranks[RANKS];
-static struct message messages[MOST_MESSAGES];
-static uint64_t num_messages;
-
-static struct message *by_id(int source, uint64_t id) {
-    for (uint64_t number = 0; number < num_messages; number++)
-        if (messages[number].source == source && messages[number].id == id)
-            return &messages[number];
-    return NULL;
-}
-static struct message *by_handle(int dest, uint64_t handle) {
-    for (uint64_t number = 0; number < num_messages; number++)
-        if (messages[number].dest == dest && messages[number].handle == handle)
-            return &messages[number];
-    return NULL;
-}
-
-static struct event *note(void *owner, enum what what, int peer, uint64_t number, size_t room) {
-    struct rank *rank = owner;
-    check(!rank->is_away, "something is told while others may come in", what);
-    struct event *event = calloc(1, sizeof *event + room);
-    event->what = what;
-    event->peer = peer;
-    event->number = number;
-    *rank->last = event;
-    rank->last = &event->next;
-    return event;
-}
-
-/* The number of the message whose header this is: nobody else's, complete, and in its order. */
-static uint64_t read_header(struct rank *rank, int peer, const void *header, size_t nbytes) {
-    uint64_t number;
-    check(nbytes >= sizeof number, "a header is too short", nbytes);
-    memcpy(&number, header, sizeof number);
-    check(number < num_messages, "there is no such message", number);
-    for (size_t offset = sizeof number; offset < nbytes; offset++)
-        check(((const unsigned char *)header)[offset] == byte_of(number, offset), "a header is wrong", number);
-    struct message *message = &messages[number];
-    check(message->source == peer && message->dest == rank->channel.rank, "a message goes astray", number);
-    check(!message->came, "a message comes twice", number);
-    check(number >= rank->next_from[peer], "a message overtakes another", number);
-    rank->next_from[peer] = number + 1;
-    message->came = true;
-    return number;
-}
-
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes) {
-    struct event *event = note(owner, ARRIVED, peer, read_header(owner, peer, header, header_nbytes), nbytes);
-    memcpy(event->copy, payload, nbytes);
-    event->payload = event->copy;
-    event->nbytes = nbytes;
-}
-static void arrived_in_block(void *owner, int peer, const void *header, size_t header_nbytes,
-                             const unsigned char *payload, size_t nbytes, const struct pc_block *block) {
-    struct event *event = note(owner, ARRIVED_IN_BLOCK, peer, read_header(owner, peer, header, header_nbytes), 0);
-    event->payload = payload;
-    event->nbytes = nbytes;
-    event->block = *block;
-    counts[IN_BLOCK]++;
-}
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes, const struct pc_offer *offer) {
-    note(owner, OFFERED_TO, peer, read_header(owner, peer, header, header_nbytes), 0)->offer = *offer;
-}
-static void sent(void *owner, uint64_t id) { note(owner, SENT, -1, id, 0); }
-static void cancelled(void *owner, int peer, uint64_t id) { note(owner, CANCELLED, peer, id, 0); }
-static void received(void *owner, uint64_t handle) {
-    struct message *message = by_handle(((struct rank *)owner)->channel.rank, handle);
-    check(message != NULL && !message->there, "what was received?", handle);
-    message->there = true;
-    note(owner, RECEIVED, -1, handle, 0);
-}
-static void withdrawn(void *owner, uint64_t handle) { note(owner, TAKEN_BACK, -1, handle, 0); }
-static void bye(void *owner, int peer) { note(owner, BYE, peer, 0, 0); }
-static void lost(void *owner, int peer) {
-    (void)owner;
-    fail("a rank is said to have gone mad", (uint64_t)peer);
-}
-static void release(void *owner, void *memory) {
-    check(!((struct rank *)owner)->is_away, "memory is released while others may come in", 0);
-    give_back(memory);
-}
-static void leave(void *owner) {
-    struct rank *rank = owner;
-    check(!rank->is_away, "it leaves twice", 0);
-    rank->is_away = true;
-    counts[LEFT]++;
-}
-static void enter(void *owner) {
-    struct rank *rank = owner;
-    check(rank->is_away, "it enters and has not left", 0);
-    rank->is_away = false;
-}
-
-static const struct pc_channel_up up = {arrived,   arrived_in_block, offered, sent,    cancelled, received,
-                                        withdrawn, bye,              lost,    release, leave,     enter};
-
-/* --- calls ------------------------------------------------------------------------------------------- */
+/* --- calls ------------------------------------------------------------------------------------ */
 
 static size_t some_nbytes(void) {
     static const size_t most[] = {1, 200, 3000, 30000, 120000, 300000};
@@ -239,9 +25,11 @@ static void start_send(int source, int dest) {
     uint64_t number = num_messages++;
     struct message *message = &messages[number];
     unsigned char header[6000];
-    size_t header_nbytes = sizeof number + (below(10) == 0 ? below(5900) : below(50)), num_parts = 1 + below(4);
+    size_t header_nbytes = sizeof number + (below(10) == 0 ? below(5900) : below(50)),
+           num_parts = 1 + below(4);
     *message = (struct message){.source = source, .dest = dest, .nbytes = some_nbytes()};
-    /* An empty one without a transfer is the receiver's as soon as it accepts it, which its sender cannot know. */
+    /* An empty one without a transfer is the receiver's as soon as it accepts it, which its sender
+     * cannot know. */
     message->nbytes += message->nbytes == 0 && !channel->single_copy;
     memcpy(header, &number, sizeof number);
     for (size_t offset = sizeof number; offset < header_nbytes; offset++)
@@ -251,7 +39,8 @@ static void start_send(int source, int dest) {
     send->table = malloc(num_parts * sizeof *send->table);
     unsigned char *memory = place->memory;
     for (size_t part = 0, at = 0; part < num_parts; part++) {
-        size_t nbytes = part + 1 < num_parts ? below(message->nbytes - at + 1) : message->nbytes - at;
+        size_t nbytes =
+            part + 1 < num_parts ? below(message->nbytes - at + 1) : message->nbytes - at;
         for (size_t offset = 0; offset < nbytes; offset++)
             memory[offset] = byte_of(number, at + offset);
         if (nbytes > 0)
@@ -264,7 +53,8 @@ static void start_send(int source, int dest) {
     send->peer = dest;
     send->owner = place;
     counts[ALL]++;
-    if (below(4) > 0 && pc_channel_post(channel, dest, header, header_nbytes, send->parts, send->nbytes)) {
+    if (below(4) > 0 &&
+        pc_channel_post(channel, dest, header, header_nbytes, send->parts, send->nbytes)) {
         pc_channel_send_free(channel, send);
         counts[POSTED]++;
         return;
@@ -296,7 +86,8 @@ static void complete(struct message *message, const unsigned char *memory) {
 static void complete_at(struct message *message, const struct place *place) {
     complete(message, place->received);
     for (size_t offset = message->nbytes; offset < place->nbytes; offset++)
-        check(place->received[offset] == POISON, "a byte is written behind a payload", (uint64_t)(message - messages));
+        check(place->received[offset] == POISON, "a byte is written behind a payload",
+              (uint64_t)(message - messages));
 }
 
 static void accept_offer(struct rank *rank, struct message *message, const struct pc_offer *offer) {
@@ -318,7 +109,8 @@ static void accept_offer(struct rank *rank, struct message *message, const struc
     if (status == 0) {
         complete_at(message, place);
     } else {
-        check(message->taken_back, "an offer is gone that nobody took back", (uint64_t)(message - messages));
+        check(message->taken_back, "an offer is gone that nobody took back",
+              (uint64_t)(message - messages));
         message->withdrawn = true;
         counts[WITHDRAWN]++;
     }
@@ -368,7 +160,8 @@ static void handle_event(struct rank *rank, struct event *event) {
         if (event->what == RECEIVED) {
             complete_at(message, message->place);
         } else {
-            check(message->taken_back, "a message is withdrawn that nobody took back", event->number);
+            check(message->taken_back, "a message is withdrawn that nobody took back",
+                  event->number);
             message->withdrawn = true;
             message->handle = 0;
             counts[WITHDRAWN]++;
@@ -403,7 +196,8 @@ static void stop_or_take_back(struct rank *rank, struct message *message) {
         return;
     if (below(2)) {
         message->stopped = pc_channel_send_stop(channel, send);
-        check(!message->stopped || !message->there, "a message is stopped that was received", message->id);
+        check(!message->stopped || !message->there, "a message is stopped that was received",
+              message->id);
         if (!message->stopped)
             return;
     }
@@ -418,7 +212,8 @@ static void redirect_or_give_up(struct rank *rank, struct message *message) {
         return;
     if (below(3) > 0) {
         struct place *place = room_for(message);
-        check(pc_channel_receive_redirect(channel, receive, place->memory, place) == 0, "there is no memory", 0);
+        check(pc_channel_receive_redirect(channel, receive, place->memory, place) == 0,
+              "there is no memory", 0);
         message->place = place;
         counts[REDIRECTED]++;
         return;
@@ -469,13 +264,15 @@ static void act(int who, bool may_end) {
         bool ready = pc_channel_ready(&rank->channel);
         int worked = pc_channel_progress(&rank->channel);
         check(worked >= 0, "there is no memory", 0);
-        /* A sender that is new and has written nothing yet is seen, and that is all; but only once. */
-        check(worked > 0 || !ready || !pc_channel_ready(&rank->channel), "it is ready, and does nothing", 0);
+        /* A sender that is new and has written nothing yet is seen, and that is all; but only
+           once. */
+        check(worked > 0 || !ready || !pc_channel_ready(&rank->channel),
+              "it is ready, and does nothing", 0);
     }
     }
 }
 
-/* --- a world ----------------------------------------------------------------------------------------- */
+/* --- a world ---------------------------------------------------------------------------------- */
 
 static bool turn(void) {
     bool any = false;
@@ -493,37 +290,45 @@ static void check_quiet(void) {
         pc_channel *channel = &ranks[who].channel;
         if (ranks[who].dead)
             continue;
-        check(channel->sends.used == 0 && channel->receives.used == 0, "something is still under way", (uint64_t)who);
-        check(channel->sending.count == 0 && channel->receiving.count == 0, "a list is not empty", (uint64_t)who);
-        check(channel->backlogged == 0 && !pc_channel_ready(channel), "something is left to do", (uint64_t)who);
+        check(channel->sends.used == 0 && channel->receives.used == 0,
+              "something is still under way", (uint64_t)who);
+        check(channel->sending.count == 0 && channel->receiving.count == 0, "a list is not empty",
+              (uint64_t)who);
+        check(channel->backlogged == 0 && !pc_channel_ready(channel), "something is left to do",
+              (uint64_t)who);
         for (int other = 0; other < RANKS; other++)
             if (other != who && !ranks[other].dead)
-                check(channel->peers[other].charged == ranks[other].channel.peers[who].used, "credit is gone",
-                      (uint64_t)other);
+                check(channel->peers[other].charged == ranks[other].channel.peers[who].used,
+                      "credit is gone", (uint64_t)other);
         for (uint32_t unit = pc_room_begin[0]; unit < PC_UNITS; unit++)
-            check(channel->heap.length[unit] == 0 || pc_load(pc_heap_state(channel->heap.base, unit)) == 0,
+            check(channel->heap.length[unit] == 0 ||
+                      pc_load(pc_heap_state(channel->heap.base, unit)) == 0,
                   "a block is never given back", unit);
-        check(counts[FORGOTTEN] > 0 || channel->num_free_transfers == PC_TRANSFERS, "a transfer is gone",
-              (uint64_t)who);
+        check(counts[FORGOTTEN] > 0 || channel->num_free_transfers == PC_TRANSFERS,
+              "a transfer is gone", (uint64_t)who);
     }
     for (uint64_t number = 0; number < num_messages; number++) {
         struct message *message = &messages[number];
         if (!ranks[message->source].dead && !ranks[message->dest].dead)
-            check(message->complete || message->given_up || message->withdrawn, "a message is lost", number);
+            check(message->complete || message->given_up || message->withdrawn, "a message is lost",
+                  number);
     }
 }
 
-/* The table of communicators: all ranks find the same region, and nobody waits for a lock for ever. */
+/* The table of communicators: all ranks find the same region, and nobody waits for a lock for
+   ever. */
 static void check_regions(void) {
     size_t nbytes = pc_region_nbytes(RANKS);
     unsigned char *regions[RANKS];
     int entries[RANKS];
     pc_flag32 *lock = &pc_host_page(&ranks[0].host)->lock;
     atomic_store(lock, 2);
-    check(pc_host_attach(&ranks[0].host, 77, nbytes, &entries[0], &regions[0]) == EBUSY, "the lock is no lock", 0);
+    check(pc_host_attach(&ranks[0].host, 77, nbytes, &entries[0], &regions[0]) == EBUSY,
+          "the lock is no lock", 0);
     atomic_store(lock, 0);
     for (int who = 0; who < RANKS; who++)
-        check(pc_host_attach(&ranks[who].host, 77, nbytes, &entries[who], &regions[who]) == 0, "it has no region", 0);
+        check(pc_host_attach(&ranks[who].host, 77, nbytes, &entries[who], &regions[who]) == 0,
+              "it has no region", 0);
     regions[0][nbytes - 1] = 5;
     check(entries[0] == entries[2] && regions[2][nbytes - 1] == 5, "there are two regions", 0);
     for (int who = 0; who < RANKS; who++)
@@ -531,7 +336,6 @@ static void check_regions(void) {
 }
 
 static void run_world(void) {
-    random_state = seed * 0x9E3779B97F4A7C15u + 1;
     num_messages = 0;
     uint64_t forgotten = counts[FORGOTTEN];
     counts[FORGOTTEN] = 0;
@@ -543,11 +347,13 @@ static void run_world(void) {
     for (int who = 0; who < RANKS; who++) {
         struct rank *rank = &ranks[who];
         rank->last = &rank->first;
-        rank->channel = (pc_channel){.host = &rank->host, .up = &up, .owner = rank, .single_copy = single_copy};
+        rank->channel =
+            (pc_channel){.host = &rank->host, .up = &up, .owner = rank, .single_copy = single_copy};
         rank->channel.eager_limit = 30000;
         rank->channel.credit = 200000;
         rank->channel.message_cost = 100;
-        check(pc_host_open(&rank->host, fd, who, RANKS, doorbells, RANKS) == 0, "the memory cannot be mapped", 0);
+        check(pc_host_open(&rank->host, fd, who, RANKS, doorbells, RANKS) == 0,
+              "the memory cannot be mapped", 0);
         check(pc_channel_open(&rank->channel) == 0, "a channel cannot be opened", (uint64_t)who);
     }
     if (below(20) == 0)
@@ -593,14 +399,10 @@ int main(int count, char **arguments) {
         fprintf(stderr, "usage: channel_random WORLDS SEED\n");
         return 2;
     }
-    uint64_t worlds = strtoull(arguments[1], NULL, 10);
-    seed = strtoull(arguments[2], NULL, 10);
-    for (; worlds > 0; worlds--, seed++)
-        run_world();
-    static const char *const names[] = {"messages",   "posted",   "in blocks", "offered", "complete",
-                                        "redirected", "given up", "withdrawn", "left",    "forgotten"};
-    for (size_t index = 0; index < sizeof names / sizeof *names; index++)
-        printf("%s%s %llu", index > 0 ? ", " : "", names[index], (unsigned long long)counts[index]);
-    printf("\n");
+    run_worlds(run_world, strtoull(arguments[1], NULL, 10), strtoull(arguments[2], NULL, 10));
+    static const char *const names[] = {"messages", "posted",     "in blocks", "offered",
+                                        "complete", "redirected", "given up",  "withdrawn",
+                                        "left",     "forgotten"};
+    print_counts(names, counts, sizeof names / sizeof *names);
     return 0;
 }

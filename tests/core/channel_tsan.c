@@ -2,9 +2,10 @@
 
        channel_tsan MESSAGES SEED
 
-   The sender sends numbered messages of random kinds: in the ring, in blocks of a heap, and as transfers that
-   both copy. Either side gives up at random. The receiver checks every byte, sleeps when nothing is there, and
-   writes to its memory whenever the protocol says that nobody else does; so does the sender with its own. */
+   The sender sends numbered messages of random kinds: in the ring, in blocks of a heap, and as
+   transfers that both copy. Either side gives up at random. The receiver checks every byte, sleeps
+   when nothing is there, and writes to its memory whenever the protocol says that nobody else does;
+   so does the sender with its own. */
 #include "heap.h"
 #include "ring.h"
 #include "transfer.h"
@@ -55,7 +56,7 @@ static void check(const unsigned char *memory, size_t nbytes, uint64_t number) {
             fail("the payload is wrong", number);
 }
 
-/* --- sleeping, as pc_host_sleep and pc_host_wake do it ------------------------------------------------- */
+/* --- sleeping, as pc_host_sleep and pc_host_wake do it ---------------------------------------- */
 
 static void wake(int who) {
     uint64_t one = 1;
@@ -77,7 +78,7 @@ static void sleep_until(int me, struct pc_ring *ring) {
     (void)ignored;
 }
 
-/* --- the sender ---------------------------------------------------------------------------------------- */
+/* --- the sender ------------------------------------------------------------------------------- */
 
 struct sender {
     struct pc_ring out, in;
@@ -92,7 +93,8 @@ static struct pc_item *reserve(struct sender *sender, size_t nbytes) {
     return item;
 }
 
-static void publish(struct sender *sender, struct pc_item *item, enum kind kind, size_t nbytes, size_t total) {
+static void publish(struct sender *sender, struct pc_item *item, enum kind kind, size_t nbytes,
+                    size_t total) {
     item->kind_and_header = (uint32_t)kind << 24;
     item->nbytes = (uint32_t)nbytes;
     pc_ring_publish(&sender->out, item, total);
@@ -110,7 +112,8 @@ static void send_block(struct sender *sender, uint64_t number) {
     size_t nbytes = next_random(&sender->random) % 60000;
     struct pc_block block;
     uint32_t unit;
-    while ((unit = pc_heap_take(sender->heap, PC_ROOM_PAYLOADS, sizeof(struct pc_filling) + nbytes, 1, false)) == 0)
+    while ((unit = pc_heap_take(sender->heap, PC_ROOM_PAYLOADS, sizeof(struct pc_filling) + nbytes,
+                                1, false)) == 0)
         sched_yield();
     pc_heap_name(sender->heap, unit, &block);
     struct pc_filling *filling = (struct pc_filling *)pc_heap_at(heap, unit);
@@ -146,11 +149,15 @@ static void await_finished(struct sender *sender, uint64_t id) {
 }
 
 static void send_large(struct sender *sender, uint64_t number, unsigned char *memory) {
-    struct pc_transfer *transfer = (struct pc_transfer *)pc_heap_at(heap, PC_TRANSFERS_UNIT) + number % TRANSFERS;
-    struct offer offer = {.id = number + 1, .nbytes = next_random(&sender->random) % LARGE, .address = memory};
+    struct pc_transfer *transfer =
+        (struct pc_transfer *)pc_heap_at(heap, PC_TRANSFERS_UNIT) + number % TRANSFERS;
+    struct offer offer = {
+        .id = number + 1, .nbytes = next_random(&sender->random) % LARGE, .address = memory};
     uint64_t pieces = pc_pieces(offer.nbytes), piece_nbytes = pc_piece_nbytes(offer.nbytes);
-    bool helps = next_random(&sender->random) % 4 != 0, gives_back = next_random(&sender->random) % 8 == 0;
-    uint64_t patience = next_random(&sender->random) % 2 ? 1000000 : next_random(&sender->random) % 2000;
+    bool helps = next_random(&sender->random) % 4 != 0,
+         gives_back = next_random(&sender->random) % 8 == 0;
+    uint64_t patience =
+        next_random(&sender->random) % 2 ? 1000000 : next_random(&sender->random) % 2000;
     fill(memory, offer.nbytes, number);
     pc_transfer_begin(transfer, offer.id, true);
     struct pc_item *item = reserve(sender, PC_ITEM_NBYTES + sizeof offer);
@@ -170,7 +177,8 @@ static void send_large(struct sender *sender, uint64_t number, unsigned char *me
         }
         size_t offset = (size_t)piece * piece_nbytes;
         size_t length = offer.nbytes - offset < piece_nbytes ? offer.nbytes - offset : piece_nbytes;
-        unsigned char *into = (unsigned char *)(uintptr_t)atomic_load_explicit(&transfer->into, memory_order_relaxed);
+        unsigned char *into =
+            (unsigned char *)(uintptr_t)atomic_load_explicit(&transfer->into, memory_order_relaxed);
         memcpy(into + offset, memory + offset, length);
         pc_transfer_copied(transfer);
     }
@@ -212,7 +220,7 @@ static void *send_all(void *argument) {
     return NULL;
 }
 
-/* --- the receiver -------------------------------------------------------------------------------------- */
+/* --- the receiver ----------------------------------------------------------------------------- */
 
 struct receiver {
     struct pc_ring in, out;
@@ -220,7 +228,8 @@ struct receiver {
     unsigned char *into, *elsewhere;
 };
 
-static void finish(struct receiver *receiver, struct pc_transfer *transfer, uint64_t id, bool complete) {
+static void finish(struct receiver *receiver, struct pc_transfer *transfer, uint64_t id,
+                   bool complete) {
     if (complete)
         pc_publish(&transfer->state, pc_phase_of(id, PC_PHASE_DONE));
     if (complete && pc_load(&transfer->watched) != 0)
@@ -242,7 +251,8 @@ static void settle(struct pc_transfer *transfer) {
 }
 
 static void receive_large(struct receiver *receiver, const struct offer *offer, uint64_t number) {
-    struct pc_transfer *transfer = (struct pc_transfer *)pc_heap_at(heap, PC_TRANSFERS_UNIT) + number % TRANSFERS;
+    struct pc_transfer *transfer =
+        (struct pc_transfer *)pc_heap_at(heap, PC_TRANSFERS_UNIT) + number % TRANSFERS;
     uint64_t pieces = pc_pieces(offer->nbytes), piece_nbytes = pc_piece_nbytes(offer->nbytes);
     unsigned char *into = receiver->into;
     if (!pc_transfer_step(transfer, offer->id, PC_PHASE_WAITING, PC_PHASE_TAKEN))
@@ -251,7 +261,8 @@ static void receive_large(struct receiver *receiver, const struct offer *offer, 
         finish(receiver, transfer, offer->id, false);
         return;
     }
-    uint64_t gives_up = next_random(&receiver->random) % 40, redirects = next_random(&receiver->random) % 20;
+    uint64_t gives_up = next_random(&receiver->random) % 40,
+             redirects = next_random(&receiver->random) % 20;
     for (uint64_t turn = 0;; turn++) {
         if (turn == gives_up || pc_transfer_taken_back(transfer)) {
             settle(transfer);
@@ -265,11 +276,13 @@ static void receive_large(struct receiver *receiver, const struct offer *offer, 
             uint64_t claimed = pc_load(&transfer->next) & ~PC_MARKS;
             if (returned >= 0) {
                 size_t offset = (size_t)returned * piece_nbytes;
-                size_t length = offer->nbytes - offset < piece_nbytes ? offer->nbytes - offset : piece_nbytes;
+                size_t length =
+                    offer->nbytes - offset < piece_nbytes ? offer->nbytes - offset : piece_nbytes;
                 memcpy(into + offset, offer->address + offset, length);
                 pc_transfer_copied(transfer);
             }
-            size_t length = claimed * piece_nbytes < offer->nbytes ? claimed * piece_nbytes : offer->nbytes;
+            size_t length =
+                claimed * piece_nbytes < offer->nbytes ? claimed * piece_nbytes : offer->nbytes;
             memcpy(receiver->elsewhere, into, length);
             memset(into, 255, offer->nbytes);
             into = receiver->elsewhere;
@@ -281,7 +294,8 @@ static void receive_large(struct receiver *receiver, const struct offer *offer, 
             piece = pc_transfer_returned(transfer);
         if (piece >= 0) {
             size_t offset = (size_t)piece * piece_nbytes;
-            size_t length = offer->nbytes - offset < piece_nbytes ? offer->nbytes - offset : piece_nbytes;
+            size_t length =
+                offer->nbytes - offset < piece_nbytes ? offer->nbytes - offset : piece_nbytes;
             memcpy(into + offset, offer->address + offset, length);
             pc_transfer_copied(transfer);
         } else if (pc_transfer_complete(transfer, pieces)) {
@@ -297,7 +311,8 @@ static void receive_large(struct receiver *receiver, const struct offer *offer, 
 }
 
 static void *receive_all(void *argument) {
-    struct receiver receiver = {.random = *(uint64_t *)argument, .into = malloc(LARGE), .elsewhere = malloc(LARGE)};
+    struct receiver receiver = {
+        .random = *(uint64_t *)argument, .into = malloc(LARGE), .elsewhere = malloc(LARGE)};
     pc_ring_open(&receiver.in, there, RING_NBYTES);
     pc_ring_open(&receiver.out, back, RING_NBYTES);
     for (uint64_t number = 0;; number++) {
@@ -354,9 +369,11 @@ int main(int count, char **arguments) {
         return 2;
     }
     messages = strtoull(arguments[1], NULL, 10);
-    uint64_t seeds[2] = {strtoull(arguments[2], NULL, 10) * 2 + 1, strtoull(arguments[2], NULL, 10) * 2 + 3};
+    uint64_t seeds[2] = {strtoull(arguments[2], NULL, 10) * 2 + 1,
+                         strtoull(arguments[2], NULL, 10) * 2 + 3};
     size_t nbytes = 2 * RING_NBYTES + PC_HEAP_NBYTES + PC_PAGE;
-    unsigned char *memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    unsigned char *memory =
+        mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         return 2;
     there = memory;
@@ -370,7 +387,8 @@ int main(int count, char **arguments) {
     pthread_create(&threads[1], NULL, receive_all, &seeds[1]);
     for (int who = 0; who < 2; who++)
         pthread_join(threads[who], NULL);
-    printf("watched %llu, withdrawn %llu, taken back %llu, told %llu\n", (unsigned long long)counts[0],
-           (unsigned long long)counts[1], (unsigned long long)counts[2], (unsigned long long)counts[3]);
+    printf("watched %llu, withdrawn %llu, taken back %llu, told %llu\n",
+           (unsigned long long)counts[0], (unsigned long long)counts[1],
+           (unsigned long long)counts[2], (unsigned long long)counts[3]);
     return 0;
 }

@@ -1,7 +1,7 @@
-/* Copies at every distance between source and destination: right to the byte, nothing beside them touched. Built with
-   copy.c, whose calls of memmove and of the kernel come here. Its arguments name those of both that are slow at some
-   distances ("memmove", "kernel"): copy.c must find that out, and leave no copy to them there; and it must leave to
-   what is not slow all there is. */
+/* Copies at every distance between source and destination: right to the byte, nothing beside them
+   touched. Built with copy.c, whose calls of memmove and of the kernel come here. Its arguments
+   name those of both that are slow at some distances ("memmove", "kernel"): copy.c must find that
+   out, and leave no copy to them there; and it must leave to what is not slow all there is. */
 #include "copy.h"
 
 #include <errno.h>
@@ -16,18 +16,21 @@
 #define PAST_CACHE ((size_t)8 << 20)
 
 static bool memmove_is_slow, kernel_is_slow, trying = true;
-static size_t memmove_slow, kernel_slow; /* copies at a slow distance that came here since the trials */
-static size_t short_by; /* of what is asked for the kernel copies so much less, if that is possible */
+static size_t memmove_slow,
+    kernel_slow; /* copies at a slow distance that came here since the trials */
+static size_t
+    short_by; /* of what is asked for the kernel copies so much less, if that is possible */
 
 static void fail(const char *what, size_t distance, size_t nbytes, size_t number) {
     printf("%s: distance %zu, %zu bytes, %zu\n", what, distance, nbytes, number);
     exit(1);
 }
 
-/* --- what copy.c calls --------------------------------------------------------------------------------- */
+/* --- what copy.c calls ------------------------------------------------------------------------ */
 
-/* A copy of `nbytes`. While copy.c tries, it takes 40 times its time if it is at a slow distance; also elsewhere, if
-   none shall be slow, which hides what this processor does. Afterwards those at a slow distance are counted. */
+/* A copy of `nbytes`. While copy.c tries, it takes 40 times its time if it is at a slow distance;
+   also elsewhere, if none shall be slow, which hides what this processor does. Afterwards those at
+   a slow distance are counted. */
 static void see(const void *to, const void *from, size_t nbytes, bool is_slow, size_t *count) {
     _Alignas(PC_PAGE) static unsigned char nowhere[LARGEST];
     size_t distance = ((uintptr_t)to - (uintptr_t)from) % PC_PAGE;
@@ -50,8 +53,8 @@ static void check_vectors(const struct iovec *to, unsigned long to_count, const 
     while (to_count > 0 && from_count > 0) {
         size_t to_rest = to->iov_len - to_offset, from_rest = from->iov_len - from_offset;
         size_t nbytes = to_rest < from_rest ? to_rest : from_rest;
-        see((char *)to->iov_base + to_offset, (char *)from->iov_base + from_offset, nbytes, kernel_is_slow,
-            &kernel_slow);
+        see((char *)to->iov_base + to_offset, (char *)from->iov_base + from_offset, nbytes,
+            kernel_is_slow, &kernel_slow);
         to_offset += nbytes;
         from_offset += nbytes;
         if (to_offset == to->iov_len)
@@ -61,8 +64,8 @@ static void check_vectors(const struct iovec *to, unsigned long to_count, const 
     }
 }
 
-ssize_t seen_readv(pid_t pid, const struct iovec *to, unsigned long to_count, const struct iovec *from,
-                   unsigned long from_count, unsigned long flags) {
+ssize_t seen_readv(pid_t pid, const struct iovec *to, unsigned long to_count,
+                   const struct iovec *from, unsigned long from_count, unsigned long flags) {
     struct iovec less[16];
     check_vectors(to, to_count, from, from_count);
     memcpy(less, from, from_count * sizeof *from);
@@ -71,8 +74,8 @@ ssize_t seen_readv(pid_t pid, const struct iovec *to, unsigned long to_count, co
     return process_vm_readv(pid, to, to_count, less, from_count, flags);
 }
 
-ssize_t seen_writev(pid_t pid, const struct iovec *from, unsigned long from_count, const struct iovec *to,
-                    unsigned long to_count, unsigned long flags) {
+ssize_t seen_writev(pid_t pid, const struct iovec *from, unsigned long from_count,
+                    const struct iovec *to, unsigned long to_count, unsigned long flags) {
     struct iovec less[16];
     check_vectors(to, to_count, from, from_count);
     memcpy(less, to, to_count * sizeof *to);
@@ -81,7 +84,7 @@ ssize_t seen_writev(pid_t pid, const struct iovec *from, unsigned long from_coun
     return process_vm_writev(pid, from, from_count, less, to_count, flags);
 }
 
-/* --- the copies ---------------------------------------------------------------------------------------- */
+/* --- the copies ------------------------------------------------------------------------------- */
 
 enum way { WITHIN, FROM, TO, WAYS };
 
@@ -95,20 +98,23 @@ static int copy(enum way way, unsigned char *to, struct pc_parts parts, size_t n
 
 /* Pages for `nbytes`; `before` the first of them there are more bytes. */
 static unsigned char *map(size_t nbytes, size_t before) {
-    unsigned char *memory = mmap(NULL, nbytes + PC_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    unsigned char *memory =
+        mmap(NULL, nbytes + PC_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         exit(2);
     return memory + PC_PAGE - before;
 }
 
-static void check_beside(const unsigned char *target, const unsigned char *to, size_t distance, size_t nbytes) {
-    for (const unsigned char *at = target; at < target + nbytes + 3 * GUARD; at = at + 1 == to ? to + nbytes : at + 1)
+static void check_beside(const unsigned char *target, const unsigned char *to, size_t distance,
+                         size_t nbytes) {
+    for (const unsigned char *at = target; at < target + nbytes + 3 * GUARD;
+         at = at + 1 == to ? to + nbytes : at + 1)
         if (*at != 0xEE)
             fail("a byte beside", distance, nbytes, (size_t)(at - target));
 }
 
-static void check_copy(enum way way, unsigned char *target, unsigned char *source, size_t distance, size_t nbytes,
-                       size_t num_parts) {
+static void check_copy(enum way way, unsigned char *target, unsigned char *source, size_t distance,
+                       size_t nbytes, size_t num_parts) {
     unsigned char *to = target + GUARD + distance;
     struct iovec cut[3];
     for (size_t index = 0; index < num_parts; index++) {
@@ -123,7 +129,8 @@ static void check_copy(enum way way, unsigned char *target, unsigned char *sourc
     check_beside(target, to, distance, nbytes);
 }
 
-/* A page of the source that cannot be read: an error, and nothing beside the destination is touched. */
+/* A page of the source that cannot be read: an error, and nothing beside the destination is
+ * touched. */
 static void check_fault(unsigned char *target, unsigned char *source, size_t distance) {
     size_t nbytes = 40 * PC_PAGE;
     struct iovec whole = {source, nbytes};
@@ -152,7 +159,8 @@ int main(int argc, char **argv) {
     static const size_t sizes[] = {1,     31,    64,     2047,   2048,   2049,   2111,   4095,
                                    4096,  12289, 65535,  65536,  65599,  131071, 131072, 131073,
                                    131135, 133119, 133120, 133185, 300001};
-    unsigned char *source = map(LARGEST, 0), *target = map(LARGEST, GUARD); /* `distance` is that of what is copied */
+    unsigned char *source = map(LARGEST, 0),
+                  *target = map(LARGEST, GUARD); /* `distance` is that of what is copied */
     for (size_t byte = 0; byte < LARGEST; byte++)
         source[byte] = (unsigned char)(byte * 31 + byte / 251);
     for (enum way way = WITHIN; way < WAYS; way++)

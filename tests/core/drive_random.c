@@ -1,193 +1,20 @@
-/* Random threads that wait, start, end and cancel ops of one driver (transports/_core/engine/drive.h).
+/* Random threads that wait, start, end and cancel ops of one driver
+   (transports/_core/engine/drive.h).
 
-   A world has a driver with three sources: two are memory, of which one gives the lock back in the middle of its
-   progress, and one is an eventfd. Some threads begin ops and wait for them, one or several, for ever or with a
-   deadline that comes early, and cancel what is not done then; or have a bell rung, and leave the driving to the
-   background. Others end the ops: through a source, or directly, with the lock. A few worlds are closed in the middle.
+   A world has a driver with three sources: two are memory, of which one gives the lock back in the
+   middle of its progress, and one is an eventfd. Some threads begin ops and wait for them, one or
+   several, for ever or with a deadline that comes early, and cancel what is not done then; or have
+   a bell rung, and leave the driving to the background. Others end the ops: through a source, or
+   directly, with the lock. A few worlds are closed in the middle.
 
-   An op's memory is freed as soon as it is done, so that AddressSanitizer sees who touches it after that. Checked are
-   each op's status, that no source is used by two threads at a time, and that no sleep came to its end by itself while
-   there was something to do (`overslept` in drive.h).
+   An op's memory is freed as soon as it is done, so that AddressSanitizer sees who touches it after
+   that. Checked are each op's status, that no source is used by two threads at a time, and that no
+   sleep came to its end by itself while there was something to do (`overslept` in drive.h).
 
    Exits with 3 and a line that names the seed of the world if something is wrong. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
-#include "drive.h"
+#include "drive_sources.h"
 
-#include <errno.h>
-#include <poll.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/eventfd.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#define WAITERS 3
-#define ENDERS 2
-#define OPS_A_WAITER 60
-#define SLOTS 16
-#define MOST_SEVERAL 4
-
-enum { MEMORY, LEAVING, SYSTEM, DIRECT, WAYS }; /* the last one is no source of the driver */
-
-/* An op on its way: from `begin` until it was taken back or ended, and who ends it is through with it. */
-struct slot {
-    struct pc_op *op; /* NULL: cancelled, or ended; with the lock */
-    int status;
-    pc_word ready, used;
-    _Atomic uint64_t since; /* it is ready, and who made it so has done all it must */
-};
-
-struct test_source {
-    struct pc_source source;
-    struct world *world;
-    _Atomic bool asleep;
-    bool busy;
-    struct slot slots[SLOTS];
-};
-
-/* What enders have to do. */
-struct ticket {
-    struct ticket *next;
-    struct test_source *source;
-    struct slot *slot;
-};
-
-struct world {
-    struct pc_drive drive;
-    struct test_source ways[WAYS];
-    pthread_mutex_t mutex;
-    pthread_cond_t filled;
-    struct ticket *tickets;
-    bool over;
-    uint64_t done, deadlines, cancelled, looks, bells, closed;
-};
-
-static uint64_t seed;
-
-static void check(bool holds, const char *what) {
-    if (holds)
-        return;
-    fprintf(stderr, "world %llu: %s\n", (unsigned long long)seed, what);
-    _exit(3);
-}
-
-static uint64_t below(uint64_t *state, uint64_t limit) {
-    *state = *state * 6364136223846793005u + 1442695040888963407u;
-    return (*state >> 33) % limit;
-}
-
-/* --- sources ------------------------------------------------------------------------------------------- */
-
-static bool end_ready(struct test_source *way) {
-    bool worked = false;
-    for (int i = 0; i < SLOTS; i++) {
-        struct slot *slot = &way->slots[i];
-        if (!atomic_exchange(&slot->ready, 0))
-            continue;
-        worked = true;
-        if (slot->op != NULL)
-            pc_op_end(slot->op, slot->status);
-        slot->op = NULL;
-    }
-    return worked;
-}
-
-static bool progress(struct pc_source *source) {
-    struct test_source *way = (struct test_source *)source;
-    check(!way->busy, "two threads use a source");
-    way->busy = true;
-    eventfd_t rings;
-    if (way == &way->world->ways[SYSTEM])
-        eventfd_read(source->fd, &rings);
-    bool worked = end_ready(way);
-    if (worked && way == &way->world->ways[LEAVING]) {
-        pc_lock_give(&way->world->drive.lock);
-        sched_yield();
-        pc_lock_take(&way->world->drive.lock);
-    }
-    way->busy = false;
-    return worked;
-}
-
-static bool go_to_sleep(struct pc_source *source) {
-    struct test_source *way = (struct test_source *)source;
-    check(!way->busy && !way->asleep, "a source is used, or asleep, when it is told to sleep");
-    atomic_exchange(&way->asleep, true);
-    for (int i = 0; i < SLOTS; i++)
-        if (atomic_load(&way->slots[i].ready) && way != &way->world->ways[SYSTEM])
-            return false;
-    return true;
-}
-
-static void awake(struct pc_source *source) {
-    struct test_source *way = (struct test_source *)source;
-    check(way->asleep, "a source is awakened that was not asleep");
-    atomic_store(&way->asleep, false);
-    eventfd_t rings;
-    if (way != &way->world->ways[SYSTEM])
-        eventfd_read(source->fd, &rings);
-}
-
-static uint64_t ready_ns(struct pc_source *source) {
-    struct test_source *way = (struct test_source *)source;
-    for (int i = 0; i < SLOTS; i++) {
-        uint64_t since = atomic_load(&way->slots[i].since);
-        if (since != 0 && atomic_load(&way->slots[i].ready))
-            return since;
-    }
-    return 0;
-}
-
-static const struct pc_source_ops OPS = {progress, go_to_sleep, awake, ready_ns};
-
-/* --- those that end ops -------------------------------------------------------------------------------- */
-
-static void end_by(struct test_source *way, struct slot *slot) {
-    struct world *world = way->world;
-    if (way == &world->ways[DIRECT]) {
-        if (!pc_drive_enter(&world->drive))
-            return;
-        if (slot->op != NULL)
-            pc_op_end(slot->op, slot->status);
-        slot->op = NULL;
-        pc_drive_leave(&world->drive);
-    } else {
-        atomic_exchange(&slot->ready, 1);
-        if (way == &world->ways[SYSTEM] || atomic_load(&way->asleep))
-            eventfd_write(way->source.fd, 1);
-        atomic_store(&slot->since, pc_drive_now_ns());
-    }
-}
-
-static void *ender(void *argument) {
-    struct world *world = argument;
-    uint64_t random = seed * 77 + 5;
-    for (;;) {
-        pthread_mutex_lock(&world->mutex);
-        while (world->tickets == NULL && !world->over)
-            pthread_cond_wait(&world->filled, &world->mutex);
-        struct ticket *ticket = world->tickets;
-        if (ticket != NULL)
-            world->tickets = ticket->next;
-        pthread_mutex_unlock(&world->mutex);
-        if (ticket == NULL)
-            return NULL;
-        for (uint64_t yields = below(&random, 8); yields > 0; yields--)
-            sched_yield();
-        if (below(&random, 8) == 0) /* so late that who waits is asleep */
-            usleep((useconds_t)below(&random, 400));
-        end_by(ticket->source, ticket->slot);
-        atomic_store(&ticket->slot->used, 0);
-        free(ticket);
-    }
-}
-
-/* --- those that wait ----------------------------------------------------------------------------------- */
+/* --- those that wait -------------------------------------------------------------------------- */
 
 struct begun {
     struct pc_op *op;
@@ -236,7 +63,8 @@ static void take_result(struct world *world, struct begun *begun) {
 }
 
 /* Take ops back that are not done; false: this was closed. */
-static bool cancel(struct world *world, struct begun *begun, int count, struct pc_several *several) {
+static bool cancel(struct world *world, struct begun *begun, int count,
+                   struct pc_several *several) {
     bool is_open = pc_drive_enter(&world->drive);
     if (!is_open)
         pc_lock_take(&world->drive.lock);
@@ -257,7 +85,8 @@ static bool cancel(struct world *world, struct begun *begun, int count, struct p
 }
 
 /* Wait for something; the last word. */
-static enum pc_waited wait_for(struct world *world, struct pc_op *op, struct pc_several *several, uint64_t *random) {
+static enum pc_waited wait_for(struct world *world, struct pc_op *op, struct pc_several *several,
+                               uint64_t *random) {
     uint64_t deadline = PC_FOR_EVER;
     if (below(random, 3) == 0)
         deadline = below(random, 3) == 0 ? 0 : pc_drive_now_ns() + below(random, 300000);
@@ -369,7 +198,7 @@ static void *waiter(void *argument) {
     return NULL;
 }
 
-/* --- worlds -------------------------------------------------------------------------------------------- */
+/* --- worlds ----------------------------------------------------------------------------------- */
 
 static void open_world(struct world *world, uint64_t *random) {
     memset(world, 0, sizeof *world);
@@ -395,10 +224,13 @@ static struct world sums;
 
 static void add_up(const struct world *world) {
     const struct pc_drive_counts *counts = &world->drive.counts;
-    totals.sleeps += counts->sleeps, totals.rests += counts->rests, totals.inherited += counts->inherited;
-    totals.stolen += counts->stolen, totals.let_in += counts->let_in, totals.parked += counts->parked;
+    totals.sleeps += counts->sleeps, totals.rests += counts->rests,
+        totals.inherited += counts->inherited;
+    totals.stolen += counts->stolen, totals.let_in += counts->let_in,
+        totals.parked += counts->parked;
     totals.by_background += counts->by_background, totals.overslept += counts->overslept;
-    sums.done += world->done, sums.deadlines += world->deadlines, sums.cancelled += world->cancelled;
+    sums.done += world->done, sums.deadlines += world->deadlines,
+        sums.cancelled += world->cancelled;
     sums.looks += world->looks, sums.bells += world->bells, sums.closed += world->closed;
 }
 
@@ -457,7 +289,8 @@ static void fork_once(void) {
         struct pc_op op;
         pc_op_begin(&op, &world.drive, -1);
         pc_drive_forked(&world.drive);
-        check(pc_drive_wait(&world.drive, &op, NULL, PC_FOR_EVER, PC_FOR_EVER) == PC_WAITED_CLOSED, "it waits");
+        check(pc_drive_wait(&world.drive, &op, NULL, PC_FOR_EVER, PC_FOR_EVER) == PC_WAITED_CLOSED,
+              "it waits");
         check(!pc_drive_enter(&world.drive), "it enters");
         pc_drive_close(&world.drive);
         _exit(0);
@@ -470,7 +303,8 @@ static void fork_once(void) {
     struct ticket *ticket = begin(&world, &begun, -1, &random);
     pc_drive_leave(&world.drive);
     end_by(ticket->source, ticket->slot);
-    check(pc_drive_wait(&world.drive, begun.op, NULL, PC_FOR_EVER, PC_FOR_EVER) == PC_WAITED_DONE, "it is not done");
+    check(pc_drive_wait(&world.drive, begun.op, NULL, PC_FOR_EVER, PC_FOR_EVER) == PC_WAITED_DONE,
+          "it is not done");
     take_result(&world, &begun);
     free(ticket);
     pc_drive_close(&world.drive);
@@ -522,8 +356,8 @@ static void do_work(void *owner) {
     pthread_mutex_unlock(&world->mutex);
 }
 
-/* A descriptor of others, and work that a thread posts, end a wait for the moment; without a wait, the background does
-   the work. */
+/* A descriptor of others, and work that a thread posts, end a wait for the moment; without a wait,
+   the background does the work. */
 static void work_once(void) {
     static struct world world;
     uint64_t random = 1;
@@ -537,13 +371,15 @@ static void work_once(void) {
     struct pc_op op;
     pc_op_begin(&op, &world.drive, -1);
     uint64_t soon = pc_drive_now_ns() + 2000000;
-    check(pc_drive_wait(&world.drive, &op, NULL, soon, PC_FOR_EVER) == PC_WAITED_DEADLINE, "it is told twice");
+    check(pc_drive_wait(&world.drive, &op, NULL, soon, PC_FOR_EVER) == PC_WAITED_DEADLINE,
+          "it is told twice");
     wait_for_work(&world, post_later);
     pc_lock_take(&world.drive.lock);
     pc_drive_watch_again(&world.drive);
     pc_lock_give(&world.drive.lock);
     enum pc_waited waited = pc_drive_wait(&world.drive, &op, NULL, PC_FOR_EVER, PC_FOR_EVER);
-    check(waited == PC_WAITED_LOOK && pc_drive_take_work(&world.drive), "a watched descriptor is forgotten");
+    check(waited == PC_WAITED_LOOK && pc_drive_take_work(&world.drive),
+          "a watched descriptor is forgotten");
     world.drive.on_work = do_work;
     world.drive.owner = &world;
     pc_lock_take(&world.drive.lock);
@@ -567,11 +403,13 @@ int main(int count, char **words) {
     uint64_t worlds = strtoull(words[1], NULL, 10), first = strtoull(words[2], NULL, 10);
     for (seed = first; seed < first + worlds; seed++)
         run_world();
-    const char *names[] = {"done", "deadlines", "cancelled", "looks", "bells", "closed", "sleeps", "rests",
-                           "inherited", "stolen", "let_in", "by_background", "parked", "overslept"};
-    uint64_t numbers[] = {sums.done, sums.deadlines, sums.cancelled, sums.looks, sums.bells, sums.closed,
-                          totals.sleeps, totals.rests, totals.inherited, totals.stolen, totals.let_in,
-                          totals.by_background, totals.parked, totals.overslept};
+    const char *names[] = {"done",   "deadlines",     "cancelled", "looks",     "bells",
+                           "closed", "sleeps",        "rests",     "inherited", "stolen",
+                           "let_in", "by_background", "parked",    "overslept"};
+    uint64_t numbers[] = {sums.done,        sums.deadlines,  sums.cancelled, sums.looks,
+                          sums.bells,       sums.closed,     totals.sleeps,  totals.rests,
+                          totals.inherited, totals.stolen,   totals.let_in,  totals.by_background,
+                          totals.parked,    totals.overslept};
     size_t length = sizeof names / sizeof names[0];
     for (size_t i = 0; i < length; i++)
         printf("%s %llu%s", names[i], (unsigned long long)numbers[i], i + 1 < length ? ", " : "\n");

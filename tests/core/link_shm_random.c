@@ -1,184 +1,17 @@
-/* Random messages between three engines (transports/_core/engine) that are joined by links over the shared memory of
-   one host, all in one thread, so that a seed always does the same.
+/* Random messages between three engines (transports/_core/engine) that are joined by links over the
+   shared memory of one host, all in one thread, so that a seed always does the same.
 
-   Ranks send in every way, receive, ask, drop, give up half-way, cancel, break contexts and open them late; in some
-   worlds one ends in the middle and is forgotten. A receive that asks and whose message is taken back starts again in
-   its place, or does not. Checked are every byte, that each message is received once, that those that wait stand in the
-   order in which they were sent, that who asks has the first that fits, and was the first to ask for it, and that
-   nothing waits for ever. Memory is freed when it is the caller's again: AddressSanitizer sees who touches it.
+   Ranks send in every way, receive, ask, drop, give up half-way, cancel, break contexts and open
+   them late; in some worlds one ends in the middle and is forgotten. A receive that asks and whose
+   message is taken back starts again in its place, or does not. Checked are every byte, that each
+   message is received once, that those that wait stand in the order in which they were sent, that
+   who asks has the first that fits, and was the first to ask for it, and that nothing waits for
+   ever. Memory is freed when it is the caller's again: AddressSanitizer sees who touches it.
 
        link_shm_random WORLDS SEED
 
    Exits with 3 and a line that names the seed of the world if something is wrong. */
-#include "channel_hooks.h"
-
-#include "engine/link_shm.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/eventfd.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#define RANKS 3
-#define IDENTS 2
-#define STEPS 1500
-#define MOST 1000
-#define LARGEST 200000
-
-enum count {
-    EAGER, OFFERED, BUFFERED, RECEIVED, HELD, PARKED, GIVEN_UP, CANCELLED, BROKEN, FORGOTTEN, NO_ROOM, FINISHED,
-    TAKEN_BACK, STARTED_AGAIN, DROPPED, STOPPED, ENDED_STOPPED, POSTED, TAKEN, COUNTS
-};
-static const char *const names[] = {"eager",        "offered",  "buffered",   "received",      "held",
-                                    "parked",       "given up", "cancelled",  "broken",        "forgotten",
-                                    "without room", "finished", "taken back", "started again", "dropped",
-                                    "stopped for a while", "ended when stopped", "posted directly", "taken directly"};
-static uint64_t seed, random_state, counts[COUNTS];
-
-static void check(bool holds, const char *what, uint64_t number) {
-    if (holds)
-        return;
-    fprintf(stderr, "world %llu: %s (%llu)\n", (unsigned long long)seed, what, (unsigned long long)number);
-    exit(3);
-}
-
-static uint64_t below(uint64_t limit) {
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (random_state >> 33) % limit;
-}
-
-static unsigned char byte_of(uint32_t number, size_t offset) {
-    if (offset < 4)
-        return (unsigned char)(number >> 8 * offset);
-    return (unsigned char)(number * 131 + offset * 7 + offset / 251);
-}
-
-struct message {
-    int source, dest, ident;
-    int64_t tag;
-    unsigned char *memory;
-    struct iovec parts[3];
-    struct pc_send send;
-    bool under_way, received, cancelled, dropped, stopped;
-};
-
-struct receive {
-    struct pc_receive it;
-    int rank, ident;
-    unsigned char *memory;
-    bool live, held;
-    uint64_t order;
-    uint32_t had; /* the message that it held last */
-};
-
-struct rank {
-    pc_host host;
-    struct pc_engine engine;
-    struct pc_link self, *links[RANKS];
-    struct pc_link_shm shm;
-    struct pc_context *contexts[IDENTS];
-    bool broken[IDENTS], dead, finished[RANKS];
-};
-
-static struct rank ranks[RANKS]; /* by rank in the job */
-static struct message messages[MOST];
-static struct receive receives[MOST];
-static uint32_t num_messages, num_receives;
-static uint64_t order; /* of the last receive that is not started again */
-static bool quiet; /* nothing new is begun */
-static const int in_job[RANKS] = {2, 0, 1}; /* by local rank */
-
-static void send_over(struct message *message) {
-    check(message->under_way, "a send ends twice", (uint64_t)(message - messages));
-    message->under_way = false;
-    memset(message->memory, 0xEE, message->send.nbytes);
-    free(message->memory);
-}
-
-static void send_ended(struct pc_send *send) {
-    const struct message *message = send->owner;
-    check(!message->stopped || send->status != 0, "a send that was stopped has ended well",
-          (uint64_t)(message - messages));
-    counts[ENDED_STOPPED] += send->status == PC_STOPPED;
-    send_over(send->owner);
-}
-
-static void start_send(int rank) {
-    int peer = (int)below(RANKS), ident = (int)below(IDENTS);
-    if (num_messages == MOST || peer == rank || ranks[rank].contexts[ident] == NULL || ranks[peer].dead)
-        return;
-    uint32_t number = num_messages++;
-    struct message *message = &messages[number];
-    size_t nbytes = 4 + below(below(2) ? 100 : below(2) ? 15000 : LARGEST - 4), from = 0;
-    *message = (struct message){.source = rank, .dest = peer, .ident = ident, .tag = (int64_t)below(3)};
-    message->memory = malloc(nbytes);
-    for (size_t offset = 0; offset < nbytes; offset++)
-        message->memory[offset] = byte_of(number, offset);
-    size_t num_parts = 1 + below(3);
-    for (size_t part = 0; part < num_parts; part++) {
-        size_t length = part + 1 == num_parts ? nbytes - from : below(nbytes - from + 1);
-        message->parts[part] = (struct iovec){message->memory + from, length};
-        from += length;
-    }
-    unsigned char header[PC_P2P_NBYTES + 4 + 3000] = {0};
-    pc_p2p_header(header, (uint64_t)ident, message->tag, 0);
-    memcpy(header + PC_P2P_NBYTES, &number, 4);
-    message->send = (struct pc_send){
-        .peer = peer, .parts = message->parts, .num_parts = num_parts, .ended = send_ended, .owner = message};
-    message->under_way = true;
-    size_t header_nbytes = PC_P2P_NBYTES + 4 + (below(10) == 0 ? below(3000) : 0);
-    if (num_parts == 1 && below(2) == 0 && !ranks[rank].broken[ident] &&
-        pc_link_shm_post(&ranks[rank].shm, peer, header, header_nbytes, message->parts)) {
-        counts[POSTED]++;
-        message->send.nbytes = nbytes;
-        send_over(message);
-    } else if (pc_send_start(ranks[rank].contexts[ident], &message->send, header, header_nbytes, (enum pc_way)below(3)) ==
-        PC_SENT) {
-        message->cancelled = message->send.status != 0;
-        counts[EAGER] += message->send.status == 0;
-        message->send.nbytes = nbytes;
-        send_over(message);
-    } else {
-        counts[OFFERED]++;
-    }
-}
-
-static uint32_t number_in(const struct pc_unexpected *message) {
-    uint32_t number;
-    memcpy(&number, ((const struct pc_message *)message)->header + PC_P2P_NBYTES, 4);
-    check(number < num_messages, "there is no such message", number);
-    return number;
-}
-
-static bool wants(const struct pc_queued *posted, const struct message *message) {
-    return (posted->source == PC_ANY || posted->source == message->source) &&
-           (posted->tag == PC_ANY || posted->tag == message->tag);
-}
-
-/* A receive has just been given a message: none that waits was before, and no receive that waits. */
-static void check_held(const struct receive *receive, uint32_t number) {
-    const struct message *message = &messages[number];
-    const struct pc_matching *matching = &receive->it.context->matching;
-    const struct pc_queued *posted = &receive->it.posted.queued;
-    check(message->dest == receive->rank && message->ident == receive->ident && wants(posted, message) &&
-              !message->received && !message->dropped,
-          "a message is held that should not", number);
-    const struct pc_unexpected *each = pc_match_first_message(matching);
-    for (; each != NULL; each = pc_match_next_message(each)) {
-        const struct message *other = &messages[number_in(each)];
-        if (wants(posted, other))
-            check(each->queued.number > receive->it.message->match.queued.number &&
-                      (other->source != message->source || other > message),
-                  "a receive takes a message before an older one", number);
-    }
-    const struct pc_posted *waits = pc_match_first_posted(matching);
-    for (; waits != NULL; waits = pc_match_next_posted(waits))
-        if (wants(&waits->queued, message))
-            check(((const struct receive *)((const struct pc_receive *)waits)->owner)->order > receive->order,
-                  "a message goes past a receive that was before", number);
-}
+#include "link_shm_messages.h"
 
 static void start_receive(int rank, int ident, bool any);
 static void start_again(const struct receive *old);
@@ -198,16 +31,18 @@ static void told(struct pc_receive *it) {
         check_held(receive, receive->had);
         return;
     }
-    check(it->state == PC_RECEIVE_ENDED && receive->live, "a receive ends twice", (uint64_t)(receive - receives));
+    check(it->state == PC_RECEIVE_ENDED && receive->live, "a receive ends twice",
+          (uint64_t)(receive - receives));
     /* Who was forgotten sees other things in blocks that were its own. */
     if (it->status == 0 && !ranks[receive->rank].dead) {
         uint32_t number;
         memcpy(&number, receive->memory, 4);
         check(number < num_messages, "there is no such message", number);
         struct message *message = &messages[number];
-        check(message->source == it->source && message->dest == receive->rank && message->tag == it->tag &&
-                  message->ident == receive->ident && !message->received && !message->cancelled &&
-                  !message->dropped && (!it->ask || number == receive->had),
+        check(message->source == it->source && message->dest == receive->rank &&
+                  message->tag == it->tag && message->ident == receive->ident &&
+                  !message->received && !message->cancelled && !message->dropped &&
+                  (!it->ask || number == receive->had),
               "a message is received that should not", number);
         for (size_t offset = 0; offset < it->nbytes; offset++)
             check(receive->memory[offset] == byte_of(number, offset), "a byte is wrong", number);
@@ -216,7 +51,8 @@ static void told(struct pc_receive *it) {
     } else if (it->status == PC_TAKEN_BACK) {
         const struct message *message = &messages[receive->had];
         check(it->ask, "a receive that does not ask waits no more", receive->had);
-        check(message->cancelled || message->send.status != 0, "nobody has taken back a message", receive->had);
+        check(message->cancelled || message->send.status != 0, "nobody has taken back a message",
+              receive->had);
         counts[TAKEN_BACK]++;
     } else {
         check(it->status >= 0, "a receive fails", (uint64_t)-it->status);
@@ -258,7 +94,8 @@ static void start_again(const struct receive *old) {
     receive->it.posted.queued.tag = old->it.posted.queued.tag;
     receive->it.ask = true;
     counts[STARTED_AGAIN]++;
-    pc_receive_start_at(ranks[old->rank].contexts[old->ident], &receive->it, old->it.posted.queued.number);
+    pc_receive_start_at(ranks[old->rank].contexts[old->ident], &receive->it,
+                        old->it.posted.queued.number);
 }
 
 static void give_up(struct receive *receive) {
@@ -288,7 +125,8 @@ static bool progress(int rank) {
 static void go_on(struct receive *receive) {
     receive->held = false;
     if (below(4) > 0) {
-        check(pc_receive_into(&receive->it, receive->memory) == 0 && receive->it.state != PC_RECEIVE_HELD,
+        check(pc_receive_into(&receive->it, receive->memory) == 0 &&
+                  receive->it.state != PC_RECEIVE_HELD,
               "a held message is not written", receive->had);
         return;
     }
@@ -298,8 +136,8 @@ static void go_on(struct receive *receive) {
     counts[DROPPED]++;
 }
 
-/* A send is taken back, perhaps while its message is held: its receiver may want it before it hears of that. It may be
-   stopped long before, and then nobody receives it any more. */
+/* A send is taken back, perhaps while its message is held: its receiver may want it before it hears
+   of that. It may be stopped long before, and then nobody receives it any more. */
 static void cancel(struct message *message) {
     if (!message->under_way || !pc_send_stop(&message->send))
         return;
@@ -309,7 +147,8 @@ static void cancel(struct message *message) {
         counts[STOPPED]++;
         return;
     }
-    check(pc_send_take_back(&message->send), "a send is over that is under way", (uint64_t)(message - messages));
+    check(pc_send_take_back(&message->send), "a send is over that is under way",
+          (uint64_t)(message - messages));
     counts[CANCELLED]++;
     send_over(message);
     for (uint32_t number = 0, last = num_receives; number < last; number++)
@@ -317,19 +156,23 @@ static void cancel(struct message *message) {
             go_on(&receives[number]);
 }
 
-/* What waits from one rank stands in the order in which it was sent, and no receive waits for it. */
+/* What waits from one rank stands in the order in which it was sent, and no receive waits for
+   it. */
 static void check_order(int rank) {
     for (int ident = 0; ident < IDENTS; ident++) {
         int64_t last[RANKS] = {-1, -1, -1};
         struct pc_context *context = ranks[rank].contexts[ident];
-        struct pc_unexpected *each = context != NULL ? pc_match_first_message(&context->matching) : NULL;
+        struct pc_unexpected *each =
+            context != NULL ? pc_match_first_message(&context->matching) : NULL;
         for (; each != NULL; each = pc_match_next_message(each)) {
             uint32_t number = number_in(each);
-            check(number > last[each->queued.source], "a message comes before an earlier one", number);
+            check(number > last[each->queued.source], "a message comes before an earlier one",
+                  number);
             last[each->queued.source] = number;
             const struct pc_posted *posted = pc_match_first_posted(&context->matching);
             for (; posted != NULL; posted = pc_match_next_posted(posted))
-                check(!wants(&posted->queued, &messages[number]), "a message and its receive both wait", number);
+                check(!wants(&posted->queued, &messages[number]),
+                      "a message and its receive both wait", number);
         }
     }
 }
@@ -341,16 +184,17 @@ static void take_directly(int rank) {
     const unsigned char *header;
     size_t header_nbytes, nbytes;
     if (source == rank || ranks[source].dead || context == NULL || ranks[rank].broken[ident] ||
-        pc_match_first_posted(&context->matching) != NULL || pc_match_first_message(&context->matching) != NULL ||
-        pc_link_shm_next(&ranks[rank].shm, source, &header, &header_nbytes, &nbytes) <= 0 || header[0] != PC_KIND_P2P ||
-        header[1] != ident)
+        pc_match_first_posted(&context->matching) != NULL ||
+        pc_match_first_message(&context->matching) != NULL ||
+        pc_link_shm_next(&ranks[rank].shm, source, &header, &header_nbytes, &nbytes) <= 0 ||
+        header[0] != PC_KIND_P2P || header[1] != ident)
         return;
     uint32_t number;
     memcpy(&number, header + PC_P2P_NBYTES, 4);
     check(number < num_messages, "there is no such message", number);
     struct message *message = &messages[number];
-    check(message->source == source && message->dest == rank && message->ident == ident && !message->received &&
-              !message->cancelled && !message->dropped,
+    check(message->source == source && message->dest == rank && message->ident == ident &&
+              !message->received && !message->cancelled && !message->dropped,
           "a message is taken that should not", number);
     for (size_t offset = 0; offset < nbytes; offset++)
         check(header[header_nbytes + offset] == byte_of(number, offset), "a byte is wrong", number);
@@ -368,7 +212,8 @@ static void act(int rank, bool may_break) {
     } else if (what < 50) {
         start_receive(rank, (int)below(IDENTS), false);
     } else if (what < 60 && num_receives > 0) {
-        struct receive *receive = &receives[num_receives - 1 - below(num_receives < 20 ? num_receives : 20)];
+        struct receive *receive =
+            &receives[num_receives - 1 - below(num_receives < 20 ? num_receives : 20)];
         if (receive->held && below(4) > 0)
             go_on(receive);
         else
@@ -427,8 +272,8 @@ static void end_all(void) {
     num_receives = 0;
     uint32_t missing[RANKS][IDENTS] = {0};
     for (uint32_t number = 0; number < num_messages; number++)
-        if (!messages[number].received && !messages[number].cancelled && !messages[number].dropped &&
-            !ranks[messages[number].dest].dead)
+        if (!messages[number].received && !messages[number].cancelled &&
+            !messages[number].dropped && !ranks[messages[number].dest].dead)
             missing[messages[number].dest][messages[number].ident]++;
     for (int rank = 0; rank < RANKS; rank++)
         for (int ident = 0; ident < IDENTS; ident++)
@@ -465,10 +310,12 @@ static void world(void) {
             it->links[peer] = peer == rank ? &it->self : &it->shm.link;
         it->engine = (struct pc_engine){
             .size = RANKS, .links = it->links, .finished = finished, .lost = lost, .owner = it};
-        check(pc_host_open(&it->host, fd, local, RANKS, doorbells, RANKS) == 0, "no memory is mapped", 0);
+        check(pc_host_open(&it->host, fd, local, RANKS, doorbells, RANKS) == 0,
+              "no memory is mapped", 0);
         check(pc_engine_open(&it->engine) == 0, "an engine cannot be opened", 0);
         pc_link_self(&it->self, &it->engine);
-        check(pc_link_shm_open(&it->shm, &it->engine, &it->host, doorbells[local], in_job, &limits) == 0,
+        check(pc_link_shm_open(&it->shm, &it->engine, &it->host, doorbells[local], in_job,
+                               &limits) == 0,
               "a link cannot be opened", 0);
         open_context(rank, 0);
     }
@@ -496,7 +343,8 @@ static void world(void) {
         for (int local = 0; local < RANKS; local++) {
             struct rank *other = &ranks[in_job[local]];
             if (!other->dead && !ranks[rank].dead)
-                check(other->finished[rank] == ranks[rank].shm.channel.peers[local].linked, "no goodbye", 0);
+                check(other->finished[rank] == ranks[rank].shm.channel.peers[local].linked,
+                      "no goodbye", 0);
         }
     for (int rank = 0; rank < RANKS; rank++)
         for (int ident = 0; ident < IDENTS; ident++)
@@ -522,12 +370,7 @@ static void world(void) {
 int main(int argc, char **argv) {
     uint64_t worlds = argc > 1 ? strtoull(argv[1], NULL, 10) : 10;
     uint64_t first = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    for (seed = first; seed < first + worlds; seed++) {
-        random_state = seed * 0x9E3779B97F4A7C15u + 1;
-        world();
-    }
-    for (int count = 0; count < COUNTS; count++)
-        printf("%s%s %llu", count > 0 ? ", " : "", names[count], (unsigned long long)counts[count]);
-    printf("\n");
+    run_worlds(world, worlds, first);
+    print_counts(names, counts, COUNTS);
     return 0;
 }

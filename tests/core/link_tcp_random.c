@@ -1,14 +1,17 @@
-/* Random calls of engines that are joined by the link over sockets (transports/_core/engine/link_tcp), in one thread.
+/* Random calls of engines that are joined by the link over sockets
+   (transports/_core/engine/link_tcp), in one thread.
 
-   Messages of all sizes go all ways; sends are taken back, receives given up at any moment (memory is freed at once:
-   AddressSanitizer sees who touches it), contexts are opened late and broken, peers forgotten. Some receives ask, and
-   take what they hold, drop it, or start again in their place when it was taken back. Every byte is checked, that what
-   waits stands in the order in which it was sent, that who asks has the first, and was the first to ask, and that what
-   was sent comes once, and, if nothing was broken, all of it; then one rank says goodbye.
+   Messages of all sizes go all ways; sends are taken back, receives given up at any moment (memory
+   is freed at once: AddressSanitizer sees who touches it), contexts are opened late and broken,
+   peers forgotten. Some receives ask, and take what they hold, drop it, or start again in their
+   place when it was taken back. Every byte is checked, that what waits stands in the order in which
+   it was sent, that who asks has the first, and was the first to ask, and that what was sent comes
+   once, and, if nothing was broken, all of it; then one rank says goodbye.
 
    link_tcp_random WORLDS SEED */
 #include "engine/engine.h"
 #include "engine/link_tcp.h"
+#include "random_worlds.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -23,24 +26,16 @@
 #define MOST 600
 #define LARGEST 9000
 
-enum count { RECEIVED, BUFFERED, UNDER_WAY, CANCELLED, GIVEN_UP, PARKED, WANTED, WATCHED, BROKEN, FORGOTTEN, FINISHED,
-             FROM_CALLBACKS, HELD, TAKEN_BACK, STARTED_AGAIN, DROPPED, COUNTS };
-static const char *const names[] = {"received", "buffered", "under way", "cancelled", "given up", "parked", "wanted",
-                                    "watched", "broken", "forgotten", "finished", "from callbacks", "held",
-                                    "taken back", "started again", "dropped"};
-static uint64_t counts[COUNTS], seed, random_state;
-
-static void check(bool holds, const char *what, uint64_t number) {
-    if (holds)
-        return;
-    fprintf(stderr, "world %llu: %s (%llu)\n", (unsigned long long)seed, what, (unsigned long long)number);
-    exit(3);
-}
-
-static uint64_t below(uint64_t limit) {
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (random_state >> 33) % limit;
-}
+enum count {
+    RECEIVED, BUFFERED, UNDER_WAY, CANCELLED, GIVEN_UP, PARKED, WANTED, WATCHED, BROKEN, FORGOTTEN,
+    FINISHED, FROM_CALLBACKS, HELD, TAKEN_BACK, STARTED_AGAIN, DROPPED, COUNTS
+};
+static const char *const names[] = {
+    "received", "buffered", "under way", "cancelled", "given up", "parked", "wanted", "watched",
+    "broken", "forgotten", "finished", "from callbacks", "held", "taken back", "started again",
+    "dropped"
+};
+static uint64_t counts[COUNTS];
 
 struct rank {
     struct pc_engine engine;
@@ -84,19 +79,22 @@ static void over(struct message *message) {
 
 static void ended(struct pc_send *send) { over(send->owner); }
 
-/* A receive has just been given a message: none that waits was before, and no receive that waits. */
+/* A receive has just been given a message: none that waits was before, and no receive that
+   waits. */
 static void check_held(const struct receive *mine) {
     const struct message *message = &messages[mine->had];
     const struct pc_matching *matching = &mine->receive.context->matching;
-    check(mine->had < num_messages && message->source != mine->rank && message->ident == mine->ident &&
-              !message->came && !message->dropped,
+    check(mine->had < num_messages && message->source != mine->rank &&
+              message->ident == mine->ident && !message->came && !message->dropped,
           "a message is held that should not", mine->had);
     const struct pc_unexpected *waits = pc_match_first_message(matching);
     for (; waits != NULL; waits = pc_match_next_message(waits))
-        check(waits->queued.tag > (int64_t)mine->had, "a receive takes a message before an older one", mine->had);
+        check(waits->queued.tag > (int64_t)mine->had,
+              "a receive takes a message before an older one", mine->had);
     const struct pc_posted *posted = pc_match_first_posted(matching);
     for (; posted != NULL; posted = pc_match_next_posted(posted))
-        check(((const struct receive *)((const struct pc_receive *)posted)->owner)->order > mine->order,
+        check(((const struct receive *)((const struct pc_receive *)posted)->owner)->order >
+                  mine->order,
               "a message goes past a receive that was before", mine->had);
 }
 
@@ -105,10 +103,11 @@ static void check_came(const struct receive *mine) {
     uint32_t number = (uint32_t)receive->tag;
     struct message *message = &messages[number];
     check(number < num_messages && !message->came, "a message comes twice", number);
-    check(receive->source == message->source && receive->nbytes == message->nbytes && mine->ident == message->ident &&
-              (!receive->ask || number == mine->had),
+    check(receive->source == message->source && receive->nbytes == message->nbytes &&
+              mine->ident == message->ident && (!receive->ask || number == mine->had),
           "it is another one", number);
-    check(!message->cancelled && !message->dropped, "a message comes that nobody sends or wants", number);
+    check(!message->cancelled && !message->dropped, "a message comes that nobody sends or wants",
+          number);
     for (size_t offset = 0; offset < receive->nbytes; offset++)
         check(mine->memory[offset] == byte_of(number, offset), "a byte is wrong", number);
     message->came = true;
@@ -136,10 +135,12 @@ static void told(struct pc_receive *receive) {
     } else if (receive->status == PC_TAKEN_BACK) {
         const struct message *message = &messages[mine->had];
         check(receive->ask, "a receive that does not ask waits no more", mine->had);
-        check(message->cancelled || message->send.status != 0, "nobody has taken back a message", mine->had);
+        check(message->cancelled || message->send.status != 0, "nobody has taken back a message",
+              mine->had);
         counts[TAKEN_BACK]++;
     } else {
-        check(severed || ranks[mine->rank].finished, "a receive fails", (uint64_t)llabs(receive->status));
+        check(severed || ranks[mine->rank].finished, "a receive fails",
+              (uint64_t)llabs(receive->status));
     }
     free(mine->memory);
     mine->memory = NULL;
@@ -153,13 +154,15 @@ static void post(int rank, int ident, const struct receive *old) {
         return;
     struct receive *mine = &receives[num_receives++];
     *mine = (struct receive){.rank = rank, .ident = ident, .memory = malloc(LARGEST)};
-    mine->receive = (struct pc_receive){.into = mine->memory, .room = LARGEST, .told = told, .owner = mine};
+    mine->receive =
+        (struct pc_receive){.into = mine->memory, .room = LARGEST, .told = told, .owner = mine};
     mine->receive.posted.queued.source = mine->receive.posted.queued.tag = PC_ANY;
     mine->receive.ask = old != NULL || below(3) == 0;
     mine->order = old != NULL ? old->order : ++order;
     counts[STARTED_AGAIN] += old != NULL;
     if (old != NULL)
-        pc_receive_start_at(ranks[rank].contexts[ident], &mine->receive, old->receive.posted.queued.number);
+        pc_receive_start_at(ranks[rank].contexts[ident], &mine->receive,
+                            old->receive.posted.queued.number);
     else
         pc_receive_start(ranks[rank].contexts[ident], &mine->receive);
 }
@@ -167,7 +170,8 @@ static void post(int rank, int ident, const struct receive *old) {
 /* Have the message of a receive that holds one written, or drop it. */
 static void go_on(struct receive *mine) {
     if (quiet || below(4) > 0) {
-        check(pc_receive_into(&mine->receive, mine->memory) == 0 && mine->receive.state != PC_RECEIVE_HELD,
+        check(pc_receive_into(&mine->receive, mine->memory) == 0 &&
+                  mine->receive.state != PC_RECEIVE_HELD,
               "a held message is not written", mine->had);
         return;
     }
@@ -182,11 +186,14 @@ static void go_on(struct receive *mine) {
 static void check_order(int rank) {
     for (int ident = 0; ident < IDENTS; ident++) {
         const struct pc_context *context = ranks[rank].contexts[ident];
-        const struct pc_unexpected *waits = context != NULL ? pc_match_first_message(&context->matching) : NULL;
+        const struct pc_unexpected *waits =
+            context != NULL ? pc_match_first_message(&context->matching) : NULL;
         check(waits == NULL || pc_match_first_posted(&context->matching) == NULL,
               "a message and its receive both wait", (uint64_t)ident);
-        for (int64_t last = -1; waits != NULL; last = waits->queued.tag, waits = pc_match_next_message(waits))
-            check(waits->queued.tag > last, "a message comes before an earlier one", (uint64_t)last);
+        for (int64_t last = -1; waits != NULL;
+             last = waits->queued.tag, waits = pc_match_next_message(waits))
+            check(waits->queued.tag > last, "a message comes before an earlier one",
+                  (uint64_t)last);
     }
 }
 
@@ -198,7 +205,8 @@ static void send_one(int source) {
     struct message *message = &messages[number];
     size_t most[] = {90, 900, LARGEST};
     size_t nbytes = below(most[below(3)] + 1), first = below(nbytes + 1);
-    *message = (struct message){.source = source, .ident = ident, .nbytes = nbytes, .memory = malloc(nbytes + 1)};
+    *message = (struct message){
+        .source = source, .ident = ident, .nbytes = nbytes, .memory = malloc(nbytes + 1)};
     for (size_t offset = 0; offset < nbytes; offset++)
         message->memory[offset] = byte_of(number, offset);
     message->parts[0] = (struct iovec){message->memory, first};
@@ -207,7 +215,8 @@ static void send_one(int source) {
         .peer = !source, .parts = message->parts, .num_parts = 2, .ended = ended, .owner = message};
     unsigned char header[PC_P2P_NBYTES];
     pc_p2p_header(header, (uint64_t)ident + 5, number, 0);
-    if (pc_send_start(ranks[source].contexts[ident], &message->send, header, sizeof header, below(3)) == PC_SENT) {
+    if (pc_send_start(ranks[source].contexts[ident], &message->send, header, sizeof header,
+                      below(3)) == PC_SENT) {
         check(message->send.status == 0 || severed, "a send fails", number);
         over(message);
         counts[BUFFERED]++;
@@ -219,10 +228,12 @@ static void send_one(int source) {
 static void attach(void) {
     for (int lane = 0; !attached && lane < num_lanes; lane++) {
         int fds[2], room = 4096;
-        check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0, "no sockets", 0);
+        check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0,
+              "no sockets", 0);
         for (int side = 0; side < 2; side++) {
             setsockopt(fds[side], SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
-            check(pc_tcp_attach(&ranks[side].link.tcp, !side, lane, fds[side]) == 0, "it is not attached", 0);
+            check(pc_tcp_attach(&ranks[side].link.tcp, !side, lane, fds[side]) == 0,
+                  "it is not attached", 0);
         }
     }
     attached = true;
@@ -258,7 +269,8 @@ static void progress(int rank) {
 static void open_context(int rank, int ident) {
     static const int members[RANKS] = {0, 1};
     if (ranks[rank].contexts[ident] == NULL)
-        ranks[rank].contexts[ident] = pc_context_open(&ranks[rank].engine, (uint64_t)ident + 5, members, RANKS, rank);
+        ranks[rank].contexts[ident] =
+            pc_context_open(&ranks[rank].engine, (uint64_t)ident + 5, members, RANKS, rank);
 }
 
 static void step(bool may_break) {
@@ -287,7 +299,8 @@ static void step(bool may_break) {
         }
         break;
     case 6:
-        if (message != NULL && message->memory != NULL && pc_send_stop(&message->send) && pc_send_take_back(&message->send)) {
+        if (message != NULL && message->memory != NULL && pc_send_stop(&message->send) &&
+            pc_send_take_back(&message->send)) {
             message->cancelled = true;
             over(message);
             counts[CANCELLED]++;
@@ -329,13 +342,22 @@ static void world(void) {
     check(pipe2(pipes, O_NONBLOCK | O_CLOEXEC) == 0, "no pipe", 0);
     for (int number = 0; number < RANKS; number++) {
         struct rank *rank = &ranks[number];
-        *rank = (struct rank){.engine = {.size = RANKS, .links = rank->links, .finished = finished, .lost = lost,
+        *rank = (struct rank){.engine = {.size = RANKS,
+                                         .links = rank->links,
+                                         .finished = finished,
+                                         .lost = lost,
                                          .owner = rank},
-                              .link = {.tcp = {.rank = number, .size = RANKS, .num_lanes = num_lanes,
+                              .link = {.tcp = {.rank = number,
+                                               .size = RANKS,
+                                               .num_lanes = num_lanes,
                                                .limits = {100, 4000, 1500, 16}},
-                                       .wanted = wanted, .watched = watched, .owner = rank}};
+                                       .wanted = wanted,
+                                       .watched = watched,
+                                       .owner = rank}};
         rank->links[0] = rank->links[1] = &rank->link.link;
-        check(pc_engine_open(&rank->engine) == 0 && pc_link_tcp_open(&rank->link, &rank->engine) == 0, "no memory", 0);
+        check(pc_engine_open(&rank->engine) == 0 &&
+                  pc_link_tcp_open(&rank->link, &rank->engine) == 0,
+              "no memory", 0);
         check(number > 0 || pc_tcp_watch(&rank->link.tcp, pipes[0]) == 0, "it is not watched", 0);
         open_context(number, 0);
     }
@@ -359,7 +381,8 @@ static void world(void) {
             post(turn / 8 % RANKS, turn / 16 % IDENTS, NULL);
     }
     for (uint32_t number = 0; !severed && number < num_messages; number++)
-        check(is_over(&messages[number]), "a message does not come, or its send does not end", number);
+        check(is_over(&messages[number]), "a message does not come, or its send does not end",
+              number);
     if (!severed) {
         pc_tcp_say_goodbye(&ranks[0].link.tcp);
         for (int turn = 0; turn < 1000 && !ranks[1].finished; turn++) {
@@ -374,7 +397,8 @@ static void world(void) {
             if (ranks[number].contexts[ident] != NULL)
                 pc_context_close(ranks[number].contexts[ident]);
         pc_engine_forget(&ranks[number].engine, !number, 5);
-        check(ranks[number].engine.num_messages == 0, "a message is left", ranks[number].engine.num_messages);
+        check(ranks[number].engine.num_messages == 0, "a message is left",
+              ranks[number].engine.num_messages);
         pc_link_tcp_free(&ranks[number].link);
         pc_engine_free(&ranks[number].engine);
     }
@@ -388,13 +412,7 @@ static void world(void) {
 
 int main(int count, char **arguments) {
     uint64_t worlds = count > 1 ? strtoull(arguments[1], NULL, 10) : 1;
-    seed = count > 2 ? strtoull(arguments[2], NULL, 10) : 1;
-    for (uint64_t end = seed + worlds; seed < end; seed++) {
-        random_state = seed * 77 + 5;
-        world();
-    }
-    for (int what = 0; what < COUNTS; what++)
-        printf("%s%s %llu", what > 0 ? ", " : "", names[what], (unsigned long long)counts[what]);
-    printf("\n");
+    run_worlds(world, worlds, count > 2 ? strtoull(arguments[2], NULL, 10) : 1);
+    print_counts(names, counts, COUNTS);
     return 0;
 }

@@ -1,5 +1,5 @@
-/* Put before the sources of the matching (gcc -include): it counts what it looks at, and may be told that there is no
-   memory. */
+/* Put before the sources of the matching (gcc -include): it counts what it looks at, and may be
+   told that there is no memory. */
 #ifndef PYCOLL_MATCH_HOOKS_H
 #define PYCOLL_MATCH_HOOKS_H
 

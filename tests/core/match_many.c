@@ -1,9 +1,11 @@
-/* How much the matching of messages (transports/_core/engine/match.h, address.h) looks at where many things wait.
+/* How much the matching of messages (transports/_core/engine/match.h, address.h) looks at where
+   many things wait.
 
    match_many THINGS
 
-   prints a line for each way in which so many things come and go: what is looked at for each of them, rounded up, and
-   the name of the way. Exits with 3 if a result is wrong, or if tables stay large when everything has gone. */
+   prints a line for each way in which so many things come and go: what is looked at for each of
+   them, rounded up, and the name of the way. Exits with 3 if a result is wrong, or if tables stay
+   large when everything has gone. */
 #include "match_hooks.h"
 
 #include "engine/address.h"
@@ -34,17 +36,19 @@ static void check(bool holds, const char *what) {
     exit(3);
 }
 
-static void post(size_t place, int source, int64_t tag, bool peek, const struct pc_unexpected *expected) {
+static void post(size_t place, int source, int64_t tag, bool peek,
+                 const struct pc_unexpected *expected) {
     posted[place] = (struct pc_posted){.queued = {.source = source, .tag = tag}, .peek = peek};
     check(pc_match_post(&matching, &posted[place]) == expected, "a receive got another message");
 }
 
 static void arrive(size_t place, int source, int64_t tag, const struct pc_posted *expected) {
     messages[place] = (struct pc_unexpected){.queued = {.source = source, .tag = tag}};
-    check(pc_match_arrive(&matching, &messages[place], &told) == expected, "a message went to another receive");
+    check(pc_match_arrive(&matching, &messages[place], &told) == expected,
+          "a message went to another receive");
 }
 
-/* --- the ways ---------------------------------------------------------------------------------------- */
+/* --- the ways --------------------------------------------------------------------------------- */
 
 static void receives_first(void) {
     for (size_t each = 0; each < many; each++)
@@ -58,7 +62,8 @@ static void receives_of_anything_first(void) {
         post(each, each % 2 != 0 ? PC_ANY : 1, each % 3 != 0 ? PC_ANY : (int64_t)each, false, NULL);
     size_t got = 0;
     for (size_t each = 0; each < many; each++) {
-        messages[each] = (struct pc_unexpected){.queued = {.source = 1, .tag = (int64_t)shuffled[each]}};
+        messages[each] =
+            (struct pc_unexpected){.queued = {.source = 1, .tag = (int64_t)shuffled[each]}};
         got += pc_match_arrive(&matching, &messages[each], &told) != NULL;
     }
     check(got > many / 2, "too few messages were received");
@@ -72,7 +77,8 @@ static void messages_first(void) {
     for (size_t each = 0; each < many; each++)
         arrive(each, 1, (int64_t)each, NULL);
     for (size_t each = 0; each < many; each++)
-        post(each, each % 2 != 0 ? PC_ANY : 1, (int64_t)shuffled[each], false, &messages[shuffled[each]]);
+        post(each, each % 2 != 0 ? PC_ANY : 1, (int64_t)shuffled[each], false,
+             &messages[shuffled[each]]);
 }
 
 static void messages_first_received_in_order(void) {
@@ -98,14 +104,16 @@ static void receives_given_up(void) {
     for (size_t each = 0; each < many; each++)
         post(each, 1, (int64_t)(each % 7), false, NULL);
     for (size_t each = 0; each < many; each++)
-        check(pc_match_withdraw_posted(&matching, &posted[shuffled[each]]), "a receive does not wait");
+        check(pc_match_withdraw_posted(&matching, &posted[shuffled[each]]),
+              "a receive does not wait");
 }
 
 static void messages_taken_back(void) {
     for (size_t each = 0; each < many; each++)
         arrive(each, (int)(each % 5), (int64_t)(each % 7), NULL);
     for (size_t each = 0; each < many; each++)
-        check(pc_match_withdraw_message(&matching, &messages[shuffled[each]]), "a message does not wait");
+        check(pc_match_withdraw_message(&matching, &messages[shuffled[each]]),
+              "a message does not wait");
 }
 
 static void ten_that_come_and_go(void) {
@@ -117,7 +125,8 @@ static void ten_that_come_and_go(void) {
     }
 }
 
-/* Half of the messages are taken and given back, the others wait: these are all behind them, or all before them. */
+/* Half of the messages are taken and given back, the others wait: these are all behind them, or all
+ * before them. */
 static void put_back_half(bool later) {
     size_t half = many / 2;
     for (size_t each = 0; each < many; each++)
@@ -131,7 +140,8 @@ static void put_back_half(bool later) {
     }
     for (size_t each = half; each-- > 0;) {
         struct pc_unexpected *back = &messages[later ? many - 1 - each : each];
-        check(pc_match_put_back(&matching, back, &told) == NULL && told == NULL, "it went to someone");
+        check(pc_match_put_back(&matching, back, &told) == NULL && told == NULL,
+              "it went to someone");
     }
     for (size_t each = 0; each < many; each++)
         post(each, 1, PC_ANY, false, &messages[each]);
@@ -158,7 +168,7 @@ static void receives_posted_again(void) {
         arrive(each, 1, 5, &posted[each]);
 }
 
-/* --- collectives ------------------------------------------------------------------------------------- */
+/* --- collectives ------------------------------------------------------------------------------ */
 
 static struct pc_addressed *add_part(size_t place, size_t call, bool is_early) {
     parts[place] = (struct pc_addressed){.call = call, .sender = 1, .index = (uint32_t)(place % 3),
@@ -181,11 +191,13 @@ static void parts_of_many_calls(void) {
 
 static void parts_of_one_call(void) {
     for (size_t each = 0; each < many; each++) {
-        parts[each] = (struct pc_addressed){.call = 7, .sender = (uint32_t)each, .is_early = each % 2 != 0};
+        parts[each] =
+            (struct pc_addressed){.call = 7, .sender = (uint32_t)each, .is_early = each % 2 != 0};
         check(pc_address_add(&addresses, &parts[each]) == NULL, "something stands there");
     }
     size_t early = 0;
-    for (struct pc_addressed *part = pc_address_early(&addresses, 7); part != NULL; part = part->next)
+    for (struct pc_addressed *part = pc_address_early(&addresses, 7); part != NULL;
+         part = part->next)
         check(part == &parts[2 * early++ + 1], "messages are listed in another order");
     check(early == many / 2, "messages are not listed");
     for (size_t each = 0; each < many; each++)
@@ -197,12 +209,11 @@ static void parts_far_away(void) {
         check(add_part(each, each << 40, true) == NULL, "something stands there");
     check(pc_address_take_below(&addresses, 1) == &parts[0], "another message is below");
     size_t taken = 0;
-    for (struct pc_addressed *part = pc_address_take_below(&addresses, UINT64_MAX); part != NULL; part = part->next)
+    for (struct pc_addressed *part = pc_address_take_below(&addresses, UINT64_MAX); part != NULL;
+         part = part->next)
         taken++;
     check(taken == many - 1, "messages were left");
 }
-
-/* ----------------------------------------------------------------------------------------------------- */
 
 static const struct {
     const char *name;

@@ -9,8 +9,8 @@
 
 #define MAX_RANKS 5
 
-/* What a rank that sleeps waits for, for the others to see. Relaxed, so that it orders nothing and so hides
-   no race; only a suspicion is confirmed with sequential consistency. */
+/* What a rank that sleeps waits for, for the others to see. Relaxed, so that it orders nothing and
+   so hides no race; only a suspicion is confirmed with sequential consistency. */
 struct waiting {
     _Alignas(PC_LINE) _Atomic(pc_flag64 *) flag;
     pc_flag64 value;
@@ -29,10 +29,11 @@ struct rank {
 
 /* native_sleep.c: a rank's sleep, and who must have been woken. */
 int native_sleep(pc_call *call, int peer, uint64_t waited_ns, bool last);
-/* This rank may now be away for any time, since it `does` something: end the program if another one sleeps, what
-   it waits for is here, and its doorbell has not been rung. */
+/* This rank may now be away for any time, since it `does` something: end the program if another one
+   sleeps, what it waits for is here, and its doorbell has not been rung. */
 void native_check_rung(struct rank *rank, const char *does);
-/* native_python.c: that, and a lock of each thread's own, which must be held and given up in turn. */
+/* native_python.c: that, and a lock of each thread's own, which must be held and given up in
+   turn. */
 extern const struct pc_call_up native_up;
 extern _Thread_local struct rank *native_rank;
 extern pc_flag64 native_sleeps, native_timeouts;

@@ -1,5 +1,5 @@
-/* Put before every source of the core (gcc -include): its copies, clock and yields go through the program, which
-   so stretches what is short and shortens what is long. */
+/* Put before every source of the core (gcc -include): its copies, clock and yields go through the
+   program, which so stretches what is short and shortens what is long. */
 #ifndef PYCOLL_NATIVE_HOOKS_H
 #define PYCOLL_NATIVE_HOOKS_H
 
@@ -30,24 +30,29 @@
 /* So that clocks which run away end no wait for a piece. */
 #define PC_LONGEST_PIECE_NS UINT64_MAX
 
-/* A copy with, now and then, a pause in the middle; the regions may overlap if `to` is the lower one. */
+/* A copy with, now and then, a pause in the middle; the regions may overlap if `to` is the lower
+ * one. */
 void *hook_memcpy(void *to, const void *from, size_t nbytes);
 /* Yields, or does not: an impatient rank comes to its sleep at once. */
 int hook_yield(void);
 /* The time, or for an impatient rank a clock that runs away. */
 int hook_clock(struct timespec *now);
 /* ThreadSanitizer does not see what a system call reads, so for it this is a copy. */
-ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote);
+ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count,
+                   const struct iovec *remote);
 /* Likewise; now and then it fails. */
-ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote);
+ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count,
+                    const struct iovec *remote);
 
 #ifndef PYCOLL_NATIVE_HOOKS_THEMSELVES
 #define memcpy(to, from, nbytes) hook_memcpy(to, from, nbytes)
 #define memmove(to, from, nbytes) hook_memcpy(to, from, nbytes)
 #define sched_yield() hook_yield()
 #define clock_gettime(clock, now) hook_clock(now)
-#define process_vm_readv(pid, local, local_count, remote, remote_count, flags) hook_readv(pid, local, local_count, remote)
-#define process_vm_writev(pid, local, local_count, remote, remote_count, flags) hook_writev(pid, local, local_count, remote)
+#define process_vm_readv(pid, local, local_count, remote, remote_count, flags) \
+    hook_readv(pid, local, local_count, remote)
+#define process_vm_writev(pid, local, local_count, remote, remote_count, flags) \
+    hook_writev(pid, local, local_count, remote)
 #endif
 
 #endif

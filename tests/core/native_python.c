@@ -1,4 +1,5 @@
-/* The hooks of native_hooks.h, a lock as the interpreter has one, and the functions of stub/Python.h. */
+/* The hooks of native_hooks.h, a lock as the interpreter has one, and the functions of
+ * stub/Python.h. */
 #include "native.h"
 
 #include <errno.h>
@@ -22,7 +23,7 @@ void native_fail(const char *format, ...) {
     _exit(3); /* at once: the other threads are still at it */
 }
 
-/* --- chance and delays --------------------------------------------------------------------------------- */
+/* --- chance and delays ------------------------------------------------------------------------ */
 
 uint64_t native_random(uint64_t *seed) {
     uint64_t x = *seed += 0x9E3779B97F4A7C15u;
@@ -61,7 +62,8 @@ int hook_clock(struct timespec *now) {
     return status;
 }
 
-ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote) {
+ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count,
+                   const struct iovec *remote) {
     native_delay();
 #ifdef __SANITIZE_THREAD__
     (void)pid;
@@ -76,7 +78,8 @@ ssize_t hook_readv(int pid, const struct iovec *local, unsigned long count, cons
 #endif
 }
 
-ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count, const struct iovec *remote) {
+ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count,
+                    const struct iovec *remote) {
     native_delay();
     if (native_random(&native_seed) % 8 == 0) {
         errno = EFAULT;
@@ -95,7 +98,7 @@ ssize_t hook_writev(int pid, const struct iovec *local, unsigned long count, con
 #endif
 }
 
-/* --- Python -------------------------------------------------------------------------------------------- */
+/* --- Python ----------------------------------------------------------------------------------- */
 
 bool native_has_lock(void) { return has_lock; }
 

@@ -1,15 +1,16 @@
 /* Sleeping, and the search for lost wake-ups.
 
-   A wake-up is lost if a rank sleeps although what it waits for is here, and nobody will ring. Time alone
-   would not tell: the next call of a busy neighbour rings everybody. So whenever a rank leaves a call, or is
-   about to sleep itself, it looks at those that sleep on a flag of its own: since they had announced their
-   sleep before they last looked at that flag, it must have rung. */
+   A wake-up is lost if a rank sleeps although what it waits for is here, and nobody will ring. Time
+   alone would not tell: the next call of a busy neighbour rings everybody. So whenever a rank
+   leaves a call, or is about to sleep itself, it looks at those that sleep on a flag of its own:
+   since they had announced their sleep before they last looked at that flag, it must have rung. */
 #include "native.h"
 
 #include <poll.h>
 #include <unistd.h>
 
-/* The longest sleep, as in pycoll/_calls/shared_memory.py; and how late a ring may be on a busy machine. */
+/* The longest sleep, as in pycoll/_calls/shared_memory.py; and how late a ring may be on a busy
+ * machine. */
 #define SLEEP_MS 100
 #define GRACE_MS 10000
 
@@ -41,13 +42,15 @@ static bool is_forgotten(struct rank *rank, struct rank *other, memory_order ord
     if (sleeps % 2 == 0 || atomic_load_explicit(&waiting->peer, order) != (uint32_t)rank->comm.rank)
         return false;
     pc_flag64 *flag = atomic_load_explicit(&waiting->flag, order);
-    if (atomic_load_explicit(flag, order) < atomic_load_explicit(&waiting->value, order) || is_ringing(other, 0))
+    if (atomic_load_explicit(flag, order) < atomic_load_explicit(&waiting->value, order) ||
+        is_ringing(other, 0))
         return false;
     /* It counts its awakening before it silences its doorbell. */
     return atomic_load_explicit(&waiting->sleeps, order) == sleeps;
 }
 
-/* Whether the flag counts the pieces of a rank's work: then whoever did the last one rings, and not that rank. */
+/* Whether the flag counts the pieces of a rank's work: then whoever did the last one rings, and not
+ * that rank. */
 static bool is_work(struct rank *rank, pc_flag64 *flag) {
     for (uint64_t number = 0; number < PC_SLOTS; number++)
         if (flag == &pc_place_of(&rank->comm, rank->comm.rank, number)->work.done)
@@ -71,8 +74,10 @@ void native_check_rung(struct rank *rank, const char *does) {
         if (other != rank && is_forgotten(rank, other, memory_order_relaxed) &&
             !is_work(rank, atomic_load_explicit(&other->waiting.flag, memory_order_relaxed)) &&
             is_forgotten(rank, other, memory_order_seq_cst))
-            native_fail("a lost wake-up: rank %d of %d %s in call %llu, rank %d sleeps on its flag `%s` and was not rung\n",
-                        rank->comm.rank, rank->comm.size, does, (unsigned long long)rank->comm.number, index,
+            native_fail("a lost wake-up: rank %d of %d %s in call %llu, rank %d sleeps on its flag "
+                        "`%s` and was not rung\n",
+                        rank->comm.rank, rank->comm.size, does,
+                        (unsigned long long)rank->comm.number, index,
                         name_of(rank, other->waiting.flag));
     }
 }
@@ -102,7 +107,8 @@ int native_sleep(pc_call *call, int peer, uint64_t waited_ns, bool last) {
     }
     atomic_fetch_add(&waiting->sleeps, 1);
     uint64_t rings;
-    if (is_ringing(rank, 0) && read(rank->host.doorbells[rank->host.rank], &rings, sizeof rings) != sizeof rings)
+    if (is_ringing(rank, 0) &&
+        read(rank->host.doorbells[rank->host.rank], &rings, sizeof rings) != sizeof rings)
         native_fail("the doorbell cannot be read\n");
     return 0;
 }

@@ -2,16 +2,17 @@
 
        native_tsan OPERATIONS SEED
 
-   The core's files run as they are: each rank has a pc_host and a pc_comm of its own, and only what they call
-   in Python is played by native_python.c and native_sleep.c. A communicator makes a random sequence of
-   calls, the same on all ranks, with delays that are not; then comes another one, of another size, with chunks
-   of another size. Every result is compared, byte by byte, with what it must be.
+   The core's files run as they are: each rank has a pc_host and a pc_comm of its own, and only what
+   they call in Python is played by native_python.c and native_sleep.c. A communicator makes a
+   random sequence of calls, the same on all ranks, with delays that are not; then comes another
+   one, of another size, with chunks of another size. Every result is compared, byte by byte, with
+   what it must be.
 
-   Ranks have arrays in ordinary memory and in an arena, which is one for all, since all is one process here: each takes
-   for each call the one or the other.
+   Ranks have arrays in ordinary memory and in an arena, which is one for all, since all is one
+   process here: each takes for each call the one or the other.
 
-   The arrays are used again by the next call, as they may be. What is compared is copied out first: to
-   ThreadSanitizer a copy is one access, and comparing the copies is none. */
+   The arrays are used again by the next call, as they may be. What is compared is copied out first:
+   to ThreadSanitizer a copy is one access, and comparing the copies is none. */
 #include "native.h"
 
 #include <pthread.h>
@@ -26,16 +27,19 @@
 #define SLOT_NBYTES sizeof(((struct pc_slot *)0)->data)
 #define UNSEEN __attribute__((no_sanitize_thread))
 
-/* --- operators: a sum, and one that shows the order ---------------------------------------------------- */
+/* --- operators: a sum, and one that shows the order ------------------------------------------- */
 
 enum { OP_SUM, OP_ORDER, OPS };
 enum { U32, U64, DTYPES };
 
 size_t pc_itemsize(int dtype) { return dtype == U32 ? 4 : 8; }
 
-static uint64_t combine(int op, uint64_t left, uint64_t right) { return op == OP_SUM ? left + right : left * 3 + right; }
+static uint64_t combine(int op, uint64_t left, uint64_t right) {
+    return op == OP_SUM ? left + right : left * 3 + right;
+}
 
-UNSEEN static void combine_block(int op, int dtype, unsigned char *left, const unsigned char *right, size_t nbytes) {
+UNSEEN static void combine_block(int op, int dtype, unsigned char *left, const unsigned char *right,
+                                 size_t nbytes) {
     if (dtype == U32)
         for (size_t at = 0; at < nbytes; at += 4) {
             uint32_t a, b;
@@ -84,7 +88,7 @@ pc_reduce_fn pc_reduce_find(int op, int dtype) {
     return kernels[op][dtype];
 }
 
-/* --- what else the core calls in comm.c ---------------------------------------------------------------- */
+/* --- what else the core calls in comm.c ------------------------------------------------------- */
 
 void pc_sign(pc_collective *call, uint64_t salt, int ndim, const intptr_t *dims) {
     call->signature = salt * PC_KINDS + (uint64_t)call->kind;
@@ -107,11 +111,12 @@ static pthread_barrier_t all_here;
 bool pc_window_open(pc_host *host, int rank) { return host->windows[rank] != NULL; }
 
 int pc_mismatch(pc_collective *call, int rank, uint64_t number) {
-    native_fail("a false mismatch: rank %d, in call %llu, takes call %llu of rank %d for another one\n", call->comm->rank,
-                (unsigned long long)call->number, (unsigned long long)number, rank);
+    native_fail(
+        "a false mismatch: rank %d, in call %llu, takes call %llu of rank %d for another one\n",
+        call->comm->rank, (unsigned long long)call->number, (unsigned long long)number, rank);
 }
 
-/* --- one call: what goes in, what must come out -------------------------------------------------------- */
+/* --- one call: what goes in, what must come out ----------------------------------------------- */
 
 struct call { /* the same on all ranks */
     uint64_t ident;
@@ -127,7 +132,8 @@ static void cut_unevenly(struct call *call, uint64_t *seed) {
     size_t all = call->count * (size_t)call->size;
     call->count = 0;
     for (int rank = 0; rank < call->size; rank++) {
-        size_t rest = all - call->begins[rank], some = native_random(seed) % 3 == 0 ? 0 : native_random(seed) % (rest + 1);
+        size_t rest = all - call->begins[rank],
+               some = native_random(seed) % 3 == 0 ? 0 : native_random(seed) % (rest + 1);
         size_t count = rank == call->size - 1 ? rest : some;
         call->begins[rank + 1] = call->begins[rank] + count;
         call->count = count > call->count ? count : call->count;
@@ -150,7 +156,8 @@ static struct call choose_call(uint64_t *seed, uint64_t ident, int size, size_t 
     if (chance >= 94)
         given = SLOT_NBYTES + native_random(seed) % (MAX_GIVEN / 4);
     if (chance >= 96)
-        given = chunk_nbytes * (1 + native_random(seed) % (MAX_GIVEN / chunk_nbytes)); /* whole chunks */
+        given = chunk_nbytes *
+                (1 + native_random(seed) % (MAX_GIVEN / chunk_nbytes)); /* whole chunks */
     if (chance >= 98)
         given = native_random(seed) % MAX_GIVEN;
     call.count = given / pc_itemsize(call.dtype) / (pc_is_split(call.kind) ? (size_t)size : 1);
@@ -164,11 +171,13 @@ static struct call choose_call(uint64_t *seed, uint64_t ident, int size, size_t 
 }
 
 static uint64_t element(const struct call *call, int rank, size_t index) {
-    uint64_t seed = call->ident * 0x100000001B3u + (uint64_t)rank * 0x9E3779B97F4A7C15u + index * 0xD6E8FEB86659FD93u;
+    uint64_t seed = call->ident * 0x100000001B3u + (uint64_t)rank * 0x9E3779B97F4A7C15u +
+                    index * 0xD6E8FEB86659FD93u;
     return call->dtype == U32 ? (uint32_t)(seed ^ seed >> 32) : seed ^ seed >> 32;
 }
 
-UNSEEN static void put_element(const struct call *call, unsigned char *array, size_t index, uint64_t value) {
+UNSEEN static void put_element(const struct call *call, unsigned char *array, size_t index,
+                               uint64_t value) {
     uint32_t narrow = (uint32_t)value;
     if (call->dtype == U32)
         memcpy(array + index * 4, &narrow, 4);
@@ -209,7 +218,9 @@ UNSEEN static uint64_t expected(const struct call *call, int rank, size_t index)
     case PC_GATHER:
     case PC_ALL_GATHER: return element(call, (int)block, within);
     case PC_ALL_TO_ALL: return element(call, (int)block, (size_t)rank * count + within);
-    case PC_REDUCE_SCATTER: index += is_uneven(call) ? call->begins[rank] : (size_t)rank * count; break;
+    case PC_REDUCE_SCATTER:
+        index += is_uneven(call) ? call->begins[rank] : (size_t)rank * count;
+        break;
     case PC_SCAN: last = rank + 1; break;
     case PC_EXSCAN: last = rank; break;
     }
@@ -231,9 +242,10 @@ UNSEEN static void compare(const struct call *call, int rank, const unsigned cha
         put_element(call, wanted, 0, expected(call, rank, index));
         for (size_t byte = 0; byte < itemsize; byte++)
             if (copy[index * itemsize + byte] != wanted[byte])
-                native_fail("call %llu, kind %d, rank %d of %d, root %d, %zu elements of %zu bytes: element %zu is wrong\n",
-                            (unsigned long long)call->ident, call->kind, rank, call->size, call->root, call->count,
-                            itemsize, index);
+                native_fail("call %llu, kind %d, rank %d of %d, root %d, %zu elements of %zu "
+                            "bytes: element %zu is wrong\n",
+                            (unsigned long long)call->ident, call->kind, rank, call->size,
+                            call->root, call->count, itemsize, index);
     }
 }
 
@@ -250,7 +262,7 @@ static unsigned char *x_within(const struct call *call, int rank, unsigned char 
     }
 }
 
-/* --- a rank -------------------------------------------------------------------------------------------- */
+/* --- a rank ----------------------------------------------------------------------------------- */
 
 /* As pc_call_begin and pc_call_end do. */
 static void begin(pc_collective *native, struct rank *rank, const struct call *call) {
@@ -282,7 +294,8 @@ static void run_announced(struct rank *rank, const struct call *call, const void
     if (rank->comm.rank == call->root) {
         native.x = x;
         native.nbytes = call->count * pc_itemsize(call->dtype);
-        struct pc_header header = {.nbytes = native.nbytes, .address = (uintptr_t)x, .value = call->ident};
+        struct pc_header header = {
+            .nbytes = native.nbytes, .address = (uintptr_t)x, .value = call->ident};
         header.description_nbytes = call->description_nbytes;
         end(&native, pc_announce(&native, &header, description));
         return;
@@ -291,7 +304,8 @@ static void run_announced(struct rank *rank, const struct call *call, const void
     struct pc_header header;
     end(&native, pc_hear(&native, &slot));
     memcpy(&header, slot->data, sizeof header);
-    if (header.value != call->ident || memcmp(slot->data + sizeof header, description, header.description_nbytes) != 0)
+    if (header.value != call->ident ||
+        memcmp(slot->data + sizeof header, description, header.description_nbytes) != 0)
         native_fail("rank %d hears another announcement\n", rank->comm.rank);
     begin(&native, rank, call);
     native.out = out;
@@ -299,7 +313,8 @@ static void run_announced(struct rank *rank, const struct call *call, const void
     end(&native, pc_receive(&native, slot));
 }
 
-static void run_call(struct rank *rank, const struct call *call, unsigned char *x, unsigned char *out, unsigned char *copy) {
+static void run_call(struct rank *rank, const struct call *call, unsigned char *x,
+                     unsigned char *out, unsigned char *copy) {
     int me = rank->comm.rank;
     size_t itemsize = pc_itemsize(call->dtype);
     size_t in_nbytes = count_in(call, me) * itemsize, out_nbytes = count_out(call, me) * itemsize;
@@ -327,13 +342,16 @@ static void run_call(struct rank *rank, const struct call *call, unsigned char *
     compare(call, me, copy);
 }
 
-/* The last call of a communicator: on shared arrays, and any rank may give up when it has to sleep; then all do. Whose
-   call has failed has its arrays for itself, and writes to them: who is still at work on them is found out. */
+/* The last call of a communicator: on shared arrays, and any rank may give up when it has to sleep;
+   then all do. Whose call has failed has its arrays for itself, and writes to them: who is still at
+   work on them is found out. */
 static void give_up(struct rank *rank, unsigned char *x, unsigned char *out) {
-    static const int kinds[] = {PC_ALL_REDUCE, PC_ALL_GATHER, PC_GATHER, PC_REDUCE, PC_ALL_TO_ALL, PC_BROADCAST};
+    static const int kinds[] = {PC_ALL_REDUCE, PC_ALL_GATHER, PC_GATHER,
+                                PC_REDUCE,     PC_ALL_TO_ALL, PC_BROADCAST};
     uint64_t seed = rank->seed;
     pc_comm *comm = &rank->comm;
-    struct call call = {.ident = 1, .kind = kinds[native_random(&seed) % 6], .dtype = U64, .size = comm->size};
+    struct call call = {
+        .ident = 1, .kind = kinds[native_random(&seed) % 6], .dtype = U64, .size = comm->size};
     call.count = MAX_GIVEN / 8 / (pc_is_split(call.kind) ? (size_t)comm->size : 1);
     struct pc_header header = {.nbytes = call.count * 8, .address = (uintptr_t)x};
     struct pc_slot *slot;
@@ -378,11 +396,13 @@ static void *be_rank(void *argument) {
     native_rank = rank;
     native_seed = seed * MAX_RANKS + (uint64_t)rank->comm.rank;
     for (uint64_t number = 1; number <= CALLS_A_COMM; number++) {
-        struct call call = choose_call(&seed, rank->seed + number, rank->comm.size, rank->comm.chunk_nbytes);
+        struct call call =
+            choose_call(&seed, rank->seed + number, rank->comm.size, rank->comm.chunk_nbytes);
         native_impatient = native_random(&native_seed) % 16 == 0;
         uint64_t chance = native_random(&native_seed) % 16; /* mostly all are shared, or none */
         bool shares = number / 8 % 2 == 0;
-        run_call(rank, &call, chance == 0 || !shares ? x : shared_x, chance == 1 || !shares ? out : shared_out, copy);
+        run_call(rank, &call, chance == 0 || !shares ? x : shared_x,
+                 chance == 1 || !shares ? out : shared_out, copy);
     }
     pthread_barrier_wait(&all_here); /* who gives up breaks earlier calls, too */
     if (rank->comm.together)
@@ -396,10 +416,11 @@ static void *be_rank(void *argument) {
     return NULL;
 }
 
-/* --- communicators ------------------------------------------------------------------------------------- */
+/* --- communicators ---------------------------------------------------------------------------- */
 
 static unsigned char *map(size_t nbytes) {
-    unsigned char *memory = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    unsigned char *memory =
+        mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         native_fail("no memory\n");
     return memory;
@@ -408,7 +429,8 @@ static unsigned char *map(size_t nbytes) {
 static void run_comm(uint64_t seed) {
     static const size_t chunk_sizes[] = {512, 1024, 4096, 16384};
     static const int spins[] = {0, 30, 300};
-    int size = 2 + (int)(native_random(&seed) % (MAX_RANKS - 1)), doorbells[MAX_RANKS], pids[MAX_RANKS], local[MAX_RANKS];
+    int size = 2 + (int)(native_random(&seed) % (MAX_RANKS - 1)), doorbells[MAX_RANKS],
+        pids[MAX_RANKS], local[MAX_RANKS];
     static struct rank ranks[MAX_RANKS];
     pthread_t threads[MAX_RANKS];
     pc_comm layout = {.size = size, .entry = -1};
@@ -416,17 +438,22 @@ static void run_comm(uint64_t seed) {
     layout.together = native_random(&seed) % 4 > 0;
     layout.chunk_nbytes = chunk_sizes[native_random(&seed) % 4];
     layout.slots_offset = pc_round_up((size_t)size * sizeof(struct pc_progress), PC_PAGE);
-    layout.big_offset = pc_round_up(layout.slots_offset + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
+    layout.big_offset = pc_round_up(
+        layout.slots_offset + (size_t)size * PC_SLOTS * sizeof(struct pc_slot), PC_PAGE);
     layout.region_nbytes = layout.big_offset + (size_t)size * PC_CHUNKS * layout.chunk_nbytes;
     layout.region = map(layout.region_nbytes);
     layout.pids = pids;
     layout.local = local;
-    pc_host host = {.size = size, .fd = -1, .doorbells = doorbells, .mapped = PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES};
+    pc_host host = {.size = size,
+                    .fd = -1,
+                    .doorbells = doorbells,
+                    .mapped = PC_PAGE + MAX_RANKS * PC_RECORD_NBYTES};
     host.spins = spins[native_random(&seed) % 3];
     host.base = map(host.mapped);
     unsigned char *windows[MAX_RANKS];
     host.windows = windows;
-    host.arena_nbytes = pc_own_arena.nbytes = pc_own_arena.shared_nbytes = 2 * MAX_RANKS * MAX_NBYTES;
+    host.arena_nbytes = pc_own_arena.nbytes = pc_own_arena.shared_nbytes =
+        2 * MAX_RANKS * MAX_NBYTES;
     pc_own_arena.base = map(pc_own_arena.nbytes);
     for (int rank = 0; rank < size; rank++) {
         local[rank] = size - 1 - rank; /* not the same numbers on the host */
@@ -464,6 +491,7 @@ int main(int argc, char **argv) {
     for (; done < operations; done += CALLS_A_COMM)
         run_comm(native_random(&seed));
     printf("%ld operations, %llu sleeps, %llu of them until their end, %llu given up\n", done,
-           (unsigned long long)native_sleeps, (unsigned long long)native_timeouts, (unsigned long long)native_given_up);
+           (unsigned long long)native_sleeps, (unsigned long long)native_timeouts,
+           (unsigned long long)native_given_up);
     return 0;
 }

@@ -1,6 +1,7 @@
-/* Runs of run_random.c that ask their owner for steps: reductions, the receive of what is offered, and external steps in the
-   place of copies to and from another memory. A *pull* writes the value of a chunk to its source, which has none before;
-   a *push* looks at the value of a chunk when no step uses it any more. Some let their chunks be as long as they come. */
+/* Runs of run_random.c that ask their owner for steps: reductions, the receive of what is offered,
+   and external steps in the place of copies to and from another memory. A *pull* writes the value
+   of a chunk to its source, which has none before; a *push* looks at the value of a chunk when no
+   step uses it any more. Some let their chunks be as long as they come. */
 
 /* A message that was offered to a run, and is being read. */
 struct taking {
@@ -31,11 +32,14 @@ struct asked {
     bool asks_last;
 };
 
-static size_t total(const struct running *running, int chunk) { return running->state->places[chunk].nbytes; }
+static size_t total(const struct running *running, int chunk) {
+    return running->state->places[chunk].nbytes;
+}
 
-/* --- tables ------------------------------------------------------------------------------------------ */
+/* --- tables ----------------------------------------------------------------------------------- */
 
-static bool uses_chunk(const struct pc_schedule *table, const struct pc_step *step, uint32_t chunk) {
+static bool uses_chunk(const struct pc_schedule *table, const struct pc_step *step,
+                       uint32_t chunk) {
     if (step->kind == PC_STEP_RECV_SCRATCH)
         return false;
     for (uint32_t each = 0; each < step->num_chunks; each++)
@@ -55,7 +59,8 @@ static void write_table(struct asked *asked, const struct pc_schedule *from) {
     for (uint32_t step = 0; step < from->num_steps; step++)
         most += from->steps[step].num_successors + added;
     asked->steps = calloc(from->num_steps + added + 1, sizeof *asked->steps);
-    asked->successors = calloc(most + (size_t)added * from->num_steps + 1, sizeof *asked->successors);
+    asked->successors =
+        calloc(most + (size_t)added * from->num_steps + 1, sizeof *asked->successors);
     uint32_t followed = 0;
     for (uint32_t step = 0; step < from->num_steps; step++)
         asked->steps[added + step] = from->steps[step];
@@ -75,20 +80,23 @@ static void write_table(struct asked *asked, const struct pc_schedule *from) {
         struct pc_step *step = &asked->steps[added + number];
         step->successors = followed;
         for (uint32_t each = 0; each < from->steps[number].num_successors; each++)
-            asked->successors[followed++] = added + from->successors[from->steps[number].successors + each];
+            asked->successors[followed++] =
+                added + from->successors[from->steps[number].successors + each];
         for (uint32_t position = 0; position < added; position++)
             if (asked->kinds[position] == PUSH &&
-                uses_chunk(from, &from->steps[number], (uint32_t)asked->external_chunks[position])) {
+                uses_chunk(from, &from->steps[number],
+                           (uint32_t)asked->external_chunks[position])) {
                 asked->successors[followed++] = position;
                 asked->steps[position].waits++;
             }
         step->num_successors = followed - step->successors;
     }
-    asked->table = (struct pc_schedule){from->num_steps + added, from->num_chunks, asked->steps, from->chunks,
-                                        asked->successors};
+    asked->table = (struct pc_schedule){from->num_steps + added, from->num_chunks, asked->steps,
+                                        from->chunks, asked->successors};
 }
 
-/* Whether all messages are of one chunk, which nothing else uses: then nobody need know how long they are. */
+/* Whether all messages are of one chunk, which nothing else uses: then nobody need know how long
+ * they are. */
 static bool can_grow(const struct pc_schedule *table) {
     for (uint32_t position = 0; position < table->num_steps; position++) {
         const struct pc_step *step = &table->steps[position];
@@ -111,7 +119,8 @@ static void ask_for_steps(struct running *running) {
     if (chance(60))
         run->reduction.combine = NULL;
     memcpy(asked->places, state->places, sizeof asked->places);
-    bool grows = is_whole && state->lost == NOBODY && !state->in_place && can_grow(run->table) && chance(70);
+    bool grows =
+        is_whole && state->lost == NOBODY && !state->in_place && can_grow(run->table) && chance(70);
     for (int chunk = 0; chunk < state->plan->program->num_chunks; chunk++) {
         struct pc_chunk_place *place = &asked->places[chunk];
         asked->is_pulled[chunk] = true;
@@ -132,7 +141,8 @@ static void ask_for_steps(struct running *running) {
             asked->is_pulled[chunk] = false;
             memset(state->source + place->source, 0x3C, place->nbytes);
         }
-        if (is_whole && !grows && place->target >= 0 && schedule->tokens[chunk][0] != UNWRITTEN && chance(40))
+        if (is_whole && !grows && place->target >= 0 && schedule->tokens[chunk][0] != UNWRITTEN &&
+            chance(40))
             add_external(asked, PUSH, chunk);
     }
     run->places = asked->places;
@@ -166,14 +176,15 @@ static void asked_over(struct running *running, bool failed) {
         const struct pc_chunk_place *place = &state->places[chunk];
         struct pc_grown *grown = &asked->grown[chunk];
         const int *token = schedule_of(state)->tokens[chunk];
-        bool is_grown = asked->places[chunk].nbytes == PC_UNKNOWN && schedule_of(state)->num_tokens[chunk] > 0 &&
-                        *token != UNWRITTEN;
+        bool is_grown = asked->places[chunk].nbytes == PC_UNKNOWN &&
+                        schedule_of(state)->num_tokens[chunk] > 0 && *token != UNWRITTEN;
         bool is_known = is_grown && !failed && state->plan->liar == NOBODY;
         if (!asked->is_pulled[chunk])
             pull(state, asked, chunk);
         if (is_known) {
             check(grown->nbytes == place->nbytes, "a chunk has another length", grown->nbytes);
-            memcpy(state->target + place->target, grown->memory, grown->nbytes); /* where it is looked at */
+            memcpy(state->target + place->target, grown->memory,
+                   grown->nbytes); /* where it is looked at */
         } else if (is_grown) {
             state->failed = true; /* nothing was written there */
         }
@@ -185,14 +196,15 @@ static void asked_over(struct running *running, bool failed) {
     free(asked);
 }
 
-/* --- doing what is asked ----------------------------------------------------------------------------- */
+/* --- doing what is asked ---------------------------------------------------------------------- */
 
 static unsigned char *value_of(struct running *running, uint32_t chunk) {
     struct pc_run *run = &running->run;
     const struct pc_chunk_place *place = &run->places[chunk];
     size_t own_at = 0, begin = 0;
     for (uint32_t number = 0; number <= chunk; number++) {
-        size_t units = total(running, (int)number) / run->granule, first = 0, last = total(running, (int)number);
+        size_t units = total(running, (int)number) / run->granule, first = 0,
+               last = total(running, (int)number);
         if (run->num_segments > 1) {
             first = units * run->segment / run->num_segments * run->granule;
             last = units * (run->segment + 1) / run->num_segments * run->granule;
@@ -220,7 +232,9 @@ static size_t length_of(const struct running *running, uint32_t chunk) {
     size_t nbytes = total(running, (int)chunk), units = nbytes / run->granule;
     if (run->num_segments <= 1)
         return nbytes;
-    return (units * (run->segment + 1) / run->num_segments - units * run->segment / run->num_segments) * run->granule;
+    return (units * (run->segment + 1) / run->num_segments -
+            units * run->segment / run->num_segments) *
+           run->granule;
 }
 
 /* False: there is no memory. */
@@ -242,7 +256,8 @@ static bool combine_asked(struct running *running, uint32_t position) {
                                    step->incoming_first ? own : incoming + at};
         size_t length = length_of(running, chunk);
         if (length > 0 && running->state->plan->program->lengths != EMPTY)
-            (running->state->plan->sums ? combine_sums : combine_affine)(out, operands, 2, length / itemsize, 1);
+            (running->state->plan->sums ? combine_sums : combine_affine)(out, operands, 2,
+                                                                         length / itemsize, 1);
         at += length;
     }
     check(at == nbytes, "what has come for a reduction has another length", nbytes);
@@ -257,7 +272,8 @@ static void taking_over(struct taking *taking) {
 }
 
 /* What was offered goes to the chunks of its step. False: it is not as long as they are. */
-static bool fill(struct running *running, uint32_t position, const unsigned char *memory, size_t nbytes) {
+static bool fill(struct running *running, uint32_t position, const unsigned char *memory,
+                 size_t nbytes) {
     const struct pc_run *run = &running->run;
     const struct pc_step *step = &run->table->steps[position];
     size_t at = 0;
@@ -324,15 +340,18 @@ static bool do_asked(struct running *running) {
     if (asked == NULL)
         return false;
     uint32_t position = pc_run_next_asked(run);
-    for (uint32_t external = 0; position == PC_NO_STEP && external < asked->num_external; external++) {
-        if (!asked->begun[external] || asked->is_done[external] || (asked->kinds[external] == PUSH && !asked->asks_last))
+    for (uint32_t external = 0; position == PC_NO_STEP && external < asked->num_external;
+         external++) {
+        if (!asked->begun[external] || asked->is_done[external] ||
+            (asked->kinds[external] == PUSH && !asked->asks_last))
             continue;
         int chunk = asked->external_chunks[external];
         if (asked->kinds[external] == PULL)
             pull(running->state, asked, chunk);
         else
             pc_run_settle(run, (uint32_t)chunk);
-        if (asked->kinds[external] == PUSH && running->state->lost == NOBODY && !running->state->failed)
+        if (asked->kinds[external] == PUSH && running->state->lost == NOBODY &&
+            !running->state->failed)
             check_target(running->state, chunk);
         asked->is_done[external] = true;
         pc_run_step_done(run, external);
@@ -342,7 +361,8 @@ static bool do_asked(struct running *running) {
         return false;
     if (position == PC_LAST_STEPS) {
         check(!asked->asks_last, "the ends of the last steps are asked for twice", run->left);
-        check(run->left == run->num_at_end, "the ends of the last steps are asked for before others are done", run->left);
+        check(run->left == run->num_at_end,
+              "the ends of the last steps are asked for before others are done", run->left);
         asked->asks_last = true;
     } else if (run->table->steps[position].kind == PC_STEP_EXTERNAL) {
         check(!asked->begun[position], "a step is asked for twice", position);

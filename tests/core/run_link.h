@@ -1,8 +1,10 @@
-/* A link between engines in one thread, as nasty as link.h allows, for random programs of collectives.
+/* A link between engines in one thread, as nasty as link.h allows, for random programs of
+   collectives.
 
-   It buffers, keeps, pushes and offers at random; moves payloads in random portions, and reads the memory of a sender
-   until it says that the send is over; tells late or at once; says that there is no memory. The messages of one sender
-   come to one receiver in their order, those of different ones as it happens. */
+   It buffers, keeps, pushes and offers at random; moves payloads in random portions, and reads the
+   memory of a sender until it says that the send is over; tells late or at once; says that there is
+   no memory. The messages of one sender come to one receiver in their order, those of different
+   ones as it happens. */
 #ifndef PYCOLL_RUN_LINK_H
 #define PYCOLL_RUN_LINK_H
 
@@ -19,74 +21,29 @@
 
 #define RANKS 5
 #define SMALL 100
-#define POISON 0xEE
 
-static uint64_t seed, random_state;
-static bool scarce; /* memory is refused now and then */
 static bool quiet;  /* links do not dawdle, and callbacks do nothing */
-static int64_t allocated;
 
 enum count {
-    CALLS, EARLY, SEGMENTS, IN_PLACE, IN_REVERSE, ASKED, RUNS_FAILED, RUNS_CANCELLED, REFUSED, OFFERED, OTHER_CALL,
-    OTHER_EARLY, STRAY, FORGOTTEN, BROKEN_CONTEXTS, CLOSED_CONTEXTS, WITHOUT_MEMORY, WITHDRAWN, ABANDONED, REDIRECTED,
-    MOVED, UNOPENED, GIVEN_UP, TAKEN_BACK, NONSENSE, FROM_CALLBACKS, ENDED_PENDING,
-    ENDED_STARTING, SENT_AGAIN, HERE, NO_VALUE, EXTERNAL, GROWN, ASKED_REDUCTIONS,
-    LENT_TO_RUNS, CLEAN_WORLDS, COUNTS
+    CALLS, EARLY, SEGMENTS, IN_PLACE, IN_REVERSE, ASKED, RUNS_FAILED, RUNS_CANCELLED, REFUSED,
+    OFFERED, OTHER_CALL, OTHER_EARLY, STRAY, FORGOTTEN, BROKEN_CONTEXTS, CLOSED_CONTEXTS,
+    WITHOUT_MEMORY, WITHDRAWN, ABANDONED, REDIRECTED, MOVED, UNOPENED, GIVEN_UP, TAKEN_BACK,
+    NONSENSE, FROM_CALLBACKS, ENDED_PENDING, ENDED_STARTING, SENT_AGAIN, HERE, NO_VALUE, EXTERNAL,
+    GROWN, ASKED_REDUCTIONS, LENT_TO_RUNS, CLEAN_WORLDS, COUNTS
 };
 static const char *const names[] = {
-    "calls", "early messages", "segments", "in place", "in reverse", "asked", "failed runs", "cancelled runs",
-    "refused", "offered", "of another call", "early of another call", "stray", "forgotten", "broken", "closed",
-    "without memory", "withdrawn", "abandoned", "redirected", "moved", "unopened", "given up", "taken back",
-    "nonsense", "from callbacks", "closed before told", "closed at the start", "sent again",
-    "here though its sender is gone", "without a value", "external steps", "grown",
-    "reductions asked for", "offered to runs", "clean worlds"};
+    "calls", "early messages", "segments", "in place", "in reverse", "asked", "failed runs",
+    "cancelled runs", "refused", "offered", "of another call", "early of another call", "stray",
+    "forgotten", "broken", "closed", "without memory", "withdrawn", "abandoned", "redirected",
+    "moved", "unopened", "given up", "taken back", "nonsense", "from callbacks",
+    "closed before told", "closed at the start", "sent again", "here though its sender is gone",
+    "without a value", "external steps", "grown", "reductions asked for", "offered to runs",
+    "clean worlds"
+};
 static uint64_t counts[COUNTS];
 
-static void check(bool holds, const char *what, uint64_t number) {
-    if (holds)
-        return;
-    fprintf(stderr, "world %llu: %s (%llu)\n", (unsigned long long)seed, what, (unsigned long long)number);
-    exit(3);
-}
-
-static uint64_t below(uint64_t limit) {
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (random_state >> 33) % limit;
-}
-
-static bool chance(int percent) { return below(100) < (uint64_t)percent; }
-
-static bool is_refused(void) {
-    if (!scarce || !chance(10))
-        return false;
-    counts[WITHOUT_MEMORY]++;
-    return true;
-}
-
-void *scarce_malloc(size_t nbytes) {
-    if (is_refused())
-        return NULL;
-    allocated++;
-    return malloc(nbytes);
-}
-
-void *scarce_calloc(size_t count, size_t nbytes) {
-    if (is_refused())
-        return NULL;
-    allocated++;
-    return calloc(count, nbytes);
-}
-
-void counted_free(void *memory) {
-    allocated -= memory != NULL;
-    free(memory);
-}
-
-static void poison_and_free(unsigned char *memory, size_t nbytes) {
-    if (memory != NULL)
-        memset(memory, POISON, nbytes);
-    free(memory);
-}
+#define PERCENT_REFUSED 10
+#include "scarce_memory.h"
 
 struct rank {
     struct pc_engine engine;
@@ -95,7 +52,7 @@ struct rank {
 
 static struct rank ranks[RANKS];
 
-/* --- messages ---------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 
 /* One message. It is freed with the world. */
 struct flight {
@@ -108,11 +65,12 @@ struct flight {
     unsigned char *copy;   /* of what is not at the sender any more */
     unsigned char *kept;   /* at the receiver, while nobody has accepted it */
     struct pc_message *message;
-    bool on_wire, announcing, known, accepted, severed, taken_back, sent_due, received_due, answered, released;
+    bool on_wire, announcing, known, accepted, severed, taken_back, sent_due, received_due,
+        answered, released;
     unsigned char *into;
     size_t filled;
     bool arrived; /* the receiver's engine has taken it over */
-    bool is_lost; /* its receiver cannot have it any more, or had no memory to give it to the caller */
+    bool is_lost; /* its receiver cannot have it any more, or had no memory to hand it on */
     bool is_dropped; /* a context drops it just now */
     int times_other; /* it was given to the caller */
 };
@@ -123,12 +81,14 @@ static size_t num_flights, room_for_flights;
 static size_t first_flight;
 
 /* Copy a part of a payload to where it goes. */
-static void read_payload(const struct flight *flight, size_t offset, size_t nbytes, unsigned char *into) {
+static void read_payload(const struct flight *flight, size_t offset, size_t nbytes,
+                         unsigned char *into) {
     if (flight->copy != NULL) {
         memcpy(into, flight->copy + offset, nbytes);
         return;
     }
-    check(flight->send != NULL || nbytes == 0, "the link reads memory of a send that is over", flight->number);
+    check(flight->send != NULL || nbytes == 0, "the link reads memory of a send that is over",
+          flight->number);
     for (size_t end = offset + nbytes; offset < end;) {
         const struct iovec *part = flight->send->parts;
         size_t skipped = 0;
@@ -149,7 +109,8 @@ static unsigned char *copy_payload(const struct flight *flight) {
 }
 
 static void put(struct flight *flight, size_t portion) {
-    read_payload(flight, flight->filled, portion, (flight->accepted ? flight->into : flight->kept) + flight->filled);
+    read_payload(flight, flight->filled, portion,
+                 (flight->accepted ? flight->into : flight->kept) + flight->filled);
     flight->filled += portion;
     if (flight->filled == flight->nbytes && flight->send != NULL)
         flight->answered = flight->sent_due = true;
@@ -162,14 +123,16 @@ static struct flight *flight_of(const struct pc_message *message) {
 
 /* The link knows the message no more. */
 static void leave_message(struct flight *flight) {
-    check(flight->known, "a message that its link does not know any more is given to it", flight->number);
+    check(flight->known, "a message that its link does not know any more is given to it",
+          flight->number);
     flight->known = false;
     flight->message = NULL;
     poison_and_free(flight->kept, flight->nbytes + 1);
     flight->kept = NULL;
 }
 
-static struct flight *new_flight(int source, const struct pc_send *send, const void *header, size_t header_nbytes) {
+static struct flight *new_flight(int source, const struct pc_send *send, const void *header,
+                                 size_t header_nbytes) {
     struct flight *flight = calloc(1, sizeof *flight);
     flight->source = source;
     flight->dest = send->peer;
@@ -196,10 +159,10 @@ static void free_flights(void) {
     num_flights = first_flight = 0;
 }
 
-/* --- what the engine calls --------------------------------------------------------------------------- */
+/* --- what the engine calls -------------------------------------------------------------------- */
 
-static int test_send(struct pc_link *link, struct pc_send *send, const void *header, size_t header_nbytes,
-                     enum pc_way way) {
+static int test_send(struct pc_link *link, struct pc_send *send, const void *header,
+                     size_t header_nbytes, enum pc_way way) {
     int me = (int)((struct rank *)(void *)((char *)link - offsetof(struct rank, link)) - ranks);
     if (scarce && chance(5))
         return -ENOMEM;
@@ -244,8 +207,10 @@ static void test_take_back(struct pc_link *link, struct pc_send *send) {
 static int test_accept(struct pc_link *link, struct pc_message *message, void *into) {
     struct flight *flight = flight_of(message);
     (void)link;
-    check(flight->known || flight->on_wire, "a message is accepted that the link does not know", flight->number);
-    check(!flight->accepted && flight->where >= PC_COMING, "a message is accepted twice", flight->number);
+    check(flight->known || flight->on_wire, "a message is accepted that the link does not know",
+          flight->number);
+    check(!flight->accepted && flight->where >= PC_COMING, "a message is accepted twice",
+          flight->number);
     if (scarce && chance(5))
         return -ENOMEM;
     flight->known = true;
@@ -276,7 +241,8 @@ static void discard(struct flight *flight) {
         flight->on_wire = false;
         flight->known = true;
     }
-    if (flight->where != PC_PASSING && !flight->severed && !flight->taken_back && flight->send != NULL)
+    if (flight->where != PC_PASSING && !flight->severed && !flight->taken_back &&
+        flight->send != NULL)
         flight->answered = flight->sent_due = true;
     flight->released = true;
     leave_message(flight);
@@ -299,7 +265,8 @@ static void test_give_up(struct pc_link *link, struct pc_message *message) {
 static bool test_redirect(struct pc_link *link, struct pc_message *message, void *into) {
     struct flight *flight = flight_of(message);
     (void)link;
-    check(flight->known && flight->accepted, "a message is redirected that is not being read", flight->number);
+    check(flight->known && flight->accepted, "a message is redirected that is not being read",
+          flight->number);
     counts[REDIRECTED]++;
     if (flight->received_due && chance(50)) {
         leave_message(flight);
@@ -320,7 +287,8 @@ static void test_forget(struct pc_link *link, int peer) {
             flight->sent_due = false;
         } else if (flight->source == peer && flight->dest == me) {
             flight->severed = true;
-            if (flight->announcing && flight->on_wire) { /* a callback forgets the peer whose message it is told */
+            if (flight->announcing &&
+                flight->on_wire) { /* a callback forgets the peer whose message it is told */
                 flight->on_wire = flight->where < PC_COMING;
                 continue;
             }
@@ -332,12 +300,14 @@ static void test_forget(struct pc_link *link, int peer) {
     }
 }
 
-static const struct pc_link_ops test_ops = {test_send,    test_stop,    test_take_back, test_accept,
-                                            test_release, test_give_up, test_redirect,  test_forget};
+static const struct pc_link_ops test_ops = {test_send,     test_stop,    test_take_back,
+                                            test_accept,   test_release, test_give_up,
+                                            test_redirect, test_forget};
 
-/* --- progress ---------------------------------------------------------------------------------------- */
+/* --- progress --------------------------------------------------------------------------------- */
 
-/* What the program does before and after an engine is told a message; `before` says what `after` is to know. */
+/* What the program does before and after an engine is told a message; `before` says what `after` is
+ * to know. */
 static int before_arrival(struct flight *flight);
 static void after_arrival(struct flight *flight, int known, int error);
 
@@ -384,8 +354,8 @@ static void announce(struct flight *flight) {
             flight->on_wire = false;
             flight->known = true;
             flight->message = message;
-            check((message == NULL) == (flight->where == PC_PASSING), "the link is told the wrong message",
-                  flight->number);
+            check((message == NULL) == (flight->where == PC_PASSING),
+                  "the link is told the wrong message", flight->number);
             if (message == NULL)
                 leave_message(flight);
         }
@@ -394,13 +364,15 @@ static void announce(struct flight *flight) {
 }
 
 static bool is_over(const struct flight *flight) {
-    return !flight->known && !flight->sent_due && (!flight->on_wire || flight->severed) && flight->send == NULL;
+    return !flight->known && !flight->sent_due && (!flight->on_wire || flight->severed) &&
+           flight->send == NULL;
 }
 
 static struct flight *first_of_wire(struct flight *flight) {
     for (size_t number = first_flight; number < flight->number; number++) {
         struct flight *each = flights[number];
-        if (each->on_wire && each->source == flight->source && each->dest == flight->dest && !each->severed)
+        if (each->on_wire && each->source == flight->source && each->dest == flight->dest &&
+            !each->severed)
             return each;
     }
     return flight;

@@ -1,5 +1,6 @@
-/* The compiled schedules of all algorithms, as tests/core/test_core_run.py writes them, and what must come of them: for each
-   chunk that a rank needs at the end an expression, which says whose contributions are combined in which order. */
+/* The compiled schedules of all algorithms, as tests/core/test_core_run.py writes them, and what
+   must come of them: for each chunk that a rank needs at the end an expression, which says whose
+   contributions are combined in which order. */
 #ifndef PYCOLL_RUN_TABLES_H
 #define PYCOLL_RUN_TABLES_H
 
@@ -78,7 +79,8 @@ static void read_tables(const char *path) {
         program.root = (int)next_number(file);
         program.num_chunks = (int)next_number(file);
         program.lengths = (enum lengths)next_number(file);
-        check(program.size <= MOST_RANKS && program.num_chunks <= MOST_CHUNKS, "a table is too large", num_programs);
+        check(program.size <= MOST_RANKS && program.num_chunks <= MOST_CHUNKS,
+              "a table is too large", num_programs);
         for (int rank = 0; rank < program.size; rank++)
             read_schedule(file, &program.by_rank[rank], (uint32_t)program.num_chunks);
         programs = realloc(programs, (num_programs + 1) * sizeof *programs);
@@ -87,7 +89,7 @@ static void read_tables(const char *path) {
     fclose(file);
 }
 
-/* --- values ------------------------------------------------------------------------------------------ */
+/* --- values ----------------------------------------------------------------------------------- */
 
 /* An affine map of numbers modulo 2^32: what is combined from such maps shows in which order. */
 struct affine {
@@ -115,10 +117,12 @@ static struct affine evaluate(const int **token, uint64_t plan, size_t element, 
 }
 
 static void check_operands(const void *const *operands, int num_operands) {
-    check(num_operands == 2 && operands[0] != operands[1], "a reduction has other than two operands", 0);
+    check(num_operands == 2 && operands[0] != operands[1],
+          "a reduction has other than two operands", 0);
 }
 
-static void combine_affine(void *out, const void *const *operands, int num_operands, size_t count, int unused) {
+static void combine_affine(void *out, const void *const *operands, int num_operands, size_t count,
+                           int unused) {
     (void)unused;
     check_operands(operands, num_operands);
     for (size_t each = 0; each < count; each++) {
@@ -130,7 +134,8 @@ static void combine_affine(void *out, const void *const *operands, int num_opera
     }
 }
 
-static void combine_sums(void *out, const void *const *operands, int num_operands, size_t count, int unused) {
+static void combine_sums(void *out, const void *const *operands, int num_operands, size_t count,
+                         int unused) {
     (void)unused;
     check_operands(operands, num_operands);
     for (size_t each = 0; each < count; each++) {

@@ -1,7 +1,7 @@
-/* Random uses of scratch memory: whoever has some finds in it what he has written, and no more is kept than may be.
-   Memory with a keeper stays until he frees it, and he is told once that he may; what is spent is not used again.
-   Prints how often memory was used again, was with its keeper, and was left to him, and how often what was given back
-   found it full. */
+/* Random uses of scratch memory: whoever has some finds in it what he has written, and no more is
+   kept than may be. Memory with a keeper stays until he frees it, and he is told once that he may;
+   what is spent is not used again. Prints how often memory was used again, was with its keeper, and
+   was left to him, and how often what was given back found it full. */
 #include "scratch.h"
 
 #include <stdio.h>
@@ -41,7 +41,8 @@ static void let_go(struct pc_scratch *scratch) {
     }
 }
 
-/* Give memory a keeper, if it has none; or see that it is still there, and whether it may be used again. */
+/* Give memory a keeper, if it has none; or see that it is still there, and whether it may be used
+ * again. */
 static unsigned long keep(unsigned char *memory) {
     void **place = pc_scratch_keeper(memory);
     if (place == NULL)
@@ -73,16 +74,20 @@ int main(int count, char **words) {
             check(users[user].memory != NULL, "there is no memory");
             size_t taken = before - scratch.nbytes;
             again += taken > 0;
-            check(taken == 0 || (nbytes >= PC_SCRATCH_WORTH && taken >= nbytes && taken / PC_SCRATCH_PART <= nbytes),
+            check(taken == 0 || (nbytes >= PC_SCRATCH_WORTH && taken >= nbytes &&
+                                 taken / PC_SCRATCH_PART <= nbytes),
                   "memory is taken that does not fit");
-            check(pc_scratch_nbytes(users[user].memory) >= nbytes, "there is less than was asked for");
-            if (pc_scratch_keeper(users[user].memory) != NULL && (*pc_scratch_keeper(users[user].memory) || rand() % 2))
+            check(pc_scratch_nbytes(users[user].memory) >= nbytes,
+                  "there is less than was asked for");
+            if (pc_scratch_keeper(users[user].memory) != NULL &&
+                (*pc_scratch_keeper(users[user].memory) || rand() % 2))
                 kept += keep(users[user].memory);
             memset(users[user].memory, users[user].mark, nbytes);
         } else {
             size_t before = scratch.nbytes;
             for (size_t byte = 0; byte < users[user].nbytes; byte++)
-                check(users[user].memory[byte] == users[user].mark, "somebody else has written there");
+                check(users[user].memory[byte] == users[user].mark,
+                      "somebody else has written there");
             if (rand() % 8 == 0) {
                 void **place = pc_scratch_keeper(users[user].memory);
                 pc_scratch_spend(users[user].memory);
@@ -104,7 +109,9 @@ int main(int count, char **words) {
     pc_scratch_free(&scratch);
     let_go(&scratch);
     check(num_left == num_keepers, "a keeper has not been told");
-    check(scratch.newest == NULL && scratch.oldest == NULL && scratch.nbytes == 0, "something is kept");
-    printf("used again %lu, with its keeper %lu, left %lu, full %lu\n", again, kept, num_left, full);
+    check(scratch.newest == NULL && scratch.oldest == NULL && scratch.nbytes == 0,
+          "something is kept");
+    printf("used again %lu, with its keeper %lu, left %lu, full %lu\n", again, kept, num_left,
+           full);
     return 0;
 }

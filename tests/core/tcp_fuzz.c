@@ -1,16 +1,19 @@
-/* Feeds bytes of a stranger's choice to a link over TCP (transports/_core/tcp_read.c), and looks for new inputs by
-   coverage.
+/* Feeds bytes of a stranger's choice to a link over TCP (transports/_core/tcp_read.c), and looks
+   for new inputs by coverage.
 
        tcp_fuzz INPUT...                     run each input once
-       tcp_fuzz --fuzz SECONDS SEED FOLDER   change the inputs of the folder at random; keep those that reach more
+       tcp_fuzz --fuzz SECONDS SEED FOLDER   change the inputs of the folder at random; keep those
+   that reach more
 
-   An input is a program: its first byte says how many lanes there are, then each step has a byte that says what it
-   does, and a step that writes has the number of bytes and the bytes. So the fuzzer cuts frames anywhere, and chooses
-   what the rank does meanwhile: accept, place, give up, redirect, send, take back. What is in a frame is all its own,
-   too; numbers of sends and receives are the same each time, so that it can guess them.
+   An input is a program: its first byte says how many lanes there are, then each step has a byte
+   that says what it does, and a step that writes has the number of bytes and the bytes. So the
+   fuzzer cuts frames anywhere, and chooses what the rank does meanwhile: accept, place, give up,
+   redirect, send, take back. What is in a frame is all its own, too; numbers of sends and receives
+   are the same each time, so that it can guess them.
 
-   The sources are built with -fsanitize-coverage=trace-pc, which GCC has, and this file is not. An input that is found
-   to do harm is written to FOLDER/harm, or with inputs given, named; the exit status is 3, or AddressSanitizer's. */
+   The sources are built with -fsanitize-coverage=trace-pc, which GCC has, and this file is not. An
+   input that is found to do harm is written to FOLDER/harm, or with inputs given, named; the exit
+   status is 3, or AddressSanitizer's. */
 #include "tcp_hooks.h"
 
 #include "tcp.h"
@@ -27,7 +30,7 @@
 #define MOST_INPUTS 4000
 #define MOST_PENDING 16
 
-/* --- coverage ---------------------------------------------------------------------------------------- */
+/* --- coverage --------------------------------------------------------------------------------- */
 
 #define MAP ((size_t)1 << 14)
 static unsigned char map[MAP], seen[MAP];
@@ -58,7 +61,7 @@ static bool is_new(void) {
     return new;
 }
 
-/* --- one input --------------------------------------------------------------------------------------- */
+/* --- one input -------------------------------------------------------------------------------- */
 
 static unsigned char input[MOST_INPUT];
 static size_t input_nbytes;
@@ -110,8 +113,8 @@ static void add(uint64_t number, uint64_t nbytes, bool is_pushed) {
     pending[num_pending++] = (struct pending){number, nbytes, is_pushed, false};
 }
 
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes) {
+static void arrived(void *owner, int peer, const void *header, size_t header_nbytes,
+                    const void *payload, size_t nbytes) {
     (void)owner, (void)peer;
     unsigned char copy[PC_TCP_LONGEST_HEADER + 4096];
     memcpy(copy, header, header_nbytes);
@@ -119,13 +122,15 @@ static void arrived(void *owner, int peer, const void *header, size_t header_nby
     held += nbytes;
     add(0, nbytes, false);
 }
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes, uint64_t nbytes, uint64_t id) {
+static void offered(void *owner, int peer, const void *header, size_t header_nbytes,
+                    uint64_t nbytes, uint64_t id) {
     (void)owner, (void)peer;
     unsigned char copy[PC_TCP_LONGEST_HEADER];
     memcpy(copy, header, header_nbytes);
     add(id, nbytes, false);
 }
-static void pushed(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes, uint64_t handle) {
+static void pushed(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes,
+                   uint64_t handle) {
     (void)owner, (void)peer;
     unsigned char copy[PC_TCP_LONGEST_HEADER];
     memcpy(copy, header, header_nbytes);
@@ -140,7 +145,9 @@ static void received(void *owner, uint64_t handle) {
 }
 static void cancelled(void *owner, int peer, uint64_t id) { (void)owner, (void)peer, (void)id; }
 static void bye(void *owner, int peer) { (void)owner, (void)peer, bye_times++; }
-static void lost(void *owner, int peer, const char *why) { (void)owner, (void)peer, (void)why, lost_times++; }
+static void lost(void *owner, int peer, const char *why) {
+    (void)owner, (void)peer, (void)why, lost_times++;
+}
 static void watched(void *owner) { (void)owner; }
 static void release(void *owner, void *memory) {
     (void)owner;
@@ -156,7 +163,8 @@ static void send_something(struct pc_tcp *tcp, unsigned char what) {
     size_t sizes[] = {0, 100, 251, 3000};
     struct pc_tcp_send *send = calloc(1, sizeof *send);
     size_t nbytes = sizes[what % 4];
-    *send = (struct pc_tcp_send){.peer = 1, .nbytes = nbytes, .parts = malloc(sizeof(struct iovec)), .num_parts = 1};
+    *send = (struct pc_tcp_send){
+        .peer = 1, .nbytes = nbytes, .parts = malloc(sizeof(struct iovec)), .num_parts = 1};
     send->owner = allot(nbytes);
     send->parts[0] = (struct iovec){send->owner, nbytes};
     if (what & 4)
@@ -175,7 +183,8 @@ static void act(struct pc_tcp *tcp, unsigned char what) {
         void *into = allot(one->nbytes);
         one->accepted = true;
         if (one->pushed) {
-            if (pc_tcp_place(tcp, one->number, into, into) || pc_table_get(&tcp->receives, one->number) == NULL)
+            if (pc_tcp_place(tcp, one->number, into, into) ||
+                pc_table_get(&tcp->receives, one->number) == NULL)
                 release(NULL, into);
         } else {
             int64_t handle = pc_tcp_accept(tcp, 1, one->number, into, one->nbytes, into);
@@ -230,8 +239,12 @@ static void go_on(struct pc_tcp *tcp, int fds[2]) {
 
 static void run(void) {
     int fds[2] = {-1, -1}, lanes = input_nbytes > 0 && (input[0] & 1) ? 2 : 1;
-    struct pc_tcp tcp = {.rank = 0, .size = 2, .num_lanes = lanes, .up = &up,
-                         .limits = {.eager = 250, .ahead = 6000, .credit = 2000, .message_cost = 20}};
+    struct pc_tcp tcp = {
+        .rank = 0,
+        .size = 2,
+        .num_lanes = lanes,
+        .up = &up,
+        .limits = {.eager = 250, .ahead = 6000, .credit = 2000, .message_cost = 20}};
     tcp.owner = &tcp;
     num_pending = 0;
     owners = lost_times = bye_times = depth = 0;
@@ -292,7 +305,7 @@ static void run(void) {
     check(depth == 0, "left for ever");
 }
 
-/* --- looking for inputs ------------------------------------------------------------------------------ */
+/* --- looking for inputs ----------------------------------------------------------------------- */
 
 static struct kept {
     unsigned char *bytes;
@@ -324,8 +337,10 @@ static void insert(size_t at, const void *bytes, size_t nbytes) {
 
 /* A step that writes a frame that may make sense. */
 static void insert_frame(size_t at) {
-    struct pc_tcp_frame frame = {.kind = 1 + below(9), .header = below(4) ? 0 : (uint32_t)below(20)};
-    uint64_t values[] = {0, 1, 100, 251, 699, 700, 701, 3000, 6000, UINT32_MAX, INT64_MAX, UINT64_MAX};
+    struct pc_tcp_frame frame = {.kind = 1 + below(9),
+                                 .header = below(4) ? 0 : (uint32_t)below(20)};
+    uint64_t values[] = {0,   1,    100,  251,        699,       700,
+                         701, 3000, 6000, UINT32_MAX, INT64_MAX, UINT64_MAX};
     frame.nbytes = (uint32_t)values[below(12)];
     frame.id = below(4) ? (1 + below(4)) << 20 | below(3) : values[below(12)];
     frame.value = below(3) ? values[below(12)] : (1 + below(4)) << 20 | below(3);
@@ -418,12 +433,13 @@ static int fuzz(double seconds) {
             remember();
         }
         clock_gettime(CLOCK_MONOTONIC, &now);
-    } while ((double)(now.tv_sec - start.tv_sec) + 1e-9 * (double)(now.tv_nsec - start.tv_nsec) < seconds);
+    } while ((double)(now.tv_sec - start.tv_sec) + 1e-9 * (double)(now.tv_nsec - start.tv_nsec) <
+             seconds);
     size_t reached = 0;
     for (size_t place = 0; place < MAP; place++)
         reached += seen[place] != 0;
-    printf("runs %llu, inputs %zu, new %zu, reached %zu\n", (unsigned long long)runs, num_inputs, num_inputs - before,
-           reached);
+    printf("runs %llu, inputs %zu, new %zu, reached %zu\n", (unsigned long long)runs, num_inputs,
+           num_inputs - before, reached);
     return 0;
 }
 

@@ -1,5 +1,5 @@
-/* Put before the sources of the links over TCP (gcc -include): what is large becomes small, so that small random
-   messages take every way. */
+/* Put before the sources of the links over TCP (gcc -include): what is large becomes small, so that
+   small random messages take every way. */
 #ifndef PYCOLL_TCP_HOOKS_H
 #define PYCOLL_TCP_HOOKS_H
 

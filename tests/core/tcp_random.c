@@ -1,397 +1,28 @@
-/* Random calls of ranks that are joined by links over TCP (transports/_core/tcp.h): all in one thread, so that a seed
-   always does the same.
+/* Random calls of ranks that are joined by links over TCP (transports/_core/tcp.h): all in one
+   thread, so that a seed always does the same.
 
-   A world has a few ranks, and connections that are attached in any order, some after messages wait for them. Ranks
-   send, push, offer, accept, place, redirect, give up, drop, stop and take back; what they are told is queued and
-   handled after the call, as Python does it. Some worlds lose a connection in the middle, some say goodbye in the
-   middle, the others end when all is quiet. Checked are every byte, the order of messages, that memory which was given
-   back is not touched any more (it is filled with other bytes, and freed), that credits and tables are as at the
+   A world has a few ranks, and connections that are attached in any order, some after messages wait
+   for them. Ranks send, push, offer, accept, place, redirect, give up, drop, stop and take back;
+   what they are told is queued and handled after the call, as Python does it. Some worlds lose a
+   connection in the middle, some say goodbye in the middle, the others end when all is quiet.
+   Checked are every byte, the order of messages, that memory which was given back is not touched
+   any more (it is filled with other bytes, and freed), that credits and tables are as at the
    beginning when all is quiet, and that `leave` and `enter` come in turn.
 
    Exits with 3 and a line that names the seed of the world if something is wrong. */
-#include "tcp_hooks.h"
+#include "tcp_calls.h"
 
-#include "tcp.h"
-
-#include <errno.h>
-#include <poll.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#define RANKS 3
-#define MOST_MESSAGES 400
-#define MOST_NBYTES 9000
-#define GRAVES 32
-#define POISON 0xEE
-
-static struct pc_tcp_limits limits = {.eager = 250, .ahead = 6000, .credit = 2000, .message_cost = 20};
-static uint64_t seed, random_state;
-static uint64_t counts[12];
-enum { ALL, EAGER, PUSHED, OFFERED, COMPLETE, GIVEN_UP, REDIRECTED, TAKEN_BACK, WITHDRAWN, LOST, BYES, LEFT };
-
-static void fail(const char *what, uint64_t number) {
-    fprintf(stderr, "world %llu: %s (%llu)\n", (unsigned long long)seed, what, (unsigned long long)number);
-    exit(3);
-}
-
-static void check(bool holds, const char *what, uint64_t number) {
-    if (!holds)
-        fail(what, number);
-}
-
-static uint64_t below(uint64_t limit) {
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (random_state >> 33) % limit;
-}
-
-static unsigned char byte_of(uint64_t message, size_t offset) {
-    return (unsigned char)((message * 131 + offset * 7 + offset / 251) % 211); /* never POISON */
-}
-
-/* --- the worlds' memory ------------------------------------------------------------------------------ */
-
-/* What was given back stays for a while, filled with other bytes, which must not change. */
-static struct grave {
-    unsigned char *memory;
-    size_t nbytes;
-} graves[GRAVES];
-
-static void bury(unsigned char *memory, size_t nbytes) {
-    struct grave *grave = &graves[below(GRAVES)];
-    for (size_t offset = 0; offset < grave->nbytes; offset++)
-        check(grave->memory[offset] == POISON, "memory is written that was given back", offset);
-    free(grave->memory);
-    *grave = (struct grave){memory, nbytes};
-    memset(memory, POISON, nbytes);
-    if (below(2)) { /* AddressSanitizer sees who touches it */
-        free(memory);
-        *grave = (struct grave){NULL, 0};
-    }
-}
-
-/* --- messages ---------------------------------------------------------------------------------------- */
-
-enum way { WAY_EAGER, WAY_PUSHED, WAY_OFFERED };
-
-/* A message, as its sender and its receiver know it. */
-struct message {
-    int source, dest;
-    size_t nbytes, header_nbytes;
-    /* The sender's. */
-    uint64_t id;
-    bool started, sent, stopped, taken_back, released;
-    unsigned char *parts[70];
-    size_t lengths[70], num_parts;
-    /* The receiver's. */
-    bool arrived, is_pushed, accepted, complete, given_up, withdrawn, failed;
-    uint64_t offer, handle;
-    unsigned char *into;
-    struct place *place;
-};
-
-/* The owner of a receive's memory. */
-struct place {
-    unsigned char *memory;
-    size_t nbytes;
-    bool released;
-};
-
-enum what { ARRIVED, OFFERED_TO, PUSHED_TO, SENT, RECEIVED, CANCELLED, BYE, GONE };
-
-struct event {
-    struct event *next;
-    enum what what;
-    int peer;
-    uint64_t number, nbytes;
-    uint64_t header;
-    unsigned char payload[];
-};
-
-struct rank {
-    struct pc_tcp tcp;
-    struct event *first, **last;
-    bool is_away, closed;
-    bool lost[RANKS], byes[RANKS], forgotten[RANKS];
-    uint64_t next_from[RANKS]; /* messages of each that have arrived */
-};
-
-static struct rank ranks[RANKS];
-static struct message messages[MOST_MESSAGES];
-static uint64_t num_messages, num_owners;
-static int num_lanes;
-static int waiting[RANKS][RANKS][PC_TCP_LANES]; /* connections that are not attached yet */
-
-static struct event *note(void *owner, enum what what, int peer, size_t room) {
-    struct rank *rank = owner;
-    check(!rank->is_away, "something is told while others may come in", what);
-    struct event *event = malloc(sizeof *event + room);
-    *event = (struct event){.what = what, .peer = peer};
-    *rank->last = event;
-    rank->last = &event->next;
-    return event;
-}
-
-static uint64_t number_in(const void *header, size_t nbytes) {
-    uint64_t number;
-    check(nbytes >= sizeof number, "a header is too short", nbytes);
-    memcpy(&number, header, sizeof number);
-    check(number < num_messages && messages[number].header_nbytes == nbytes, "this is not the header", number);
-    for (size_t offset = sizeof number; offset < nbytes; offset++)
-        check(((const unsigned char *)header)[offset] == byte_of(number + 1, offset), "a header is wrong", number);
-    return number;
-}
-
-static void arrived(void *owner, int peer, const void *header, size_t header_nbytes, const void *payload,
-                    size_t nbytes) {
-    struct event *event = note(owner, ARRIVED, peer, nbytes);
-    event->header = number_in(header, header_nbytes);
-    event->nbytes = nbytes;
-    memcpy(event->payload, payload, nbytes);
-}
-static void offered(void *owner, int peer, const void *header, size_t header_nbytes, uint64_t nbytes, uint64_t id) {
-    struct event *event = note(owner, OFFERED_TO, peer, 0);
-    event->header = number_in(header, header_nbytes);
-    event->nbytes = nbytes;
-    event->number = id;
-}
-static void pushed(void *owner, int peer, const void *header, size_t header_nbytes, size_t nbytes, uint64_t handle) {
-    struct event *event = note(owner, PUSHED_TO, peer, 0);
-    event->header = number_in(header, header_nbytes);
-    event->nbytes = nbytes;
-    event->number = handle;
-}
-static void sent(void *owner, uint64_t id, void *memory) {
-    (void)memory;
-    note(owner, SENT, 0, 0)->number = id;
-}
-static void received(void *owner, uint64_t handle) { note(owner, RECEIVED, 0, 0)->number = handle; }
-static void cancelled(void *owner, int peer, uint64_t id) { note(owner, CANCELLED, peer, 0)->number = id; }
-static void bye(void *owner, int peer) { note(owner, BYE, peer, 0); }
-static void lost(void *owner, int peer, const char *why) {
-    check(strstr(why, "no sense") == NULL, "a right frame makes no sense", (uint64_t)peer);
-    note(owner, GONE, peer, 0);
-}
-static void watched(void *owner) {
-    (void)owner;
-    fail("nothing was to be watched", 0);
-}
-
-/* The owner of a payload is its message, of other memory its place. */
-static void release(void *owner, void *memory) {
-    (void)owner;
-    num_owners--;
-    if (memory >= (void *)messages && memory < (void *)(messages + MOST_MESSAGES)) {
-        struct message *message = memory;
-        check(!message->released, "the memory of a send is given back twice", (uint64_t)(message - messages));
-        message->released = true;
-        for (size_t part = 0; part < message->num_parts; part++)
-            bury(message->parts[part], message->lengths[part]);
-        return;
-    }
-    struct place *place = memory;
-    check(!place->released, "the memory of a receive is given back twice", place->nbytes);
-    place->released = true;
-}
-static void leave(void *owner) {
-    struct rank *rank = owner;
-    check(!rank->is_away, "left twice", 0);
-    rank->is_away = true;
-    counts[LEFT]++;
-}
-static void enter(void *owner) {
-    struct rank *rank = owner;
-    check(rank->is_away, "entered without having left", 0);
-    rank->is_away = false;
-}
-
-static const struct pc_tcp_up up = {arrived, offered, pushed, sent,    received, cancelled,
-                                    bye,     lost,    watched, release, leave,    enter, NULL};
-
-/* --- what the sender does ---------------------------------------------------------------------------- */
-
-static void send_one(int source) {
-    if (num_messages == MOST_MESSAGES || ranks[source].closed)
-        return;
-    uint64_t number = num_messages++;
-    struct message *message = &messages[number];
-    *message = (struct message){.source = source, .dest = (int)((uint64_t)(source + 1) + below(RANKS - 1)) % RANKS};
-    size_t most[] = {0, 40, 250, 251, 2000, MOST_NBYTES};
-    size_t limit = most[below(6)];
-    message->nbytes = limit > 1 ? 1 + below(limit) : 0;
-    message->header_nbytes = sizeof number + below(8) * below(28);
-    message->num_parts = below(8) == 0 ? 1 + below(70) : below(5);
-    if (message->nbytes > 0 && message->num_parts == 0)
-        message->num_parts = 1;
-    struct pc_tcp_send *send = calloc(1, sizeof *send);
-    struct iovec *parts = malloc((message->num_parts + 1) * sizeof *parts);
-    size_t offset = 0;
-    for (size_t part = 0; part < message->num_parts; part++) {
-        size_t rest = message->nbytes - offset;
-        size_t length = part + 1 == message->num_parts ? rest : below(rest / 2 + 1);
-        unsigned char *memory = malloc(length + (length == 0));
-        for (size_t index = 0; index < length; index++)
-            memory[index] = byte_of(number, offset + index);
-        offset += length;
-        message->parts[part] = memory;
-        message->lengths[part] = length;
-        parts[part] = (struct iovec){memory, length};
-    }
-    *send = (struct pc_tcp_send){.peer = message->dest, .nbytes = message->nbytes, .parts = parts,
-                                 .num_parts = message->num_parts, .owner = message};
-    unsigned char header[PC_TCP_LONGEST_HEADER];
-    memcpy(header, &number, sizeof number);
-    for (size_t index = sizeof number; index < message->header_nbytes; index++)
-        header[index] = byte_of(number + 1, index);
-    num_owners++;
-    enum way way = (enum way)below(3);
-    struct pc_tcp *tcp = &ranks[source].tcp;
-    int64_t id = way == WAY_OFFERED ? pc_tcp_offer(tcp, send, header, message->header_nbytes)
-                                    : pc_tcp_send(tcp, send, header, message->header_nbytes, way == WAY_PUSHED);
-    check(id >= 0, "there is no memory", number);
-    message->started = true;
-    message->id = (uint64_t)id;
-    message->sent = id == 0;
-    check(id == 0 || way != WAY_OFFERED || !message->released, "an offer is done at once", number);
-    check(id != 0 || message->released, "what is done keeps its memory", number);
-    counts[ALL]++;
-}
-
-/* A message whose sender still knows it; NULL: the one that was drawn is none. */
-static struct message *any_message(void) {
-    return num_messages > 0 ? &messages[below(num_messages)] : NULL;
-}
-
-static void take_back_one(void) {
-    struct message *message = any_message();
-    if (message == NULL || message->sent || message->taken_back || ranks[message->source].forgotten[message->dest] ||
-        ranks[message->source].closed)
-        return;
-    struct pc_tcp *tcp = &ranks[message->source].tcp;
-    /* To ask is the first step; one that is at its end may be given up all the same. */
-    message->stopped = pc_tcp_stop(tcp, message->id) || message->stopped;
-    if (message->stopped || below(2)) {
-        pc_tcp_take_back(tcp, message->id);
-        message->taken_back = true;
-        check(message->released, "what was taken back keeps its memory", (uint64_t)(message - messages));
-        counts[TAKEN_BACK]++;
-    }
-}
-
-/* --- what the receiver does -------------------------------------------------------------------------- */
-
-static struct place *make_place(size_t nbytes) {
-    struct place *place = malloc(sizeof *place);
-    *place = (struct place){malloc(nbytes + 1), nbytes, false};
-    memset(place->memory, POISON, nbytes);
-    num_owners++;
-    return place;
-}
-
-/* Give back a receive's memory. */
-static void close_place(struct message *message) {
-    struct place *place = message->place;
-    message->place = NULL;
-    if (place == NULL)
-        return;
-    check(place->released, "memory is kept for a receive that has ended", (uint64_t)(message - messages));
-    bury(place->memory, place->nbytes);
-    free(place);
-}
-
-static void finish(struct message *message) {
-    uint64_t number = (uint64_t)(message - messages);
-    check(!message->complete && !message->given_up, "a receive ends twice", number);
-    message->complete = true;
-    for (size_t offset = 0; offset < message->nbytes; offset++)
-        check(message->place->memory[offset] == byte_of(number, offset), "a payload is wrong", number);
-    close_place(message);
-    counts[COMPLETE]++;
-}
-
-static void accept_one(struct message *message) {
-    struct rank *rank = &ranks[message->dest];
-    if (!message->arrived || message->accepted || message->given_up || message->withdrawn || message->complete ||
-        rank->closed)
-        return;
-    bool is_gone = rank->forgotten[message->source];
-    message->accepted = true;
-    message->place = make_place(message->nbytes);
-    if (message->is_pushed) {
-        if (pc_tcp_place(&rank->tcp, message->handle, message->place->memory, message->place)) {
-            message->place->released = true;
-            num_owners--;
-            finish(message);
-        } else if (is_gone) {
-            message->failed = message->place->released = true;
-            num_owners--;
-            close_place(message);
-        }
-        return;
-    }
-    if (is_gone) {
-        message->failed = message->place->released = true;
-        num_owners--;
-        close_place(message);
-        return;
-    }
-    int64_t handle = pc_tcp_accept(&rank->tcp, message->source, message->offer, message->place->memory,
-                                   message->nbytes, message->place);
-    check(handle > 0, "this cannot be accepted", message->nbytes);
-    message->handle = (uint64_t)handle;
-}
-
-static void drop_one(struct message *message) {
-    struct rank *rank = &ranks[message->dest];
-    if (!message->arrived || message->accepted || message->given_up || message->withdrawn || message->complete ||
-        rank->closed)
-        return;
-    message->given_up = true;
-    if (message->is_pushed)
-        pc_tcp_give_up(&rank->tcp, message->handle);
-    else
-        pc_tcp_drop(&rank->tcp, message->source, message->offer);
-    counts[GIVEN_UP]++;
-}
-
-static bool is_coming(const struct message *message) {
-    return message->accepted && !message->complete && !message->given_up && !message->withdrawn && !message->failed &&
-           !ranks[message->dest].closed;
-}
-
-static void give_up_one(struct message *message) {
-    if (!is_coming(message))
-        return;
-    pc_tcp_give_up(&ranks[message->dest].tcp, message->handle);
-    message->given_up = true;
-    close_place(message);
-    counts[GIVEN_UP]++;
-}
-
-static void redirect_one(struct message *message) {
-    if (!is_coming(message))
-        return;
-    struct place *old = message->place, *new = make_place(message->nbytes);
-    if (!pc_tcp_redirect(&ranks[message->dest].tcp, message->handle, new->memory, new))
-        fail("there is no such receive", (uint64_t)(message - messages));
-    check(old->released, "what was redirected keeps its memory", (uint64_t)(message - messages));
-    bury(old->memory, old->nbytes);
-    free(old);
-    message->place = new;
-    counts[REDIRECTED]++;
-}
-
-/* --- what a rank is told ----------------------------------------------------------------------------- */
+/* --- what a rank is told ---------------------------------------------------------------------- */
 
 static struct message *find(int rank, enum what what, int peer, uint64_t number) {
     for (uint64_t index = 0; index < num_messages; index++) {
         struct message *message = &messages[index];
-        bool mine = what == SENT ? message->source == rank && message->id == number && !message->taken_back
-                    : what == RECEIVED ? message->dest == rank && message->handle == number && message->accepted
-                                       : message->dest == rank && message->source == peer && !message->is_pushed &&
-                                             message->arrived && message->offer == number;
+        bool mine = what == SENT
+                        ? message->source == rank && message->id == number && !message->taken_back
+                    : what == RECEIVED
+                        ? message->dest == rank && message->handle == number && message->accepted
+                        : message->dest == rank && message->source == peer && !message->is_pushed &&
+                              message->arrived && message->offer == number;
         if (mine)
             return message;
     }
@@ -400,8 +31,10 @@ static struct message *find(int rank, enum what what, int peer, uint64_t number)
 
 static struct message *meet(int rank, const struct event *event) {
     struct message *message = &messages[event->header];
-    check(message->dest == rank && message->source == event->peer, "a message has come to another", event->header);
-    check(!message->arrived && message->nbytes == event->nbytes, "this is not the message", event->header);
+    check(message->dest == rank && message->source == event->peer, "a message has come to another",
+          event->header);
+    check(!message->arrived && message->nbytes == event->nbytes, "this is not the message",
+          event->header);
     check(!ranks[rank].byes[event->peer], "a message comes after a goodbye", event->header);
     uint64_t *next = &ranks[rank].next_from[event->peer];
     check(event->header >= *next, "messages come out of order", event->header);
@@ -435,7 +68,8 @@ static void handle(int number, struct event *event) {
         message = meet(number, event);
         message->complete = true;
         for (size_t offset = 0; offset < event->nbytes; offset++)
-            check(event->payload[offset] == byte_of(event->header, offset), "a payload is wrong", event->header);
+            check(event->payload[offset] == byte_of(event->header, offset), "a payload is wrong",
+                  event->header);
         pc_tcp_consumed(&rank->tcp, event->peer, event->nbytes);
         counts[EAGER]++;
         break;
@@ -458,7 +92,8 @@ static void handle(int number, struct event *event) {
         message = find(number, SENT, 0, event->number);
         if (message == NULL)
             break; /* it was taken back meanwhile */
-        check(!message->sent && message->released, "a send ends twice, or keeps its memory", event->number);
+        check(!message->sent && message->released, "a send ends twice, or keeps its memory",
+              event->number);
         message->sent = true;
         break;
     case RECEIVED:
@@ -468,7 +103,8 @@ static void handle(int number, struct event *event) {
         break;
     case CANCELLED:
         message = find(number, CANCELLED, event->peer, event->number);
-        if (message == NULL || message->complete || message->given_up || message->failed || message->withdrawn)
+        if (message == NULL || message->complete || message->given_up || message->failed ||
+            message->withdrawn)
             break;
         message->withdrawn = true;
         counts[WITHDRAWN]++;
@@ -478,14 +114,16 @@ static void handle(int number, struct event *event) {
         }
         break;
     case BYE:
-        check(!rank->byes[event->peer] && !rank->lost[event->peer], "a goodbye comes twice, or too late", 0);
+        check(!rank->byes[event->peer] && !rank->lost[event->peer],
+              "a goodbye comes twice, or too late", 0);
         rank->byes[event->peer] = true;
         check(ranks[event->peer].closed, "a goodbye that nobody has said", (uint64_t)event->peer);
         check_goodbye(number, event->peer);
         counts[BYES]++;
         break;
     case GONE:
-        check(!rank->lost[event->peer] && !rank->forgotten[event->peer], "a link is lost twice", (uint64_t)event->peer);
+        check(!rank->lost[event->peer] && !rank->forgotten[event->peer], "a link is lost twice",
+              (uint64_t)event->peer);
         rank->lost[event->peer] = true;
         counts[LOST]++;
         break;
@@ -530,7 +168,7 @@ static void forget(int number, int peer) {
     }
 }
 
-/* --- worlds ------------------------------------------------------------------------------------------ */
+/* --- worlds ----------------------------------------------------------------------------------- */
 
 static void attach(int a, int b, int lane) {
     for (int side = 0; side < 2; side++) {
@@ -556,8 +194,12 @@ static void open_world(void) {
     num_lanes = (int)(1 + below(4));
     for (int number = 0; number < RANKS; number++) {
         struct rank *rank = &ranks[number];
-        *rank = (struct rank){.tcp = {.rank = number, .size = RANKS, .num_lanes = num_lanes, .limits = limits,
-                                      .up = &up, .owner = rank}};
+        *rank = (struct rank){.tcp = {.rank = number,
+                                      .size = RANKS,
+                                      .num_lanes = num_lanes,
+                                      .limits = limits,
+                                      .up = &up,
+                                      .owner = rank}};
         rank->last = &rank->first;
         check(pc_tcp_open(&rank->tcp) == 0, "it cannot be opened", (uint64_t)number);
     }
@@ -565,7 +207,8 @@ static void open_world(void) {
         for (int b = a + 1; b < RANKS; b++)
             for (int lane = 0; lane < num_lanes; lane++) {
                 int fds[2];
-                check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0, "no sockets", 0);
+                check(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0,
+                      "no sockets", 0);
                 int room = 4 << below(4) << 10;
                 for (int side = 0; side < 2; side++)
                     setsockopt(fds[side], SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
@@ -611,7 +254,8 @@ static void step(void) {
         attach(number, peer, (int)below((uint64_t)num_lanes));
     }
     }
-    /* What a call has told is handled before the next one: what has ended must not be used any more. */
+    /* What a call has told is handled before the next one: what has ended must not be used any
+     * more. */
     for (int rank = 0; rank < RANKS; rank++)
         handle_all(rank);
 }
@@ -641,10 +285,12 @@ static void check_quiet(void) {
     }
     for (int number = 0; number < RANKS; number++) {
         struct pc_tcp *tcp = &ranks[number].tcp;
-        check(tcp->sends.used == 0 && tcp->receives.used == 0, "something is left in a table", (uint64_t)number);
+        check(tcp->sends.used == 0 && tcp->receives.used == 0, "something is left in a table",
+              (uint64_t)number);
         check(tcp->behind == 0 && tcp->restless == 0, "something is left to do", (uint64_t)number);
         for (int other = 0; other < RANKS; other++) {
-            struct pc_tcp_peer *peer = &tcp->peers[other], *theirs = &ranks[other].tcp.peers[number];
+            struct pc_tcp_peer *peer = &tcp->peers[other],
+                               *theirs = &ranks[other].tcp.peers[number];
             check(peer->held[0] == 0 && peer->held[1] == 0, "bytes count as held", (uint64_t)other);
             check(peer->owed[0] == theirs->unrepaid, "credit is lost", peer->owed[0]);
             check(peer->owed[1] == 0, "credit for what is pushed is lost", peer->owed[1]);
@@ -673,8 +319,9 @@ static void leave_world(int number) {
     settle();
     for (int other = 0; other < RANKS; other++)
         if (other != number && !ranks[other].closed && ranks[number].tcp.peers[other].used)
-            check(ranks[other].byes[number] || ranks[other].lost[number] || ranks[other].forgotten[number] ||
-                      ranks[number].forgotten[other] || ranks[number].lost[other],
+            check(ranks[other].byes[number] || ranks[other].lost[number] ||
+                      ranks[other].forgotten[number] || ranks[number].forgotten[other] ||
+                      ranks[number].lost[other],
                   "a goodbye has not come", (uint64_t)other);
 }
 
@@ -744,12 +391,14 @@ int main(int count, char **arguments) {
     }
     for (int grave = 0; grave < GRAVES; grave++)
         bury(malloc(1), 1);
-    printf("messages %llu, buffered %llu, pushed %llu, offered %llu, complete %llu, given up %llu, redirected %llu, "
+    printf("messages %llu, buffered %llu, pushed %llu, offered %llu, complete %llu, given up %llu, "
+           "redirected %llu, "
            "taken back %llu, withdrawn %llu, lost %llu, goodbyes %llu, left %llu\n",
-           (unsigned long long)counts[ALL], (unsigned long long)counts[EAGER], (unsigned long long)counts[PUSHED],
-           (unsigned long long)counts[OFFERED], (unsigned long long)counts[COMPLETE],
-           (unsigned long long)counts[GIVEN_UP], (unsigned long long)counts[REDIRECTED],
-           (unsigned long long)counts[TAKEN_BACK], (unsigned long long)counts[WITHDRAWN],
-           (unsigned long long)counts[LOST], (unsigned long long)counts[BYES], (unsigned long long)counts[LEFT]);
+           (unsigned long long)counts[ALL], (unsigned long long)counts[EAGER],
+           (unsigned long long)counts[PUSHED], (unsigned long long)counts[OFFERED],
+           (unsigned long long)counts[COMPLETE], (unsigned long long)counts[GIVEN_UP],
+           (unsigned long long)counts[REDIRECTED], (unsigned long long)counts[TAKEN_BACK],
+           (unsigned long long)counts[WITHDRAWN], (unsigned long long)counts[LOST],
+           (unsigned long long)counts[BYES], (unsigned long long)counts[LEFT]);
     return 0;
 }
