@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy_oracle as oracle
 from programs_steps import Pending, Step, timeout
 from programs_values import (
     Array,
     agree,
-    calls,
     copied,
     fill,
     overlapping,
@@ -60,7 +60,7 @@ class Call(Step):
         how: "block", "start" or "persist".
         shapes: one, or for some collectives one for each rank, pair of ranks, or array.
         dtypes: one, or one for each array; also "object" and "number".
-        op: a name, or an index into `calls.USER_OPS`.
+        op: a name, or an index into `oracle.USER_OPS`.
         counts: of reduce_scatterv.
         first: the step that made this persistent request; else this step.
     """
@@ -114,7 +114,7 @@ class Call(Step):
         if "op" in self.traits:
             options["op"] = self.op
             if isinstance(self.op, int):
-                options["op"] = calls.USER_OPS[self.op][0]
+                options["op"] = oracle.USER_OPS[self.op][0]
             elif self.kind == "object":
                 options["op"] = join
         if "root" in self.traits:
@@ -140,9 +140,9 @@ class Call(Step):
         if self.how == "persist" or x is None:
             x = copied(x)
         elif isinstance(x, list):
-            x = [calls.laid_out(rng, item) for item in x]
+            x = [oracle.laid_out(rng, item) for item in x]
         else:
-            x = calls.laid_out(rng, x)
+            x = oracle.laid_out(rng, x)
         if "out" not in self.traits:
             return x, None
         shape = self.shapes[0]
@@ -153,7 +153,7 @@ class Call(Step):
                 x = copied(x)
                 return x, x
             if name == "all_gather":
-                out = np.zeros(shape, calls.dtype_of(self.kind))
+                out = np.zeros(shape, oracle.dtype_of(self.kind))
                 out[me] = x
                 return out[me, ...], out
             if name == "reduce_scatter":
@@ -196,7 +196,7 @@ class Call(Step):
         if self.name == "barrier":
             return None
         if self.kind == "object":
-            value = calls.some_object(rng)
+            value = oracle.some_object(rng)
             if "op" in self.traits:
                 return [value]
             return [(value, to) for to in range(size)] if "rows" in self.traits else value
@@ -242,6 +242,6 @@ class Call(Step):
         if self.kind == "object":
             return functools.reduce(join, operands)
         if self.kind == "number":
-            return int(calls.reduced(self.op, list(map(np.array, operands))))
-        combine = calls.USER_OPS[self.op][1] if isinstance(self.op, int) else self.op
-        return np.asarray(calls.reduced(combine, operands))
+            return int(oracle.reduced(self.op, list(map(np.array, operands))))
+        combine = oracle.USER_OPS[self.op][1] if isinstance(self.op, int) else self.op
+        return np.asarray(oracle.reduced(combine, operands))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy_oracle as oracle
 from programs_steps import Pending, Rank, Step, patiently, raises, timeout
-from programs_values import Array, Random, agree, calls, copied, fill, scribble, somewhere, tiled
+from programs_values import Array, Random, agree, copied, fill, scribble, somewhere, tiled
 
 import pycoll
 
@@ -22,7 +23,7 @@ def value(rank: Rank, step: Send | Exchange, sender: int) -> Any:
     """Return what a message carries."""
     rng = rank.random(step.number, sender)
     if step.dtype == "object":
-        return calls.some_object(rng)
+        return oracle.some_object(rng)
     return tiled(rng, step.dtype, step.shape)
 
 
@@ -61,7 +62,7 @@ class Exchange(Step):
             request, x, out = rank.persistent[self.first]
             fill(x, values)
         elif self.dtype != "object":
-            x = copied(x) if self.how == "persist" else calls.laid_out(rng, x)
+            x = copied(x) if self.how == "persist" else oracle.laid_out(rng, x)
             out = somewhere(rng, self.dtype, self.shape)
         check = functools.partial(self._check, rank, me, source, x, copied(x), out)
         args = x, dest, source, tag, tag, out
@@ -108,7 +109,7 @@ class Send(Step):
     def run(self, rank: Rank) -> None:
         rng, x = rank.random(self.number, 0, 1), value(rank, self, 0)
         if self.dtype != "object":
-            x = calls.laid_out(rng, x)
+            x = oracle.laid_out(rng, x)
         before = copied(x)
 
         def check(result: Any) -> None:
@@ -183,9 +184,9 @@ class Receive(Step):
     def _refuse(self, rng: Random, comm: pycoll.Communicator) -> None:
         """Now and then offer an `out` that does not fit: the message stays where it is."""
         dtype = self.message.dtype if self.message is not None else "object"
-        if rng.random() < 0.1 and dtype in calls.ALL and math.prod(self.message.shape) > 1:
+        if rng.random() < 0.1 and dtype in oracle.ALL and math.prod(self.message.shape) > 1:
             other = "int8" if dtype != "int8" else "int16"
-            small, wrong = np.zeros(1, calls.dtype_of(dtype)), np.zeros(1 << 22, other)
+            small, wrong = np.zeros(1, oracle.dtype_of(dtype)), np.zeros(1 << 22, other)
             raises(pycoll.TruncationError, lambda: comm.recv(self.source, self.tag, small))
             raises(pycoll.MismatchError, lambda: comm.recv(self.source, self.tag, wrong))
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 import zlib
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy_oracle as oracle
 
 Array = Any
 Random = np.random.Generator
@@ -19,24 +16,10 @@ PERIOD = 4093
 """Values repeat after so many elements, a prime: drawing millions takes too long."""
 
 
-def _beside(name: str) -> Any:
-    """Import another script of this folder."""
-    loader = SourceFileLoader(name, str(Path(__file__).resolve().parent / name))
-    spec = importlib.util.spec_from_loader(name, loader)
-    assert spec is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-calls = _beside("fuzz_collectives")
-"""Operators, dtypes and what NumPy makes of them, shared with that script."""
-
-
 def tiled(rng: Random, dtype: str, shape: tuple[int, ...], op: Any = None) -> Array:
     """Random values whose reduction is exact in every order."""
     count = math.prod(shape)
-    drawn = calls.values(rng, dtype, (min(count, PERIOD),), op)
+    drawn = oracle.values(rng, dtype, (min(count, PERIOD),), op)
     if count > PERIOD:
         drawn = np.tile(drawn, -(-count // PERIOD))[:count]
     return drawn.reshape(shape)
@@ -49,7 +32,7 @@ def somewhere(
     form = int(rng.integers(3 if always else 6))
     if form > 2:
         return None
-    zeros = np.zeros(shape, calls.dtype_of(dtype))
+    zeros = np.zeros(shape, oracle.dtype_of(dtype))
     if form == 1:
         return np.array(zeros, order="F")
     return zeros if form == 0 else np.repeat(zeros[..., None], 2, -1)[..., 0]
@@ -93,7 +76,7 @@ def agree(actual: Any, expected: Any, what: str) -> None:
         for index, pair in enumerate(zip(actual, expected, strict=True)):
             agree(*pair, f"{what}, item {index}")
     else:
-        calls.same(actual, expected, what)
+        oracle.same(actual, expected, what)
 
 
 def digest(value: Any) -> int:

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import numpy_oracle as oracle
 from programs_calls import TRAITS, Call
 from programs_messages import UNIQUE, Exchange, Receive, Send, Vain
 from programs_steps import Close, Compute, Drop, Step, Team, Touch, Wait, Wrong
 from programs_teams import Teams
-from programs_values import calls
 
 import pycoll
 from pycoll._arrays import operators
@@ -108,7 +108,7 @@ class Writer(Teams):
 
     def _shape(self, dtype: str, limit: int = LARGEST) -> tuple[int, ...]:
         """Draw a shape of at most `limit` bytes; most are small."""
-        size = 16 if dtype in ("object", "number") else calls.dtype_of(dtype).itemsize
+        size = 16 if dtype in ("object", "number") else oracle.dtype_of(dtype).itemsize
         chance = self._rng.random()
         highest = 21 if chance > 1 - self._large else 17 if chance > 1 - 3 * self._large else 12
         count = min(int(2 ** self._rng.uniform(0, highest)) - 1, limit // size)
@@ -223,15 +223,15 @@ class Writer(Teams):
         if others and "objects" in traits and self._chance(0.15):
             return None, ("object",)
         if "op" not in traits:
-            return None, (*calls.ALL, *calls.MOVING)
+            return None, (*oracle.ALL, *oracle.MOVING)
         if others and "numbers" in traits and self._chance(0.1):
             return self._one_of(("sum", "prod", "min", "max", "bxor")), ("number",)
         if self._chance(0.25):
-            op = self._below(len(calls.USER_OPS))
-            return op, calls.USER_OPS[op][2]
+            op = self._below(len(oracle.USER_OPS))
+            return op, oracle.USER_OPS[op][2]
         no_avg = traits == TRAITS["scan"]
-        name = self._one_of([op for op in sorted(calls.UFUNCS) if op != "avg" or not no_avg])
-        return name, calls.UFUNCS[name][1]
+        name = self._one_of([op for op in sorted(oracle.UFUNCS) if op != "avg" or not no_avg])
+        return name, oracle.UFUNCS[name][1]
 
     def _algorithm(self, name: str, how: str, team: Team, op: str | int | None) -> str | None:
         """Draw one to force, or none."""
@@ -244,7 +244,7 @@ class Writer(Teams):
         if how != "block" or not team.shared:
             known.remove("shared_memory")
         if isinstance(op, int) and name not in ("scan", "exscan"):
-            operator = operators.resolve(calls.USER_OPS[op][0])
+            operator = operators.resolve(oracle.USER_OPS[op][0])
             order, whole = not operator.commutative, not operator.elementwise
             known = [
                 other for other in known
@@ -399,7 +399,7 @@ class Writer(Teams):
         if room is not None:
             return room[1], (room[0] if self._chance(0.5) else self._below(room[0] + 1),)
         is_object = objects and self._chance(0.15)
-        dtype = "object" if is_object else self._one_of((*calls.ALL, *calls.MOVING))
+        dtype = "object" if is_object else self._one_of((*oracle.ALL, *oracle.MOVING))
         return dtype, self._shape(dtype)
 
     def _receive_for(self, team: Team, source: int, dest: int, tag: int) -> Receive | None:
@@ -428,7 +428,7 @@ class Writer(Teams):
         send = self._message_for(team, source, dest, tag)
         room = None
         if send is None and how == "irecv" and self._chance(0.4):
-            dtype = self._one_of(calls.ALL)
+            dtype = self._one_of(oracle.ALL)
             room = math.prod(self._shape(dtype)), dtype
         elif send is not None and send.dtype != "object" and self._chance(0.5):
             room = math.prod(send.shape) + self._one_of((0, 0, 5)), send.dtype

@@ -1,7 +1,7 @@
-/* As much of CPython's limited API as the files of the native collectives name that have Python objects in their
-   structures, so that their flag protocols can be run as they are, as threads of one C program, where no Python is.
-
-   Each thread plays one process. An exception ends the program: see native_python.c. */
+/* As much of CPython's limited API as the files of the native collectives name that have Python
+   objects in their structures, so that their flag protocols can be run as they are, as threads of
+   one C program, where no Python is. Each thread plays one process. An exception ends the program:
+   see native_python.c. */
 #ifndef PYCOLL_STUB_PYTHON_H
 #define PYCOLL_STUB_PYTHON_H
 
