@@ -20,7 +20,7 @@ import numpy as np
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls.p2p import contiguous
+from pycoll._calls.message_steps import contiguous
 from pycoll._dtypes import DType
 from pycoll._transports.base import Parts
 

@@ -15,8 +15,8 @@ from pycoll._arrays import conversion
 from pycoll._arrays.operators import Combiner, Op, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls.group import Bound, Group, How
+from pycoll._calls.message_steps import contiguous
 from pycoll._calls.numbering import ROOTED
-from pycoll._calls.p2p import contiguous
 from pycoll._dtypes import Array
 from pycoll._runtime.binding import Binding, Combine
 from pycoll._runtime.task import CallSteps

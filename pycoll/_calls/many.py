@@ -21,8 +21,8 @@ from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind_pieces
 from pycoll._calls.group import Group
+from pycoll._calls.message_steps import contiguous, pulled
 from pycoll._calls.numbering import KINDS, OPS
-from pycoll._calls.p2p import contiguous, pulled
 from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._calls.shared_memory_calls import combine, serves
 from pycoll._cuda.late_copies import LateCopies

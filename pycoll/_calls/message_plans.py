@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls import arguments, p2p
+from pycoll._calls import arguments, message_steps
 from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.group import Group
-from pycoll._calls.p2p import Outgoing
+from pycoll._calls.message_steps import Outgoing
 from pycoll._runtime.envelope import ANY_TAG, PROC_NULL, Held, Status
 from pycoll._runtime.task import CallSteps
 
@@ -76,8 +76,10 @@ class SendPlan(MessagePlan):
         if self.dest == PROC_NULL:
             return _nothing()
         if self.is_buffered:
-            return p2p.buffered_send(self.group, self.outgoing, self.dest, self.tag, self.text)
-        return p2p.send(self.group, self.outgoing, self.dest, self.tag)
+            return message_steps.buffered_send(
+                self.group, self.outgoing, self.dest, self.tag, self.text
+            )
+        return message_steps.send(self.group, self.outgoing, self.dest, self.tag)
 
 
 class _FillingPlan(MessagePlan):
@@ -127,7 +129,9 @@ class ReceivePlan(_FillingPlan):
         """Receive it."""
         if self.source == PROC_NULL:
             return self._from_nobody()
-        return p2p.receive(self.group, self.source, self.tag, self.target, self.status, self.gpu)
+        return message_steps.receive(
+            self.group, self.source, self.tag, self.target, self.status, self.gpu
+        )
 
 
 class ReceiveHeldPlan(_FillingPlan):
@@ -151,7 +155,7 @@ class ReceiveHeldPlan(_FillingPlan):
         """Receive it."""
         if self.held is None:
             return self._from_nobody()
-        return p2p.receive_held(self.group, self.held, self.target, self.status, self.gpu)
+        return message_steps.receive_held(self.group, self.held, self.target, self.status, self.gpu)
 
 
 class SendReceivePlan(ReceivePlan):
@@ -193,7 +197,9 @@ class SendReceivePlan(ReceivePlan):
     def steps(self, signature: bytes) -> CallSteps:
         """Send and receive."""
         receiving = super().steps(signature)
-        return p2p.send_receive(self.group, self.outgoing, (self.dest, self.sendtag), receiving)
+        return message_steps.send_receive(
+            self.group, self.outgoing, (self.dest, self.sendtag), receiving
+        )
 
 
 class ProbePlan(MessagePlan):
@@ -217,7 +223,7 @@ class ProbePlan(MessagePlan):
         """Look for a message."""
         if self.source == PROC_NULL:
             return _nothing((Status(), None) if self.name.endswith("mprobe") else Status())
-        return p2p.PROBES[self.name](self.group, self.source, self.tag)
+        return message_steps.PROBES[self.name](self.group, self.source, self.tag)
 
 
 def _nothing(result: Any = None) -> CallSteps:

@@ -9,12 +9,12 @@ from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Held, Statu
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
-    from pycoll._calls import arguments, message_plans, p2p
+    from pycoll._calls import arguments, message_plans, message_steps
     from pycoll._calls.call_plan import CallPlan
 else:  # a program that only calls barrier() imports no NumPy
     arguments = LazyModule("pycoll._calls.arguments")
     message_plans = LazyModule("pycoll._calls.message_plans")
-    p2p = LazyModule("pycoll._calls.p2p")
+    message_steps = LazyModule("pycoll._calls.message_steps")
 
 
 Matched = tuple[Status, Held | None]
@@ -39,7 +39,7 @@ class PointToPoint(Preparing):
     def _send(self, name: str, x: Any, dest: int, tag: int) -> CallPlan[None]:
         group = self._group
         dest, tag = arguments.check_peer(dest, "dest", group.size), arguments.check_tag(tag)
-        outgoing = p2p.Outgoing(x, is_synchronous=name == "ssend")
+        outgoing = message_steps.Outgoing(x, is_synchronous=name == "ssend")
         if name == "bsend":
             outgoing.detach()
         text = f"{self._prefix}{name}({outgoing.text}, dest={_name(dest)}, tag={tag})"

@@ -17,7 +17,7 @@ from pycoll._arrays import conversion, objects
 from pycoll._arrays.value import Value
 from pycoll._calls.collectives import piece_ends, rows, type_text
 from pycoll._calls.group import Bound, Group
-from pycoll._calls.p2p import Outgoing, contiguous, pulled
+from pycoll._calls.message_steps import Outgoing, contiguous, pulled
 from pycoll._dtypes import DType
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.scratch import new_bytes

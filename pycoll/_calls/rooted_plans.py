@@ -10,7 +10,7 @@ from pycoll._arrays.value import Value
 from pycoll._calls import arguments, rooted, shared_memory_rooted
 from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import SHARED_MEMORY, Group
-from pycoll._calls.p2p import Outgoing
+from pycoll._calls.message_steps import Outgoing
 from pycoll._calls.scheduled import BY_CUDA_IPC
 from pycoll._calls.shared_memory import ShmComm
 from pycoll._cuda.late_copies import LateCopies

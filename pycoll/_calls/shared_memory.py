@@ -18,9 +18,8 @@ from weakref import WeakMethod
 from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, REDUCING, ROOTED, UNEVEN
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
-from pycoll._runtime.engine import Engine, left_without
+from pycoll._runtime.engine import Engine, SharedMemory, left_without
 from pycoll._runtime.envelope import different_calls
-from pycoll._runtime.host_memory import SharedMemory
 from pycoll._runtime.task import Call, caller
 from pycoll._runtime.waits import Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY

@@ -16,8 +16,8 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, objects, operators
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
+from pycoll._calls.message_steps import contiguous
 from pycoll._calls.numbering import KINDS, OPS
-from pycoll._calls.p2p import contiguous
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
 from pycoll._dtypes import Array, DType
 from pycoll._runtime.binding import fill_from

@@ -13,8 +13,8 @@ from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import rooted
 from pycoll._calls.group import SHARED_MEMORY, Group
+from pycoll._calls.message_steps import Outgoing, contiguous
 from pycoll._calls.numbering import KINDS
-from pycoll._calls.p2p import Outgoing, contiguous
 from pycoll._calls.rooted import Announcement
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import type_salt

@@ -21,8 +21,8 @@ from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
 from pycoll._calls import blocks
 from pycoll._calls.blocks import ALIGNMENT
+from pycoll._calls.message_steps import contiguous
 from pycoll._calls.numbering import KINDS, OPS
-from pycoll._calls.p2p import contiguous
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import combine, serves
 from pycoll._calls.uneven_out import BlockTargets

@@ -15,7 +15,7 @@ from pycoll._arrays.operators import Combiner, Op, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls import blocks, shared_memory_uneven
 from pycoll._calls.group import Group
-from pycoll._calls.p2p import contiguous, pulled
+from pycoll._calls.message_steps import contiguous, pulled
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import Array

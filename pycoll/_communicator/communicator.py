@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pycoll._arrays.types import Reducer
-    from pycoll._calls import arguments, explain, p2p
+    from pycoll._calls import arguments, explain, message_steps
     from pycoll._calls.explain import Explanation
     from pycoll._communicator import grid as grids
     from pycoll._communicator.grid import Grid
@@ -38,7 +38,10 @@ else:  # a program that only calls barrier() imports no NumPy
         LazyModule("pycoll._calls.arguments"),
         LazyModule("pycoll._communicator.grid"),
     )
-    explain, p2p = LazyModule("pycoll._calls.explain"), LazyModule("pycoll._calls.p2p")
+    explain, message_steps = (
+        LazyModule("pycoll._calls.explain"),
+        LazyModule("pycoll._calls.message_steps"),
+    )
     shared_arrays = LazyModule("pycoll._runtime.shared_arrays")
 
 

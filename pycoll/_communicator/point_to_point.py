@@ -15,11 +15,11 @@ from pycoll._support.public_edge import part_of
 from pycoll.errors import OperationTimeout
 
 if TYPE_CHECKING:
-    from pycoll._calls import message_plans, p2p
+    from pycoll._calls import message_plans, message_steps
     from pycoll._requests.core_requests import CoreRequest
 else:  # a program that only calls barrier() imports no NumPy
     message_plans = LazyModule("pycoll._calls.message_plans")
-    p2p = LazyModule("pycoll._calls.p2p")
+    message_steps = LazyModule("pycoll._calls.message_steps")
 
 
 @part_of("Communicator")
@@ -74,7 +74,7 @@ class PointToPoint(Running):
         """Return the result of what the core's engine has begun and that takes long."""
         task = request._task
         text = task.call.text.removeprefix("i")
-        self._finish_begun(text, p2p.finish_send(task), (request,), seconds)
+        self._finish_begun(text, message_steps.finish_send(task), (request,), seconds)
         return request.result
 
     def _finish_both_in_core(self, received: CoreRequest, sent: CoreRequest, seconds: float) -> Any:
@@ -82,7 +82,7 @@ class PointToPoint(Running):
         _, _, dest, tag, _ = sent._description
         source = received._description[2]
         text = f"sendrecv(dest={dest}, source={source if source >= 0 else 'ANY'}, tag={tag})"
-        steps = p2p.finish_both(received._task, sent._task)
+        steps = message_steps.finish_both(received._task, sent._task)
         self._finish_begun(text, steps, (received, sent), seconds)
         return received.result
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pycoll import schedules
     from pycoll._arrays import conversion, operators
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, core_runs, p2p, rooted, rooted_plans
+    from pycoll._calls import arguments, collectives, core_runs, message_steps, rooted, rooted_plans
     from pycoll._calls.group import Bound
     from pycoll._calls.rooted import Announcement
     from pycoll._gpu import staged_run
@@ -46,10 +46,10 @@ else:
         LazyModule("pycoll._calls.collectives"),
     )
     rooted_plans = LazyModule("pycoll._calls.rooted_plans")
-    core_runs, operators, p2p = (
+    core_runs, operators, message_steps = (
         LazyModule("pycoll._calls.core_runs"),
         LazyModule("pycoll._arrays.operators"),
-        LazyModule("pycoll._calls.p2p"),
+        LazyModule("pycoll._calls.message_steps"),
     )
     schedules, staged_run = LazyModule("pycoll.schedules"), LazyModule("pycoll._gpu.staged_run")
 
@@ -286,7 +286,7 @@ class Plans:
             steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
             return Plan(group.size, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
         if name == "broadcast":
-            came = rooted.of_broadcast(group, p2p.Outgoing(x), algorithm)
+            came = rooted.of_broadcast(group, message_steps.Outgoing(x), algorithm)
         elif is_root:
             block = conversion.Value(value.array[0], value.dtype, value.kind)
             came = rooted.of_block(group, block, algorithm)

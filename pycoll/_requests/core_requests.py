@@ -32,7 +32,7 @@ from pycoll.errors import Error
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
     from pycoll._arrays import conversion, objects
-    from pycoll._calls import arguments, p2p
+    from pycoll._calls import arguments, message_steps
     from pycoll._calls.group import Group
     from pycoll._runtime.context import Context
     from pycoll._transports._core import Receive
@@ -42,7 +42,10 @@ else:
         LazyModule("pycoll._arrays.conversion"),
     )
     dtypes = LazyModule("pycoll._dtypes")
-    objects, p2p = LazyModule("pycoll._arrays.objects"), LazyModule("pycoll._calls.p2p")
+    objects, message_steps = (
+        LazyModule("pycoll._arrays.objects"),
+        LazyModule("pycoll._calls.message_steps"),
+    )
 
 SEND, SSEND, RECV, PROBE = range(4)
 """Kinds of requests, numbered as in _core/request.h."""
@@ -130,7 +133,7 @@ class CoreRequest(Core, CoreStarted):
             match = context.adopt(face, peer if peer == ANY else group.members[peer], tag)
         out = arguments.fillable_out(self._array)
         gpu = conversion.here() if out is None and self._gpu is None else self._gpu
-        steps = p2p.receive(group, peer, tag, out, self._filled, gpu, place, match)
+        steps = message_steps.receive(group, peer, tag, out, self._filled, gpu, place, match)
         self._by_python = group.engine.start(call, steps, self._conclude, collective=False)
         if self._by_python.done:
             self._received(self._by_python)
@@ -209,7 +212,7 @@ class CoreRequest(Core, CoreStarted):
     def _found(self) -> Status:
         """Return the Status of a message that a probe has found, and that says how long it is."""
         status = Status()
-        p2p.fill_status(self._group, status, self._incoming())
+        message_steps.fill_status(self._group, status, self._incoming())
         return status
 
     def _refusal(self) -> BaseException:
@@ -220,7 +223,7 @@ class CoreRequest(Core, CoreStarted):
         out = arguments.fillable_out(self._array)
         assert out is not None
         try:
-            p2p.check_fits(self._group, incoming, out)
+            message_steps.check_fits(self._group, incoming, out)
         except Error as exc:
             return exc
         return Error("a message was refused that fits")
@@ -267,7 +270,7 @@ class Both(CoreBoth, Request[Any]):
             if self._made is None:
                 self._made = engine.start(
                     Call(text, -1, self._group.context),
-                    p2p.finish_both(received._task, sent._task),
+                    message_steps.finish_both(received._task, sent._task),
                     lambda _: (received.result, ()),
                     collective=False,
                 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._rendezvous.client import Client as Control
 from pycoll._runtime.communicators import Communicators, raise_error
@@ -21,11 +21,25 @@ from pycoll._transports.core import CoreTransport
 from pycoll.errors import Error, OperationTimeout, PeerFailed
 
 if TYPE_CHECKING:
-    from pycoll._runtime.host_memory import SharedMemory
+    from pycoll._transports._core import Host
 
 CONFIRM_S = 5.0
 """Seconds past its deadline that a send which cannot be taken back any more waits for the receiver
 to confirm it. That takes a moment, unless the receiver was stopped or gave up half-way."""
+
+
+class SharedMemory(NamedTuple):
+    """The memory that this rank shares with the others on its host.
+
+    Attributes:
+        host: as this rank has mapped it.
+        ranks: world ranks of this host, in the order of their local ranks.
+        single_copy: whether ranks may try to read each other's memory.
+    """
+
+    host: Host
+    ranks: tuple[int, ...]
+    single_copy: bool
 
 
 def left_without(error: PeerFailed, call: Call) -> PeerFailed:

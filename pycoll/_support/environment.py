@@ -59,6 +59,7 @@ SETTINGS = (
     ),
     Variable("PYCOLL_RDMA_DEVICE", "RDMA device to use, or one port of it: mlx5_0 or mlx5_0:1"),
     Variable("PYCOLL_RDMA_GID", "index of the RDMA port's address to use (pycoll info lists them)"),
+    Variable("PYCOLL_SINGLE_COPY", "0: ranks of a host do not read each other's memory"),
     Variable("PYCOLL_CUDA_IPC", "0: ranks that share a GPU do not read each other's memory there"),
     Variable("PYCOLL_GPUDIRECT", "0: RDMA devices do not reach GPUs' memory"),
     Variable("PYTHONUNBUFFERED", "set to 1 for the ranks unless it is set"),

@@ -21,7 +21,7 @@ from pycoll._transports.shm import open_host
 from pycoll.errors import BootstrapError, TransportError
 
 if TYPE_CHECKING:
-    from pycoll._runtime.host_memory import SharedMemory
+    from pycoll._runtime.engine import SharedMemory
     from pycoll._transports.core import CoreTransport
 from pycoll._world.placement import JobPlacement
 
@@ -264,7 +264,7 @@ def _open_shared_memory(place: JobPlacement, chosen: str) -> tuple[SharedMemory,
             )
     if isinstance(found, str):
         return found
-    from pycoll._runtime.host_memory import SharedMemory
+    from pycoll._runtime.engine import SharedMemory
 
     ranks = place.local_ranks
     host, doorbell = found

@@ -88,7 +88,7 @@ def test_the_memory_of_a_copy_is_free_when_it_was_received(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         import gc
 
-        from pycoll._calls.p2p import Outgoing
+        from pycoll._calls.message_steps import Outgoing
 
         if comm.rank == 0:
             comm.bsend(np.zeros(1_000_000), 1)

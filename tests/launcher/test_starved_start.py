@@ -59,7 +59,7 @@ def test_ranks_with_too_few_descriptors_raise_an_error_of_pycoll(job: Any) -> No
         """
 import resource
 free = int(os.environ["PYCOLL_RANK"])
-import pycoll._world.session, pycoll._runtime.host_memory, pycoll._transports.shm
+import pycoll._world.session, pycoll._runtime.engine, pycoll._transports.shm
 used = len(os.listdir("/proc/self/fd")) - 1
 while (descriptor := os.open("/dev/null", os.O_RDONLY)) < used:  # those of a rank have gaps
     used += 1

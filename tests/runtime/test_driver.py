@@ -125,7 +125,8 @@ def test_whatever_raises_in_there_leaves_it_as_it_was(
 
 
 @pytest.mark.parametrize(
-    "module", ["_communicator.running", "_requests.request", "_calls.p2p", "_runtime.engine"]
+    "module",
+    ["_communicator.running", "_requests.request", "_calls.message_steps", "_runtime.engine"],
 )
 def test_a_signal_handler_between_two_waits_is_refused_too(module: str, driver: Plain) -> None:
     """Then no frame of the driver's is below it, but one of who calls the driver."""
