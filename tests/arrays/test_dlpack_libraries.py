@@ -79,8 +79,8 @@ def test_tensors_of_torch_are_lent_and_read(name: str) -> None:
         assert value.array.flags.writeable
         assert not x.numel() or value.array.ctypes.data == x.data_ptr()
         # and the other way: as a result of that library
-        lent = dlpack.Exported(value.array, value.dtype) if value.dtype.foreign else value.array
-        again = torch.from_dlpack(lent)
+        exported = dlpack.Exported(value.array, value.dtype) if value.dtype.foreign else value.array
+        again = torch.from_dlpack(exported)
         assert (again.dtype, again.shape) == (x.dtype, x.shape)
         if x.numel():
             assert (again.data_ptr(), again.stride()) == (x.data_ptr(), x.stride())
@@ -130,7 +130,7 @@ class Owner:
         self._deaths.append("owner")
 
 
-def lent(
+def exported(
     deaths: list[str], shape: tuple[int, ...] = (2, 3), dtype: dtypes.DType = dtypes.FLOAT32
 ) -> dlpack.DeviceArray:
     return dlpack.DeviceArray(0xDEAD0000, dtype, shape, 1, Owner(deaths))
@@ -152,7 +152,7 @@ def test_memory_on_a_gpu_is_lent_in_the_form_that_is_asked_for(
     deaths: list[str] = []
     for dtype in (*dtypes.TABLE, dtypes.of_name("float8_e5m2")):
         assert dtype is not None
-        array = lent(deaths, dtype=dtype)
+        array = exported(deaths, dtype=dtype)
         assert array.__dlpack_device__() == (CUDA, 1)
         capsule = array.__dlpack__(**options)
         assert name_of(capsule) == name
@@ -169,7 +169,7 @@ def test_memory_on_a_gpu_lives_as_long_as_somebody_has_it(
     options: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
     deaths: list[str] = []
-    array = lent(deaths, shape)
+    array = exported(deaths, shape)
     tensors = [dlpack.take(array.__dlpack__(**options)) for _ in range(2)]
     del array
     gc.collect()
@@ -187,7 +187,7 @@ def test_a_capsule_of_a_gpu_that_nobody_takes_gives_its_memory_back(
     options: dict[str, Any],
 ) -> None:
     deaths: list[str] = []
-    array = lent(deaths)
+    array = exported(deaths)
     capsule = array.__dlpack__(**options)
     del array
     gc.collect()
@@ -199,9 +199,9 @@ def test_a_capsule_of_a_gpu_that_nobody_takes_gives_its_memory_back(
 
 def test_the_cuda_array_interface_tells_the_same() -> None:
     deaths: list[str] = []
-    interface = lent(deaths, dtype=dtypes.COMPLEX64).__cuda_array_interface__
+    interface = exported(deaths, dtype=dtypes.COMPLEX64).__cuda_array_interface__
     assert (interface["data"], interface["shape"]) == ((0xDEAD0000, False), (2, 3))
     assert (interface["typestr"], interface["strides"]) == ("<c8", None)
     assert (interface["version"], interface["stream"]) == (3, None)
-    assert lent(deaths, (0, 3)).__cuda_array_interface__["data"] == (0, False)
-    assert not hasattr(lent(deaths, dtype=dtypes.BFLOAT16), "__cuda_array_interface__")
+    assert exported(deaths, (0, 3)).__cuda_array_interface__["data"] == (0, False)
+    assert not hasattr(exported(deaths, dtype=dtypes.BFLOAT16), "__cuda_array_interface__")

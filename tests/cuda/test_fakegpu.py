@@ -49,7 +49,7 @@ def gpu(library: Path) -> Iterator[None]:
     yield
     gc.collect()
     assert fake_cuda.stats()["allocations"] == before
-    assert not fakegpu.lent
+    assert not fakegpu.exported
     fake_cuda.reset()
 
 
@@ -106,17 +106,17 @@ def test_dlpack_there_and_back(gpu: None, dtype: Any, version: Any) -> None:
     assert taken.pointer == array.pointer
     view = taken[1:]
     del array, taken
-    assert len(fakegpu.lent) == 1
+    assert len(fakegpu.exported) == 1
     assert (view.get().view(np.uint8) == source[::2, ::-1][1:].copy().view(np.uint8)).all()
     del view
-    assert not fakegpu.lent
+    assert not fakegpu.exported
 
 
 def test_a_capsule_that_nobody_takes_gives_its_memory_back(gpu: None) -> None:
     capsule = fakegpu.array(numbers((3,))).__dlpack__(max_version=(1, 0))
-    assert len(fakegpu.lent) == 1
+    assert len(fakegpu.exported) == 1
     del capsule
-    assert not fakegpu.lent
+    assert not fakegpu.exported
 
 
 @pytest.mark.parametrize("asked", ["none", "stream", "-1"])

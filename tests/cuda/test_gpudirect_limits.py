@@ -122,7 +122,9 @@ def test_a_device_that_writes_something_else_is_not_used(
 
 @pytest.mark.filterwarnings("ignore:rdma. rank .* cannot register:RuntimeWarning")
 @pytest.mark.parametrize("refusing", [0, 1])
-def test_what_the_other_end_cannot_register_goes_through_the_image(job: Job, refusing: int) -> None:
+def test_what_the_other_end_cannot_register_goes_through_the_staging_buffer(
+    job: Job, refusing: int
+) -> None:
     """The other end's array is in host memory, so all goes in pieces, by processors."""
     values = data(LONG)
     job.fabric.refuse_registration(
@@ -140,7 +142,7 @@ def test_what_the_other_end_cannot_register_goes_through_the_image(job: Job, ref
 
 
 @pytest.mark.filterwarnings("ignore:rdma. rank .* cannot register:RuntimeWarning")
-def test_an_image_that_cannot_be_filled_fails_the_send_alone(job: Job) -> None:
+def test_a_staging_buffer_that_cannot_be_filled_fails_the_send_alone(job: Job) -> None:
     x, y, out = on_gpu(data(LONG)), on_gpu(data(LONG, 1)), np.empty(LONG, np.uint8)
     job.fabric.refuse_registration(
         lambda device, _, nbytes: device is job.fabric.devices[1] and nbytes >= LONG

@@ -1,4 +1,4 @@
-"""Images of GPU arrays in page-locked memory: which bytes go where, when, in whose memory."""
+"""Staging buffers of GPU arrays: which bytes go where, when, in whose memory."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_bytes_are_pulled_once(device: cuda.Device) -> None:
     stage.pull(None, 100)
 
 
-def test_a_stage_is_found_by_bytes_of_its_image(device: cuda.Device) -> None:
+def test_a_stage_is_found_by_bytes_of_its_staging_buffer(device: cuda.Device) -> None:
     x = fakegpu.array(np.arange(100, dtype=np.int32))
     stage = stage_of_array(device, x)
     view = stage.buffer[10:20].view(np.uint8).data
@@ -185,7 +185,7 @@ def test_a_push_waits_for_what_reads_the_array(device: cuda.Device) -> None:
     assert (x.get() == 6).all()
 
 
-def test_a_push_follows_the_pull_of_another_image_of_the_memory(device: cuda.Device) -> None:
+def test_a_push_follows_the_pull_of_another_stage_of_the_memory(device: cuda.Device) -> None:
     for seed in range(10):
         fake_cuda.seed(seed)
         x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
@@ -273,9 +273,9 @@ def test_what_was_raised_of_a_copy_keeps_no_array(device: cuda.Device) -> None:
     def call() -> None:
         x = fakegpu.array(np.ones(NBYTES, np.uint8))
         arrays.append(weakref.ref(x))
-        imaged = stage_of_array(device, x)
-        buffer = imaged.buffer  # keeps the stage, and that the copy; a frame keeps all of them
-        copy = imaged.pull(Engine())
+        staged = stage_of_array(device, x)
+        buffer = staged.buffer  # keeps the stage, and that the copy; a frame keeps all of them
+        copy = staged.pull(Engine())
         fake_cuda.run_all()
         fake_cuda.fail("cuEventQuery:*:719")
         copy.look()

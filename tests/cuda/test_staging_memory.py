@@ -18,13 +18,13 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
 
 import fakegpu
-from staged_arrays import NBYTES, Imaged, stage_of_array
+from staged_arrays import NBYTES, Staged, stage_of_array
 
 from pycoll._cuda import copies, cuda, pinned, staging
 from pycoll.errors import TransportError
 
 
-def address(stage: Imaged) -> int:
+def address(stage: Staged) -> int:
     result: int = stage.buffer.__array_interface__["data"][0]
     return result
 

@@ -402,13 +402,13 @@ _rename = _of_capsules("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctyp
 _dying_is_valid = _of_capsules("PyCapsule_IsValid", ctypes.c_int, c_void_p, ctypes.c_char_p)
 _dying_address = _of_capsules("PyCapsule_GetPointer", c_void_p, c_void_p, ctypes.c_char_p)
 
-lent: dict[int, tuple[Any, ...]] = {}
-"""What this library has lent and not got back, by the address of its struct."""
+exported: dict[int, tuple[Any, ...]] = {}
+"""What this library has exported and not got back, by the address of its struct."""
 
 
 @ctypes.CFUNCTYPE(None, c_void_p)
 def _take_back(address: int) -> None:
-    del lent[address]  # a second time is a KeyError, which pytest reports
+    del exported[address]  # a second time is a KeyError, which pytest reports
 
 
 @ctypes.PYFUNCTYPE(None, c_void_p)
@@ -437,7 +437,7 @@ def _lend(array: Array, versioned: bool, flags: int) -> object:
         strides,
     )
     address = ctypes.addressof(managed)
-    lent[address] = (managed, shape, strides, array)
+    exported[address] = (managed, shape, strides, array)
     return _new(address, managed.name, ctypes.cast(_drop_capsule, c_void_p))
 
 

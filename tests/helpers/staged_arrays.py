@@ -18,7 +18,7 @@ from pycoll._cuda.staging import Stage
 NBYTES = 8192
 
 
-class Imaged:
+class Staged:
     """A stage with its staging buffer."""
 
     def __init__(self, *args: Any) -> None:
@@ -29,7 +29,7 @@ class Imaged:
         return getattr(self.stage, name)
 
 
-def stage_of_array(device: cuda.Device, x: fakegpu.Array) -> Imaged:
+def stage_of_array(device: cuda.Device, x: fakegpu.Array) -> Staged:
     """A stage of an array, after what its library has under way on it."""
     ready = device.mark(x.stream)
-    return Imaged(device, x.pointer, x.dtype, x.shape, x.strides, ready, x, not x.readonly)
+    return Staged(device, x.pointer, x.dtype, x.shape, x.strides, ready, x, not x.readonly)

@@ -162,7 +162,7 @@ def test_a_rank_that_ended_is_told_once(job: Job, clean: bool) -> None:
     assert settled(clients[1]) == [ended if clean else failed]
 
 
-def test_a_letter_reaches_one_rank_in_the_order_of_sending(job: Job) -> None:
+def test_a_note_reaches_one_rank_in_the_order_of_sending(job: Job) -> None:
     _, clients = job.meet(3)
     notes = [bytes([number]) * number for number in range(5)]
     for note in notes:
@@ -182,13 +182,13 @@ def test_a_letter_reaches_one_rank_in_the_order_of_sending(job: Job) -> None:
     ],
     ids=["no such rank", "a negative rank", "too long", "no bytes"],
 )
-def test_a_letter_that_makes_no_sense_is_refused(job: Job, fields: dict[str, Any]) -> None:
+def test_a_note_that_makes_no_sense_is_refused(job: Job, fields: dict[str, Any]) -> None:
     _, clients = job.meet(3)
     with pytest.raises(ValueError, match="'tell'"):
         clients[1].post("tell", **fields)
 
 
-def test_a_letter_to_a_rank_that_has_ended_is_dropped(job: Job) -> None:
+def test_a_note_to_a_rank_that_has_ended_is_dropped(job: Job) -> None:
     launcher, clients = job.meet(2)
     launcher.rank_ended(1, "exit status 0", True)
     clients[0].post("tell", rank=1, note=b"too late")
