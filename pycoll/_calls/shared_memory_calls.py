@@ -6,6 +6,7 @@ are brought together and combined here, in rank order.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -121,13 +122,14 @@ def move(
     With `offers`, x on a GPU is not in host memory yet, and this rank would rather offer it, by
     messages; returns BY_MESSAGES if all ranks would.
     """
-    hook = (lambda _: shm.wait(_pull(shm, x))) if offers else None
+    hook = functools.partial(_await_pull, shm, x) if offers else None
     return BY_MESSAGES if _run(shm, collective, x, result, 0, root, hook=hook) else None
 
 
-def _pull(shm: ShmComm, x: Value) -> GpuCopy:
+def _await_pull(shm: ShmComm, x: Value, piece: int) -> None:
+    """Not all ranks offer theirs: have `x` in host memory, whatever piece of it is wanted first."""
     assert x.stage is not None
-    return x.stage.pull(shm.engine)
+    shm.wait(x.stage.pull(shm.engine))
 
 
 def _fold(shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int) -> None:

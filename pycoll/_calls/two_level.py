@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
@@ -31,6 +31,9 @@ from pycoll.errors import Error
 
 if TYPE_CHECKING:
     from pycoll._calls.call_plan import CallPlan
+
+
+P = ParamSpec("P")
 
 
 class TwoLevel:
@@ -127,21 +130,27 @@ class TwoLevelCall(NamedTuple):
         """Whether this rank has its host for itself."""
         return self.levels.host.size == 1
 
-    def inside(self, steps: Callable[[ShmComm], Any]) -> None:
+    def inside(
+        self, steps: Callable[Concatenate[ShmComm, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Call the core with the other ranks of this host, if there are any."""
-        shm = self.levels.host.shm
-        if shm is not None:
-            shm.run(self.call, self._left(), steps)
+        if self.levels.host.shm is not None:
+            self.levels.host.shm.run(
+                self.call, self._left(), lambda shm: steps(shm, *args, **kwargs)
+            )
 
-    def between(self, bind: Callable[[Group], Bound]) -> None:
+    def between(
+        self, bind: Callable[Concatenate[Group, P], Bound], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
         """Run a schedule of the leaders, on the leaders."""
         leaders = self.levels.leaders
         if leaders is not None:
-            steps = partial(self._between, leaders, bind)
+            bound = partial(bind, leaders, *args, **kwargs)
+            steps = partial(self._between, leaders, bound)
             leaders.engine.run(self.call, steps, self._left(), collective=True)
 
-    def _between(self, leaders: Group, bind: Callable[[Group], Bound]) -> CallSteps:
-        return collectives.run(leaders, self.signature, bind(leaders))
+    def _between(self, leaders: Group, bind: Callable[[], Bound]) -> CallSteps:
+        return collectives.run(leaders, self.signature, bind())
 
     def _left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
@@ -166,10 +175,9 @@ def all_reduce(call: TwoLevelCall, x: Value, memory: Array, op: Op) -> None:
     if call.is_alone:
         memory[...] = x.array
     target = memory if call.leads else None
-    call.inside(lambda core: shared_memory_calls.combine(core, "reduce", x, target, op))
-    value = Value(memory, x.dtype, x.kind)
-    call.between(lambda leaders: _leaders_all_reduce(leaders, value, op))
-    call.inside(lambda core: shared_memory_rooted.spread(core, memory))
+    call.inside(shared_memory_calls.combine, "reduce", x, target, op)
+    call.between(_leaders_all_reduce, Value(memory, x.dtype, x.kind), op)
+    call.inside(shared_memory_rooted.spread, memory)
 
 
 def _leaders_all_reduce(leaders: Group, x: Value, op: Op) -> Bound:

@@ -67,7 +67,7 @@ def test_ranks_of_one_host_offer_and_hosts_do_not(ranks: Ranks, way: str) -> Non
 
 @pytest.mark.parametrize("way", few(["blocking"], ["request", "persistent"]))
 @jobs("2 that offer nothing")
-def test_nothing_is_lent_where_the_user_says_so(ranks: Ranks, way: str) -> None:
+def test_nothing_is_offered_where_the_user_says_so(ranks: Ranks, way: str) -> None:
     @tidy
     def program(comm: Comm, way: str, seed: int) -> None:
         for _ in range(5):

@@ -153,7 +153,7 @@ class LikeCuPy(fakegpu.Array):
 
     def __dlpack__(self, **options: Any) -> object:
         capsule = super().__dlpack__(**options)
-        _, _, steps, *_ = list(fakegpu.lent.values())[-1]
+        _, _, steps, *_ = list(fakegpu.exported.values())[-1]
         for axis, stride in enumerate(self.strides):
             steps[axis] = stride % (1 << 64) // self.dtype.itemsize
         return capsule

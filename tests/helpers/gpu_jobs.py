@@ -144,13 +144,13 @@ def tidy(program: Callable[..., Any]) -> Callable[..., Any]:
             fakegpu.use_stream(fakegpu.LEGACY, 1)
             faulthandler.cancel_dump_traceback_later()
         deadline = time.monotonic() + 3 * PATIENCE
-        while (fakegpu.lent or allocations()) and time.monotonic() < deadline:
+        while (fakegpu.exported or allocations()) and time.monotonic() < deadline:
             gc.collect()
             fake_cuda.run_all()  # what was given up may still be under way
             time.sleep(0.001)
         stats = fake_cuda.stats()
         assert stats["illegal_accesses"] == 0, stats
-        assert not fakegpu.lent, f"{len(fakegpu.lent)} arrays were not given back"
+        assert not fakegpu.exported, f"{len(fakegpu.exported)} arrays were not given back"
         assert not allocations(), stats
         return result
 
