@@ -154,8 +154,8 @@ class Operation:
         """Mark as done, once; a second call changes nothing."""
         if self.done:
             return
-        self.done = True
         self.error = error
+        self.done = True  # last: who looks without a lock sees why
         callback, self._callback = self._callback, None
         if callback is not None:
             callback(self)

@@ -75,17 +75,16 @@ class GpuCopy(_Failing):
         self.mark = mark
         self._lane = lane
         self._array = array
-        self._callbacks: list[Callable[[Operation], None]] = []
+        self._callbacks: deque[Callable[[Operation], None]] = deque()
         if mark is None:
             self.finish()
 
     def then(self, callback: Callable[[Operation], None]) -> None:
         """Call `callback(self)` when done; unlike other operations, several may ask."""
         self.watch()
-        if self.done:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
+        self._callbacks.append(callback)
+        if self.done:  # a thread of the lane may have ended it meanwhile
+            self._tell()
 
     def watch(self) -> None:
         """See that it becomes done by itself: soon, or when a thread has seen its end."""
@@ -100,13 +99,20 @@ class GpuCopy(_Failing):
             return
         super().finish(error)
         self._array = None
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+        self._tell()
+
+    def _tell(self) -> None:
+        """Call each callback once, whoever else does so."""
+        while True:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
             callback(self)
 
     def cancel(self) -> None:
         """Nobody wants to know its end any more; the GPU goes on."""
-        self._callbacks = []
+        self._callbacks.clear()
 
     def look(self, seconds: float = 0.0) -> None:
         """Find out whether it is done, for so long at most."""
@@ -129,7 +135,7 @@ class GpuCopy(_Failing):
 
     def settle(self) -> None:
         """Sleep until it has ended, in whatever way; nobody is told."""
-        self._callbacks = []
+        self._callbacks.clear()
         with contextlib.suppress(TransportError):
             self.wait()
         if self.error is not None and self._lane is not None:
@@ -189,7 +195,7 @@ class Push(_Failing):
         goes_on: by itself; else only `wait` does anything.
     """
 
-    __slots__ = ("_begin", "_copy", "_left", "_lock", "_others")
+    __slots__ = ("_begin", "_copy", "_is_given_up", "_left", "_lock", "_others")
 
     def __init__(
         self, others: Sequence[GpuCopy], begin: Callable[[], GpuCopy], goes_on: bool
@@ -199,19 +205,23 @@ class Push(_Failing):
         self._left = deque(others)
         self._begin: Callable[[], GpuCopy] | None = begin
         self._copy: GpuCopy | None = None
+        self._is_given_up = False
         self._lock = threading.Lock()
         if goes_on:
             self._go_on(None)
 
     def cancel(self) -> None:
         super().cancel()
+        self._is_given_up = True
         self._begin = None
 
     def settle(self) -> None:
         """Give it up if it has not begun; else sleep until it has ended."""
         self.cancel()
-        if self._copy is not None:
-            self._copy.settle()
+        with self._lock:  # another thread may just be beginning it
+            copy = self._copy
+        if copy is not None:
+            copy.settle()
 
     def wait(self) -> None:
         """Sleep until it is done.
@@ -234,7 +244,7 @@ class Push(_Failing):
                 self._copy = begin()
 
     def _go_on(self, ended: Operation | None) -> None:
-        if self.done or (self._begin is None and self._copy is None):  # given up
+        if self.done or self._is_given_up:
             return
         if ended is not None and ended.error is not None:
             self.finish(ended.error)
@@ -306,11 +316,12 @@ class Lane:
             TransportError: there is none; what was put into it has ended.
         """
         try:
-            self.last = self._device.mark(self.stream)
+            mark = self._device.mark(self.stream)
         except TransportError:
             self.drain()
             raise
-        return self.last
+        self.last = mark
+        return mark
 
     def drain(self) -> None:
         """Sleep until all that was put into it has ended, in whatever way."""
@@ -350,14 +361,18 @@ class Lanes:
         self._choosing = threading.Lock()
 
     @contextlib.contextmanager
-    def pick(self) -> Iterator[Lane]:
+    def pick(self, again: Lane | None = None) -> Iterator[Lane]:
         """Give one that has nothing to do, else one that copies and does not wait.
 
-        Whoever picks before the end of the `with` gets another one: what is put into this one may
-        wait for long, and is not seen in `Lane.last` yet.
+        Whoever picks before the end of the `with` gets another one, as long as there are not
+        `MAX_LANES`: what is put into this one may wait for long, and is not seen in `Lane.last`
+        yet.
+
+        Args:
+            again: the lane to give, which was picked before.
         """
         with self._choosing:
-            lane = self._choose()
+            lane = again or self._choose()
             lane.num_users += 1
         try:
             yield lane

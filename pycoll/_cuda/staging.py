@@ -80,6 +80,7 @@ class Stage:
         self._pulled: list[tuple[int, int, GpuCopy]] = []
         self._pushed: list[tuple[int, int, GpuCopy | Push]] = []
         self._lane: Lane | None = None
+        self._watched_by: Lane | None = None
         self._before: list[GpuCopy] = []
         self._loan: weakref.ref[Loan] | None = None
         self._address = 0
@@ -114,8 +115,9 @@ class Stage:
         """Return an operation that is done when its library has finished writing the array."""
         if self._ready is None or is_over(self._ready):
             return GpuCopy(engine, None, None, None)
-        with side(self.device).pulls.pick() as lane:
+        with side(self.device).pulls.pick(again=self._watched_by) as lane:
             lane.last = lane.ready = self._ready
+            self._watched_by = lane
         return GpuCopy(engine, lane, self._ready, self._array)
 
     def hindrances(self, engine: Finisher | None) -> list[GpuCopy]:
@@ -234,18 +236,19 @@ class Stage:
     def _pick(self, to_host: bool) -> Iterator[Lane]:
         """Give the lane for a copy; all that wait for the array to be ready share one."""
         own = side(self.device)
-        if to_host and self._ready is not None and not is_over(self._ready):
-            if self._lane is not None:
-                yield self._lane
-                return
-            with own.pulls.pick() as lane:
-                self.device.follow(lane.stream, self._ready)
-                lane.ready = self._ready
-                self._lane = lane
+        if not to_host:
+            with own.pushes.pick() as lane:
                 yield lane
-            return
-        with (own.pulls if to_host else own.pushes).pick() as lane:
-            yield lane
+        elif self._ready is None or is_over(self._ready):
+            with own.pulls.pick() as lane:
+                yield lane
+        else:
+            with own.pulls.pick(again=self._lane) as lane:
+                if self._lane is None:
+                    self.device.follow(lane.stream, self._ready)
+                    lane.ready = self._ready
+                    self._lane = lane
+                yield lane
 
     def _put(self, engine: Finisher | None, lane: Lane, loan: Loan | None = None) -> GpuCopy:
         """Return the copy just put into a lane; nobody has the memory before it has ended."""

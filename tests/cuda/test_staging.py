@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,8 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bi
 import fakegpu
 from staged_arrays import NBYTES, stage_of_array
 
-from pycoll._cuda import cuda, staging
+from pycoll._cuda import copies, cuda, staging
+from pycoll._cuda.copies import GpuCopy, Push
 from pycoll._runtime.task import Task
 from pycoll.errors import TransportError
 
@@ -339,6 +341,93 @@ def test_a_copy_that_is_just_being_begun_holds_up_no_others(
         assert [copy.is_over() for copy in quick] == [True]
         assert not slow.is_over()
     fake_cuda.run_all()
+
+
+def test_the_stream_that_a_stage_uses_again_is_nobody_elses(
+    device: cuda.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first copy waited for ends while another thread begins the second one."""
+    copy = cuda.Device.copy
+    other = stage_of_array(device, fakegpu.array(np.ones(NBYTES, np.uint8)))
+    fake_cuda.run_all()
+    streams: list[int] = []
+    with fakegpu.held_stream() as (_, release):
+        x = fakegpu.array(np.zeros(NBYTES, np.uint8))
+        stage = stage_of_array(device, x)
+        stage.pull(None, 0, 100)
+
+        def meanwhile(device: cuda.Device, stream: int, *args: Any, **named: Any) -> None:
+            streams.append(stream)
+            if len(streams) == 1:
+                release()
+                fake_cuda.run_all()
+                other.pull(None)
+            copy(device, stream, *args, **named)
+
+        monkeypatch.setattr(cuda.Device, "copy", meanwhile)
+        stage.pull(None, 100)
+    fake_cuda.run_all()
+    assert len(set(streams)) == 2
+
+
+def test_many_who_wait_for_an_array_take_one_stream(device: cuda.Device) -> None:
+    with fakegpu.held_stream():
+        stage = stage_of_array(device, fakegpu.array(np.zeros(NBYTES, np.uint8)))
+        pushes = [stage.push(None, at, at + 100) for at in range(0, 2000, 100)]
+        before = len(copies.side(device).pulls._lanes)
+        stage.push(None, 2000, 2100)
+        assert len(copies.side(device).pulls._lanes) == before
+        assert len({copy._lane for push in pushes for copy in push._others}) == 1  # type: ignore[union-attr]
+        for push in pushes:
+            push.cancel()
+    fake_cuda.run_all()
+
+
+def test_a_copy_that_ends_just_when_somebody_asks_tells(device: cuda.Device) -> None:
+    """The lane's thread ends it after the question and before the answer is written down."""
+    with fakegpu.held_stream():
+        stage = stage_of_array(device, fakegpu.array(np.zeros(NBYTES, np.uint8)))
+        copy = stage.pull(None)
+        told: list[Any] = []
+
+        class Meanwhile(deque[Any]):
+            def append(self, callback: Any) -> None:
+                copy.finish()
+                super().append(callback)
+
+        copy._callbacks = Meanwhile()
+        copy.then(told.append)
+        assert told == [copy]
+    fake_cuda.run_all()
+
+
+@pytest.mark.parametrize("is_given_up", [True, False], ids=["who gives it up", "who goes on"])
+def test_a_push_that_another_thread_is_just_beginning_is_waited_for(
+    device: cuda.Device, is_given_up: bool
+) -> None:
+    begins, goes_on = threading.Event(), threading.Event()
+    stage = stage_of_array(device, fakegpu.array(np.zeros(NBYTES, np.uint8)))
+
+    def begin() -> GpuCopy:
+        begins.set()
+        assert goes_on.wait(60)
+        return stage.pull(None)
+
+    push = Push([], begin, goes_on=False)
+    told: list[Any] = []
+    push.then(told.append)
+    first = threading.Thread(target=push.wait)
+    second = threading.Thread(target=push.settle if is_given_up else lambda: push._go_on(None))
+    first.start()
+    assert begins.wait(60)
+    second.start()
+    second.join(0.1)
+    returned = not second.is_alive()
+    goes_on.set()
+    first.join()
+    second.join()
+    assert not returned
+    assert told == ([] if is_given_up else [push])
 
 
 def test_slow_arrays_hold_up_no_others(device: cuda.Device) -> None:
