@@ -2,8 +2,7 @@
 
 `python -m pycoll._launcher.adopting FD SIZE DEADLINE`, which a rank starts (`entering`): FD listens
 at the door, standard input has the ticket. It goes on in the background, and ends when its ranks
-have. Beside
-what an agent says (`agent`):
+have. Beside what an agent says (`agent`):
 
     the meeting says               this answers, or does
     start {environment}            hands the ranks their links and the host's memory; started

@@ -3,8 +3,8 @@
 `python -m pycoll._launcher.meeting SIZE PORT`, which rank 0 starts (`entering`): standard input has
 the key; that it ends before all ranks have come means that rank 0 has given up. It says where it
 listens, goes on in the background until all ranks have ended, and closes its standard output when
-all but rank 0 have. Agents come to it (`adopting`),
-and it does with them what `hosts` does with those that pycoll-run has started.
+all but rank 0 have. Agents come to it (`adopting`), and it does with them what `hosts` does with
+those that pycoll-run has started.
 """
 
 from __future__ import annotations

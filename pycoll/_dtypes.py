@@ -31,7 +31,7 @@ class DType:
 
     Attributes:
         name: what messages and signatures say, for example ``"float32"``.
-        code: 1 to 15 for a type that reduces, 0 for one that only moves.
+        code: from 1 on for a type that reduces, 0 for one that only moves.
         storage: dtype of the NumPy array that holds the elements (bfloat16: uint16).
         itemsize: bytes an element.
         family: ``"b"`` bool, ``"i"`` signed, ``"u"`` unsigned, ``"f"`` float, ``"c"`` complex,

@@ -1,6 +1,6 @@
-"""Random values and operators, and what NumPy makes of them: what random programs compare with.
+"""Random values and operators, and what NumPy makes of them: scripts compare results with that.
 
-Not what tests use: it knows nothing of pycoll but `Op`.
+It uses nothing of pycoll but `Op`, so that no fault of pycoll is in both.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def keep_right(a: Array, b: Array) -> Array:
 
 
 def compose(a: Array, b: Array) -> Array:
-    """Affine maps in the halves of a uint32, one after the other: neither order nor grouping is
-    lost."""
+    """Affine maps in the halves of a uint32, one after the other: the order is seen."""
     factor, offset = a >> 16, a & 0xFFFF
     return ((factor * (b >> 16)) & 0xFFFF) << 16 | ((factor * (b & 0xFFFF) + offset) & 0xFFFF)
 

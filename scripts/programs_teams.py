@@ -15,7 +15,7 @@ MAX_TEAMS = 14
 
 
 class Teams:
-    """Draws communicators, and what all drawing needs.
+    """Draws communicators (teams, in these programs); `Writer` draws all else.
 
     Attributes:
         steps: the program, as far as it was drawn.

@@ -56,7 +56,7 @@ def route_of(group: Group, choice: Choice, blocking: bool, two_level_nbytes: int
         group: the communicator's ranks.
         choice: the algorithm.
         blocking: whether the caller waits in the call.
-        two_level_nbytes: of a value, if it may be combined, or passed, in two levels; else None.
+        two_level_nbytes: bytes of the value; None: it may not go in two levels.
     """
     if choice.name == SHARED_MEMORY and group.shm is not None:
         return Route.SHARED_MEMORY
@@ -97,7 +97,7 @@ class CallPlan(Generic[R]):
 
     @property
     def reads(self) -> Sequence[Value]:
-        """Values that must be in host memory before the call runs in the core, or in levels."""
+        """Values that must be in host memory before it runs in shared memory, or in two levels."""
         return ()
 
     def steps(self, signature: bytes) -> CallSteps:

@@ -34,7 +34,7 @@ _MIN_KEY_NBYTES = 16
 _MAX_CONTEXT_NBYTES = 256
 _MAX_NOTE_NBYTES = 1 << 10
 _MAX_NAME = 200
-_BROKEN_ERRORS = frozenset({"MismatchError", "OperationTimeout", "PeerFailed", "KeyboardInterrupt"})
+_BROKEN_ERRORS = frozenset({"MismatchError", "OperationTimeout", "PeerFailed"})
 
 
 class MalformedError(ValueError):
@@ -286,7 +286,7 @@ def _calls(value: object, size: int) -> list[list[Any]]:
     ]
 
 
-def _broken_error(value: object, size: int) -> str:
+def _name_of_error(value: object, size: int) -> str:
     if not isinstance(value, str) or value not in _BROKEN_ERRORS:
         raise MalformedError(f"{value!r:.100} is not one of {', '.join(sorted(_BROKEN_ERRORS))}")
     return value
@@ -299,7 +299,7 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
     "unencrypted": {},
     "left": {"links": _ranks, "calls": _calls, "error": _text(_SHORT_TEXT)},
     "broken": {
-        "context": _context, "error": _broken_error, "rank": _rank,
+        "context": _context, "error": _name_of_error, "rank": _rank,
         "reason": _text(_SHORT_TEXT), "message": _text(_LONG_TEXT), "members": _ranks,
     },
     "waiting": {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pycoll._runtime.envelope import (
     COLLECTIVE,
@@ -32,9 +32,6 @@ from pycoll._transports.core import (
     CoreTransport,
 )
 from pycoll.errors import Error, MismatchError, PeerFailed
-
-if TYPE_CHECKING:
-    pass
 
 
 class ShmCalls(Protocol):

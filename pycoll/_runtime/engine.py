@@ -53,7 +53,7 @@ class Engine(Communicators):
     """Everything one rank needs to communicate.
 
     Args:
-        transport: the core's engine; `start` was not called yet.
+        transport: the message engine of the core, as a transport; `start` was not called yet.
         size: number of ranks.
         control: the connection to the launcher, joined; None: a job without one.
         op_timeout: default deadline of an operation, seconds; math.inf: none.

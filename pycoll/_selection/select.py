@@ -144,7 +144,9 @@ class Selector:
         request = self._rounded(request)
         choice = self._chosen.get(request)
         if choice is None:
-            if self._takes_core(request) and self._allows(request.collective, SHARED_MEMORY):
+            if self._takes_shared_memory(request) and self._allows(
+                request.collective, SHARED_MEMORY
+            ):
                 choice = Choice(SHARED_MEMORY)  # without a look at times
             else:
                 choice = self.ranking(request)[0][0].choice
@@ -175,10 +177,10 @@ class Selector:
         able: list[Candidate] = []
         refused: list[Refused] = []
         collective = request.collective
-        if self._takes_core(request):
+        if self._takes_shared_memory(request):
             able.append(self._timed_core(request))
         else:
-            refused.append(Refused(SHARED_MEMORY, self._why_not_core(request)))
+            refused.append(Refused(SHARED_MEMORY, self._why_not_shared_memory(request)))
         for name in schedules.names(collective):
             algorithm = schedules.find(collective, name)
             why = self._why_not(algorithm, request)
@@ -207,10 +209,10 @@ class Selector:
         rule = self.agreed.rules.get(collective)
         return rule is None or rule.allows(name)
 
-    def _takes_core(self, request: Query) -> bool:
+    def _takes_shared_memory(self, request: Query) -> bool:
         return self._shm and request.shm
 
-    def _why_not_core(self, request: Query) -> str:
+    def _why_not_shared_memory(self, request: Query) -> str:
         if not self._shm:
             return "needs all ranks on one host, sharing memory"
         return "takes blocking calls with the C core's operators only"

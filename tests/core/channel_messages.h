@@ -1,5 +1,5 @@
 /* The worlds of channel_random.c: their memory, the messages as both ends know them, and what ranks
- * are told. */
+   are told. */
 #ifndef PYCOLL_CHANNEL_MESSAGES_H
 #define PYCOLL_CHANNEL_MESSAGES_H
 

@@ -29,7 +29,7 @@ static void start_send(int source, int dest) {
            num_parts = 1 + below(4);
     *message = (struct message){.source = source, .dest = dest, .nbytes = some_nbytes()};
     /* An empty one without a transfer is the receiver's as soon as it accepts it, which its sender
-     * cannot know. */
+       cannot know. */
     message->nbytes += message->nbytes == 0 && !channel->single_copy;
     memcpy(header, &number, sizeof number);
     for (size_t offset = sizeof number; offset < header_nbytes; offset++)

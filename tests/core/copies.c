@@ -130,7 +130,7 @@ static void check_copy(enum way way, unsigned char *target, unsigned char *sourc
 }
 
 /* A page of the source that cannot be read: an error, and nothing beside the destination is
- * touched. */
+   touched. */
 static void check_fault(unsigned char *target, unsigned char *source, size_t distance) {
     size_t nbytes = 40 * PC_PAGE;
     struct iovec whole = {source, nbytes};

@@ -27,7 +27,7 @@
 enum { MEMORY, LEAVING, SYSTEM, DIRECT, WAYS }; /* the last one is no source of the driver */
 
 /* An op on its way: from `begin` until it was taken back or ended, and who ends it is through with
- * it. */
+   it. */
 struct slot {
     struct pc_op *op; /* NULL: cancelled, or ended; with the lock */
     int status;

@@ -1,5 +1,5 @@
 /* Put before the sources of the engine (gcc -include): limits are small, memory is counted, and may
- * be refused. */
+   be refused. */
 #ifndef PYCOLL_ENGINE_HOOKS_H
 #define PYCOLL_ENGINE_HOOKS_H
 

@@ -1,5 +1,5 @@
 /* The worlds of engine_random.c: ranks, messages and receives, as all who have to do with them know
- * them. */
+   them. */
 #ifndef PYCOLL_ENGINE_WORLD_H
 #define PYCOLL_ENGINE_WORLD_H
 
@@ -83,7 +83,6 @@ struct receive {
     bool live;
     uint64_t order;
     int64_t last_flight; /* that it held or had read when it was looked at last */
-    bool was_told;
 };
 
 enum openness { NEVER, OPEN, BROKEN, CLOSED };

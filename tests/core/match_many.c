@@ -126,7 +126,7 @@ static void ten_that_come_and_go(void) {
 }
 
 /* Half of the messages are taken and given back, the others wait: these are all behind them, or all
- * before them. */
+   before them. */
 static void put_back_half(bool later) {
     size_t half = many / 2;
     for (size_t each = 0; each < many; each++)

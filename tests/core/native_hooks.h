@@ -31,7 +31,7 @@
 #define PC_LONGEST_PIECE_NS UINT64_MAX
 
 /* A copy with, now and then, a pause in the middle; the regions may overlap if `to` is the lower
- * one. */
+   one. */
 void *hook_memcpy(void *to, const void *from, size_t nbytes);
 /* Yields, or does not: an impatient rank comes to its sleep at once. */
 int hook_yield(void);

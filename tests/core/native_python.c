@@ -1,5 +1,5 @@
 /* The hooks of native_hooks.h, a lock as the interpreter has one, and the functions of
- * stub/Python.h. */
+   stub/Python.h. */
 #include "native.h"
 
 #include <errno.h>

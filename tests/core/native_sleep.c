@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 /* The longest sleep, as in pycoll/_calls/shared_memory.py; and how late a ring may be on a busy
- * machine. */
+   machine. */
 #define SLEEP_MS 100
 #define GRACE_MS 10000
 
@@ -50,7 +50,7 @@ static bool is_forgotten(struct rank *rank, struct rank *other, memory_order ord
 }
 
 /* Whether the flag counts the pieces of a rank's work: then whoever did the last one rings, and not
- * that rank. */
+   that rank. */
 static bool is_work(struct rank *rank, pc_flag64 *flag) {
     for (uint64_t number = 0; number < PC_SLOTS; number++)
         if (flag == &pc_place_of(&rank->comm, rank->comm.rank, number)->work.done)

@@ -96,7 +96,7 @@ static void write_table(struct asked *asked, const struct pc_schedule *from) {
 }
 
 /* Whether all messages are of one chunk, which nothing else uses: then nobody need know how long
- * they are. */
+   they are. */
 static bool can_grow(const struct pc_schedule *table) {
     for (uint32_t position = 0; position < table->num_steps; position++) {
         const struct pc_step *step = &table->steps[position];

@@ -1,5 +1,4 @@
-/* The calls of run_random.c: plans, which all ranks of a call share, their memory, and their
-   runs. */
+/* The calls of run_random.c: plans, which all ranks of a call share, memory, and runs. */
 #ifndef PYCOLL_RUN_CALLS_H
 #define PYCOLL_RUN_CALLS_H
 
@@ -421,7 +420,7 @@ static void run_ended(struct pc_run *run) {
 
 static void cancel_run(struct state *state, int segment);
 
-#include "run_asks.h"
+#include "run_asks.h" /* its runs call the functions above, those below call it */
 
 static void start_run(struct state *state, int segment) {
     const struct plan *plan = state->plan;

@@ -1,5 +1,5 @@
-/* A link between engines in one thread, as nasty as link.h allows, for random programs of
-   collectives.
+/* The ranks of run_random.c, what is counted, and the link that joins their engines in one
+   thread, as nasty as link.h allows.
 
    It buffers, keeps, pushes and offers at random; moves payloads in random portions, and reads the
    memory of a sender until it says that the send is over; tells late or at once; says that there is
@@ -22,7 +22,7 @@
 #define RANKS 5
 #define SMALL 100
 
-static bool quiet;  /* links do not dawdle, and callbacks do nothing */
+static bool quiet; /* links do not dawdle, and callbacks do nothing */
 
 enum count {
     CALLS, EARLY, SEGMENTS, IN_PLACE, IN_REVERSE, ASKED, RUNS_FAILED, RUNS_CANCELLED, REFUSED,
@@ -307,7 +307,7 @@ static const struct pc_link_ops test_ops = {test_send,     test_stop,    test_ta
 /* --- progress --------------------------------------------------------------------------------- */
 
 /* What the program does before and after an engine is told a message; `before` says what `after` is
- * to know. */
+   to know. */
 static int before_arrival(struct flight *flight);
 static void after_arrival(struct flight *flight, int known, int error);
 

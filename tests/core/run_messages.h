@@ -1,5 +1,5 @@
-/* The messages of run_random.c that no run expects: beside the runs of a call, and of other
-   calls. */
+/* The messages of run_random.c that no run sends: beside the runs of a call, in their place, and of
+   other calls. */
 #ifndef PYCOLL_RUN_MESSAGES_H
 #define PYCOLL_RUN_MESSAGES_H
 
@@ -96,8 +96,8 @@ static void offer(struct state *state) {
         if (step->kind != PC_STEP_SEND || step->waits > 0)
             continue;
         size_t header_nbytes =
-                   write_message_header(header, state, true, state->plan->lane, step->index),
-               nbytes = 0;
+            write_message_header(header, state, true, state->plan->lane, step->index);
+        size_t nbytes = 0;
         size_t itemsize = itemsize_of(state->plan);
         unsigned char *value = calloc(MOST_CHUNKS * MOST_ELEMENTS, itemsize);
         for (uint32_t each = 0; each < step->num_chunks; each++) {

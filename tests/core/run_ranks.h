@@ -90,7 +90,7 @@ static void open_context(int context, int me) {
 }
 
 /* A context has dropped what came for it: the senders that wait are answered if it was closed, but
- * not if it broke. */
+   not if it broke. */
 static void check_dropped(bool closes) {
     for (size_t number = 0; number < num_flights; number++) {
         struct flight *flight = flights[number];
@@ -182,7 +182,7 @@ static void act_in(struct state *state) {
 }
 
 /* Start all runs that may start, and stop their context at once: what came early is not told yet in
- * a callback. */
+   a callback. */
 static void start_and_stop(int context, int me) {
     struct member *member = &contexts[context].ranks[me];
     if (!ranks[contexts[context].members[me]].engine.telling || member->openness != OPEN)

@@ -1,5 +1,4 @@
-/* The memory of the engine (engine_hooks.h): it is counted, and in some worlds refused now and
-   then.
+/* The memory of the engine (engine_hooks.h): it is counted, and in some worlds refused at times.
 
    Who includes this has counted WITHOUT_MEMORY in `counts`, and says how often it is refused:
    PERCENT_REFUSED. */

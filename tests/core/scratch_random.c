@@ -42,7 +42,7 @@ static void let_go(struct pc_scratch *scratch) {
 }
 
 /* Give memory a keeper, if it has none; or see that it is still there, and whether it may be used
- * again. */
+   again. */
 static unsigned long keep(unsigned char *memory) {
     void **place = pc_scratch_keeper(memory);
     if (place == NULL)

@@ -1,5 +1,5 @@
 /* The worlds of tcp_random.c: their memory, the messages as both ends know them, and what ranks are
- * told. */
+   told. */
 #ifndef PYCOLL_TCP_MESSAGES_H
 #define PYCOLL_TCP_MESSAGES_H
 

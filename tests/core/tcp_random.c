@@ -255,7 +255,7 @@ static void step(void) {
     }
     }
     /* What a call has told is handled before the next one: what has ended must not be used any
-     * more. */
+       more. */
     for (int rank = 0; rank < RANKS; rank++)
         handle_all(rank);
 }

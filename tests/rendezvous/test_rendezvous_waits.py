@@ -44,8 +44,8 @@ def test_the_first_cause_that_breaks_a_communicator_is_the_one_that_counts(job: 
     _, clients = job.meet(3)
     clients[0].post("broken", **broken(7))
     events(clients[2])
-    clients[2].post("broken", **broken(7, "KeyboardInterrupt", rank=2))
-    clients[2].post("broken", **broken(8, "KeyboardInterrupt", rank=2))
+    clients[2].post("broken", **broken(7, "OperationTimeout", rank=2))
+    clients[2].post("broken", **broken(8, "OperationTimeout", rank=2))
     assert [e.fields["context"] for e in events(clients[0], 2)] == [7, 8]
     assert settled(clients[0]) == []
 

@@ -95,7 +95,7 @@ struct pc_started {
     struct pc_context *context; /* from its launch to its end: it may be closed meanwhile */
     struct pc_called *call;
     uint64_t number;
-    /* of its segments; the first of its runs is before them that of the announcement */
+    /* of its segments; of an announced call the first run, before them, is the announcement */
     struct pc_pipeline pipeline;
     PyObject *x, *result;
     void *source, *target;
@@ -133,9 +133,9 @@ struct pc_collective_call {
     void *source, *target;
 };
 
-/* collective.c: start a call by its plan, which is None, or NULL, if it has none. NULL without an
-   exception: it could not be, and Python says why. `source` and `target` are the memory of `x` and
-   of `result`, which are kept. */
+/* collective_run.c: start a call by its plan, which is None, or NULL, if it has none. NULL without
+   an exception: it could not be, and Python says why. `source` and `target` are the memory of `x`
+   and of `result`, which are kept. */
 struct pc_started *pc_collective_start(pc_collectives *self, PyObject *plan,
                                        const struct pc_collective_call *call);
 /* With the engine's lock: end a call that was held, with which Python has gone on. */

@@ -245,7 +245,7 @@ PyObject *pc_request_event(pc_engine_object *self, struct pc_event *event);
 PyObject *pc_composed_event(struct pc_event *event);
 PyObject *pc_composed_asks(struct pc_event *event);
 
-/* collective.c */
+/* collective_run.c */
 /* As for requests. */
 void pc_collective_event_taken(struct pc_event *event);
 PyObject *pc_collective_event(pc_engine_object *self, struct pc_event *event);
