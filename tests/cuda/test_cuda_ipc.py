@@ -109,7 +109,7 @@ def test_in_place(ranks: Ranks, way: str) -> None:
 
 @pytest.mark.parametrize("dtype", few(["bfloat16"], ["int8", "float64", "complex128"]))
 @jobs("3 by TCP", more=["2"])
-def test_a_block_of_1_mib_is_lent_and_one_element_less_is_not(ranks: Ranks, dtype: str) -> None:
+def test_a_block_of_1_mib_is_offered_and_one_element_less_is_not(ranks: Ranks, dtype: str) -> None:
     @tidy
     def program(comm: Comm, dtype: str, seed: int) -> None:
         meet(comm)
