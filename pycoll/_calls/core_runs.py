@@ -207,7 +207,7 @@ class CoreRun(Operation):
                 segment.reduce(position, chunks, incoming_first)
                 self._core.step_done(number, position)
             case _:
-                self._borrow(segment, position, chunks)
+                self._read_by_ipc(segment, position, chunks)
 
     def _ask_last(self, number: int) -> None:
         """Ask for the ends of what may end last, for one after the other."""
@@ -219,7 +219,7 @@ class CoreRun(Operation):
                 return
             self._follow(number, position, operation)
 
-    def _borrow(self, segment: Segment, position: int, chunks: Sequence[int]) -> None:
+    def _read_by_ipc(self, segment: Segment, position: int, chunks: Sequence[int]) -> None:
         """Receive a message that is offered."""
         face = self._core.take(segment.number, position)
         if face is None:
@@ -234,13 +234,13 @@ class CoreRun(Operation):
             into = scratch if scratch is not None else into
             assert into is not None
             on_gpu = segment.binding.on_gpu
-            borrowing = cuda_ipc.borrow(group.engine, group.context, arrival, into, on_gpu)
+            reading = cuda_ipc.read(group.engine, group.context, arrival, into, on_gpu)
         except BaseException:
             arrival.release()
             raise
-        self._transfers[segment.number, position] = borrowing
+        self._transfers[segment.number, position] = reading
         fill = partial(fill_all, views, scratch) if scratch is not None else _nothing
-        self._follow(segment.number, position, borrowing, before=fill)
+        self._follow(segment.number, position, reading, before=fill)
 
     def _follow(
         self,

@@ -382,7 +382,7 @@ class Device:
             return None
         return IpcHandle(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES), pointer - int(base))
 
-    def borrow(self, handle: bytes) -> int:
+    def open_ipc(self, handle: bytes) -> int:
         """Return where the allocation of another process is in this one's addresses.
 
         Raises:
@@ -394,8 +394,8 @@ class Device:
         with self:
             return int(_call("cuIpcOpenMemHandle", opened, _LAZY_PEERS))
 
-    def give_back(self, base: int) -> None:
-        """Let go of what `borrow` has returned."""
+    def close_ipc(self, base: int) -> None:
+        """Let go of what `open_ipc` has returned."""
         with self:
             _call("cuIpcCloseMemHandle", base)
 

@@ -72,7 +72,7 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
     ):
         return None
     device = stage.device
-    answer = engine.borrowers.get((peer, device.uuid))
+    answer = engine.ipc_peers.get((peer, device.uuid))
     if answer is False:
         return None
     handle = stage.ipc_handle
@@ -83,7 +83,7 @@ def offer(engine: Engine, context: Context, stage: Stage, peer: int) -> Offer | 
         return found
     trial = _trial(device)
     if trial is not None:
-        engine.borrowers[peer, device.uuid] = False  # until it has answered
+        engine.ipc_peers[peer, device.uuid] = False  # until it has answered
         _say(engine, context, peer, _ASK, trial.pack())
     return None
 
@@ -123,7 +123,7 @@ def is_for_all(
         return all([offer(engine, context, x, peer) is not None for peer in others])
 
 
-class Borrowing(Operation):
+class IpcRead(Operation):
     """The value of a message, on its way from where its sender has it on a GPU.
 
     When it is done the sender may go on. Withdrawn: the sender has not waited.
@@ -182,13 +182,13 @@ class Borrowing(Operation):
         self.is_there = True
         self._hindrances: deque[copies.GpuCopy] = deque()
         self._copy: copies.GpuCopy | None = None
-        self._base = device.borrow(offer.handle)
+        self._base = device.open_ipc(offer.handle)
         self._is_open = True
         self._source = self._base + offer.offset
 
     def start(self) -> None:
         """Begin to copy when the memory may be written."""
-        self._context.borrowed[self._arrival] = True
+        self._context.being_read[self._arrival] = True
         if self.is_on_gpu and self._stage is not None:
             self._hindrances.extend(self._stage.hindrances(self._engine))
         self._go_on(None)
@@ -238,30 +238,30 @@ class Borrowing(Operation):
         """Return why the memory could not be let go, or None."""
         if self._is_open:
             self._is_open = False
-            self.is_there = self._context.borrowed.pop(self._arrival)
+            self.is_there = self._context.being_read.pop(self._arrival)
             try:
-                self._device.give_back(self._base)
+                self._device.close_ipc(self._base)
             except TransportError as exc:
                 return exc
         return None
 
 
-def borrow(
+def read(
     engine: Engine, context: Context, arrival: Arrival, into: memoryview, on_gpu: bool
-) -> Borrowing:
+) -> IpcRead:
     """Begin to copy the value of a collective's message.
 
     Args:
-        engine, context, arrival: see `Borrowing`.
+        engine, context, arrival: see `IpcRead`.
         into: host memory of its length.
         on_gpu: the array on a GPU whose staging buffer that is shall have it, if that is the same
             GPU.
     """
     stage = staging.stage_of(into) if on_gpu else None
     begin = stage.offset(into) if stage is not None else 0
-    borrowing = Borrowing(engine, context, arrival, offered(arrival), into, stage, begin)
-    borrowing.start()
-    return borrowing
+    reading = IpcRead(engine, context, arrival, offered(arrival), into, stage, begin)
+    reading.start()
+    return reading
 
 
 def heard(engine: Engine, context: Context, arrival: Arrival) -> None:
@@ -273,9 +273,9 @@ def heard(engine: Engine, context: Context, arrival: Arrival) -> None:
         asked, _ = split(data)
         _say(engine, context, arrival.peer, _try(asked), asked.uuid)
     elif what == _CAN:
-        engine.borrowers[arrival.peer, data] = True
+        engine.ipc_peers[arrival.peer, data] = True
     elif what == _NOT_YET:  # ask again
-        engine.borrowers.pop((arrival.peer, data), None)
+        engine.ipc_peers.pop((arrival.peer, data), None)
 
 
 def _try(asked: Offer) -> int:
@@ -285,7 +285,7 @@ def _try(asked: Offer) -> int:
         device = find(asked.uuid)
         if device is None:
             return _CANNOT
-        device.give_back(device.borrow(asked.handle))
+        device.close_ipc(device.open_ipc(asked.handle))
     except TransportError:
         return _CANNOT
     return _CAN

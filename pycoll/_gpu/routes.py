@@ -16,7 +16,7 @@ from typing import Protocol
 from pycoll._cuda.copies import GpuCopy
 from pycoll._cuda.staging import Stage
 from pycoll._gpu import cuda_ipc, gpudirect, segments
-from pycoll._gpu.cuda_ipc import Borrowing, Offer
+from pycoll._gpu.cuda_ipc import IpcRead, Offer
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.envelope import ARRAY, OFFERED, SEGMENTS, Incoming
@@ -126,7 +126,7 @@ def take(
         Withdrawn: its sender has given up.
     """
     if message.form == OFFERED:
-        is_there = yield from _borrow(engine, context, message, target, stage)
+        is_there = yield from _read_by_ipc(engine, context, message, target, stage)
     elif message.form == SEGMENTS:
         is_there = yield from _collect(engine, context, message, target, stage)
     else:
@@ -146,28 +146,28 @@ def whole(message: Incoming) -> Incoming:
     return message._replace(form=ARRAY, description=described(message))
 
 
-def _borrow(
+def _read_by_ipc(
     engine: Engine, context: Context, message: Incoming, target: memoryview, stage: Stage | None
 ) -> CallSteps:
     """Copy a value from where its sender has it; returns whether it is on the GPU."""
     offer, _ = cuda_ipc.split(message.description)
     try:
-        borrowing = Borrowing(engine, context, message.arrival, offer, target, stage)
+        reading = IpcRead(engine, context, message.arrival, offer, target, stage)
     except BaseException:
         context.put_back(message)
         raise
     try:
-        borrowing.start()
-        if not borrowing.done:
-            yield borrowing
-        if borrowing.error is not None:
-            raise borrowing.error
+        reading.start()
+        if not reading.done:
+            yield reading
+        if reading.error is not None:
+            raise reading.error
     except BaseException:
-        borrowing.cancel()
-        if borrowing.is_there:
+        reading.cancel()
+        if reading.is_there:
             context.put_back(message)
         raise
-    return borrowing.is_on_gpu
+    return reading.is_on_gpu
 
 
 def _collect(
@@ -204,7 +204,7 @@ def _accept(
 def _writable(engine: Engine, context: Context, message: Incoming, stage: Stage) -> CallSteps:
     """Wait until an array may be written; if that fails, the message is as it was before."""
     arrival = message.arrival
-    context.borrowed[arrival] = True
+    context.being_read[arrival] = True
     try:
         for copy in stage.hindrances(engine):
             if not copy.done:
@@ -212,11 +212,11 @@ def _writable(engine: Engine, context: Context, message: Incoming, stage: Stage)
             if copy.error is not None:
                 raise copy.error
     except BaseException:
-        if context.borrowed[arrival]:
+        if context.being_read[arrival]:
             context.put_back(message)
         raise
     finally:
-        del context.borrowed[arrival]
+        del context.being_read[arrival]
     return None
 
 

@@ -148,7 +148,7 @@ class Communicators(Driver):
         return not (
             self.transport.is_receiving
             or self.transport.is_behind
-            or any(context.turns or context.borrowed for context in self.contexts.values())
+            or any(context.turns or context.being_read for context in self.contexts.values())
         )
 
     # --- what the transports tell ----------------------------------------------------------

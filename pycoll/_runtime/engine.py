@@ -61,7 +61,7 @@ class Engine(Communicators):
 
     Attributes:
         hosts: by world rank the number of its host.
-        borrowers: whether a world rank can reach memory of a GPU, by its identity (`cuda_ipc`).
+        ipc_peers: whether a world rank can reach memory of a GPU, by its identity (`cuda_ipc`).
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Engine(Communicators):
         self.op_timeout = op_timeout
         self.shared_memory = memory
         self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
-        self.borrowers: dict[tuple[int, bytes], bool] = {}
+        self.ipc_peers: dict[tuple[int, bytes], bool] = {}
         self.hosts: tuple[int, ...] = (0,) * size
         self._gives_up = False
 

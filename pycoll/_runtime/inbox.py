@@ -54,7 +54,7 @@ class Inbox:
         broken: why no call on it can work any more, or None.
         gone: the ranks that have ended in good order, and how that is said.
         messages: those that never enter Python; or None.
-        borrowed: messages whose value is being copied from where it lies, and whether it is still
+        being_read: messages whose value is being copied from where it lies, and whether it is still
             there: their senders may take them back.
         turns: by rank here, the last send that waits for its value, or for one before it.
         matches: receives and probes of Python's that wait, by number.
@@ -73,7 +73,7 @@ class Inbox:
         self.messages: Messages | None = None
         self.matches: dict[int, Match] = {}
         self.turns: dict[int, Operation] = {}
-        self.borrowed: dict[Arrival, bool] = {}
+        self.being_read: dict[Arrival, bool] = {}
         self._closed = False
         # Messages that the core cannot take back: parts of them are elsewhere.
         self._returned: list[Incoming] = []
@@ -298,8 +298,8 @@ class Inbox:
     def withdrawn(self, arrival: Arrival) -> None:
         """Forget a message that its sender took back."""
         self._returned = [each for each in self._returned if each.arrival is not arrival]
-        if arrival in self.borrowed:
-            self.borrowed[arrival] = False
+        if arrival in self.being_read:
+            self.being_read[arrival] = False
             return
         message = self._message_of.pop(arrival, None)
         if message is not None and message.order in self._held:

@@ -146,7 +146,7 @@ def exported(
         ({"max_version": (2, 0), "stream": 1, "copy": False}, b"dltensor_versioned"),
     ],
 )
-def test_memory_on_a_gpu_is_lent_in_the_form_that_is_asked_for(
+def test_memory_on_a_gpu_is_exported_in_the_form_that_is_asked_for(
     options: dict[str, Any], name: bytes
 ) -> None:
     deaths: list[str] = []

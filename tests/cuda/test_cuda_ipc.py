@@ -132,7 +132,7 @@ def test_a_block_of_1_mib_is_offered_and_one_element_less_is_not(ranks: Ranks, d
 
 @pytest.mark.parametrize("put", [inside, read_only, interface], ids=lambda put: put.__name__)
 @jobs("3")
-def test_what_lies_in_one_piece_is_lent_however_it_came(ranks: Ranks, put: Any) -> None:
+def test_what_lies_in_one_piece_is_offered_however_it_came(ranks: Ranks, put: Any) -> None:
     @tidy
     def program(comm: Comm, put: Any, seed: int) -> None:
         meet(comm)
@@ -207,7 +207,7 @@ ok()
     assert done.content == [0, 1, 2], done.stderr
 
 
-def test_a_rank_that_comes_to_its_gpu_late_is_lent_to_from_then_on(gpu_job: Any) -> None:
+def test_a_rank_that_comes_to_its_gpu_late_is_offered_arrays_from_then_on(gpu_job: Any) -> None:
     text = """
 import cuda_ipc_jobs as t
 from gpu_jobs import now

@@ -1,4 +1,4 @@
-"""Calls that offer arrays, and fail: nothing is written later, nothing stays borrowed."""
+"""Calls that offer arrays, and fail: nothing is written later, no memory of others stays open."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ranks, gpu_job = gpu_jobs.ranks, gpu_jobs.gpu_job
 
 @pytest.mark.parametrize("why", few(["late", "x"], ["out"]))
 @jobs("3 by TCP", more=["2"])
-def test_after_a_call_that_gave_up_nothing_is_written_nor_borrowed(ranks: Ranks, why: str) -> None:
+def test_after_a_call_that_gave_up_nothing_is_written_nor_open(ranks: Ranks, why: str) -> None:
     """A rank is late, or its array is still in use."""
 
     @tidy

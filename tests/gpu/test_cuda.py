@@ -226,7 +226,7 @@ def test_a_forked_child_is_refused(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4096])
-def test_memory_is_lent_to_another_process(ranks: Any, offset: int) -> None:
+def test_memory_is_opened_by_another_process(ranks: Any, offset: int) -> None:
     nbytes = 3 << 20
 
     def program(comm: Comm) -> None:
@@ -239,12 +239,12 @@ def test_memory_is_lent_to_another_process(ranks: Any, offset: int) -> None:
             device.free(pointer)
             return
         handle, place = comm.recv(0)
-        base = device.borrow(handle)
+        base = device.open_ipc(handle)
         got = download(device, base + place, nbytes - offset)
         stream = device.stream()
         device.copy(stream, whole(100), base + place, address(np.full(100, 5, np.uint8)), False)
         device.mark(stream).wait()
-        device.give_back(base)
+        device.close_ipc(base)
         comm.send("done", 0)
         np.testing.assert_array_equal(got, pattern(nbytes)[offset:])
 

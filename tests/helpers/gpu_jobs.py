@@ -124,7 +124,7 @@ def jobs(*names: str, more: Sequence[str] = ()) -> pytest.MarkDecorator:
 
 
 def tidy(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a program leave nothing on the GPUs, nor borrowed, and no errors.
+    """Have a program leave nothing on the GPUs, nor of others open, and no errors.
 
     Its last argument, a seed, chooses the order in which the GPUs work.
     """
