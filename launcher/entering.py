@@ -130,8 +130,9 @@ def _wait(
                 _print_missing(rank, size, started, missing)
             continue
         if message is None:
+            late = f"{name_ranks(missing)} of {size}" if missing else "all ranks"
             raise BootstrapError(
-                f"rank {rank}: the agent of this host has ended before all ranks had joined the job"
+                f"rank {rank}: the agent of this host has ended before {late} had joined the job"
             )
         if "refused" in message:
             raise BootstrapError(f"rank {rank} cannot join the job: {message['refused']}")

@@ -61,7 +61,7 @@ def check(results):
     expected = np.prod([np.arange(4.0) + r for r in range(rank + 1)], axis=0)
     assert before.tolist() == expected.tolist()
 
-start()[-1].wait()  # the first use imports modules
+pycoll.wait_all(start())  # the first use imports modules
 requests = start()
 assert all(isinstance(request, CoreCollective) for request in requests), requests
 check(pycoll.wait_all(requests))
