@@ -115,6 +115,14 @@ static int test_accept(struct pc_link *link, struct pc_message *message, void *i
     return PC_UNDER_WAY;
 }
 
+/* The receiver wants nothing more of a message; its sender is told so. */
+static void discard(struct flight *flight) {
+    if (flight->where == PC_WAITING && !flight->severed && !flight->taken_back)
+        flight->answered = flight->sent_due = true;
+    flight->released = true;
+    leave_message(flight);
+}
+
 static void test_release(struct pc_link *link, struct pc_message *message) {
     struct flight *flight = flight_of(message);
     (void)link;
@@ -123,20 +131,14 @@ static void test_release(struct pc_link *link, struct pc_message *message) {
         flight->on_wire = false;
         flight->known = true;
     }
-    if (flight->where == PC_WAITING && !flight->severed && !flight->taken_back)
-        flight->answered = flight->sent_due = true;
-    flight->released = true;
-    leave_message(flight);
+    discard(flight);
 }
 
 static void test_give_up(struct pc_link *link, struct pc_message *message) {
     struct flight *flight = flight_of(message);
     (void)link;
     check(flight->accepted, "a message is given up that was not accepted", flight->number);
-    if (flight->where == PC_WAITING && !flight->severed && !flight->taken_back)
-        flight->answered = flight->sent_due = true;
-    flight->released = true;
-    leave_message(flight);
+    discard(flight);
 }
 
 static bool test_redirect(struct pc_link *link, struct pc_message *message, void *into) {

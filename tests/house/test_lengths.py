@@ -32,7 +32,10 @@ SOURCES = [
 
 
 def test_files_are_shorter_than_500_lines() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in SOURCES
+    }
     assert len(lengths) > 600
     assert [name for name, length in lengths.items() if length >= LONGEST] == [ALONE]
 
@@ -43,7 +46,7 @@ def test_lines_of_c_are_at_most_100_columns_wide() -> None:
     wide = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in files
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if len(line) > WIDEST
     ]
     assert wide == []
