@@ -87,6 +87,7 @@ assert comm.iall_reduce(x, out=out).wait() is out
 assert comm.iall_reduce(out, "min", out=out).wait() is out  # in place
 assert out.tolist() == total.tolist() if (total := comm.iall_reduce(x).wait()) is not None else 0
 error_like(ValueError, "overlap", comm.iall_reduce, rows[0], out=rows[0][::-1])
+error_like(TypeError, "timeout", comm.iall_reduce, x, timeout=None)
 ok()
 """
     all_well(job(3, text, "--transport", transport), 3)
@@ -106,6 +107,7 @@ def step():
     assert comm.all_reduce(x, out=out, algorithm="ring") is out
     assert out.tolist() == (np.arange(4.0) * 2 + 1).tolist()
     assert comm.allreduce(x).tolist() == out.tolist()
+    assert comm.all_reduce(x, algorithm="ring", timeout=None).tolist() == out.tolist()
     assert comm.all_gather(x, algorithm="bruck").tolist() == [[0, 1, 2, 3], [1, 2, 3, 4]]
     assert comm.reduce_scatter(rows, algorithm="ring").tolist() == (rows[rank] * 2).tolist()
     given = x if rank == 1 else out

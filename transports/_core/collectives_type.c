@@ -230,7 +230,8 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
 static PyObject *collective(pc_collectives *self, const char *name, int kind, bool is_blocking,
                             PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
-    if (may_start(self) && parse(kind, args, count, keywords, values) && values[TIMEOUT] == NULL &&
+    if (may_start(self) && parse(kind, args, count, keywords, values) &&
+        (is_blocking ? is_none(values[TIMEOUT]) : values[TIMEOUT] == NULL) &&
         (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
         PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
         if (algorithm != NULL)
