@@ -30,6 +30,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -336,6 +337,12 @@ def clean() -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def _end(number: int, frame: object) -> None:
+    """End at a signal as at an interrupt: nothing is left running, and no folder left behind."""
+    end_descendants()
+    sys.exit(128 + number)
+
+
 def main() -> int:
     """Run the tiers that were asked for."""
     known = tiers()
@@ -356,6 +363,7 @@ def main() -> int:
         return 0
     default, *further = known.values()
     adopt_orphans()
+    signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix="pycoll-ci.") as folder:
         run = Run(Path(folder))
         print(f"ci: {run.python} on {os.uname().machine}, {os.cpu_count()} cores; in {folder}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -156,4 +157,26 @@ def test_a_step_that_hangs_is_ended_and_what_it_leaves_running(tmp_path: Path) -
         cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert "no end: sleep 1000" in done.stdout
+    assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}").exists()
+
+
+def test_a_signal_that_ends_it_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    copy_ci(tmp_path)
+    (tmp_path / "temporary").mkdir()
+    script = """if True:
+        import sys
+        sys.path.insert(0, ".ci")
+        import tiers
+        step = "echo $$ > left; ls temporary > made; kill -TERM $PPID; sleep 1000"
+        tiers.Run.tier = lambda run, tier, default: run.step(step)
+        sys.argv = [".ci/run", "default"]
+        sys.exit(tiers.main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", script],
+        cwd=tmp_path, timeout=60, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGTERM
+    assert (tmp_path / "made").read_text().startswith("pycoll-ci.")
+    assert list((tmp_path / "temporary").iterdir()) == []
     assert not Path(f"/proc/{(tmp_path / 'left').read_text().strip()}").exists()
