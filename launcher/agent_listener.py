@@ -1,7 +1,7 @@
 """Where agents come that this launcher has not started: they call, with a key given beforehand.
 
 For engines that start a process on each host, but carry nothing from it to here: pods, workers of
-Ray and Dask. The other end is `calling`.
+Ray and Dask. The other end is `agent_caller`.
 """
 
 from __future__ import annotations

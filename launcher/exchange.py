@@ -1,7 +1,7 @@
 """Launchers of others: what they say to the processes they start, and how those share a secret.
 
-The secret is the ticket to the meeting (`doors.Ticket`), which rank 0 has and the others need. It
-must not be guessed from what others can read, such as a job's id, names or ports.
+The secret is the ticket to the meeting (`agent_socket.Ticket`), which rank 0 has and the others
+need. It must not be guessed from what others can read, such as a job's id, names or ports.
 """
 
 from __future__ import annotations

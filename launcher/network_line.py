@@ -131,7 +131,7 @@ def _reach_once(ticket: Ticket, size: int) -> Connection | list[str]:
     """Try all addresses at once, and take the first that answers; else say why not."""
     answers: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
     addresses = list(dict.fromkeys([*ticket.addresses, _LOOPBACK]))
-    for address in addresses:  # of no thread it is waited for that it ends
+    for address in addresses:  # none of these threads is joined
         threading.Thread(target=_try, args=[address, ticket.port, answers], daemon=True).start()
     failures = []
     last = []  # what listens at this host's own loopback address may be something else

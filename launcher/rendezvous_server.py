@@ -55,7 +55,7 @@ class Server:
     lost theirs, by ZeroMQ: a ROUTER here, a DEALER in each rank, CURVE with keys derived from the
     job's key on both sides; `rendezvous_carriers` has both. Once the job has met, nobody can join
     any more, and unless a rank has come by ZeroMQ the port is closed to it: who asks there with
-    `rendezvous_wire.late_question` is told {pids} of the ranks in a frame "late", everybody is cut.
+    `wire.late_question` is told {pids} of the ranks in a frame "late", and is cut off.
 
     Protocol, version `WIRE_VERSION`. A message is one frame, msgpack of [kind, fields].
 
@@ -71,7 +71,7 @@ class Server:
         withdraw {}             it gave up waiting; its rank may join again
         table {id}              table {id, lines}: see `table()`
         bye {}                  bye {}: everything it sent before has been handled
-        raised, abort, left,    see `rendezvous_wire.parse_post` for the fields. waiting and
+        raised, abort, left,    see `wire.parse_post` for the fields. waiting and
           broken, waiting,      running are remembered, "seen" is for who has looked (`look`), the
           running, seen, tell   others become a notice or an event
 

@@ -21,7 +21,7 @@ Threads     The owner calls everything under one lock of its own. Nothing here s
 Waiting     `progress` does what can be done without blocking. When it returns False the owner may
             sleep until `fileno()` is readable: after it has called `sleep` and that has returned
             True. Awake again it calls `awake`, whatever `sleep` has returned. Several threads may
-            sleep so. What another thread leaves behind that is not `is_idle` must end a sleep.
+            sleep so. When another thread has left work behind (not `is_idle`), sleeps must end.
 Errors      A peer that cannot be reached any more is reported once by `Handler.lost`. What is sent
             to it then waits: a lost link says neither why nor what is still coming from there.
             When the owner knows what became of the peer it calls `forget`, and every transfer
@@ -41,6 +41,11 @@ EAGER_LIMIT = 65 * 1024
 
 CREDIT = 1024 * 1024
 """Buffered bytes that one rank may have waiting at another: bounds memory at CREDIT per pair."""
+
+AHEAD = 1024 * 1024
+"""Bytes that one rank may have waiting at another of messages above the eager limit that `push` has
+sent. A credit of their own: else one of them would leave none for small messages. To ask first
+would take two more trips, as long as it takes to send 256 KiB."""
 
 MESSAGE_COST = 512
 """Bytes that a buffered message is charged beyond its payload, so that empty ones count too."""
@@ -138,7 +143,7 @@ class Operation:
     def awaited(self) -> Collection[int]:
         """Return ranks of which one must call something before this can be done.
 
-        Of a schedule: which all must be in its call. Empty: that is not known, or they have done
+        Of a schedule, each of them must enter the call. Empty: that is not known, or they have done
         all that they must.
         """
         return ()

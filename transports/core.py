@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pycoll._transports.base import (
+    AHEAD,
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
@@ -35,9 +36,6 @@ from pycoll.errors import Error, PeerFailed, TransportError
 if TYPE_CHECKING:
     from pycoll._transports._core import Engine, Host, Receive, Send
     from pycoll._transports.core_tcp import Network, TcpLinks
-
-AHEAD = 1024 * 1024
-"""As of the transport tcp."""
 
 REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
 """The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""

@@ -93,8 +93,8 @@ class Dialer:
         lanes: connections that a link may have.
         listener: a listening socket that does not block; it belongs to this from now on.
         secret: of the job.
-        keepalive: how many times the kernel asks, each second, a peer that has been silent for two
-            seconds, before the connection counts as cut.
+        keepalive: probes, one a second, that a peer silent for two seconds may leave unanswered
+            before the connection counts as cut.
         linked: called with a link, its connection, which does not block and is the callee's, and
             whether this rank has made it.
         failed: called with a rank to which no link can be made, and why.

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the reference implementation, and the link to oneself.
+"""Ranks as threads of one process: the reference implementation of a transport in Python.
 
 A `Hub` is the world of `size` ranks. Each rank's `InprocTransport` has a mailbox, a deque of
 closures that its owner runs in `progress`, and an eventfd that says the mailbox is not empty.

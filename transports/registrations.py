@@ -42,7 +42,7 @@ WHOLE = 64 << 20
 """Bytes up to which memory is registered whole, however little of it travels."""
 
 WHOLE_SHARE = 64
-"""A larger one is if no more than so many times the piece."""
+"""Larger memory is registered whole, too, if it has at most so many times the piece's length."""
 
 
 class Lease:

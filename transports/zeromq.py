@@ -34,6 +34,7 @@ import zmq
 from pycoll._support.ports import why_unreachable
 from pycoll._support.zmq_auth import Keys
 from pycoll._transports.base import (
+    AHEAD,
     CREDIT,
     EAGER_LIMIT,
     MESSAGE_COST,
@@ -44,7 +45,7 @@ from pycoll._transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll._transports.zmq_messages import SEGMENT, Receive, Send, ZmqArrival
+from pycoll._transports.zmq_messages import Receive, Send, ZmqArrival
 from pycoll._transports.zmq_sockets import NOBLOCK, Sockets
 from pycoll.errors import PeerFailed, TransportError
 
@@ -57,11 +58,6 @@ ACKNOWLEDGE_EVERY = 4
 
 BURST = 64
 """Messages handled in one call of `progress`, so that it returns to its owner now and then."""
-
-AHEAD = SEGMENT
-"""Bytes that one rank may have waiting at another of messages above the eager limit that were sent
-by `push`. A credit of their own: else one of them would leave none for small messages. To ask
-first would take two more trips, as long as it takes to send 256 KiB."""
 
 HEAD = struct.Struct("<BxxxIQQ")
 _EAGER, _AHEAD, _READY, _GO, _DATA, _TAKEN, _DROP, _CANCEL, _CREDIT, _BYE = range(10)

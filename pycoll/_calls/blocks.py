@@ -1,7 +1,7 @@
 """A block of a gatherv, or of its like, as bytes: what it is, then its elements.
 
     length         of the description (4 bytes, little-endian)
-    description    of the array (`arrays.describe`)
+    description    of the array (`conversion.describe`)
     zeros          up to a multiple of `ALIGNMENT`
     elements
 

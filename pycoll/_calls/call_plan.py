@@ -113,11 +113,11 @@ class CallPlan(Generic[R]):
         raise NotImplementedError
 
     def bind(self) -> Bound | None:
-        """Return the one schedule that it is by messages, with its memory; None: it is more."""
+        """Return its schedule and memory, if by messages it is one schedule; None: it is more."""
         return None
 
     def result(self, got: Any, late: LateCopies) -> Any:
-        """Return what the caller gets, of what the call has returned; `late` gets its copies."""
+        """Make the caller's value of what the call has returned; `late` gets copies under way."""
         return got
 
     def conclude(self, got: Any) -> tuple[Any, Sequence[Operation]]:
@@ -126,7 +126,7 @@ class CallPlan(Generic[R]):
 
 
 ResultOf = Callable[[Any, LateCopies], Any]
-"""Returns what a caller gets, of what a call has returned; the second argument gets its copies."""
+"""Makes the caller's value of what a call has returned; the second gets copies under way."""
 
 
 def conclude(engine: Engine, result: ResultOf, got: Any) -> tuple[Any, Sequence[Operation]]:

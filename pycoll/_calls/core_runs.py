@@ -154,7 +154,7 @@ class CoreRun(Operation):
         return memoryview(grown)
 
     def _ended(self) -> None:
-        """Hear of its end, in the order of all that happens; under the engine's lock."""
+        """Hear of its end, in the order in which ends came; under the engine's lock."""
         if self._is_given_up:
             return
         error = why_failed(self._group, readable(self._call), self._core.status)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from pycoll import _dtypes as dtypes
 from pycoll import schedules
 from pycoll._arrays import operators
 from pycoll._calls import arguments
-from pycoll._calls.numbering import OPS
 from pycoll._calls.rooted import INLINE_NBYTES
+from pycoll._calls.shared_memory_calls import may_combine
 from pycoll._selection import agreed, costs
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._selection.select import UNKNOWN_S, Candidate, Query, Refused
 
 if TYPE_CHECKING:
+    from pycoll._arrays.operators import Op
     from pycoll._arrays.types import Reducer
     from pycoll._calls.group import Group
+    from pycoll._dtypes import DType
 
-_EXACT = frozenset({"band", "bor", "bxor"})
+_OF_BITS = frozenset({"band", "bor", "bxor"})
 """Operators of integers and bool only."""
 
 _UNITS = ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (float("inf"), 1.0, "s"))
@@ -74,7 +79,12 @@ _ALIASES = {"allreduce": "all_reduce"}
 
 
 def explain(
-    group: Group, collective: str, nbytes: int = 0, op: Reducer = "sum", blocking: bool = True
+    group: Group,
+    collective: str,
+    nbytes: int = 0,
+    op: Reducer = "sum",
+    blocking: bool = True,
+    dtype: Any = None,
 ) -> Explanation:
     """Explain how a call on this group would run; sends nothing.
 
@@ -84,10 +94,12 @@ def explain(
         nbytes: of one rank's value, or of one block (see `Query`); a barrier has none.
         op: the operator, where something is reduced.
         blocking: False: as a request, which does not go through shared memory.
+        dtype: of the elements, where something is reduced: a name, or what NumPy takes for one;
+            None: floats, or integers if the operator takes nothing else.
 
     Raises:
         ValueError: there is no such collective or operator, or `nbytes` is below 0.
-        TypeError: `nbytes` is no whole number.
+        TypeError: `nbytes` is no whole number, or the operator does not work on `dtype`.
     """
     nbytes = arguments.check_int(nbytes, "nbytes")
     if nbytes < 0:
@@ -97,12 +109,10 @@ def explain(
     schedules.names(collective)  # or it does not exist
     if collective in schedules.REDUCING:
         resolved = operators.resolve(op)
-        in_core = resolved.name in OPS and not callable(resolved.fn)
         request = request._replace(
             rank_order=not resolved.commutative,
             whole=not resolved.elementwise,
-            # Between hosts the core takes what is exact in every order: for any dtype, bits.
-            shm=blocking and in_core and (group.shm is not None or resolved.name in _EXACT),
+            shm=blocking and may_combine(group, resolved, _element(dtype, resolved)),
         )
     able, refused = group.selector.ranking(request)
     chosen = able[0]
@@ -118,6 +128,16 @@ def explain(
         refused=dict(refused),
         table=f"{agreed.current().costs.origin} ({costs.LINKS[group.selector.link]})",
     )
+
+
+def _element(dtype: Any, op: Op) -> DType:
+    """Return the type of the elements that a call is explained for."""
+    if dtype is None:
+        return dtypes.INT64 if op.name in _OF_BITS else dtypes.FLOAT32
+    known = dtypes.of_name(dtype) if isinstance(dtype, str) else None
+    element = known or dtypes.of_numpy(np.dtype(dtype))
+    operators.check(op, element)
+    return element
 
 
 def _why(collective: str, nbytes: int, able: list[Candidate], refused: list[Refused]) -> str:

@@ -228,7 +228,7 @@ def prepare_all_reduce_many(
     for value in dtypes.values():
         operators.check(resolved, value.dtype)
     outs = _targets(out, values)
-    shm = blocking and all(serves(resolved, value) for value in dtypes.values())
+    shm = blocking and all(serves(resolved, value.dtype) for value in dtypes.values())
     route = route_of(group, _choose(group, resolved, 0, algorithm, shm), blocking, None)
     in_shared_memory = route is Route.SHARED_MEMORY
     alone_nbytes = ALONE_IN_SHM_NBYTES if in_shared_memory else ALONE_NBYTES
@@ -343,7 +343,7 @@ def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) ->
     core = shm.core
     for bucket in buckets:
         bucket.load()
-    if not buckets or not serves(op, Value(buckets[0].source, buckets[0].dtype, "numpy")):
+    if not buckets or not serves(op, buckets[0].dtype):
         core.run(None, BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
             value = Value(bucket.source, bucket.dtype, "numpy")

@@ -81,18 +81,11 @@ class Preparing:
             algorithm,
             rank_order=not op.commutative,
             whole=not op.elementwise,
-            shm=self._serves(op, value),
+            shm=self._may_combine(op, value),
         )
 
-    def _serves(self, op: Op, value: Value) -> bool:
-        """Whether the core may combine: all ranks, or in two levels where order is no matter.
-
-        Between hosts the same algorithm also runs by messages, and must give the same bits.
-        """
-        order_is_no_matter = value.dtype.family in ("b", "i", "u")
-        return shared_memory_calls.serves(op, value) and (
-            self._group.shm is not None or order_is_no_matter
-        )
+    def _may_combine(self, op: Op, value: Value) -> bool:
+        return shared_memory_calls.may_combine(self._group, op, value.dtype)
 
     def _in_pieces(self, op: Op, x: Value, target: Target | None) -> bool:
         """Whether the core's all_reduce copies to and from a GPU while it reduces."""
@@ -101,7 +94,7 @@ class Preparing:
             return False
         if x.stage is None and target.value.stage is None:
             return False
-        return x.array.nbytes > shm.core.piece_nbytes and shared_memory_calls.serves(op, x)
+        return x.array.nbytes > shm.core.piece_nbytes and shared_memory_calls.serves(op, x.dtype)
 
     def _offers(
         self, forced: str | None, choice: Choice, x: Value, nbytes: int, target: Target | None

@@ -134,7 +134,7 @@ class Reductions(Preparing):
     ) -> CallPlan[Any]:
         """Prepare a collective that combines arrays."""
         is_all_reduce = collective == "all_reduce"
-        levels = value.array.nbytes if is_all_reduce and self._serves(op, value) else None
+        levels = value.array.nbytes if is_all_reduce and self._may_combine(op, value) else None
         where = "" if root is None else f", root={root}"
         what = f"{collectives.type_text(value)}, {reduction_text(op, chosen)}{where}"
         return ArrayPlan(

@@ -36,7 +36,7 @@ INLINE_NBYTES = 4096
 """Bytes of a broadcast value that travel with its announcement."""
 
 ANNOUNCING = "broadcast", Choice("tree")
-"""The schedule of the announcement; the root follows."""
+"""Collective and algorithm of the announcement; users append the root."""
 
 _HEAD = struct.Struct("<B?QHHQ")
 

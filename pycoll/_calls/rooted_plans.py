@@ -24,7 +24,7 @@ class _RootedPlan(CallPlan[Any]):
     Args:
         group, text, route: as of `CallPlan`.
         root: who announces.
-        algorithm: that the caller wants, or None; then the attribute is for messages.
+        algorithm: what the caller has named, or None; the attribute: what runs by messages.
         value: on the root, its array; None: it has objects, or this is not the root.
         nbytes: of what goes to each rank.
     """

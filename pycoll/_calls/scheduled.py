@@ -27,7 +27,7 @@ else:  # a program that only calls barrier() imports no NumPy
 
 
 BY_CUDA_IPC = Choice("linear")
-"""How ranks that leave the core to offer to each other move: each value is copied once."""
+"""The algorithm of ranks that read each other's GPUs instead of sharing host memory: one copy."""
 
 
 class ScheduledPlan(CallPlan[R]):

@@ -25,6 +25,7 @@ from pycoll._runtime.binding import fill_from
 from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
+    from pycoll._calls.group import Group
     from pycoll._calls.scheduled import ArrayPlan
     from pycoll._cuda.copies import GpuCopy, Push
 
@@ -32,9 +33,18 @@ AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""
 
 
-def serves(op: Op, value: Value) -> bool:
+def serves(op: Op, dtype: DType) -> bool:
     """Whether the core has this operator for this dtype."""
-    return op.name in OPS and not callable(op.fn) and value.dtype.code > 0
+    return op.name in OPS and not callable(op.fn) and dtype.code > 0
+
+
+def may_combine(group: Group, op: Op, dtype: DType) -> bool:
+    """Whether shared memory may combine: that of all ranks, or that of each host in two levels.
+
+    The same algorithm between hosts also runs by messages, in another order. So in two levels only
+    what gives the same bits in every order: integers and bools.
+    """
+    return serves(op, dtype) and (group.shm is not None or dtype.family in ("b", "i", "u"))
 
 
 def type_salt(dtype: DType) -> int:
@@ -103,7 +113,7 @@ def combine(
     shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int = 0
 ) -> None:
     """Reduce `x` into the C-contiguous array `result` (None: not on this rank)."""
-    if serves(op, x):
+    if serves(op, x.dtype):
         _run(shm, collective, x, result, OPS.index(op.name), root)
     else:
         _fold(shm, collective, x, result, op, root)

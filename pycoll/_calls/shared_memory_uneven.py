@@ -201,7 +201,7 @@ def reduce_scatterv(
 ) -> None:
     """Reduce part r of all ranks' x into rank r's C-contiguous `result`."""
     array = contiguous(x.array)
-    if serves(op, x):
+    if serves(op, x.dtype):
         source, out = conversion.as_bytes(array), conversion.as_bytes(result)
         code = OPS.index(op.name)
         shm.core.reduce_rows(x.dtype.code, code, array.shape, counts, source, out)

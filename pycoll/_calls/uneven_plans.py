@@ -48,7 +48,7 @@ def prepare_gatherv(
         root: rank that gets the list.
         out: on the root, places of the blocks, as of `BlockTargets`.
         blocking: the call may go through shared memory.
-        heard: what the others have said, if it has done the first round there; else None.
+        heard: what the others' blocks are, if C has already done the first round; else None.
 
     Raises:
         TypeError: `x` is no array.
@@ -83,7 +83,7 @@ def prepare_scatterv(
         root: rank whose arrays they are.
         out: array for the result, or None.
         blocking: the call may go through shared memory.
-        heard: what the others have said, if it has done the first round there; else None.
+        heard: what the others' blocks are, if C has already done the first round; else None.
 
     Raises:
         TypeError: `xs` is no list of arrays of one dtype, or `out` no array.
@@ -107,7 +107,7 @@ def prepare_all_to_allv(
         xs: list or tuple of size arrays; one dtype, the same on all ranks.
         out: places of the blocks, as of `BlockTargets`.
         blocking: the call may go through shared memory.
-        heard: what the others have said, if it has done the first round there; else None.
+        heard: what the others' blocks are, if C has already done the first round; else None.
 
     Raises:
         TypeError: `xs` is no list of arrays of one dtype.
@@ -157,7 +157,7 @@ def prepare_reduce_scatterv(
         algorithm,
         rank_order=not resolved.commutative,
         whole=not resolved.elementwise,
-        shm=blocking and serves(resolved, value),
+        shm=blocking and serves(resolved, value.dtype),
     )
     begin, count = sum(checked[: group.rank]), checked[group.rank]
     target = arguments.Target(out, value, (count, *rest))

@@ -390,7 +390,13 @@ class Communicator(
         return tuple(found)
 
     def explain(
-        self, collective: str, nbytes: int = 0, op: Reducer = "sum", *, blocking: bool = True
+        self,
+        collective: str,
+        nbytes: int = 0,
+        op: Reducer = "sum",
+        *,
+        blocking: bool = True,
+        dtype: Any = None,
     ) -> Explanation:
         """Say which algorithm a call would run, why, and what the others would take.
 
@@ -402,12 +408,16 @@ class Communicator(
                 others) in gather, scatter, all_gather, reduce_scatter and all_to_all.
             op: the operator, where something is reduced.
             blocking: False: of the twin with an i in front.
+            dtype: of the elements, where something is reduced, for example ``"int64"``. None:
+                floats, or integers if the operator takes nothing else. Between hosts the core
+                combines integers and bools more often.
 
         Raises:
             ValueError: there is no such collective or operator, or `nbytes` is below 0.
+            TypeError: the operator does not work on `dtype`.
         """
         self._check_open()
-        return explain.explain(self._group, collective, nbytes, op, blocking)
+        return explain.explain(self._group, collective, nbytes, op, blocking, dtype)
 
     def close(self) -> None:
         """Give this communicator up. Not collective; may be called again.

@@ -1,8 +1,8 @@
 """Functions on ranks that an engine has room for, such as Ray or Dask: `pycoll.run` elsewhere.
 
 The engine runs `serve` once on each node. That starts an agent there, which calls this process
-(`calling`, `agent_listener`); the ranks are the agent's. The task and the results go the engine's
-way, which is made for large ones.
+(`agent_caller`, `agent_listener`); the ranks are the agent's. The task and the results go the
+engine's way, which is made for large ones.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pycoll._rendezvous import wire as wire
 from pycoll._rendezvous.local import LocalLink, adopt
 from pycoll.errors import BootstrapError
 
-TYPE_CHECKING = False  # as in rendezvous_wire
+TYPE_CHECKING = False  # as in `wire`
 if TYPE_CHECKING:
     from typing import Any
 

@@ -147,7 +147,7 @@ class FrameSocket:
 
 
 class LocalLink:
-    """A rank's end, with a descriptor to sleep on. Not thread-safe. See `rendezvous_link.Link`.
+    """A rank's end, with a descriptor to sleep on. Not thread-safe. See `connection.Connection`.
 
     Args:
         socket: connected; it becomes the link's own.

@@ -89,7 +89,7 @@ class CoreCollective(Core, CoreStarted):
         return by_python.awaited() if by_python is not None else set(self._awaited())
 
     def _ended(self) -> None:
-        """Called when it is done, or what was announced, in the order of all that happens.
+        """Called when it is done, or was announced; ends are told in the order in which they came.
 
         Under the engine's lock.
         """

@@ -105,7 +105,7 @@ class CoreRequest(Core, CoreStarted):
         return [rank for rank in context.members if rank != context.me]
 
     def _ended(self) -> None:
-        """Called when it holds a message or is done, in the order of all that happens."""
+        """Called when it holds a message or is done; ends are told in the order they came in."""
         self._go_on()
         if self.done and self._made is not None:
             self._made.finish(self._error())

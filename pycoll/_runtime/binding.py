@@ -24,8 +24,8 @@ class Binding(NamedTuple):
             the other: what neighbors have there is sent, received and reduced in one piece.
             None: every chunk is by itself.
         finish: what is left to do in a target when its value is there, or None.
-        on_gpu: what is offered goes to the arrays on a GPU, and not to their staging buffers, the
-            targets.
+        on_gpu: values that others offer are copied to the arrays on a GPU themselves; the targets,
+            which are their staging buffers, are not used.
     """
 
     nbytes: list[int | None]

@@ -254,9 +254,9 @@ class Driver(ABC):
 
         Args:
             look: called first, under the lock; returns until when to sleep, or None not to.
-            seen: for who waits for a flag in shared memory: what this returned last, in the same
-                wait; -1 at first. When a doorbell has rung since, for whatever thread, this does
-                not sleep: the flag may have been set.
+            seen: given by a wait for a flag in shared memory: what this returned last in the same
+                wait, at first -1. When a doorbell has rung since, this does not sleep, because
+                the flag may have been set.
 
         Returns None if `look` did.
         """

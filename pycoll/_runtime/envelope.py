@@ -38,7 +38,7 @@ OFFER = struct.Struct("<16s64sQ")
 """Where a value that is offered lies, after the header of its message: see `cuda_ipc.Offer`."""
 
 KIND_P2P, KIND_COLLECTIVE, KIND_CUDA_IPC, KIND_OFFERED = range(1, 5)
-"""Of messages; the last: a collective's whose value stays where it is."""
+"""Kinds of messages; the last: a collective's without its value, which the receiver reads."""
 
 ARRAY, OBJECT, OFFERED, SEGMENTS = range(4)
 """Forms of a point-to-point message.

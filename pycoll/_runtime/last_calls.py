@@ -17,8 +17,7 @@ from pycoll._runtime.envelope import LastCall, are_same, different_calls, readab
 from pycoll.errors import MismatchError
 
 MAX_TOLD = 16
-"""Communicators of which a rank that leaves tells its last call: so many may any list have that the
-launcher is sent."""
+"""A rank that leaves tells its last calls on so many communicators: those it has closed last."""
 
 
 class LastCalls:

@@ -7,8 +7,8 @@
     gone    it has left or ended, and its last message is here: who waits for more fails.
 
 The launcher knows how a process ended, so a lost link alone is no verdict, only the beginning of
-a wait for one. A launcher that is stopped gives none: then ranks that give up for that reason lose
-their links, too, and to blame whose link is lost would blame them.
+a wait for one. A launcher that is stopped gives none: then ranks give up, and their links are lost,
+too. Whoever blamed the owner of a lost link would blame them.
 """
 
 from __future__ import annotations

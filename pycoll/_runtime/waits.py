@@ -35,7 +35,7 @@ _OF_PYZMQ = "GarbageCollectorThread"
 """The class of a thread that only frees what was sent."""
 
 _MAX_NEEDS = 16
-"""Of a wait for more requests than that it is not told what it needs."""
+"""Of a wait for more requests than that, the launcher is not told what each needs."""
 
 _EVERYBODY = frozenset(
     {

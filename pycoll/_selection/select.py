@@ -171,7 +171,8 @@ class Selector:
 
         `shared_memory` comes first wherever it can serve, whatever its time: a call of a NumPy
         array enters the core without asking here, and the same call on other ranks must follow.
-        The others come by time. A rule that nothing obeys which can serve does not count.
+        The others come by time. A rule of PYCOLL_ALGORITHM that
+        leaves nothing which can serve is ignored.
         """
         request = self._rounded(request)
         able: list[Candidate] = []

@@ -8,13 +8,10 @@ import os
 # it must end with the status of an interrupt.
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pycoll._rendezvous.wire import already_joined
 from pycoll.errors import BootstrapError
-
-if TYPE_CHECKING:
-    pass
 
 
 class JobPlacement(NamedTuple):

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from pycoll import _transports as transports
 from pycoll._calls.arguments import check_timeout
@@ -30,9 +29,6 @@ from pycoll._transports import network
 from pycoll._world.meeting import cannot_join, join
 from pycoll._world.placement import environment, read_place
 from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
-
-if TYPE_CHECKING:
-    pass
 
 WORLD_IDENT = 1
 CLOSE_TIMEOUT_S = 5.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pycoll
@@ -49,6 +50,36 @@ def test_what_is_explained_is_what_runs_and_all_ranks_say_the_same(ranks: Any) -
 
     said = ranks(program)
     assert all(one == said[0] for one in said)
+
+
+@on(HOSTS)
+def test_between_hosts_integers_are_explained_as_they_run(ranks: Any) -> None:
+    def program(comm: Comm) -> dict[Any, str]:
+        dtypes = (None, "float32", "bfloat16", "int64", np.bool_, np.dtype("uint8"))
+        return {dtype: str(comm.explain("all_reduce", 4096, dtype=dtype)) for dtype in dtypes} | {
+            "band": str(comm.explain("all_reduce", 4096, "band")),
+            "list": str(comm.explain("all_reduce", 4096, lambda a, b: a, dtype="int64")),
+            "any": str(comm.explain("all_reduce", 4096, lambda a, b: a)),
+        }
+
+    said = ranks(program)[0]
+    assert said[None] == said["float32"] == said["bfloat16"] != said["int64"]
+    assert said["int64"] == said[np.bool_] == said[np.dtype("uint8")] == said["band"]
+    assert said["list"] == said["any"]
+
+
+@on(SHM)
+def test_a_dtype_that_is_none_is_refused_as_the_call_would(ranks: Any) -> None:
+    def program(comm: Comm) -> None:
+        with pytest.raises(TypeError, match='"band" does not work on float32'):
+            comm.explain("all_reduce", 8, "band", dtype="float32")
+        with pytest.raises(TypeError, match="only move"):
+            comm.explain("all_reduce", 8, dtype="float8_e5m2")
+        with pytest.raises(TypeError, match="int7"):
+            comm.explain("all_reduce", 8, dtype="int7")
+        assert comm.explain("all_gather", 8, dtype="int7").algorithm == "shared_memory"
+
+    ranks(program)
 
 
 @on(TCP)

@@ -67,7 +67,7 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc
     return pc_call_end(&call, pc_run(&call), result);
 }
 
-/* Write what arrays.describe writes for a NumPy array; returns its length. */
+/* Write what `conversion.describe` writes for a NumPy array; returns its length. */
 uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to) {
     int ndim = x->ndim - skipped;
     to[0] = (unsigned char)x->dtype;

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* What context.P2P packs: kind, communicator, tag, form; then what arrays.describe writes: code of
+/* What `envelope.P2P` packs: kind, communicator, tag, form; then what `conversion.describe` writes: code of
    the dtype, length of the kind's name, dimensions, the name, the shape. */
 #define KIND_P2P 1
 #define HEADER_NBYTES 18u

@@ -1,0 +1,60 @@
+"""What comments, docstrings and the READMEs of the source name in backticks is there."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("pycoll", "transports", "launcher")
+OF_OTHERS = {"CU_POINTER_ATTRIBUTE_BUFFER_ID", "__builtin_cpu_supports", "docker0"}
+"""Names of CUDA, compilers and networks that are only spoken of."""
+
+IN_C = re.compile(r"/\*.*?\*/", re.DOTALL)
+WORD = re.compile(r"\w+")
+POINTER = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(\))?`(?!`)")
+
+
+def of_python(text: str) -> tuple[set[str], str]:
+    """Return the names in a program, and what is said about it."""
+    names: set[str] = set()
+    said = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT or token.string.lstrip("rbfRBF").startswith('"""'):
+            said.append(token.string)
+        elif token.type in (tokenize.NAME, tokenize.STRING):
+            names.update(WORD.findall(token.string))
+    return names, "\n".join(said)
+
+
+def of_c(text: str) -> tuple[set[str], str]:
+    return set(WORD.findall(IN_C.sub(" ", text))), "\n".join(IN_C.findall(text))
+
+
+def test_what_is_pointed_to_is_there() -> None:
+    names: set[str] = set(OF_OTHERS)
+    said: dict[Path, str] = {}
+    for path in (path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*"))):
+        if path.is_dir() or path.is_symlink() or "__pycache__" in path.parts:
+            continue
+        names.update(path.relative_to(ROOT).parts, path.name.split("."))
+        if path.suffix in (".py", ".pyi"):
+            found, said[path] = of_python(path.read_text(encoding="utf-8"))
+        elif path.suffix in (".c", ".h", ".inc"):
+            found, said[path] = of_c(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".md":
+            found, said[path] = set(), path.read_text(encoding="utf-8")
+        else:
+            continue
+        names |= found
+    names.update(word for path in ROOT.iterdir() for word in path.name.split("."))
+    assert len(said) > 300, "the source is elsewhere"
+    wrong = [
+        f"{path.relative_to(ROOT)}: {pointer}"
+        for path, text in said.items()
+        for pointer in POINTER.findall(text)
+        if not names.issuperset(pointer.strip(".").split("."))
+    ]
+    assert wrong == []
