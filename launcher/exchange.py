@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pycoll._launcher.slurm import expand
 from pycoll._rendezvous.wire import check_key
-from pycoll._support.ports import agreed_port
+from pycoll._support.ports import agreed_port, endpoint
 from pycoll.errors import BootstrapError
 
 if TYPE_CHECKING:
@@ -182,8 +182,7 @@ def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str
             f"of {launched.size}, but not where rank 0 is: set PYCOLL_RENDEZVOUS, too "
             "(tcp://HOST:PORT of rank 0), PYCOLL_RANK and PYCOLL_SIZE; or unset PYCOLL_KEY"
         )
-    port = agreed_port(key)
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", key.hex()
+    return endpoint(host, agreed_port(key)), key.hex()
 
 
 @contextlib.contextmanager

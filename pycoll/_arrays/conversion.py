@@ -322,6 +322,17 @@ def overlap(a: Array, b: Array) -> bool:
         return True
 
 
+def contiguous(array: Array) -> Array:
+    """Return the array itself if it is C-contiguous, else a copy that is."""
+    return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def operand(array: Array) -> Array:
+    """Return the array itself if it is C-contiguous and aligned, else a copy: what C reduces."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else array.copy(order="C")
+
+
 def as_bytes(array: Array) -> memoryview:
     """Return the memory of a C-contiguous array as a 1-D memoryview of format ``"B"``."""
     assert array.flags.c_contiguous

@@ -31,7 +31,7 @@ class Target:
 
     Attributes:
         array: the result, as the caller will see it.
-        memory: the same, C-contiguous: what a call writes to.
+        memory: the same, C-contiguous and aligned: what a call writes to.
         value: both, as a Value.
     """
 
@@ -43,7 +43,7 @@ class Target:
             else conversion.check_out(out, x.dtype, shape)
         )
         self.array = self.value.array
-        self.memory = self.array if self.array.flags.c_contiguous else self.array.copy(order="C")
+        self.memory = conversion.operand(self.array)
 
     def check_overlap(self, x: Value, in_place: tuple[Array, Array] | None = None) -> None:
         """Refuse an `out` that overlaps x, unless two places `in_place` are the same memory."""

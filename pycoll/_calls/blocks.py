@@ -20,7 +20,6 @@ import numpy as np
 
 from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
-from pycoll._calls.message_steps import contiguous
 from pycoll._dtypes import DType
 from pycoll._transports.base import Parts
 
@@ -64,7 +63,7 @@ def head(x: Value) -> bytes:
 
 def elements(x: Value) -> memoryview:
     """Return the elements of `x`: its own memory if that is C-contiguous, else a copy."""
-    return conversion.as_bytes(contiguous(x.array))
+    return conversion.as_bytes(conversion.contiguous(x.array))
 
 
 def pack(x: Value) -> Parts:

@@ -15,8 +15,6 @@ from pycoll._arrays import conversion
 from pycoll._arrays.operators import Combiner, Op, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls.group import Bound, Group, How
-from pycoll._calls.message_steps import contiguous
-from pycoll._calls.numbering import ROOTED
 from pycoll._dtypes import Array
 from pycoll._runtime.binding import Binding, Combine
 from pycoll._runtime.task import CallSteps
@@ -64,7 +62,9 @@ def bind(
         op: what combines, if something does.
         root: the root, if there is one.
     """
-    how: How = (collective, choice, root) if collective in ROOTED else (collective, choice)
+    how: How = (
+        (collective, choice, root) if collective in schedules.ROOTED else (collective, choice)
+    )
     return Bound(how, _BINDING[collective](group, how, x, op, result), x.array.itemsize)
 
 
@@ -73,7 +73,7 @@ def _pieces(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
     assert op is not None
     count = group.rank + 1 if how[0] == "scan" else group.size
     combine = Combiner(op, x.dtype, x.array.shape)
-    binding = bind_pieces(group, how, combine, contiguous(x.array), result)
+    binding = bind_pieces(group, how, combine, conversion.operand(x.array), result)
     return binding._replace(finish=finisher(op, x.dtype, count))
 
 
@@ -81,7 +81,7 @@ def _before(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
     """Bind what combines the x of the ranks before this one; `result` is untouched on rank 0."""
     assert op is not None
     assert result is not None
-    own, target = conversion.as_bytes(contiguous(x.array)), conversion.as_bytes(result)
+    own, target = conversion.as_bytes(conversion.operand(x.array)), conversion.as_bytes(result)
     return Binding(
         nbytes=[len(own), len(own)],
         source=[(own,), None],
@@ -113,7 +113,7 @@ def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | No
     """Bind what reduces row r of all ranks' x (size, ...) into rank r's `result`."""
     assert op is not None
     assert result is not None
-    array = contiguous(x.array)
+    array = conversion.operand(x.array)
     source = rows(array)
     target: list[memoryview | None] = [None] * group.size
     target[group.rank] = conversion.as_bytes(result)
@@ -129,7 +129,7 @@ def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | No
 
 def _gathered(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
     """Bind what gathers into `result` (size, ...)."""
-    own = conversion.as_bytes(contiguous(x.array))
+    own = conversion.as_bytes(conversion.contiguous(x.array))
     source: list[Any] = [None] * group.size
     source[group.rank] = (own,)
     target = conversion.as_bytes(result) if result is not None else None
@@ -144,7 +144,7 @@ def _gathered(group: Group, how: How, x: Value, op: Op | None, result: Array | N
 def _exchanged(group: Group, how: How, x: Value, op: Op | None, result: Array | None) -> Binding:
     """Bind what puts row `rank` of rank i's x into row i of `result` (size, ...)."""
     assert result is not None
-    source, target = rows(contiguous(x.array)), rows(result)
+    source, target = rows(conversion.contiguous(x.array)), rows(result)
     count = schedules.find("all_to_all", how[1].name).chunks(group.size)
     nothing: list[Any] = [None] * group.size
     between: list[Any] = [None] * (count - 2 * group.size)  # blocks on their way to other ranks

@@ -119,12 +119,7 @@ class CoreRun(Operation):
         where = (*address, segments, granule)
         reduction = _reduction_of(binding)
         self.finish_with = binding.finish if reduction == NO_REDUCTION else None
-        try:
-            core = Run(group.context.core, *memory, reduction, *where)
-        except BufferError:  # what is not aligned NumPy reduces
-            self.finish_with = binding.finish
-            core = Run(group.context.core, *memory, NO_REDUCTION, *where)
-        self._core = core
+        self._core = Run(group.context.core, *memory, reduction, *where)
 
     def awaited(self) -> Collection[int]:
         others = [rank for transfer in self._transfers.values() for rank in transfer.awaited()]

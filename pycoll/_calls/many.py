@@ -21,8 +21,9 @@ from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind_pieces
 from pycoll._calls.group import Group
-from pycoll._calls.message_steps import contiguous, pulled
+from pycoll._calls.message_steps import pulled
 from pycoll._calls.numbering import KINDS, OPS
+from pycoll._calls.preparing import forced_text
 from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._calls.shared_memory_calls import combine, serves
 from pycoll._cuda.late_copies import LateCopies
@@ -85,7 +86,7 @@ class Bucket:
         self._shapes = [member.array.shape for member in members]
         if len(members) == 1:
             target = outs[0] or Target(None, first, first.array.shape)
-            self.source, self.target = contiguous(first.array), target.memory
+            self.source, self.target = conversion.operand(first.array), target.memory
             self.results: list[Callable[[LateCopies], Any]] = [target.result]
             return
         flat = [member.array.reshape(-1) for member in members]
@@ -242,10 +243,9 @@ def prepare_all_reduce_many(
         )
     total = sum(value.array.nbytes for value in values)
     alike = zlib.crc32(repr([(value.dtype.name, value.array.shape) for value in values]).encode())
-    forced = f", algorithm={algorithm}" if algorithm else ""
     text = (
         f"{'' if blocking else 'i'}all_reduce_many({len(values)} arrays, {total} bytes, "
-        f"checksum {alike:08x}, op={resolved.signature}{forced})"
+        f"checksum {alike:08x}, op={resolved.signature}{forced_text(algorithm)})"
     )
     return ManyPlan(group, text, route, values, buckets, results, resolved, algorithm)
 

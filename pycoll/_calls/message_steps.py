@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pycoll._arrays import conversion, objects
 from pycoll._arrays.value import Value
 from pycoll._calls.group import Group
-from pycoll._dtypes import Array
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.envelope import (
     ANY,
@@ -71,7 +70,7 @@ class Outgoing:
             self.text = type(x).__name__
             self.nbytes = nbytes_of(self.parts)
         else:
-            self.parts = (conversion.as_bytes(contiguous(value.array)),)
+            self.parts = (conversion.as_bytes(conversion.contiguous(value.array)),)
             self.description = conversion.describe(value)
             self.text = f"{value.dtype}{list(value.array.shape)}"
             self.nbytes = value.array.nbytes
@@ -82,11 +81,6 @@ class Outgoing:
         if self.value is not None and self.value.stage is not None:
             return  # that is what its staging buffer is
         self.parts = tuple(memoryview(bytearray(part)) for part in self.parts)
-
-
-def contiguous(array: Array) -> Array:
-    """Return the array itself if it is C-contiguous, else a copy that is."""
-    return array if array.flags.c_contiguous else array.copy(order="C")
 
 
 def send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> CallSteps:
@@ -221,7 +215,7 @@ def start_send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Operati
     form = OBJECT if outgoing.is_object else ARRAY
     header = P2P.pack(KIND_P2P, group.context.ident, tag, form)
     start = group.engine.hold if outgoing.is_synchronous else group.engine.send
-    return start(group.context, group.members[dest], header + outgoing.description, outgoing.parts)
+    return start(group.members[dest], header + outgoing.description, outgoing.parts)
 
 
 def receive(

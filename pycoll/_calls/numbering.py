@@ -20,11 +20,6 @@ KINDS = (
 METHODS = (*KINDS, "reduce_scatterv")
 """What has methods in the core, numbered likewise."""
 
-REDUCING = frozenset(
-    {"reduce", "all_reduce", "reduce_scatter", "reduce_scatterv", "scan", "exscan"}
-)
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-
 UNEVEN = ("gatherv", "all_gatherv", "scatterv", "all_to_allv")
 """Collectives of blocks that differ in shape, numbered likewise."""
 

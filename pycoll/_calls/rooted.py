@@ -17,7 +17,7 @@ from pycoll._arrays import conversion, objects
 from pycoll._arrays.value import Value
 from pycoll._calls.collectives import piece_ends, rows, type_text
 from pycoll._calls.group import Bound, Group
-from pycoll._calls.message_steps import Outgoing, contiguous, pulled
+from pycoll._calls.message_steps import Outgoing, pulled
 from pycoll._dtypes import DType
 from pycoll._runtime.binding import Binding
 from pycoll._runtime.scratch import new_bytes
@@ -326,7 +326,7 @@ def of_scatter(
         return None, None
     if isinstance(blocks, Value):
         block = Value(blocks.array[0], blocks.dtype, blocks.kind)
-        views = [(row,) for row in rows(contiguous(blocks.array))]
+        views = [(row,) for row in rows(conversion.contiguous(blocks.array))]
         return of_block(group, block, algorithm), views
     lengths = [sum(len(part) for part in parts) for parts in blocks]
     nbytes = max(lengths)

@@ -12,29 +12,31 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakMethod
 
-from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, REDUCING, ROOTED, UNEVEN
+from pycoll._calls.numbering import KINDS, METHODS, OPS, PARTS, UNEVEN
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine, SharedMemory, left_without
 from pycoll._runtime.envelope import different_calls
 from pycoll._runtime.task import Call, caller
-from pycoll._runtime.waits import Options, needed
+from pycoll._runtime.waits import EVERYBODY, Options, needed
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import Error, MismatchError
 
 if TYPE_CHECKING:
     from pycoll import _dtypes as dtypes
+    from pycoll import schedules
     from pycoll._arrays import conversion
     from pycoll._cuda.copies import GpuCopy
 else:
     conversion, dtypes = LazyModule("pycoll._arrays.conversion"), LazyModule("pycoll._dtypes")
+    schedules = LazyModule("pycoll.schedules")
 
-EVERYBODY = frozenset({"barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
-"""Collectives in which every rank needs every other."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
 BY_MESSAGES = object()
 """What a call in the core returns instead of a result: take the way over messages."""
@@ -103,19 +105,26 @@ class ShmComm:
         """Number of calls made by the communicator's user."""
         return self.core.number - self.core.internal
 
-    def run(self, call: Call, timeout: float, steps: Callable[[ShmComm], Any]) -> Any:
-        """Run a call to its end: `steps` calls the core of this, which it is given."""
+    def run(
+        self,
+        call: Call,
+        timeout: float,
+        steps: Callable[Concatenate[ShmComm, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Run a call to its end: `steps`, given this and the arguments, calls the core."""
         if self._call is not None or not self.core.claim():
             raise Error(
                 f"{call.text}: another thread is in a collective of this communicator; "
                 "collectives of one communicator come from one thread at a time"
             )
         try:
-            return self._run(call, timeout, steps)
+            return self._run(call, timeout, partial(steps, self, *args, **kwargs))
         finally:
             self.core.release()
 
-    def _run(self, call: Call, timeout: float, steps: Callable[[ShmComm], Any]) -> Any:
+    def _run(self, call: Call, timeout: float, steps: Callable[[], R]) -> R:
         engine, context = self._engine, self._context
         if not self.core.ready:
             try:
@@ -130,7 +139,7 @@ class ShmComm:
             self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
             while not self.core.attached:
                 self._attach()
-            result = steps(self)
+            result = steps()
         except BaseException as exc:
             engine.give_up(context, exc)
             raise
@@ -450,10 +459,11 @@ def _whole_text(whole: str, collective: str, root: int) -> str:
 
 def _text(collective: str, words: list[str], op: str, root: int) -> str:
     """Return a call as the communicator shows it; `words`: the type of the array."""
-    if collective in REDUCING:
+    reduces = collective in schedules.REDUCING or collective == "reduce_scatterv"
+    if reduces:
         words.append(f"op={op}, algorithm={SHARED_MEMORY}")
-    if collective in ROOTED:
+    if collective in schedules.ROOTED:
         words.append(f"root={root}")
-    if collective not in REDUCING and collective not in ("broadcast", "scatter"):
+    if not reduces and collective not in ("broadcast", "scatter"):
         words.append(f"algorithm={SHARED_MEMORY}")
     return f"{collective}({', '.join(words)})"

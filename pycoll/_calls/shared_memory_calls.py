@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pycoll import _dtypes as dtypes
+from pycoll import schedules
 from pycoll._arrays import conversion, objects, operators
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
-from pycoll._calls.message_steps import contiguous
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
 from pycoll._dtypes import Array, DType
@@ -199,7 +199,11 @@ def _run(
     salt: int = 0,
     hook: Callable[[int], None] | None = None,
 ) -> bool:
-    array = contiguous(x.array)
+    array = (
+        conversion.operand(x.array)
+        if collective in schedules.REDUCING
+        else conversion.contiguous(x.array)
+    )
     split = collective in ("reduce_scatter", "all_to_all") and len(array)
     by_messages: bool = shm.core.run(
         None,

@@ -13,7 +13,7 @@ from pycoll._arrays import conversion
 from pycoll._arrays.value import Value
 from pycoll._calls import rooted
 from pycoll._calls.group import SHARED_MEMORY, Group
-from pycoll._calls.message_steps import Outgoing, contiguous
+from pycoll._calls.message_steps import Outgoing
 from pycoll._calls.numbering import KINDS
 from pycoll._calls.rooted import Announcement
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
@@ -88,7 +88,7 @@ def scatter(
         shape, gpu = block.array.shape, blocks.gpu
         result = rooted.scatter_target(out, block.dtype, block.kind, shape, gpu)
         source, target = (
-            conversion.as_bytes(contiguous(blocks.array)),
+            conversion.as_bytes(conversion.contiguous(blocks.array)),
             conversion.as_bytes(result.array),
         )
         value = _value_hash(core, description)

@@ -21,7 +21,6 @@ from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
 from pycoll._calls import blocks
 from pycoll._calls.blocks import ALIGNMENT
-from pycoll._calls.message_steps import contiguous
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm
 from pycoll._calls.shared_memory_calls import combine, serves
@@ -117,7 +116,7 @@ def scatterv(
 
 
 def _contiguous(x: Value) -> Value:
-    array = contiguous(x.array)
+    array = conversion.contiguous(x.array)
     return x if array is x.array else Value(array, x.dtype, x.kind)
 
 
@@ -200,7 +199,7 @@ def reduce_scatterv(
     shm: ShmComm, salt: int, x: Value, counts: list[int], op: Op, result: Array
 ) -> None:
     """Reduce part r of all ranks' x into rank r's C-contiguous `result`."""
-    array = contiguous(x.array)
+    array = conversion.operand(x.array)
     if serves(op, x.dtype):
         source, out = conversion.as_bytes(array), conversion.as_bytes(result)
         code = OPS.index(op.name)

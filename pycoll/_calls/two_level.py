@@ -135,9 +135,7 @@ class TwoLevelCall(NamedTuple):
     ) -> None:
         """Call the core with the other ranks of this host, if there are any."""
         if self.levels.host.shm is not None:
-            self.levels.host.shm.run(
-                self.call, self._left(), lambda shm: steps(shm, *args, **kwargs)
-            )
+            self.levels.host.shm.run(self.call, self._left(), steps, *args, **kwargs)
 
     def between(
         self, bind: Callable[Concatenate[Group, P], Bound], *args: P.args, **kwargs: P.kwargs

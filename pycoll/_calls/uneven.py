@@ -15,7 +15,7 @@ from pycoll._arrays.operators import Combiner, Op, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls import blocks, shared_memory_uneven
 from pycoll._calls.group import Group
-from pycoll._calls.message_steps import contiguous, pulled
+from pycoll._calls.message_steps import pulled
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._calls.uneven_out import BlockTargets
 from pycoll._dtypes import Array
@@ -128,7 +128,7 @@ def reduce_scatterv(
 ) -> CallSteps:
     """Reduce rows of all ranks' x: this rank's ``counts[rank]`` rows into `result`."""
     number = group.context.begin(call)
-    source = shared_memory_uneven.cut(contiguous(x.array), counts)
+    source = shared_memory_uneven.cut(conversion.operand(x.array), counts)
     target: list[memoryview | None] = [None] * group.size
     target[group.rank] = conversion.as_bytes(result)
     binding = Binding(

@@ -293,7 +293,7 @@ def _try(asked: Offer) -> int:
 
 def _say(engine: Engine, context: Context, peer: int, what: int, data: bytes) -> None:
     header = CUDA_IPC.pack(KIND_CUDA_IPC, context.ident, what)
-    engine.send(context, peer, header + data, ())
+    engine.send(peer, header + data, ())
 
 
 def find(uuid: bytes) -> cuda.Device | None:

@@ -170,7 +170,7 @@ def _offer(peer: int, chunks: Sequence[int], number: int, run: Chunks) -> Operat
         raise TransportError("an array on a GPU that could be offered cannot any more")
     offer = Offer(found.uuid, found.handle, found.offset + begin)
     message = run.header(number, KIND_OFFERED, offer.pack())
-    return run.engine.hold(run.context, world, message, parts)
+    return run.engine.hold(world, message, parts)
 
 
 def _place(view: memoryview) -> Place:

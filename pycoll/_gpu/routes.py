@@ -60,7 +60,7 @@ class _Staged:
     def start(self) -> Operation:
         envelope = self._envelope
         start = envelope.engine.hold if envelope.is_synchronous else envelope.engine.send
-        return start(envelope.context, envelope.peer, envelope.header(ARRAY), (envelope.payload,))
+        return start(envelope.peer, envelope.header(ARRAY), (envelope.payload,))
 
     def cancel(self) -> None:
         self.copy.watch()  # the array is let go in the end
@@ -75,7 +75,7 @@ class _CudaIpc:
     def start(self) -> Operation:
         envelope = self._envelope
         header = envelope.header(OFFERED, self._offer.pack())
-        return envelope.engine.hold(envelope.context, envelope.peer, header, (envelope.payload,))
+        return envelope.engine.hold(envelope.peer, header, (envelope.payload,))
 
     def cancel(self) -> None:
         pass
@@ -90,9 +90,7 @@ class _Direct:
     def start(self) -> Operation:
         envelope = self._envelope
         header = envelope.header(ARRAY)
-        transfer = envelope.engine.hold(
-            envelope.context, envelope.peer, header, (envelope.payload,)
-        )
+        transfer = envelope.engine.hold(envelope.peer, header, (envelope.payload,))
         return gpudirect.Sending(transfer, self._reach)
 
     def cancel(self) -> None:

@@ -137,7 +137,7 @@ class Sending(Operation):
     def _send(self, index: int) -> Operation:
         envelope = self._envelope
         view = envelope.payload[self._spans[index]]
-        return envelope.engine.hold(envelope.context, envelope.peer, self._headers[index], (view,))
+        return envelope.engine.hold(envelope.peer, self._headers[index], (view,))
 
     def _sent(self, transfer: Operation) -> None:
         if self._left < 0 or self.done:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pycoll._calls.call_plan import ResultOf, Route, conclude
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
-from pycoll._calls.numbering import KINDS, OPS, REDUCING
+from pycoll._calls.numbering import KINDS, OPS
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.envelope import readable
@@ -222,12 +222,12 @@ class Plans:
             arguments["root"] = root
         if name not in ("barrier", "broadcast"):
             arguments["out"] = result
-        if name in REDUCING:
+        if name in schedules.REDUCING:
             arguments["op"] = OPS[op]
         plan = getattr(calls, name)(**arguments)
         if plan.route is not Route.MESSAGES:
             return None
-        if name not in REDUCING and core_runs.may_be_offered():
+        if name not in schedules.REDUCING and core_runs.may_be_offered():
             return None
         if name in ("broadcast", "scatter"):
             if algorithm == SHARED_MEMORY:
@@ -247,7 +247,7 @@ class Plans:
         collective, _, *roots = bound.how
         steps = core_runs.steps_of(group.schedule(collective, choice.name, *roots))
         reduction = core_runs.NO_REDUCTION
-        if name in REDUCING:
+        if name in schedules.REDUCING:
             reduction = op, plan.x.dtype.code, self._divisor(name, OPS[op])
         text = plan.text.encode()
         return Plan(group.size, steps, places, text, reduction, choice.segments, bound.granule)

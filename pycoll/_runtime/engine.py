@@ -232,12 +232,12 @@ class Engine(Communicators):
                     self.break_context(collective, exc)
             raise
 
-    def send(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
+    def send(self, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending to the world rank `peer`."""
         start = self.transport.send if self._gives_up else self.transport.push
         return self.membership.refuse(peer) or start(peer, header, parts)
 
-    def hold(self, context: Context, peer: int, header: bytes, parts: Parts) -> Operation:
+    def hold(self, peer: int, header: bytes, parts: Parts) -> Operation:
         """Start sending what nobody copies before it is received, however short it is."""
         refusal = self.membership.refuse(peer)
         return refusal or self.transport.offer(peer, header, parts)

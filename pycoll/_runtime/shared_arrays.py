@@ -20,7 +20,8 @@ import numpy as np
 
 from pycoll._arrays import conversion
 from pycoll._selection.agreed import parse_bytes
-from pycoll._transports.shm import handed_on, missing_core
+from pycoll._transports import _core
+from pycoll._transports.shm import handed_on
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -118,16 +119,15 @@ class share_arrays:  # noqa: N801 - it is called like a function
             raise TypeError(f"minimum must be a number of bytes, not {minimum!r}") from None
         if nbytes < 0:
             raise ValueError(f"minimum must be a number of bytes, not {minimum}")
-        core = _open()
-        self._core = core
-        self._before = core.share_arrays(nbytes) if core is not None else None
+        self._is_possible = _open()
+        self._before = _core.share_arrays(nbytes) if self._is_possible else None
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._core is not None:
-            self._core.share_arrays(self._before)
+        if self._is_possible:
+            _core.share_arrays(self._before)
 
 
 def from_environment(text: str) -> None:
@@ -143,15 +143,13 @@ def from_environment(text: str) -> None:
 
 def can_be_made() -> bool:
     """Return whether NumPy takes memory for its arrays from pycoll."""
-    core = _core()
-    return core is not None and core.hook_numpy(_table())
+    return _core.hook_numpy(_table())
 
 
 def is_shared(array: np.ndarray[Any, Any]) -> bool:
     """Return whether the bytes of an array lie in this process's shared memory."""
-    core = _core()
     low, high = _bounds(array)
-    return core is not None and core.is_shared(low, high - low)
+    return _core.is_shared(low, high - low)
 
 
 def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
@@ -169,8 +167,7 @@ def _bounds(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 def use() -> Use:
     """Return what of this process lies in shared memory."""
-    core = _core()
-    return Use(*core.shared_use()) if core is not None else Use()
+    return Use(*_core.shared_use())
 
 
 # --- arrays of other ranks -----------------------------------------------------------------
@@ -217,9 +214,7 @@ _exposed: list[Exposed] = []
 @cache
 def _retire_at_exit() -> None:
     """Others may hold arrays of this process when it has ended."""
-    core = _core()
-    if core is not None:
-        atexit.register(core.retire_arrays)
+    atexit.register(_core.retire_arrays)
 
 
 def expose(x: Any, rank: int, size: int) -> tuple[np.ndarray[Any, Any] | None, Said]:
@@ -297,33 +292,24 @@ def _give_back(held: np.ndarray[Any, Any], rank: int) -> None:
 # --- opening -------------------------------------------------------------------------------
 
 
-def _core() -> Any:
-    if missing_core() is not None:
-        return None
-    from pycoll._transports import _core
-
-    return _core
-
-
 _state = {"tried": False}
 
 
-def _open() -> Any:
-    """Have NumPy ask the core for memory; returns the core, None if that is not possible."""
+def _open() -> bool:
+    """Have NumPy ask the core for memory; returns whether that is possible."""
     if not can_be_made():
-        return None
-    core = _core()
+        return False
     if not _state["tried"]:
         _state["tried"] = True
         memory = handed_on(os.environ)
         try:
             if memory is None:
-                core.open_arena()
+                _core.open_arena()
             elif memory.size > 1:
-                core.open_arena(memory.descriptor, memory.rank, memory.size)
+                _core.open_arena(memory.descriptor, memory.rank, memory.size)
         except OSError:
             pass  # then arrays lie in ordinary memory
-    return core
+    return True
 
 
 def _table() -> Any:
@@ -334,12 +320,11 @@ def _table() -> Any:
 
 @contextmanager
 def _shared() -> Iterator[None]:
-    core = _open()
-    if core is None:
+    if not _open():
         yield
         return
-    core.share_next(True)
+    _core.share_next(True)
     try:
         yield
     finally:
-        core.share_next(False)
+        _core.share_next(False)

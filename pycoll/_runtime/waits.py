@@ -37,13 +37,16 @@ _OF_PYZMQ = "GarbageCollectorThread"
 _MAX_NEEDS = 16
 """Of a wait for more requests than that, the launcher is not told what each needs."""
 
-_EVERYBODY = frozenset(
+EVERYBODY = frozenset(
     {
         *("barrier", "all_reduce", "all_reduce_many", "all_gather", "all_gatherv"),
         *("reduce_scatter", "all_to_all", "all_to_allv"),
-        *("dup", "split", "split_by_host", "grid"),
+        *("dup", "split", "split_by_host", "grid", "share"),
     }
 )
+"""Collectives in which every rank needs every other. In a reduce_scatterv a rank whose count is 0
+does not."""
+
 _FROM_ROOT = frozenset({"broadcast", "scatter", "scatterv"})
 _TO_ROOT = frozenset({"reduce", "gather", "gatherv"})
 _FROM_BELOW = frozenset({"scan", "exscan"})
@@ -171,7 +174,7 @@ def needed(call: Call, rank: int) -> Collection[int]:
     size = len(call.context.members)
     name = name.removeprefix("i")
     others = [other for other in range(size) if other != rank]
-    if name in _EVERYBODY:
+    if name in EVERYBODY:
         return others
     if name in _FROM_BELOW:
         return range(rank)

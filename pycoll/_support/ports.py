@@ -45,10 +45,14 @@ def agreed_port(what: bytes) -> int:
     return _FIRST_AGREED + int.from_bytes(digest[:4], "little") % _AGREED
 
 
-def endpoint_of(listener: socket.socket) -> str:
-    """Return where a listener can be reached: ``tcp://host:port``."""
-    host, port = listener.getsockname()[:2]
+def endpoint(host: str, port: int | str) -> str:
+    """Return ``tcp://host:port``."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def endpoint_of(listener: socket.socket) -> str:
+    """Return where a listener can be reached."""
+    return endpoint(*listener.getsockname()[:2])
 
 
 def why_unreachable(host: str) -> str | None:

@@ -15,6 +15,7 @@ from pycoll._rendezvous.client import Client
 from pycoll._runtime.engine import Engine
 from pycoll._selection import agreed
 from pycoll._support.environment import encrypts
+from pycoll._support.ports import endpoint
 from pycoll._transports import network
 from pycoll._transports.base import Transport
 from pycoll._transports.shm import open_host
@@ -277,7 +278,7 @@ def _seen_from_here(said: dict[str, Any], host: str | None) -> dict[str, Any]:
     if host is None:
         return said
     port = said["endpoint"].rpartition(":")[2]
-    return {**said, "endpoint": f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"}
+    return {**said, "endpoint": endpoint(host, port)}
 
 
 def _open_rdma(place: JobPlacement, chosen: str) -> Transport | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pycoll.schedule import Recv, Send, Step
-from pycoll.schedules import ROOTED, TABLE, Algorithm, find, names, steps_of
+from pycoll.schedules import ROOTED, Algorithm, find, steps_of
 from pycoll.schedules.program import Program
 from pycoll.schedules.proof import Execution, Proof
 from pycoll.schedules.relabel import relabel
@@ -142,16 +142,3 @@ def _turn(step: Step, ranks: Sequence[int], chunks: Sequence[int] | None) -> Ste
             return Recv(ranks[peer], chunk, scratch)
         case _:
             return step
-
-
-def prove_all(
-    max_size: int = 32, collectives: Iterable[str] = (), windows: Iterable[int] = WINDOWS
-) -> list[Summary]:
-    """Prove all algorithms of some collectives, or of all.
-
-    Raises:
-        ProofError: an algorithm is wrong.
-        ValueError: there is no such collective.
-    """
-    chosen = [(c, name) for c in (tuple(collectives) or TABLE) for name in names(c)]
-    return [prove_algorithm(find(c, name), max_size, tuple(windows)) for c, name in chosen]

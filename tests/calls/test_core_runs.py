@@ -47,15 +47,7 @@ ok()
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_the_core_cannot_reduce_python_does(job: Jobs, transport: str) -> None:
     text = """
-# Contiguous, but not aligned.
-odd = np.frombuffer(bytearray(8 * 10 + 1), np.uint8)[1:].view("f8")
-odd[:] = np.arange(10) + rank
-parts = [odd, np.arange(3.0)]
 for _ in range(2):
-    first, second = comm.iall_reduce_many([odd[:4], odd[4:]]).wait()
-    assert (np.concatenate([first, second]) == size * np.arange(10) + sum(range(size))).all()
-    scattered = comm.ireduce_scatterv(odd, [10, 0, 0]).wait()
-    assert len(scattered) == (10 if rank == 0 else 0)
     assert comm.iall_reduce(rank, lambda a, b: a + 2 * b).wait() == sum((0, 2, 4))
     for algorithm in ("ring", "tree", "recursive_doubling"):
         largest = pycoll.Op(np.maximum, elementwise=True)
@@ -67,6 +59,46 @@ for call in comm.iall_reduce, comm.iscan, comm.ireduce_scatter:
     wanted = np.arange(6.0).reshape(3, 2) + 10 * (rank if call == comm.iscan else size - 1)
     wanted = wanted[rank] if call == comm.ireduce_scatter else wanted
     assert (call(x, last).wait() == wanted).all()
+ok()
+"""
+    all_well(job(3, text, "--transport", transport), 3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_that_is_not_aligned_is_reduced_by_a_copy(job: Jobs, transport: str) -> None:
+    """C reads no element from where the processor might not."""
+    text = """
+def odd(shape, dtype, shift):
+    count = int(np.prod(shape))
+    memory = np.zeros(count * np.dtype(dtype).itemsize + 8, np.uint8)
+    return memory[shift : shift - 8].view(dtype).reshape(shape)
+
+def filled(shape, dtype, shift):
+    x = odd(shape, dtype, shift)
+    x[...] = np.arange(x.size).reshape(shape) + rank
+    return x
+
+total = size * np.arange(12) + sum(range(size))
+below = [r * np.arange(12) + sum(range(r)) for r in range(size + 1)]
+for dtype, shift in ("f8", 1), ("u2", 1), ("f4", 2), ("c8", 4), ("c16", 2), ("i8", 4):
+    x, out = filled(12, dtype, shift), odd(12, dtype, shift)
+    rows, row = x.reshape(3, 4), odd(4, dtype, shift)
+    assert x.flags.aligned == (dtype == "c8")
+    for prefix in "", "i":
+        def call(name, *args, **kwargs):
+            got = getattr(comm, prefix + name)(*args, **kwargs)
+            return got if not prefix else got.wait()
+        assert call("all_reduce", x, out=out) is out and (out == total).all()
+        assert call("reduce", x, "sum", 1, out=out if rank == 1 else None) is not x
+        assert (call("scan", x, out=out) == below[rank + 1]).all()
+        before = call("exscan", x)
+        assert before is None if rank == 0 else (before == below[rank]).all()
+        assert (call("reduce_scatter", rows, out=row) == total.reshape(3, 4)[rank]).all()
+        mine = call("reduce_scatterv", x, [12, 0, 0])
+        assert (mine == total[: len(mine)]).all() and len(mine) == (12 if rank == 0 else 0)
+        first, second = call("all_reduce_many", [x[:4], x[4:]])
+        assert (np.concatenate([first, second]) == total).all()
+        assert call("all_reduce", out, out=out) is out  # in place
 ok()
 """
     all_well(job(3, text, "--transport", transport), 3)

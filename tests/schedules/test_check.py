@@ -19,10 +19,9 @@ from pycoll.schedules import (
     Algorithm,
     find,
     linear,
-    names,
     steps_of,
 )
-from pycoll.schedules.check import prove, prove_algorithm, prove_all
+from pycoll.schedules.check import prove, prove_algorithm
 
 ROWS = [algorithm for row in TABLE.values() for algorithm in row.values()]
 
@@ -104,11 +103,6 @@ def test_costs_are_those_of_the_textbook(
 def test_a_proof_says_what_was_proved() -> None:
     proof = prove("reduce", "linear", 5, root=3, window=2)
     assert proof[:5] == ("reduce", "linear", 5, 3, 2)
-
-
-def test_all_algorithms_of_a_collective_are_proved_together() -> None:
-    proved = [summary.name for summary in prove_all(4, ["barrier"])]
-    assert proved == names("barrier")
 
 
 @given(data=st.data())

@@ -142,8 +142,6 @@ static void name_array(struct plan_key *key, const struct pc_array *array) {
         key->dims[axis] = array->dims[axis];
 }
 
-static bool is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
-
 /* A call whose root announces what will come, on another rank. */
 static struct pc_started *begin_announced(pc_collectives *self, struct plan_key *key,
                                           PyObject **values) {
@@ -193,13 +191,12 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
     key.kind = kind;
     key.blocking = is_blocking;
     key.algorithm = algorithm;
-    bool reduces = kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER ||
-                   kind == PC_SCAN || kind == PC_EXSCAN;
+    bool reduces = pc_reduces(kind);
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
     if (kind != PC_BARRIER) {
         key.root = find_root(values[ROOT], self->size);
         key.op = reduces ? find_op(values[OP]) : 0;
-        if (key.root >= 0 && is_announced(kind) && self->rank != key.root)
+        if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
             return begin_announced(self, &key, values);
         if (key.root < 0 || key.op < 0 || values[X] == NULL || !pc_array_view(values[X], &x) ||
             x.ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key.op, x.dtype) == NULL) ||

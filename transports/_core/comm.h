@@ -163,8 +163,6 @@ static inline size_t pc_value_offset(uint32_t description_nbytes) {
     return pc_round_up(sizeof(struct pc_header) + description_nbytes, 16);
 }
 
-static inline bool pc_is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
-
 /* What a rank gives lies in a slot as one piece for all that take it, or as a piece for each
    rank. */
 static inline bool pc_is_split(int kind) {
@@ -303,6 +301,8 @@ void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *
 
 /* (signature, shape) of what a rank has called; NULL with an exception */
 PyObject *pc_called(pc_comm *comm, int rank, uint64_t number);
+/* False with an exception: these cannot be operands and result of a reduction. */
+bool pc_check_reducible(int dtype, const Py_buffer *x, const Py_buffer *out);
 int pc_check_attached(const pc_comm *comm); /* -1 with an exception */
 #define PC_MAX_DIMS 64
 int pc_get_shape(PyObject *shape, intptr_t *dims); /* the number of dimensions, or -1 with an

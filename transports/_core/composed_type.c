@@ -164,18 +164,18 @@ static bool place_chunks(struct pc_composed *self, PyObject *lengths, PyObject *
 }
 
 /* Whether what is to be reduced can be, there. */
-static bool can_reduce(const struct pc_composed *self) {
-    const struct pc_reduction *reduction = &self->pipeline.reduction;
-    size_t alignment = reduction->itemsize < sizeof(double) ? reduction->itemsize : sizeof(double);
+static bool can_reduce(const struct pc_composed *self, int dtype) {
     for (uint32_t chunk = 0; chunk < self->table->way.table.num_chunks; chunk++) {
         const struct pc_chunk_place *place = &self->places[chunk];
         if (place->parts != NULL || place->nbytes == PC_UNKNOWN)
             return false;
-        if (place->nbytes > 0 && ((place->source >= 0 && (size_t)place->source % alignment != 0) ||
-                                  (place->target >= 0 && (size_t)place->target % alignment != 0)))
+        bool reads = place->nbytes > 0 && place->source >= 0;
+        bool writes = place->nbytes > 0 && place->target >= 0;
+        if ((reads && !pc_is_aligned(dtype, (uintptr_t)place->source)) ||
+            (writes && !pc_is_aligned(dtype, (uintptr_t)place->target)))
             return false;
     }
-    return reduction->combine != NULL;
+    return self->pipeline.reduction.combine != NULL;
 }
 
 static bool can_be_cut(const struct pc_composed *self) {
@@ -352,7 +352,7 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
         if (segments > 1 && !can_be_cut(self))
             PyErr_SetString(PyExc_ValueError,
                             "a chunk in parts, or of unknown length, cannot be cut");
-        else if (op >= 0 && !can_reduce(self))
+        else if (op >= 0 && !can_reduce(self, dtype))
             PyErr_SetString(PyExc_BufferError, "the core cannot reduce that, or there");
         else if (pc_pipeline_prepare(&self->pipeline))
             return (PyObject *)self;

@@ -153,7 +153,7 @@ static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *arg
             } else {
                 struct pc_array x;
                 int op = find_op(values[OP]);
-                bool reduces = kind != PC_GATHER && kind != PC_ALL_GATHER && kind != PC_ALL_TO_ALL;
+                bool reduces = pc_reduces(kind);
                 bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
                 if (op >= 0 && pc_array_view(values[X], &x) &&
                     (!reduces || pc_reduce_find(op, x.dtype) != NULL) &&

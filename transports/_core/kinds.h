@@ -2,6 +2,8 @@
 #ifndef PC_KINDS_H
 #define PC_KINDS_H
 
+#include <stdbool.h>
+
 enum pc_kind {
     PC_BARRIER, PC_BROADCAST, PC_REDUCE, PC_ALL_REDUCE, PC_GATHER, PC_ALL_GATHER, PC_SCATTER,
     PC_REDUCE_SCATTER, PC_ALL_TO_ALL, PC_SCAN, PC_EXSCAN, PC_KINDS
@@ -9,5 +11,13 @@ enum pc_kind {
 
 /* A reduce_scatter whose blocks differ in length is a method of its own, but no kind. */
 enum { PC_REDUCE_SCATTERV = PC_KINDS, PC_METHODS };
+
+static inline bool pc_reduces(int kind) {
+    return kind == PC_REDUCE || kind == PC_ALL_REDUCE || kind == PC_REDUCE_SCATTER ||
+           kind == PC_SCAN || kind == PC_EXSCAN;
+}
+
+/* Only the root knows what will come, and says so first. */
+static inline bool pc_is_announced(int kind) { return kind == PC_BROADCAST || kind == PC_SCATTER; }
 
 #endif

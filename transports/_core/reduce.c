@@ -23,6 +23,12 @@ static const size_t itemsizes[PC_DTYPES] = {
 
 size_t pc_itemsize(int dtype) { return dtype > 0 && dtype < PC_DTYPES ? itemsizes[dtype] : 0; }
 
+bool pc_is_aligned(int dtype, uintptr_t address) {
+    bool is_complex = dtype == PC_COMPLEX64 || dtype == PC_COMPLEX128;
+    size_t alignment = is_complex ? pc_itemsize(dtype) / 2 : pc_itemsize(dtype);
+    return alignment == 0 || address % alignment == 0;
+}
+
 /* ---------------------------------------------------------------- levels */
 
 static const pc_reduce_table *const tables[] = {
@@ -116,19 +122,18 @@ void pc_reduce_average(void *out, const void *const *in, int n, size_t count, si
    them. */
 static int check_operands(const Py_buffer *out, const Py_buffer *operands, int n, int dtype) {
     size_t itemsize = pc_itemsize(dtype);
-    size_t alignment = dtype == PC_COMPLEX64 || dtype == PC_COMPLEX128 ? itemsize / 2 : itemsize;
     for (int k = 0; k < n; k++) {
         if (operands[k].len != out->len) {
             PyErr_Format(PyExc_ValueError, "operand %d has %zd bytes, out has %zd", k,
                          operands[k].len, out->len);
             return -1;
         }
-        if ((uintptr_t)operands[k].buf % alignment != 0) {
+        if (!pc_is_aligned(dtype, (uintptr_t)operands[k].buf)) {
             PyErr_Format(PyExc_ValueError, "operand %d is not aligned to its elements", k);
             return -1;
         }
     }
-    if ((size_t)out->len % itemsize != 0 || (uintptr_t)out->buf % alignment != 0) {
+    if ((size_t)out->len % itemsize != 0 || !pc_is_aligned(dtype, (uintptr_t)out->buf)) {
         PyErr_SetString(PyExc_ValueError, "out is not an aligned array of whole elements");
         return -1;
     }

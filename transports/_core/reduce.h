@@ -44,6 +44,9 @@ pc_reduce_fn pc_reduce_find(int op, int dtype);
 /* Bytes an element, 0: there is no such dtype. */
 size_t pc_itemsize(int dtype);
 
+/* Whether elements of this dtype may be read and written at an address. */
+bool pc_is_aligned(int dtype, uintptr_t address);
+
 /* Forces a level: 0 any processor, 1 AVX2 and F16C, 2 AVX-512; -1 the best. Returns the level now
    in force, or -1 and changes nothing: this processor does not have it. For tests. */
 int pc_reduce_set_level(int level);

@@ -119,7 +119,8 @@ static PyObject *run_checked(pc_comm *comm, int dtype, int op, PyObject *shape, 
         PyErr_SetString(PyExc_ValueError, "counts do not cut the rows");
         return NULL;
     }
-    if (pc_call_begin(&call, comm, PC_REDUCE_SCATTER, 0) < 0)
+    if (!pc_check_reducible(dtype, x, out) ||
+        pc_call_begin(&call, comm, PC_REDUCE_SCATTER, 0) < 0)
         return NULL;
     call.op = op;
     call.dtype = dtype;
