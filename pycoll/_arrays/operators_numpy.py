@@ -1,4 +1,4 @@
-"""Combining two arrays with NumPy: without the compiled core, or for arrays it cannot take.
+"""Combining two arrays with NumPy: operators, dtypes and memory that the compiled core cannot take.
 
 The bits are the core's (transports/_core/reduce.h), which NumPy alone does not promise: which of
 two NaN or of two zeros it returns, and how it rounds complex products, depends on its version, the

@@ -190,7 +190,7 @@ class CoreCollective(Core, CoreStarted):
 
 
 class Plans:
-    """Makes the plans of one communicator's calls.
+    """Makes what the core keeps for calls that are alike (`_core.Plan`), of one communicator.
 
     Args:
         group: its ranks.
@@ -212,7 +212,7 @@ class Plans:
         result: Any,
         algorithm: str | None,
     ) -> Plan | None:
-        """Return the plan of a call and of all that are like it; None: Python must run them."""
+        """Return the core's plan of a call and of all like it; None: Python must run them."""
         _follow_changes()
         group, calls, name = self._group, self._calls[blocking], KINDS[kind]
         arguments: dict[str, Any] = {"algorithm": algorithm}

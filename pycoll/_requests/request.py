@@ -33,7 +33,7 @@ R = TypeVar("R", covariant=True)
 """What the call returns."""
 
 in_core: Callable[[Any, Any], Any] | None = None
-"""The core's `wait_all`, if its engine is used; it returns None for what it cannot do."""
+"""The core's `wait_all`; None until a request was made. It returns None for what it cannot do."""
 
 any_in_core: Callable[[Any, Any], bool] | None = None
 """The core's `wait_any`: whether one is done; False: that is left to Python."""

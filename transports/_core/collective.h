@@ -29,9 +29,10 @@ struct pc_compiled {
     bool has_external; /* some steps */
 };
 
-/* Of a call that its root announces (broadcast, scatter), because nobody else knows what will come:
-   see _calls/rooted.py. A rank *expects* what an array of the same kind would be announced by. If that
-   comes, the call goes on here; if not, it is *held* until Python has seen the announcement. */
+/* Of a call that its root announces (broadcast, scatter), because nobody else knows what will
+   come: see _calls/rooted.py. A rank *expects* what an array of the same kind would be announced
+   by. If that comes, the call goes on here; if not, it is *held* until Python has seen the
+   announcement. */
 struct pc_announced {
     bool is_announced, is_root;
     struct pc_compiled way; /* how the announcement goes, which is its one chunk */

@@ -6,9 +6,6 @@
 #include <stdlib.h>
 #include <structmember.h>
 
-/* A wait of that length is gone on with in Python, which looks at failures and tells the
-   launcher. */
-#define SLICE_NS 100000000u
 /* Ranks for which a call is said to wait. */
 #define MOST_AWAITED 64
 
@@ -38,7 +35,7 @@ bool pc_collective_wait(struct pc_started *self) {
         return true;
     pc_engine_object *engine = self->collectives->engine;
     PyThreadState *state = PyEval_SaveThread();
-    pc_drive_wait(&engine->drive, &self->op, NULL, pc_drive_now_ns() + SLICE_NS, PC_FOR_EVER);
+    pc_drive_wait(&engine->drive, &self->op, NULL, pc_drive_now_ns() + PC_SLICE_NS, PC_FOR_EVER);
     PyEval_RestoreThread(state);
     pc_engine_let_go(engine);
     return pc_op_is_done(&self->op);

@@ -16,6 +16,10 @@
 #include "engine/link_tcp.h"
 #include "views.h"
 
+/* A wait of that length is gone on with in Python, which looks at failures and tells the
+   launcher. */
+#define PC_SLICE_NS 100000000u
+
 enum pc_event_kind {
     PC_EVENT_ARRIVED,  /* Receive: of another kind than point-to-point */
     PC_EVENT_HELD,     /* Receive: its message has come */

@@ -9,8 +9,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* What `envelope.P2P` packs: kind, communicator, tag, form; then what `conversion.describe` writes: code of
-   the dtype, length of the kind's name, dimensions, the name, the shape. */
+/* What `envelope.P2P` packs: kind, communicator, tag, form; then what `conversion.describe`
+   writes: code of the dtype, length of the kind's name, dimensions, the name, the shape. */
 #define KIND_P2P 1
 #define HEADER_NBYTES 18u
 #define DESCRIPTION_NBYTES 8u

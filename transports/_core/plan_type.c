@@ -224,7 +224,7 @@ static PyType_Slot plan_slots[] = {
                 "waits); `places`, by chunk, (nbytes, offset in x, offset in the result), -1 for "
                 "none; `text` is the call's signature; `op` and `dtype` are codes, -1: nothing is "
                 "reduced; what was combined is divided, if `divisor` is not 0 and the operator "
-                "says so. `announced`, of a call that its root announces, is (steps, is the root's, "
+                "says so. `announced`, if its root announces the call, is (steps, is the root's, "
                 "head or None, bytes that follow it or -1, most bytes, dtype, dims or None)."},
     {0, NULL},
 };

@@ -18,9 +18,6 @@
 #include "p2p_call.h"
 #include "views.h"
 
-/* A wait of that length is gone on with in Python, which looks at failures and tells the
-   launcher. */
-#define PC_SLICE_NS 100000000u
 /* Dimensions of an array that a request can name. */
 #define PC_NAMED_DIMS 6
 /* A message of that length or less is received without asking for memory of Python's: that of
