@@ -22,8 +22,7 @@ from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
-from pycoll._transports._core import Collective as Core
-from pycoll._transports._core import Collectives, Plan, forget_plans
+from pycoll._transports._core import Collective, Collectives, Plan, forget_plans
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ MOST_HEAD_NBYTES = 4096
 """Of an announcement, without a value or lengths."""
 
 
-class CoreCollective(Core, CoreStarted):
+class CoreCollective(Collective, CoreStarted):
     """A collective under way in the core."""
 
     _cancelled = False

@@ -22,10 +22,8 @@ from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edges
-from pycoll._transports._core import Both as CoreBoth
+from pycoll._transports import _core
 from pycoll._transports._core import Messages, wait_all, wait_any
-from pycoll._transports._core import Persistent as Again
-from pycoll._transports._core import Request as Core
 from pycoll._transports.core import REFUSED
 from pycoll.errors import Error
 
@@ -70,7 +68,7 @@ def _name(number: int) -> str:
     return str(number) if number >= 0 else "ANY"
 
 
-class CoreRequest(Core, CoreStarted):
+class CoreRequest(_core.Request, CoreStarted):
     """A send or a receive under way in the core."""
 
     @property
@@ -230,7 +228,7 @@ class CoreRequest(Core, CoreStarted):
 
 
 @edges
-class Both(CoreBoth, Request[Any]):
+class Both(_core.Both, Request[Any]):
     """A receive and a send of the core's as one request, an isendrecv.
 
     Here is what the core leaves of it: as for `CoreRequest`.
@@ -291,7 +289,7 @@ class Both(CoreBoth, Request[Any]):
 
 
 @edges
-class CorePersistent(Again, PersistentRequest[Any]):
+class CorePersistent(_core.Persistent, PersistentRequest[Any]):
     """A persistent request whose calls the core may do: each start is a request of its own.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from pycoll._runtime.envelope import ANY, P2P, Held, Incoming
 from pycoll._runtime.matching import Found, Match, ParkedArrival
 from pycoll._runtime.scratch import new_bytes
-from pycoll._transports._core import Context as Core
+from pycoll._transports import _core
 from pycoll._transports.base import Arrival, Operation, Transfer
 from pycoll._transports.core import (
     HOLDING,
@@ -67,7 +67,7 @@ class Inbox:
         self.members = members
         self.me = me
         self.transport = transport
-        self.core = Core(transport.core, ident, members, me)
+        self.core = _core.Context(transport.core, ident, members, me)
         self.broken: BaseException | None = None
         self.gone: dict[int, PeerFailed] = {}
         self.messages: Messages | None = None
