@@ -45,6 +45,9 @@ class Outgoing:
     Args:
         x: the value.
         is_synchronous: its send is done when it is received, not before.
+
+    Attributes:
+        may_be_withdrawn: its send has a deadline; set before it starts.
     """
 
     __slots__ = (
@@ -52,6 +55,7 @@ class Outgoing:
         "is_detached",
         "is_object",
         "is_synchronous",
+        "may_be_withdrawn",
         "nbytes",
         "parts",
         "text",
@@ -61,6 +65,7 @@ class Outgoing:
     def __init__(self, x: object, is_synchronous: bool = False) -> None:
         self.is_detached = False
         self.is_synchronous = is_synchronous
+        self.may_be_withdrawn = False
         self.value = value = conversion.wrap(x)
         self.is_object = value is None
         self.parts: Parts
@@ -154,6 +159,7 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
             outgoing.parts[0],
             outgoing.description,
             outgoing.is_synchronous,
+            outgoing.may_be_withdrawn,
         )
         way = routes.choose(envelope, stage, outgoing.is_detached)
     try:
@@ -214,8 +220,10 @@ def start_send(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Operati
     """Hand a message to the transport."""
     form = OBJECT if outgoing.is_object else ARRAY
     header = P2P.pack(KIND_P2P, group.context.ident, tag, form)
-    start = group.engine.hold if outgoing.is_synchronous else group.engine.send
-    return start(group.members[dest], header + outgoing.description, outgoing.parts)
+    peer, header = group.members[dest], header + outgoing.description
+    if outgoing.is_synchronous:
+        return group.engine.hold(peer, header, outgoing.parts)
+    return group.engine.send(peer, header, outgoing.parts, outgoing.may_be_withdrawn)
 
 
 def receive(

@@ -38,7 +38,7 @@ class PointToPoint(Running):
             tag: 0 to 2**31 - 1.
             timeout: seconds; when they have passed the message is withdrawn.
         """
-        self._run(self._calls.send(x, dest, tag), timeout)
+        self._send_within(self._calls.send(x, dest, tag), timeout)
 
     def ssend(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
         """Send `x` to rank `dest`; returns when it is received there, however short it is.
@@ -69,6 +69,14 @@ class PointToPoint(Running):
             timeout: seconds, for copying from a GPU.
         """
         self._run(self._calls.bsend(x, dest, tag), timeout)
+
+    def _send_within(
+        self, plan: message_plans.SendPlan | message_plans.SendReceivePlan, timeout: float | None
+    ) -> Any:
+        seconds = self._seconds(timeout)
+        if plan.outgoing is not None:
+            plan.outgoing.may_be_withdrawn = seconds != math.inf
+        return self._run(plan, seconds)
 
     def _finish_in_core(self, request: CoreRequest, seconds: float) -> Any:
         """Return the result of what the core's engine has begun and that takes long."""
@@ -147,7 +155,7 @@ class PointToPoint(Running):
             timeout: seconds; when they have passed both are withdrawn.
         """
         plan = self._calls.sendrecv(x, dest, source, sendtag, recvtag, out, status)
-        return self._run(plan, timeout)
+        return self._send_within(plan, timeout)
 
     def probe(
         self, source: int = ANY_SOURCE, tag: int = ANY_TAG, *, timeout: float | None = None

@@ -59,8 +59,10 @@ class _Staged:
 
     def start(self) -> Operation:
         envelope = self._envelope
-        start = envelope.engine.hold if envelope.is_synchronous else envelope.engine.send
-        return start(envelope.peer, envelope.header(ARRAY), (envelope.payload,))
+        peer, header, parts = envelope.peer, envelope.header(ARRAY), (envelope.payload,)
+        if envelope.is_synchronous:
+            return envelope.engine.hold(peer, header, parts)
+        return envelope.engine.send(peer, header, parts, envelope.may_be_withdrawn)
 
     def cancel(self) -> None:
         self.copy.watch()  # the array is let go in the end

@@ -79,7 +79,6 @@ class Engine(Communicators):
         self.no_shared_memory = shared_memory if isinstance(shared_memory, str) else ""
         self.ipc_peers: dict[tuple[int, bytes], bool] = {}
         self.hosts: tuple[int, ...] = (0,) * size
-        self._gives_up = False
 
     # --- calls -----------------------------------------------------------------------------
 
@@ -114,8 +113,6 @@ class Engine(Communicators):
                 self.check(context)
                 task = Task(steps())
                 context.pending.add(task)
-                # What is sent in a collective, or without a deadline, is never taken back.
-                self._gives_up = not collective and deadline != math.inf
                 task.start()
                 if not task.done:
                     self._wait(task, deadline, call)
@@ -158,7 +155,6 @@ class Engine(Communicators):
         with self.locked():
             self._progress()
             self.check(call.context)
-            self._gives_up = False
             return self.start(call, steps(), conclude, collective)
 
     def start(
@@ -232,9 +228,11 @@ class Engine(Communicators):
                     self.break_context(collective, exc)
             raise
 
-    def send(self, peer: int, header: bytes, parts: Parts) -> Operation:
-        """Start sending to the world rank `peer`."""
-        start = self.transport.send if self._gives_up else self.transport.push
+    def send(
+        self, peer: int, header: bytes, parts: Parts, may_be_withdrawn: bool = False
+    ) -> Operation:
+        """Start sending to the world rank `peer`; what may be withdrawn is not sent ahead."""
+        start = self.transport.send if may_be_withdrawn else self.transport.push
         return self.membership.refuse(peer) or start(peer, header, parts)
 
     def hold(self, peer: int, header: bytes, parts: Parts) -> Operation:

@@ -22,6 +22,7 @@ class Envelope(NamedTuple):
         payload: the elements of the value.
         description: of the array.
         is_synchronous: it is sent when it is received, not before.
+        may_be_withdrawn: its send has a deadline.
     """
 
     engine: Engine
@@ -31,6 +32,7 @@ class Envelope(NamedTuple):
     payload: memoryview
     description: bytes
     is_synchronous: bool
+    may_be_withdrawn: bool
 
     def header(self, form: int, before: bytes = b"") -> bytes:
         """Return the header of such a message, with `before` in front of the description."""

@@ -301,6 +301,44 @@ ok()
     assert done.content == [1], done.stderr
 
 
+def test_a_send_with_a_deadline_that_leaves_late_is_withdrawn(gpu_job: Any) -> None:
+    """Whatever other calls have begun since: only what is never withdrawn is sent ahead."""
+    text = f"""{ON_GPU}
+if rank == 0:
+    fakegpu.use_stream(fakegpu.new_stream())
+    with fakegpu.context(0):
+        kernel = fake_cuda.hold(fakegpu.current_stream())
+    first = fakegpu.array(np.full(100, 1))
+    fakegpu.use_stream(fakegpu.LEGACY)
+    turns, found = comm._group.context.turns, []
+    comm.isend(first, 1, 1)
+    before = turns[1]
+
+    def late():
+        try:
+            comm.send(np.full(25_000, 2.0), 1, 2, timeout=1.0)
+        except pycoll.OperationTimeout:
+            found.append("withdrawn")
+
+    thread = threading.Thread(target=late)
+    thread.start()
+    while turns[1] is before:
+        time.sleep(0.001)
+    comm.isend(fakegpu.array(np.full(100, 3)), 1, 3)
+    fake_cuda.release(kernel)
+    thread.join()
+    assert found == ["withdrawn"]
+    comm.send("over", 1, 4)
+else:
+    assert comm.recv(0, 4) == "over"
+    assert comm.iprobe(0, 2) is None
+    assert (comm.recv(0, 1).get() == 1).all() and (comm.recv(0, 3).get() == 3).all()
+ok()
+"""
+    done = gpu_job(2, text, "--transport", "tcp")
+    assert done.content == [0, 1], done.stderr
+
+
 def test_a_program_may_end_without_a_word(gpu_job: Any) -> None:
     text = f"""{ON_GPU}
 x = fakegpu.array(np.ones({LARGE}))
