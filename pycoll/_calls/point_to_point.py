@@ -24,7 +24,7 @@ Matched = tuple[Status, Held | None]
 class PointToPoint(Preparing):
     """Prepares messages and probes; a part of `Calls`."""
 
-    def send(self, x: Any, dest: int, tag: int = 0) -> message_plans.SendPlan:
+    def send(self, x: Any, dest: int, tag: int = 0) -> CallPlan[None]:
         """Prepare a send."""
         return self._send("send", x, dest, tag)
 
@@ -36,7 +36,7 @@ class PointToPoint(Preparing):
         """Prepare a send that copies its value."""
         return self._send("bsend", x, dest, tag)
 
-    def _send(self, name: str, x: Any, dest: int, tag: int) -> message_plans.SendPlan:
+    def _send(self, name: str, x: Any, dest: int, tag: int) -> CallPlan[None]:
         group = self._group
         dest, tag = arguments.check_peer(dest, "dest", group.size), arguments.check_tag(tag)
         outgoing = message_steps.Outgoing(x, is_synchronous=name == "ssend")
@@ -69,7 +69,7 @@ class PointToPoint(Preparing):
         recvtag: int = ANY_TAG,
         out: Any = None,
         status: Status | None = None,
-    ) -> message_plans.SendReceivePlan:
+    ) -> CallPlan[Any]:
         """Prepare a sendrecv."""
         group = self._group
         dest = arguments.check_peer(dest, "dest", group.size)

@@ -16,6 +16,7 @@ from pycoll.errors import OperationTimeout
 
 if TYPE_CHECKING:
     from pycoll._calls import message_plans, message_steps
+    from pycoll._calls.call_plan import CallPlan
     from pycoll._requests.core_requests import CoreRequest
 else:  # a program that only calls barrier() imports no NumPy
     message_plans = LazyModule("pycoll._calls.message_plans")
@@ -70,9 +71,9 @@ class PointToPoint(Running):
         """
         self._run(self._calls.bsend(x, dest, tag), timeout)
 
-    def _send_within(
-        self, plan: message_plans.SendPlan | message_plans.SendReceivePlan, timeout: float | None
-    ) -> Any:
+    def _send_within(self, plan: CallPlan[Any], timeout: float | None) -> Any:
+        """Run a call that sends a message, which says whether it has a deadline."""
+        assert isinstance(plan, message_plans.SendPlan | message_plans.SendReceivePlan)
         seconds = self._seconds(timeout)
         if plan.outgoing is not None:
             plan.outgoing.may_be_withdrawn = seconds != math.inf
