@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pycoll._transports._core as _core
 from pycoll._calls.call_plan import CallPlan
 from pycoll._requests import request as requests
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
@@ -22,7 +23,6 @@ from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edges
-from pycoll._transports import _core
 from pycoll._transports._core import Messages, wait_all, wait_any
 from pycoll._transports.core import REFUSED
 from pycoll.errors import Error

@@ -8,10 +8,10 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING, Protocol
 
+import pycoll._transports._core as _core
 from pycoll._runtime.envelope import ANY, P2P, Held, Incoming
 from pycoll._runtime.matching import Found, Match, ParkedArrival
 from pycoll._runtime.scratch import new_bytes
-from pycoll._transports import _core
 from pycoll._transports.base import Arrival, Operation, Transfer
 from pycoll._transports.core import (
     HOLDING,

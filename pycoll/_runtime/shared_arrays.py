@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+import pycoll._transports._core as _core
 from pycoll._arrays import conversion
 from pycoll._selection.agreed import parse_bytes
-from pycoll._transports import _core
 from pycoll._transports.shm import handed_on
 
 if TYPE_CHECKING:

@@ -130,4 +130,6 @@ static inline bool out_fits(int size, int rank, int kind, const struct pc_array 
     }
 }
 
+static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
+
 #endif

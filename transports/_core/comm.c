@@ -201,13 +201,14 @@ static int pass_gate(pc_collective *call, size_t offset) {
     return passed == NULL ? -1 : 0;
 }
 
-bool pc_check_reducible(int dtype, const Py_buffer *x, const Py_buffer *out) {
-    if ((x->len == 0 || pc_is_aligned(dtype, (uintptr_t)x->buf)) &&
-        (out->len == 0 || pc_is_aligned(dtype, (uintptr_t)out->buf)))
+bool pc_check_reducible(int dtype, const void *x, const void *out) {
+    if (pc_is_aligned(dtype, (uintptr_t)x) && pc_is_aligned(dtype, (uintptr_t)out))
         return true;
     PyErr_SetString(PyExc_ValueError, "what is reduced is not aligned");
     return false;
 }
+
+static const void *data_of(const Py_buffer *view) { return view->len > 0 ? view->buf : NULL; }
 
 /* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None) -> whether all ranks
    rather do it by messages, as those with a hook would (offers), unless that is for the pieces of
@@ -232,7 +233,7 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         return NULL;
     }
     PyObject *result = NULL;
-    if ((!pc_reduces(kind) || pc_check_reducible(dtype, &x_view, &out_view)) &&
+    if ((!pc_reduces(kind) || pc_check_reducible(dtype, data_of(&x_view), data_of(&out_view))) &&
         pc_call_begin(&call, comm, kind, root) == 0) {
         call.text = text;
         call.dtype = dtype;

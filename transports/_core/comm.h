@@ -302,7 +302,7 @@ void pc_sign_part(pc_collective *call, uint64_t salt, int ndim, const intptr_t *
 /* (signature, shape) of what a rank has called; NULL with an exception */
 PyObject *pc_called(pc_comm *comm, int rank, uint64_t number);
 /* False with an exception: these cannot be operands and result of a reduction. */
-bool pc_check_reducible(int dtype, const Py_buffer *x, const Py_buffer *out);
+bool pc_check_reducible(int dtype, const void *x, const void *out);
 int pc_check_attached(const pc_comm *comm); /* -1 with an exception */
 #define PC_MAX_DIMS 64
 int pc_get_shape(PyObject *shape, intptr_t *dims); /* the number of dimensions, or -1 with an

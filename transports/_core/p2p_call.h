@@ -53,6 +53,8 @@ static inline bool parse(const signed char *order, PyObject *const *args, Py_ssi
     return true;
 }
 
+static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
+
 /* The value of an int between `least` and 2**31 - 1; else `wrong`. */
 static inline long small_int(PyObject *value, long least, long wrong) {
     if (value == NULL || !PyLong_CheckExact(value))

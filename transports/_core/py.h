@@ -11,9 +11,5 @@
 #endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stdbool.h>
-
-/* An argument that was not passed, or None. */
-static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
 
 #endif

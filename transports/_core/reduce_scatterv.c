@@ -119,7 +119,7 @@ static PyObject *run_checked(pc_comm *comm, int dtype, int op, PyObject *shape, 
         PyErr_SetString(PyExc_ValueError, "counts do not cut the rows");
         return NULL;
     }
-    if (!pc_check_reducible(dtype, x, out) ||
+    if (!pc_check_reducible(dtype, x->len > 0 ? x->buf : NULL, out->len > 0 ? out->buf : NULL) ||
         pc_call_begin(&call, comm, PC_REDUCE_SCATTER, 0) < 0)
         return NULL;
     call.op = op;
