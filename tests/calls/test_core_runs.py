@@ -89,7 +89,9 @@ for dtype, shift in ("f8", 1), ("u2", 1), ("f4", 2), ("c8", 4), ("c16", 2), ("i8
             got = getattr(comm, prefix + name)(*args, **kwargs)
             return got if not prefix else got.wait()
         assert call("all_reduce", x, out=out) is out and (out == total).all()
-        assert call("reduce", x, "sum", 1, out=out if rank == 1 else None) is not x
+        out[...] = 0
+        got = call("reduce", x, "sum", 1, out=out if rank == 1 else None)
+        assert got is None if rank != 1 else got is out and (out == total).all()
         assert (call("scan", x, out=out) == below[rank + 1]).all()
         before = call("exscan", x)
         assert before is None if rank == 0 else (before == below[rank]).all()
@@ -98,7 +100,8 @@ for dtype, shift in ("f8", 1), ("u2", 1), ("f4", 2), ("c8", 4), ("c16", 2), ("i8
         assert (mine == total[: len(mine)]).all() and len(mine) == (12 if rank == 0 else 0)
         first, second = call("all_reduce_many", [x[:4], x[4:]])
         assert (np.concatenate([first, second]) == total).all()
-        assert call("all_reduce", out, out=out) is out  # in place
+        out[...] = x
+        assert call("all_reduce", out, out=out) is out and (out == total).all()  # in place
 ok()
 """
     all_well(job(3, text, "--transport", transport), 3)

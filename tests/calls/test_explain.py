@@ -55,6 +55,10 @@ def test_what_is_explained_is_what_runs_and_all_ranks_say_the_same(ranks: Any) -
 @on(HOSTS)
 def test_between_hosts_integers_are_explained_as_they_run(ranks: Any) -> None:
     def program(comm: Comm) -> dict[Any, str]:
+        for name in ("float32", "int64", "bool"):
+            x = np.ones(4096 // np.dtype(name).itemsize, name)
+            algorithm = comm.explain("all_reduce", 4096, dtype=name).algorithm
+            assert f"algorithm={algorithm}" in comm._calls.all_reduce(x).text
         dtypes = (None, "float32", "bfloat16", "int64", np.bool_, np.dtype("uint8"))
         return {dtype: str(comm.explain("all_reduce", 4096, dtype=dtype)) for dtype in dtypes} | {
             "band": str(comm.explain("all_reduce", 4096, "band")),

@@ -267,11 +267,7 @@ def test_finalize_waits_for_what_is_still_computed(gpu_job: Any) -> None:
     """And what was sent after it does not go before it."""
     text = f"""{ON_GPU}
 if rank == 0:
-    fakegpu.use_stream(fakegpu.new_stream())
-    with fakegpu.context(0):
-        kernel = fake_cuda.hold(fakegpu.current_stream())
-    first = fakegpu.array(np.full(100, 1))
-    fakegpu.use_stream(fakegpu.LEGACY)
+    first, kernel = computing(np.full(100, 1))
     comm.isend(first, 1)
     comm.isend(np.full(100, 2), 1)
     comm.isend(fakegpu.array(np.full(100, 3)), 1)
@@ -305,11 +301,7 @@ def test_a_send_with_a_deadline_that_leaves_late_is_withdrawn(gpu_job: Any) -> N
     """Whatever other calls have begun since: only what is never withdrawn is sent ahead."""
     text = f"""{ON_GPU}
 if rank == 0:
-    fakegpu.use_stream(fakegpu.new_stream())
-    with fakegpu.context(0):
-        kernel = fake_cuda.hold(fakegpu.current_stream())
-    first = fakegpu.array(np.full(100, 1))
-    fakegpu.use_stream(fakegpu.LEGACY)
+    first, kernel = computing(np.full(100, 1))
     turns, found = comm._group.context.turns, []
     comm.isend(first, 1, 1)
     before = turns[1]

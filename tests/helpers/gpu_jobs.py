@@ -350,13 +350,17 @@ def slow_array(values: np.ndarray[Any, Any], device: int = 0) -> tuple[Any, Kern
 ON_GPU = """
 import fake_cuda, fakegpu, gc
 
-def held(values):
-    "An array that a kernel is computing which never ends."
+def computing(values):
+    "An array that a kernel is computing, and the kernel."
     fakegpu.use_stream(fakegpu.new_stream())
     with fakegpu.context(0):
-        fake_cuda.hold(fakegpu.current_stream())
+        kernel = fake_cuda.hold(fakegpu.current_stream())
     made = fakegpu.array(values)
     fakegpu.use_stream(fakegpu.LEGACY)
-    return made
+    return made, kernel
+
+def held(values):
+    "An array that a kernel is computing which never ends."
+    return computing(values)[0]
 """
 """What scripts begin with."""
