@@ -31,9 +31,9 @@ from typing import Any
 
 from pycoll._launcher import agent_socket
 from pycoll._launcher.agent import Agent
-from pycoll._launcher.connection import Hear, Line
-from pycoll._launcher.host import Events, OwnHost, Program
+from pycoll._launcher.host import Events, OwnHost, RankProgram
 from pycoll._launcher.host_memory import JobMemory
+from pycoll._launcher.line import Hear, Line
 from pycoll._launcher.network_line import LinkLine, reach
 from pycoll._launcher.process import doing as process_doing
 from pycoll._launcher.signals import caught_signals, outlive_signals
@@ -87,7 +87,7 @@ class AdoptedHost:
         self._joined: dict[int, int] = {}
         stack.callback(self._unwatch_all)
 
-    def start(self, program: Program) -> None:
+    def start(self, program: RankProgram) -> None:
         """Let all ranks in."""
         for rank, visitor in self._visitors.items():
             self._watch(rank, visitor.pid, self._pidfds, partial(self._see_end, rank))
@@ -235,7 +235,7 @@ class AdoptingAgent(Agent):
         assert self._host is not None
         self._doorman.close()
         self._have_entered = True
-        self._host.start(Program(argv, environment))
+        self._host.start(RankProgram(argv, environment))
         self._line.send("started")
         for visitor in list(self._visitors.values()):
             self._forget(visitor)

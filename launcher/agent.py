@@ -45,11 +45,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pycoll._launcher.connection import LOST_S, Connection, Hear, Line
-from pycoll._launcher.host import LocalHost, OwnHost, Program, reserve_descriptors
+from pycoll._launcher.host import LocalHost, OwnHost, RankProgram, reserve_descriptors
 from pycoll._launcher.input import Feed
+from pycoll._launcher.line import LOST_S, DescriptorLine, Hear, Line
 from pycoll._launcher.outcome import signal_name
-from pycoll._launcher.reach import Doorman, Reach, Target, Trial, own_addresses
+from pycoll._launcher.reach import Doorman, HostAddresses, Reachability, Trial, own_addresses
 from pycoll._launcher.rendezvous_pairs import Pairs
 from pycoll._launcher.signals import caught_signals
 from pycoll._rendezvous.wire import WIRE_VERSION
@@ -223,10 +223,10 @@ class Agent:
         )
 
     def _reach(self, targets: list[list[Any]], measures: bool) -> None:
-        def tell(found: list[Reach]) -> None:
+        def tell(found: list[Reachability]) -> None:
             self._line.send("reached", found)
 
-        wanted = [Target(*target) for target in targets]
+        wanted = [HostAddresses(*target) for target in targets]
         Trial(self._selector, tell, wanted, self._key, measures=measures)
 
     def _start(
@@ -250,9 +250,9 @@ class Agent:
                 os.close(self._feed.reading)
         self._line.send("started")
 
-    def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
+    def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> RankProgram:
         own = {**personal(os.environ), **environment}
-        return Program(argv, own, bind=bind, stdin=subprocess.DEVNULL)
+        return RankProgram(argv, own, bind=bind, stdin=subprocess.DEVNULL)
 
     def _taken(self, rank: int, number: int, nbytes: int) -> None:
         output = self._outputs.get((rank, number))
@@ -342,7 +342,7 @@ def main(starter: str) -> int:
     with selectors.DefaultSelector() as selector, caught_signals(selector) as signals:
 
         def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
-            line = Connection(reading, writing, selector, hear, lost)
+            line = DescriptorLine(reading, writing, selector, hear, lost)
             line.mark()
             return line
 

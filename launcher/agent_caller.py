@@ -22,8 +22,8 @@ from typing import Any
 
 from pycoll._launcher.agent import Agent
 from pycoll._launcher.agent_socket import Ticket
-from pycoll._launcher.connection import Hear, Line
-from pycoll._launcher.host import Program
+from pycoll._launcher.host import RankProgram
+from pycoll._launcher.line import Hear, Line
 from pycoll._launcher.network_line import LinkLine, reach
 from pycoll._launcher.signals import caught_signals
 from pycoll.errors import BootstrapError
@@ -66,11 +66,11 @@ class CallingAgent(Agent):
     def _hello(self) -> dict[str, Any]:
         return {**super()._hello(), "node": self._node}
 
-    def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> Program:
+    def _program(self, argv: Sequence[str], environment: dict[str, str], bind: bool) -> RankProgram:
         # Whoever has started this has given it an environment, with its GPUs for example.
         own = {**os.environ, **environment}
         command = self._command or argv
-        return Program(command, own, self._inherited, bind, subprocess.DEVNULL)
+        return RankProgram(command, own, self._inherited, bind, subprocess.DEVNULL)
 
 
 def serve(

@@ -12,14 +12,14 @@ import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pycoll._launcher.connection import Line
+from pycoll._launcher.line import Line
 from pycoll._launcher.network_line import CallerLine
 from pycoll._launcher.remote import RemoteHost
 from pycoll._launcher.rendezvous_router import Caller, Router
 from pycoll._rendezvous.wire import MAX_FRAME_NBYTES
 
 
-class Calls(NamedTuple):
+class AgentCalls(NamedTuple):
     """How agents call.
 
     Attributes:
@@ -45,7 +45,7 @@ class Lobby:
     """
 
     def __init__(
-        self, calls: Calls, selector: selectors.BaseSelector, stack: contextlib.ExitStack
+        self, calls: AgentCalls, selector: selectors.BaseSelector, stack: contextlib.ExitStack
     ) -> None:
         self._router = Router(calls.listener.fileno(), calls.key, 2 * MAX_FRAME_NBYTES)
         stack.callback(self._router.close)

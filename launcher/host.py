@@ -43,7 +43,7 @@ class NamedHost(NamedTuple):
     calls: bool = False
 
 
-class Program(NamedTuple):
+class RankProgram(NamedTuple):
     """What every rank of a host runs.
 
     Attributes:
@@ -77,7 +77,7 @@ class Events(Protocol):
 class Host(Protocol):
     """What the launcher wants of a host."""
 
-    def start(self, program: Program) -> None:
+    def start(self, program: RankProgram) -> None:
         """Start all ranks there."""
 
     def watch_joined(self, rank: int, pid: int) -> None:
@@ -192,7 +192,7 @@ class LocalHost:
         self._guardian = stack.enter_context(guardian.guarded(job, silent_s))
         stack.callback(self.sweep)
 
-    def start(self, program: Program) -> None:
+    def start(self, program: RankProgram) -> None:
         """Start all ranks.
 
         Raises:
@@ -215,7 +215,7 @@ class LocalHost:
             if cores:
                 os.sched_setaffinity(0, allowed)
 
-    def _start_rank(self, rank: int, program: Program, cpus: Collection[int] | None) -> None:
+    def _start_rank(self, rank: int, program: RankProgram, cpus: Collection[int] | None) -> None:
         memory = self._memory.of(rank)
         ours: list[int] = []
         theirs: list[int] = []

@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pycoll._launcher.host import Host
-from pycoll._launcher.reach import Doorman, Reach, Target, Trial, own_addresses
+from pycoll._launcher.reach import Doorman, HostAddresses, Reachability, Trial, own_addresses
 from pycoll._launcher.remote import RemoteHost
 
 
-class Way(NamedTuple):
+class HostRoute(NamedTuple):
     """How one host reaches another: their names, and what was found out."""
 
     by: str
     to: str
-    reach: Reach
+    reach: Reachability
 
 
-class Plan(NamedTuple):
+class RouteOptions(NamedTuple):
     """How hosts are to be tried.
 
     Attributes:
@@ -36,11 +36,11 @@ class Plan(NamedTuple):
     measures: bool = False
 
 
-class Ways:
+class HostRoutes:
     """The ways between all hosts.
 
     Args:
-        plan: how.
+        options: how.
         hosts: all of them, in the order of their numbers; what is no `RemoteHost` is the launcher's
             own. Those that are have told their ports.
         names: theirs.
@@ -57,24 +57,24 @@ class Ways:
 
     def __init__(
         self,
-        plan: Plan,
+        options: RouteOptions,
         hosts: Sequence[Host],
         names: Sequence[str],
         selector: selectors.BaseSelector,
         done: Callable[[], None],
         stack: contextlib.ExitStack,
     ) -> None:
-        self._plan, self._hosts, self._names = plan, hosts, names
+        self._options, self._hosts, self._names = options, hosts, names
         self._selector, self._done = selector, done
-        self.found: list[Way] = []
+        self.found: list[HostRoute] = []
         self._addresses: dict[tuple[int, int], str] = {}  # by the numbers: who reaches whom
         self._untried = list(range(len(hosts)))  # hosts that have not tried the others
         self._doorman: Doorman | None = None
         for number, host in enumerate(hosts):
             if not isinstance(host, RemoteHost):
-                self._doorman = Doorman(plan.key, number)
+                self._doorman = Doorman(options.key, number)
                 stack.callback(self._doorman.close)
-        if plan.measures:  # one after the other: they would disturb each other
+        if options.measures:  # one after the other: they would disturb each other
             self._try(0)
         else:
             for number in self._untried.copy():
@@ -86,14 +86,14 @@ class Ways:
             by = next(other for other in self._hosts if other is not host)
         return self._addresses[self._hosts.index(by), self._hosts.index(host)]
 
-    def told(self, host: Host, found: Sequence[Reach]) -> None:
+    def told(self, host: Host, found: Sequence[Reachability]) -> None:
         """Called when it is known how a host reaches the others."""
         by = self._hosts.index(host)
         for reach in found:
             self._addresses[by, reach.node] = reach.address
-            self.found.append(Way(self._names[by], self._names[reach.node], reach))
+            self.found.append(HostRoute(self._names[by], self._names[reach.node], reach))
         self._untried.remove(by)
-        if self._plan.measures and self._untried:
+        if self._options.measures and self._untried:
             self._try(self._untried[0])
         if not self._untried:
             if self._doorman is not None:
@@ -106,7 +106,7 @@ class Ways:
         return [f"{way.by} cannot reach {way.to}: {'; '.join(way.reach.failures)}" for way in lost]
 
     def _try(self, number: int) -> None:
-        by, plan = self._hosts[number], self._plan
+        by, options = self._hosts[number], self._options
         targets = []
         for node, host in enumerate(self._hosts):
             if host is by:
@@ -116,25 +116,25 @@ class Ways:
             else:
                 assert self._doorman is not None
                 port = self._doorman.port
-            targets.append(Target(node, port, self._candidates(by, host)))
+            targets.append(HostAddresses(node, port, self._candidates(by, host)))
         if isinstance(by, RemoteHost):
-            by.reach(targets, plan.measures)
+            by.reach(targets, options.measures)
             return
 
-        def hear(found: Sequence[Reach]) -> None:
+        def hear(found: Sequence[Reachability]) -> None:
             self.told(by, found)
 
-        Trial(self._selector, hear, targets, plan.key, measures=plan.measures)
+        Trial(self._selector, hear, targets, options.key, measures=options.measures)
 
     def _candidates(self, by: Host, host: Host) -> list[str]:
         """Addresses at which one host may reach another, those that its starter has used first."""
         if isinstance(host, RemoteHost):
             told, every = host.hello["reached"], host.hello["addresses"]
-        elif self._plan.address:
-            return [self._plan.address]
+        elif self._options.address:
+            return [self._options.address]
         else:
             told = by.hello["launcher"] if isinstance(by, RemoteHost) else ""
             every = own_addresses()
-        if wanted := self._plan.interface:
+        if wanted := self._options.interface:
             return [address for interface, address in every if interface == wanted]
         return list(dict.fromkeys([*filter(None, [told]), *(address for _, address in every)]))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pycoll._launcher.host import Events, Host, LocalHost, NamedHost, Program
+from pycoll._launcher.host import Events, Host, LocalHost, NamedHost, RankProgram
 from pycoll._launcher.output import Relay
 from pycoll._launcher.rendezvous_server import Server
 from pycoll._support.environment import (
@@ -27,10 +27,10 @@ from pycoll._support.environment import (
 )
 
 if TYPE_CHECKING:
-    from pycoll._launcher.agent_listener import Calls, Lobby
-    from pycoll._launcher.host_routes import Way, Ways
+    from pycoll._launcher.agent_listener import AgentCalls, Lobby
+    from pycoll._launcher.host_routes import HostRoute, HostRoutes
     from pycoll._launcher.input import Input
-    from pycoll._launcher.reach import Reach
+    from pycoll._launcher.reach import Reachability
     from pycoll._launcher.remote import RemoteHost
 
 _LOOPBACK = "127.0.0.1"
@@ -39,7 +39,7 @@ _LOOK_S = 0.25  # between questions to an engine
 _SWEEP_S = 8.0  # for other hosts to end what is left there, and to pass on what was printed
 
 
-class Plan(NamedTuple):
+class JobDescription(NamedTuple):
     """What the hosts of a job are to run.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     size: int
     hosts: Sequence[NamedHost]
     nodes: Sequence[int]
-    calls: Calls | None
+    calls: AgentCalls | None
     emulate_hosts: int
     argv: Sequence[str]
     transport: str
@@ -91,7 +91,7 @@ class JobEvents(Events, Protocol):
     def unreachable(self, lines: Sequence[str]) -> None:
         """Called when some hosts cannot reach others: which, at which port, and why."""
 
-    def checked(self, ways: Sequence[Way]) -> None:
+    def checked(self, ways: Sequence[HostRoute]) -> None:
         """Called when it is known how the hosts reach each other, if that was to be found out."""
 
     def progress(self, text: str) -> None:
@@ -105,7 +105,7 @@ class Hosts:
     """All hosts of a job.
 
     Args:
-        plan: what they run.
+        description: what they run.
         selector: the owner's loop; the data of a key is a function to call when it is ready.
         events: hears what happens.
         server: where the ranks meet.
@@ -121,39 +121,39 @@ class Hosts:
 
     def __init__(
         self,
-        plan: Plan,
+        description: JobDescription,
         selector: selectors.BaseSelector,
         events: JobEvents,
         server: Server,
         relay: Relay,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._plan, self._selector, self._events = plan, selector, events
+        self._description, self._selector, self._events = description, selector, events
         self._server = server
         self.have_started = False
         self._here: LocalHost | None = None
         self._remotes: list[RemoteHost] = []
         self._all: list[Host] = []
         self._num_opened = self._num_started = 0  # of the remotes
-        self._ways: Ways | None = None
+        self._ways: HostRoutes | None = None
         self._input: Input | None = None
-        hosts = plan.hosts or [NamedHost("localhost")]
+        hosts = description.hosts or [NamedHost("localhost")]
         self._names = [host.name for host in hosts]
         self._stack = stack
         self._progress_at = time.monotonic() + _QUICK_S
-        nodes = plan.nodes or blocks(plan.size, plan.emulate_hosts)
+        nodes = description.nodes or blocks(description.size, description.emulate_hosts)
         where = dict(enumerate(places(nodes)))
         self._lobby: Lobby | None = None
         self._look_at = 0.0
         for index, host in enumerate(hosts):
-            mine = {r: at for r, at in where.items() if not plan.hosts or at.node == index}
+            mine = {r: at for r, at in where.items() if not description.hosts or at.node == index}
             self._all.append(self._make(index, host, mine, relay))
-        self._of_rank = [self._all[at.node if plan.hosts else 0] for at in where.values()]
+        self._of_rank = [self._all[at.node if description.hosts else 0] for at in where.values()]
 
     def _make(
         self, node: int, host: NamedHost, places: Mapping[int, HostPlacement], relay: Relay
     ) -> Host:
-        plan, name, command = self._plan, host.name, host.command
+        description, name, command = self._description, host.name, host.command
         if not command and not host.calls:
             self._here = LocalHost(
                 self._job(node),
@@ -171,10 +171,12 @@ class Hosts:
         if host.calls:
             from pycoll._launcher.agent_listener import Lobby
 
-            assert plan.calls is not None
+            assert description.calls is not None
             if self._lobby is None:
-                self._lobby = Lobby(plan.calls, self._selector, self._stack)
-            remote = RemoteHost(name, places, self, relay, self._server.hear, plan.calls.wait_s)
+                self._lobby = Lobby(description.calls, self._selector, self._stack)
+            remote = RemoteHost(
+                name, places, self, relay, self._server.hear, description.calls.wait_s
+            )
             self._lobby.expect(node, remote)
         else:
             self._events.say(f"{name}: its agent is started by {command[0]}")
@@ -251,7 +253,7 @@ class Hosts:
 
     def _look_for_failures(self, now: float) -> float:
         """Ask whoever starts the agents that call whether one will not."""
-        calls = self._plan.calls
+        calls = self._description.calls
         if calls is None:
             return float("inf")
         if now >= self._look_at:
@@ -261,36 +263,48 @@ class Hosts:
         return self._look_at
 
     def _start_ranks(self) -> None:
-        plan = self._plan
+        description = self._description
         first = self.of(0)
         port = free_port() if first is self._here else self._remote(first).hello["port"]
-        if self._remotes and plan.calls is None:
-            names = " ".join(sorted({*sent(os.environ), *plan.exports}))
+        if self._remotes and description.calls is None:
+            names = " ".join(sorted({*sent(os.environ), *description.exports}))
             self._events.say(f"all ranks have of this environment: {names}")
         for node, host in enumerate(self._all):
             environment = shared_environment(
                 self._base(host),
-                plan.size,
+                description.size,
                 job=self._job(node),
-                key=plan.key,
+                key=description.key,
                 rendezvous=self._server.endpoint,
-                transport=plan.transport,
-                encrypt=plan.encrypt,
-                op_timeout_s=plan.op_timeout_s,
-                exports=plan.exports,
+                transport=description.transport,
+                encrypt=description.encrypt,
+                op_timeout_s=description.op_timeout_s,
+                exports=description.exports,
                 master=(self._address(host, first), port),
             )
             if len(self._all) > 1:
                 seen = [f"{node}={self._address(host, o)}" for node, o in enumerate(self._all)]
                 environment["PYCOLL_ADDRESSES"] = ",".join(seen)
-            if host is first and host is not self._here and plan.stdin is None:
+            if host is first and host is not self._here and description.stdin is None:
                 self._read_input(self._remote(first))
-            host.start(Program(plan.argv, environment, plan.pass_fds, plan.bind, plan.stdin))
+            host.start(
+                RankProgram(
+                    description.argv,
+                    environment,
+                    description.pass_fds,
+                    description.bind,
+                    description.stdin,
+                )
+            )
         self.have_started = not self._remotes
 
     def _job(self, node: int) -> str:
         """The id of the part on a host: two may be one machine, and have a guardian each."""
-        return f"{self._plan.job}.{node}" if len(self._plan.hosts) > 1 else self._plan.job
+        return (
+            f"{self._description.job}.{node}"
+            if len(self._description.hosts) > 1
+            else self._description.job
+        )
 
     def _read_input(self, host: RemoteHost) -> None:
         """Pass standard input on to rank 0, which is there."""
@@ -303,7 +317,9 @@ class Hosts:
         """The environment of the ranks of a host, but for what makes them ranks."""
         if not self._remotes:
             return os.environ
-        if self._plan.calls is not None:  # who starts something on each host says what is there
+        if (
+            self._description.calls is not None
+        ):  # who starts something on each host says what is there
             if host is self._here:
                 return os.environ
             return {name: os.environ[name] for name in os.environ if name.startswith("PYCOLL_")}
@@ -322,11 +338,14 @@ class Hosts:
         """Have all hosts try to reach the others."""
         from pycoll._launcher import host_routes
 
-        plan = host_routes.Plan(
-            self._plan.key, self._plan.interface, self._plan.address, self._plan.checks
+        options = host_routes.RouteOptions(
+            self._description.key,
+            self._description.interface,
+            self._description.address,
+            self._description.checks,
         )
-        self._ways = host_routes.Ways(
-            plan, self._all, self._names, self._selector, self._see_ways, self._stack
+        self._ways = host_routes.HostRoutes(
+            options, self._all, self._names, self._selector, self._see_ways, self._stack
         )
 
     def _see_ways(self) -> None:
@@ -334,7 +353,7 @@ class Hosts:
         assert ways is not None
         for way in ways.found:
             self.say(f"{way.by} reaches {way.to} at {way.reach.address or 'no address'}")
-        if self._plan.checks:
+        if self._description.checks:
             self._events.checked(ways.found)
         elif lost := ways.failures():
             self._events.unreachable(lost)
@@ -369,7 +388,7 @@ class Hosts:
         if all(each.hello for each in self._remotes):
             for each in self._remotes:
                 node = self._all.index(each)
-                each.open(self._job(node), self._plan.key, node)
+                each.open(self._job(node), self._description.key, node)
 
     def opened(self, host: RemoteHost) -> None:
         """Called when a host has everything but the ranks; when all have, ways are tried."""
@@ -380,7 +399,7 @@ class Hosts:
             except OSError as exc:
                 self._events.refused("", exc)
 
-    def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
+    def reached(self, host: RemoteHost, found: Sequence[Reachability]) -> None:
         """Called when it is known how other hosts are reached from one."""
         assert self._ways is not None
         self._ways.told(host, found)

@@ -11,7 +11,7 @@ import os
 import selectors
 from collections.abc import Callable
 
-from pycoll._launcher.connection import Line
+from pycoll._launcher.line import Line
 
 WINDOW_NBYTES = 256 << 10
 """Bytes that may be on the way, so that a rank which does not read stops whoever writes."""

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 from pycoll._launcher import host_routes
 from pycoll._launcher.adopting import UNKNOWN
-from pycoll._launcher.host import Program
+from pycoll._launcher.host import RankProgram
 from pycoll._launcher.network_line import CallerLine
 from pycoll._launcher.outcome import end_text
-from pycoll._launcher.reach import Reach, listen_everywhere, own_addresses
+from pycoll._launcher.reach import Reachability, listen_everywhere, own_addresses
 from pycoll._launcher.remote import RemoteHost
 from pycoll._launcher.rendezvous_router import Caller, Router
 from pycoll._launcher.rendezvous_server import Notice, Server
@@ -74,7 +74,7 @@ class Meeting:
         self._of: dict[int, RemoteHost] = {}  # by rank, who has come
         self._visitors: dict[tuple[RemoteHost, int], int] = {}  # host and number at its door: rank
         self._hosts: list[RemoteHost] = []  # in the order of their numbers, once all have come
-        self._ways: host_routes.Ways | None = None
+        self._ways: host_routes.HostRoutes | None = None
         self._num_opened = 0
         self._have_started = False  # ranks are being let in
         self._left: set[int] = set()  # ranks that have finalized
@@ -226,7 +226,7 @@ class Meeting:
                     f"{n}={self._ways.address(host, o)}" for n, o in enumerate(self._hosts)
                 ]
                 environment["PYCOLL_ADDRESSES"] = ",".join(addresses)
-            host.start(Program((), environment))
+            host.start(RankProgram((), environment))
 
     def _tell_failure(self) -> None:
         for host in self._hosts:
@@ -303,9 +303,9 @@ class Meeting:
         if len(self._hosts) == 1:
             return self._start()
         names = [each.name for each in self._hosts]
-        plan = host_routes.Plan(self._key)
-        self._ways = host_routes.Ways(
-            plan, self._hosts, names, self._selector, self._see_ways, self._stack
+        options = host_routes.RouteOptions(self._key)
+        self._ways = host_routes.HostRoutes(
+            options, self._hosts, names, self._selector, self._see_ways, self._stack
         )
 
     def _see_ways(self) -> None:
@@ -315,7 +315,7 @@ class Meeting:
         else:
             self._start()
 
-    def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
+    def reached(self, host: RemoteHost, found: Sequence[Reachability]) -> None:
         """Called when it is known how other hosts are reached from one."""
         assert self._ways is not None
         self._ways.told(host, found)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pycoll._launcher.agent_socket import Ticket
-from pycoll._launcher.connection import Hear, Line
+from pycoll._launcher.line import Hear, Line
 from pycoll._launcher.rendezvous_router import Caller
 from pycoll._rendezvous.connection import Connection
 from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES

@@ -15,7 +15,7 @@ from pycoll._launcher.host import NamedHost
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._launcher.agent_listener import Calls
+    from pycoll._launcher.agent_listener import AgentCalls
     from pycoll._launcher.agent_socket import Ticket
 
 WAIT_S = 600.0
@@ -50,13 +50,13 @@ class Node(NamedTuple):
         by_rank = [rank * self.nodes // size for rank in range(size)]
         return [NamedHost(socket.gethostname()), *others], by_rank
 
-    def calls(self) -> Calls:
+    def calls(self) -> AgentCalls:
         """Listen for the other nodes.
 
         Raises:
             Error: the port is taken.
         """
-        from pycoll._launcher.agent_listener import Calls
+        from pycoll._launcher.agent_listener import AgentCalls
         from pycoll._launcher.reach import listen_everywhere
 
         try:
@@ -66,7 +66,7 @@ class Node(NamedTuple):
                 f"node 0 cannot listen at port {self.ticket.port} (PYCOLL_RENDEZVOUS): "
                 f"{os.strerror(exc.errno) if exc.errno else exc}"
             ) from exc
-        return Calls(listener, self.ticket.key, WAIT_S)
+        return AgentCalls(listener, self.ticket.key, WAIT_S)
 
     def serve(self) -> int:
         """Be the agent of this node until the job is over; returns the exit status.

@@ -42,7 +42,7 @@ class Address(NamedTuple):
     address: str
 
 
-class Target(NamedTuple):
+class HostAddresses(NamedTuple):
     """A host to be reached: its number, the port it listens at, addresses, the best first."""
 
     node: int
@@ -50,7 +50,7 @@ class Target(NamedTuple):
     addresses: Sequence[str]
 
 
-class Reach(NamedTuple):
+class Reachability(NamedTuple):
     """How a host is reached.
 
     Attributes:
@@ -173,7 +173,9 @@ def _receive(connection: socket.socket, nbytes: int, keep: bool = True) -> bytes
     return data
 
 
-def reach_all(targets: Sequence[Target], key: bytes, *, measures: bool = False) -> list[Reach]:
+def reach_all(
+    targets: Sequence[HostAddresses], key: bytes, *, measures: bool = False
+) -> list[Reachability]:
     """Find out how hosts are reached, all at once; takes 10 s at most.
 
     Args:
@@ -191,10 +193,10 @@ def reach_all(targets: Sequence[Target], key: bytes, *, measures: bool = False) 
     return found
 
 
-def _reach(target: Target, key: bytes) -> Reach:
+def _reach(target: HostAddresses, key: bytes) -> Reachability:
     """Try the first address of a host, then all others at once: the first that works counts."""
     if not target.addresses:
-        return Reach(target.node, "", ["it has told no address"])
+        return Reachability(target.node, "", ["it has told no address"])
     first, *others = target.addresses
     tried = [_try(first, target, key)]
     if tried[0] is not None and others:
@@ -203,12 +205,12 @@ def _reach(target: Target, key: bytes) -> Reach:
     failures: list[str] = []
     for address, failure in zip(target.addresses, tried, strict=False):
         if failure is None:
-            return Reach(target.node, address, failures)
+            return Reachability(target.node, address, failures)
         failures.append(f"{address} port {target.port}: {failure}")
-    return Reach(target.node, "", failures)
+    return Reachability(target.node, "", failures)
 
 
-def _try(address: str, target: Target, key: bytes) -> str | None:
+def _try(address: str, target: HostAddresses, key: bytes) -> str | None:
     """Try one address; returns why it is not the host's."""
     try:
         _greet(address, target.port, target.node, key).close()
@@ -244,7 +246,7 @@ def _greet(address: str, port: int, node: int, key: bytes) -> socket.socket:
     return connection
 
 
-def _measured(found: Reach, port: int, key: bytes) -> Reach:
+def _measured(found: Reachability, port: int, key: bytes) -> Reachability:
     if not found.address:
         return found
     try:
@@ -280,15 +282,15 @@ class Trial:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        done: Callable[[list[Reach]], object],
-        targets: Sequence[Target],
+        done: Callable[[list[Reachability]], object],
+        targets: Sequence[HostAddresses],
         key: bytes,
         *,
         measures: bool = False,
     ) -> None:
         self._selector, self._done = selector, done
         self._end, self._theirs = os.pipe()
-        self._found: list[Reach] = []
+        self._found: list[Reachability] = []
         selector.register(self._end, selectors.EVENT_READ, self._finish)
 
         def run() -> None:

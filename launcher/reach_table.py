@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pycoll._launcher.host_routes import Way
+from pycoll._launcher.host_routes import HostRoute
 
 _CLOCK_S = 1.0
 """A clock that is off by more is worth a word: file times and logs differ then."""
 
 
-def lines(names: Sequence[str], ways: Sequence[Way], clocks: Mapping[str, float]) -> list[str]:
+def lines(
+    names: Sequence[str], ways: Sequence[HostRoute], clocks: Mapping[str, float]
+) -> list[str]:
     """Draw a table: a row for who connects, a column for whom it reaches."""
     cells = {(way.by, way.to): _cell(way) for way in ways}
     heads = ["from \\ to", *names]
@@ -28,7 +30,7 @@ def lines(names: Sequence[str], ways: Sequence[Way], clocks: Mapping[str, float]
     return drawn
 
 
-def _cell(way: Way) -> str:
+def _cell(way: HostRoute) -> str:
     found = way.reach
     if not found.address:
         return "no way"

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pycoll._launcher import agent
-from pycoll._launcher.connection import LOST_S, Connection, Line
-from pycoll._launcher.host import Events, Program
+from pycoll._launcher.host import Events, RankProgram
 from pycoll._launcher.input import Input
+from pycoll._launcher.line import LOST_S, DescriptorLine, Line
 from pycoll._launcher.output import Relay
-from pycoll._launcher.reach import Reach, Target
+from pycoll._launcher.reach import HostAddresses, Reachability
 from pycoll._launcher.rendezvous_carriers import Peer, Relayed
 from pycoll._support.environment import HostPlacement
 
@@ -42,7 +42,7 @@ class RemoteEvents(Events, Protocol):
     def opened(self, host: RemoteHost) -> None:
         """Called when everything is there but the ranks."""
 
-    def reached(self, host: RemoteHost, found: Sequence[Reach]) -> None:
+    def reached(self, host: RemoteHost, found: Sequence[Reachability]) -> None:
         """Called when it is known how other hosts are reached from this one."""
 
     def started(self, host: RemoteHost) -> None:
@@ -124,11 +124,11 @@ class RemoteHost:
             for rank in self.ranks:
                 self._relay.add(rank)
 
-    def reach(self, targets: Sequence[Target], measures: bool) -> None:
+    def reach(self, targets: Sequence[HostAddresses], measures: bool) -> None:
         """Have it find out how other hosts are reached from there; see `reach.reach_all`."""
         self.line.send("reach", [list(target) for target in targets], measures)
 
-    def start(self, program: Program) -> None:
+    def start(self, program: RankProgram) -> None:
         """Have the ranks started."""
         fields = {
             "argv": list(program.argv),
@@ -213,7 +213,7 @@ class RemoteHost:
             self.port = fields[0]
             self._events.opened(self)
         elif kind == "reached":
-            self._events.reached(self, [Reach(*found) for found in fields[0]])
+            self._events.reached(self, [Reachability(*found) for found in fields[0]])
         elif kind == "started":
             self._events.started(self)
         elif kind == "refused":
@@ -308,7 +308,7 @@ class StartedHost(RemoteHost):
         selector.register(errors, selectors.EVENT_READ, self._read_errors)
         stack.callback(self._forget_errors)
         end = ours.detach()
-        self.line = Connection(end, end, selector, self.hear, self._lose, skips=True)
+        self.line = DescriptorLine(end, end, selector, self.hear, self._lose, skips=True)
         stack.callback(self.line.close)
 
     def _lose(self, why: str) -> None:

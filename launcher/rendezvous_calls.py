@@ -15,7 +15,7 @@ _MAX_BROKEN = 10_000
 _MAX_MEMBERS = 256
 
 
-class Wait(NamedTuple):
+class RankWait(NamedTuple):
     """One wait of one rank.
 
     Attributes:
@@ -45,13 +45,13 @@ class Wait(NamedTuple):
         call = f"{self.call}{self.which}"
         return f"{call} at {self.where}" if self.where else call
 
-    def is_same_call(self, other: Wait) -> bool:
+    def is_same_call(self, other: RankWait) -> bool:
         """Whether both are in the same call, wherever they were made."""
         mine = (self.context, self.number, self.call)
         return mine == (other.context, other.number, other.call)
 
 
-class Calls:
+class RankWaits:
     """The wait of each rank, compared with those of the others.
 
     A number counts the collective calls on one communicator (context), so ranks that wait in the
@@ -60,22 +60,22 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._waits: dict[int, Wait] = {}
-        self._last: dict[int, tuple[Wait, float]] = {}
+        self._waits: dict[int, RankWait] = {}
+        self._last: dict[int, tuple[RankWait, float]] = {}
         self._together: dict[tuple[Context, int], set[int]] = {}
         self._broken: dict[Context, None] = {}  # in the order they broke
         self._members: dict[Context, tuple[int, ...]] = {}
         self.num_started = 0  # waits that have begun
 
-    def wait_of(self, rank: int) -> Wait | None:
+    def wait_of(self, rank: int) -> RankWait | None:
         """Return what `rank` waits in."""
         return self._waits.get(rank)
 
-    def last_of(self, rank: int) -> tuple[Wait, float] | None:
+    def last_of(self, rank: int) -> tuple[RankWait, float] | None:
         """Return what `rank` waited in last, and when that ended (by time.monotonic())."""
         return self._last.get(rank)
 
-    def waits(self) -> dict[int, Wait]:
+    def waits(self) -> dict[int, RankWait]:
         """Return what each rank waits in that does; not to be changed."""
         return self._waits
 
@@ -87,7 +87,7 @@ class Calls:
         """
         members = fields.pop("members")
         since = time.monotonic() - fields.pop("waited_s")
-        wait = Wait(since=since, members=self._kept(fields["context"], members), **fields)
+        wait = RankWait(since=since, members=self._kept(fields["context"], members), **fields)
         before = self._waits.get(rank)
         if before is not None and wait.number >= 0 and wait.is_same_call(before):
             self._waits[rank] = wait._replace(since=before.since)  # it looked up, and waits on

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from pycoll._launcher.rendezvous_calls import Calls
+from pycoll._launcher.rendezvous_calls import RankWaits
 from pycoll._launcher.rendezvous_carriers import Carriers, Peer, send_all
 from pycoll._rendezvous import wire as wire
 from pycoll.errors import BootstrapError
@@ -27,7 +27,7 @@ class Notice(NamedTuple):
     fields: dict[str, Any]
 
 
-class _Rank:
+class _RankRecord:
     """What is known about one rank."""
 
     def __init__(self) -> None:
@@ -118,14 +118,14 @@ class Server:
         if size < 1:
             raise ValueError(f"a job has at least one rank, not {size}")
         wire.check_key(key)
-        self._ranks = [_Rank() for _ in range(size)]
+        self._ranks = [_RankRecord() for _ in range(size)]
         self._by_peer: dict[Peer, int] = {}
         self._num_missing = size
         self._met = False
         self._over: str | None = None  # why the job cannot meet any more
         self._round, self._num_come = 0, 0  # of exchange, and how many ranks have come to it
         self._gone = ""  # why there can be no exchange any more
-        self.calls = Calls()
+        self.calls = RankWaits()
         self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
         self._notices: list[Notice] = []
         self._told_unencrypted = False
@@ -343,7 +343,7 @@ class Server:
         if self._ranks[rank].ended is None:
             del self._by_peer[peer]
             self._num_missing += 1
-            self._ranks[rank] = _Rank()
+            self._ranks[rank] = _RankRecord()
 
     def _exchange(self, rank: int, peer: Peer, fields: dict[str, Any]) -> None:
         number, info = wire.integer(fields.get("round"), 0, 1 << 62), _info(fields)
@@ -443,11 +443,11 @@ class Server:
         others = (entry for other, entry in enumerate(self._ranks) if other != rank)
         self._push_all(others, wire.pack(kind, fields))
 
-    def _push_all(self, entries: Iterable[_Rank], frame: bytes) -> None:
+    def _push_all(self, entries: Iterable[_RankRecord], frame: bytes) -> None:
         there = (entry.peer for entry in entries if entry.ended is None)
         send_all((peer for peer in there if peer is not None), frame)
 
-    def _push(self, entry: _Rank, frame: bytes) -> None:
+    def _push(self, entry: _RankRecord, frame: bytes) -> None:
         if entry.peer is not None and entry.ended is None:
             entry.peer.send(frame)
 

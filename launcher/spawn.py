@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._launcher.host import NamedHost, reserve_descriptors
-from pycoll._launcher.hosts import Hosts, Plan
+from pycoll._launcher.hosts import Hosts, JobDescription
 from pycoll._launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
 from pycoll._launcher.outcome import signal_name as name_of
 from pycoll._launcher.output import Relay, Target
@@ -30,8 +30,8 @@ from pycoll._support.environment import warn_after
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._launcher.agent_listener import Calls
-    from pycoll._launcher.host_routes import Way
+    from pycoll._launcher.agent_listener import AgentCalls
+    from pycoll._launcher.host_routes import HostRoute
 
 _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
@@ -58,7 +58,7 @@ class Options(NamedTuple):
         emulate_hosts: number of hosts to pretend (None: the one this is).
         hosts: the job's hosts; none: this one.
         nodes: by rank the index of its host in `hosts`.
-        calls, interface, address, checks: see `hosts.Plan`.
+        calls, interface, address, checks: see `hosts.JobDescription`.
         verbose: tell on standard error what happens.
         exports: variables for the ranks' environment.
     """
@@ -74,7 +74,7 @@ class Options(NamedTuple):
     emulate_hosts: int | None = None
     hosts: Sequence[NamedHost] = ()
     nodes: Sequence[int] = ()
-    calls: Calls | None = None
+    calls: AgentCalls | None = None
     interface: str = ""
     address: str = ""
     checks: bool = False
@@ -82,7 +82,7 @@ class Options(NamedTuple):
     exports: Mapping[str, str] = MappingProxyType({})
 
 
-class _Rank(RankState):
+class _SpawnedRank(RankState):
     """What is known of a rank."""
 
     lost_at: float | None = None  # when the process that joined, not the first, ended
@@ -120,13 +120,13 @@ class Job:
         stdin: int | IO[Any] | None = None,
     ) -> None:
         self.id = os.urandom(16).hex()
-        self.ways: list[Way] = []
+        self.ways: list[HostRoute] = []
         self.clocks: dict[str, float] = {}
         self._argv = list(argv)
         self._options = options
         self._pass_fds = tuple(pass_fds)
         self._stdout, self._stderr, self._stdin = stdout, stderr, stdin
-        self._ranks = [_Rank(rank) for rank in range(options.size)]
+        self._ranks = [_SpawnedRank(rank) for rank in range(options.size)]
         self._started = time.monotonic()
         self._signals: list[int] = []  # caught and not handled yet
         self._interrupted = False  # by Ctrl-C, once
@@ -190,7 +190,7 @@ class Job:
             self.tell,
             lambda rank, pid: self._hosts.of(rank).state(rank, pid),
         )
-        plan = Plan(
+        plan = JobDescription(
             job=self.id,
             key=key,
             size=options.size,
@@ -293,7 +293,7 @@ class Job:
                 self._note(self._ranks[notice.rank], notice)
         return heard
 
-    def _note(self, rank: _Rank, notice: Notice) -> None:
+    def _note(self, rank: _SpawnedRank, notice: Notice) -> None:
         now = time.monotonic()
         match notice.kind:
             case "joined":
@@ -318,7 +318,7 @@ class Job:
         """Called when the process that joined as a rank has ended; `hosts.JobEvents`."""
         self._ranks[rank].lost_at = time.monotonic()
 
-    def _lose(self, rank: _Rank, now: float) -> None:
+    def _lose(self, rank: _SpawnedRank, now: float) -> None:
         """The process that joined has ended, and nothing more came of it: its parent lives on."""
         rank.lost_at = None
         if rank.left or rank.status is not None:
@@ -346,7 +346,7 @@ class Job:
         """Called when some hosts cannot reach others; `hosts.JobEvents`."""
         self._refuse(2, "\n".join(lines))
 
-    def checked(self, ways: Sequence[Way]) -> None:
+    def checked(self, ways: Sequence[HostRoute]) -> None:
         """Called when it is known how the hosts reach each other; `hosts.JobEvents`."""
         self.ways, self.clocks = list(ways), self._hosts.clocks()
         self._refuse(0 if all(way.reach.address for way in ways) else 1, "")
@@ -364,7 +364,7 @@ class Job:
                 self.server.rank_ended(rank, state.gone, False)
                 self._failed(state, time.monotonic())
 
-    def _failed(self, rank: _Rank, now: float) -> None:
+    def _failed(self, rank: _SpawnedRank, now: float) -> None:
         """A rank failed: unless that is our own doing, the others have some seconds to end."""
         if rank.failed_at is None and not rank.signalled:
             rank.failed_at = now

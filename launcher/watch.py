@@ -18,7 +18,7 @@ from typing import Any
 
 from pycoll._launcher import wait_table
 from pycoll._launcher.deadlock import Context, Need, View, awaited, circle, deadlocked
-from pycoll._launcher.rendezvous_calls import Wait
+from pycoll._launcher.rendezvous_calls import RankWait
 from pycoll._launcher.rendezvous_server import Server
 from pycoll._launcher.wait_table import Waiter
 
@@ -60,7 +60,7 @@ class Watch:
         self._deadlocks: set[Key] = set()  # operations that were told to be parts of one
         self._looking: Iterator[float] | None = None
         self._number = 0  # of the last round
-        self._asked: dict[int, Wait] = {}  # in that round: who waited, and in what
+        self._asked: dict[int, RankWait] = {}  # in that round: who waited, and in what
         self._answers: dict[int, dict[str, Any]] = {}
         self._num_seen = 0  # waits that had begun when this last went through them
         self._due = math.inf
@@ -160,7 +160,7 @@ class Watch:
 
     # What to say.
 
-    def _lines(self, first: int, rounds: list[Answers], waits: Mapping[int, Wait]) -> list[str]:
+    def _lines(self, first: int, rounds: list[Answers], waits: Mapping[int, RankWait]) -> list[str]:
         now = time.monotonic()
         waits = _told_apart(waits)
         known = _views(rounds[-1])
@@ -218,7 +218,7 @@ class Watch:
         return f"{text}, process {pid}" if pid else text
 
 
-def _told_apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
+def _told_apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:
     """Number communicators that have the same name and the same ranks."""
     alike: dict[tuple[str, tuple[int, ...]], list[Context]] = defaultdict(list)
     for wait in waits.values():
@@ -233,7 +233,7 @@ def _told_apart(waits: Mapping[int, Wait]) -> dict[int, Wait]:
     return told
 
 
-def _key(rank: int, wait: Wait) -> Key:
+def _key(rank: int, wait: RankWait) -> Key:
     """The operation in which a rank waits; a message is one of each of its ranks."""
     if wait.number >= 0:
         return wait.context, wait.number

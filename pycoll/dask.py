@@ -89,7 +89,7 @@ class _Workers:
         self._client, self._workers = client, workers
         self._futures: list[Any] = []
 
-    def start(self, works: Sequence[engines.Work]) -> None:
+    def start(self, works: Sequence[engines.NodeWork]) -> None:
         """See `engines.Cluster`."""
         for work, worker in zip(works, self._workers, strict=False):
             future = self._client.submit(

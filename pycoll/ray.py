@@ -123,7 +123,7 @@ class _Nodes:
         self._group, self._bundles, self._ranks = group, bundles, ranks
         self._refs: list[Any] = []
 
-    def start(self, works: Sequence[engines.Work]) -> None:
+    def start(self, works: Sequence[engines.NodeWork]) -> None:
         """See `engines.Cluster`."""
         remote = ray.remote(_serve)
         for node, (work, bundle) in enumerate(zip(works, self._bundles, strict=True)):
@@ -167,7 +167,7 @@ class _Nodes:
                 ray.cancel(ref, force=True)
 
 
-def _serve(work: engines.Work, cores: int, share: int) -> dict[int, engines.Report]:
+def _serve(work: engines.NodeWork, cores: int, share: int) -> dict[int, engines.Report]:
     own = {}
     # Ray sets it to the cores of a task, unless it is set: each rank is to have its share of them.
     if os.environ.get("OMP_NUM_THREADS") == str(cores):

@@ -7,7 +7,7 @@
     zmq     ZeroMQ over TCP: the same, and the only one that encrypts
 
 `reasons` says why a transport cannot be used, `check` refuses one with that reason. Which one two
-ranks use is decided where all meet: `Meeting` in `pycoll/_world/meeting.py`.
+ranks use is decided where all meet: `Bootstrap` in `pycoll/_world/bootstrap.py`.
 """
 
 from __future__ import annotations

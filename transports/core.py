@@ -34,8 +34,8 @@ from pycoll._transports.link import FAILED, Links
 from pycoll.errors import Error, PeerFailed, TransportError
 
 if TYPE_CHECKING:
-    from pycoll._transports._core import Engine, Host, Receive, Send
-    from pycoll._transports.core_tcp import Network, TcpLinks
+    from pycoll._transports._core import MappedHost, MessageEngine, Receive, Send
+    from pycoll._transports.core_tcp import TcpLinks, TcpNetwork
 
 REFUSED, TAKEN_BACK, NO_VALUE = -100001, -100003, -100004
 """The status of a receive whose message does not fit, or was taken back; of a wrong algorithm."""
@@ -52,17 +52,17 @@ IDLE, POSTED, HOLDING, READING, OVER = range(5)
 _SHORT_MS = 1
 
 
-class Memory(NamedTuple):
+class LinkMemory(NamedTuple):
     """The memory of this host, for the link over it.
 
     Attributes:
         host: as this rank has mapped it.
         doorbell: this rank's eventfd, not blocking; it stays the caller's.
         ranks: the ranks of this host, in the order of their local ranks.
-        single_copy: try to copy from memory to memory; else large payloads go in segments.
+        single_copy: try to copy from memory to memory; else large payloads go in fragments.
     """
 
-    host: Host
+    host: MappedHost
     doorbell: int
     ranks: Sequence[int]
     single_copy: bool
@@ -206,11 +206,11 @@ class CoreTransport(Transport):
         self,
         rank: int,
         size: int,
-        memory: Memory | None = None,
-        network: Network | None = None,
+        memory: LinkMemory | None = None,
+        network: TcpNetwork | None = None,
         outside: Mapping[int, Transport] | None = None,
     ) -> None:
-        from pycoll._transports._core import Engine
+        from pycoll._transports._core import MessageEngine
 
         self.rank = rank
         self._closed = False
@@ -240,7 +240,7 @@ class CoreTransport(Transport):
                     "on_orders": self._order,
                     "on_stop": self._stop,
                 }
-            self.core: Engine = Engine(rank, size, limits, self._work, **options)
+            self.core: MessageEngine = MessageEngine(rank, size, limits, self._work, **options)
             self.outside.open(self.core)
             if self._tcp is not None:
                 self._tcp.open(self.core)
@@ -459,7 +459,7 @@ class CoreTransport(Transport):
         self.core.forked()
 
 
-def _listen(rank: int, size: int, network: Network) -> TcpLinks:
+def _listen(rank: int, size: int, network: TcpNetwork) -> TcpLinks:
     from pycoll._transports.core_tcp import TcpLinks  # not sooner: ranks of one host do without
 
     return TcpLinks(rank, size, network)

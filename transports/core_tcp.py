@@ -15,12 +15,12 @@ from pycoll._transports.handshake import Secret
 from pycoll.errors import TransportError
 
 if TYPE_CHECKING:
-    from pycoll._transports._core import Engine
+    from pycoll._transports._core import MessageEngine
 
 _KEEPALIVE, _KEEPALIVE_BETWEEN_HOSTS = 3, 6
 
 
-class Network(NamedTuple):
+class TcpNetwork(NamedTuple):
     """How the ranks that share no memory with this one reach it.
 
     Attributes:
@@ -50,7 +50,7 @@ class TcpLinks:
         TransportError: it cannot listen there.
     """
 
-    def __init__(self, rank: int, size: int, network: Network) -> None:
+    def __init__(self, rank: int, size: int, network: TcpNetwork) -> None:
         self.lanes = network.lanes
         self.is_closing = False
         self._addresses: Sequence[dict[str, Any]] = ()
@@ -76,7 +76,7 @@ class TcpLinks:
             text = f"tcp: rank {rank} cannot listen on {network.host}: {exc.strerror}"
             raise TransportError(text) from exc
 
-    def open(self, core: Engine) -> None:
+    def open(self, core: MessageEngine) -> None:
         """Be the links of an engine."""
         self._core = core
 

@@ -25,16 +25,16 @@ from pycoll._transports.base import (
 from pycoll.errors import TransportError
 
 if TYPE_CHECKING:
-    from pycoll._transports._core import Engine
+    from pycoll._transports._core import MessageEngine
 
 SEND, TAKE_BACK, ACCEPT, REDIRECT, GIVE_UP, RELEASE = range(6)
 """Orders, numbered as in _core/engine/link_queue.h."""
 
 RECEIVED, WITHDRAWN, SENT, COMMITTED = range(4)
-"""What `Engine.tell_over` tells."""
+"""What `MessageEngine.tell_over` tells."""
 
 NOW, NO_ROOM, NO_SENSE = 0, -1, -2
-"""What `Engine.tell_arrived` returns in place of a number."""
+"""What `MessageEngine.tell_arrived` returns in place of a number."""
 
 FAILED = -200_000
 """The status of a send that failed alone, for the first of `Links.failures`; one less: the next."""
@@ -68,7 +68,7 @@ class Links:
         # By rank what the engine has no room for, and what must be told after it.
         self._later: dict[int, deque[Arrival | str | None]] = {}
 
-    def open(self, core: Engine) -> None:
+    def open(self, core: MessageEngine) -> None:
         """Be the links of an engine."""
         self._core = core
 

@@ -34,7 +34,7 @@ from pycoll._transports.rdma_lane import MOST_WRITES
 from pycoll._transports.rdma_link import RdmaLink
 from pycoll._transports.rdma_queues import Endpoint
 from pycoll._transports.registrations import locked_limit
-from pycoll._transports.verbs import MAX_SENDS, Device, probe
+from pycoll._transports.verbs import MAX_SENDS, DevicePort, probe
 from pycoll._transports.verbs_errors import SUCCESS, VerbsError, explain
 from pycoll.errors import PeerFailed, TransportError
 
@@ -54,7 +54,7 @@ class RdmaTransport(Transport):
 
     name: ClassVar[str] = "rdma"
 
-    def __init__(self, rank: int, device: Device, network: str) -> None:
+    def __init__(self, rank: int, device: DevicePort, network: str) -> None:
         self.endpoint = Endpoint(device)
         self.reaches = Reaches(rank, self.endpoint)
         self._network = network
@@ -333,9 +333,9 @@ def open_rdma(rank: int, size: int, choice: ChosenDevice) -> RdmaTransport | str
     To find out, a message is sent over two queue pairs: a device that opens need not be able to.
     """
     name, port, gid = choice.device, choice.port, choice.gid.index
-    device: Device | None = None
+    device: DevicePort | None = None
     try:
-        device = Device(name, port, gid, receives_for(size - 1), completions_for(size - 1))
+        device = DevicePort(name, port, gid, receives_for(size - 1), completions_for(size - 1))
         reason = probe(device)
         if reason is None:
             return RdmaTransport(rank, device, _network(choice))
@@ -365,7 +365,7 @@ def completions_for(peers: int) -> int:
     return peers * COMPLETIONS
 
 
-def most_links(device: Device) -> int:
+def most_links(device: DevicePort) -> int:
     """Return to how many peers a device can have links."""
     return min(device.receives // (RECEIVES + SPARE_RECEIVES), device.completions // COMPLETIONS)
 

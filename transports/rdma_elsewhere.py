@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 from pycoll._transports.base import EAGER_LIMIT, Elsewhere
 from pycoll._transports.rdma_queues import Endpoint, Queue
-from pycoll._transports.registrations import Direct
+from pycoll._transports.registrations import GpuRegistration
 from pycoll._transports.verbs import PROBE_S, Region
 from pycoll._transports.verbs_errors import SUCCESS, VerbsError, explain
 from pycoll.errors import TransportError
@@ -36,7 +36,7 @@ class Reaches:
         self._can: bool | None = None
         self._works: dict[Hashable, bool] = {}
 
-    def reach(self, view: memoryview, elsewhere: Elsewhere) -> Direct | None:
+    def reach(self, view: memoryview, elsewhere: Elsewhere) -> GpuRegistration | None:
         """Register the memory whose staging buffer `view` is; None: it cannot be."""
         if len(view) <= EAGER_LIMIT:
             return None  # the processor copies it into frames

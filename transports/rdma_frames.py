@@ -22,7 +22,7 @@ from pycoll._transports.base import EAGER_LIMIT
 from pycoll._transports.rdma_queues import SLOT, Done, Endpoint, Queue
 from pycoll._transports.verbs import MAX_SENDS
 from pycoll._transports.verbs_errors import VerbsError
-from pycoll._transports.verbs_queue_pair import Peer
+from pycoll._transports.verbs_queue_pair import RemoteQueuePair
 
 RECEIVES = 16
 """Frames that each end of a link may send before the other has taken them in."""
@@ -49,7 +49,7 @@ _LONGEST = EAGER_LIMIT + (1 << 16) + _HEAD.size
 """Bytes of a message: a length on the wire is not believed beyond this."""
 
 
-class Message(NamedTuple):
+class FramedMessage(NamedTuple):
     """A message that has come; its views are valid until the frame is given back."""
 
     kind: int
@@ -88,7 +88,7 @@ class Frames:
         self._backlog = bytearray()  # of the stream: what waits for room
         self._begun = bytearray()  # of a message that is arriving in several frames
 
-    def connect(self, peer: Peer) -> None:
+    def connect(self, peer: RemoteQueuePair) -> None:
         """Connect with the peer's end.
 
         Raises:
@@ -185,7 +185,7 @@ class Frames:
 
     # --- receiving -------------------------------------------------------------------------
 
-    def take(self, frame: memoryview) -> Iterator[Message]:
+    def take(self, frame: memoryview) -> Iterator[FramedMessage]:
         """Take in a frame; yields the messages that it completes.
 
         Raises:
@@ -239,7 +239,7 @@ def _length(content: memoryview | bytearray) -> int:
     return nbytes
 
 
-def _message(content: memoryview) -> Message:
+def _message(content: memoryview) -> FramedMessage:
     kind, header_nbytes, number_id, number, _ = _HEAD.unpack_from(content)
     end = _HEAD.size + header_nbytes
-    return Message(kind, number_id, number, content[_HEAD.size : end], content[end:])
+    return FramedMessage(kind, number_id, number, content[_HEAD.size : end], content[end:])

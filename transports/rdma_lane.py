@@ -16,7 +16,7 @@ from pycoll._transports.rdma_frames import Frames
 from pycoll._transports.rdma_queues import SEND_SLOTS, SLOT, Endpoint, Queue
 from pycoll._transports.verbs_errors import VerbsError
 
-SEGMENT = 1024 * 1024
+FRAGMENT = 1024 * 1024
 """Bytes of one write."""
 
 MOST_WRITES = 16
@@ -81,7 +81,7 @@ class Write:
         VerbsError: a part cannot be registered.
     """
 
-    __slots__ = ("_address", "_into", "_left", "_nbytes", "_part", "_segment", "_sources", "id",
+    __slots__ = ("_address", "_fragment", "_into", "_left", "_nbytes", "_part", "_sources", "id",
                  "remote_key", "under_way")  # fmt: skip
 
     def __init__(
@@ -96,7 +96,7 @@ class Write:
         self.remote_key = remote_key
         self.under_way = 0
         self._sources: list[tuple[Source, int]] = []
-        self._segment = min(SEGMENT, endpoint.device.max_message)
+        self._fragment = min(FRAGMENT, endpoint.device.max_message)
         self._into = into
         self._part = self._address = self._nbytes = 0
         self._left = sum(map(len, parts))
@@ -117,7 +117,7 @@ class Write:
     def is_last(self) -> bool:
         """Whether the next piece is the last."""
         nbytes = self._nbytes or self._sources[self._part][1]
-        return min(nbytes, self._segment) == self._left
+        return min(nbytes, self._fragment) == self._left
 
     def next(self) -> tuple[int, int, int, int]:
         """Take the next piece: its address, its length, the key of its memory, where it goes."""
@@ -125,7 +125,7 @@ class Write:
             source, self._nbytes = self._sources[self._part]
             self._address = source.address
             self._part += 1
-        nbytes = min(self._nbytes, self._segment)
+        nbytes = min(self._nbytes, self._fragment)
         key = self._sources[self._part - 1][0].local_key
         piece = (self._address, nbytes, key, self._into)
         self._address += nbytes

@@ -38,13 +38,13 @@ from pycoll._transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll._transports.rdma_frames import Frames, Message
+from pycoll._transports.rdma_frames import FramedMessage, Frames
 from pycoll._transports.rdma_lane import Lane, Write, is_worth_writing
-from pycoll._transports.rdma_messages import Pieces, RdmaArrival, Receive, Send
+from pycoll._transports.rdma_messages import Pieces, RdmaArrival, RdmaReceive, RdmaSend
 from pycoll._transports.rdma_renewal import Lanes
 from pycoll._transports.verbs import RECEIVED_WRITE
 from pycoll._transports.verbs_errors import VerbsError
-from pycoll._transports.verbs_queue_pair import Peer
+from pycoll._transports.verbs_queue_pair import RemoteQueuePair
 from pycoll.errors import PeerFailed, TransportError
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ class RdmaLink:
         self.frames = Frames(self._endpoint, self)
         self.lanes = Lanes(self._endpoint, self)
         self._next_id = 0
-        self._sends: dict[int, Send] = {}
-        self._receives: dict[int, Receive] = {}
+        self._sends: dict[int, RdmaSend] = {}
+        self._receives: dict[int, RdmaReceive] = {}
         self._waiting: dict[int, RdmaArrival] = {}
-        self._in_pieces: deque[Send] = deque()
+        self._in_pieces: deque[RdmaSend] = deque()
         self._owed = self._unrepaid = 0
 
     def hello(self) -> bytes:
@@ -111,9 +111,9 @@ class RdmaLink:
         self.frames.is_open = True
         return None
 
-    def _remote(self, number: int, psn: int) -> Peer:
+    def _remote(self, number: int, psn: int) -> RemoteQueuePair:
         address = self._address
-        return Peer(address["gid"], address["lid"], address["mtu"], number, psn)
+        return RemoteQueuePair(address["gid"], address["lid"], address["mtu"], number, psn)
 
     # --- sending ---------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class RdmaLink:
             transfer.done = True
             return transfer
         self._next_id = (self._next_id + 1) & 0xFFFFFFFF
-        send = self._sends[self._next_id] = Send(self, self._next_id, parts)
+        send = self._sends[self._next_id] = RdmaSend(self, self._next_id, parts)
         if self.failure:
             return send  # it waits until it is known what became of the peer
         self.frames.put(_READY, send.id, nbytes, header)
@@ -137,7 +137,7 @@ class RdmaLink:
             self.lanes.open()  # the receiver will need it
         return send
 
-    def take_back(self, send: Send) -> None:
+    def take_back(self, send: RdmaSend) -> None:
         """Give up a send; nothing is read from its memory any more."""
         if self._sends.pop(send.id, None) is None or self.failure:
             return
@@ -156,7 +156,7 @@ class RdmaLink:
         assert lane is not None
         lane.discard(write)
 
-    def _go(self, message: Message) -> None:
+    def _go(self, message: FramedMessage) -> None:
         """The receiver has accepted: write, or send in pieces."""
         send = self._sends.get(message.id)
         if send is None or send.pieces is not None:
@@ -215,7 +215,7 @@ class RdmaLink:
 
     def accept(self, arrival: RdmaArrival, into: memoryview) -> Transfer:
         """Let the sender of `arrival` go on, into `into`."""
-        receive = Receive(self, arrival.id, arrival.nbytes, into)
+        receive = RdmaReceive(self, arrival.id, arrival.nbytes, into)
         reason = self._transport.why_forgotten(self.peer)
         if reason is not None:
             receive.finish(PeerFailed(self.peer, reason))
@@ -243,7 +243,7 @@ class RdmaLink:
             self.frames.put(_CREDIT, number=self._unrepaid)
             self._unrepaid = 0
 
-    def give_up(self, receive: Receive) -> None:
+    def give_up(self, receive: RdmaReceive) -> None:
         """Give up a receive; nothing is written to its memory any more."""
         if self._receives.pop(receive.id, None) is None:
             return
@@ -254,7 +254,7 @@ class RdmaLink:
             self.frames.put(_DROP, receive.id)
         receive.release()
 
-    def redirect(self, receive: Receive, into: memoryview) -> None:
+    def redirect(self, receive: RdmaReceive, into: memoryview) -> None:
         """Let a receive go on into `into`; nothing is written to its old memory any more."""
         old, receive.into = receive.into, into
         is_written = bool(receive.epoch) and not receive.is_complete and not self.failure
@@ -270,7 +270,7 @@ class RdmaLink:
         if is_written:
             self.lanes.open()
 
-    def _say_go(self, receive: Receive) -> None:
+    def _say_go(self, receive: RdmaReceive) -> None:
         """Tell the sender to write, or to send in pieces."""
         receive.epoch = 0
         if receive.nbytes > EAGER_LIMIT:
@@ -290,7 +290,7 @@ class RdmaLink:
                 return
         self.frames.put(_GO, receive.id)
 
-    def _store(self, message: Message) -> None:
+    def _store(self, message: FramedMessage) -> None:
         receive = self._receives.get(message.id)
         if receive is None:
             return  # given up here; the sender will hear it
@@ -304,7 +304,7 @@ class RdmaLink:
         if end >= receive.nbytes:
             self._complete(receive)
 
-    def _complete(self, receive: Receive) -> None:
+    def _complete(self, receive: RdmaReceive) -> None:
         del self._receives[receive.id]
         receive.is_complete = True
         receive.release()
@@ -324,7 +324,7 @@ class RdmaLink:
         for message in self.frames.take(frame):
             self._handle(message)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: FramedMessage) -> None:
         handler, kind, number = self._transport.handler, message.kind, message.id
         if self._transport.is_closing and kind in (_EAGER, _READY):
             return  # it comes too late
@@ -447,12 +447,12 @@ class RdmaLink:
 
     def forget(self, reason: str) -> None:
         """Fail all that is under way, after `close`."""
-        transfers: list[Send | Receive] = [*self._sends.values(), *self._receives.values()]
+        transfers: list[RdmaSend | RdmaReceive] = [*self._sends.values(), *self._receives.values()]
         self._sends.clear()
         self._receives.clear()
         self._in_pieces.clear()
         self._waiting.clear()
         for transfer in transfers:  # the end of one may cancel others
-            if isinstance(transfer, Receive):
+            if isinstance(transfer, RdmaReceive):
                 transfer.release()
             transfer.finish(PeerFailed(self.peer, reason))

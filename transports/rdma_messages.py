@@ -52,7 +52,7 @@ class Pieces:
         return offset, views
 
 
-class Send(Transfer):
+class RdmaSend(Transfer):
     """A message that waits to be accepted, or is under way."""
 
     __slots__ = ("id", "is_written", "link", "parts", "pieces", "write")
@@ -76,7 +76,7 @@ class Send(Transfer):
         self.link.take_back(self)
 
 
-class Receive(Transfer):
+class RdmaReceive(Transfer):
     """An accepted message that is not here yet.
 
     Attributes:

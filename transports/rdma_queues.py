@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pycoll._transports.registrations import Registrations
-from pycoll._transports.verbs import Device
+from pycoll._transports.verbs import DevicePort
 from pycoll._transports.verbs_errors import SUCCESS, VerbsError
 from pycoll._transports.verbs_queue_pair import QueuePair
 
@@ -35,7 +35,7 @@ _SEQUENCES = (1 << _SEQUENCE_BITS) - 1
 Done = Callable[[], object]
 
 
-class Slots:
+class FrameSlots:
     """Registered memory for frames.
 
     Args:
@@ -43,7 +43,7 @@ class Slots:
         count: number of frames.
     """
 
-    def __init__(self, device: Device, count: int) -> None:
+    def __init__(self, device: DevicePort, count: int) -> None:
         import numpy as np  # late: only who communicates needs it
 
         array = np.zeros(count * SLOT, np.uint8)
@@ -78,10 +78,10 @@ class Endpoint:
         owners: by number of its queue pair: who gets what arrives there.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DevicePort) -> None:
         self.device = device
         self.registrations = Registrations(device.register)
-        self.sending = Slots(device, SEND_SLOTS)
+        self.sending = FrameSlots(device, SEND_SLOTS)
         self.free = list(range(SEND_SLOTS))
         self.behind: set[Any] = set()
         self.is_short = False
@@ -109,7 +109,7 @@ class Endpoint:
         Raises:
             VerbsError: the device takes no more of them.
         """
-        slots, device = Slots(self.device, count), self.device
+        slots, device = FrameSlots(self.device, count), self.device
         for number in range(count):
             address, key = slots.address(number), slots.region.local_key
             request = device.receive(len(self._receives), address, SLOT, key)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pycoll._transports.rdma_lane import Lane
 from pycoll._transports.rdma_queues import Endpoint
 from pycoll._transports.verbs_errors import RETRIES_EXCEEDED, VerbsError, explain
-from pycoll._transports.verbs_queue_pair import Peer
+from pycoll._transports.verbs_queue_pair import RemoteQueuePair
 
 if TYPE_CHECKING:
     from pycoll._transports.rdma_link import RdmaLink
@@ -79,7 +79,7 @@ class Lanes:
         lane.queue.close()
         self._link.end_writes()
 
-    def meet(self, epoch: int, received: int, peer: Peer) -> None:
+    def meet(self, epoch: int, received: int, peer: RemoteQueuePair) -> None:
         """The peer has made its end of a lane.
 
         Args:

@@ -99,7 +99,7 @@ class _Entry:
         self.uses = 0
 
 
-class Direct(Reach):
+class GpuRegistration(Reach):
     """Memory of a GPU, registered for one message, which is known by its staging buffer.
 
     Attributes:
@@ -110,7 +110,7 @@ class Direct(Reach):
 
     def __init__(
         self,
-        others: list[Direct],
+        others: list[GpuRegistration],
         view: memoryview,
         elsewhere: Elsewhere,
         region: Region,
@@ -157,7 +157,7 @@ class Registrations:
         # By id, the latest used last. Any thread may free an array, at any moment: each change is
         # one operation, and nothing is counted beside it.
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._elsewhere: list[Direct] = []
+        self._elsewhere: list[GpuRegistration] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -188,7 +188,9 @@ class Registrations:
         entry.uses += 1
         return Lease(address, entry.region, view, entry)
 
-    def reach(self, view: memoryview, elsewhere: Elsewhere, region: Region, offset: int) -> Direct:
+    def reach(
+        self, view: memoryview, elsewhere: Elsewhere, region: Region, offset: int
+    ) -> GpuRegistration:
         """Have bytes of a staging buffer stand for memory of another device, until that is closed.
 
         Args:
@@ -197,11 +199,11 @@ class Registrations:
             region: its registration, which is closed, too.
             offset: where it begins in work requests.
         """
-        direct = Direct(self._elsewhere, view, elsewhere, region, offset)
+        direct = GpuRegistration(self._elsewhere, view, elsewhere, region, offset)
         self._elsewhere.append(direct)
         return direct
 
-    def find(self, view: memoryview) -> Direct | None:
+    def find(self, view: memoryview) -> GpuRegistration | None:
         """Return the other device's memory that a staging buffer names; None: it is host memory."""
         if not self._elsewhere or not len(view):
             return None

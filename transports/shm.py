@@ -4,7 +4,7 @@ All of them map one memory file, which the launcher has made. For each ordered p
 holds a ring of small messages, and for each rank a heap for payloads that do not fit into rings.
 Large payloads are copied once, from the sender's memory to the receiver's, where the kernel lets
 one process read another's (process_vm_readv); both sides copy, in pieces. Where it does not, they
-go through the heap in segments. All this is in the compiled core, `_core/channel.h`; here the
+go through the heap in fragments. All this is in the compiled core, `_core/channel.h`; here the
 memory is found.
 
 A rank that is about to sleep says so in the memory; who has something for it then rings its
@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from pycoll._transports._core import Host
+    from pycoll._transports._core import MappedHost
 
 
 def missing_core() -> str | None:
     """Return why the compiled core cannot be used, or None if it can."""
     try:
-        from pycoll._transports._core import Engine  # noqa: F401
+        from pycoll._transports._core import MessageEngine  # noqa: F401
     except ImportError as exc:
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         source = os.path.dirname(package)
@@ -39,7 +39,7 @@ def missing_core() -> str | None:
 
 def open_host(
     environ: Mapping[str, str], local_rank: int, local_size: int
-) -> tuple[Host, int] | str:
+) -> tuple[MappedHost, int] | str:
     """Map the memory of this host that the launcher hands on, once in a process.
 
     Args:
@@ -51,7 +51,7 @@ def open_host(
     Returns:
         The memory and the descriptor of this rank's doorbell, or the reason why there is none.
     """
-    from pycoll._transports._core import Host
+    from pycoll._transports._core import MappedHost
 
     handed = _handed_on(environ, local_rank, local_size)
     if isinstance(handed, str):
@@ -59,7 +59,7 @@ def open_host(
     try:
         for descriptor in (handed.descriptor, *handed.doorbells):
             os.set_inheritable(descriptor, False)
-        host = Host(handed.descriptor, local_rank, handed.doorbells, handed.cores)
+        host = MappedHost(handed.descriptor, local_rank, handed.doorbells, handed.cores)
         return host, handed.doorbells[local_rank]
     except OSError as exc:
         return f"the memory shared with the other ranks cannot be used: {exc}"

@@ -1,11 +1,11 @@
 """RDMA verbs as far as pycoll needs them, through pyverbs, which only this file imports.
 
-A `Device` is one port of one device, opened: a protection domain, one completion queue for
+A `DevicePort` is one port of one device, opened: a protection domain, one completion queue for
 everything, one shared queue of receives. A `QueuePair` (`verbs_queue_pair`) is one end of a
 reliable connection, a `Region` memory that the device may reach. Whoever uses them counts what is
 under way: nothing here refuses a work request because a queue is full.
 
-Failures are `VerbsError` (`verbs_errors`); pyverbs is imported by the first `Device`.
+Failures are `VerbsError` (`verbs_errors`); pyverbs is imported by the first `DevicePort`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import weakref
 from typing import Any
 
 from pycoll._transports.verbs_errors import SUCCESS, VerbsError, explain, telling
-from pycoll._transports.verbs_queue_pair import Peer, QueuePair
+from pycoll._transports.verbs_queue_pair import QueuePair, RemoteQueuePair
 
 RECEIVED_WRITE = 129
 """`opcode` of the completion of a receive that a write with immediate data has used up
@@ -80,7 +80,7 @@ class Region:
 
     __slots__ = ("_device", "_memory", "local_key", "remote_key")
 
-    def __init__(self, device: Device, memory: Any) -> None:
+    def __init__(self, device: DevicePort, memory: Any) -> None:
         self._device = device
         self._memory = memory
         self.local_key: int = memory.lkey
@@ -93,7 +93,7 @@ class Region:
             self._device.drop(memory)
 
 
-class Device:
+class DevicePort:
     """One port of one device, opened.
 
     Args:
@@ -159,9 +159,9 @@ class Device:
 
     # --- queue pairs and memory ------------------------------------------------------------
 
-    def peer(self, pair: QueuePair) -> Peer:
+    def peer(self, pair: QueuePair) -> RemoteQueuePair:
         """Return what another process must know to connect to a queue pair."""
-        return Peer(self.gid, self.lid, self.mtu, pair.number, pair.psn)
+        return RemoteQueuePair(self.gid, self.lid, self.mtu, pair.number, pair.psn)
 
     def queue_pair(self) -> QueuePair:
         """Make one end of a connection.
@@ -200,7 +200,7 @@ class Device:
         qp.to_init(attributes)
         return qp, inline
 
-    def connect(self, qp: Any, peer: Peer, psn: int) -> None:
+    def connect(self, qp: Any, peer: RemoteQueuePair, psn: int) -> None:
         """Let a queue pair send to `peer` and receive from it."""
         verbs = self.verbs
         route = verbs.addr.GlobalRoute(
@@ -354,7 +354,7 @@ class Device:
         self._held.clear()
 
 
-def probe(device: Device) -> str | None:
+def probe(device: DevicePort) -> str | None:
     """Send a message from the device to itself; returns why that does not work, or None.
 
     A device that opens need not be able to talk: that shows only when a queue pair does.
@@ -400,7 +400,7 @@ def _descriptors() -> set[int]:
 # --- forks -----------------------------------------------------------------------------------
 # A fork has all objects, and the descriptor through which the kernel would destroy the parent's.
 
-_open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+_open_devices: weakref.WeakSet[DevicePort] = weakref.WeakSet()
 
 
 def _keep_for_ever(thing: Any) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from pycoll._transports.verbs_errors import VerbsError, telling
 
 if TYPE_CHECKING:
-    from pycoll._transports.verbs import Device
+    from pycoll._transports.verbs import DevicePort
 
 
-class Peer(NamedTuple):
+class RemoteQueuePair(NamedTuple):
     """Where a queue pair of another process is.
 
     Attributes:
@@ -38,7 +38,7 @@ class QueuePair:
         inline: bytes that it takes inline.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: DevicePort) -> None:
         self._device = device
         verbs = device.verbs
         self._qp, self.inline = device.make_queue_pair()
@@ -50,7 +50,7 @@ class QueuePair:
         self._op_write_imm = enums.IBV_WR_RDMA_WRITE_WITH_IMM
         self._signaled, self._inline = enums.IBV_SEND_SIGNALED, enums.IBV_SEND_INLINE
 
-    def connect(self, peer: Peer) -> None:
+    def connect(self, peer: RemoteQueuePair) -> None:
         """Make the connection, when the peer's end exists; it may send when ours has done so.
 
         Raises:

@@ -11,8 +11,8 @@ On the wire a message is one or two frames. The first begins with HEAD: kind, se
     AHEAD   then the header; the second frame is the payload
     READY   number = payload bytes; then the header: a message that waits to be accepted
     GO      id was accepted
-    DATA    number = offset; the second frame is a segment of id's payload
-    TAKEN   number = segments of id that the receiver has stored
+    DATA    number = offset; the second frame is a fragment of id's payload
+    TAKEN   number = fragments of id that the receiver has stored
     DROP    id was dropped by the receiver
     CANCEL  id was taken back by the sender
     CREDIT  number = buffered bytes consumed; id = 1: they came AHEAD
@@ -45,16 +45,16 @@ from pycoll._transports.base import (
     Withdrawn,
     nbytes_of,
 )
-from pycoll._transports.zmq_messages import Receive, Send, ZmqArrival
+from pycoll._transports.zmq_messages import ZmqArrival, ZmqReceive, ZmqSend
 from pycoll._transports.zmq_sockets import NOBLOCK, Sockets
 from pycoll.errors import PeerFailed, TransportError
 
 WINDOW = 8
-"""Segments of one message that may be under way: bounds what the receiver's queue holds. With 4,
+"""Fragments of one message that may be under way: bounds what the receiver's queue holds. With 4,
 acknowledged in pairs, 64 MiB cost a third more processor time on 2 cores."""
 
 ACKNOWLEDGE_EVERY = 4
-"""Segments after which a receiver says how many it has stored."""
+"""Fragments after which a receiver says how many it has stored."""
 
 BURST = 64
 """Messages handled in one call of `progress`, so that it returns to its owner now and then."""
@@ -110,8 +110,8 @@ class ZmqTransport(Transport):
         self._ahead: dict[int, int] = {}
         self._unrepaid: dict[int, int] = {}
         self._next_id = 0
-        self._sends: dict[int, Send] = {}
-        self._receives: dict[tuple[int, int], Receive] = {}
+        self._sends: dict[int, ZmqSend] = {}
+        self._receives: dict[tuple[int, int], ZmqReceive] = {}
         self._waiting: dict[tuple[int, int], ZmqArrival] = {}
         self._pid = os.getpid()
         self._closed = False
@@ -154,7 +154,7 @@ class ZmqTransport(Transport):
 
     def offer(self, peer: int, header: bytes, parts: Parts) -> Transfer:
         self._next_id += 1
-        send = Send(self, peer, self._next_id, parts)
+        send = ZmqSend(self, peer, self._next_id, parts)
         self._sends[send.id] = send
         self._put(peer, HEAD.pack(_READY, self._rank, send.id, nbytes_of(parts)) + header)
         if peer in self._forgotten:
@@ -165,12 +165,12 @@ class ZmqTransport(Transport):
         """Send a control message; to a peer that is gone it is dropped."""
         self._put(peer, HEAD.pack(kind, self._rank, number, value))
 
-    def take_back(self, send: Send) -> None:
+    def take_back(self, send: ZmqSend) -> None:
         """Give up a send; its peer is told if it was under way."""
         if self._forget_send(send) and not send.done:
             self.tell(send.peer, _CANCEL, send.id)
 
-    def _forget_send(self, send: Send) -> bool:
+    def _forget_send(self, send: ZmqSend) -> bool:
         """Drop a send; False if it was not under way."""
         return self._sends.pop(send.id, None) is not None
 
@@ -202,8 +202,8 @@ class ZmqTransport(Transport):
         self._names[peer] = name
         self._endpoints[endpoint] = peer
 
-    def _pump(self, send: Send) -> None:
-        """Send segments as the window allows."""
+    def _pump(self, send: ZmqSend) -> None:
+        """Send fragments as the window allows."""
         while send.pending and send.sent - send.taken < WINDOW:
             offset, piece = send.pending.popleft()
             send.sent += 1
@@ -220,7 +220,7 @@ class ZmqTransport(Transport):
 
     def accept(self, arrival: ZmqArrival, into: memoryview) -> Transfer:
         """Let the sender of `arrival` go on, into `into`."""
-        receive = Receive(self, arrival.peer, arrival.id, arrival.nbytes, into)
+        receive = ZmqReceive(self, arrival.peer, arrival.id, arrival.nbytes, into)
         key = (arrival.peer, arrival.id)
         if arrival.peer in self._forgotten:
             receive.finish(PeerFailed(arrival.peer, self._forgotten[arrival.peer]))
@@ -237,12 +237,12 @@ class ZmqTransport(Transport):
         if self._waiting.pop((arrival.peer, arrival.id), None) is not None:
             self.tell(arrival.peer, _DROP, arrival.id)
 
-    def give_up(self, receive: Receive) -> None:
+    def give_up(self, receive: ZmqReceive) -> None:
         """Give up a receive; its peer is told if it was under way."""
         if self._forget_receive(receive) and not receive.done:
             self.tell(receive.peer, _DROP, receive.id)
 
-    def _forget_receive(self, receive: Receive) -> bool:
+    def _forget_receive(self, receive: ZmqReceive) -> bool:
         """Drop a receive; False if it was not under way."""
         return self._receives.pop((receive.peer, receive.id), None) is not None
 
@@ -327,7 +327,7 @@ class ZmqTransport(Transport):
             # Dropped here; the sender has been told or will hear it.
             self._inbox.recv(copy=False)
             return
-        # An empty buffer is refused, and one of another byte takes nothing of an empty segment.
+        # An empty buffer is refused, and one of another byte takes nothing of an empty fragment.
         into = receive.into[offset : receive.nbytes] or memoryview(bytearray(1))
         receive.filled = offset + self._inbox.recv_into(into)
         receive.stored += 1

@@ -11,25 +11,25 @@ from pycoll._transports.base import MESSAGE_COST, Arrival, Parts, Transfer
 if TYPE_CHECKING:
     from pycoll._transports.zeromq import ZmqTransport
 
-SEGMENT = 1024 * 1024
+FRAGMENT = 1024 * 1024
 """Bytes of one DATA message. ZeroMQ on loopback was quickest in messages of about 1 MiB
 (4.7 GB/s; 3 at 4 MiB, 1.4 at 64 MiB)."""
 
 
-def _segments(parts: Parts) -> Iterator[tuple[int, memoryview]]:
+def _fragments(parts: Parts) -> Iterator[tuple[int, memoryview]]:
     """Yield (offset, view) of the pieces in which a payload travels: at least one."""
     offset = 0
     for part in parts:
-        for start in range(0, len(part), SEGMENT):
-            piece = part[start : start + SEGMENT]
+        for start in range(0, len(part), FRAGMENT):
+            piece = part[start : start + FRAGMENT]
             yield offset, piece
             offset += len(piece)
     if offset == 0:
         yield 0, memoryview(b"")
 
 
-class Send(Transfer):
-    """A message that waits for its GO, or whose segments are under way."""
+class ZmqSend(Transfer):
+    """A message that waits for its GO, or whose fragments are under way."""
 
     __slots__ = ("id", "peer", "pending", "sent", "taken", "transport")
 
@@ -38,13 +38,13 @@ class Send(Transfer):
         self.transport = transport
         self.peer = peer
         self.id = number
-        self.pending = deque(_segments(parts))
+        self.pending = deque(_fragments(parts))
         self.sent = 0
         self.taken = 0
 
     @property
     def committed(self) -> bool:
-        # A receiver is done when it has stored the last segment, and hears of a CANCEL later.
+        # A receiver is done when it has stored the last fragment, and hears of a CANCEL later.
         return not self.pending
 
     def awaited(self) -> Collection[int]:
@@ -55,8 +55,8 @@ class Send(Transfer):
         self.transport.take_back(self)
 
 
-class Receive(Transfer):
-    """An accepted message whose segments are arriving."""
+class ZmqReceive(Transfer):
+    """An accepted message whose fragments are arriving."""
 
     __slots__ = ("filled", "id", "into", "nbytes", "peer", "stored", "transport")
 

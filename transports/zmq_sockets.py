@@ -28,9 +28,9 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pycoll._support.ports import endpoint_of, listen
 from pycoll._support.zmq_auth import Authenticator, Keys, guard, open_context
-from pycoll._transports.zmq_messages import SEGMENT
+from pycoll._transports.zmq_messages import FRAGMENT
 
-MAX_FRAME = SEGMENT + 64 * 1024
+MAX_FRAME = FRAGMENT + 64 * 1024
 """ZeroMQ refuses larger frames, so a length on the wire is never believed beyond this."""
 
 HANDSHAKE_MS = 60_000

@@ -352,7 +352,7 @@ def _fresh_on_gpu(
     if base == "dlpack":
         found = dtypes.import_library(module)
         number = cuda.current() if gpu is None else gpu
-        memory = staging.Memory(cuda.device(number), dtype.itemsize * math.prod(shape))
+        memory = staging.DeviceMemory(cuda.device(number), dtype.itemsize * math.prod(shape))
         array = dlpack.DeviceArray(memory.pointer, dtype, shape, number, memory)
         strides = tuple([math.prod(shape[i + 1 :]) * dtype.itemsize for i in range(len(shape))])
         place = (memory.pointer, dtype.storage, shape, strides)

@@ -210,12 +210,12 @@ def staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
 def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     """Stage an array whose library has a stream of ours wait for what it has under way."""
     device = cuda.device(number)
-    with copies.side(device).meetings.pick() as lane:
+    with copies.streams_of(device).meetings.pick() as side_stream:
         try:
-            tensor = dlpack.take(dlpack.export(x, lane.stream))
+            tensor = dlpack.take(dlpack.export(x, side_stream.handle))
         except BufferError as exc:
             raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
-        ready = lane.last = lane.ready = device.mark(lane.stream)
+        ready = side_stream.last = side_stream.ready = device.mark(side_stream.handle)
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
     read_only = tensor.read_only
     if read_only:  # perhaps: old capsules cannot say. JAX has no interface for its bfloat16

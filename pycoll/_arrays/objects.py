@@ -46,7 +46,7 @@ def _reduce_array(obj: Any) -> Any:
     return NotImplemented
 
 
-class _Pickler(pickle.Pickler):
+class _ArrayPickler(pickle.Pickler):
     """Sends every plain NumPy array so that it arrives writable and without a detour."""
 
     reducer_override = staticmethod(_reduce_array)
@@ -93,7 +93,7 @@ def dump(obj: object) -> list[memoryview]:
     """
     try:
         try:
-            pickled, views = _pickled(obj, _Pickler)
+            pickled, views = _pickled(obj, _ArrayPickler)
         except _REFUSALS:
             pickled, views = _pickled(obj, _pickler_by_value())
     except RecursionError as exc:

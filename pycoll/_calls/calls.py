@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.group import Group
 from pycoll._calls.moves import Moves
-from pycoll._calls.point_to_point import PointToPoint
+from pycoll._calls.point_to_point import PointToPointCalls
 from pycoll._calls.reductions import Reductions
 from pycoll._support.lazy_import import LazyModule
 
@@ -24,7 +24,7 @@ else:  # a program that only calls barrier() imports no NumPy
     uneven_plans = LazyModule("pycoll._calls.uneven_plans")
 
 
-class Calls(Moves, Reductions, PointToPoint):
+class Calls(Moves, Reductions, PointToPointCalls):
     """Prepares the calls of one communicator; arguments as of the methods of `Communicator`.
 
     Args:

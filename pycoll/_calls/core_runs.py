@@ -19,11 +19,10 @@ from pycoll._arrays import operators
 from pycoll._calls.numbering import OPS
 from pycoll._runtime.binding import Binding, are_neighbors, fill_all
 from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
-from pycoll._runtime.external import External
-from pycoll._runtime.external import Table as Rewritten
+from pycoll._runtime.external import External, RewrittenSchedule
 from pycoll._runtime.scratch import new_bytes
 from pycoll._support.lazy_import import LazyModule
-from pycoll._transports._core import Run, Table
+from pycoll._transports._core import Run, StepTable
 from pycoll._transports.base import Operation, Parts, Withdrawn
 from pycoll._transports.core import NO_VALUE, REFUSED
 from pycoll.errors import Error, MismatchError
@@ -60,7 +59,7 @@ class CoreRun(Operation):
     Args:
         group: its ranks.
         call: the call's signature.
-        address: (number of the call, first lane).
+        address: (number of the call, first subcall).
         table: the schedule, as the core has it.
         schedule: the same.
         binding: where the chunks are; the memory belongs to the run until it is done.
@@ -87,8 +86,8 @@ class CoreRun(Operation):
         group: Group,
         call: bytes,
         address: tuple[int, int],
-        table: Table,
-        schedule: Schedule | Rewritten,
+        table: StepTable,
+        schedule: Schedule | RewrittenSchedule,
         binding: Binding,
         segments: int,
         granule: int,
@@ -271,9 +270,9 @@ class CoreRun(Operation):
 
     def header(self, number: int, segment: int, kind: int, more: bytes) -> bytes:
         """Return the header of a segment's message to a peer before which there were `number`."""
-        call, lane = self._address
+        call, subcall = self._address
         ident = self._group.context.ident
-        return COLLECTIVE.pack(kind, ident, call, lane + segment, number) + more + self._call
+        return COLLECTIVE.pack(kind, ident, call, subcall + segment, number) + more + self._call
 
     def text(self) -> str:
         """Return the call."""
@@ -466,12 +465,12 @@ def why_failed(group: Group, text: str, ended: Status) -> BaseException | None:
     return context.gone.get(status - 1) or engine.transport.error_of(status)
 
 
-def table_of(schedule: Schedule | Rewritten, size: int, num_chunks: int) -> Table:
+def table_of(schedule: Schedule | RewrittenSchedule, size: int, num_chunks: int) -> StepTable:
     """Compile a schedule for the core."""
-    return Table(size, num_chunks, steps_of(schedule))
+    return StepTable(size, num_chunks, steps_of(schedule))
 
 
-def steps_of(schedule: Schedule | Rewritten) -> list[tuple[Any, ...]]:
+def steps_of(schedule: Schedule | RewrittenSchedule) -> list[tuple[Any, ...]]:
     """Return a schedule's steps as the core takes them."""
     steps: list[tuple[Any, ...]] = []
     for position, step in enumerate(schedule.steps):

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._gpu import cuda_ipc, cuda_ipc_run, staged_run
     from pycoll._runtime.binding import Binding
-    from pycoll._runtime.external import Table
+    from pycoll._runtime.external import RewrittenSchedule
     from pycoll._runtime.task import CallSteps
     from pycoll._selection import select
     from pycoll._selection.agreed import Agreed
     from pycoll._selection.select import Query, Selector
-    from pycoll._transports._core import Table as CoreTable
+    from pycoll._transports._core import StepTable
     from pycoll.schedule import Schedule
 else:
     core_runs = LazyModule("pycoll._calls.core_runs")
@@ -60,7 +60,7 @@ IN_SHARED_MEMORY = Choice(SHARED_MEMORY)
 CACHED_SCHEDULES = 64
 """Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""
 
-CACHED_CHOICES = 1024
+KNOWN_CALLS = 1024
 """Choices kept by a communicator: one for each call that differs in what matters to it."""
 
 
@@ -90,7 +90,7 @@ class Group:
         self.context.on_cuda_ipc = lambda arrival: cuda_ipc.heard(engine, self.context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
-        self._tables: dict[tuple[object, ...], tuple[Schedule, CoreTable]] = {}
+        self._tables: dict[tuple[object, ...], tuple[Schedule, StepTable]] = {}
         self.on_close: list[Callable[[], object]] = []
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._selector: Selector | None = None
@@ -167,7 +167,7 @@ class Group:
             choice = (
                 self.selector.choose(request) if forced is None else self._force(forced, request)
             )
-            if len(self._choices) >= CACHED_CHOICES:
+            if len(self._choices) >= KNOWN_CALLS:
                 self._choices.clear()
             self._choices[key] = choice
         return choice
@@ -259,7 +259,7 @@ class Group:
         """Make what runs a schedule, as a part of a call; it must be started.
 
         Args:
-            address: (number of the call, first lane); it takes a lane for each segment.
+            address: (number of the call, first subcall); it takes a subcall for each segment.
             call: its signature.
             how: which schedule, and in how many segments.
             binding: where the chunks are.
@@ -269,7 +269,7 @@ class Group:
         schedule = self.schedule(collective, choice.name, *root)
         if choice.segments > 1:
             binding = binding.joined()
-        steps: Schedule | Table = schedule
+        steps: Schedule | RewrittenSchedule = schedule
         if "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(binding):
             fits = cuda_ipc_run.fits(self.engine, self.context, schedule, binding)
             if fits and choice.segments == 1:
@@ -284,7 +284,7 @@ class Group:
             self, call, address, table, steps, binding, choice.segments, granule
         )
 
-    def _table(self, how: How, schedule: Schedule, num_chunks: int) -> CoreTable:
+    def _table(self, how: How, schedule: Schedule, num_chunks: int) -> StepTable:
         """Return a schedule as the core runs it, compiled once."""
         collective, choice, *root = how
         key = collective, choice.name, *root

@@ -60,7 +60,7 @@ ALONE_IN_SHM_NBYTES = 128 << 10
 """
 
 MAX_BUCKETS = 1 << 16
-"""Each is a lane of the call, which is a 16-bit number in a message."""
+"""Each is a subcall of the call, which is a 16-bit number in a message."""
 
 ALL_REDUCE, BARRIER = KINDS.index("all_reduce"), KINDS.index("barrier")
 
@@ -313,13 +313,13 @@ def _over_messages(
 ) -> CallSteps:
     number = group.context.begin(call)
     runs = []
-    for lane, bucket in enumerate(buckets):
+    for subcall, bucket in enumerate(buckets):
         # In one segment: the buckets overlap each other already.
         chosen = _choose(group, op, bucket.source.nbytes, algorithm, shm=False)
         how = "all_reduce", Choice(chosen.name)
         binding = bind_pieces(group, how, bucket.combiner(op), bucket.source, bucket.target)
         binding = binding._replace(finish=finisher(op, bucket.dtype, group.size))
-        runs.append(group.operation((number, lane), call, how, binding))
+        runs.append(group.operation((number, subcall), call, how, binding))
     for bucket in buckets:
         for member in bucket.late:
             assert member.stage is not None

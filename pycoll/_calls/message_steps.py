@@ -31,7 +31,6 @@ from pycoll.errors import Error, MismatchError, TruncationError
 
 if TYPE_CHECKING:
     from pycoll._gpu import routes
-    from pycoll._gpu.routes import Way
 else:  # for arrays on a GPU alone
     routes = LazyModule("pycoll._gpu.routes")
 
@@ -147,13 +146,12 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
 
     Returns the transfer.
     """
-    context = group.context
     stage = outgoing.value.stage if outgoing.value is not None else None
-    way: Way | None = None
+    way: routes.SendRoute | None = None
     if stage is not None:
         envelope = Envelope(
             group.engine,
-            context,
+            group.context,
             group.members[dest],
             tag,
             outgoing.parts[0],
@@ -170,7 +168,9 @@ def _start_in_turn(group: Group, outgoing: Outgoing, dest: int, tag: int) -> Cal
         raise
 
 
-def _in_turn(group: Group, outgoing: Outgoing, way: Way | None, dest: int, tag: int) -> CallSteps:
+def _in_turn(
+    group: Group, outgoing: Outgoing, way: routes.SendRoute | None, dest: int, tag: int
+) -> CallSteps:
     context = group.context
     copy = way.copy if way is not None else None
     if copy is not None:
@@ -190,7 +190,9 @@ def _in_turn(group: Group, outgoing: Outgoing, way: Way | None, dest: int, tag: 
         context.end_turn(dest, turn, before)
 
 
-def _start(group: Group, outgoing: Outgoing, way: Way | None, dest: int, tag: int) -> Operation:
+def _start(
+    group: Group, outgoing: Outgoing, way: routes.SendRoute | None, dest: int, tag: int
+) -> Operation:
     if way is None:
         return start_send(group, outgoing, dest, tag)
     if way.copy.error is not None:

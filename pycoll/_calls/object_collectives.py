@@ -1,4 +1,4 @@
-"""Collectives on Python objects: their lengths first (lane 0), then their bytes (lane 1)."""
+"""Collectives on Python objects: their lengths first (subcall 0), then their bytes (subcall 1)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Matched = tuple[Status, Held | None]
 """What a matched probe has found; None: the message of PROC_NULL."""
 
 
-class PointToPoint(Preparing):
+class PointToPointCalls(Preparing):
     """Prepares messages and probes; a part of `Calls`."""
 
     def send(self, x: Any, dest: int, tag: int = 0) -> CallPlan[None]:

@@ -1,7 +1,7 @@
 """Broadcast and scatter: only the root knows what will come, so it announces that first.
 
-The announcement goes down a fixed binomial tree (lane 0) and names the kind of value, its
-description and the algorithm of what follows (lane 1). A broadcast value of at most
+The announcement goes down a fixed binomial tree (subcall 0) and names the kind of value, its
+description and the algorithm of what follows (subcall 1). A broadcast value of at most
 `INLINE_NBYTES` is part of it, and nothing follows, unless the user has named an algorithm.
 """
 

@@ -41,7 +41,7 @@ R = TypeVar("R")
 BY_MESSAGES = object()
 """What a call in the core returns instead of a result: take the way over messages."""
 
-VERDICT_S = 1.0
+COMPARISON_S = 1.0
 """Seconds that a mismatch waits for the other rank to show its call."""
 
 MANY_COUNTS = 16
@@ -337,7 +337,7 @@ class ShmComm:
         if number == described[5]:
             # The other rank shows its call, with the line, if it is still in it: the launcher
             # compares the two, and tells all.
-            until = time.monotonic() + VERDICT_S
+            until = time.monotonic() + COMPARISON_S
             try:
                 engine.nap(lambda: self._show(call))
                 while time.monotonic() < until and context.broken is None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pycoll._calls.scheduled import ArrayPlan
     from pycoll._cuda.copies import GpuCopy, Push
 
-AHEAD = 4
+PIECES_AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""
 
 
@@ -94,7 +94,7 @@ class PieceHook:
             self._pushed = offset
         if self._source is None:
             return
-        ahead = range(offset, min(self._nbytes, offset + AHEAD * self._piece), self._piece)
+        ahead = range(offset, min(self._nbytes, offset + PIECES_AHEAD * self._piece), self._piece)
         from pycoll._cuda.copies import all_of
 
         copies = all_of(

@@ -46,7 +46,7 @@ def gatherv(group: Group, call: bytes, x: Value, root: int, targets: BlockTarget
 
 
 def all_gatherv(group: Group, call: bytes, x: Value, targets: BlockTargets) -> CallSteps:
-    """Gather the heads and what is small (lane 0), then, knowing all lengths, the rest (lane 1)."""
+    """Gather heads and what is small (subcall 0); then, all lengths known, the rest (subcall 1)."""
     number = group.context.begin(call)
     yield from pulled(group, x)
     size, me = group.size, group.rank

@@ -1,7 +1,7 @@
 """Copies between GPUs and host memory, as operations: what waits for a message can wait for them.
 
-Each goes on in a side stream, a lane. CUDA tells the end of what is in a stream only to a thread
-that sleeps in it: so who needs a copy looks for a moment, and then a thread of the lane sleeps.
+Each goes on in a side stream. CUDA tells the end of what is in a stream only to a thread
+that sleeps in it: so who needs a copy looks for a moment, and then a thread of the stream sleeps.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pycoll._cuda.cuda import Device, Mark
 from pycoll._transports.base import Operation
 from pycoll.errors import Error, TransportError
 
-LANES: Final = 2
+SIDE_STREAMS: Final = 2
 """Side streams in each direction: more are made for arrays that are still being computed."""
 
-MAX_LANES: Final = 32
+MAX_SIDE_STREAMS: Final = 32
 
 SPIN_S: Final = 30e-6
 """A copy is looked at for so long before somebody sleeps: small ones are done by then."""
 
 
-class Finisher(Protocol):
+class OperationOwner(Protocol):
     """Under whose lock a copy becomes done."""
 
     def finish(self, operation: Operation, error: BaseException | None) -> None:
@@ -60,20 +60,24 @@ class GpuCopy(_Failing):
 
     Args:
         engine: under whose lock it becomes done; None: only `wait` will ask.
-        lane: where it is under way; None: there is nothing to copy.
-        mark: in the lane's stream, behind it.
+        side_stream: where it is under way; None: there is nothing to copy.
+        mark: in the side stream, behind it.
         array: what must not be freed before its end.
     """
 
-    __slots__ = ("_array", "_callbacks", "_lane", "engine", "mark")
+    __slots__ = ("_array", "_callbacks", "_side_stream", "engine", "mark")
 
     def __init__(
-        self, engine: Finisher | None, lane: Lane | None, mark: Mark | None, array: object
+        self,
+        engine: OperationOwner | None,
+        side_stream: SideStream | None,
+        mark: Mark | None,
+        array: object,
     ) -> None:
         super().__init__()
         self.engine = engine
         self.mark = mark
-        self._lane = lane
+        self._side_stream = side_stream
         self._array = array
         self._callbacks: deque[Callable[[Operation], None]] = deque()
         if mark is None:
@@ -83,7 +87,7 @@ class GpuCopy(_Failing):
         """Call `callback(self)` when done; unlike other operations, several may ask."""
         self.watch()
         self._callbacks.append(callback)
-        if self.done:  # a thread of the lane may have ended it meanwhile
+        if self.done:  # a thread of the stream may have ended it meanwhile
             self._tell()
 
     def watch(self) -> None:
@@ -91,8 +95,8 @@ class GpuCopy(_Failing):
         if not self.done:
             self.look(SPIN_S)
         if not self.done:
-            assert self._lane is not None
-            self._lane.watch(self)
+            assert self._side_stream is not None
+            self._side_stream.watch(self)
 
     def finish(self, error: BaseException | None = None) -> None:
         if self.done:
@@ -138,8 +142,8 @@ class GpuCopy(_Failing):
         self._callbacks.clear()
         with contextlib.suppress(TransportError):
             self.wait()
-        if self.error is not None and self._lane is not None:
-            self._lane.drain()  # what has failed is perhaps the question alone
+        if self.error is not None and self._side_stream is not None:
+            self._side_stream.drain()  # what has failed is perhaps the question alone
 
     def wait(self) -> None:
         """Sleep until it is done.
@@ -167,8 +171,8 @@ class GpuCopy(_Failing):
         try:
             self.mark.wait()
         except TransportError:
-            if self._lane is not None:
-                self._lane.drain()  # what has failed is perhaps the question alone
+            if self._side_stream is not None:
+                self._side_stream.drain()  # what has failed is perhaps the question alone
             raise
 
 
@@ -290,11 +294,11 @@ class Begun(Operation):
         self.finish(error)
 
 
-class Lane:
+class SideStream:
     """A side stream, and a thread that sleeps until what was put into it is done.
 
     Attributes:
-        stream: CUDA's name for it.
+        handle: CUDA's name for it.
         last: behind all that was put into it.
         ready: what the last of that waits for, which others do.
         num_users: how many are about to put something into it.
@@ -302,7 +306,7 @@ class Lane:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.stream = device.stream()
+        self.handle = device.stream()
         self.last: Mark | None = None
         self.ready: Mark | None = None
         self.num_users = 0
@@ -316,7 +320,7 @@ class Lane:
             TransportError: there is none; what was put into it has ended.
         """
         try:
-            mark = self._device.mark(self.stream)
+            mark = self._device.mark(self.handle)
         except TransportError:
             self.drain()
             raise
@@ -325,7 +329,7 @@ class Lane:
 
     def drain(self) -> None:
         """Sleep until all that was put into it has ended, in whatever way."""
-        self._device.drain(self.stream)
+        self._device.drain(self.handle)
 
     def watch(self, copy: GpuCopy) -> None:
         """Have `copy` finish when it is done, under its engine's lock."""
@@ -351,52 +355,52 @@ class Lane:
                 copy.engine.finish(copy, error)
 
 
-class Lanes:
+class SideStreams:
     """The side streams of a GPU in one direction."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._lanes: list[Lane] = []
+        self._streams: list[SideStream] = []
         self._turn = itertools.count()
         self._choosing = threading.Lock()
 
     @contextlib.contextmanager
-    def pick(self, again: Lane | None = None) -> Iterator[Lane]:
+    def pick(self, again: SideStream | None = None) -> Iterator[SideStream]:
         """Give one that has nothing to do, else one that copies and does not wait.
 
         Whoever picks before the end of the `with` gets another one, as long as there are not
-        `MAX_LANES`: what is put into this one may wait for long, and is not seen in `Lane.last`
-        yet.
+        `MAX_SIDE_STREAMS`: what is put into this one may wait for long, and is not seen in
+        `SideStream.last` yet.
 
         Args:
-            again: the lane to give, which was picked before.
+            again: the one to give, which was picked before.
         """
         with self._choosing:
-            lane = again or self._choose()
-            lane.num_users += 1
+            side_stream = again or self._choose()
+            side_stream.num_users += 1
         try:
-            yield lane
+            yield side_stream
         finally:
             with self._choosing:
-                lane.num_users -= 1
+                side_stream.num_users -= 1
 
-    def _choose(self) -> Lane:
+    def _choose(self) -> SideStream:
         busy = []
-        for lane in self._lanes:
-            if lane.num_users:
+        for side_stream in self._streams:
+            if side_stream.num_users:
                 continue
-            if lane.last is None or is_over(lane.last):
-                return lane
-            if lane.ready is None or is_over(lane.ready):
-                busy.append(lane)
-        if len(busy) < LANES and len(self._lanes) < MAX_LANES:
-            self._lanes.append(Lane(self._device))
-            return self._lanes[-1]
-        usable = busy or self._lanes
+            if side_stream.last is None or is_over(side_stream.last):
+                return side_stream
+            if side_stream.ready is None or is_over(side_stream.ready):
+                busy.append(side_stream)
+        if len(busy) < SIDE_STREAMS and len(self._streams) < MAX_SIDE_STREAMS:
+            self._streams.append(SideStream(self._device))
+            return self._streams[-1]
+        usable = busy or self._streams
         return usable[next(self._turn) % len(usable)]
 
 
-class Side:
+class StagingStreams:
     """What staging keeps for one GPU.
 
     Attributes:
@@ -407,20 +411,20 @@ class Side:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.pulls, self.pushes = Lanes(device), Lanes(device)
-        self.meetings = Lanes(device)
+        self.pulls, self.pushes = SideStreams(device), SideStreams(device)
+        self.meetings = SideStreams(device)
 
 
-_sides: dict[int, Side] = {}
+_of_gpu: dict[int, StagingStreams] = {}
 _making = threading.Lock()
 
 
-def side(device: Device) -> Side:
+def streams_of(device: Device) -> StagingStreams:
     """Return what staging keeps for a GPU."""
     with _making:
-        if device.number not in _sides:
-            _sides[device.number] = Side(device)
-        return _sides[device.number]
+        if device.number not in _of_gpu:
+            _of_gpu[device.number] = StagingStreams(device)
+        return _of_gpu[device.number]
 
 
 def is_over(mark: Mark) -> bool:
@@ -433,4 +437,4 @@ def is_over(mark: Mark) -> bool:
 
 def is_in_use() -> bool:
     """Whether this process has staged anything yet."""
-    return bool(_sides)
+    return bool(_of_gpu)

@@ -61,7 +61,7 @@ class IpcHandle(NamedTuple):
     offset: int
 
 
-class Direct(NamedTuple):
+class DirectAccess(NamedTuple):
     """What a network device may do with a GPU's memory by itself.
 
     Attributes:
@@ -174,7 +174,7 @@ class Gpu(NamedTuple):
     name: str
     nbytes: int
     state: str
-    direct: Direct
+    direct: DirectAccess
 
 
 def describe() -> list[Gpu]:
@@ -200,7 +200,7 @@ def describe() -> list[Gpu]:
     return found
 
 
-def _direct(gpu: Any) -> Direct:
+def _direct(gpu: Any) -> DirectAccess:
     """Ask what network devices may do with a GPU's memory."""
     attributes = _driver().CUdevice_attribute
 
@@ -216,7 +216,7 @@ def _direct(gpu: Any) -> Direct:
     reads = bool(ask("DMA_BUF_SUPPORTED"))
     is_flushed = ask("GPU_DIRECT_RDMA_WRITES_ORDERING") < _TO_ALL
     flushes = bool(ask("GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _BY_HOST)
-    return Direct(reads, reads and (flushes or not is_flushed), is_flushed)
+    return DirectAccess(reads, reads and (flushes or not is_flushed), is_flushed)
 
 
 class Device:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pycoll._transports.base import Operation
 
 if TYPE_CHECKING:
-    from pycoll._cuda.copies import Finisher
+    from pycoll._cuda.copies import OperationOwner
 
 
 class LateCopies:
@@ -26,6 +26,6 @@ class LateCopies:
 
     __slots__ = ("copies", "engine")
 
-    def __init__(self, engine: Finisher) -> None:
+    def __init__(self, engine: OperationOwner) -> None:
         self.engine = engine
         self.copies: list[Operation] = []

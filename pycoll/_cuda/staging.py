@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pycoll._cuda.copies import Finisher, GpuCopy, Lane, Push, is_over, side
+from pycoll._cuda.copies import GpuCopy, OperationOwner, Push, SideStream, is_over, streams_of
 from pycoll._cuda.cuda import Device, IpcHandle, Mark, Rows
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._cuda.pinned import Loan, pool
@@ -79,8 +79,8 @@ class Stage:
         self._width, self._dims = _collapsed(shape, strides, dtype.itemsize)
         self._pulled: list[tuple[int, int, GpuCopy]] = []
         self._pushed: list[tuple[int, int, GpuCopy | Push]] = []
-        self._lane: Lane | None = None
-        self._watched_by: Lane | None = None
+        self._side_stream: SideStream | None = None
+        self._watched_by: SideStream | None = None
         self._before: list[GpuCopy] = []
         self._loan: weakref.ref[Loan] | None = None
         self._address = 0
@@ -111,30 +111,30 @@ class Stage:
         """What another process needs to reach it, asked once a call; see `Device.ipc_handle`."""
         return self.device.ipc_handle(self.pointer)
 
-    def ready(self, engine: Finisher | None) -> GpuCopy:
+    def ready(self, engine: OperationOwner | None) -> GpuCopy:
         """Return an operation that is done when its library has finished writing the array."""
         if self._ready is None or is_over(self._ready):
             return GpuCopy(engine, None, None, None)
-        with side(self.device).pulls.pick(again=self._watched_by) as lane:
-            lane.last = lane.ready = self._ready
-            self._watched_by = lane
-        return GpuCopy(engine, lane, self._ready, self._array)
+        with streams_of(self.device).pulls.pick(again=self._watched_by) as side_stream:
+            side_stream.last = side_stream.ready = self._ready
+            self._watched_by = side_stream
+        return GpuCopy(engine, side_stream, self._ready, self._array)
 
-    def hindrances(self, engine: Finisher | None) -> list[GpuCopy]:
+    def hindrances(self, engine: OperationOwner | None) -> list[GpuCopy]:
         """Return the copies that must end before anything may write to the array."""
         found = [copy for copy in (self.ready(engine), *self._before) if not copy.is_over()]
         for copy in found:
             copy.engine = copy.engine or engine
         return found
 
-    def fill(self, engine: Finisher, source: int, begin: int, end: int) -> GpuCopy:
+    def fill(self, engine: OperationOwner, source: int, begin: int, end: int) -> GpuCopy:
         """Have bytes `begin` to `end` of the array, which is ready, copied from its GPU's `source`.
 
         The staging buffer is passed over, and these bytes of it are not to be pushed any more.
         """
-        with side(self.device).pushes.pick() as lane:
-            self.device.copy_within(lane.stream, self.pointer + begin, source, end - begin)
-            copy = self._put(engine, lane)
+        with streams_of(self.device).pushes.pick() as side_stream:
+            self.device.copy_within(side_stream.handle, self.pointer + begin, source, end - begin)
+            copy = self._put(engine, side_stream)
         self._pushed.append((begin, end, copy))
         return copy
 
@@ -152,7 +152,9 @@ class Stage:
         """Push nothing before all of `other`, of the same memory, is pulled."""
         self._before.append(other.pull(None))
 
-    def pull(self, engine: Finisher | None, begin: int = 0, end: int | None = None) -> GpuCopy:
+    def pull(
+        self, engine: OperationOwner | None, begin: int = 0, end: int | None = None
+    ) -> GpuCopy:
         """Have bytes `begin` to `end` of the elements, in C order, copied to the buffer, once.
 
         Of what does not lie one behind the other all is copied at once.
@@ -170,7 +172,7 @@ class Stage:
         return copy
 
     def push(
-        self, engine: Finisher | None, begin: int = 0, end: int | None = None
+        self, engine: OperationOwner | None, begin: int = 0, end: int | None = None
     ) -> GpuCopy | Push:
         """Have bytes `begin` to `end` of the buffer copied to the GPU; they must not change."""
         end = self.nbytes if end is None else end
@@ -212,7 +214,7 @@ class Stage:
 
     def _copy(
         self,
-        engine: Finisher | None,
+        engine: OperationOwner | None,
         begin: int,
         end: int,
         to_host: bool,
@@ -224,35 +226,37 @@ class Stage:
         assert loan is not None, "nobody has the staging buffer"
         loan.block.pin(self.device)
         rows = list(self._rows(begin, end))
-        with self._pick(to_host) as lane:
+        with self._pick(to_host) as side_stream:
             try:
-                self.device.copy(lane.stream, rows, self.pointer, self._address, to_host)
-                return self._put(engine, lane, loan)
+                self.device.copy(side_stream.handle, rows, self.pointer, self._address, to_host)
+                return self._put(engine, side_stream, loan)
             except TransportError:
-                lane.drain()  # of some of it, perhaps, nobody else would know
+                side_stream.drain()  # of some of it, perhaps, nobody else would know
                 raise
 
     @contextlib.contextmanager
-    def _pick(self, to_host: bool) -> Iterator[Lane]:
-        """Give the lane for a copy; all that wait for the array to be ready share one."""
-        own = side(self.device)
+    def _pick(self, to_host: bool) -> Iterator[SideStream]:
+        """Give the side stream for a copy; all that wait for the array to be ready share one."""
+        own = streams_of(self.device)
         if not to_host:
-            with own.pushes.pick() as lane:
-                yield lane
+            with own.pushes.pick() as side_stream:
+                yield side_stream
         elif self._ready is None or is_over(self._ready):
-            with own.pulls.pick() as lane:
-                yield lane
+            with own.pulls.pick() as side_stream:
+                yield side_stream
         else:
-            with own.pulls.pick(again=self._lane) as lane:
-                if self._lane is None:
-                    self.device.follow(lane.stream, self._ready)
-                    lane.ready = self._ready
-                    self._lane = lane
-                yield lane
+            with own.pulls.pick(again=self._side_stream) as side_stream:
+                if self._side_stream is None:
+                    self.device.follow(side_stream.handle, self._ready)
+                    side_stream.ready = self._ready
+                    self._side_stream = side_stream
+                yield side_stream
 
-    def _put(self, engine: Finisher | None, lane: Lane, loan: Loan | None = None) -> GpuCopy:
-        """Return the copy just put into a lane; nobody has the memory before it has ended."""
-        copy = GpuCopy(engine, lane, lane.begun(), self._array)
+    def _put(
+        self, engine: OperationOwner | None, side_stream: SideStream, loan: Loan | None = None
+    ) -> GpuCopy:
+        """Return the copy just put into a side stream; nobody has the memory before its end."""
+        copy = GpuCopy(engine, side_stream, side_stream.begun(), self._array)
         loan = loan or self._kept()
         assert loan is not None, "nobody has the staging buffer"
         loan.copies.append(copy)
@@ -291,7 +295,7 @@ class Stage:
                 start += 1
 
 
-class Memory:
+class DeviceMemory:
     """Memory on a GPU for a result, until nobody uses it any more.
 
     Attributes:
@@ -310,13 +314,13 @@ class Memory:
                 self._device.free(self.pointer)
 
 
-def fetch(engine: Finisher | None, device: Device, source: int, into: memoryview) -> GpuCopy:
+def fetch(engine: OperationOwner | None, device: Device, source: int, into: memoryview) -> GpuCopy:
     """Have host memory filled from a GPU."""
     address: int = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
     row = Rows(0, 0, len(into), 1, len(into), len(into))
-    with side(device).pulls.pick() as lane:
-        device.copy(lane.stream, [row], source, address, to_host=True)
-        return GpuCopy(engine, lane, lane.begun(), into)
+    with streams_of(device).pulls.pick() as side_stream:
+        device.copy(side_stream.handle, [row], source, address, to_host=True)
+        return GpuCopy(engine, side_stream, side_stream.begun(), into)
 
 
 def stage_of(view: memoryview) -> Stage | None:

@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<QQ")
 _READ = 1 << 30  # a single read gives at most 2 GiB
 
 
-class Ticket(NamedTuple):
+class InheritedDescriptors(NamedTuple):
     """The descriptors a rank inherits: its task, and where each rank puts its report."""
 
     task: int
@@ -45,7 +45,7 @@ class Ticket(NamedTuple):
         return f"{self.task}:{','.join(map(str, self.reports))}"
 
     @classmethod
-    def read(cls, text: str) -> Ticket:
+    def read(cls, text: str) -> InheritedDescriptors:
         """Read what `str` gives."""
         task, _, reports = text.partition(":")
         return cls(int(task), [int(number) for number in reports.split(",")])
@@ -113,7 +113,7 @@ def _read(fd: int, at: int, length: int) -> bytearray:
 
 def own_report(ticket: str) -> int:
     """Return the descriptor of this rank's report, and close all others on a ticket."""
-    task, reports = Ticket.read(ticket)
+    task, reports = InheritedDescriptors.read(ticket)
     own = 0
     for rank, fd in enumerate(reports):
         if rank == int(os.environ["PYCOLL_RANK"]):
@@ -127,7 +127,7 @@ def own_report(ticket: str) -> int:
 
 def read_task(ticket: str) -> Parcel:
     """Return the task that a ticket names; all ranks read the same one."""
-    parcel = read_parcel(Ticket.read(ticket).task)
+    parcel = read_parcel(InheritedDescriptors.read(ticket).task)
     assert parcel is not None
     return parcel
 

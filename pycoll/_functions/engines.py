@@ -18,7 +18,7 @@ from typing import IO, NamedTuple, Protocol
 
 from pycoll._functions import call
 from pycoll._functions.function import TIMED_OUT, Ended, WriteTask, memfd, raise_ended
-from pycoll._launcher.agent_listener import Calls
+from pycoll._launcher.agent_listener import AgentCalls
 from pycoll._launcher.agent_socket import Ticket
 from pycoll._launcher.host import NamedHost
 from pycoll._launcher.reach import listen_everywhere, own_addresses
@@ -31,7 +31,7 @@ _COLLECT_S = 10.0  # for what the ranks of a node that failed have said
 Report = tuple[call.Head, list[bytearray]]
 
 
-class Work(NamedTuple):
+class NodeWork(NamedTuple):
     """What a node is to do.
 
     Attributes:
@@ -51,7 +51,7 @@ class Work(NamedTuple):
 class Cluster(Protocol):
     """What runs a function once on each node."""
 
-    def start(self, works: Sequence[Work]) -> None:
+    def start(self, works: Sequence[NodeWork]) -> None:
         """Have `serve` called with these, one on each node."""
 
     def failure(self) -> str:
@@ -80,17 +80,19 @@ def run_ranks_on(
     """
     with listen_everywhere() as listener, memfd() as file:
         key = os.urandom(32)
-        write_task(file.fileno(), call.Ticket(0, []))
+        write_task(file.fileno(), call.InheritedDescriptors(0, []))
         task = call.read_parcel(file.fileno())
         assert task is not None
         port = listener.getsockname()[1]
         ticket = Ticket(key, port, [one.address for one in own_addresses()]).text()
         count = max(nodes) + 1
-        engine.start([Work(ticket, node, len(nodes), *task) for node in range(count)])
+        engine.start([NodeWork(ticket, node, len(nodes), *task) for node in range(count)])
         options = options._replace(
             hosts=[NamedHost(f"node {node}", calls=True) for node in range(count)],
             nodes=nodes,
-            calls=Calls(listener, key, min(options.timeout_s or _WAIT_S, _WAIT_S), engine.failure),
+            calls=AgentCalls(
+                listener, key, min(options.timeout_s or _WAIT_S, _WAIT_S), engine.failure
+            ),
         )
         outcome = Job(["python"], options, stdin=subprocess.DEVNULL).run()
     if outcome.culprit is None and outcome.status not in (0, TIMED_OUT):
@@ -119,7 +121,9 @@ runpy.run_module("pycoll._launcher.agent_caller", run_name="__main__", alter_sys
 """
 
 
-def serve(work: Work, environment: Mapping[str, str] = MappingProxyType({})) -> dict[int, Report]:
+def serve(
+    work: NodeWork, environment: Mapping[str, str] = MappingProxyType({})
+) -> dict[int, Report]:
     """Be a node, until the job is over; an engine calls it, in a worker of its own.
 
     Args:
@@ -141,7 +145,7 @@ def serve(work: Work, environment: Mapping[str, str] = MappingProxyType({})) -> 
         path = list(dict.fromkeys([*map(str, sys.path), *work.head["path"]]))
         call.write_parcel(numbers[0], {**work.head, "path": path}, _writer(work.pieces))
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        ticket = call.Ticket(numbers[0], numbers[1:])
+        ticket = call.InheritedDescriptors(numbers[0], numbers[1:])
         rank = [sys.executable, *flags, call.__file__, str(ticket)]
         agent = [sys.executable, "-c", _AGENT, "\n".join(path), str(work.node)]
         process = subprocess.Popen(

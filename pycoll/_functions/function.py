@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that end a jo
 _pickling = threading.Lock()  # what cloudpickle pickles by value is one setting for the process
 
 
-WriteTask = Callable[[int, call.Ticket], None]
+WriteTask = Callable[[int, call.InheritedDescriptors], None]
 """Writes a parcel that `call.main` understands into a descriptor; the ranks have the ticket."""
 
 
@@ -107,7 +107,7 @@ def task(fn: Callable[..., Any], args: Sequence[Any]) -> WriteTask:
     It raises TypeError if they cannot be pickled.
     """
 
-    def write_task(fd: int, ticket: call.Ticket) -> None:
+    def write_task(fd: int, ticket: call.InheritedDescriptors) -> None:
         sources: dict[str, list[str]] = {}
         head = {
             "module": None,
@@ -160,7 +160,7 @@ def run_ranks(options: Options, write_task: WriteTask) -> Ended:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(memfd()) for _ in range(options.size + 1)]
         descriptors = [file.fileno() for file in files]
-        ticket = call.Ticket(descriptors[0], descriptors[1:])
+        ticket = call.InheritedDescriptors(descriptors[0], descriptors[1:])
         write_task(descriptors[0], ticket)
         # As multiprocessing does: -O, -X dev, -W and their like hold for the ranks too.
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -257,7 +257,7 @@ def _check_timeout(timeout: float | None) -> float | None:
 # The task.
 
 
-class _Pickler(pickling.Pickler):
+class _FunctionPickler(pickling.Pickler):
     """Pickles by value also what is in a module that a fresh interpreter would not find.
 
     A test module is such a one when pytest has imported it by its path.
@@ -296,7 +296,7 @@ def _pickle(
     The cells of a notebook are such files, and only this process can show their lines.
     """
     with _pickling:
-        pickler = _Pickler(file, hand_on)
+        pickler = _FunctionPickler(file, hand_on)
         try:
             pickler.dump(task)
         except (MemoryError, OSError):

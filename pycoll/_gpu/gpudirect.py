@@ -15,7 +15,7 @@ import numpy as np
 
 from pycoll._cuda import staging
 from pycoll._cuda.cuda import Device
-from pycoll._cuda.staging import Memory, Stage
+from pycoll._cuda.staging import DeviceMemory, Stage
 from pycoll._runtime.engine import Engine
 from pycoll._transports.base import Arrival, Operation, Reach
 
@@ -62,7 +62,7 @@ class GpuMemory:
 
     def another(self, nbytes: int) -> GpuMemory:
         """See `Elsewhere`."""
-        memory = Memory(self._gpu, nbytes)
+        memory = DeviceMemory(self._gpu, nbytes)
         return GpuMemory(self._gpu, memory.pointer, nbytes, memory)
 
 
@@ -97,7 +97,7 @@ def _is_fit(stage: Stage, nbytes: int) -> bool:
     return nbytes >= MIN_NBYTES and stage.is_contiguous and os.environ.get(VARIABLE) != "0"
 
 
-class Sending(Operation):
+class DirectSend(Operation):
     """A send out of memory that is reached until it has ended."""
 
     __slots__ = ("_reach", "_transfer")

@@ -26,7 +26,7 @@ from pycoll._transports.base import Arrival, Operation, Reach, Transfer
 from pycoll.errors import OperationTimeout
 
 
-class Way(Protocol):
+class SendRoute(Protocol):
     """How a value leaves its GPU."""
 
     @property
@@ -40,7 +40,7 @@ class Way(Protocol):
         """It will not be sent, or not to the end."""
 
 
-def choose(envelope: Envelope, stage: Stage, is_detached: bool) -> Way:
+def choose(envelope: Envelope, stage: Stage, is_detached: bool) -> SendRoute:
     """Return how a value leaves; `is_detached`: the array itself may change meanwhile."""
     if not is_detached:
         offer = cuda_ipc.offer(envelope.engine, envelope.context, stage, envelope.peer)
@@ -49,7 +49,11 @@ def choose(envelope: Envelope, stage: Stage, is_detached: bool) -> Way:
         reach = gpudirect.for_send(envelope.engine, stage, envelope.payload, envelope.peer)
         if reach is not None:
             return _Direct(envelope, stage, reach)
-    return segments.Sending(envelope, stage) if segments.fits(stage) else _Staged(envelope, stage)
+    return (
+        segments.SegmentedSend(envelope, stage)
+        if segments.fits(stage)
+        else _Staged(envelope, stage)
+    )
 
 
 class _Staged:
@@ -93,7 +97,7 @@ class _Direct:
         envelope = self._envelope
         header = envelope.header(ARRAY)
         transfer = envelope.engine.hold(envelope.peer, header, (envelope.payload,))
-        return gpudirect.Sending(transfer, self._reach)
+        return gpudirect.DirectSend(transfer, self._reach)
 
     def cancel(self) -> None:
         self._reach.close()

@@ -61,7 +61,7 @@ def _spans(nbytes: int, step: int) -> list[slice]:
     ]
 
 
-class Sending(Operation):
+class SegmentedSend(Operation):
     """A value on its way.
 
     Args:

@@ -22,7 +22,7 @@ from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
-from pycoll._transports._core import Collective, Collectives, Plan, forget_plans
+from pycoll._transports._core import Collective, Collectives, CompiledPlan, forget_plans
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
@@ -188,8 +188,8 @@ class CoreCollective(Collective, CoreStarted):
         return error
 
 
-class Plans:
-    """Makes what the core keeps for calls that are alike (`_core.Plan`), of one communicator.
+class CompiledPlans:
+    """Makes what the core keeps for calls that are alike (`_core.CompiledPlan`); of a communicator.
 
     Args:
         group: its ranks.
@@ -210,7 +210,7 @@ class Plans:
         root: int,
         result: Any,
         algorithm: str | None,
-    ) -> Plan | None:
+    ) -> CompiledPlan | None:
         """Return the core's plan of a call and of all like it; None: Python must run them."""
         _follow_changes()
         group, calls, name = self._group, self._calls[blocking], KINDS[kind]
@@ -249,7 +249,9 @@ class Plans:
         if name in schedules.REDUCING:
             reduction = op, plan.x.dtype.code, self._divisor(name, OPS[op])
         text = plan.text.encode()
-        return Plan(group.size, steps, places, text, reduction, choice.segments, bound.granule)
+        return CompiledPlan(
+            group.size, steps, places, text, reduction, choice.segments, bound.granule
+        )
 
     def _divisor(self, name: str, op: str) -> int:
         """Return by what a combined result is divided; 0: nothing is left to do with it."""
@@ -257,7 +259,9 @@ class Plans:
         count = {"scan": group.rank + 1, "exscan": group.rank}.get(name, group.size)
         return count if operators.has_finish(operators.resolve(op), count) else 0
 
-    def expected(self, name: str, text: bytes, root: int, came: Announcement) -> Plan | None:
+    def expected(
+        self, name: str, text: bytes, root: int, came: Announcement
+    ) -> CompiledPlan | None:
         """Return the plan of calls that pass no array, off root, if the same comes again.
 
         Args:
@@ -276,14 +280,14 @@ class Plans:
 
     def _announced(
         self, name: str, text: bytes, x: Any, root: int, result: Any, algorithm: str | None
-    ) -> Plan | None:
+    ) -> CompiledPlan | None:
         """Return the plan of a call whose root announces what comes; off root, what is expected."""
         group = self._group
         is_root = group.rank == root
         value = conversion.wrap(x if is_root else result)
         if value is None:  # no array off root: anything may come
             steps = self._announcing(root), False, None, -1, self._most(b""), 0, None
-            return Plan(group.size, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
+            return CompiledPlan(group.size, [], [], text, core_runs.NO_REDUCTION, 1, 1, steps)
         if name == "broadcast":
             came = rooted.of_broadcast(group, message_steps.Outgoing(x), algorithm)
         elif is_root:
@@ -302,7 +306,7 @@ class Plans:
         came: Announcement,
         source: Value | None,
         target: Value | None,
-    ) -> Plan | None:
+    ) -> CompiledPlan | None:
         """Return the plan of what has this announcement, from the root's value to the result."""
         group = self._group
         into = conversion.as_bytes(target.array) if target is not None else None
@@ -330,7 +334,7 @@ class Plans:
         said = self._announcing(root), source is not None, head, inline, self._most(head)
         steps = core_runs.steps_of(group.schedule(name, choice.name, root))
         said = *said, dtype, shape
-        return Plan(
+        return CompiledPlan(
             group.size, steps, places, text, core_runs.NO_REDUCTION, choice.segments, 1, said
         )
 
@@ -442,7 +446,7 @@ def collectives_of(
         slow: returns the method of a name, to which goes what the core does not do.
         op_timeout: its default deadline, seconds.
     """
-    plans = Plans(group, calls)
+    plans = CompiledPlans(group, calls)
     owner = Owner(group, op_timeout, plans)
     size, rank = group.size, group.rank
     return Collectives(context.core, size, rank, owner, CoreCollective, plans, finish, slow)

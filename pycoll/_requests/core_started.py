@@ -13,7 +13,7 @@ from pycoll.errors import OperationTimeout
 
 if TYPE_CHECKING:
     from pycoll._calls.group import Group
-    from pycoll._requests.core_collectives import Plans
+    from pycoll._requests.core_collectives import CompiledPlans
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,7 +36,7 @@ class Owner(NamedTuple):
 
     group: Group
     op_timeout: float
-    plans: Plans | None = None
+    plans: CompiledPlans | None = None
 
 
 class CoreTask(Operation):

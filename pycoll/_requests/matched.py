@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pycoll._calls.group import Group
 
 
-class Owner(Protocol):
+class MessageOwner(Protocol):
     """The communicator on which a message has come."""
 
     _group: Group
@@ -43,7 +43,7 @@ class Message(Hinting, foreign=OF_MESSAGES, prefix="message."):
     When the communicator is closed or breaks, the message is gone.
     """
 
-    def __init__(self, owner: Owner, status: Status, held: Held | None) -> None:
+    def __init__(self, owner: MessageOwner, status: Status, held: Held | None) -> None:
         self._owner = owner
         self._held = held
         self._status = status

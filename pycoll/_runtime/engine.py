@@ -21,7 +21,7 @@ from pycoll._transports.core import CoreTransport
 from pycoll.errors import Error, OperationTimeout, PeerFailed
 
 if TYPE_CHECKING:
-    from pycoll._transports._core import Host
+    from pycoll._transports._core import MappedHost
 
 CONFIRM_S = 5.0
 """Seconds past its deadline that a send which cannot be taken back any more waits for the receiver
@@ -37,7 +37,7 @@ class SharedMemory(NamedTuple):
         single_copy: whether ranks may try to read each other's memory.
     """
 
-    host: Host
+    host: MappedHost
     ranks: tuple[int, ...]
     single_copy: bool
 

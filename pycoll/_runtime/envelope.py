@@ -1,8 +1,8 @@
 """What is around a message: its header, what becomes of that in Python, and calls as text.
 
 Point-to-point messages match by source and tag, in the order in which they came. A message of a
-collective has an address of its own: the number of the call, the lane (which of the call's
-schedules), the sender, and how many the sender has sent before on that lane. It also carries the
+collective has an address of its own: the number of the call, the subcall (which of the call's
+schedules), the sender, and how many the sender has sent before in that subcall. It also carries the
 call as text, so that ranks which made different calls find out at the first message they exchange.
 """
 
@@ -29,7 +29,7 @@ P2P = struct.Struct("<BQqB")
 """Header of a point-to-point message: kind, context, tag, form; then the description."""
 
 COLLECTIVE = struct.Struct("<BQIHI")
-"""Header of a collective's message: kind, context, number, lane, index; then the call."""
+"""Header of a collective's message: kind, context, number, subcall, index; then the call."""
 
 CUDA_IPC = struct.Struct("<BQB")
 """Header of what ranks ask each other about memory on a GPU: kind, context, what; then data."""
@@ -164,7 +164,7 @@ class Held:
 
 
 Key = tuple[int, int, int, int]
-"""Address of a collective's message: (number, lane, sender, index)."""
+"""Address of a collective's message: (number, subcall, sender, index)."""
 
 Wanted = Callable[[Arrival | None, BaseException | None], None]
 """Told the arrival, or the error that came instead."""

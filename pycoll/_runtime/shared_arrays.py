@@ -26,7 +26,7 @@ from pycoll._transports.shm import handed_on
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-    from pycoll._transports._core import Host
+    from pycoll._transports._core import MappedHost
 
 MINIMUM = 65536
 """Bytes of the arrays that `share_arrays` puts there by default."""
@@ -264,7 +264,7 @@ def take_back(array: np.ndarray[Any, Any] | None) -> None:
         _exposed.pop()
 
 
-def borrow(host: Host, local: int, said: Said, rank: int, size: int) -> np.ndarray[Any, Any]:
+def borrow(host: MappedHost, local: int, said: Said, rank: int, size: int) -> np.ndarray[Any, Any]:
     """Return another rank's array as one of this process.
 
     Args:

@@ -20,7 +20,7 @@ from pycoll.errors import BootstrapError
 if TYPE_CHECKING:
     from pycoll import schedules
     from pycoll._selection import costs
-    from pycoll._selection.costs import Table
+    from pycoll._selection.costs import CostTable
 else:  # a job that has set nothing and talks through shared memory needs neither
     costs, schedules = LazyModule("pycoll._selection.costs"), LazyModule("pycoll.schedules")
 
@@ -67,7 +67,7 @@ class Agreed(NamedTuple):
             not there has none.
     """
 
-    table: Table | None = None
+    table: CostTable | None = None
     rules: Mapping[str, Rule] = {}
     segment_nbytes: int | None = None
     sharing: frozenset[int] = frozenset()
@@ -76,7 +76,7 @@ class Agreed(NamedTuple):
     networks: Mapping[int, str] = {}
 
     @property
-    def costs(self) -> Table:
+    def costs(self) -> CostTable:
         """The table that counts."""
         return self.table if self.table is not None else costs.shipped()
 

@@ -1,9 +1,9 @@
 """What collectives cost: a few measured constants of a machine, and the times that follow.
 
 How much an algorithm has to do (`flows`) is counted in units of six constants, which each kind of
-link has (`LinkCosts`); `Table.seconds` is the sum of the products. Because a formula never knows
-everything, the table also has, for what was measured, the factor between the two: by number of
-ranks and by size.
+link has (`LinkCosts`); `CostTable.seconds` is the sum of the products. Because a formula never
+knows everything, the table also has, for what was measured, the factor between the two: by number
+of ranks and by size.
 
 All ranks must come to the same result to the last bit, whatever their C library: so there are sums,
 products and quotients here, and no logarithms or powers.
@@ -86,7 +86,7 @@ class Work(NamedTuple):
     combined_nbytes: float = 0.0
 
 
-class Table(NamedTuple):
+class CostTable(NamedTuple):
     """Costs of a machine.
 
     Attributes:
@@ -197,7 +197,7 @@ SHIPPED = Path(__file__).with_name("costs.json")
 
 
 @cache
-def shipped() -> Table:
+def shipped() -> CostTable:
     """Return pycoll's own table."""
     return parse(SHIPPED.read_text(encoding="utf-8"), "pycoll's costs.json")
 
@@ -217,11 +217,11 @@ def read(path: str) -> str:
     return text
 
 
-def parse(text: str, name: str) -> Table:
+def parse(text: str, name: str) -> CostTable:
     """Read a table.
 
     Args:
-        text: as `Table.as_json` writes it.
+        text: as `CostTable.as_json` writes it.
         name: what to call it in errors: its path.
 
     Raises:
@@ -238,7 +238,7 @@ def parse(text: str, name: str) -> Table:
         ) from exc
 
 
-def _table(data: object) -> Table:
+def _table(data: object) -> CostTable:
     top = _map(data, "it")
     if top.get("version") != VERSION:
         raise ValueError(f"its version is {top.get('version')!r}, not {VERSION}")
@@ -267,7 +267,7 @@ def _table(data: object) -> Table:
                         _ranks(ranks, where): _factors(row, len(sizes), where)
                         for ranks, row in _map(rows, where).items()
                     }
-    return Table(
+    return CostTable(
         origin=str(top.get("origin", "nobody says where")),
         cores=int(_number(top, "cores", "it", least=1.0)),
         links=links,

@@ -39,7 +39,7 @@ UNKNOWN_S = math.inf
 BLOCKS = frozenset({"gather", "all_gather", "scatter", "reduce_scatter", "all_to_all", "exscan"})
 """Collectives in which a chunk is a block, or a value, whatever the algorithm."""
 
-CACHED_CHOICES = 4096
+KNOWN_QUERIES = 4096
 """Choices that a communicator remembers; more than there are lengths of three significant bits."""
 
 BY_LEVELS = {"barrier": ("barrier", "barrier"), "all_reduce": ("reduce", "broadcast")}
@@ -150,7 +150,7 @@ class Selector:
                 choice = Choice(SHARED_MEMORY)  # without a look at times
             else:
                 choice = self.ranking(request)[0][0].choice
-            if len(self._chosen) >= CACHED_CHOICES:
+            if len(self._chosen) >= KNOWN_QUERIES:
                 self._chosen.clear()
             self._chosen[request] = choice
         return choice

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pycoll
 from pycoll._tools import bench_machine as machine
 from pycoll._tools import bench_report as report
-from pycoll._tools.bench_report import Sample
+from pycoll._tools.bench_report import JobSample
 from pycoll._tools.bench_sides import PEERS, BenchError, Side
 from pycoll._transports.network import ZMQ
 
@@ -148,7 +148,7 @@ def measure(
     sides: Sequence[Side],
     conditions: Conditions,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Sample]:
+) -> list[JobSample]:
     """Run the rounds of one collective: in each, one job of every side, in turn.
 
     Args:
@@ -165,7 +165,7 @@ def measure_together(
     sides: Sequence[Side],
     conditions: Conditions,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Sample]:
+) -> list[JobSample]:
     """Like `measure`, with several collectives in each job.
 
     Args:
@@ -190,12 +190,12 @@ def measure_together(
             for name in sizes:
                 figures = [f for f in result["figures"] if f["collective"] == name]
                 about = name, conditions.ranks, number, side.name, others
-                samples.append(Sample(*about, figures, result["versions"]))
+                samples.append(JobSample(*about, figures, result["versions"]))
     return samples
 
 
 def as_dict(
-    samples: Sequence[Sample], conditions: Conditions, command: Sequence[str]
+    samples: Sequence[JobSample], conditions: Conditions, command: Sequence[str]
 ) -> dict[str, Any]:
     """All that was found, for JSON: where, with what, every round's figures, and the summary."""
     versions = {sample.side: sample.versions for sample in samples}
@@ -220,7 +220,7 @@ def warn_if_busy() -> None:
         say(f"warning: this machine is busy ({why}): do not trust the figures")
 
 
-def warn_if_disturbed(samples: Sequence[Sample]) -> None:
+def warn_if_disturbed(samples: Sequence[JobSample]) -> None:
     """Say on stderr if others used this machine while it was measured."""
     disturbed = [s.others_cores for s in samples if s.others_cores > _DISTURBED_CORES]
     if disturbed:
@@ -285,7 +285,7 @@ def main(arguments: argparse.Namespace) -> int:
         ValueError: the arguments make no sense.
     """
     conditions, collectives, sides = _understand(arguments)
-    samples: list[Sample] = []
+    samples: list[JobSample] = []
     try:
         _check_before(arguments, sides)
         # `timeout` and batch systems end programs so; a job that is running is ended on the way.

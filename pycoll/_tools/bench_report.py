@@ -14,7 +14,7 @@ KiB = 1024
 OF_A_VALUE = frozenset({"broadcast", "reduce", "all_reduce", "iall_reduce", "send", "halo"})
 
 
-class Sample(NamedTuple):
+class JobSample(NamedTuple):
     """What one job measured.
 
     Attributes:
@@ -86,7 +86,7 @@ def spread(seconds: Sequence[float]) -> Spread:
     return Spread(statistics.median(seconds), min(seconds), max(seconds))
 
 
-def rows(samples: Iterable[Sample]) -> list[Row]:
+def rows(samples: Iterable[JobSample]) -> list[Row]:
     """Put together what the rounds found, in the order in which it was measured."""
     times: dict[tuple[str, int, int, int], dict[str, list[float]]] = {}
     copies: dict[tuple[str, int, int, int], list[float]] = {}
@@ -153,7 +153,7 @@ def size_meaning(collective: str) -> str:
     return "one rank's value" if collective in OF_A_VALUE else "one block"
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """A table of text: what it shows, the heads of its columns, and its cells."""
 
     title: str
@@ -161,7 +161,7 @@ class Table(NamedTuple):
     cells: list[list[str]]
 
 
-def table(found: Sequence[Row]) -> Table:
+def table(found: Sequence[Row]) -> TextTable:
     """The table of one collective: median (smallest-largest) of every side, and the ratios."""
     first = found[0]
     size = "" if not first.nbytes else f"; size: {size_meaning(first.collective)}"
@@ -185,10 +185,10 @@ def table(found: Sequence[Row]) -> Table:
             line += [number(row.ratio(side))] if first.best_peer else []
             line += [number(row.copies(side))] if first.copy else []
         cells.append(line)
-    return Table(f"{first.collective}, {first.ranks} ranks{size}", heads, cells)
+    return TextTable(f"{first.collective}, {first.ranks} ranks{size}", heads, cells)
 
 
-def show(what: Table, file: TextIO | None = None) -> None:
+def show(what: TextTable, file: TextIO | None = None) -> None:
     """Print a table: with rich where it is installed, else in plain columns."""
     file = file or sys.stdout
     if importlib.util.find_spec("rich") is None:
@@ -196,7 +196,7 @@ def show(what: Table, file: TextIO | None = None) -> None:
         return
     from rich import box  # type: ignore[import-not-found, unused-ignore]
     from rich.console import Console  # type: ignore[import-not-found, unused-ignore]
-    from rich.table import Table as RichTable  # type: ignore[import-not-found, unused-ignore]
+    from rich.table import TextTable as RichTable  # type: ignore[import-not-found, unused-ignore]
 
     drawn = RichTable(box=box.SIMPLE_HEAD)
     for head in what.heads:
@@ -208,7 +208,7 @@ def show(what: Table, file: TextIO | None = None) -> None:
     Console(file=file, width=1000).print(drawn)
 
 
-def plain(what: Table) -> str:
+def plain(what: TextTable) -> str:
     """The table in columns of blanks."""
     lines = [what.heads, *what.cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -219,7 +219,7 @@ def plain(what: Table) -> str:
     return "\n".join([what.title, *(line.rstrip() for line in text), ""])
 
 
-def markdown(what: Table) -> str:
+def markdown(what: TextTable) -> str:
     """The table for a document."""
     marks = ["---:" for _ in what.heads]
     return "\n".join("| " + " | ".join(line) + " |" for line in (what.heads, marks, *what.cells))

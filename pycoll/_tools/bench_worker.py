@@ -50,7 +50,7 @@ BARRIERS = frozenset({"barrier", "ibarrier"})
 NON_BLOCKING = frozenset({"ibarrier", "iall_reduce", "iall_gather"})
 
 
-class Side(ABC):
+class Library(ABC):
     """A library under test, in one rank of its job.
 
     Attributes:
@@ -98,7 +98,7 @@ class Side(ABC):
         return (first, second)[self.rank] if self.rank < 2 else lambda: None
 
 
-class Pycoll(Side):
+class Pycoll(Library):
     """pycoll, every call with an array for its result."""
 
     in_place = frozenset({"broadcast"})
@@ -165,7 +165,7 @@ class Pycoll(Side):
         return {"pycoll": pycoll.__version__}
 
 
-class Mpi(Side):
+class Mpi(Library):
     """Any MPI through mpi4py: the upper-case methods, with the datatype given."""
 
     in_place = frozenset({"broadcast"})
@@ -252,7 +252,7 @@ class Mpi(Side):
         return {"MPI": " ".join(text.split()), "mpi4py": importlib.metadata.version("mpi4py")}
 
 
-class Gloo(Side):
+class Gloo(Library):
     """torch.distributed with the gloo backend, on tensors; its reductions are in place."""
 
     in_place = frozenset({"broadcast", "reduce", "all_reduce", "iall_reduce"})
@@ -337,7 +337,7 @@ class Case:
     """
 
     def __init__(
-        self, side: Side, collective: str, count: int, dtype: np.dtype[Any], alias: int = 0
+        self, side: Library, collective: str, count: int, dtype: np.dtype[Any], alias: int = 0
     ) -> None:
         self._rank, self._size, self._collective = side.rank, side.size, collective
         self._cycle = np.tile(np.arange(61, dtype=dtype), count // 61 + 1)[:count]
@@ -404,7 +404,7 @@ def loop(call: Call, calls: int) -> float:
     return time.perf_counter() - start
 
 
-def joint_loop(side: Side, call: Call, calls: int) -> float:
+def joint_loop(side: Library, call: Call, calls: int) -> float:
     """Seconds until the slowest rank has made this many calls, all having started together."""
     side.barrier()
     return side.largest(loop(call, calls))
@@ -429,7 +429,7 @@ def measure(run: Callable[[int], float]) -> tuple[float, int]:
     return run(calls) / calls, calls
 
 
-def copy_pass(side: Side, count: int, dtype: np.dtype[Any]) -> float:
+def copy_pass(side: Library, count: int, dtype: np.dtype[Any]) -> float:
     """Seconds that NumPy takes on rank 0 to copy one value, while the others wait in a barrier."""
     seconds = 0.0
     if side.rank == 0:
@@ -448,7 +448,7 @@ def loopback_bytes() -> int:
     return 0
 
 
-def usage(side: Side, call: Call) -> dict[str, float]:
+def usage(side: Library, call: Call) -> dict[str, float]:
     """What a call uses besides time: processor time of all ranks, and bytes on the loopback."""
     side.barrier()
     wire, before = loopback_bytes(), resource.getrusage(resource.RUSAGE_SELF)
@@ -460,7 +460,7 @@ def usage(side: Side, call: Call) -> dict[str, float]:
     return {"cpu_seconds": sum(seconds) / MIN_CALLS, "wire_bytes": wire / MIN_CALLS}
 
 
-def figures(side: Side, plan: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def figures(side: Library, plan: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """Time the plan's collectives, each in its sizes.
 
     Raises:
@@ -471,7 +471,7 @@ def figures(side: Side, plan: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def figures_of(
-    side: Side, collective: str, sizes: Sequence[int], plan: dict[str, Any]
+    side: Library, collective: str, sizes: Sequence[int], plan: dict[str, Any]
 ) -> Iterable[dict[str, Any]]:
     """Time one collective in some sizes."""
     dtype = np.dtype(plan["dtype"])
@@ -497,7 +497,7 @@ def figures_of(
 def main(plan_path: str, result_path: str) -> None:
     """Be one rank of the job that the plan describes."""
     plan = json.loads(Path(plan_path).read_text(encoding="utf-8"))
-    sides: dict[str, Callable[[], Side]] = {
+    sides: dict[str, Callable[[], Library]] = {
         "pycoll": functools.partial(Pycoll, plan["algorithm"]),
         "mpi": Mpi,
         "gloo": Gloo,

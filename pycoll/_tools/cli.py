@@ -254,7 +254,7 @@ def _gpudirect(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
     """Whether the RDMA device may reach memory of GPUs by itself, or why not."""
     from pycoll._gpu import gpudirect
     from pycoll._transports.rdma_devices import find
-    from pycoll._transports.verbs import Device
+    from pycoll._transports.verbs import DevicePort
     from pycoll._transports.verbs_errors import VerbsError
 
     if environ.get(gpudirect.VARIABLE) == "0":
@@ -270,7 +270,7 @@ def _gpudirect(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
     if not able:
         return "not used: the NVIDIA driver exports no memory as dma-bufs here"
     try:
-        device = Device(choice.device, choice.port, choice.gid.index, 1, 1)
+        device = DevicePort(choice.device, choice.port, choice.gid.index, 1, 1)
         knows = device.can_register_dmabuf()
         device.close()
     except VerbsError as exc:

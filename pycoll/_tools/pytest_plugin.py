@@ -2,8 +2,8 @@
 
 A marked test becomes one item for each number of ranks. In the user's pytest, the parent, such an
 item runs neither the test nor its fixtures: it starts a job whose ranks each run pytest on that
-very item, with the configuration of the parent (`_Rank`). Each rank reports its phases through a
-memfd, and the parent makes one result of them (`pycoll._tools.pytest_verdict`).
+very item, with the configuration of the parent (`_RankReporter`). Each rank reports its phases
+through a memfd, and the parent makes one result of them (`pycoll._tools.pytest_verdict`).
 
 Every pytest of a user who has pycoll loads this module, so what it needs is imported when it is.
 """
@@ -26,7 +26,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pycoll._communicator.communicator import Communicator
-    from pycoll._functions.call import Ticket
+    from pycoll._functions.call import InheritedDescriptors
     from pycoll._tools.pytest_verdict import Verdict
 
 _SIZE = "_pycoll_ranks"  # the parameter of a marked test
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "timeout seconds (None: the ini option pycoll_timeout). Fixture: comm.",
     )
     if config.option.pycoll_ticket:
-        config.pluginmanager.register(_Rank(config), _RANK_PLUGIN)
+        config.pluginmanager.register(_RankReporter(config), _RANK_PLUGIN)
     else:
         _seconds(config.getini("pycoll_timeout"), "the ini option pycoll_timeout")
 
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def comm(pytestconfig: pytest.Config) -> Communicator:
     """The world communicator of a test marked with @pytest.mark.ranks(2, 4)."""
-    rank: _Rank | None = pytestconfig.pluginmanager.get_plugin(_RANK_PLUGIN)
+    rank: _RankReporter | None = pytestconfig.pluginmanager.get_plugin(_RANK_PLUGIN)
     if rank is None:
         pytest.fail(
             "the fixture comm is for tests that run on several ranks: mark this one, for example "
@@ -209,7 +209,7 @@ def pytest_runtest_makereport(
     return report
 
 
-def _write_task(item: pytest.Function, fd: int, ticket: Ticket) -> None:
+def _write_task(item: pytest.Function, fd: int, ticket: InheritedDescriptors) -> None:
     """Tell the ranks which test to run and how."""
     from pycoll._functions import function
     from pycoll._functions.call import write_parcel
@@ -268,7 +268,7 @@ def _is_plain(value: object) -> bool:
 # A rank.
 
 
-class _Rank:
+class _RankReporter:
     """The plugin of a rank's own pytest: keeps it quiet, runs one test, and reports."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -32,14 +32,14 @@ from pycoll._selection.costs import (
     SHM,
     TCP,
     WHOLE,
+    CostTable,
     LinkCosts,
-    Table,
     Work,
 )
 from pycoll._selection.select import BLOCKS, Query, Selector
 from pycoll._tools import bench, tune_worker
 from pycoll._tools import bench_machine as machine
-from pycoll._tools.tune_worker import Plan, Way
+from pycoll._tools.tune_worker import Comparison, Variant
 from pycoll.schedules import TABLE, cost_of, find
 
 SIZES = "8,512,4K,32K,256K,2M,16M,64M"
@@ -68,7 +68,7 @@ MIN_SECONDS = 1e-9
 """No call is said to take less: a factor is a quotient."""
 
 
-class Sample(NamedTuple):
+class CallSample(NamedTuple):
     """What was measured of one way to run one call.
 
     Attributes:
@@ -99,11 +99,13 @@ class Sample(NamedTuple):
         return self.nbytes / find(self.collective, self.algorithm).chunks(self.size)
 
     @property
-    def way(self) -> Way:
+    def variant(self) -> Variant:
         """How to run it: in shared memory as users do, who do not ask for it."""
         if self.link == CORE:
-            return Way()
-        return Way(self.algorithm, -(-int(self.chunk) // self.segments) if self.segments > 1 else 0)
+            return Variant()
+        return Variant(
+            self.algorithm, -(-int(self.chunk) // self.segments) if self.segments > 1 else 0
+        )
 
     def work(self, cores: float) -> Work:
         """Return what it had to do."""
@@ -130,7 +132,7 @@ class Tuning(NamedTuple):
         most = LARGEST_NBYTES // size if collective in BLOCKS else LARGEST_NBYTES
         return tuple(nbytes for nbytes in self.sizes if nbytes <= most)
 
-    def measure(self, cut: Table | None, show: Callable[[str], None]) -> list[Sample]:
+    def measure(self, cut: CostTable | None, show: Callable[[str], None]) -> list[CallSample]:
         """Time every algorithm that one host can run.
 
         Args:
@@ -146,7 +148,7 @@ class Tuning(NamedTuple):
         ]
         jobs = {case: list(self._samples(*case, cut)) for case in cases}
         jobs = {case: samples for case, samples in jobs.items() if samples}
-        seconds: dict[Sample, list[float]] = {}
+        seconds: dict[CallSample, list[float]] = {}
         for number in range(self.rounds):
             for index, ((transport, size, collective), samples) in enumerate(jobs.items()):
                 done = number * len(jobs) + index
@@ -159,8 +161,8 @@ class Tuning(NamedTuple):
         return [s._replace(seconds=statistics.median(calls)) for s, calls in seconds.items()]
 
     def _samples(
-        self, transport: str, size: int, collective: str, cut: Table | None
-    ) -> Iterator[Sample]:
+        self, transport: str, size: int, collective: str, cut: CostTable | None
+    ) -> Iterator[CallSample]:
         selector = None
         if cut is not None:
             sharing = frozenset({0} if transport == SHM else ())
@@ -173,9 +175,9 @@ class Tuning(NamedTuple):
                     if selector is not None:
                         segments = selector.several_segments(name, Query(collective, nbytes))
                     if selector is None or segments > 1:
-                        yield Sample(transport, size, collective, name, segments, nbytes)
+                        yield CallSample(transport, size, collective, name, segments, nbytes)
             if selector is None and transport == SHM:
-                yield Sample(CORE, size, collective, SHARED_MEMORY, 1, nbytes)
+                yield CallSample(CORE, size, collective, SHARED_MEMORY, 1, nbytes)
 
 
 def count_lanes(rounds: int, show: Callable[[str], None]) -> int:
@@ -206,21 +208,21 @@ def count_lanes(rounds: int, show: Callable[[str], None]) -> int:
     return best if least[best] < (1 - LANES_MUST_GAIN) * least[1] else 1
 
 
-def _time(transport: str, size: int, samples: Sequence[Sample]) -> list[list[float]]:
+def _time(transport: str, size: int, samples: Sequence[CallSample]) -> list[list[float]]:
     """Run a job; return for each sample the seconds of each of its calls."""
     lengths = sorted({sample.nbytes for sample in samples})
     by_length = [[sample for sample in samples if sample.nbytes == n] for n in lengths]
-    plans = [
-        Plan(alike[0].collective, alike[0].nbytes, tuple(sample.way for sample in alike))
+    comparisons = [
+        Comparison(alike[0].collective, alike[0].nbytes, tuple(sample.variant for sample in alike))
         for alike in by_length
     ]
     found = pycoll.run(
-        tune_worker.measure, size, plans, timeout=JOB_TIMEOUT_S, transport=transport
+        tune_worker.measure, size, comparisons, timeout=JOB_TIMEOUT_S, transport=transport
     )[0]
     seconds = {
         sample: calls
-        for alike, ways in zip(by_length, found, strict=True)
-        for sample, calls in zip(alike, ways, strict=True)
+        for alike, variants in zip(by_length, found, strict=True)
+        for sample, calls in zip(alike, variants, strict=True)
     }
     return [seconds[sample] for sample in samples]
 
@@ -228,7 +230,7 @@ def _time(transport: str, size: int, samples: Sequence[Sample]) -> list[list[flo
 # --- from measured times to a table ----------------------------------------------------------
 
 
-def fit(samples: Sequence[Sample], cores: float) -> LinkCosts:
+def fit(samples: Sequence[CallSample], cores: float) -> LinkCosts:
     """Return the constants, none below 0, by which these times are met best, by ratio."""
     # Each row says: work, divided by the time that was measured, times constants is one.
     rows = [[amount / s.seconds for amount in s.work(cores)] for s in samples]
@@ -243,7 +245,9 @@ def fit(samples: Sequence[Sample], cores: float) -> LinkCosts:
     return LinkCosts(*found)
 
 
-def make_table(base: Table, samples: Sequence[Sample], origin: str, cores: int) -> Table:
+def make_table(
+    base: CostTable, samples: Sequence[CallSample], origin: str, cores: int
+) -> CostTable:
     """Return a table of what was measured; what was not is as in `base`.
 
     Factors hold for the constants they were found with, and for as many cores: so of a kind of link
@@ -260,14 +264,14 @@ def make_table(base: Table, samples: Sequence[Sample], origin: str, cores: int) 
     if SHM in measured:
         links[RDMA] = costs.estimated_rdma(links[SHM])
     sizes = tuple(sorted({s.nbytes for s in samples} - {0}))
-    table = Table(origin, cores, links, sizes, {}, base.lanes)
+    table = CostTable(origin, cores, links, sizes, {}, base.lanes)
     if base.cores == cores and base.sizes == table.sizes:
         kept = {row: rows for row, rows in base.factors.items() if row[0] not in measured}
         table = table._replace(factors=kept)
     return add_factors(table, samples)
 
 
-def add_factors(table: Table, samples: Sequence[Sample]) -> Table:
+def add_factors(table: CostTable, samples: Sequence[CallSample]) -> CostTable:
     """Return the table with the factors of what was measured."""
     found: dict[tuple[str, str, str, str], dict[int, dict[int, float]]] = {}
     for sample in samples:

@@ -15,7 +15,7 @@ SPLITTING = frozenset({"scatter", "reduce_scatter", "all_to_all"})
 STACKING = frozenset({"gather", "all_gather", "all_to_all"})
 
 BUDGET_S = 0.1
-"""About so long each way to run a call is timed in a round, but at least once,"""
+"""About so long each variant to run a call is timed in a round, but at least once,"""
 
 MAX_CALLS = 15
 """and at most so many times."""
@@ -27,8 +27,8 @@ together, which in a single short call counts more than the algorithm.
 """
 
 
-class Way(NamedTuple):
-    """A way to run a collective.
+class Variant(NamedTuple):
+    """A variant to run a collective.
 
     Attributes:
         algorithm: None for the one that is chosen.
@@ -39,21 +39,21 @@ class Way(NamedTuple):
     segment_nbytes: int | None = None
 
 
-class Plan(NamedTuple):
-    """Calls of one collective and length, to be run in several ways."""
+class Comparison(NamedTuple):
+    """Calls of one collective and length, to be run in several variants."""
 
     collective: str
     nbytes: int
-    ways: tuple[Way, ...]
+    variants: tuple[Variant, ...]
 
 
-def measure(comm: Communicator, plans: Sequence[Plan]) -> list[list[list[float]]]:
-    """Time the calls of every plan; returns for each and each way the seconds of every call.
+def measure(comm: Communicator, comparisons: Sequence[Comparison]) -> list[list[list[float]]]:
+    """Time the calls of every comparison; returns of each variant the seconds of every call.
 
     Calls are timed in rows, from a barrier until the slowest rank has returned, and the seconds are
-    those of one. Ways take turns, so that what disturbs one disturbs all.
+    those of one. Variants take turns, so that what disturbs one disturbs all.
     """
-    return [_measure(comm, plan) for plan in plans]
+    return [_measure(comm, comparison) for comparison in comparisons]
 
 
 def measure_send(comm: Communicator, nbytes: int, count: int) -> list[float]:
@@ -73,13 +73,20 @@ def measure_send(comm: Communicator, nbytes: int, count: int) -> list[float]:
     return seconds[1:]  # the first makes the connections
 
 
-def _measure(comm: Communicator, plan: Plan) -> list[list[float]]:
-    lengths = {way.segment_nbytes for way in plan.ways if way.segment_nbytes is not None}
+def _measure(comm: Communicator, comparison: Comparison) -> list[list[float]]:
+    lengths = {
+        variant.segment_nbytes
+        for variant in comparison.variants
+        if variant.segment_nbytes is not None
+    }
     cutting = {nbytes: _cutting(comm, nbytes) for nbytes in sorted(lengths)}
-    call = _Calls(plan.collective, plan.nbytes, comm.rank, comm.size)
+    call = _Calls(comparison.collective, comparison.nbytes, comm.rank, comm.size)
     calls = [
-        call.on(comm if way.segment_nbytes is None else cutting[way.segment_nbytes], way.algorithm)
-        for way in plan.ways
+        call.on(
+            comm if variant.segment_nbytes is None else cutting[variant.segment_nbytes],
+            variant.algorithm,
+        )
+        for variant in comparison.variants
     ]
     for make in calls:  # connections, schedules, pages
         make()

@@ -26,7 +26,7 @@ from pycoll._runtime.membership import NoVerdict
 from pycoll._support.environment import encrypts
 from pycoll._support.public_edge import edge
 from pycoll._transports import network
-from pycoll._world.meeting import cannot_join, join
+from pycoll._world.bootstrap import cannot_join, join
 from pycoll._world.placement import environment, read_place
 from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
 

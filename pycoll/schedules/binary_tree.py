@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pycoll.schedule import Step
 from pycoll.schedules.flow import down, up
-from pycoll.schedules.trees import Node, binary_children, binary_parent, position, rank_at
+from pycoll.schedules.trees import TreeNode, binary_children, binary_parent, position, rank_at
 
 
 def broadcast(rank: int, size: int, root: int) -> Iterator[Step]:
@@ -40,7 +40,7 @@ def all_reduce(rank: int, size: int) -> Iterator[Step]:
     yield from broadcast(rank, size, 0)
 
 
-def _node(rank: int, size: int, root: int) -> Node:
+def _node(rank: int, size: int, root: int) -> TreeNode:
     place = position(rank, size, root)
     children = [rank_at(child, size, root) for child in binary_children(place, size)]
-    return Node(rank_at(binary_parent(place), size, root) if place else None, children)
+    return TreeNode(rank_at(binary_parent(place), size, root) if place else None, children)

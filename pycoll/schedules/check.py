@@ -14,7 +14,7 @@ from pycoll.schedules import ROOTED, Algorithm, find, steps_of
 from pycoll.schedules.program import Program
 from pycoll.schedules.proof import Execution, Proof
 from pycoll.schedules.relabel import relabel
-from pycoll.schedules.symbols import Values
+from pycoll.schedules.symbols import Expressions
 
 WINDOWS = (1, 2, 4)
 
@@ -101,7 +101,7 @@ def prove_algorithm(
     window = min(windows)
     for size in range(1, max_size + 1):
         first: Program | None = None
-        values = Values()
+        values = Expressions()
         for root, hosts in _cases(algorithm, size):
             if first is None or not _turned(first, root):
                 program = Program(algorithm, size, root, hosts)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from pycoll.schedule import Step
 from pycoll.schedules.flow import down, up
-from pycoll.schedules.trees import Node, double_tree, double_tree_roots, position, rank_at
+from pycoll.schedules.trees import TreeNode, double_tree, double_tree_roots, position, rank_at
 
 
 def broadcast(rank: int, size: int, root: int) -> Iterator[Step]:
@@ -49,16 +49,16 @@ def all_reduce(rank: int, size: int) -> Iterator[Step]:
         yield from down(*node, chunk)
 
 
-def _nodes(rank: int, size: int, root: int) -> Sequence[Node]:
+def _nodes(rank: int, size: int, root: int) -> Sequence[TreeNode]:
     """The rank's place in both trees, the root above the roots of both."""
     if size == 1:
         return ()
     others = [rank_at(place, size, root) for place in range(1, size)]
     place = position(rank, size, root)
     if place == 0:
-        return [Node(None, [others[top]]) for top in double_tree_roots(size - 1)]
+        return [TreeNode(None, [others[top]]) for top in double_tree_roots(size - 1)]
     return [
-        Node(
+        TreeNode(
             root if parent is None else others[parent],
             [others[child] for child in children],
         )

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from pycoll.schedule import Copy, Recv, Reduce, Send
 from pycoll.schedules import REDUCING, Cost, cost_of
 from pycoll.schedules.program import Program
-from pycoll.schedules.symbols import Value, Values, contributors, given, promised
+from pycoll.schedules.symbols import Expression, Expressions, contributors, given, promised
 
 
 class Proof(NamedTuple):
@@ -47,10 +47,10 @@ class Proof(NamedTuple):
 class Execution:
     """One execution of a program under one window; `values` may be shared with other runs."""
 
-    def __init__(self, program: Program, window: int, values: Values | None = None) -> None:
+    def __init__(self, program: Program, window: int, values: Expressions | None = None) -> None:
         self.program = program
         self.window = window
-        self.values = values or Values()
+        self.values = values or Expressions()
         self.reduces = program.algorithm.collective in (REDUCING | {"barrier"})
         self.same_chunk = program.algorithm.collective not in ("all_to_all", "exscan")
         self.holds = given(program, self.values)
@@ -60,7 +60,7 @@ class Execution:
         self.done = [False] * len(program.steps)
         self.depth = [0] * len(program.steps)  # messages in the longest chain up to this step
         self.path = [0] * len(program.steps)  # chunks in the heaviest chain up to this step
-        self.arrived: dict[int, list[Value]] = {}  # Recv into scratch -> values
+        self.arrived: dict[int, list[Expression]] = {}  # Recv into scratch -> values
         self.opened = [0] * program.size  # how many receives into scratch were posted so far
         self.ready: list[int] = []
 
@@ -141,7 +141,7 @@ class Execution:
         self._complete(index)
         self._open_scratch(self.program.owner[index])
 
-    def _combine(self, index: int, step: Reduce, left: Value, right: Value) -> Value:
+    def _combine(self, index: int, step: Reduce, left: Expression, right: Expression) -> Expression:
         """Combine two values for the first time, if they may be."""
         program = self.program
         own, incoming = (right, left) if step.incoming_first else (left, right)
@@ -158,7 +158,7 @@ class Execution:
             )
         return self.values.combine(left, right)
 
-    def _load(self, index: int, chunks: Iterable[int]) -> list[Value]:
+    def _load(self, index: int, chunks: Iterable[int]) -> list[Expression]:
         held = self.holds[self.program.owner[index]]
         try:
             return [held[chunk] for chunk in chunks]
@@ -167,7 +167,7 @@ class Execution:
                 f"{self.program.where(index)}: reads chunk {exc.args[0]} before it has a value"
             ) from None
 
-    def _store(self, index: int, values: Iterable[Value]) -> None:
+    def _store(self, index: int, values: Iterable[Expression]) -> None:
         """Put values into the chunks that a step names."""
         program, rank = self.program, self.program.owner[index]
         held, given = self.holds[rank], self.given[rank]
@@ -197,7 +197,7 @@ class Execution:
         if program.algorithm.collective == "barrier":
             self._check_heard()
             return
-        agreed: dict[int, Value] = {}
+        agreed: dict[int, Expression] = {}
         for rank, chunk, want in promised(program, values):
             have = self.holds[rank].get(chunk)
             if have is None:

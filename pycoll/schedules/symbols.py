@@ -10,7 +10,7 @@ from pycoll.schedules.program import Program
 
 # Not frozen, though never changed: that would make making one, which the proof mostly does, slow.
 @dataclass(slots=True, eq=False)
-class Value:
+class Expression:
     """An expression: what one rank contributes to a chunk, or two expressions combined.
 
     Attributes:
@@ -23,7 +23,7 @@ class Value:
     mask: int
     chunk: int
     span: tuple[int, int] | None
-    parts: tuple[Value, Value] | None = None
+    parts: tuple[Expression, Expression] | None = None
 
     def __str__(self) -> str:
         return f"{self.tree()} of chunk {self.chunk}"
@@ -35,7 +35,7 @@ class Value:
         return f"({self.parts[0].tree()} {self.parts[1].tree()})"
 
 
-class Values:
+class Expressions:
     """Makes each expression once, so that equal trees are the same object.
 
     Attributes:
@@ -43,22 +43,22 @@ class Values:
     """
 
     def __init__(self) -> None:
-        self._leaves: dict[tuple[int, int], Value] = {}
-        self.pairs: dict[tuple[Value, Value], Value] = {}
+        self._leaves: dict[tuple[int, int], Expression] = {}
+        self.pairs: dict[tuple[Expression, Expression], Expression] = {}
 
-    def leaf(self, rank: int, chunk: int) -> Value:
+    def leaf(self, rank: int, chunk: int) -> Expression:
         """What `rank` contributes to `chunk`."""
         value = self._leaves.get((rank, chunk))
         if value is None:
-            value = self._leaves[rank, chunk] = Value(1 << rank, chunk, (rank, rank))
+            value = self._leaves[rank, chunk] = Expression(1 << rank, chunk, (rank, rank))
         return value
 
-    def combine(self, left: Value, right: Value) -> Value:
+    def combine(self, left: Expression, right: Expression) -> Expression:
         """Make the value of ``left op right``, of the same chunk; not yet among `pairs`."""
         span = None
         if left.span and right.span and left.span[1] + 1 == right.span[0]:
             span = (left.span[0], right.span[1])
-        value = Value(left.mask | right.mask, left.chunk, span, (left, right))
+        value = Expression(left.mask | right.mask, left.chunk, span, (left, right))
         self.pairs[left, right] = value
         return value
 
@@ -74,7 +74,7 @@ def contributors(program: Program, rank: int) -> tuple[int, int]:
             return 0, program.size - 1
 
 
-def given(program: Program, values: Values) -> list[dict[int, Value]]:
+def given(program: Program, values: Expressions) -> list[dict[int, Expression]]:
     """What each rank holds at the start: chunk -> value."""
     collective, size, chunks = program.algorithm.collective, program.size, range(program.chunks)
     if collective in ("broadcast", "scatter"):
@@ -89,7 +89,7 @@ def given(program: Program, values: Values) -> list[dict[int, Value]]:
     return [{chunk: values.leaf(rank, chunk) for chunk in chunks} for rank in range(size)]
 
 
-def promised(program: Program, values: Values) -> Iterator[tuple[int, int, Value | None]]:
+def promised(program: Program, values: Expressions) -> Iterator[tuple[int, int, Expression | None]]:
     """What must be held at the end: rank, chunk, value; None for what is combined."""
     size, chunks = program.size, range(program.chunks)
     ranks = range(size)

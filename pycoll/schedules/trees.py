@@ -44,7 +44,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """Who is above and who is below; no parent: the root of its tree."""
 
     parent: int | None
@@ -92,16 +92,16 @@ def binary_children(place: int, size: int) -> range:
     return range(min(2 * place + 1, size), min(2 * place + 3, size))
 
 
-def double_tree(place: int, size: int) -> tuple[Node, Node]:
+def double_tree(place: int, size: int) -> tuple[TreeNode, TreeNode]:
     """Where a position is in the first and in the second tree of the double tree."""
     if size % 2 == 0:
         parent, children = _between(size - 1 - place, size)
         above = None if parent is None else size - 1 - parent
-        second = Node(above, [size - 1 - child for child in children])
+        second = TreeNode(above, [size - 1 - child for child in children])
     else:
         parent, children = _between((place - 1) % size, size)
         above = None if parent is None else (parent + 1) % size
-        second = Node(above, [(child + 1) % size for child in children])
+        second = TreeNode(above, [(child + 1) % size for child in children])
     return _between(place, size), second
 
 
@@ -110,14 +110,14 @@ def double_tree_roots(size: int) -> tuple[int, int]:
     return 0, size - 1 if size % 2 == 0 else 1 % size
 
 
-def _between(place: int, size: int) -> Node:
+def _between(place: int, size: int) -> TreeNode:
     """A position in the first tree, which is between its children by number."""
     if place == 0:
-        return Node(None, [1 << (size - 1).bit_length() - 1] if size > 1 else [])
+        return TreeNode(None, [1 << (size - 1).bit_length() - 1] if size > 1 else [])
     bit = place & -place
     parent = (place ^ bit) | (bit << 1)
     children = [place - bit // 2] if bit > 1 else []
     # On the right there may be fewer levels than on the left.
     steps = (1 << level for level in reversed(range(bit.bit_length() - 1)))
     children += next(([place + step] for step in steps if place + step < size), [])
-    return Node(parent if parent < size else place ^ bit, children)
+    return TreeNode(parent if parent < size else place ^ bit, children)

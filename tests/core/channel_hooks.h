@@ -8,6 +8,6 @@
 #endif
 #include <stddef.h>
 
-#define PC_SEGMENT_NBYTES ((size_t)20000)
+#define PC_FRAGMENT_NBYTES ((size_t)20000)
 #define PC_BUDGET ((size_t)40000)
 #endif

@@ -8,7 +8,7 @@ struct known_address {
     struct pc_addressed *thing;
     uint64_t call, arrival;
     uint32_t sender, index;
-    uint16_t lane;
+    uint16_t subcall;
     bool is_early;
 };
 
@@ -21,8 +21,9 @@ static struct {
 static struct known_address *at_address(const struct known_address *address) {
     for (int place = 0; place < MOST; place++) {
         struct known_address *known = &coll.things[place];
-        if (known->thing != NULL && known->call == address->call && known->lane == address->lane &&
-            known->sender == address->sender && known->index == address->index)
+        if (known->thing != NULL && known->call == address->call &&
+            known->subcall == address->subcall && known->sender == address->sender &&
+            known->index == address->index)
             return known;
     }
     return NULL;
@@ -31,7 +32,7 @@ static struct known_address *at_address(const struct known_address *address) {
 /* Something happens at an address: a receive is posted there, or a message comes. */
 static void meet(uint64_t calls) {
     struct known_address address = {.call = coll.first_call + below(calls),
-                                    .lane = (uint16_t)below(3),
+                                    .subcall = (uint16_t)below(3),
                                     .sender = (uint32_t)below(3),
                                     .index = (uint32_t)below(2),
                                     .is_early = chance(60)};
@@ -44,7 +45,7 @@ static void meet(uint64_t calls) {
         return;
     address.thing = allocate(sizeof *address.thing);
     *address.thing = (struct pc_addressed){.call = address.call,
-                                           .lane = address.lane,
+                                           .subcall = address.subcall,
                                            .sender = address.sender,
                                            .index = address.index,
                                            .is_early = address.is_early};
@@ -139,7 +140,7 @@ static void compare_addresses(uint64_t calls) {
             continue;
         early += known->is_early;
         receives += !known->is_early;
-        check(pc_address_find(&coll.addresses, known->call, known->lane, known->sender,
+        check(pc_address_find(&coll.addresses, known->call, known->subcall, known->sender,
                               known->index) == known->thing,
               "find: another thing", known->call);
     }

@@ -9,7 +9,7 @@
 #define MOST_SEGMENTS 3
 #define MOST_EXTRAS 3
 #define MOST_ELEMENTS 300
-#define EXTRA_LANE 0x8123
+#define EXTRA_SUBCALL 0x8123
 #define STRAY_LANE 0x7F01
 #define EXTRA_INDEX 0x01020300u
 #define NOBODY (-1)
@@ -30,7 +30,7 @@ struct plan {
     bool sums;
     int num_segments, num_extras;
     size_t granule; /* in elements */
-    uint16_t lane;
+    uint16_t subcall;
     struct extra extras[MOST_EXTRAS];
     int liar;   /* has a chunk of another length */
     int offerer; /* offers what the others expect to be sent */
@@ -180,7 +180,7 @@ static void make_plan(struct plan *plan, int context, uint32_t call, bool is_oth
         plan->num_segments = 2 + (int)below(MOST_SEGMENTS - 1);
     if (chance(30))
         plan->granule = 1 + below(3);
-    plan->lane = chance(50) ? 0 : (uint16_t)below(600);
+    plan->subcall = chance(50) ? 0 : (uint16_t)below(600);
     choose_lengths(plan);
     plan->num_extras = (int)below(MOST_EXTRAS + 1);
     for (int each = 0; each < plan->num_extras; each++) {
@@ -360,15 +360,16 @@ static void check_refused(const struct state *state, const struct pc_run *run) {
         }
         for (size_t number = 0; number < num_flights && nbytes == run->expected; number++) {
             const struct flight *flight = flights[number];
-            uint16_t lane = (uint16_t)(flight->header[13] | flight->header[14] << 8);
+            uint16_t subcall = (uint16_t)(flight->header[13] | flight->header[14] << 8);
             uint32_t index, call;
             uint64_t ident;
             memcpy(&ident, flight->header + 1, 8);
             memcpy(&call, flight->header + 9, 4);
             memcpy(&index, flight->header + 15, 4);
             if (flight->source == run->from && flight->dest == state->rank &&
-                ident == ident_of(state->context) && call == state->call && lane == run->lane &&
-                index == step->index && flight->nbytes == run->came && flight->arrived &&
+                ident == ident_of(state->context) && call == state->call &&
+                subcall == run->subcall && index == step->index &&
+                flight->nbytes == run->came && flight->arrived &&
                 (run->came != nbytes || flight->header[0] == PC_KIND_OFFERED)) {
                 counts[OFFERED] += flight->header[0] == PC_KIND_OFFERED;
                 check(flight->where != PC_WAITING || !flight->released,
@@ -439,7 +440,7 @@ static void start_run(struct state *state, int segment) {
     run->source = state->source;
     run->target = state->target;
     run->call = state->called;
-    run->lane = (uint16_t)(plan->lane + segment);
+    run->subcall = (uint16_t)(plan->subcall + segment);
     run->segment = (uint32_t)segment;
     run->num_segments = (uint32_t)plan->num_segments;
     run->granule = plan->granule * itemsize_of(plan);

@@ -8,18 +8,18 @@
 /* --- messages beside the runs ----------------------------------------------------------------- */
 
 static void write_address(unsigned char *header, const struct state *state, bool is_offered,
-                          uint16_t lane, uint32_t index) {
+                          uint16_t subcall, uint32_t index) {
     uint64_t ident = ident_of(state->context);
     header[0] = is_offered ? PC_KIND_OFFERED : PC_KIND_COLLECTIVE;
     memcpy(header + 1, &ident, 8);
     memcpy(header + 9, &state->call, 4);
-    memcpy(header + 13, &lane, 2);
+    memcpy(header + 13, &subcall, 2);
     memcpy(header + 15, &index, 4);
 }
 
 static size_t write_message_header(unsigned char *header, const struct state *state,
-                                   bool is_offered, uint16_t lane, uint32_t index) {
-    write_address(header, state, is_offered, lane, index);
+                                   bool is_offered, uint16_t subcall, uint32_t index) {
+    write_address(header, state, is_offered, subcall, index);
     size_t nbytes = PC_COLLECTIVE_NBYTES;
     if (is_offered)
         memset(header + nbytes, 0x5A, PC_OFFER_NBYTES);
@@ -81,7 +81,7 @@ static void send_extra(struct state *state, int number) {
     const struct extra *extra = &state->plan->extras[number];
     uint32_t index = EXTRA_INDEX + (uint32_t)number;
     size_t header_nbytes =
-        write_message_header(header, state, extra->is_offered, EXTRA_LANE, index);
+        write_message_header(header, state, extra->is_offered, EXTRA_SUBCALL, index);
     send_message(state, number, header, header_nbytes, extra->to, extra->nbytes, NULL);
 }
 
@@ -96,7 +96,7 @@ static void offer(struct state *state) {
         if (step->kind != PC_STEP_SEND || step->waits > 0)
             continue;
         size_t header_nbytes =
-            write_message_header(header, state, true, state->plan->lane, step->index);
+            write_message_header(header, state, true, state->plan->subcall, step->index);
         size_t nbytes = 0;
         size_t itemsize = itemsize_of(state->plan);
         unsigned char *value = calloc(MOST_CHUNKS * MOST_ELEMENTS, itemsize);
@@ -168,7 +168,7 @@ static void asking_told(struct pc_receive *receive) {
 /* The messages of a peer that are here may be received when it is gone. */
 static bool is_here(const struct state *state, const struct pc_addressed *address) {
     unsigned char header[PC_COLLECTIVE_NBYTES];
-    write_address(header, state, false, address->lane, address->index);
+    write_address(header, state, false, address->subcall, address->index);
     for (size_t number = 0; number < num_flights; number++) {
         const struct flight *flight = flights[number];
         if (flight->dest == state->rank && flight->source == (int)address->sender &&
@@ -187,7 +187,7 @@ static void ask(struct state *state, int number) {
     asking->state = state;
     asking->extra = number;
     receive->address.call = state->call;
-    receive->address.lane = EXTRA_LANE;
+    receive->address.subcall = EXTRA_SUBCALL;
     receive->address.sender = (uint32_t)contexts[state->context].members[extra->from];
     receive->address.index = EXTRA_INDEX + (uint32_t)number;
     receive->ask = extra->is_offered || chance(70);

@@ -8,7 +8,7 @@
 #endif
 #include <stddef.h>
 
-#define PC_TCP_SEGMENT ((size_t)700)
+#define PC_TCP_FRAGMENT ((size_t)700)
 #define PC_TCP_LONG ((size_t)300)
 #define PC_TCP_LONGEST_HEADER ((size_t)200)
 #define PC_TCP_BUDGET ((size_t)2500)

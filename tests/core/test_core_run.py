@@ -30,7 +30,7 @@ from pycoll import schedules
 from pycoll.schedule import Copy, Recv, Reduce, Schedule, Send
 from pycoll.schedules.program import Program
 from pycoll.schedules.proof import Execution
-from pycoll.schedules.symbols import Values
+from pycoll.schedules.symbols import Expressions
 
 NAMES = (*ENGINE, "run", "run_owner", "link_self")
 KINDS = 36
@@ -114,7 +114,7 @@ def steps_of(schedule: Schedule) -> Iterator[list[int]]:
 def lines_of(program: Program) -> Iterator[list[object]]:
     """Give all that a C program needs to run a schedule and to know what must come of it."""
     algorithm, size = program.algorithm, program.size
-    values = Values()
+    values = Expressions()
     run = Execution(program, window=2, values=values)
     given = [set(held) for held in run.holds]
     run.prove()

@@ -89,8 +89,8 @@ def test_a_call_that_gave_up_waits_for_its_copies_that_are_under_way(ranks: Rank
             elif out is not None:
                 kwargs = {**kwargs, "out": out}
             fake_cuda.run_all()
-            with copies.side(cuda.device(0)).pushes.pick() as lane, fakegpu.context(0):
-                kernel = fake_cuda.hold(lane.stream)  # the next copy's
+            with copies.streams_of(cuda.device(0)).pushes.pick() as side_stream, fakegpu.context(0):
+                kernel = fake_cuda.hold(side_stream.handle)  # the next copy's
             timer = threading.Timer(0.3, fake_cuda.release, [kernel])
             timer.start()
             failed = error_of(getattr(mine, method), there, timeout=0.1, **kwargs)

@@ -17,7 +17,7 @@ from tiers import few
 import pycoll
 from pycoll._cuda import copies, cuda
 from pycoll._gpu import gpudirect
-from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_lane import FRAGMENT
 
 gpu, job = gpudirect_job.gpu, gpudirect_job.job
 
@@ -51,8 +51,8 @@ def test_what_is_on_a_gpu_travels_without_a_copy(
 @pytest.mark.parametrize(
     "nbytes",
     few(
-        [gpudirect.MIN_NBYTES - 1, 5 * SEGMENT - 3],
-        [0, 1, gpudirect.MIN_NBYTES, SEGMENT + 1],
+        [gpudirect.MIN_NBYTES - 1, 5 * FRAGMENT - 3],
+        [0, 1, gpudirect.MIN_NBYTES, FRAGMENT + 1],
     ),
 )
 @pytest.mark.parametrize("offset", few([4095], [0, 1, 5000]))
@@ -213,9 +213,9 @@ def test_in_place_nothing_is_written_before_it_has_been_read(job: Job) -> None:
     """The other's message is there long before this rank's array has been pulled."""
     theirs, mine = data(LONG, 1), data(LONG, 2)
     x, y, cost = on_gpu(mine), on_gpu(theirs), Cost(job)
-    lanes = copies.side(cuda.device(0)).pulls
-    with lanes.pick(), fakegpu.context(0):
-        held = [fake_cuda.hold(lane.stream) for lane in lanes._lanes]
+    pulls = copies.streams_of(cuda.device(0)).pulls
+    with pulls.pick(), fakegpu.context(0):
+        held = [fake_cuda.hold(stream.handle) for stream in pulls._streams]
     written: list[int] = []
 
     def program(comm: Any) -> Any:

@@ -22,7 +22,7 @@ from tiers import few
 
 import pycoll
 from pycoll._cuda import cuda
-from pycoll._cuda.cuda import Direct
+from pycoll._cuda.cuda import DirectAccess
 from pycoll._gpu import gpudirect
 
 FLUSH_OPTIONS, ORDERING, DMA_BUF = 117, 118, 124  # CU_DEVICE_ATTRIBUTE_...
@@ -78,12 +78,12 @@ def test_an_array_with_gaps_is_staged(job: Job) -> None:
 def test_writes_that_nobody_could_see_are_not_made(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda.device(0), "direct", Direct(True, False, True))
+    monkeypatch.setattr(cuda.device(0), "direct", DirectAccess(True, False, True))
     check_staged(exchange(job), sender=False)
 
 
 def test_a_gpu_without_dma_bufs_is_staged(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.device(0), "direct", Direct(False, False, False))
+    monkeypatch.setattr(cuda.device(0), "direct", DirectAccess(False, False, False))
     check_staged(exchange(job))
 
 
@@ -180,13 +180,13 @@ def attributes(gpu: None) -> Iterator[Callable[[int, int, int], None]]:
 @pytest.mark.parametrize(
     ("exports", "options", "ordering", "expected"),
     [
-        (0, 1, ALL_DEVICES, Direct(False, False, False)),
-        (1, 0, ALL_DEVICES, Direct(True, True, False)),
-        (1, 1, ALL_DEVICES, Direct(True, True, False)),
-        (1, 1, OWNER, Direct(True, True, True)),
-        (1, 3, 0, Direct(True, True, True)),
-        (1, 2, OWNER, Direct(True, False, True)),
-        (1, 0, 0, Direct(True, False, True)),
+        (0, 1, ALL_DEVICES, DirectAccess(False, False, False)),
+        (1, 0, ALL_DEVICES, DirectAccess(True, True, False)),
+        (1, 1, ALL_DEVICES, DirectAccess(True, True, False)),
+        (1, 1, OWNER, DirectAccess(True, True, True)),
+        (1, 3, 0, DirectAccess(True, True, True)),
+        (1, 2, OWNER, DirectAccess(True, False, True)),
+        (1, 0, 0, DirectAccess(True, False, True)),
     ],
 )
 def test_what_a_gpu_allows_is_what_its_driver_says(
@@ -194,7 +194,7 @@ def test_what_a_gpu_allows_is_what_its_driver_says(
     exports: int,
     options: int,
     ordering: int,
-    expected: Direct,
+    expected: DirectAccess,
 ) -> None:
     attributes(exports, options, ordering)
     assert cuda.describe()[0].direct == cuda.Device(0).direct == expected
@@ -202,7 +202,7 @@ def test_what_a_gpu_allows_is_what_its_driver_says(
 
 def test_an_old_driver_that_does_not_know_the_attributes_allows_nothing(gpu: None) -> None:
     fake_cuda.fail("cuDeviceGetAttribute:*:1")
-    assert cuda.Device(0).direct == Direct(False, False, True)
+    assert cuda.Device(0).direct == DirectAccess(False, False, True)
 
 
 def test_nothing_is_flushed_where_all_is_seen(

@@ -374,17 +374,17 @@ def test_many_who_wait_for_an_array_take_one_stream(device: cuda.Device) -> None
     with fakegpu.held_stream():
         stage = stage_of_array(device, fakegpu.array(np.zeros(NBYTES, np.uint8)))
         pushes = [stage.push(None, at, at + 100) for at in range(0, 2000, 100)]
-        before = len(copies.side(device).pulls._lanes)
+        before = len(copies.streams_of(device).pulls._streams)
         stage.push(None, 2000, 2100)
-        assert len(copies.side(device).pulls._lanes) == before
-        assert len({copy._lane for push in pushes for copy in push._others}) == 1  # type: ignore[union-attr]
+        assert len(copies.streams_of(device).pulls._streams) == before
+        assert len({copy._side_stream for push in pushes for copy in push._others}) == 1  # type: ignore[union-attr]
         for push in pushes:
             push.cancel()
     fake_cuda.run_all()
 
 
 def test_a_copy_that_ends_just_when_somebody_asks_tells(device: cuda.Device) -> None:
-    """The lane's thread ends it after the question and before the answer is written down."""
+    """The stream's thread ends it after the question and before the answer is written down."""
     with fakegpu.held_stream():
         stage = stage_of_array(device, fakegpu.array(np.zeros(NBYTES, np.uint8)))
         copy = stage.pull(None)
@@ -429,7 +429,9 @@ def test_a_push_that_another_thread_is_just_beginning_is_waited_for(
     if is_given_up:
         assert not is_told.is_set()
     else:
-        assert is_told.wait(60)  # maybe by a thread of the lane, which sees the end in its own time
+        assert is_told.wait(
+            60
+        )  # maybe by a thread of the stream, which sees the end in its own time
 
 
 def test_slow_arrays_hold_up_no_others(device: cuda.Device) -> None:

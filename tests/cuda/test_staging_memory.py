@@ -126,7 +126,7 @@ def test_memory_is_safe_after_a_copy_that_could_not_be_begun_whole(
 ) -> None:
     x = fakegpu.array(np.zeros((4, 100), np.uint8))[::-1]  # a copy for each row
     stage = stage_of_array(device, x)
-    own = copies.side(device).device
+    own = copies.streams_of(device).device
     monkeypatch.setattr(own, "_idle", deque(maxlen=0))  # so that an event must be made
     fake_cuda.fail(f"{name}:1:2")
     with pytest.raises(TransportError):
@@ -141,11 +141,13 @@ def test_memory_is_safe_after_a_copy_that_could_not_be_begun_whole(
 
 def test_memory_for_a_result_dies_with_it(device: cuda.Device) -> None:
     before = fake_cuda.stats()["allocations"]
-    memory = staging.Memory(device, 100)
+    memory = staging.DeviceMemory(device, 100)
     assert fake_cuda.stats()["allocations"] == before + 1
     del memory
     assert fake_cuda.stats()["allocations"] == before
-    assert math.isfinite(staging.Memory(device, 0).pointer)  # also without bytes it has an address
+    assert math.isfinite(
+        staging.DeviceMemory(device, 0).pointer
+    )  # also without bytes it has an address
 
 
 @pytest.mark.parametrize("way", ["wait", "settle"])
@@ -162,17 +164,17 @@ def test_a_copy_whose_end_cannot_be_asked_keeps_its_array_until_all_has_ended(
         def wait(self) -> None:
             raise TransportError("CUDA: unknown")
 
-    class Lane:
+    class SideStream:
         drained = False
 
         def drain(self) -> None:
             self.drained = is_kept() is not None
 
     array: Any = Array()
-    is_kept, lane, mark = weakref.ref(array), Lane(), Unknown()
-    copy = copies.GpuCopy(None, cast(Any, lane), cast(Any, mark), array)
+    is_kept, side_stream, mark = weakref.ref(array), SideStream(), Unknown()
+    copy = copies.GpuCopy(None, cast(Any, side_stream), cast(Any, mark), array)
     del array
     with pytest.raises(TransportError) if way == "wait" else contextlib.nullcontext():
         getattr(copy, way)()
-    assert lane.drained
+    assert side_stream.drained
     assert is_kept() is None

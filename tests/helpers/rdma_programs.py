@@ -19,7 +19,7 @@ from rdma_world import LARGE, World, check_at_rest
 
 from pycoll._transports.base import EAGER_LIMIT, Arrival, Transfer, Withdrawn
 from pycoll._transports.rdma_frames import PIECE
-from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_lane import FRAGMENT
 from pycoll._transports.rdma_queues import SLOT
 from pycoll.errors import PeerFailed
 
@@ -29,7 +29,7 @@ NUMBER = struct.Struct("<I")
 GUARD = 64  # bytes after the memory of a receive, which are nobody's
 BEFORE, AFTER = 0xA5, 0x5A  # what memory holds before it is the transport's, and after
 SIZES = [0, 1, 100, 300, PIECE - 8, PIECE, PIECE + 1, SLOT, EAGER_LIMIT - 1, EAGER_LIMIT]
-LARGE_SIZES = [EAGER_LIMIT + 1, 100_000, SEGMENT - 1, SEGMENT, SEGMENT + 1, LARGE + 5]
+LARGE_SIZES = [EAGER_LIMIT + 1, 100_000, FRAGMENT - 1, FRAGMENT, FRAGMENT + 1, LARGE + 5]
 
 
 class Message:

@@ -11,12 +11,12 @@ from simulated_device import Fabric
 from pycoll._transports.base import Transfer
 from pycoll._transports.rdma import RdmaTransport, completions_for, receives_for
 from pycoll._transports.rdma_frames import RECEIVES
-from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_lane import FRAGMENT
 from pycoll._transports.rdma_link import RdmaLink
 from pycoll._transports.rdma_queues import SEND_SLOTS
 
 ROUNDS = 20_000  # in which all ranks progress; what then is not done never will be
-LARGE = 3 * SEGMENT
+LARGE = 3 * FRAGMENT
 
 
 class World(transport_world.World):  # type: ignore[misc,name-defined]

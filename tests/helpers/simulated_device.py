@@ -22,7 +22,7 @@ from simulated_regions import DmaBufRegion, SimulatedRegion, holds, locked
 
 from pycoll._transports import verbs
 from pycoll._transports.verbs_errors import VerbsError
-from pycoll._transports.verbs_queue_pair import Peer
+from pycoll._transports.verbs_queue_pair import RemoteQueuePair
 
 POISON = 0xDB  # what a receive that is posted again finds in its memory: it is the device's now
 
@@ -117,7 +117,7 @@ class Fabric:
 
 @locked
 class SimulatedDevice:
-    """One port of one device, as `verbs.Device`; `Fabric.device` makes them."""
+    """One port of one device, as `verbs.DevicePort`; `Fabric.device` makes them."""
 
     def __init__(self, fabric: Fabric, receives: int, completions: int,
                  max_message: int = 1 << 30, inline: int = verbs.INLINE) -> None:  # fmt: skip
@@ -146,8 +146,8 @@ class SimulatedDevice:
         """How many are not closed."""
         return len(self.regions)
 
-    def peer(self, pair: SimulatedPair) -> Peer:
-        return Peer(self.gid, self.lid, self.mtu, pair.number, pair.psn)
+    def peer(self, pair: SimulatedPair) -> RemoteQueuePair:
+        return RemoteQueuePair(self.gid, self.lid, self.mtu, pair.number, pair.psn)
 
     def queue_pair(self) -> SimulatedPair:
         pair = SimulatedPair(self)

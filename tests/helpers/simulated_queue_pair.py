@@ -18,7 +18,7 @@ from simulated_regions import DmaBufRegion, SimulatedRegion, holds, locked
 
 from pycoll._transports import verbs
 from pycoll._transports.verbs_errors import FLUSHED, RETRIES_EXCEEDED, SUCCESS
-from pycoll._transports.verbs_queue_pair import Peer
+from pycoll._transports.verbs_queue_pair import RemoteQueuePair
 
 if TYPE_CHECKING:
     from simulated_device import SimulatedDevice
@@ -81,13 +81,13 @@ class SimulatedPair:
         self.number = self.fabric.number(24)
         self.psn = self.fabric.random.getrandbits(24)
         self.state = "new"  # then "connected", "broken", "closed"
-        self.peer: Peer | None = None
+        self.peer: RemoteQueuePair | None = None
         self.queue: deque[_Work] = deque()  # has not arrived
         self.arrived: deque[_Work] = deque()  # is not acknowledged
         self.unknown: deque[_Work] = deque()  # is not known to be complete: these two, and more
         self._status = FLUSHED
 
-    def connect(self, peer: Peer) -> None:
+    def connect(self, peer: RemoteQueuePair) -> None:
         if self.device.is_dead:
             return
         if self.state != "new":

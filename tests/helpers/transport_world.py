@@ -15,8 +15,8 @@ from simulated_device import Fabric
 from pycoll._support.zmq_auth import Keys
 from pycoll._transports import rdma_devices
 from pycoll._transports.base import Arrival, Transfer, Transport
-from pycoll._transports.core import CoreTransport, Memory
-from pycoll._transports.core_tcp import Network
+from pycoll._transports.core import CoreTransport, LinkMemory
+from pycoll._transports.core_tcp import TcpNetwork
 from pycoll._transports.inproc import Hub, InprocTransport
 from pycoll._transports.rdma import RdmaTransport, completions_for, open_rdma, receives_for
 from pycoll._transports.zeromq import ZmqTransport
@@ -114,15 +114,15 @@ class World:
         if kind == "rdma":
             return [_on_device(rank, size) for rank in range(size)]
         # One memory, mapped once for each rank, as in processes of their own.
-        from pycoll._transports._core import Host
+        from pycoll._transports._core import MappedHost
 
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         memory = os.memfd_create("ranks", os.MFD_CLOEXEC)
         doorbells = [os.eventfd(0, flags) for _ in range(size)]
         self.descriptors = [memory, *doorbells]
-        self.hosts = [Host(memory, rank, doorbells, size) for rank in range(size)]
+        self.hosts = [MappedHost(memory, rank, doorbells, size) for rank in range(size)]
         return [
-            CoreTransport(rank, size, Memory(host, doorbells[rank], range(size), kind == "shm"))
+            CoreTransport(rank, size, LinkMemory(host, doorbells[rank], range(size), kind == "shm"))
             for rank, host in enumerate(self.hosts)
         ]
 
@@ -203,7 +203,7 @@ def kill(transport: CoreTransport) -> None:
 
 def over_tcp(rank: int, size: int, key: bytes = bytes(32), lanes: int = 1) -> CoreTransport:
     """The core of a rank which the others reach by tcp."""
-    return CoreTransport(rank, size, None, Network(key, "127.0.0.1", lanes))
+    return CoreTransport(rank, size, None, TcpNetwork(key, "127.0.0.1", lanes))
 
 
 def _on_device(rank: int, size: int) -> RdmaTransport:

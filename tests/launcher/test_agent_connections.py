@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from agent_runs import LIMIT_S
 
-from pycoll._launcher import connection, reach
-from pycoll._launcher.connection import MARKER, Connection
-from pycoll._launcher.host_routes import Way
+from pycoll._launcher import line, reach
+from pycoll._launcher.host_routes import HostRoute
 from pycoll._launcher.input import WINDOW_NBYTES, Input
-from pycoll._launcher.reach import Doorman, Reach, Target, reach_all
+from pycoll._launcher.line import MARKER, DescriptorLine
+from pycoll._launcher.reach import Doorman, HostAddresses, Reachability, reach_all
 from pycoll._launcher.reach_table import lines
 from pycoll._launcher.spawn import UNENCRYPTED
 
@@ -35,7 +35,7 @@ class Ends:
         self.heard: list[tuple[str, list[Any]]] = []
         self.lost: list[str] = []
         end = ours.detach()
-        self.connection = Connection(
+        self.connection = DescriptorLine(
             end,
             end,
             self.selector,
@@ -128,7 +128,7 @@ def test_an_agent_without_ranks_ends_when_it_is_told() -> None:
         agent = subprocess.Popen(words, stdin=theirs, stdout=theirs)
     with selectors.DefaultSelector() as selector:
         end = ours.detach()
-        line = Connection(
+        line = DescriptorLine(
             end,
             end,
             selector,
@@ -293,10 +293,10 @@ def test_silence_is_noticed(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     two = ends()
     now = time.monotonic()
     assert not two.connection.is_silent(now)
-    for second in range(1, int(connection.LOST_S)):
+    for second in range(1, int(line.LOST_S)):
         assert not two.connection.is_silent(now + second)
-    assert two.connection.is_silent(now + connection.LOST_S + 1)
-    assert two.connection.beat_at() <= now + connection.BEAT_S
+    assert two.connection.is_silent(now + line.LOST_S + 1)
+    assert two.connection.beat_at() <= now + line.BEAT_S
 
 
 def test_time_in_which_one_was_stopped_itself_is_no_silence(ends: Any) -> None:
@@ -323,19 +323,23 @@ def doorman() -> Any:
 
 
 def test_the_first_address_that_works_is_taken(doorman: Doorman) -> None:
-    [found] = reach_all([Target(7, doorman.port, ["127.0.0.2", "127.0.0.1"])], KEY, measures=True)
+    [found] = reach_all(
+        [HostAddresses(7, doorman.port, ["127.0.0.2", "127.0.0.1"])], KEY, measures=True
+    )
     assert found.address == "127.0.0.2"
     assert found.failures == []
     assert found.latency_s > 0 < found.nbytes_per_s
 
 
 def test_who_answers_must_be_the_host_that_was_meant(doorman: Doorman) -> None:
-    [found] = reach_all([Target(6, doorman.port, ["127.0.0.1"])], KEY)
-    assert found == Reach(6, "", [f"127.0.0.1 port {doorman.port}: another host answers there"])
+    [found] = reach_all([HostAddresses(6, doorman.port, ["127.0.0.1"])], KEY)
+    assert found == Reachability(
+        6, "", [f"127.0.0.1 port {doorman.port}: another host answers there"]
+    )
 
 
 def test_a_stranger_is_told_nothing_and_believed_nothing(doorman: Doorman) -> None:
-    [found] = reach_all([Target(7, doorman.port, ["127.0.0.1"])], bytes(32))
+    [found] = reach_all([HostAddresses(7, doorman.port, ["127.0.0.1"])], bytes(32))
     assert found.failures == [
         f"127.0.0.1 port {doorman.port}: whoever listens there is not of this job"
     ]
@@ -349,7 +353,7 @@ def test_a_stranger_is_told_nothing_and_believed_nothing(doorman: Doorman) -> No
         thread = threading.Thread(target=lie)
         thread.start()
         port = liar.getsockname()[1]
-        [found] = reach_all([Target(7, port, ["127.0.0.1"])], KEY)
+        [found] = reach_all([HostAddresses(7, port, ["127.0.0.1"])], KEY)
         thread.join()
     assert found.failures == [f"127.0.0.1 port {port}: whoever listens there is not of this job"]
 
@@ -362,7 +366,7 @@ def test_why_an_address_does_not_work_is_said(
         bound.bind(("127.0.0.1", 0))
         port, silent = bound.getsockname()[1], deaf.getsockname()[1]
         refused, slow = reach_all(
-            [Target(7, port, ["127.0.0.1"]), Target(8, silent, ["127.0.0.1"])], KEY
+            [HostAddresses(7, port, ["127.0.0.1"]), HostAddresses(8, silent, ["127.0.0.1"])], KEY
         )
     assert refused.failures == [f"127.0.0.1 port {port}: connection refused"]
     assert slow.failures == [f"127.0.0.1 port {silent}: no answer in 0.2 s (a firewall?)"]
@@ -370,8 +374,10 @@ def test_why_an_address_does_not_work_is_said(
 
 def test_the_table_of_ways() -> None:
     ways = [
-        Way("a", "b", Reach(1, "10.0.0.2", [], 12e-6, 2.5e9)),
-        Way("b", "a", Reach(0, "", ["10.0.0.1 port 5: no answer in 5 s (a firewall?)"])),
+        HostRoute("a", "b", Reachability(1, "10.0.0.2", [], 12e-6, 2.5e9)),
+        HostRoute(
+            "b", "a", Reachability(0, "", ["10.0.0.1 port 5: no answer in 5 s (a firewall?)"])
+        ),
     ]
     assert lines(["a", "b"], ways, {"b": -3.25}) == [
         "from \\ to  a       b",

@@ -40,7 +40,7 @@ def until_it_catches(signum: int, pid: int) -> None:
 class Pool:
     """An `engines.Cluster`."""
 
-    def __init__(self, serve: Callable[[engines.Work], Any] = engines.serve) -> None:
+    def __init__(self, serve: Callable[[engines.NodeWork], Any] = engines.serve) -> None:
         self._serve = serve
         self._pool = ThreadPoolExecutor(8)
         self._futures: list[Any] = []
@@ -115,7 +115,7 @@ def test_time_passes_on_an_engine_too() -> None:
 
 
 def test_a_node_that_cannot_start_is_an_error_at_once() -> None:
-    def serve(work: engines.Work) -> Any:
+    def serve(work: engines.NodeWork) -> Any:
         if work.node == 1:
             raise RuntimeError("no room in /tmp")
         return engines.serve(work)
@@ -127,7 +127,7 @@ def test_a_node_that_cannot_start_is_an_error_at_once() -> None:
 
 
 def test_a_node_whose_launcher_is_gone_says_so() -> None:
-    work = engines.Work(f"{'ab' * 32};{free_port()};127.0.0.1", 0, 1, {"path": sys.path}, [b""])
+    work = engines.NodeWork(f"{'ab' * 32};{free_port()};127.0.0.1", 0, 1, {"path": sys.path}, [b""])
     with pytest.raises(BootstrapError, match="cannot reach the launcher"):
         engines.serve(work)
 
@@ -155,7 +155,7 @@ def test_a_socket_that_has_met_itself_has_found_nobody(monkeypatch: pytest.Monke
 
 
 def test_time_passes_before_all_nodes_have_come() -> None:
-    def serve(work: engines.Work) -> Any:
+    def serve(work: engines.NodeWork) -> Any:
         return engines.serve(work) if work.node == 0 else time.sleep(4.0)
 
     # On a busy machine who waits for that node may be the first to lose patience.

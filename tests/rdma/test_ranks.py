@@ -19,7 +19,7 @@ from rdma_ranks import FOUR, TWO, Array, Comm, check, jobs, pattern
 
 import pycoll
 from pycoll._transports.base import CREDIT, EAGER_LIMIT
-from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_lane import FRAGMENT
 from pycoll._transports.rdma_queues import SLOT
 from pycoll._transports.verbs import INLINE
 
@@ -178,10 +178,10 @@ def test_rdma_that_was_asked_for_connects_all(ranks: Any) -> None:
 def test_messages_of_all_lengths_go_round(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        sizes = [0, 1, 2, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097, 3 * SEGMENT + 5]
+        sizes = [0, 1, 2, 7, 8, 9, 63, 64, 65, 1000, 4095, 4096, 4097, 3 * FRAGMENT + 5]
         # Around what is sent inline and what fits into a frame, with all that goes ahead of it.
         sizes += [*range(INLINE - 100, INLINE + 2, 3), *range(SLOT - 130, SLOT + 2, 3)]
-        for limit in (2 * SLOT, 64 * 1024, EAGER_LIMIT, SEGMENT, 2 * SEGMENT):
+        for limit in (2 * SLOT, 64 * 1024, EAGER_LIMIT, FRAGMENT, 2 * FRAGMENT):
             sizes += [limit - 1, limit, limit + 1]
         for nbytes in sizes:
             got = comm.sendrecv(pattern(nbytes + comm.rank, nbytes), right, left)
@@ -230,7 +230,7 @@ def test_many_small_messages_keep_their_order(ranks: Any) -> None:
 @jobs(TWO)
 def test_large_messages_both_ways_at_once(ranks: Any) -> None:
     def program(comm: Comm) -> None:
-        other, nbytes = 1 - comm.rank, 8 * SEGMENT + 3
+        other, nbytes = 1 - comm.rank, 8 * FRAGMENT + 3
         into = [np.zeros(nbytes, np.uint8) for _ in range(3)]
         receives = [comm.irecv(other, tag, out=out) for tag, out in enumerate(into)]
         sends = [comm.isend(pattern(tag, nbytes), other, tag) for tag in range(3)]

@@ -16,7 +16,7 @@ import pytest
 from rdma_ranks import TWO, Array, Comm, check, jobs, pattern
 
 import pycoll
-from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_lane import FRAGMENT
 
 
 def device_of(comm: Comm) -> Any:
@@ -25,7 +25,7 @@ def device_of(comm: Comm) -> Any:
     return next(transport for transport in outside if transport.name == "rdma")
 
 
-LONG = 40 * SEGMENT
+LONG = 40 * FRAGMENT
 """Bytes of a message of which a sender that is stopped at the first has not posted all."""
 
 
@@ -44,7 +44,7 @@ def give_up_half_way(out: Array, sender: int, call: Callable[..., Any], *args: A
     watching.start()
     with pytest.raises(pycoll.OperationTimeout):
         call(*args, timeout=3.0)
-    before = out[:: SEGMENT // 4].copy()
+    before = out[:: FRAGMENT // 4].copy()
     watching.join()
     assert before[0]
     assert not before[-1]
@@ -71,7 +71,7 @@ def test_a_receive_that_gives_up_half_way_leaves_its_memory_alone(ranks: Any) ->
             again = comm.recv(0, tag=1)
             assert again.nbytes == LONG
             assert (again == 7).all()
-            check(out[:: SEGMENT // 4], before)
+            check(out[:: FRAGMENT // 4], before)
             comm.send("go on", 0)
 
     ranks(program)
@@ -90,9 +90,9 @@ def test_a_collective_that_gives_up_half_way_leaves_its_memory_alone(ranks: Any)
                 broken.barrier()
         else:
             before = give_up_half_way(out, comm.recv(0), broken.broadcast, out, 0)
-        large = pattern(comm.rank, 3 * SEGMENT)
-        check(comm.sendrecv(large, 1 - comm.rank), pattern(1 - comm.rank, 3 * SEGMENT))
-        check(out[:: SEGMENT // 4][: before.size], before)
+        large = pattern(comm.rank, 3 * FRAGMENT)
+        check(comm.sendrecv(large, 1 - comm.rank), pattern(1 - comm.rank, 3 * FRAGMENT))
+        check(out[:: FRAGMENT // 4][: before.size], before)
 
     ranks(program)
 
@@ -100,7 +100,7 @@ def test_a_collective_that_gives_up_half_way_leaves_its_memory_alone(ranks: Any)
 @jobs(TWO)
 def test_timeouts_before_anything_moves_leave_the_link_in_order(ranks: Any) -> None:
     def program(comm: Comm) -> None:
-        other, large = 1 - comm.rank, pattern(3, 2 * SEGMENT)
+        other, large = 1 - comm.rank, pattern(3, 2 * FRAGMENT)
         for _ in range(5):
             if comm.rank == 0:
                 with pytest.raises(pycoll.OperationTimeout):

@@ -281,14 +281,14 @@ def test_how_a_call_goes_is_asked_once_until_an_algorithm_is_registered(
     job: Jobs, transport: str
 ) -> None:
     text = """
-from pycoll._requests.core_collectives import Plans
+from pycoll._requests.core_collectives import CompiledPlans
 from pycoll.schedule import Recv, Send
 
-made, make = [], Plans.__call__
+made, make = [], CompiledPlans.__call__
 def note(self, kind, *rest):
     made.append(kind)
     return make(self, kind, *rest)
-Plans.__call__ = note
+CompiledPlans.__call__ = note
 
 def start():
     made.clear()

@@ -55,7 +55,7 @@ ok()
 IDENT = 7
 
 
-@pytest.fixture(params=["shm in segments", "tcp"])
+@pytest.fixture(params=["shm in fragments", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[World]:
     """Two ranks of one process, each with an engine of the core's."""
     made = World(request.param, 2)

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from pycoll._selection import costs, flows
-from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts, Table, Work
+from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, CostTable, LinkCosts, Work
 from pycoll.schedules import TABLE, Cost, cost_of, find
 
 NOTHING = LinkCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 ROW = (TCP, "all_reduce", "ring", WHOLE)
 
 
-def table(**changes: Any) -> Table:
+def table(**changes: Any) -> CostTable:
     links = {name: NOTHING for name in costs.LINKS}
-    return Table("a test", 4, links, (8, 1024), {})._replace(**changes)
+    return CostTable("a test", 4, links, (8, 1024), {})._replace(**changes)
 
 
-def with_rows(rows: dict[int, tuple[float, ...]]) -> Table:
+def with_rows(rows: dict[int, tuple[float, ...]]) -> CostTable:
     return table(factors={ROW: rows})
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pycoll._selection import costs
 from pycoll._selection.agreed import SHARED_MEMORY, Agreed, parse_rules
-from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts, Table
+from pycoll._selection.costs import CUT, NET, RDMA, SHM, TCP, WHOLE, CostTable, LinkCosts
 from pycoll._selection.select import UNKNOWN_S, Choice, Query, Selector, usable
 from pycoll.schedules import REDUCING, TABLE, find, names
 
@@ -18,7 +18,7 @@ KiB, MiB = 1 << 10, 1 << 20
 
 # A step takes 100 us, a byte 1 ns, and processors cost nothing: the textbook's machine.
 WIRE = LinkCosts(call=0.0, step=1e-4, path=1e-9, message=0.0, byte=0.0, combine=0.0)
-TEXTBOOK = Table("the textbook", 64, dict.fromkeys(costs.LINKS, WIRE), (8,), {})
+TEXTBOOK = CostTable("the textbook", 64, dict.fromkeys(costs.LINKS, WIRE), (8,), {})
 
 
 def selector(size: int, agreed: Agreed | None = None, shm: bool = False) -> Selector:
@@ -299,7 +299,7 @@ def test_segments_have_the_length_that_the_user_says() -> None:
     assert segments(4 * MiB, 0) == 1
     assert segments(0, 256 * KiB) == 1
     assert segments(4 * MiB, 256 * KiB, whole=True) == 1
-    assert segments(1 << 40, 1) < 1 << 16  # lanes of a call
+    assert segments(1 << 40, 1) < 1 << 16  # subcalls of a call
 
 
 # --- what cannot serve -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from patience import PATIENCE
 
 import pycoll
 from pycoll._tools import bench, bench_machine, bench_report, bench_sides, bench_worker
-from pycoll._tools.bench_report import Row, Sample, Spread
+from pycoll._tools.bench_report import JobSample, Row, Spread
 from pycoll._tools.bench_sides import BenchError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,9 +127,9 @@ def test_the_worker_needs_only_numpy_and_the_library_it_measures() -> None:
 # ---------------------------------------------------------------- the report
 
 
-def sample(number: int, side: str, seconds: float, **more: float) -> Sample:
+def sample(number: int, side: str, seconds: float, **more: float) -> JobSample:
     figure = {"nbytes": 64 * KIB, "alias": 0, "seconds": seconds, "calls": 5, **more}
-    return Sample("all_reduce", 2, number, side, 0.0, [figure], {})
+    return JobSample("all_reduce", 2, number, side, 0.0, [figure], {})
 
 
 SAMPLES = [

@@ -13,10 +13,10 @@ import pytest
 
 from pycoll._tools import bench, bench_report
 from pycoll._tools.bench_report import Row, Spread
-from pycoll._tools.bench_worker import Array, Call, Case, Side
+from pycoll._tools.bench_worker import Array, Call, Case, Library
 
 
-class Placed(Side):
+class Placed(Library):
     """Keeps the arrays that it is to be timed with."""
 
     in_place = frozenset({"broadcast"})

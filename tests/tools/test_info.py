@@ -14,7 +14,7 @@ import pytest
 from patience import PATIENCE
 
 from pycoll._cuda import cuda
-from pycoll._cuda.cuda import Direct
+from pycoll._cuda.cuda import DirectAccess
 from pycoll._tools import cli
 from pycoll._transports import rdma_devices, verbs
 from pycoll._transports.verbs_errors import VerbsError
@@ -48,7 +48,11 @@ def test_info_shows_the_gpus(fake_driver: Path) -> None:
     ]
 
 
-FULL, SENDS, NONE = Direct(True, True, False), Direct(True, False, True), Direct(False, False, True)
+FULL, SENDS, NONE = (
+    DirectAccess(True, True, False),
+    DirectAccess(True, False, True),
+    DirectAccess(False, False, True),
+)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +71,9 @@ FULL, SENDS, NONE = Direct(True, True, False), Direct(True, False, True), Direct
     ],
 )
 def test_info_says_whether_rdma_reaches_the_gpus(
-    directs: list[Direct], device: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    directs: list[DirectAccess], device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Device:
+    class DevicePort:
         def __init__(self, name: str, *_: int) -> None:
             if device == "broken":
                 raise VerbsError(f"{name} cannot be opened", OSError("no"))
@@ -80,13 +84,13 @@ def test_info_says_whether_rdma_reaches_the_gpus(
         def close(self) -> None:
             closed.append(self)
 
-    closed: list[Device] = []
+    closed: list[DevicePort] = []
     gid = rdma_devices.Gid(0, "::ffff:192.0.2.1", "RoCE v2", "eth0")
     choice = rdma_devices.ChosenDevice("mlx5_0", 1, gid, rdma_devices.ETHERNET, 0)
     monkeypatch.setattr(
         rdma_devices, "find", lambda _: "no device" if device == "no device" else choice
     )
-    monkeypatch.setattr(verbs, "Device", Device)
+    monkeypatch.setattr(verbs, "DevicePort", DevicePort)
     gpus = [cuda.Gpu(n, "some GPU", 1 << 30, "usable", direct) for n, direct in enumerate(directs)]
     assert cli._gpudirect(gpus, {}) == expected
     assert len(closed) == (device in ("knows", "old") and directs != [NONE])

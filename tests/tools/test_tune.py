@@ -14,13 +14,13 @@ from tiers import exhaustive
 
 from pycoll._selection import costs, flows
 from pycoll._selection.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts
-from pycoll._tools.tune import Sample, Tuning, add_factors, fit, make_table
+from pycoll._tools.tune import CallSample, Tuning, add_factors, fit, make_table
 from pycoll.schedules import TABLE
 
 TRUE = LinkCosts(call=2e-5, step=3e-5, path=2e-10, message=1e-5, byte=1e-10, combine=5e-11)
 
 
-def times(link: str, constants: LinkCosts, noise: float = 1.0) -> list[Sample]:
+def times(link: str, constants: LinkCosts, noise: float = 1.0) -> list[CallSample]:
     """What would be measured on a machine with these constants and 4 cores."""
     found = []
     flip = itertools.cycle((noise, 1 / noise))
@@ -29,7 +29,7 @@ def times(link: str, constants: LinkCosts, noise: float = 1.0) -> list[Sample]:
             if algorithm.hosts:
                 continue
             for nbytes in (8, 4096, 1 << 20):
-                sample = Sample(link, size, collective, name, 1, nbytes)
+                sample = CallSample(link, size, collective, name, 1, nbytes)
                 exact = costs.shipped()._replace(links={link: constants})
                 seconds = exact.seconds((link, sample.work(4.0))) * next(flip)
                 found.append(sample._replace(seconds=seconds))

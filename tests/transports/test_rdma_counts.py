@@ -12,13 +12,13 @@ from transport_world import World
 
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST
 from pycoll._transports.rdma_frames import PIECE, RECEIVES
-from pycoll._transports.rdma_lane import SEGMENT
+from pycoll._transports.rdma_lane import FRAGMENT
 from pycoll._transports.rdma_queues import SLOT
 from pycoll._transports.verbs import INLINE
 
 HEADER = b"h" * 30  # about what the engine's take
 MOST_INLINE = INLINE - (SLOT - PIECE) - len(HEADER)
-LARGE = 3 * SEGMENT
+LARGE = 3 * FRAGMENT
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_write_is_no_longer_than_the_device_takes() -> None:
         def make(self, kind: str, size: int) -> list[Any]:
             transports: list[Any] = super().make(kind, size)
             for transport in transports:
-                transport.endpoint.device.max_message = SEGMENT // 4
+                transport.endpoint.device.max_message = FRAGMENT // 4
             return transports
 
     world = Small("rdma, simulated", 2)

@@ -20,9 +20,9 @@ from patience import PATIENCE
 from tiers import few
 from transport_world import Node, World
 
-from pycoll._transports._core import Host, Seat
+from pycoll._transports._core import MappedHost, Seat
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, Withdrawn
-from pycoll._transports.core import CoreTransport, Memory
+from pycoll._transports.core import CoreTransport, LinkMemory
 from pycoll._transports.shm import open_host
 from pycoll.errors import PeerFailed, TransportError
 
@@ -240,7 +240,7 @@ def test_memory_that_the_sender_cannot_write_is_filled_by_the_receiver(world: Wo
     assert area[:] == data
 
 
-def test_memory_that_cannot_be_read_comes_in_segments(world: World) -> None:
+def test_memory_that_cannot_be_read_comes_in_fragments(world: World) -> None:
     import ctypes
     import mmap
 
@@ -262,12 +262,12 @@ def test_memory_that_cannot_be_read_comes_in_segments(world: World) -> None:
 
 CHILD = """
 import os, sys
-from pycoll._transports.core import CoreTransport, Memory
-from pycoll._transports._core import Host, Seat
+from pycoll._transports.core import CoreTransport, LinkMemory
+from pycoll._transports._core import MappedHost, Seat
 
 memory, *doorbells = map(int, sys.argv[2:])
-host = Host(memory, 1, doorbells, 2)
-transport = CoreTransport(1, 2, Memory(host, doorbells[1], range(2), True))
+host = MappedHost(memory, 1, doorbells, 2)
+transport = CoreTransport(1, 2, LinkMemory(host, doorbells[1], range(2), True))
 into = bytearray(1 << 30)
 
 class Peer:
@@ -299,9 +299,9 @@ class Pair:
     def __init__(self, what: str) -> None:
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
         self.descriptors = [os.memfd_create("pair"), os.eventfd(0, flags), os.eventfd(0, flags)]
-        host = Host(self.descriptors[0], 0, self.descriptors[1:], 2)
+        host = MappedHost(self.descriptors[0], 0, self.descriptors[1:], 2)
         self.node = Node(
-            CoreTransport(0, 2, Memory(host, self.descriptors[1], range(2), single_copy=True))
+            CoreTransport(0, 2, LinkMemory(host, self.descriptors[1], range(2), single_copy=True))
         )
         self.node.transport.start([{}, {}], self.node)
         self.child = subprocess.Popen(

@@ -60,7 +60,7 @@ class Relay:
         self._thread.join()
 
 
-def test_a_slow_lane_takes_fewer_segments_and_all_arrive() -> None:
+def test_a_slow_lane_takes_fewer_fragments_and_all_arrive() -> None:
     world = TcpWorld("tcp with lanes")
     relay = Relay(world.transport(1).address()["endpoint"])
     dialer = world.transport(0)._tcp.dialer
@@ -249,7 +249,7 @@ def test_close_delivers_what_was_sent_by_all_lanes(trial: int) -> None:
     world = TcpWorld("tcp with lanes")
     world.link()
     world.buffer(1024**2)
-    data = pattern(300_000 + trial)  # more than a segment, and less than the kernel takes
+    data = pattern(300_000 + trial)  # more than a fragment, and less than the kernel takes
     into = bytearray(len(data))
     sending = world.send(0, 1, b"h", data)
     (arrival,) = world.arrivals(1, 1)

@@ -20,7 +20,7 @@ from transport_world import DEADLINE_S, OVER_PYTHON, Node, World
 from pycoll import _transports as transports
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Arrival, Transfer, Withdrawn
 from pycoll._transports.zeromq import AHEAD, WINDOW, ZmqTransport
-from pycoll._transports.zmq_messages import SEGMENT
+from pycoll._transports.zmq_messages import FRAGMENT
 from pycoll.errors import PeerFailed, TransportError
 
 NETWORKS = ["zmq", "zmq with CURVE"]
@@ -28,7 +28,7 @@ UNDER_CORE = ["zmq", "rdma, simulated"]
 BETWEEN_PROCESSES = [
     *NETWORKS,
     "rdma, simulated",
-    *("shm", "shm in segments", "tcp", "tcp with lanes"),
+    *("shm", "shm in fragments", "tcp", "tcp with lanes"),
     *(f"{OVER_PYTHON}{kind}" for kind in UNDER_CORE),
 ]
 KINDS = ["inproc", *BETWEEN_PROCESSES, f"{OVER_PYTHON}inproc"]
@@ -46,7 +46,7 @@ def pattern(nbytes: int) -> bytes:
 
 
 def test_messages_arrive_in_sending_order_whatever_their_sizes(world: World) -> None:
-    sizes = [0, 1, EAGER_LIMIT + 1, 100, 3 * SEGMENT, 0, EAGER_LIMIT, 7]
+    sizes = [0, 1, EAGER_LIMIT + 1, 100, 3 * FRAGMENT, 0, EAGER_LIMIT, 7]
     for number, nbytes in enumerate(sizes):
         world.send(0, 1, b"%d" % number, bytes(nbytes))
     arrivals = world.arrivals(1, len(sizes))
@@ -59,7 +59,7 @@ def test_messages_arrive_in_sending_order_whatever_their_sizes(world: World) -> 
 
 @pytest.mark.parametrize(
     "nbytes",
-    [0, 1, EAGER_LIMIT, EAGER_LIMIT + 1, SEGMENT - 1, SEGMENT + 1, WINDOW * SEGMENT + 12345],
+    [0, 1, EAGER_LIMIT, EAGER_LIMIT + 1, FRAGMENT - 1, FRAGMENT + 1, WINDOW * FRAGMENT + 12345],
 )
 def test_a_payload_arrives_unchanged(world: World, nbytes: int) -> None:
     data = pattern(nbytes)
@@ -71,7 +71,7 @@ def test_a_payload_arrives_unchanged(world: World, nbytes: int) -> None:
 
 
 def test_a_payload_of_many_parts_arrives_as_one(world: World) -> None:
-    for number, unit in enumerate((10, 50_000, SEGMENT)):
+    for number, unit in enumerate((10, 50_000, FRAGMENT)):
         parts = [pattern(unit + i) for i in range(4)] + [b""]
         world.send(0, 1, b"parts", *parts)
         arrival = world.arrivals(1, number + 1)[-1]
@@ -174,7 +174,7 @@ def test_messages_may_be_accepted_in_any_order(world: World) -> None:
 
 
 def test_all_pairs_talk_at_once_both_ways(world: World) -> None:
-    data = pattern(SEGMENT + 17)
+    data = pattern(FRAGMENT + 17)
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
     for a, b in pairs:
         world.send(a, b, b"h", data)
@@ -223,7 +223,7 @@ def test_a_message_nobody_wants_does_not_hold_its_sender(world: World) -> None:
 
 def large_transfer(world: World) -> tuple[Transfer, Transfer, bytearray]:
     """Start a transfer and stop in the middle of it."""
-    nbytes = 6 * WINDOW * SEGMENT
+    nbytes = 6 * WINDOW * FRAGMENT
     sending = world.send(0, 1, b"h", b"\x01" * nbytes)
     (arrival,) = world.arrivals(1, 1)
     into = bytearray(nbytes)

@@ -318,7 +318,7 @@ void pc_channel_send_end(pc_channel *channel, struct pc_channel_send *send, bool
 
 static bool can_stop(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_transfer *transfer = pc_channel_transfer(channel, send);
-    if (send->mode == PC_SEGMENTS)
+    if (send->mode == PC_FRAGMENTS)
         return send->sent < send->nbytes;
     if (transfer == NULL ||
         pc_transfer_step(transfer, send->id, PC_PHASE_WAITING, PC_PHASE_WITHDRAWN))

@@ -4,7 +4,7 @@
    A message has a header and a payload. A small one is *posted*: it is in shared memory when the
    call returns. A large one, or one that finds no room, is *offered*: its header goes, and the
    payload follows when the receiver accepts it; straight from memory to memory if the kernel allows
-   that, else in segments.
+   that, else in fragments.
 
    Plain C, which knows nothing of Python. Nothing here locks: the caller does, for everything.
    While something long is copied or waited for `leave` has been called, and `enter` when it is
@@ -22,8 +22,8 @@
 
 #include <sys/types.h>
 
-#ifndef PC_SEGMENT_NBYTES
-#define PC_SEGMENT_NBYTES ((size_t)128 << 10)
+#ifndef PC_FRAGMENT_NBYTES
+#define PC_FRAGMENT_NBYTES ((size_t)128 << 10)
 #endif
 
 /* Bytes after which who fills a block tells its reader. */
@@ -41,8 +41,8 @@ enum pc_channel_kind {
     PC_READY,       /* struct pc_offer, header */
     PC_READY_WHOLE, /* struct pc_offer, block of the header */
     PC_TAKE,        /* id: the receiver copies, and may be helped */
-    PC_GO,          /* id: send segments */
-    PC_DATA,        /* struct pc_segment */
+    PC_GO,          /* id: send fragments */
+    PC_DATA,        /* struct pc_fragment */
     PC_FINISHED,    /* id: the receiver needs it no more: it has it, or does not want it */
     PC_CANCEL,      /* id: the sender has taken it back */
     PC_BYE,         /* nothing more will come */
@@ -52,10 +52,10 @@ struct pc_offer {
     uint64_t id, nbytes;
     uint64_t address;   /* of the payload, or of a table of its parts */
     uint32_t num_parts;
-    int32_t transfer;   /* -1: none was free, it can only go in segments */
+    int32_t transfer;   /* -1: none was free, it can only go in fragments */
 };
 
-struct pc_segment {
+struct pc_fragment {
     uint64_t id, offset;
     struct pc_block block;
 };
@@ -93,7 +93,7 @@ struct pc_peer {
     bool dead;
 };
 
-enum pc_mode { PC_OFFERED, PC_HELPING, PC_COPYING, PC_SEGMENTS, PC_STALLED, PC_ABANDONED };
+enum pc_mode { PC_OFFERED, PC_HELPING, PC_COPYING, PC_FRAGMENTS, PC_STALLED, PC_ABANDONED };
 
 struct pc_channel_send {
     uint64_t id;
@@ -275,9 +275,9 @@ static inline size_t pc_channel_piece(const struct pc_channel_receive *receive, 
     return receive->nbytes - *offset < nbytes ? receive->nbytes - *offset : nbytes;
 }
 
-/* Ask for segments. */
+/* Ask for fragments. */
 static inline int pc_channel_ask(pc_channel *channel, struct pc_channel_receive *receive) {
-    receive->mode = PC_SEGMENTS;
+    receive->mode = PC_FRAGMENTS;
     receive->filled = 0;
     return pc_channel_tell(channel, receive->peer, PC_GO, receive->id);
 }

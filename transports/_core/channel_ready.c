@@ -17,8 +17,8 @@ static bool can_send(pc_channel *channel, struct pc_channel_send *send) {
     return send->mode == PC_HELPING ||
            (!send->stopped && channel->peers[send->peer].first == NULL &&
             pc_ring_room(ring, ring->num_lines / 4) &&
-            pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS,
-                         nbytes < PC_SEGMENT_NBYTES ? nbytes : PC_SEGMENT_NBYTES, send->peer,
+            pc_heap_take(&channel->heap, PC_ROOM_FRAGMENTS,
+                         nbytes < PC_FRAGMENT_NBYTES ? nbytes : PC_FRAGMENT_NBYTES, send->peer,
                          true) != 0);
 }
 

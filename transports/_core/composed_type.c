@@ -1,5 +1,5 @@
-/* `_core.Table` and `_core.Run`: a schedule run as a part of a call that Python has begun. Python
-   says where each chunk is, and hears of the end by an event: `owner._ended()`. */
+/* `_core.StepTable` and `_core.Run`: a schedule run as a part of a call that Python has
+   begun, which says where each chunk is, and hears of the end by an event: `owner._ended()`. */
 #include "composed.h"
 
 #include "reduce.h"
@@ -43,12 +43,13 @@ static void table_dealloc(pc_table_object *self) {
 static PyType_Slot table_slots[] = {
     {Py_tp_new, table_new},
     {Py_tp_dealloc, table_dealloc},
-    {Py_tp_doc, "Table(size, num_chunks, steps): a compiled schedule; `steps` as of Plan."},
+    {Py_tp_doc, "StepTable(size, num_chunks, steps): a compiled schedule; "
+                "`steps` as of CompiledPlan."},
     {0, NULL},
 };
 
 PyType_Spec pc_table_spec = {
-    .name = "pycoll._transports._core.Table",
+    .name = "pycoll._transports._core.StepTable",
     .basicsize = sizeof(pc_table_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = table_slots,
@@ -319,15 +320,15 @@ static PyObject *run_status(struct pc_composed *self, void *unused) {
 static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *context, *table, *lengths, *sources, *targets;
     int op, dtype, divisor;
-    unsigned lane, segments;
+    unsigned subcall, segments;
     unsigned long long number;
     Py_ssize_t granule;
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "O!O!O!O!O!(iii)KIIn", pc_context_type, &context, table_type,
                           &table, &PyList_Type, &lengths, &PyList_Type, &sources, &PyList_Type,
-                          &targets, &op, &dtype, &divisor, &number, &lane, &segments, &granule))
+                          &targets, &op, &dtype, &divisor, &number, &subcall, &segments, &granule))
         return NULL;
-    if (segments == 0 || lane + segments > UINT16_MAX || granule <= 0) {
+    if (segments == 0 || subcall + segments > UINT16_MAX || granule <= 0) {
         PyErr_SetString(PyExc_ValueError, "there is no such segment");
         return NULL;
     }
@@ -342,7 +343,7 @@ static PyObject *run_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
         self->pipeline = (struct pc_pipeline){.table = &self->table->way.table,
                                               .places = self->places,
                                               .reduction = pc_reduction_of(op, dtype, divisor),
-                                              .first_lane = (uint16_t)lane,
+                                              .first_subcall = (uint16_t)subcall,
                                               .num_segments = segments,
                                               .granule = (size_t)granule,
                                               .grown = self->grown,
@@ -427,7 +428,7 @@ static PyType_Slot run_slots[] = {
     {Py_tp_methods, run_methods},
     {Py_tp_getset, run_values},
     {Py_tp_doc, "Run(context, table, lengths, sources, targets, (op, dtype, divisor), number, "
-                "lane, segments, granule): "
+                "subcall, segments, granule): "
                 "a schedule as a part of the call of that number.\n\n"
                 "`lengths`, `sources` and `targets` are by chunk: bytes, or None if only the "
                 "sender knows; and the memory: None for none, of a source perhaps a tuple of "

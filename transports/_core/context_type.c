@@ -167,10 +167,10 @@ static PyObject *context_post(pc_context_object *self, PyObject *args) {
 static PyObject *context_collect(pc_context_object *self, PyObject *args) {
     struct posting posting = {.context = self, .number = -1};
     unsigned long long call;
-    unsigned lane, sender, index;
-    if (!PyArg_ParseTuple(args, "KIII", &call, &lane, &sender, &index))
+    unsigned subcall, sender, index;
+    if (!PyArg_ParseTuple(args, "KIII", &call, &subcall, &sender, &index))
         return NULL;
-    if (sender >= (unsigned)self->engine->engine.size || lane > UINT16_MAX) {
+    if (sender >= (unsigned)self->engine->engine.size || subcall > UINT16_MAX) {
         PyErr_SetString(PyExc_ValueError, "there is no such address");
         return NULL;
     }
@@ -179,7 +179,7 @@ static PyObject *context_collect(pc_context_object *self, PyObject *args) {
         return NULL;
     posting.by_address = true;
     posting.item->receive.address = (struct pc_addressed){
-        .call = call, .lane = (uint16_t)lane, .sender = sender, .index = index};
+        .call = call, .subcall = (uint16_t)subcall, .sender = sender, .index = index};
     return post_it(&posting, face);
 }
 
@@ -330,8 +330,8 @@ static PyMethodDef context_methods[] = {
      "message was for a handle. With the code of a dtype it refuses what is no array of that "
      "dtype, or has more than `room` bytes."},
     {"collect", (PyCFunction)context_collect, METH_VARARGS,
-     "collect(call, lane, rank, index) -> Receive: start a receive that holds the message of that "
-     "address."},
+     "collect(call, subcall, rank, index) -> Receive: start a receive that holds the message of "
+     "that address."},
     {"begin", (PyCFunction)context_begin, METH_O,
      "begin(text) -> int: begin a collective call, and return its number. Messages of other calls "
      "with this number are told as having arrived."},

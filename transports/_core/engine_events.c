@@ -1,4 +1,4 @@
-/* What an engine tells Python: a queue of events, which `Engine.events` empties. See
+/* What an engine tells Python: a queue of events, which `MessageEngine.events` empties. See
    engine_type.h. */
 #include "engine_type.h"
 

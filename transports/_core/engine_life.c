@@ -1,4 +1,4 @@
-/* How an engine begins and ends: what `_core.Engine` opens, and what it closes. See
+/* How an engine begins and ends: what `_core.MessageEngine` opens, and what it closes. See
    engine_type.h. */
 #include "engine_type.h"
 

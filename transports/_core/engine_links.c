@@ -1,4 +1,4 @@
-/* The other ranks of an engine: methods of `_core.Engine`. See engine_type.h. */
+/* The other ranks of an engine: methods of `_core.MessageEngine`. See engine_type.h. */
 #include "engine_type.h"
 
 #include <errno.h>

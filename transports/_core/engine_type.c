@@ -1,5 +1,6 @@
-/* `_core.Engine`: its lock, driving, and the type. What it tells Python is in engine_events.c, its
-   ranks in engine_links.c, its begin and end in engine_life.c. See engine_type.h. */
+/* `_core.MessageEngine`: its lock, driving, and the type. What it tells Python is in
+   engine_events.c, its ranks in engine_links.c, its begin and end in engine_life.c. See
+   engine_type.h. */
 #include "engine_type.h"
 
 #include <errno.h>
@@ -292,7 +293,7 @@ static PyType_Slot engine_slots[] = {
 };
 
 PyType_Spec pc_engine_spec = {
-    .name = "pycoll._transports._core.Engine",
+    .name = "pycoll._transports._core.MessageEngine",
     .basicsize = sizeof(pc_engine_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = engine_slots,

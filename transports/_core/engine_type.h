@@ -1,8 +1,8 @@
-/* The message engine as Python sees it: `_core.Engine`, and what belongs to it.
+/* The message engine as Python sees it: `_core.MessageEngine`, and what belongs to it.
 
    Nothing here touches a Python object while the engine's lock is held, and nobody waits for that
    lock while he holds the interpreter's: `pc_engine_take` tries it, and else gives up the
-   interpreter's lock first. What the engine tells is put into a queue, which `Engine.events`
+   interpreter's lock first. What the engine tells is put into a queue, which `MessageEngine.events`
    empties. */
 #ifndef PC_ENGINE_TYPE_H
 #define PC_ENGINE_TYPE_H
@@ -167,7 +167,7 @@ bool pc_engine_look(pc_engine_object *self);
    an exception. Without the lock. */
 int pc_engine_hear(pc_engine_object *self);
 
-/* engine_events.c: methods of `Engine`, as in the next two. */
+/* engine_events.c: methods of `MessageEngine`, as in the next two. */
 PyObject *pc_engine_events_py(pc_engine_object *self, PyObject *unused);
 
 /* engine_links.c */
@@ -211,7 +211,7 @@ bool pc_item_take_over(PyObject *face, struct pc_receive *from);
 /* A `Receive` that was not started; NULL with an exception. */
 PyObject *pc_item_receive(pc_engine_object *self);
 
-/* send_type.c: the method `Engine.send` */
+/* send_type.c: the method `MessageEngine.send` */
 PyObject *pc_item_send(pc_engine_object *self, PyObject *const *args, Py_ssize_t count);
 
 /* link_type.c */

@@ -10,9 +10,9 @@
             32     transfers (copy.h)
             96     payloads of buffered messages: at most credit of them for each receiver
             2144   headers that are too long for a ring
-            3328   segments of messages that are not copied directly
+            3328   fragments of messages that are not copied directly
 
-   Headers and segments are consumed as soon as the receiver looks, so they always find room at
+   Headers and fragments are consumed as soon as the receiver looks, so they always find room at
    last, even if nobody ever asks for the payloads. */
 #ifndef PC_HEAP_H
 #define PC_HEAP_H
@@ -23,7 +23,7 @@
 #define PC_UNIT_NBYTES ((size_t)1024)
 #define PC_UNITS 4096u
 
-enum pc_room { PC_ROOM_PAYLOADS, PC_ROOM_HEADERS, PC_ROOM_SEGMENTS, PC_ROOMS };
+enum pc_room { PC_ROOM_PAYLOADS, PC_ROOM_HEADERS, PC_ROOM_FRAGMENTS, PC_ROOMS };
 
 static const uint16_t pc_room_begin[PC_ROOMS + 1] = {96, 2144, 3328, PC_UNITS};
 

@@ -1,4 +1,4 @@
-/* A host's memory as Python sees it: `_core.Host`. */
+/* A host's memory as Python sees it: `_core.MappedHost`. */
 #include "host_type.h"
 
 #include <errno.h>
@@ -57,7 +57,7 @@ static void host_dealloc(pc_host_object *self) {
 pc_host *pc_host_of(PyObject *object) {
     if (PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)host_dealloc)
         return &((pc_host_object *)object)->host;
-    PyErr_SetString(PyExc_TypeError, "host must be a Host");
+    PyErr_SetString(PyExc_TypeError, "host must be a MappedHost");
     return NULL;
 }
 
@@ -133,7 +133,7 @@ static PyType_Slot host_slots[] = {
 };
 
 PyType_Spec pc_host_spec = {
-    .name = "pycoll._transports._core.Host",
+    .name = "pycoll._transports._core.MappedHost",
     .basicsize = sizeof(pc_host_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = host_slots,

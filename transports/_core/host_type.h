@@ -8,7 +8,8 @@
 
 extern PyType_Spec pc_host_spec;
 
-/* What a `Host` has; NULL with an exception: it is none. The memory lives as long as the object. */
+/* What a `MappedHost` has; NULL with an exception: it is none. The memory lives as long as the
+   object. */
 pc_host *pc_host_of(PyObject *object);
 
 #endif

@@ -1,5 +1,5 @@
-/* Transports in Python as links of the engine: methods of `_core.Engine`. See engine/link_queue.h,
-   transports/link.py. */
+/* Transports in Python as links of the engine: methods of `_core.MessageEngine`. See
+   engine/link_queue.h, transports/link.py. */
 #include "engine_type.h"
 
 #include <errno.h>

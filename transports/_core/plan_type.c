@@ -1,4 +1,4 @@
-/* `_core.Plan`: a compiled schedule, and where its chunks are in the memory of a call. See
+/* `_core.CompiledPlan`: a compiled schedule, and where its chunks are in the memory of a call. See
    collective.h. */
 #include "collective.h"
 
@@ -218,7 +218,7 @@ static void plan_dealloc(pc_plan *self) {
 static PyType_Slot plan_slots[] = {
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_doc, "Plan(size, steps, places, text, (op, dtype, divisor), segments, granule, "
+    {Py_tp_doc, "CompiledPlan(size, steps, places, text, (op, dtype, divisor), segments, granule, "
                 "announced=None): how calls run that are alike.\n\n"
                 "`steps` are (kind, incoming first, peer or chunk, index, chunks, successors, "
                 "waits); `places`, by chunk, (nbytes, offset in x, offset in the result), -1 for "
@@ -230,7 +230,7 @@ static PyType_Slot plan_slots[] = {
 };
 
 PyType_Spec pc_plan_spec = {
-    .name = "pycoll._transports._core.Plan",
+    .name = "pycoll._transports._core.CompiledPlan",
     .basicsize = sizeof(pc_plan),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = plan_slots,

@@ -176,7 +176,7 @@ static void release(pc_channel *channel, void *owner) {
 }
 
 void pc_channel_receive_end(pc_channel *channel, struct pc_channel_receive *receive) {
-    if (receive->transfer != NULL && receive->mode != PC_SEGMENTS)
+    if (receive->transfer != NULL && receive->mode != PC_FRAGMENTS)
         pc_channel_receive_settle(channel, receive);
     pc_channel_list_remove(&channel->receiving, receive->handle);
     pc_channel_remove_receive(channel, receive->handle);
@@ -255,29 +255,29 @@ static int handle_ready(pc_channel *channel, int rank, struct pc_item *item, siz
 
 static int handle_data(pc_channel *channel, int rank, struct pc_item *item, size_t room) {
     struct pc_peer *peer = &channel->peers[rank];
-    struct pc_segment segment;
+    struct pc_fragment fragment;
     size_t nbytes = item->nbytes;
-    if (room < sizeof segment)
+    if (room < sizeof fragment)
         return -2;
-    memcpy(&segment, item->body, sizeof segment);
-    const unsigned char *memory = pc_channel_block_at(peer, &segment.block, nbytes);
-    struct pc_channel_receive *receive = find_receive(channel, rank, segment.id);
+    memcpy(&fragment, item->body, sizeof fragment);
+    const unsigned char *memory = pc_channel_block_at(peer, &fragment.block, nbytes);
+    struct pc_channel_receive *receive = find_receive(channel, rank, fragment.id);
     int status = 0;
     if (memory == NULL)
         return -2;
-    if (receive != NULL && receive->mode == PC_SEGMENTS) {
-        if (segment.offset != receive->filled || nbytes > receive->nbytes - receive->filled)
+    if (receive != NULL && receive->mode == PC_FRAGMENTS) {
+        if (fragment.offset != receive->filled || nbytes > receive->nbytes - receive->filled)
             return -2;
         pc_copy(receive->into + receive->filled, memory, nbytes);
         receive->filled += nbytes;
         if (receive->filled == receive->nbytes) {
             channel->up->received(channel->owner, receive->handle);
             pc_channel_receive_end(channel, receive);
-            if (pc_channel_tell(channel, rank, PC_FINISHED, segment.id) < 0)
+            if (pc_channel_tell(channel, rank, PC_FINISHED, fragment.id) < 0)
                 status = -1;
         }
     } /* else it was given up, and the sender has been told */
-    pc_block_give_back(peer->heap, &segment.block);
+    pc_block_give_back(peer->heap, &fragment.block);
     pc_host_wake(channel->host, rank);
     return status;
 }
@@ -310,7 +310,7 @@ static int handle_told(pc_channel *channel, int rank, enum pc_channel_kind kind,
         return 0;
     if (send->mode == PC_OFFERED && !pc_channel_list_add(&channel->sending, id))
         return -1;
-    send->mode = kind == PC_TAKE ? PC_HELPING : PC_SEGMENTS;
+    send->mode = kind == PC_TAKE ? PC_HELPING : PC_FRAGMENTS;
     return 0;
 }
 
@@ -383,24 +383,24 @@ static void find_active(pc_channel *channel) {
     }
 }
 
-/* Put segments into the heap as long as there is room; true if there was. */
-static bool send_segments(pc_channel *channel, struct pc_channel_send *send) {
+/* Put fragments into the heap as long as there is room; true if there was. */
+static bool send_fragments(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_peer *peer = &channel->peers[send->peer];
     bool worked = false;
     while (send->sent < send->nbytes && !send->stopped && peer->first == NULL) {
-        struct pc_segment segment = {.id = send->id, .offset = send->sent};
-        size_t total = PC_ITEM_NBYTES + sizeof segment, nbytes = send->nbytes - send->sent;
-        if (nbytes > PC_SEGMENT_NBYTES)
-            nbytes = PC_SEGMENT_NBYTES;
+        struct pc_fragment fragment = {.id = send->id, .offset = send->sent};
+        size_t total = PC_ITEM_NBYTES + sizeof fragment, nbytes = send->nbytes - send->sent;
+        if (nbytes > PC_FRAGMENT_NBYTES)
+            nbytes = PC_FRAGMENT_NBYTES;
         struct pc_item *item = pc_ring_reserve(&peer->out, total);
         if (item == NULL)
             break;
-        uint32_t unit = pc_heap_take(&channel->heap, PC_ROOM_SEGMENTS, nbytes, send->peer, false);
+        uint32_t unit = pc_heap_take(&channel->heap, PC_ROOM_FRAGMENTS, nbytes, send->peer, false);
         if (unit == 0)
             break;
-        pc_heap_name(&channel->heap, unit, &segment.block);
+        pc_heap_name(&channel->heap, unit, &fragment.block);
         pc_copy_parts(pc_heap_at(channel->heap.base, unit), send->parts, send->sent, nbytes);
-        memcpy(item->body, &segment, sizeof segment);
+        memcpy(item->body, &fragment, sizeof fragment);
         item->kind_and_header = (uint32_t)PC_DATA << 24;
         item->nbytes = (uint32_t)nbytes;
         pc_ring_publish(&peer->out, item, total);
@@ -423,7 +423,7 @@ static bool go_on_sending(pc_channel *channel) {
             pc_channel_return(channel);
             worked = true;
         } else {
-            worked |= send_segments(channel, send);
+            worked |= send_fragments(channel, send);
             more = send->sent < send->nbytes;
         }
         if (more) {
@@ -431,7 +431,7 @@ static bool go_on_sending(pc_channel *channel) {
             continue;
         }
         if (send->mode == PC_HELPING)
-            send->mode = PC_OFFERED; /* the receiver may yet ask for segments */
+            send->mode = PC_OFFERED; /* the receiver may yet ask for fragments */
         pc_channel_list_remove(&channel->sending, id);
     }
     return worked;

@@ -101,7 +101,7 @@ void pc_request_received(struct pc_receive *receive) {
     } else if (receive->state == PC_RECEIVE_ENDED) {
         if (receive->status == PC_TAKEN_BACK && start_again(request))
             return;
-        /* What is offered, or comes in segments, says elsewhere what it is. */
+        /* What is offered, or comes in fragments, says elsewhere what it is. */
         if (receive->status == PC_REFUSED && receive->header != NULL &&
             receive->header[PC_FORM_AT] > PC_FORM_OBJECT)
             pc_request_hold(request);

@@ -132,7 +132,7 @@ void pc_seat_rung(void *owner) {
 static PyMethodDef seat_methods[] = {
     {"begin", (PyCFunction)seat_begin, METH_VARARGS,
      "begin(seen=None) -> bool: from now on `ring` ends the wait; with `seen` the doorbell does, "
-     "too. False: it has rung, for whomever, since `Engine.rings` was that."},
+     "too. False: it has rung, for whomever, since `MessageEngine.rings` was that."},
     {"wait", (PyCFunction)seat_wait, METH_O,
      "wait(seconds): drive, or sleep, until the seat is rung, a signal has come, or there is "
      "something for Python to do."},

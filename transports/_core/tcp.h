@@ -5,11 +5,11 @@
    A message has a header and a payload. A small one is *buffered*: written at once, or copied. A
    larger one that nobody will take back may be *pushed*: its payload follows at once, from the
    sender's memory, and the receiver reads it into the place where it is wanted. Any other is
-   *offered*: its header goes, and its payload follows in segments when the receiver has accepted
+   *offered*: its header goes, and its payload follows in fragments when the receiver has accepted
    it.
 
-   A link has one connection or several, its *lanes*. All but segments go by the first one, in
-   order. Segments are pulled by whichever lane has nothing else to write, so that a slow one takes
+   A link has one connection or several, its *lanes*. All but fragments go by the first one, in
+   order. Fragments are pulled by whichever lane has nothing else to write, so that a slow one takes
    fewer.
 
    Nothing here locks: the caller does, for everything. While a long read or write is done by the
@@ -29,8 +29,8 @@
 /* Bytes of a payload that one lane takes at a time, and that one call writes. A call keeps the
    socket locked: meanwhile the kernel frees nothing of what the peer has received, and it stops
    when its buffer is full. */
-#ifndef PC_TCP_SEGMENT
-#define PC_TCP_SEGMENT ((size_t)512 << 10)
+#ifndef PC_TCP_FRAGMENT
+#define PC_TCP_FRAGMENT ((size_t)512 << 10)
 #endif
 #ifndef PC_TCP_LONGEST_HEADER
 #define PC_TCP_LONGEST_HEADER ((size_t)64 << 10)
@@ -61,7 +61,7 @@ enum pc_tcp_kind {
     /* id, value: bytes of the payload; header: a message that waits to be accepted */
     PC_TCP_READY,
     PC_TCP_GO,        /* id was accepted; value: the number that the receiver gave it */
-    PC_TCP_DATA,      /* id: that number; value: the offset; a segment */
+    PC_TCP_DATA,      /* id: that number; value: the offset; a fragment */
     PC_TCP_DROP,      /* id: nobody wants it, or not any more */
     PC_TCP_CANCEL,    /* id was taken back */
     PC_TCP_CREDIT,    /* value: bytes that were consumed; id 1: of pushed ones */
@@ -127,7 +127,7 @@ struct pc_tcp_lane {
 struct pc_tcp_peer {
     struct pc_tcp_lane *lanes; /* NULL: not linked yet */
     struct pc_tcp_out *first, *last; /* what waits for the link */
-    struct pc_tcp_send *active; /* accepted, with segments to be pulled, in turn */
+    struct pc_tcp_send *active; /* accepted, with fragments to be pulled, in turn */
     uint64_t owed[2];  /* bytes that wait at the peer: buffered, pushed */
     uint64_t held[2];  /* the peer's that wait here */
     uint64_t unrepaid; /* consumed, and it was not told */

@@ -192,13 +192,14 @@ void pc_tcp_end_send(struct pc_tcp *tcp, struct pc_tcp_send *send) {
 
 /* --- writing ---------------------------------------------------------------------------------- */
 
-/* Take the next segment of the sends that are accepted, which have their turns; NULL: there is
+/* Take the next fragment of the sends that are accepted, which have their turns; NULL: there is
    none. */
 static struct pc_tcp_out *pull(struct pc_tcp *tcp, struct pc_tcp_peer *peer) {
     struct pc_tcp_send *send = peer->active;
     if (send == NULL || tcp->closing)
         return NULL;
-    size_t rest = send->nbytes - send->next, nbytes = rest < PC_TCP_SEGMENT ? rest : PC_TCP_SEGMENT;
+    size_t rest = send->nbytes - send->next;
+    size_t nbytes = rest < PC_TCP_FRAGMENT ? rest : PC_TCP_FRAGMENT;
     struct pc_tcp_frame frame = {
         .kind = PC_TCP_DATA, .nbytes = (uint32_t)nbytes, .id = send->theirs, .value = send->next};
     struct iovec piece = {&frame, sizeof frame};
@@ -227,8 +228,8 @@ static size_t collect_payload(const struct pc_tcp_out *out, struct iovec *pieces
     size_t rest = out->nbytes - skip, count = 0;
     if (rest == 0)
         return 0;
-    if (rest > PC_TCP_SEGMENT)
-        rest = PC_TCP_SEGMENT;
+    if (rest > PC_TCP_FRAGMENT)
+        rest = PC_TCP_FRAGMENT;
     if (out->copy != NULL) {
         pieces[0] = (struct iovec){out->copy + skip, rest};
         return 1;

@@ -1,8 +1,8 @@
 /* Matching of the messages of collectives. See address.h. */
 #include "address.h"
 
-static uint64_t hash_of(uint64_t call, uint16_t lane, uint32_t sender, uint32_t index) {
-    return pc_hash(pc_hash(call, lane), (uint64_t)sender << 32 | index);
+static uint64_t hash_of(uint64_t call, uint16_t subcall, uint32_t sender, uint32_t index) {
+    return pc_hash(pc_hash(call, subcall), (uint64_t)sender << 32 | index);
 }
 
 static uint64_t hash_of_call(uint64_t call) {
@@ -10,13 +10,13 @@ static uint64_t hash_of_call(uint64_t call) {
 }
 
 struct pc_addressed *pc_address_find(const struct pc_addresses *addresses, uint64_t call,
-                                     uint16_t lane, uint32_t sender, uint32_t index) {
-    uint64_t hash = hash_of(call, lane, sender, index);
+                                     uint16_t subcall, uint32_t sender, uint32_t index) {
+    uint64_t hash = hash_of(call, subcall, sender, index);
     struct pc_chained *chained = pc_chains_first(&addresses->by_address, hash);
     for (; chained != NULL; chained = chained->next) {
         PC_LOOK();
         struct pc_addressed *thing = PC_CHAINED_IN(chained, struct pc_addressed, by_address);
-        if (thing->call == call && thing->lane == lane && thing->sender == sender &&
+        if (thing->call == call && thing->subcall == subcall && thing->sender == sender &&
             thing->index == index)
             return thing;
     }
@@ -101,11 +101,11 @@ static void remove_early(struct pc_addresses *addresses, struct pc_addressed *th
 
 struct pc_addressed *pc_address_add(struct pc_addresses *addresses, struct pc_addressed *thing) {
     struct pc_addressed *other =
-        pc_address_find(addresses, thing->call, thing->lane, thing->sender, thing->index);
+        pc_address_find(addresses, thing->call, thing->subcall, thing->sender, thing->index);
     if (other != NULL)
         return other;
     pc_chains_add(&addresses->by_address, &thing->by_address,
-                  hash_of(thing->call, thing->lane, thing->sender, thing->index));
+                  hash_of(thing->call, thing->subcall, thing->sender, thing->index));
     thing->stands = true;
     if (!thing->is_early) {
         append(&addresses->receives, thing);

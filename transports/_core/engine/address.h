@@ -1,9 +1,10 @@
 /* Matching of the messages of collectives: which message belongs to which receive, for one
    communicator on one rank.
 
-   Such a message has an address: the number of the call, the lane (which of the call's schedules),
-   the sender, and how many messages the sender has sent before on that lane. At one address there
-   stands at most one thing: a receive that waits for the message, or the message, which came early.
+   Such a message has an address: the number of the call, the subcall (which of the call's
+   schedules), the sender, and how many messages the sender has sent before in that subcall. At one
+   address there stands at most one thing: a receive that waits for the message, or the message,
+   which came early.
    Early messages are listed by call, too: a call that begins looks at those of its number, and one
    that has ended may leave none behind.
 
@@ -22,7 +23,7 @@
 struct pc_addressed {
     uint64_t call;
     uint32_t sender, index;
-    uint16_t lane;
+    uint16_t subcall;
     bool is_early; /* else it is a receive */
     bool stands;   /* at its address */
     /* Of a message: those of the same call, in the order in which they came. Of a receive: all
@@ -46,7 +47,7 @@ struct pc_addresses {
 
 /* What stands at an address; or NULL. */
 struct pc_addressed *pc_address_find(const struct pc_addresses *addresses, uint64_t call,
-                                     uint16_t lane, uint32_t sender, uint32_t index);
+                                     uint16_t subcall, uint32_t sender, uint32_t index);
 /* Put a thing at its address. What stands there already, and stays; NULL: the thing stands there
    now. */
 struct pc_addressed *pc_address_add(struct pc_addresses *addresses, struct pc_addressed *thing);

@@ -74,7 +74,7 @@ void pc_collect_start(struct pc_context *context, struct pc_receive *receive) {
     receive->by_address = true;
     receive->context = context;
     struct pc_addressed *early =
-        pc_address_find(&context->addresses, at->call, at->lane, at->sender, at->index);
+        pc_address_find(&context->addresses, at->call, at->subcall, at->sender, at->index);
     int reason = context->broken != 0 ? context->broken : engine->gone[at->sender];
     if (context->broken == 0 && early != NULL) {
         struct pc_message *message = PC_CHAINED_IN(early, struct pc_message, address);
@@ -160,7 +160,7 @@ int pc_call_arrived(struct pc_context *context, struct pc_message *message) {
     const unsigned char *header = message->header;
     struct pc_addressed *at = &message->address;
     at->call = little_endian(header + 9, 4);
-    at->lane = (uint16_t)little_endian(header + 13, 2);
+    at->subcall = (uint16_t)little_endian(header + 13, 2);
     at->index = (uint32_t)little_endian(header + 15, 4);
     at->sender = (uint32_t)message->match.queued.source;
     at->is_early = true;

@@ -47,7 +47,7 @@ enum {
 /* Header of a point-to-point message, little-endian: kind u8, context u64, tag i64, form u8; then
    the description. */
 enum { PC_KIND_P2P = 1, PC_FORM_AT = 17, PC_P2P_NBYTES = 18 };
-/* Header of a message of a collective: kind u8, context u64, call u32, lane u16, index u32; then
+/* Header of a message of a collective: kind u8, context u64, call u32, subcall u16, index u32; then
    the call as text. Of one that is offered there is an offer before that. */
 enum {
     PC_KIND_COLLECTIVE = 2,
@@ -107,7 +107,7 @@ enum pc_receive_state {
 /* A receive, or a probe. The caller sets the first block, and all else to zero. */
 struct pc_receive {
     struct pc_posted posted; /* the first member: source, tag, and peek for a probe */
-    struct pc_addressed address; /* or for a collective's message: call, lane, sender, index */
+    struct pc_addressed address; /* or for a collective's message: call, subcall, sender, index */
     bool by_address;         /* so; without `ask` the message must have just `room` bytes, */
     bool takes_less;         /* or that many at most */
     bool ask;                /* what fits is held; else it is written to `into` at once */

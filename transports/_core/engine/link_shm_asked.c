@@ -104,7 +104,7 @@ static int shm_accept(struct pc_link *link, struct pc_message *message, void *in
     }
     pc_channel_receive_end(&shm->channel, receive);
     if (status == -3) {
-        record->offer.transfer = -1; /* that was taken: from now on it can only come in segments */
+        record->offer.transfer = -1; /* that was taken: from now on it can only come in fragments */
         return -ENOMEM;
     }
     drop(shm, record);

@@ -56,7 +56,7 @@ void pc_pipeline_start(struct pc_pipeline *pipeline) {
                                .source_keeper = pipeline->source_keeper,
                                .target_keeper = pipeline->target_keeper,
                                .call = pipeline->call,
-                               .lane = (uint16_t)(pipeline->first_lane + pipeline->next),
+                               .subcall = (uint16_t)(pipeline->first_subcall + pipeline->next),
                                .segment = pipeline->next,
                                .num_segments = pipeline->num_segments,
                                .granule = pipeline->granule,

@@ -1,6 +1,6 @@
 /* Running one schedule on one segment of every chunk after the other: several segments are under
-   way at a time, each on a lane of its own, so while a rank hands one on, the next comes in. Plain
-   C, without Python.
+   way at a time, each in a subcall of its own, so while a rank hands one on, the next comes in.
+   Plain C, without Python.
 
    Nothing here locks: the caller holds the engine's lock for everything. */
 #ifndef PC_PIPELINE_H
@@ -22,7 +22,7 @@ struct pc_pipeline {
     void *target;
     struct pc_called *call;
     struct pc_context *context;
-    uint16_t first_lane;
+    uint16_t first_subcall;
     uint32_t num_segments; /* 1 at least */
     size_t granule;
     struct pc_grown *grown;                      /* as of a run; of a single segment */

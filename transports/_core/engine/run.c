@@ -195,7 +195,7 @@ static void post_receive(struct pc_run *run, uint32_t position, const struct pc_
     }
     struct pc_receive *receive = &move->receive;
     receive->address.call = run->call->number;
-    receive->address.lane = run->lane;
+    receive->address.subcall = run->subcall;
     receive->address.sender = (uint32_t)run->context->members[step->other];
     receive->address.index = step->index;
     receive->into = into;
@@ -390,7 +390,7 @@ static void write_header(struct pc_run *run) {
     for (int byte = 0; byte < 4; byte++)
         header[9 + byte] = (unsigned char)(run->call->number >> 8 * byte);
     for (int byte = 0; byte < 2; byte++)
-        header[13 + byte] = (unsigned char)(run->lane >> 8 * byte);
+        header[13 + byte] = (unsigned char)(run->subcall >> 8 * byte);
     memcpy(header + PC_COLLECTIVE_NBYTES, run->call->text, run->call->nbytes);
 }
 

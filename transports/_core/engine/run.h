@@ -107,7 +107,7 @@ struct pc_run {
     void *target;
     void *source_keeper, *target_keeper; /* as of sends: what all of these belongs to, or NULL */
     struct pc_called *call;
-    uint16_t lane;
+    uint16_t subcall;
     /* its one chunk is as long as the message that brings it, and no longer than its place */
     bool takes_less;
     /* Of every chunk this run moves only one segment of several, of whole granules. */

@@ -104,7 +104,7 @@ class Line:
             self._lost(why)
 
 
-class Connection(Line):
+class DescriptorLine(Line):
     """One end over descriptors; it never blocks, and keeps what the other end does not read.
 
     Args:

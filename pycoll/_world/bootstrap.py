@@ -44,19 +44,19 @@ def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) ->
         raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
     opened: list[Transport] = []
     try:
-        meeting = Meeting(place, chosen, control, timeout, opened)
-        shared_memory = meeting.shared_memory or meeting.no_shared_memory
-        engine = Engine(meeting.core, place.size, control, op_timeout, shared_memory)
+        bootstrap = Bootstrap(place, chosen, control, timeout, opened)
+        shared_memory = bootstrap.shared_memory or bootstrap.no_shared_memory
+        engine = Engine(bootstrap.core, place.size, control, op_timeout, shared_memory)
     except BaseException:
         for transport in opened:
             transport.close(0.0)
         control.close(1.0)
         raise
-    engine.hosts = meeting.hosts
+    engine.hosts = bootstrap.hosts
     engine.has_helpers = "PYCOLL_JOB" not in os.environ
     if engine.has_helpers:  # processes that this one starts have what its launcher has set, too
         os.environ["PYCOLL_PARENT"] = f"{place.rank}:{os.getpid()}"
-    meeting.start(engine)
+    bootstrap.start(engine)
     return engine
 
 
@@ -78,7 +78,7 @@ def cannot_join(rank: int, exc: OSError) -> BootstrapError:
     return BootstrapError(text)
 
 
-class Meeting:
+class Bootstrap:
     """The ranks tell each other how they can be reached, and all decide alike.
 
     Args:
@@ -170,15 +170,15 @@ class Meeting:
             listens: the core is to reach others by tcp.
             doorbell: this rank's.
         """
-        from pycoll._transports.core import CoreTransport, Memory
+        from pycoll._transports.core import CoreTransport, LinkMemory
 
         memory, net, shared = None, None, self.shared_memory
         if shared is not None:
-            memory = Memory(shared.host, doorbell, shared.ranks, shared.single_copy)
+            memory = LinkMemory(shared.host, doorbell, shared.ranks, shared.single_copy)
         if listens:
-            from pycoll._transports.core_tcp import Network
+            from pycoll._transports.core_tcp import TcpNetwork
 
-            net = Network(place.key, network.listening_at(place.addresses), _lanes())
+            net = TcpNetwork(place.key, network.listening_at(place.addresses), _lanes())
         outside = {}
         for rank in range(place.size):
             transport = self._outside(rank)
