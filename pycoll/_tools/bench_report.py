@@ -196,7 +196,7 @@ def show(what: TextTable, file: TextIO | None = None) -> None:
         return
     from rich import box  # type: ignore[import-not-found, unused-ignore]
     from rich.console import Console  # type: ignore[import-not-found, unused-ignore]
-    from rich.table import TextTable as RichTable  # type: ignore[import-not-found, unused-ignore]
+    from rich.table import Table as RichTable  # type: ignore[import-not-found, unused-ignore]
 
     drawn = RichTable(box=box.SIMPLE_HEAD)
     for head in what.heads:

@@ -170,10 +170,14 @@ def test_the_plain_table_shows_everything_in_columns() -> None:
     assert heads.index("gloo") + len("gloo") == line.index("900") + len("900")
 
 
-def test_a_shown_table_is_never_cut() -> None:
+@pytest.mark.parametrize("is_drawn", [True, False], ids=["by rich", "plain"])
+def test_a_shown_table_is_never_cut(is_drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_drawn:
+        monkeypatch.setattr(bench_report.importlib.util, "find_spec", lambda name: None)
     table = bench_report.table(bench_report.rows(SAMPLES))
     file = io.StringIO()
     bench_report.show(table, file)
+    assert ("─" in file.getvalue()) is is_drawn
     for text in (table.title, *table.heads, *table.cells[0]):
         assert text in file.getvalue()
 
