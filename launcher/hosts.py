@@ -39,7 +39,7 @@ _LOOK_S = 0.25  # between questions to an engine
 _SWEEP_S = 8.0  # for other hosts to end what is left there, and to pass on what was printed
 
 
-class JobDescription(NamedTuple):
+class JobSpec(NamedTuple):
     """What the hosts of a job are to run.
 
     Attributes:
@@ -56,7 +56,7 @@ class JobDescription(NamedTuple):
         address: they reach this host at this one ("": those that they find).
         checks: no ranks are started, but the ways between the hosts are measured.
         bind: keep each rank on a core of its own.
-        pass_fds, stdin: see `host.Program`.
+        pass_fds, stdin: see `host.RankProgram`.
     """
 
     job: str
@@ -105,7 +105,7 @@ class Hosts:
     """All hosts of a job.
 
     Args:
-        description: what they run.
+        spec: what they run.
         selector: the owner's loop; the data of a key is a function to call when it is ready.
         events: hears what happens.
         server: where the ranks meet.
@@ -121,14 +121,14 @@ class Hosts:
 
     def __init__(
         self,
-        description: JobDescription,
+        spec: JobSpec,
         selector: selectors.BaseSelector,
         events: JobEvents,
         server: Server,
         relay: Relay,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._description, self._selector, self._events = description, selector, events
+        self._spec, self._selector, self._events = spec, selector, events
         self._server = server
         self.have_started = False
         self._here: LocalHost | None = None
@@ -137,23 +137,23 @@ class Hosts:
         self._num_opened = self._num_started = 0  # of the remotes
         self._ways: HostRoutes | None = None
         self._input: Input | None = None
-        hosts = description.hosts or [NamedHost("localhost")]
+        hosts = spec.hosts or [NamedHost("localhost")]
         self._names = [host.name for host in hosts]
         self._stack = stack
         self._progress_at = time.monotonic() + _QUICK_S
-        nodes = description.nodes or blocks(description.size, description.emulate_hosts)
+        nodes = spec.nodes or blocks(spec.size, spec.emulate_hosts)
         where = dict(enumerate(places(nodes)))
         self._lobby: Lobby | None = None
         self._look_at = 0.0
         for index, host in enumerate(hosts):
-            mine = {r: at for r, at in where.items() if not description.hosts or at.node == index}
+            mine = {r: at for r, at in where.items() if not spec.hosts or at.node == index}
             self._all.append(self._make(index, host, mine, relay))
-        self._of_rank = [self._all[at.node if description.hosts else 0] for at in where.values()]
+        self._of_rank = [self._all[at.node if spec.hosts else 0] for at in where.values()]
 
     def _make(
         self, node: int, host: NamedHost, places: Mapping[int, HostPlacement], relay: Relay
     ) -> Host:
-        description, name, command = self._description, host.name, host.command
+        spec, name, command = self._spec, host.name, host.command
         if not command and not host.calls:
             self._here = LocalHost(
                 self._job(node),
@@ -171,12 +171,10 @@ class Hosts:
         if host.calls:
             from pycoll._launcher.agent_listener import Lobby
 
-            assert description.calls is not None
+            assert spec.calls is not None
             if self._lobby is None:
-                self._lobby = Lobby(description.calls, self._selector, self._stack)
-            remote = RemoteHost(
-                name, places, self, relay, self._server.hear, description.calls.wait_s
-            )
+                self._lobby = Lobby(spec.calls, self._selector, self._stack)
+            remote = RemoteHost(name, places, self, relay, self._server.hear, spec.calls.wait_s)
             self._lobby.expect(node, remote)
         else:
             self._events.say(f"{name}: its agent is started by {command[0]}")
@@ -253,7 +251,7 @@ class Hosts:
 
     def _look_for_failures(self, now: float) -> float:
         """Ask whoever starts the agents that call whether one will not."""
-        calls = self._description.calls
+        calls = self._spec.calls
         if calls is None:
             return float("inf")
         if now >= self._look_at:
@@ -263,48 +261,36 @@ class Hosts:
         return self._look_at
 
     def _start_ranks(self) -> None:
-        description = self._description
+        spec = self._spec
         first = self.of(0)
         port = free_port() if first is self._here else self._remote(first).hello["port"]
-        if self._remotes and description.calls is None:
-            names = " ".join(sorted({*sent(os.environ), *description.exports}))
+        if self._remotes and spec.calls is None:
+            names = " ".join(sorted({*sent(os.environ), *spec.exports}))
             self._events.say(f"all ranks have of this environment: {names}")
         for node, host in enumerate(self._all):
             environment = shared_environment(
                 self._base(host),
-                description.size,
+                spec.size,
                 job=self._job(node),
-                key=description.key,
+                key=spec.key,
                 rendezvous=self._server.endpoint,
-                transport=description.transport,
-                encrypt=description.encrypt,
-                op_timeout_s=description.op_timeout_s,
-                exports=description.exports,
+                transport=spec.transport,
+                encrypt=spec.encrypt,
+                op_timeout_s=spec.op_timeout_s,
+                exports=spec.exports,
                 master=(self._address(host, first), port),
             )
             if len(self._all) > 1:
                 seen = [f"{node}={self._address(host, o)}" for node, o in enumerate(self._all)]
                 environment["PYCOLL_ADDRESSES"] = ",".join(seen)
-            if host is first and host is not self._here and description.stdin is None:
+            if host is first and host is not self._here and spec.stdin is None:
                 self._read_input(self._remote(first))
-            host.start(
-                RankProgram(
-                    description.argv,
-                    environment,
-                    description.pass_fds,
-                    description.bind,
-                    description.stdin,
-                )
-            )
+            host.start(RankProgram(spec.argv, environment, spec.pass_fds, spec.bind, spec.stdin))
         self.have_started = not self._remotes
 
     def _job(self, node: int) -> str:
         """The id of the part on a host: two may be one machine, and have a guardian each."""
-        return (
-            f"{self._description.job}.{node}"
-            if len(self._description.hosts) > 1
-            else self._description.job
-        )
+        return f"{self._spec.job}.{node}" if len(self._spec.hosts) > 1 else self._spec.job
 
     def _read_input(self, host: RemoteHost) -> None:
         """Pass standard input on to rank 0, which is there."""
@@ -317,9 +303,7 @@ class Hosts:
         """The environment of the ranks of a host, but for what makes them ranks."""
         if not self._remotes:
             return os.environ
-        if (
-            self._description.calls is not None
-        ):  # who starts something on each host says what is there
+        if self._spec.calls is not None:  # who starts something on each host says what is there
             if host is self._here:
                 return os.environ
             return {name: os.environ[name] for name in os.environ if name.startswith("PYCOLL_")}
@@ -339,10 +323,7 @@ class Hosts:
         from pycoll._launcher import host_routes
 
         options = host_routes.RouteOptions(
-            self._description.key,
-            self._description.interface,
-            self._description.address,
-            self._description.checks,
+            self._spec.key, self._spec.interface, self._spec.address, self._spec.checks
         )
         self._ways = host_routes.HostRoutes(
             options, self._all, self._names, self._selector, self._see_ways, self._stack
@@ -353,7 +334,7 @@ class Hosts:
         assert ways is not None
         for way in ways.found:
             self.say(f"{way.by} reaches {way.to} at {way.reach.address or 'no address'}")
-        if self._description.checks:
+        if self._spec.checks:
             self._events.checked(ways.found)
         elif lost := ways.failures():
             self._events.unreachable(lost)
@@ -388,7 +369,7 @@ class Hosts:
         if all(each.hello for each in self._remotes):
             for each in self._remotes:
                 node = self._all.index(each)
-                each.open(self._job(node), self._description.key, node)
+                each.open(self._job(node), self._spec.key, node)
 
     def opened(self, host: RemoteHost) -> None:
         """Called when a host has everything but the ranks; when all have, ways are tried."""

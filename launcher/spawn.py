@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._launcher.host import NamedHost, reserve_descriptors
-from pycoll._launcher.hosts import Hosts, JobDescription
+from pycoll._launcher.hosts import Hosts, JobSpec
 from pycoll._launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
 from pycoll._launcher.outcome import signal_name as name_of
 from pycoll._launcher.output import Relay, Target
@@ -58,7 +58,7 @@ class Options(NamedTuple):
         emulate_hosts: number of hosts to pretend (None: the one this is).
         hosts: the job's hosts; none: this one.
         nodes: by rank the index of its host in `hosts`.
-        calls, interface, address, checks: see `hosts.JobDescription`.
+        calls, interface, address, checks: see `hosts.JobSpec`.
         verbose: tell on standard error what happens.
         exports: variables for the ranks' environment.
     """
@@ -190,7 +190,7 @@ class Job:
             self.tell,
             lambda rank, pid: self._hosts.of(rank).state(rank, pid),
         )
-        plan = JobDescription(
+        plan = JobSpec(
             job=self.id,
             key=key,
             size=options.size,
