@@ -21,7 +21,9 @@ _READ = 65536
 _LAST_READS = 32  # of a pipe that some process outside the job may fill for ever
 _MAX_LINE = 1 << 20  # a longer line is passed on in pieces
 _FULL, _LOW = 1 << 20, 1 << 18  # bytes waiting: stop reading the ranks' pipes; read them again
-_QUIET_S = 0.1  # on a terminal, part of a line (a prompt) is shown when nothing follows for so long
+# Part of a line (a prompt, a progress bar) is passed on when nothing follows for so long: soon to who
+# sees it, later where another rank's output is more likely to break the line in two.
+_QUIET_TERMINAL_S, _QUIET_S = 0.1, 0.5
 _TAIL = 4096  # bytes of each rank's standard error kept for the report
 _COLORS = (36, 33, 32, 35, 34, 31)
 
@@ -32,11 +34,13 @@ class Sink:
     Attributes:
         error: why nothing more can be written here (EPIPE: its reader is gone), else None.
         terminal: whether it is a terminal.
+        quiet_s: after how long part of a line is passed on; None: only whole lines are.
     """
 
     def __init__(self, target: Target, selector: selectors.BaseSelector) -> None:
         self.error: OSError | None = None
         self.terminal = False
+        self.quiet_s: float | None = None if callable(target) else _QUIET_S
         self.full = False
         self._selector = selector
         self._waiting = False
@@ -46,6 +50,8 @@ class Sink:
         self._fd = descriptor_of(target)
         if self._fd is not None:
             self.terminal = os.isatty(self._fd)
+            if self.terminal:
+                self.quiet_s = _QUIET_TERMINAL_S
         elif target is not None:
             self._write = _writer(target)
         self.erases = self.terminal and os.environ.get("TERM") != "dumb"
@@ -160,8 +166,8 @@ class Stream:
         if self._partial_nbytes > _MAX_LINE:
             self._show_part()
         self.quiet_at = None
-        if self._partial and self.sink.terminal:
-            self.quiet_at = time.monotonic() + _QUIET_S
+        if self._partial and self.sink.quiet_s is not None:
+            self.quiet_at = time.monotonic() + self.sink.quiet_s
 
     def show_quiet(self) -> None:
         """Show part of a line, after which nothing more has come for a while."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 
+_READ_CALL = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "")
+"""The number of the system call `read`."""
+
 
 def doing(pid: int) -> str:
-    """Return "running", "stopped", "asleep", "blocked in the kernel" (and in what), or "ended"."""
+    """Return "running", "stopped", "asleep", "blocked in the kernel" (and in what), or "ended".
+
+    Or "reads standard input", if the main thread waits in that.
+    """
     states = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -22,6 +28,8 @@ def doing(pid: int) -> str:
     blocked = min((number for number, state in states.items() if state == "D"), default=None)
     if blocked is not None:
         return f"blocked in the kernel{_where(pid, blocked)}"
+    if _read(f"/proc/{pid}/syscall").split()[:2] == [_READ_CALL, "0x0"]:
+        return "reads standard input"
     return f"asleep{_where(pid, pid)}"
 
 

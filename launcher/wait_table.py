@@ -94,6 +94,8 @@ def waiting_text(causes: Mapping[int, str], waited_s: float) -> str:
 def _is(doing: str, count: int) -> str:
     if doing.startswith("has "):
         return doing if count == 1 else f"have {doing.removeprefix('has ')}"
+    if doing.startswith("reads "):
+        return doing if count == 1 else f"read {doing.removeprefix('reads ')}"
     if doing.startswith(("raised", "called")):
         return doing
     return f"{'is' if count == 1 else 'are'} {doing}"

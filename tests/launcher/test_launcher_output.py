@@ -74,6 +74,39 @@ def test_a_carriage_return_passes_on_what_came_before_it() -> None:
         assert launcher.wait(LIMIT_S) == 0
 
 
+@pytest.mark.parametrize("option", ["-l", "--no-tag-output"])
+def test_in_a_pipe_a_prompt_is_passed_on_and_its_answer_read(option: str) -> None:
+    ask = "printf '50%%\\rname? '; read name; echo \"hello $name\""
+    tag = b"[0] " if option == "-l" else b""
+    with started("-n", "1", option, "--", "sh", "-c", ask) as launcher:
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        shown = b""
+        while not shown.endswith(b"name? "):
+            shown += os.read(launcher.stdout.fileno(), 100)
+        assert shown == tag + b"50%\r" + tag + b"name? "
+        launcher.stdin.write(b"you\n")
+        assert launcher.stdout.readline() == b"hello you\n"  # it goes on in the same line
+        assert launcher.wait(LIMIT_S) == 0
+
+
+def test_a_line_of_another_rank_ends_one_that_waits_to_be_ended(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    text = f"""if [ "$PYCOLL_RANK" = 0 ]
+               then printf begin; read line; echo end
+               else read line < {tmp_path}/go; echo line
+               fi"""
+    with started("-n", "2", "-l", "--", "sh", "-c", text) as launcher:
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+        assert launcher.stdout.read(9) == b"[0] begin"
+        (tmp_path / "go").write_text("\n")
+        assert read_lines(launcher, 2) == ["", "[1] line"]
+        launcher.stdin.write(b"\n")
+        assert read_lines(launcher, 1) == ["[0] end"]
+        assert launcher.wait(LIMIT_S) == 0
+
+
 def test_log_files_have_both_streams_of_each_rank_which_are_relayed_too(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "logs"
     done = shell(2, "echo out $PYCOLL_RANK; echo err >&2", "-l", "--log-dir", str(folder))

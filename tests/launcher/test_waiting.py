@@ -81,6 +81,8 @@ elif kind == "passed":  # rank 0 has been through the call in which rank 2 waits
             pass
     comm.broadcast(large[:10] if rank == 0 else None, algorithm="chain")
     comm.recv(2)
+elif kind == "reads":
+    sys.stdin.read() if rank == 0 else comm.recv(0)
 elif rank == 1:
     if kind == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -151,6 +153,12 @@ SHM = [
             r"gather\(.*root=2.*\) #20 at script",
         ),
     ),
+    Case(
+        "reads",
+        2,
+        "waiting for rank 0, which reads standard input",
+        ("    0     -          reads standard input, process",),
+    ),
     Case("sleeps", 2, "waiting for rank 1, which is asleep", ("-          asleep.*, process",)),
 ]
 TCP = [
@@ -165,6 +173,7 @@ def start(script: Path, case: Case, after_s: float, limit_s: float) -> subproces
     options = ["-n", str(case.size), "--transport", case.transport, "--timeout", str(limit_s)]
     return subprocess.Popen(
         [sys.executable, "-m", "pycoll._launcher", *options, script, case.kind],
+        stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYCOLL_WARN_AFTER": str(after_s)},
         text=True,
