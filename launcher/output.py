@@ -21,8 +21,8 @@ _READ = 65536
 _LAST_READS = 32  # of a pipe that some process outside the job may fill for ever
 _MAX_LINE = 1 << 20  # a longer line is passed on in pieces
 _FULL, _LOW = 1 << 20, 1 << 18  # bytes waiting: stop reading the ranks' pipes; read them again
-# Part of a line (a prompt, a progress bar) is passed on when nothing follows for so long: soon to who
-# sees it, later where another rank's output is more likely to break the line in two.
+# Part of a line (a prompt, a progress bar) is passed on when nothing follows for so long: soon on a
+# terminal, later where another rank's output that breaks the line in two does more harm.
 _QUIET_TERMINAL_S, _QUIET_S = 0.1, 0.5
 _TAIL = 4096  # bytes of each rank's standard error kept for the report
 _COLORS = (36, 33, 32, 35, 34, 31)
