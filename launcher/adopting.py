@@ -312,15 +312,20 @@ def main(descriptor: str, size: str, deadline: str) -> int:
         def open_line(hear: Hear, lost: Callable[[str], None]) -> Line:
             return LinkLine(link, selector, hear, lost)
 
-        # The rank's standard error would stay open when it has ended, for who reads it.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+        _close_errors()
         return AdoptingAgent(selector, open_line, door).run(signals)
+
+
+def _close_errors() -> None:
+    """Or the rank's standard error would stay open when it has ended, for who reads it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
 
 
 def _refuse_all(door: socket.socket, why: str) -> int:
     """Tell who has come why there will be no meeting."""
+    _close_errors()
     door.settimeout(_REFUSE_S)
     deadline = time.monotonic() + _REFUSE_MAX_S
     with door, contextlib.suppress(TimeoutError):

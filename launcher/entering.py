@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -27,15 +28,17 @@ from pycoll.errors import BootstrapError
 
 _NOTICE_S = 10.0  # between words on who is missing
 _PART = 0.9  # of a rank's time, for its agent to reach the meeting: then it still hears why not
+_MAX_S = 3600.0  # of select, which does not take math.inf
 _PAUSE_S = 0.01  # while another rank is about to open the door
 
 
 @contextlib.contextmanager
-def meeting(size: int, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
+def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
     """Start the process that lets the ranks meet. Leaving the block before they have, ends it.
 
     Args:
         size: number of ranks.
+        timeout: seconds for it to start.
         port: where it listens, on all addresses; 0: anywhere.
         key: the job's; b"": a new one.
 
@@ -53,10 +56,13 @@ def meeting(size: int, port: int = 0, key: bytes = b"") -> Iterator[Ticket]:
         with contextlib.suppress(BrokenPipeError):
             leash.write(key.hex().encode() + b"\n")
             leash.flush()
-        words = told.readline().decode().split()
-        process.wait()  # it goes on in the background
+        deadline = time.monotonic() + timeout
+        in_time = select.select([told], [], [], min(timeout, _MAX_S))[0]
+        words = told.readline().decode().split() if in_time else []
+        in_time = _has_started(process, deadline) and in_time
         if not words or words[0] != "port":
-            why = " ".join(words) or "it has not started; see above"
+            late = f"its process has not started within {timeout:g} s"
+            why = " ".join(words) or ("it has not started; see above" if in_time else late)
             raise BootstrapError(f"rank 0 cannot let the ranks of this job meet: {why}")
         yield Ticket(key, int(words[1]), words[2].split(",") if len(words) > 2 else [])
         stack.pop_all()
@@ -179,18 +185,31 @@ def _at_the_door(ticket: Ticket, size: int, timeout: float) -> socket.socket:
             continue
         with door:
             door.listen(4096)
-            _start_agent(ticket, size, began + _PART * timeout, door.fileno())
+            _start_agent(ticket, size, began, timeout, door.fileno())
 
 
-def _start_agent(ticket: Ticket, size: int, deadline: float, door: int) -> None:
-    numbers = map(str, (door, size, deadline))
+def _start_agent(ticket: Ticket, size: int, began: float, timeout: float, door: int) -> None:
+    numbers = map(str, (door, size, began + _PART * timeout))
     words = [sys.executable, "-P", "-m", "pycoll._launcher.adopting", *numbers]
     process = _start(words, (door,), subprocess.DEVNULL)
     assert process.stdin is not None
     with process.stdin as to_agent, contextlib.suppress(BrokenPipeError):
         to_agent.write(ticket.text().encode() + b"\n")
-    if process.wait():
+    if not _has_started(process, began + timeout):
+        raise BootstrapError(f"the agent of this host has not started within {timeout:g} s")
+    if process.returncode:
         raise BootstrapError("the agent of this host cannot be started; see above")
+
+
+def _has_started(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Wait until a process goes on in the background; else end it at the deadline."""
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+    return True
 
 
 def _start(

@@ -97,7 +97,7 @@ def join(environ: Mapping[str, str], launched: Launched, timeout: float) -> dict
     deadline = time.monotonic() + timeout
     try:
         board = _board(environ, launched)
-        with _meeting(board, launched, timeout) as ticket:
+        with _meeting(board, launched, deadline) as ticket:
             left = deadline - time.monotonic()
             return entering.enter(ticket, launched.rank, launched.size, left)
     except OSError as exc:
@@ -127,8 +127,9 @@ def join_at(rendezvous: str, key: str, rank: int, size: int, timeout: float) -> 
     try:
         if rank:
             return entering.enter(ticket, rank, size, timeout)
-        with entering.meeting(size, port, secret):
-            return entering.enter(ticket, rank, size, timeout)
+        deadline = time.monotonic() + timeout
+        with entering.meeting(size, timeout, port, secret):
+            return entering.enter(ticket, rank, size, deadline - time.monotonic())
     except OSError as exc:
         raise BootstrapError(f"rank {rank} of {size} cannot join the job: {exc}") from exc
 
@@ -186,23 +187,26 @@ def _agreed_meeting(environ: Mapping[str, str], launched: Launched) -> tuple[str
 
 
 @contextlib.contextmanager
-def _meeting(board: Board, launched: Launched, timeout: float) -> Iterator[Ticket]:
+def _meeting(board: Board, launched: Launched, deadline: float) -> Iterator[Ticket]:
     from pycoll._launcher import entering
     from pycoll._launcher.agent_socket import Ticket
 
+    def left() -> float:
+        return max(0.0, deadline - time.monotonic())
+
     if launched.rank:
-        text = board.share("", timeout)
+        text = board.share("", left())
         if text.startswith("!"):
             raise BootstrapError(text[1:])
         yield Ticket.read(text)
         return
     with contextlib.ExitStack() as stack:
         try:
-            ticket = stack.enter_context(entering.meeting(launched.size))
+            ticket = stack.enter_context(entering.meeting(launched.size, left()))
         except (BootstrapError, OSError) as exc:
-            board.share(f"!{exc}", timeout)  # the others wait for it
+            board.share(f"!{exc}", left())  # the others wait for it
             raise
-        board.share(ticket.text(), timeout)
+        board.share(ticket.text(), left())
         yield ticket
 
 

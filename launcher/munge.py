@@ -91,7 +91,7 @@ class Munge:
             failures = []
             for port in self._ports:
                 try:
-                    return self._ask_at(port)
+                    return self._ask_at(port, deadline)
                 except (OSError, ValueError) as exc:
                     failures.append(f"port {port}: {exc}")
                 if time.monotonic() >= deadline:
@@ -101,12 +101,13 @@ class Munge:
                     )
             time.sleep(_PAUSE_S)
 
-    def _ask_at(self, port: int) -> str:
-        until = time.monotonic() + _TALK_S
-        with socket.create_connection((self._host, port), _TALK_S) as connection:
+    def _ask_at(self, port: int, deadline: float) -> str:
+        until = min(deadline, time.monotonic() + _TALK_S)
+        with socket.create_connection((self._host, port), _left_s(until)) as connection:
             nonce = secrets.token_hex(16)
-            connection.sendall(_encode(f"ask {self._step} {self._rank} {nonce}") + b"\n")
-            kind, said, token, text = _decode(_line(connection, until)).split(" ", 3)
+            question = _encode(f"ask {self._step} {self._rank} {nonce}", until)
+            connection.sendall(question + b"\n")
+            kind, said, token, text = _decode(_line(connection, until), until).split(" ", 3)
             if (kind, said) != ("told", nonce):
                 raise ValueError("who listens there is not rank 0 of this job")
             connection.sendall(f"{token}\n".encode())
@@ -188,7 +189,7 @@ def _line(connection: socket.socket, until: float) -> bytes:
     """Read one line, of which the end is not returned; until a time of time.monotonic()."""
     data = b""
     while not data.endswith(b"\n"):
-        connection.settimeout(max(0.001, until - time.monotonic()))
+        connection.settimeout(_left_s(until))
         part = connection.recv(4096)
         if not part or len(data) > _MAX_NBYTES:
             raise ConnectionError("the other end has cut the connection, or says too much")
@@ -196,33 +197,41 @@ def _line(connection: socket.socket, until: float) -> bytes:
     return data.strip()
 
 
-def _encode(text: str) -> bytes:
-    """A credential that only this user can read.
+def _left_s(until: float) -> float:
+    return max(0.001, until - time.monotonic())
+
+
+def _encode(text: str, until: float | None = None) -> bytes:
+    """A credential that only this user can read; until a time of time.monotonic().
 
     Raises:
         OSError: munge makes none.
     """
-    return _call(["munge", f"--restrict-uid={os.geteuid()}"], text.encode()).stdout.strip()
+    command = ["munge", f"--restrict-uid={os.geteuid()}"]
+    return _call(command, text.encode(), until).stdout.strip()
 
 
-def _decode(credential: bytes) -> str:
-    """What is in a credential of this user.
+def _decode(credential: bytes, until: float | None = None) -> str:
+    """What is in a credential of this user; until a time of time.monotonic().
 
     Raises:
         OSError: it is none, or another's.
     """
-    done = _call(["unmunge", "--keys=UID", "--metadata=/dev/stderr"], credential)
+    done = _call(["unmunge", "--keys=UID", "--metadata=/dev/stderr"], credential, until)
     uid = done.stderr.decode().rpartition("(")[2].partition(")")[0]
     if uid != str(os.geteuid()):
         raise OSError("unmunge: the credential is another user's")
     return done.stdout.decode()
 
 
-def _call(command: list[str], data: bytes) -> subprocess.CompletedProcess[bytes]:
+def _call(
+    command: list[str], data: bytes, until: float | None
+) -> subprocess.CompletedProcess[bytes]:
+    limit_s = _TALK_S if until is None else _left_s(until)
     try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=_TALK_S)
+        done = subprocess.run(command, input=data, capture_output=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{command[0]} does not answer in {_TALK_S:g} s") from None
+        raise TimeoutError(f"{command[0]} does not answer in {limit_s:.3g} s") from None
     if done.returncode:
         raise OSError(f"{command[0]}: {done.stderr.decode(errors='replace').strip()}")
     return done

@@ -23,7 +23,8 @@ from pycoll._rendezvous.wire import MAX_FRAME_NBYTES, MAX_INFO_NBYTES
 from pycoll.errors import BootstrapError
 
 _LINGER_S = 1.0  # for the last frames
-_REACH_S = 10.0  # for an address to answer
+_REACH_S = 10.0  # for an address to answer, at most
+_LEAST_S, _SHORT_S = 0.05, 1.0
 _PAUSE_S = 0.2  # between trials to reach it
 _LOOPBACK = "127.0.0.1"
 
@@ -118,69 +119,106 @@ def reach(
     Raises:
         BootstrapError: no address works; what each says.
     """
+    failures: list[str] = []
     while True:
-        found = _reach_once(ticket, size)
+        is_short = deadline - time.monotonic() < _SHORT_S  # too short to find out why
+        found = _reach_once(ticket, size, deadline)
         if isinstance(found, Connection):
             return found
+        if not (is_short and failures):
+            failures = found
         pause = min(_PAUSE_S, deadline - time.monotonic())
         if pause <= 0 or signals or select.select(leashes, [], [], pause)[0]:
-            raise BootstrapError(f"{socket.gethostname()} cannot reach {whom}: {'; '.join(found)}")
+            why = "; ".join(failures)
+            raise BootstrapError(f"{socket.gethostname()} cannot reach {whom}: {why}")
 
 
-def _reach_once(ticket: Ticket, size: int) -> Connection | list[str]:
+def _reach_once(ticket: Ticket, size: int, deadline: float) -> Connection | list[str]:
     """Try all addresses at once, and take the first that answers; else say why not."""
     answers: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
     addresses = list(dict.fromkeys([*ticket.addresses, _LOOPBACK]))
+    limit_s = _left_s(deadline)
     for address in addresses:  # none of these threads is joined
-        threading.Thread(target=_try, args=[address, ticket.port, answers], daemon=True).start()
+        words = [address, ticket.port, limit_s, answers]
+        threading.Thread(target=_try, args=words, daemon=True).start()
     failures = []
     last = []  # what listens at this host's own loopback address may be something else
-    for _ in addresses:
-        answer = answers.get()
+    untried = dict.fromkeys(addresses)
+    while untried:
+        try:
+            answer = answers.get(timeout=_left_s(deadline))
+        except queue.Empty:  # a name that is looked up for long
+            failures += [_late(address, ticket.port, limit_s) for address in untried]
+            break
         if answer[0] == _LOOPBACK and _LOOPBACK not in ticket.addresses:
             last.append(answer)
+            del untried[_LOOPBACK]
             continue
-        link = _link(ticket, size, *answer)
+        link = _link(ticket, size, answer, deadline, len(untried) + len(last))
         if isinstance(link, Connection):
             return link
+        del untried[answer[0]]
         failures.append(link)
     for answer in last:
-        link = _link(ticket, size, *answer)
+        link = _link(ticket, size, answer, deadline, 1)
         if isinstance(link, Connection):
             return link
         failures.append(link)
     return failures
 
 
-def _link(ticket: Ticket, size: int, address: str, found: str, why: str) -> Connection | str:
-    """Connect to an address that answers; else say why not."""
-    if not why:
-        host = f"[{found}]" if ":" in found else found
-        max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
-        endpoint = f"tcp://{host}:{ticket.port}"
-        link = Connection(endpoint, ticket.key, None, max_nbytes, -1, size)
-        try:
-            link.connect(_REACH_S)
-        except BootstrapError as exc:
-            link.close(0.0)
-            why = str(exc)
-        else:
-            return link
-    return f"{address} port {ticket.port}: {why}"
+def _left_s(deadline: float) -> float:
+    """How long to wait for an address: what is left, but not too long, and not too short to try."""
+    return min(_REACH_S, max(_LEAST_S, deadline - time.monotonic()))
 
 
-def _try(address: str, port: int, answers: queue.SimpleQueue[tuple[str, str, str]]) -> None:
+def _late(address: str, port: int, limit_s: float) -> str:
+    return f"{address} port {port}: no answer in {limit_s:.1f} s (a firewall?)"
+
+
+def _link(
+    ticket: Ticket, size: int, answer: tuple[str, str, str], deadline: float, addresses: int
+) -> Connection | str:
+    """Connect to an address that answers; else say why not.
+
+    Args:
+        ticket, size: see `reach`.
+        answer: from `_try`.
+        deadline: of time.monotonic(), for this and the others that have not been tried.
+        addresses: how many these are.
+    """
+    address, found, why = answer
+    if why:
+        return why
+    host = f"[{found}]" if ":" in found else found
+    max_nbytes = 2 * (MAX_FRAME_NBYTES + size * MAX_INFO_NBYTES)
+    endpoint = f"tcp://{host}:{ticket.port}"
+    link = Connection(endpoint, ticket.key, None, max_nbytes, -1, size)
+    try:
+        why = link.why_not_connected(_left_s(deadline) / addresses)
+    except BaseException:
+        link.close(0.0)
+        raise
+    if why:
+        link.close(0.0)
+        return f"{address} port {ticket.port} {why}"
+    return link
+
+
+def _try(
+    address: str, port: int, limit_s: float, answers: queue.SimpleQueue[tuple[str, str, str]]
+) -> None:
     """Put the address there, what it stands for if it is a name, and why it does not answer."""
     found, why = "", ""
     try:
-        with socket.create_connection((address, port), _REACH_S) as connection:
+        with socket.create_connection((address, port), limit_s) as connection:
             if connection.getpeername() == connection.getsockname():
                 # Nobody listens on this host, and the port was free: the socket got it, and so
                 # connected to itself.
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
             found = connection.getpeername()[0]
     except TimeoutError:
-        why = f"no answer in {_REACH_S:g} s (a firewall?)"
+        why = _late(address, port, limit_s)
     except OSError as exc:
-        why = exc.strerror or str(exc)
+        why = f"{address} port {port}: {exc.strerror or exc}"
     answers.put((address, found, why))

@@ -8,6 +8,7 @@ Source: https://docs.pytorch.org/docs/stable/elastic/run.html
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,15 +47,17 @@ class TorchStore:
 
     def share(self, text: str, timeout: float) -> str:
         """See `Board`."""
-        wait = datetime.timedelta(seconds=min(timeout, _MAX_S))
+        deadline = time.monotonic() + min(timeout, _MAX_S)
         host, port = self._address
         try:
-            store = self._type(host, port, is_master=self._serves, timeout=wait)
+            store = self._type(host, port, is_master=self._serves, timeout=_left(deadline))
             if text:
                 store.set(self._key, text)
+            store.set_timeout(_left(deadline))
             found: bytes = store.get(self._key)
             if self._serves:  # the store ends here: not before all have read it
-                store.wait([self._read_key(rank) for rank in range(1, self._size)])
+                others = [self._read_key(rank) for rank in range(1, self._size)]
+                store.wait(others, _left(deadline))
             else:
                 store.set(self._read_key(self._rank), "1")
         except RuntimeError as exc:  # of which torch's own errors are
@@ -63,3 +66,8 @@ class TorchStore:
 
     def _read_key(self, rank: int) -> str:
         return f"{self._key}/read/{rank}"
+
+
+def _left(deadline: float) -> datetime.timedelta:
+    """How long until a time of time.monotonic(); torch takes no less than a millisecond."""
+    return datetime.timedelta(seconds=max(0.001, deadline - time.monotonic()))

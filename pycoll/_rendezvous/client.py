@@ -277,7 +277,7 @@ class Client:
             if came is None:
                 now = time.monotonic()
                 if not self._link.is_open:
-                    self._link.raise_if_late()
+                    self._link.raise_if_late(deadline)
                     raise BootstrapError(
                         f"rank {self._rank}: the connection to the launcher at {self._endpoint} "
                         f"was lost before all ranks had {joined}"

@@ -112,45 +112,50 @@ class Connection:
         Raises:
             BootstrapError: the server does not accept the key, or the time is over.
         """
+        if why := self.why_not_connected(timeout_s):
+            raise BootstrapError(f"{self._who}: {self._endpoint} {why}")
+
+    def why_not_connected(self, timeout_s: float) -> str:
+        """Try until the handshake passes; once. Returns "", or what the server's address does.
+
+        Raises:
+            BootstrapError: the job has met without this process.
+        """
         start, pause, num_cuts = time.monotonic(), _FIRST_PAUSE_S, 0
         deadline = start + timeout_s
         host = self._endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         if why := why_unreachable(host):
-            raise BootstrapError(
-                f"{self._who} cannot reach the launcher at {self._endpoint}: {why}"
-            )
+            return f"cannot be reached: {why}"
         while True:
             try:
                 happened = self._attempt(deadline)
             except zmq.ZMQError as exc:
                 self._disconnect(0.0)
-                raise BootstrapError(
-                    f"{self._who}: {self._endpoint!r} is no address of a launcher "
-                    f"(tcp://host:port): {exc}"
-                ) from exc
+                return f"is no address of a launcher (tcp://host:port): {exc}"
             if happened == _UP:
-                return
+                return ""
             self._disconnect(0.0)
             num_cuts = num_cuts + 1 if happened == _CUT else 0
             if happened in (_REFUSED, _FOREIGN) or num_cuts >= _MAX_CUTS:
-                self.raise_if_late()
-                raise BootstrapError(
-                    f"{self._who}: {self._endpoint} refuses this process: the job's key is not "
-                    "that of the launcher that listens there, or what listens there is no "
-                    "launcher; address and key must come from the same job"
+                self.raise_if_late(deadline)
+                return (
+                    "refuses this process: it does not answer as a pycoll job with this job's key. "
+                    "Address and key must come from the same job, and no other program listen there"
                 )
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                known = "does not answer" if happened & _STARTED else "cannot be reached"
-                raise BootstrapError(
-                    f"{self._who} waited {seconds_since(start)} for the launcher: "
-                    f"{self._endpoint} {known}"
-                )
+                known = "does not answer as a pycoll job"
+                if not happened & (_STARTED | _CUT | zmq.EVENT_DISCONNECTED):
+                    known = "cannot be reached"
+                return f"{known} within {seconds_since(start)}"
             time.sleep(min(pause, remaining))
             pause = min(2 * pause, _LAST_PAUSE_S)
 
-    def raise_if_late(self) -> None:
+    def raise_if_late(self, deadline: float) -> None:
         """Ask the launcher, which has cut this connection, whether the job has met already.
+
+        Args:
+            deadline: until when, of time.monotonic(); a second at most.
 
         Raises:
             BootstrapError: it has; which process is this rank.
@@ -159,10 +164,11 @@ class Connection:
             return
         host, _, port = self._endpoint.removeprefix("tcp://").rpartition(":")
         told = b""
-        deadline = time.monotonic() + _ASK_S
+        deadline = min(deadline, time.monotonic() + _ASK_S)
         with contextlib.suppress(OSError, ValueError):
             address = (host.strip("[]"), int(port))
-            with sockets.create_connection(address, _ASK_S) as asking:
+            left = max(1e-3, deadline - time.monotonic())
+            with sockets.create_connection(address, left) as asking:
                 asking.sendall(late_question(self._key))
                 while len(told) < _ANSWER_NBYTES and (data := asking.recv(1 << 16)):
                     told += data

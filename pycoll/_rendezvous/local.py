@@ -184,7 +184,7 @@ class LocalLink:
     def connect(self, timeout_s: float) -> None:
         """Do nothing: it was connected when it was made."""
 
-    def raise_if_late(self) -> None:
+    def raise_if_late(self, deadline: float) -> None:
         """Do nothing: who has the descriptor is in time."""
 
     def send(self, frame: bytes, is_state: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 
 # Not when an exception is shown: this import evaluates a string, after which Python forgets that
 # it must end with the status of an interrupt.
@@ -125,6 +126,7 @@ class Bootstrap:
             if self._rdma is not None:
                 opened.append(self._rdma)
                 own["rdma"] = self._rdma.address()
+        deadline = time.monotonic() + timeout
         self._infos: Sequence[dict[str, Any]] = control.join(own, timeout)
         agreed.settle(agreed.agree(self._infos))
         self.hosts = nodes = tuple(info["node"] for info in self._infos)
@@ -140,7 +142,8 @@ class Bootstrap:
             self._net = self.core
         opened.append(self.core)
         if self._net is not None:
-            said = control.exchange(self._net.address(), timeout)
+            left = max(0.0, deadline - time.monotonic())
+            said = control.exchange(self._net.address(), left)
             self._net_addresses = [
                 _seen_from_here(address, place.addresses.get(node))
                 for address, node in zip(said, nodes, strict=True)

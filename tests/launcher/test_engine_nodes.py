@@ -154,6 +154,18 @@ def test_a_socket_that_has_met_itself_has_found_nobody(monkeypatch: pytest.Monke
         network_line.reach(ticket, "node 0", 2, time.monotonic(), [], [])
 
 
+def test_strangers_at_the_port_are_named_in_the_time_that_is_given() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as silent:
+        port = silent.getsockname()[1]
+        ticket = Ticket(bytes(32), port, ["127.0.0.1", "127.0.0.2"])
+        began = time.monotonic()
+        with pytest.raises(BootstrapError, match="cannot reach node 0") as caught:
+            network_line.reach(ticket, "node 0", 2, began + 1.0, [], [])
+        assert time.monotonic() - began < 1.0 + 2.0 * PATIENCE
+    for address in ticket.addresses:
+        assert f"{address} port {port} does not answer as a pycoll job" in str(caught.value)
+
+
 def test_time_passes_before_all_nodes_have_come() -> None:
     def serve(work: engines.NodeWork) -> Any:
         return engines.serve(work) if work.node == 0 else time.sleep(4.0)

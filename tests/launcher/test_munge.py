@@ -157,7 +157,7 @@ def test_a_rank_believes_no_reflection(squatter: socket.socket) -> None:
     reflecting = threading.Thread(target=reflect)
     reflecting.start()
     with pytest.raises(ValueError, match=r"is not rank 0 of this job|not enough"):
-        munge.Munge(ENVIRON, 1, 2)._ask_at(first_port())
+        munge.Munge(ENVIRON, 1, 2)._ask_at(first_port(), time.monotonic() + 30.0)
     reflecting.join()
 
 

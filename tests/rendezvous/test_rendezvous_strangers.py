@@ -42,7 +42,7 @@ def test_a_launcher_that_cannot_be_reached_is_named_at_the_deadline(job: Job) ->
     with socket.socket() as taken:  # bound, and not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(BootstrapError, match=rf"rank 1 waited 0\.\d s .*{endpoint} cannot be"):
+        with pytest.raises(BootstrapError, match=f"rank 1: {endpoint} cannot be reached"):
             job.client(endpoint, 1, 2).join({}, 0.3)
 
 
@@ -50,7 +50,7 @@ def test_a_launcher_that_cannot_be_reached_is_named_at_the_deadline(job: Job) ->
 def test_a_launcher_that_is_silent_is_named_at_the_deadline(job: Job) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(BootstrapError, match=f"{endpoint} does not answer"):
+        with pytest.raises(BootstrapError, match=f"{endpoint} does not answer as a pycoll"):
             job.client(endpoint, 1, 2).join({}, 0.3)
 
 
