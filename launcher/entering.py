@@ -57,7 +57,7 @@ def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Itera
             leash.write(key.hex().encode() + b"\n")
             leash.flush()
         deadline = time.monotonic() + timeout
-        in_time = select.select([told], [], [], min(timeout, _MAX_S))[0]
+        in_time = bool(select.select([told], [], [], min(timeout, _MAX_S))[0])
         words = told.readline().decode().split() if in_time else []
         in_time = _has_started(process, deadline) and in_time
         if not words or words[0] != "port":
