@@ -103,9 +103,12 @@ def check_apart(x: Any, out: Value | None) -> None:
 def check_objects(what: str, x: Any, size: int) -> None:
     """Check a list of one object a rank."""
     if not isinstance(x, list | tuple):
+        hint = ""
+        if what == "scatter" and hasattr(x, "__len__") and not isinstance(x, str | bytes | dict):
+            hint = ". To split it: comm.scatter(numpy.array_split(x, comm.size))"
         raise TypeError(
             f"{what} takes an array (size, ...) or a list of size objects, "
-            f"not a {conversion.type_name(x)}"
+            f"not a {conversion.type_name(x)}{hint}"
         )
     if len(x) != size:
         raise ValueError(

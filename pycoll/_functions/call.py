@@ -16,11 +16,12 @@ from __future__ import annotations
 import marshal
 import os
 import pickle
+import re
 import struct
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 
 Head = dict[str, Any]
 """The head of a parcel: plain values only (None, bool, int, float, str, bytes, list, dict)."""
@@ -32,6 +33,7 @@ Tell = Callable[[type[BaseException], BaseException, Any], object]
 """Called like sys.excepthook."""
 
 _HEADER = struct.Struct("<QQ")
+_CELL = re.compile(r'File "(Cell In\[\d+\])", line')  # IPython shows them without "File"
 _READ = 1 << 30  # a single read gives at most 2 GiB
 
 
@@ -136,28 +138,38 @@ def report_value(report: int, value: object) -> None:
     """Write what fn has returned.
 
     Raises:
-        TypeError: it cannot be pickled; the message names its type.
+        UnpicklableError: it cannot be pickled; the message names its type.
     """
     try:
         _write_pickled(report, {"kind": "returned"}, value)
     except (MemoryError, OSError):  # of the memfd, not of the value
         raise
     except Exception as exc:
-        raise TypeError(
+        raise UnpicklableError(
             f"the result of rank {os.environ['PYCOLL_RANK']}, of type {_name(type(value))}, "
             f"cannot be pickled: {exc}"
-        ) from exc
+        ) from None
+
+
+class UnpicklableError(Exception):
+    """A result cannot be pickled. The caller of `pycoll.run` gets a TypeError."""
 
 
 def report_error(report: int, error: BaseException) -> None:
-    """Write the exception that ended fn: itself if it can be pickled, and its text in any case."""
+    """Write the exception that ended fn: itself if it can be pickled, and its text in any case.
+
+    One without a traceback has arisen in no line of the user's.
+    """
     import traceback
 
+    text = ""
+    if error.__traceback__ is not None:
+        text = "".join(traceback.format_exception(error)).rstrip()
     head = {
         "kind": "raised",
         "type": _name(type(error)),
         "summary": "".join(traceback.format_exception_only(error)).strip(),
-        "traceback": "".join(traceback.format_exception(error)).rstrip(),
+        "traceback": _CELL.sub(r"\1, line", text),
     }
     try:
         _write_pickled(report, {**head, "pickled": True}, error)
@@ -190,6 +202,23 @@ def _write_pickled(fd: int, head: Head, value: object) -> None:
 
         os.truncate(fd, size)
         write_parcel(fd, head, write_by_value)
+
+
+_namespaces: dict[str, dict[str, Any]] = {}
+
+
+def namespace(about: dict[str, Any]) -> dict[str, Any]:
+    """Return the globals of functions that came by value: of each module one dictionary.
+
+    What such a function makes global is there when another one comes later. What its caller has as
+    a global of that name comes with the function, and takes its place.
+
+    Args:
+        about: the names by which imports find their way, `__name__` first of all.
+    """
+    kept = _namespaces.setdefault(about.get("__name__", ""), {})
+    kept.update(about)
+    return kept
 
 
 def join() -> tuple[Any, Tell]:
@@ -226,23 +255,67 @@ def _call(task: Parcel, report: int) -> None:
             raise
         # After fn's modules: what they set in the environment for NumPy still counts.
         comm, tell = join()
+        refuse_debuggers()
         try:
             value = fn(comm, *args)
         except SystemExit as exc:
             if exc.code not in (None, 0):
+                report_exit(report, exc)
                 raise
             value = None
         report_value(report, value)
+        at_exit(lambda error: report_error(report, error), tell)
     except SystemExit:
         raise
+    except UnpicklableError as exc:
+        fail(report, TypeError(str(exc)), tell)
     except BaseException as exc:
-        exc.with_traceback(_outside(exc.__traceback__))
-        report_error(report, exc)
-        tell(type(exc), exc, exc.__traceback__)
-        sys.exit(1)
+        fail(report, exc.with_traceback(outside(exc.__traceback__)), tell)
 
 
-def _outside(trace: TracebackType | None) -> TracebackType | None:
+def fail(report: int, error: BaseException, tell: Tell) -> NoReturn:
+    """End this rank with the exception that fn has raised."""
+    report_error(report, error)
+    tell(type(error), error, error.__traceback__)
+    sys.exit(1)
+
+
+def refuse_debuggers() -> None:
+    """Have debuggers say that they cannot work here, unless the user has chosen one."""
+    if "PYTHONBREAKPOINT" in os.environ:
+        return
+    import pdb
+
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(
+            f"a debugger on rank {os.environ['PYCOLL_RANK']}: a rank has no terminal. Debug with "
+            "one rank in a plain script, or set PYTHONBREAKPOINT to a debugger that needs none"
+        )
+
+    sys.breakpointhook = pdb.set_trace = refuse
+
+
+def report_exit(report: int, error: SystemExit) -> None:
+    """Write that fn has called sys.exit, if it has said why."""
+    if isinstance(error.code, str):
+        write_parcel(report, {"kind": "exited", "text": error.code})
+
+
+def at_exit(report: Callable[[BaseException], object], tell: Tell) -> None:
+    """Report what this rank finds when it leaves the job, at the end of the interpreter.
+
+    It looks back there: other ranks may have made another last call. That it prints would say
+    nothing to who called `pycoll.run`.
+    """
+
+    def found(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        report(error)
+        tell(kind, error, trace)
+
+    sys.excepthook = found
+
+
+def outside(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames of this file that it begins with."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import IO, Any, NamedTuple, NoReturn
 
 import cloudpickle
@@ -29,6 +29,7 @@ from pycoll._launcher.spawn import Job, Options
 from pycoll._support import pickling
 from pycoll._support.environment import encrypts
 from pycoll._support.public_edge import edge
+from pycoll._support.wording import a_kind
 from pycoll.errors import Error, OperationTimeout, PeerFailed
 
 TIMED_OUT = 124
@@ -49,6 +50,7 @@ def run(
     *args: Any,
     timeout: float | None = None,
     transport: str | None = None,
+    tag_output: bool | None = None,
 ) -> list[Any]:
     """Call ``fn(comm, *args)`` on n ranks, each a fresh interpreter on this machine.
 
@@ -63,21 +65,26 @@ def run(
         args: passed on to `fn`.
         timeout: seconds for everything, the start of the ranks included; None: no limit.
         transport: as in `pycoll.init`; None: that of the environment.
+        tag_output: begin each line that a rank prints with its rank; None: on a terminal.
 
     Returns:
         What `fn` has returned, by rank.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or `fn`, an argument or a result cannot be
-            pickled.
+        TypeError, ValueError: an argument is wrong, `fn` does not take so many, or `fn`, an
+            argument or a result cannot be pickled.
         Exception: what `fn` raised on the rank that failed first, with a note that names the rank
             and one that shows the traceback there; an `Error` if it cannot be pickled.
         PeerFailed: a rank died or exited instead of returning; `rank` and `reason` say which, how.
+        MismatchError: the ranks made different calls, as `broadcast` with different roots; also if
+            these were their last, and `fn` has returned on each of them.
         OperationTimeout: `timeout` passed; the message says what each rank was doing.
         KeyboardInterrupt: the ranks have been ended; a note says what each rank was doing, if one
             waited for others.
     """
-    options = checked_options(fn, n, timeout, transport)
+    options = checked_options(fn, n, timeout, transport)._replace(
+        tag_output=None if tag_output is None else bool(tag_output)
+    )
     return results("pycoll.run", run_ranks(options, task(fn, args)), options)
 
 
@@ -90,9 +97,9 @@ def checked_options(
         TypeError, ValueError: an argument is wrong.
     """
     if not callable(fn):
-        raise TypeError(f"fn must be callable: fn(comm, *args), not a {type(fn).__name__}")
+        raise TypeError(f"fn must be callable: fn(comm, *args), not {a_kind(fn)}")
     if transport is not None and not isinstance(transport, str):
-        raise TypeError(f"transport is the name of one, not a {type(transport).__name__}")
+        raise TypeError(f"transport is the name of one, not {a_kind(transport)}")
     return Options(
         size=_check_size(n),
         timeout_s=_check_timeout(timeout),
@@ -104,8 +111,10 @@ def checked_options(
 def task(fn: Callable[..., Any], args: Sequence[Any]) -> WriteTask:
     """Return what writes the parcel of a call of a function into a descriptor.
 
-    It raises TypeError if they cannot be pickled.
+    Raises:
+        TypeError: `fn` cannot be called so; what is returned raises it if they cannot be pickled.
     """
+    _check_call(fn, args)
 
     def write_task(fd: int, ticket: call.InheritedDescriptors) -> None:
         sources: dict[str, list[str]] = {}
@@ -232,13 +241,33 @@ def _rows(table: Sequence[str]) -> str:
 # Arguments.
 
 
+def _check_call(fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Find out before ranks start that `fn` does not take these arguments."""
+    import inspect
+
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of some functions in C nobody knows
+        return
+    try:
+        signature.bind(None, *args)
+    except TypeError as exc:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+        signature = inspect.Signature(plain)
+        raise TypeError(
+            f"{name}{signature} is called as {name}(comm, *args) with {len(args)} "
+            f"argument{'s' * (len(args) != 1)} after comm: {exc}"
+        ) from None
+
+
 def _check_size(n: int) -> int:
     if isinstance(n, bool):
         raise TypeError("n is the number of ranks, not a bool")
     try:
         size = operator.index(n)
     except TypeError:
-        raise TypeError(f"n is the number of ranks, an int, not a {type(n).__name__}") from None
+        raise TypeError(f"n is the number of ranks, an int, not {a_kind(n)}") from None
     if size < 1:
         raise ValueError(f"n is the number of ranks, at least 1, not {size}")
     return size
@@ -248,9 +277,9 @@ def _check_timeout(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout is a number of seconds, not a {type(timeout).__name__}")
-    if not timeout >= 0:
-        raise ValueError(f"timeout is a number of seconds from 0 up, not {timeout}")
+        raise TypeError(f"timeout is a number of seconds, not {a_kind(timeout)}")
+    if not timeout > 0:
+        raise ValueError(f"timeout is a number of seconds above 0, not {timeout}")
     return None if timeout == math.inf else float(timeout)
 
 
@@ -270,6 +299,8 @@ class _FunctionPickler(pickling.Pickler):
         self.files: set[str] = set()  # of the functions
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, CodeType):
+            return pickling.reduce_code(obj, cell_name(obj.co_filename))
         if isinstance(obj, type | FunctionType):
             name: Any = obj.__module__
             if isinstance(name, str) and name not in self._seen:
@@ -280,12 +311,24 @@ class _FunctionPickler(pickling.Pickler):
                     self._registered.append(module)
             if isinstance(obj, FunctionType):
                 self.files.add(obj.__code__.co_filename)
+                self.globals_ref.setdefault(id(obj.__globals__), _Namespace(obj.__globals__))
         return super().reducer_override(obj)
 
     def forget(self) -> None:
         """Leave cloudpickle's settings as they were."""
         for module in self._registered:
             cloudpickle.unregister_pickle_by_value(module)
+
+
+class _Namespace:
+    """The globals of functions that are pickled by value, which a rank keeps (`call.namespace`)."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        about = ("__package__", "__name__", "__path__", "__file__")  # for imports in functions
+        self._about = {name: names[name] for name in about if name in names}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return call.namespace, (self._about,)
 
 
 def _pickle(
@@ -302,11 +345,21 @@ def _pickle(
         except (MemoryError, OSError):
             raise
         except Exception as exc:
-            raise TypeError(f"fn and its arguments cannot be pickled: {exc}") from exc
+            error = TypeError(f"fn and its arguments cannot be pickled: {exc}")
+            for note in getattr(exc, "__notes__", ()):
+                error.add_note(note)
+            raise error from None
         finally:
             pickler.forget()
     cells = [name for name in pickler.files & linecache.cache.keys() if not os.path.exists(name)]
-    return {name: linecache.getlines(name) for name in cells}
+    return {cell_name(name): linecache.getlines(name) for name in cells}
+
+
+def cell_name(file: str) -> str:
+    """Return a file as IPython shows it, if that is a cell of a notebook: "Cell In[11]"."""
+    ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    label = getattr(getattr(ipython, "compile", None), "format_code_name", lambda file: None)(file)
+    return " ".join(label) if label else file
 
 
 def _is_importable(module: ModuleType) -> bool:
@@ -364,7 +417,8 @@ def results(name: str, ended: Ended, options: Options) -> list[Any]:
     if outcome.culprit is not None:
         report = reports[outcome.culprit]
         if report is None or report.head["kind"] != "raised":
-            raise PeerFailed(outcome.culprit, ended.reason)
+            said = f": {report.head['text']}" if report and report.head["kind"] == "exited" else ""
+            raise PeerFailed(outcome.culprit, f"{ended.reason}{said}")
         raise _rebuilt(report, outcome.culprit, size) from None
     values = []
     for rank, report in enumerate(reports):
@@ -389,5 +443,6 @@ def _rebuilt(report: call.Parcel, rank: int, size: int) -> BaseException:
     if not isinstance(error, BaseException):
         error = Error(f"{head['summary']}  [its type, {head['type']}, cannot be {why}]")
     error.add_note(f"raised on rank {rank} of {size}")
-    error.add_note(head["traceback"])
+    if head["traceback"]:
+        error.add_note(head["traceback"])
     return error

@@ -17,16 +17,17 @@ def _make_code(make: Callable[..., CodeType], arguments: tuple[Any, ...], file: 
     return make(*arguments).replace(co_filename=file)
 
 
-def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+def reduce_code(code: CodeType, file: str = "") -> tuple[Any, ...]:
+    """Return what pickles code, of another file if one is given."""
     make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return _make_code, (make, arguments, code.co_filename)
+    return _make_code, (make, arguments, file or code.co_filename)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """That of cloudpickle, which keeps the names of files."""
 
     dispatch_table: ClassVar[Any] = cloudpickle.Pickler.dispatch_table.new_child(
-        {CodeType: _reduce_code}
+        {CodeType: reduce_code}
     )
 
 

@@ -42,6 +42,10 @@ def edge(function: F) -> F:
             if text or _is_on_purpose(exc.__traceback__):
                 hide(exc)
             raise  # unlike `raise exc` this adds no frame
+        except Exception as exc:  # what a rank has raised, say
+            if _is_on_purpose(exc.__traceback__):
+                hide(exc)
+            raise
 
     return cast("F", call)
 

@@ -11,6 +11,7 @@ Every pytest of a user who has pycoll loads this module, so what it needs is imp
 from __future__ import annotations
 
 import argparse
+import bdb
 import math
 import os
 import re
@@ -24,13 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pycoll._tools import pytest_comm
+from pycoll._tools.pytest_comm import RANK_PLUGIN
+
 if TYPE_CHECKING:
     from pycoll._communicator.communicator import Communicator
     from pycoll._functions.call import InheritedDescriptors
     from pycoll._tools.pytest_verdict import Verdict
 
 _SIZE = "_pycoll_ranks"  # the parameter of a marked test
-_RANK_PLUGIN = "pycoll-rank"
 
 # Options that are the parent's affair: which tests to run, what to write where, how to start ranks.
 _NOT_FOR_RANKS = re.compile(
@@ -63,22 +66,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "timeout seconds (None: the ini option pycoll_timeout). Fixture: comm.",
     )
     if config.option.pycoll_ticket:
-        config.pluginmanager.register(_RankReporter(config), _RANK_PLUGIN)
+        config.pluginmanager.register(_RankReporter(config), RANK_PLUGIN)
+        config.pluginmanager.register(_CommPlugin(), "pycoll-late")
     else:
         _seconds(config.getini("pycoll_timeout"), "the ini option pycoll_timeout")
-
-
-@pytest.fixture(scope="session")
-def comm(pytestconfig: pytest.Config) -> Communicator:
-    """The world communicator of a test marked with @pytest.mark.ranks(2, 4)."""
-    rank: _RankReporter | None = pytestconfig.pluginmanager.get_plugin(_RANK_PLUGIN)
-    if rank is None:
-        pytest.fail(
-            "the fixture comm is for tests that run on several ranks: mark this one, for example "
-            "with @pytest.mark.ranks(2)",
-            pytrace=False,
-        )
-    return rank.join()
 
 
 @pytest.fixture
@@ -96,7 +87,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except pytest.UsageError as exc:
         pytest.fail(f"{metafunc.definition.nodeid}: {exc}", pytrace=False)
     metafunc.fixturenames.append(_SIZE)
-    ids = [f"{size} rank{'s' * (size != 1)}" for size in sizes]
+    ids = [f"{size}rank{'s' * (size != 1)}" for size in sizes]  # no space: they are typed in shells
     metafunc.parametrize(_SIZE, sizes, ids=ids, indirect=True)
 
 
@@ -143,7 +134,7 @@ def _size_of(item: pytest.Item) -> int | None:
 
 def _starts_ranks(item: pytest.Item) -> bool:
     """Whether this process runs a test by starting its ranks."""
-    return _size_of(item) is not None and not item.config.pluginmanager.hasplugin(_RANK_PLUGIN)
+    return _size_of(item) is not None and not item.config.pluginmanager.hasplugin(RANK_PLUGIN)
 
 
 @pytest.hookimpl(trylast=True)
@@ -153,6 +144,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # Its fixtures are made in the ranks. They get folders inside ours for tmp_path.
             has_tmp = item.config.pluginmanager.hasplugin("tmpdir")
             item.fixturenames = ["tmp_path_factory"] if has_tmp else []
+            if int(os.environ.get("PYCOLL_SIZE", "1")) > 1:
+                raise pytest.UsageError(
+                    f"{item.nodeid} starts its own ranks, and this pytest is one of "
+                    f"{os.environ['PYCOLL_SIZE']} ranks already: call pytest without pycoll-run"
+                )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -189,6 +185,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     item.stash[_verdict_key] = verdict = Verdict(ended)
     verdict.warn_again()
     match verdict.outcome:  # the report is completed below, by what only the ranks know
+        case "failed" if item.config.option.usepdb:
+            # The one failure for which pytest starts no debugger.
+            raise bdb.BdbQuit("a rank has no terminal: --pdb cannot stop there")
         case "failed":
             pytest.fail(verdict.reason, pytrace=False)
         case "xfailed":
@@ -203,6 +202,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    if call.excinfo is not None:
+        pytest_comm.explain_missing(report, call.excinfo.value)
     verdict = item.stash.get(_verdict_key, None)
     if verdict is not None and call.when == "call":
         verdict.fill(report)
@@ -268,6 +269,14 @@ def _is_plain(value: object) -> bool:
 # A rank.
 
 
+class _CommPlugin:
+    """Adds the fixture `comm` when all other plugins have added theirs: the last one counts."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        session.config.pluginmanager.register(pytest_comm, "pycoll-comm")
+
+
 class _RankReporter:
     """The plugin of a rank's own pytest: keeps it quiet, runs one test, and reports."""
 
@@ -279,6 +288,7 @@ class _RankReporter:
         self._report = own_report(config.option.pycoll_ticket)
         self._said: dict[str, Any] = {"phases": [], "warnings": [], "done": False}
         self._comm: Communicator | None = None
+        self._place: list[Any] = ["", 0]  # of the test
         self._tell: Callable[..., object] | None = None
         self._take_options()
         if self._task["addopts"] is None:
@@ -309,6 +319,9 @@ class _RankReporter:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
+        from pycoll._functions.call import refuse_debuggers
+
+        refuse_debuggers()
         sys.stdout, warnings.showwarning = self._stdout, self._showwarning
         for name in ("lfplugin", "nfplugin"):  # what failed last is the parent's knowledge
             self._config.pluginmanager.unregister(name=name)
@@ -334,9 +347,10 @@ class _RankReporter:
             self._note(str(excinfo.getrepr(style="short")))
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self) -> None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if self._has_run():  # by a plugin that runs what failed again; in the parent it can
             pytest.exit("this rank has run its test", returncode=1)
+        self._place = [str(item.path), (item.location[1] or 0) + 1]
 
     def _has_run(self) -> bool:
         return any(phase["when"] == "teardown" for phase in self._said["phases"])
@@ -368,10 +382,14 @@ class _RankReporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
+        from pycoll._functions.call import at_exit
+
         if not self._said["phases"]:
             self._note(f"{self._task['nodeid']} was not collected here")
         self._said["done"] = True
         self._write()
+        if self._tell is not None:
+            at_exit(self._looked_back, self._tell)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Nobody reads the summary that pytest would make next, which takes time in some plugins.
         raise SystemExit(int(exitstatus))
@@ -393,11 +411,21 @@ class _RankReporter:
         signal.signal(signum, signal.SIG_DFL)
         signal.raise_signal(signum)
 
+    def _looked_back(self, error: BaseException) -> None:
+        """Report that other ranks have made other calls, which shows when this one leaves."""
+        kind = type(error)
+        text = f"{kind.__module__}.{kind.__name__}: {error}"
+        shown = "".join(f"E   {line}\n" for line in text.splitlines())
+        self._add("after the test", shown, [*self._place, text])
+
     def _note(self, text: str) -> None:
         """Report a failure of pytest's rather than the test's."""
-        phase = {"when": "pytest", "outcome": "failed", "victim": False, "text": text}
         lines = text.strip().splitlines() or [""]
-        self._said["phases"].append({**phase, "crash": ["", 0, lines[-1]], "sections": []})
+        self._add("pytest", text, ["", 0, lines[-1]])
+
+    def _add(self, when: str, text: str, crash: list[Any]) -> None:
+        phase = {"when": when, "outcome": "failed", "victim": False, "text": text}
+        self._said["phases"].append({**phase, "crash": crash, "sections": []})
         self._write()
 
     def _write(self) -> None:

@@ -2,7 +2,8 @@
 
 A rank's report is a mapping:
 
-    phases    setup, call, teardown, and "pytest" for what went wrong around them, each a mapping:
+    phases    setup, call, teardown, "pytest" for what went wrong around them, and "after the test"
+              for what was found when the rank left the job, each a mapping:
               when; outcome (passed, failed, skipped, xfailed, xpassed or xpassed(strict)); victim
               (it failed because another rank had); text (of the failure); crash (path, line,
               message); reason and skip (as in pytest's reports); sections (name, text)
@@ -98,6 +99,7 @@ class Verdict:
             for report in ended.reports
         ]
         failed, lost = self._of("failed"), self._lost()
+        xpassed = self._of("xpassed(strict)")
         causes = [pair for pair in failed if not pair[1]["victim"]]
         victims = [pair for pair in failed if pair[1]["victim"]]
         # An xfail that names no exception covers also what no rank could report.
@@ -107,9 +109,9 @@ class Verdict:
             # A rank that failed because another one did is shown in one line.
             self._failures = [*lost, *_fold(causes, first=ended.outcome.culprit), *_brief(victims)]
         elif not self._of("xfailed"):
-            self._failures = _fold(victims or self._of("xpassed(strict)"))
+            self._failures = _fold(victims or xpassed)
         if self._failures:
-            self._failures += self._rest(failed)
+            self._failures += self._rest(failed or xpassed)
         self.outcome = self._decide()
         if self._failures:
             self.reason = Representation(self._failures).reprcrash.message

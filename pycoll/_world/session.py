@@ -101,7 +101,8 @@ def init(
     options = (timeout, op_timeout, transport)
     with _session.lock:
         if _session.ended:
-            raise Error(_session.ended)
+            again = ": restart the kernel to call it again" if "ipykernel" in sys.modules else ""
+            raise Error(_session.ended + again)
         if _session.comm is not None:
             default = (300.0, None, None)
             if options not in (default, _session.options):

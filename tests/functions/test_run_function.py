@@ -46,6 +46,11 @@ def test_the_communicator_joins_all_ranks() -> None:
     assert pycoll.run(lambda comm: (comm.size, comm.all_reduce(comm.rank)), 4) == [(4, 6)] * 4
 
 
+def test_output_can_begin_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    pycoll.run(lambda comm: print("here"), 2, tag_output=True)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] here", "[1] here"]
+
+
 def test_one_rank_is_enough() -> None:
     assert pycoll.run(lambda comm: comm.size, 1) == [1]
 

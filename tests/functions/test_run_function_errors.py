@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,66 @@ def test_errors_of_pycoll_are_raised_again_as_they_are() -> None:
         pycoll.run(rank_plus, 2, 0, transport="carrier-pigeon")
 
 
+LAST_CALLS: dict[str, Callable[[Any], object]] = {
+    "broadcast": lambda comm: comm.broadcast(np.full(1, comm.rank), root=comm.rank),
+    "scatter": lambda comm: comm.scatter(np.ones((2, 2)), root=comm.rank),
+    "gather": lambda comm: comm.gather(1, root=1) if comm.rank else comm.broadcast(1),
+}
+
+
+@pytest.mark.parametrize("name", LAST_CALLS)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_mismatch_in_the_last_call_is_raised(
+    name: str, transport: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(MismatchError, match="ranks made different calls") as caught:
+        pycoll.run(LAST_CALLS[name], 2, transport=transport)
+    assert caught.value.__notes__[0] in ("raised on rank 0 of 2", "raised on rank 1 of 2")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_ranks_exception_shows_no_frame_of_pycoll() -> None:
+    with pytest.raises(KeyError) as caught:
+        pycoll.run(raise_on(1, KeyError("gone")), 2)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files == [__file__]
+
+
+def test_a_forgotten_argument_is_found_before_ranks_start() -> None:
+    def work(comm: Any, table: object) -> object:
+        return os.kill(os.getppid(), signal.SIGKILL)
+
+    with pytest.raises(TypeError, match=r"work\(comm, table\) is called .*argument: 'table'"):
+        pycoll.run(work, 2)
+    with pytest.raises(TypeError, match="with 1 argument after comm: too many positional"):
+        pycoll.run(lambda comm: None, 2, 3)
+
+
+def test_lines_of_a_notebook_are_named_as_ipython_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Compiler:
+        """IPython's, as far as it names files."""
+
+        def format_code_name(self, name: str) -> tuple[str, str] | None:
+            return ("Cell", "In[11]") if name == "/tmp/ipykernel_1/5.py" else None
+
+    ipython = types.ModuleType("IPython")
+    shell = types.SimpleNamespace(compile=Compiler())
+    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    text = "def divide(comm):\n    return 1 // comm.rank\n"
+    name = "/tmp/ipykernel_1/5.py"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, name, "exec"), namespace)
+    with pytest.raises(ZeroDivisionError) as caught:
+        pycoll.run(namespace["divide"], 1)
+    assert (
+        "  Cell In[11], line 2, in divide\n    return 1 // comm.rank" in (caught.value.__notes__[1])
+    )
+
+
 DEATHS: list[tuple[Callable[[], object], str]] = [
     (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9 (SIGKILL)"),
     (lambda: os._exit(3), "exit status 3"),
@@ -139,8 +201,8 @@ def test_a_rank_that_leaves_without_a_result_raises_peer_failed() -> None:
     assert caught.value.rank == 1
 
 
-def test_sys_exit_with_a_text_prints_it(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(PeerFailed, match="rank 0 failed: exit status 1"):
+def test_sys_exit_with_a_text_prints_and_tells_it(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PeerFailed, match="rank 0 failed: exit status 1: no data"):
         pycoll.run(lambda comm: sys.exit("no data"), 1)
     assert capfd.readouterr().err == "no data\n"
 
@@ -155,8 +217,12 @@ def test_a_result_that_cannot_be_pickled_names_its_rank_and_type() -> None:
     def lock_on_one(comm: Any) -> object:
         return threading.Lock() if comm.rank == 1 else 0
 
-    with pytest.raises(TypeError, match=r"the result of rank 1, of type _thread\.lock, cannot be"):
+    with pytest.raises(
+        TypeError, match=r"the result of rank 1, of type _thread\.lock, cannot be"
+    ) as caught:
         pycoll.run(lock_on_one, 2)
+    assert caught.value.__notes__ == ["raised on rank 1 of 2"]
+    assert caught.value.__cause__ is caught.value.__context__ is None
 
 
 def test_a_timeout_says_what_each_rank_was_doing() -> None:
@@ -191,7 +257,8 @@ def test_fn_must_be_callable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (float("nan"), ValueError), ("1", TypeError)]
+    ("timeout", "error"),
+    [(0, ValueError), (-1, ValueError), (float("nan"), ValueError), ("1", TypeError)],
 )
 def test_timeout_is_a_number_of_seconds(timeout: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="timeout is a number of seconds"):

@@ -20,13 +20,13 @@ def test_a_test_runs_once_for_each_number_of_ranks(pytester: pytest.Pytester) ->
         """
 @pytest.mark.ranks(1, 3)
 def test_sum(comm, request):
-    assert f"[{comm.size} rank" in request.node.name
+    assert f"[{comm.size}rank" in request.node.name
     assert comm.all_reduce(comm.rank) == sum(range(comm.size))
 """,
         "-v",
     )
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["*::test_sum[[]1 rank] PASSED*", "*::test_sum[[]3 ranks] PASSED*"])
+    result.stdout.fnmatch_lines(["*::test_sum[[]1rank] PASSED*", "*::test_sum[[]3ranks] PASSED*"])
 
 
 def test_ids_go_together_with_other_parameters(pytester: pytest.Pytester) -> None:
@@ -41,7 +41,7 @@ def test_it(comm, x): pass
         "-q",
     )
     names = [line.partition("::")[2] for line in result.outlines if "::" in line]
-    assert sorted(names) == [f"test_it[{n} ranks-{x}]" for n in (2, 4) for x in "ab"]
+    assert sorted(names) == [f"test_it[{n}ranks-{x}]" for n in (2, 4) for x in "ab"]
 
 
 @exhaustive
@@ -58,7 +58,7 @@ class TestThem:
         "-v",
     )
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["*test_two[[]2 ranks]*", "*test_one[[]1 rank]*"])
+    result.stdout.fnmatch_lines(["*test_two[[]2ranks]*", "*test_one[[]1rank]*"])
 
 
 def test_the_communicator_is_optional(pytester: pytest.Pytester) -> None:
@@ -77,6 +77,23 @@ def test_the_communicator_without_the_marker_is_an_error(pytester: pytest.Pytest
     result = run_tests(pytester, "def test_it(comm): pass")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["the fixture comm is for tests *@pytest.mark.ranks(2)*"])
+
+
+def test_the_fixture_gives_way_to_another_plugins(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        their_plugin="import pytest\n@pytest.fixture(scope='session')\ndef comm(): return 'theirs'"
+    )
+    pytester.syspathinsert()
+    result = run_tests(
+        pytester,
+        """
+def test_theirs(comm): assert comm == "theirs"
+@pytest.mark.ranks(2)
+def test_ours(comm): assert comm.size == 2
+""",
+        "-ptheir_plugin",
+    )
+    result.assert_outcomes(passed=2)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +224,7 @@ def test_it(comm):
             "E           ValueError: boom",
             "test_*.py:6: ValueError",
             "ranks 0, 2: *PeerFailed: rank 1 failed: raised ValueError (test_*.py:7)",
-            "FAILED *::test_it[[]3 ranks] - rank 1: ValueError: boom",
+            "FAILED *::test_it[[]3ranks] - rank 1: ValueError: boom",
         ]
     )
 
@@ -221,6 +238,20 @@ def test_the_same_failure_on_several_ranks_is_shown_once(pytester: pytest.Pytest
     result.stdout.fnmatch_lines(["*--- ranks 0-3 ---*", "E *assert 4 == 3"])
     # The summary's last line may repeat the message: where CI is set it is not shortened.
     assert result.stdout.str().count("E   assert 4 == 3") == 1
+
+
+def test_a_mismatch_in_the_last_call_fails_the_test(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester,
+        """
+@pytest.mark.ranks(2)
+def test_it(comm): comm.broadcast(1, root=comm.rank)
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["*--- rank* (after the test) ---*", "E *pycoll.errors.MismatchError: ranks made *"]
+    )
 
 
 def test_different_failures_are_all_shown(pytester: pytest.Pytester) -> None:
@@ -326,7 +357,7 @@ def test_it(pid): pass
 """,
     )
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*--- ranks 0-1 (pytest) ---*", "*2 ranks-*] was not collected*"])
+    result.stdout.fnmatch_lines(["*--- ranks 0-1 (pytest) ---*", "*2ranks-*] was not collected*"])
 
 
 def test_a_test_that_takes_too_long_shows_what_each_rank_was_doing(

@@ -182,7 +182,7 @@ def test_it(comm): assert comm.rank == 5
     result.assert_outcomes(failed=1)
     assert not (pytester.path / "bad").exists()
     (case,) = ElementTree.parse(pytester.path / "report.xml").iter("testcase")
-    assert case.get("name") == "test_it[2 ranks]"
+    assert case.get("name") == "test_it[2ranks]"
     failure = case.find("failure")
     assert failure is not None
     assert "- rank 0 -" in (failure.text or "")
@@ -228,10 +228,10 @@ def test_other(): pass
 """
     run_tests(pytester, text, "-p", "cacheprovider").assert_outcomes(passed=2, failed=1)
     cache = json.loads((pytester.path / ".pytest_cache/v/cache/lastfailed").read_text())
-    assert [name.partition("::")[2] for name in cache] == ["test_it[2 ranks]"]
+    assert [name.partition("::")[2] for name in cache] == ["test_it[2ranks]"]
     again = pytester.runpytest_inprocess("--lf", "-v")
     again.assert_outcomes(failed=1, deselected=0)
-    again.stdout.fnmatch_lines(["*::test_it[[]2 ranks] FAILED*"])
+    again.stdout.fnmatch_lines(["*::test_it[[]2ranks] FAILED*"])
 
 
 @pytest.mark.parametrize("mode", few(["importlib"], ["prepend"]))
@@ -290,3 +290,28 @@ def test_it(comm):
     result = pytester.runpytest_subprocess()
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.fnmatch_lines(["*KeyboardInterrupt*"])
+
+
+def test_a_strict_xfail_that_passes_is_told_once(pytester: pytest.Pytester) -> None:
+    result = run_tests(
+        pytester, "@pytest.mark.ranks(3)\n@pytest.mark.xfail(strict=True)\ndef test_it(comm): pass"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*--- ranks 0-2 ---*", "*XPASS(strict)*"])
+    result.stdout.no_fnmatch_line("*no failure*")
+
+
+def test_a_debugger_has_no_terminal_on_a_rank(pytester: pytest.Pytester) -> None:
+    result = run_tests(pytester, "@pytest.mark.ranks(2)\ndef test_it(comm): breakpoint()", "--pdb")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *RuntimeError: a debugger on rank *: a rank has no terminal.*"])
+    result.stdout.no_fnmatch_line("*entering PDB*")
+
+
+def test_marked_tests_in_a_pytest_that_is_a_rank_are_refused(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOLL_SIZE", "2")
+    result = run_tests(pytester, "@pytest.mark.ranks(2)\ndef test_it(comm): pass")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*test_it* starts its own ranks, *call pytest without pycoll-run"])
