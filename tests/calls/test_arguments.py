@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import sizes
+from tiers import sizes, with_deadline
 
 import pycoll
 from pycoll import ANY_SOURCE, ANY_TAG, PROC_NULL
@@ -342,7 +342,7 @@ def test_out_is_refused_for_objects_and_ignored_off_root(ranks: Any) -> None:
     ranks(program)
 
 
-@sizes(2)
+@with_deadline
 def test_a_scatter_whose_out_does_not_fit_off_root_has_taken_place(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         for out in (np.zeros(3, "f4"), np.zeros(4)):

@@ -52,8 +52,7 @@ def test_wait_any_gives_a_persistent_request_once_for_each_start(ranks: Any) -> 
     ranks(program)
 
 
-# The core's own methods are there only where calls have no default deadline, as pools have.
-@pytest.mark.parametrize("ranks", [(2, ("--op-timeout", "inf"))], indirect=True, scope="module")
+@pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
 def test_the_compiled_collectives_refuse_an_out_that_does_not_fit(ranks: Any) -> None:
     def wrong(comm: Comm) -> Iterator[tuple[type[Exception], str, Callable[[], Any]]]:
         x = np.ones((comm.size, 8))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 exhaustive = pytest.mark.exhaustive
 
@@ -24,6 +25,11 @@ def sizes(*counts: int, more: tuple[int, ...] = ()) -> pytest.MarkDecorator:
     """Run a test on jobs of so many ranks, and on those in `more` in the exhaustive tier."""
     return pytest.mark.parametrize("ranks", few(counts, more), indirect=True, scope="module")
 
+
+# The calls of a pool have no deadline but here.
+with_deadline = pytest.mark.parametrize(
+    "ranks", [(2, ("--op-timeout", str(20 * PATIENCE)))], indirect=True, scope="module"
+)
 
 # A message of whatever length between two ranks, on every way that it may go; or to oneself.
 on_every_way = pytest.mark.parametrize(
