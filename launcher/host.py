@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import resource
+import select
 import selectors
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -119,6 +120,12 @@ class _Process:
         self.pidfd = _pidfd(popen.pid)
         self.joined_pidfd: int | None = None
         self.has_ended = False
+
+
+def _is_readable(descriptor: int) -> bool:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _pidfd(pid: int) -> int | None:
@@ -273,13 +280,7 @@ class LocalHost:
             return self._events.lost(rank)
         except (AttributeError, OSError):  # it cannot be watched; its parent is
             return
-
-        def see_lost() -> None:
-            self._unwatch(started.joined_pidfd)
-            started.joined_pidfd = None
-            self._events.lost(rank)
-
-        self._watch(started.joined_pidfd, see_lost)
+        self._watch(started.joined_pidfd, lambda: self._see_lost(rank))
 
     def doing(self, rank: int) -> str:
         """See `Host`."""
@@ -339,7 +340,17 @@ class LocalHost:
         self._unwatch(started.pidfd)
         started.pidfd = None
         started.has_ended = True
+        if started.joined_pidfd is not None and _is_readable(started.joined_pidfd):
+            self._see_lost(rank)  # it ended first
         self._events.ended(rank, status)
+
+    def _see_lost(self, rank: int) -> None:
+        """The process that joined as a rank has ended, and is not the one started here."""
+        started = self._processes[rank]
+        if started.joined_pidfd is not None:  # else it was seen when that one ended
+            self._unwatch(started.joined_pidfd)
+            started.joined_pidfd = None
+            self._events.lost(rank)
 
     def _sessions(self) -> set[int]:
         return {each.pid for each in self._processes.values()}

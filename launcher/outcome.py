@@ -58,6 +58,7 @@ class RankState:
         abort_code: the code it aborted the job with.
         gone: it is lost with its host: which and why; its process may live.
         died: the process that joined ended without finalizing, and is not the one started here.
+        needed_by: its process ended with status 0 without finalizing, and this rank needed it.
         failed_at: when the first sign of its failure came.
         signalled: the launcher had sent it a signal that ends a process before it ended.
     """
@@ -70,6 +71,7 @@ class RankState:
         self.raised: Raised | None = None
         self.abort_code: int | None = None
         self.died = False
+        self.needed_by: int | None = None
         self.gone = ""
         self.failed_at: float | None = None
         self.signalled = False
@@ -84,7 +86,8 @@ class RankState:
         """Whether it ended as it should."""
         # What it found out when it had left came too late for its exit status.
         raised = self.left and self.raised is not None
-        return self.status == 0 and not (raised or self.died or self.abort_code is not None)
+        failed = raised or self.died or self.needed_by is not None or self.abort_code is not None
+        return self.status == 0 and not failed
 
     @property
     def job_status(self) -> int:
@@ -117,6 +120,8 @@ class RankState:
             return f"raised {self.raised.error}{when}, {ended}"
         if self.died:
             return f"lost process {self.joined}, which had joined the job, {ended}"
+        if self.needed_by is not None:
+            return ended_in_need(ended, self.needed_by)
         return ended
 
 
@@ -133,6 +138,11 @@ def end_text(status: int) -> str:
     if status >= 0:
         return f"exit status {status}"
     return f"killed by signal {-status} ({signal_name(-status)})"
+
+
+def ended_in_need(ended: str, rank: int) -> str:
+    """Say that a process ended without finalizing, though `rank` needed it; `ended`: how."""
+    return f"ended without finalizing ({ended}), though rank {rank} needed it"
 
 
 def judge(
@@ -159,7 +169,8 @@ def judge(
     if first is None:  # the others may know of a lost host before the launcher does
         cause = next((rank for rank in ranks if rank.gone), cause)
     head = f"rank {cause.rank} failed after {at - started:.1f} s: {cause.describe()}"
-    detail = cause.raised.text if cause.raised else stderr_of(cause.rank)
+    told = cause if cause.needed_by is None else ranks[cause.needed_by]
+    detail = told.raised.text if told.raised else stderr_of(told.rank)
     report = _join(head, last_lines(detail), _others(ranks, cause))
     return Outcome(cause.job_status, cause.rank, report, cause.describe(), is_lost=bool(cause.gone))
 

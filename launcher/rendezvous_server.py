@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pycoll._launcher.outcome import ended_in_need
 from pycoll._launcher.rendezvous_calls import RankWaits
 from pycoll._launcher.rendezvous_carriers import Carriers, Peer, send_all
-from pycoll._rendezvous import wire as wire
+from pycoll._rendezvous import wire
 from pycoll.errors import BootstrapError
 
 _MAX_PID = (1 << 31) - 1
@@ -17,9 +18,8 @@ _MAX_PID = (1 << 31) - 1
 class Notice(NamedTuple):
     """What the launcher must know: `kind` is one of those below.
 
-    The fields are those that the rank sent: joined {pid}, raised {error, text, peer_failed},
-    abort {code}, note {text}, unencrypted {}, left {links, calls, error}. A rank makes each kind at
-    most once, but may join again after it gave up waiting; "unencrypted" comes once a job.
+    The fields are those that the rank sent: joined {pid}, others as `wire.parse_post` says. A rank
+    makes each kind at most once, but may join again after it gave up; "unencrypted" comes once.
     """
 
     kind: str
@@ -137,7 +137,7 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fileno(self) -> int:
@@ -234,10 +234,9 @@ class Server:
 
     def close(self) -> None:
         """Stop listening; ranks notice that the connection is lost. May be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        self._carriers.close()
+        if not self._closed:
+            self._closed = True
+            self._carriers.close()
 
     def close_port(self) -> None:
         """Let nobody new in; who has come stays. May be called again."""
@@ -381,6 +380,8 @@ class Server:
                 entry.trouble = f"raised {fields['error']}"
                 if not fields["peer_failed"]:
                     self._fail(rank, entry.trouble, fields["text"])
+                elif fields["needed"] not in (-1, rank):
+                    self._fail_in_need(rank, fields["needed"], fields["why"])
             case "abort" if not entry.aborted:
                 entry.aborted = True
                 self._notices.append(Notice(kind, rank, fields))
@@ -412,8 +413,8 @@ class Server:
             case "seen":
                 self.on_seen(rank, fields)
             case "tell" if self._met:
-                note = {"rank": rank, "note": fields["note"]}
-                self._push(self._ranks[fields["rank"]], wire.pack("told", note))
+                told = wire.pack("told", {"rank": rank, "note": fields["note"]})
+                self._push(self._ranks[fields["rank"]], told)
 
     # Telling the ranks.
 
@@ -438,6 +439,14 @@ class Server:
             self._push_others(rank, "failed", {"rank": rank, "reason": reason, "detail": detail})
             self._lose(f"rank {rank} failed: {reason}")
             self._on_failure()
+
+    def _fail_in_need(self, rank: int, needed: int, why: str) -> None:
+        """A rank fails for want of one that has ended well: the others hear the first cause."""
+        ended, left = self._ranks[needed].ended, self._ranks[needed].left
+        if ended is not None and not left:
+            self._fail(needed, ended_in_need(ended, rank), "")
+        elif left:
+            self._fail(rank, f"{self._ranks[rank].trouble}: {why}", "")
 
     def _push_others(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         others = (entry for other, entry in enumerate(self._ranks) if other != rank)

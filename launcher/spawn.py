@@ -281,7 +281,8 @@ class Job:
 
     def _nothing_to_come(self) -> bool:
         return not self._hosts.have_started or (
-            self._relay.ended and all(rank.told_fully() for rank in self._ranks)
+            self._relay.ended
+            and all(rank.told_fully() and rank.lost_at is None for rank in self._ranks)
         )
 
     def _hear(self) -> bool:
@@ -301,6 +302,7 @@ class Job:
                 self._hosts.of(rank.rank).watch_joined(rank.rank, rank.joined)
             case "left":
                 rank.left = True
+                self._end_lost(rank)
             case "note":
                 self.say(f"rank {rank.rank}: {notice.fields['text']}")
             case "unencrypted":
@@ -308,7 +310,10 @@ class Job:
             case "raised":
                 fields = notice.fields
                 rank.raised = Raised(fields["error"], fields["text"], fields["peer_failed"])
+                if fields["peer_failed"] and fields["needed"] != -1:
+                    self._blame(self._ranks[fields["needed"]], rank, now)
                 self._failed(rank, now)
+                self._end_lost(rank)
             case "abort":
                 rank.abort_code = int(notice.fields["code"])
                 self._failed(rank, now)
@@ -319,13 +324,34 @@ class Job:
         self._ranks[rank].lost_at = time.monotonic()
 
     def _lose(self, rank: _SpawnedRank, now: float) -> None:
-        """The process that joined has ended, and nothing more came of it: its parent lives on."""
+        """The process that joined has ended, and nothing more came of it.
+
+        What was started here is not that process: it lives on, or has ended with status 0, as a
+        shell does that hides how its programs end.
+        """
         rank.lost_at = None
-        if rank.left or rank.status is not None:
+        if rank.left or rank.status:
             return
         rank.died = True
         self.server.rank_ended(rank.rank, f"process {rank.joined}, which had joined, died", False)
         self._failed(rank, now)
+
+    def _end_lost(self, rank: _SpawnedRank) -> None:
+        """The others hear of a status of 0 when it is known that the process that joined left.
+
+        That process has ended, and knows more than the one that was started here. Its last words
+        are heard before this, or within `_LINGER_S`; else it is lost, whatever the status.
+        """
+        has_spoken = rank.left or rank.raised is not None
+        if rank.status == 0 and rank.lost_at is not None and has_spoken:
+            rank.lost_at = None
+            self.server.rank_ended(rank.rank, end_text(0), True)
+
+    def _blame(self, needed: _SpawnedRank, rank: _SpawnedRank, now: float) -> None:
+        """A rank raised PeerFailed: the one it needed failed if it ended without finalizing."""
+        if needed.status == 0 and not needed.left and needed.failed_at is None:
+            needed.needed_by = rank.rank
+            self._failed(needed, now)
 
     def ended(self, rank: int, status: int) -> None:
         """Called when the process of a rank has ended; `hosts.JobEvents`."""
@@ -333,6 +359,9 @@ class Job:
         state.status = status
         text = end_text(status)
         self.say(f"rank {rank}: {text}")
+        if status == 0 and state.lost_at is not None:
+            self._end_lost(state)
+            return
         self.server.rank_ended(rank, text, status == 0)
         if status != 0:
             self._failed(state, time.monotonic())

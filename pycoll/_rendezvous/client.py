@@ -185,6 +185,14 @@ class Client:
         self._round += 1
         return infos
 
+    def raise_if_late(self) -> None:
+        """Ask whether another process is this rank already: this one may be its child.
+
+        Raises:
+            BootstrapError: it is; which process that is.
+        """
+        self._link.raise_if_late()
+
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress()` may have work to do."""
         return self._link.fileno()
@@ -199,7 +207,8 @@ class Client:
         """Tell the server; never blocks, and does nothing without a connection.
 
         The kinds and their fields (contexts are int, str or bytes):
-            "raised" {error, text, peer_failed}, "abort" {code}, "left" {links, calls, error},
+            "raised" {error, text, peer_failed, needed, why}: of PeerFailed, which rank it names and
+            its first line; "abort" {code}, "left" {links, calls, error},
             "note" {text}, for `--verbose`,
             "unencrypted" {}: what travels between hosts is not encrypted,
             "broken" {context, error, rank, reason, message, members},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from typing import Any
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Compared when a rank joins. Any change of a kind or a field is a new version."""
 
 MAX_FRAME_NBYTES = 16 << 20
@@ -238,6 +238,10 @@ def _peer(value: object, size: int) -> int:
     return integer(value, 0, size - 1)
 
 
+def _peer_or_none(value: object, size: int) -> int:
+    return integer(value, -1, size - 1)
+
+
 def _note(value: object, size: int) -> bytes:
     if not isinstance(value, bytes) or len(value) > _MAX_NOTE_NBYTES:
         raise MalformedError(f"a note has at most {_MAX_NOTE_NBYTES} bytes")
@@ -293,7 +297,10 @@ def _name_of_error(value: object, size: int) -> str:
 
 
 _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
-    "raised": {"error": _text(_SHORT_TEXT), "text": _text(_LONG_TEXT), "peer_failed": _flag},
+    "raised": {
+        "error": _text(_SHORT_TEXT), "text": _text(_LONG_TEXT), "peer_failed": _flag,
+        "needed": _peer_or_none, "why": _text(_SHORT_TEXT),
+    },
     "abort": {"code": _number},
     "note": {"text": _text(_SHORT_TEXT)},
     "unencrypted": {},
@@ -319,8 +326,8 @@ _POSTS: dict[str, dict[str, Callable[[object, int], Any]]] = {
 def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
     """Check what a rank of a job of `size` posts, and return it in its plain form.
 
-    Of "waiting" all but the first four fields may be left out, of "left" `calls` and `error`. Long
-    texts are cut.
+    Of "waiting" all but the first four fields may be left out, of "left" `calls` and `error`, of
+    "raised" `needed` (-1: no rank) and `why`. Long texts are cut.
 
     Raises:
         MalformedError: no such kind, a field too many or too few, or a wrong value.
@@ -330,6 +337,8 @@ def parse_post(kind: str, fields: dict[str, Any], size: int) -> dict[str, Any]:
         raise MalformedError(f"there is no post {kind!r:.100}; there are {', '.join(_POSTS)}")
     if kind == "waiting":
         fields = {"members": [], "waited_s": 0.0, "name": "world", "serial": 0, **fields}
+    if kind == "raised":
+        fields = {"needed": -1, "why": "", **fields}
     if kind == "left":
         fields = {"calls": [], "error": "", **fields}
     if fields.keys() != schema.keys():

@@ -45,7 +45,11 @@ def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) ->
         raise BootstrapError(f"PYCOLL_KEY cannot be the key of a job: {exc}") from exc
     opened: list[Transport] = []
     try:
-        bootstrap = Bootstrap(place, chosen, control, timeout, opened)
+        try:
+            bootstrap = Bootstrap(place, chosen, control, timeout, opened)
+        except TransportError:
+            control.raise_if_late()  # a rank's child has no transport: say first that it is one
+            raise
         shared_memory = bootstrap.shared_memory or bootstrap.no_shared_memory
         engine = Engine(bootstrap.core, place.size, control, op_timeout, shared_memory)
     except BaseException:

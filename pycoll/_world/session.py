@@ -298,4 +298,6 @@ def _report_exception(error: BaseException, text: str) -> None:
             error=type(error).__name__,
             text=text,
             peer_failed=isinstance(error, PeerFailed | NoVerdict),
+            needed=error.rank if isinstance(error, PeerFailed) else -1,
+            why=str(error).partition("\n")[0] if isinstance(error, PeerFailed) else "",
         )

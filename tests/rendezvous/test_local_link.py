@@ -57,6 +57,7 @@ AGAIN = f"""{JOIN}
 print(os.getpid(), way(), error_of(rank.join, {{}}, 20.0))
 if sys.argv[1:]:
     open(f"{{__file__}}.fifo", sys.argv[1]).close()
+rank.post("left", links=[])
 rank.close(5.0)
 """
 
@@ -161,7 +162,11 @@ def test_two_processes_that_inherit_one_socket_do_not_share_it(ranks: Run) -> No
 
 
 def test_a_rank_whose_wrapper_has_closed_the_socket_joins_by_zeromq(ranks: Run) -> None:
-    text = "print(way(), len(rank.join({}, 20.0))); rank.close(5.0)"
+    text = """
+print(way(), len(rank.join({}, 20.0)))
+rank.post("left", links=[])
+rank.close(5.0)
+"""
     wrapper = 'import os, subprocess, sys; subprocess.run([sys.executable, os.environ["SCRIPT"]])'
     assert ranks(2, text, sys.executable, "-c", wrapper) == ["zmq 2", "zmq 2"]
 

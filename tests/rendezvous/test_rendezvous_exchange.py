@@ -112,7 +112,8 @@ def test_a_rank_that_raised_is_told_to_the_others_and_the_launcher(job: Job) -> 
     assert settled(clients[1]) == []
     notice = launcher.notice("raised")
     assert notice.rank == 1
-    assert notice.fields == {"error": "ValueError", "text": "Traceback...", "peer_failed": False}
+    assert (notice.fields["error"], notice.fields["text"]) == ("ValueError", "Traceback...")
+    assert not notice.fields["peer_failed"]
 
 
 def test_a_rank_that_raised_peer_failed_is_told_to_the_launcher_alone(job: Job) -> None:
