@@ -489,9 +489,7 @@ class Server:
             since = self._ranks[rank].since
             return f"in init(), waiting for the other ranks, for {now - since:.1f} s"
         wait = self.calls.wait_of(rank)
-        if wait is None:
-            return self._waits_natively(rank)
-        return f"{wait}, for {now - wait.since:.1f} s"
+        return f"{wait}, for {now - wait.since:.1f} s" if wait else self._waits_natively(rank)
 
 
 def _info(fields: dict[str, Any]) -> bytes:
