@@ -185,13 +185,16 @@ class Client:
         self._round += 1
         return infos
 
-    def raise_if_late(self) -> None:
+    def raise_if_late(self, timeout_s: float) -> None:
         """Ask whether another process is this rank already: this one may be its child.
+
+        Args:
+            timeout_s: seconds to wait for the answer; a second at most.
 
         Raises:
             BootstrapError: it is; which process that is.
         """
-        self._link.raise_if_late()
+        self._link.raise_if_late(time.monotonic() + timeout_s)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `progress()` may have work to do."""

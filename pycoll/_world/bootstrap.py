@@ -48,7 +48,7 @@ def join(place: JobPlacement, timeout: float, chosen: str, op_timeout: float) ->
         try:
             bootstrap = Bootstrap(place, chosen, control, timeout, opened)
         except TransportError:
-            control.raise_if_late()  # a rank's child has no transport: say first that it is one
+            control.raise_if_late(timeout)  # it may be a rank's child: say that first
             raise
         shared_memory = bootstrap.shared_memory or bootstrap.no_shared_memory
         engine = Engine(bootstrap.core, place.size, control, op_timeout, shared_memory)
