@@ -315,7 +315,6 @@ class ShmComm:
         number: int,
         mine: tuple[int, tuple[int, ...]],
         theirs: tuple[int, tuple[int, ...]],
-        header: tuple[int, int, int, bytes] | None,
     ) -> None:
         """Raise the error for a call that differs from that of `peer`.
 
@@ -324,13 +323,8 @@ class ShmComm:
             peer: the rank here.
             number: of the calls that differ: this one, or an earlier one, which it has left.
             mine, theirs: their signatures and shapes.
-            header: None, or what the root has announced in this call, unlike the array passed.
         """
         engine, context = self._engine, self._context
-        if header is not None:
-            error = self._other_value(described, peer, header)
-            engine.give_up(context, error)
-            raise error
         call = self._call or self._described(described)
         shown = f"{call.text} at {caller()}" if number == described[5] else _call_text(*mine)
         error = self._different_calls(number, shown, peer, _call_text(*theirs))
@@ -359,23 +353,6 @@ class ShmComm:
     def _show(self, call: Call) -> float:
         self._report(call, 0.0)
         return 0.0
-
-    def _other_value(
-        self, described: tuple[Any, ...], peer: int, header: tuple[int, int, int, bytes]
-    ) -> MismatchError:
-        kind, mine = described[1:3]
-        is_object, _, _, description = header
-        theirs = "a Python object"
-        if not is_object:
-            dtype, _, shape = conversion.from_description(description)
-            theirs = f"{dtype}{list(shape)}"
-        value = conversion.wrap(mine)
-        here = f"{value.dtype}{list(value.array.shape)}" if value is not None else "another value"
-        return MismatchError(
-            f"{KINDS[kind]}: the root, rank {peer}, passed {theirs}, "
-            f"rank {self._context.members.index(self._engine.rank)} {here}. "
-            "Pass an array like the root's, or None."
-        )
 
     def _described(self, described: tuple[Any, ...]) -> Call:
         """Return a call of the fast path, from what the core kept of it."""

@@ -65,18 +65,6 @@ static PyObject *header_tuple(const struct pc_slot *slot) {
                          (Py_ssize_t)header.description_nbytes);
 }
 
-static int raise_mismatch(pc_collective *call, int rank, uint64_t number, PyObject *mine,
-                          PyObject *theirs, PyObject *header) {
-    PyObject *result =
-        PyObject_CallFunction(call->comm->mismatch, "NiKNNN", pc_describe(call), rank,
-                              (unsigned long long)number, mine, theirs, header);
-    if (result != NULL) {
-        Py_DECREF(result);
-        PyErr_SetString(PyExc_RuntimeError, "ranks made different calls");
-    }
-    return -1;
-}
-
 PyObject *pc_called(pc_comm *comm, int rank, uint64_t number) {
     struct pc_slot *slot = pc_slot_of(comm, rank, number);
     /* else it has gone on, and the shape is another call's */
@@ -95,13 +83,13 @@ PC_COLD int pc_mismatch(pc_collective *call, int rank, uint64_t number) {
     if (call->within != NULL && call->within->number != 0) /* of the user's call, or before: this
                                                               part counts as internal */
         number = number >= call->within->number ? call->number : number + 1;
-    return raise_mismatch(call, rank, number, mine, theirs, Py_NewRef(Py_None));
-}
-
-PC_COLD int pc_other_value(pc_collective *call, const struct pc_slot *slot) {
-    pc_hold(&call->call);
-    return raise_mismatch(call, call->root, call->number, Py_NewRef(Py_None), Py_NewRef(Py_None),
-                          header_tuple(slot));
+    PyObject *result = PyObject_CallFunction(comm->mismatch, "NiKNN", pc_describe(call), rank,
+                                             (unsigned long long)number, mine, theirs);
+    if (result != NULL) {
+        Py_DECREF(result);
+        PyErr_SetString(PyExc_RuntimeError, "ranks made different calls");
+    }
+    return -1;
 }
 
 static int sleep_in_python(pc_call *base, int peer, uint64_t waited_ns, bool last) {
@@ -302,8 +290,13 @@ static PyObject *comm_hear(pc_comm *comm, PyObject *args) {
     int kind, root;
     pc_collective call;
     struct pc_slot *slot = NULL;
-    if (!PyArg_ParseTuple(args, "Oii", &text, &kind, &root) || pc_check_attached(comm) < 0 ||
-        pc_call_begin(&call, comm, kind, root) < 0)
+    if (!PyArg_ParseTuple(args, "Oii", &text, &kind, &root) || pc_check_attached(comm) < 0)
+        return NULL;
+    if (comm->heard) { /* by a method of the core (fast.c), which could not receive it */
+        comm->heard = false;
+        return header_tuple(pc_slot_of(comm, root, comm->number));
+    }
+    if (pc_call_begin(&call, comm, kind, root) < 0)
         return NULL;
     call.text = text;
     pc_sign(&call, 0, 0, NULL);

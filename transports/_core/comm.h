@@ -48,6 +48,7 @@ typedef struct pc_comm {
     pthread_t caller;
     bool claimed;     /* whether there is one */
     bool busy;       /* a call is under way */
+    bool heard;      /* and what its root has announced: the next `hear` is of that */
     uint64_t number; /* of the last call */
     uint64_t internal; /* calls that were not the user's */
     uint64_t entered_by_all; /* every rank is known to have entered this call */
@@ -289,8 +290,6 @@ PyObject *pc_describe(const pc_collective *call);
 /* Have Python raise the error: this rank and `rank` made different calls as `number`. Returns
    -1. */
 int pc_mismatch(pc_collective *call, int rank, uint64_t number);
-/* The same: the root has announced another value than the caller's array. */
-int pc_other_value(pc_collective *call, const struct pc_slot *slot);
 uint64_t pc_hash_dims(uint64_t seed, int ndim, const intptr_t *dims);
 /* Set the signature of a call on an array of this shape; `salt` tells apart what else must be the
    same. */

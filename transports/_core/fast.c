@@ -122,9 +122,14 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
     if (status == 0) {
         struct pc_header header;
         memcpy(&header, slot->data, sizeof header);
-        bool alike = header.form == 0 &&
-                     header.value == pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims);
-        status = alike ? pc_receive(&call, slot) : pc_other_value(&call, slot);
+        if (header.form != 0 ||
+            header.value != pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims)) {
+            pc_hold(&call.call);
+            comm->heard = true; /* Python goes on from there */
+            comm->busy = false;
+            return NULL;
+        }
+        status = pc_receive(&call, slot);
     }
     pc_hold(&call.call);
     return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
@@ -164,7 +169,9 @@ static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *arg
         if (result != NULL || PyErr_Occurred())
             return result;
     }
-    return pc_call_slow(comm->slow[kind], args, count, keywords);
+    PyObject *result = pc_call_slow(comm->slow[kind], args, count, keywords);
+    comm->heard = false;
+    return result;
 }
 
 #define FAST(name, kind)                                                                        \
