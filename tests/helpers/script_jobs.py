@@ -1,8 +1,8 @@
 """Jobs of scripts: ranks that check for themselves what they see of one that fails.
 
-Every script begins with `PRELUDE`; a rank for which all was as it should be calls `ok()`. A script
-waits for anything but the clock: for a message, for what the launcher says a rank is doing
-(`await_table`), for the end of a process (`await_end`).
+Every script begins with `PRELUDE`, and with NumPy as `np` if it names that; a rank for which all was
+as it should be calls `ok()`. A script waits for anything but the clock: for a message, for what the
+launcher says a rank is doing (`await_table`), for the end of a process (`await_end`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ LIMIT_S = 50 * PATIENCE
 
 PRELUDE = """
 import os, re, select, signal, sys, threading, time
-import numpy as np
 import pycoll
 
 PATIENCE = float(os.environ["TEST_PATIENCE_OF_PYCOLL"])
@@ -108,7 +107,9 @@ class Jobs:
     def command(self, n: int, text: str, *options: str, init: str = INIT) -> list[str]:
         """Write a script; return the command that runs it on `n` ranks."""
         script = self.folder / "script.py"
-        script.write_text(PRELUDE + init + text)
+        # Importing NumPy costs as much as all else that a rank does to join.
+        numpy = "import numpy as np\n" if "np." in init + text else ""
+        script.write_text(numpy + PRELUDE + init + text)
         limit = ["--timeout", str(LIMIT_S)]
         return [*RUN, "-n", str(n), *limit, *options, str(script), str(self.folder)]
 
