@@ -1,21 +1,24 @@
 """The checks of a change, from nothing: every environment is made new, in a temporary folder.
 
-    .ci/run                 the tier `default`, then further tiers while 50 minutes last
-    .ci/run --minutes 30    the same, while half an hour lasts
-    .ci/run default         this tier alone; also several: .ci/run exhaustive rdma
+    .ci/run                 the tier `default`, then further tiers while 20 minutes last
+    .ci/run --minutes 60    the same, while an hour lasts
+    .ci/run default         this tier alone; also several: .ci/run exhaustive gpu
     .ci/run --list          the tiers, what they are for and how long they take
 
 .ci/tiers.toml describes the tiers. Further ones run in this order: those whose files the change
 touches, then the others in rotation, by the number of commits. The change is what CI_BASE (a
 commit) lacks, or the branch's upstream; without either, all that was committed in the 12 hours
-before the last commit. PYTHON names the interpreter (default: the one that runs this).
+before the last commit. PYTHON names the interpreter (default: the one that runs this). The default
+tier begins with the tests in the folders of what the change touches, and prints each failure as it
+happens.
 
 As root on Debian a tier's packages are installed, and there a test that is skipped although its
 tools can be had is a failure. Ends with a table of what ran, how long, and what did not, and why.
 The exit status is 1 if anything failed. A failure of the default tier ends it all at once.
 
-No step may hang. A tier that takes three times its minutes is ended, and has failed; after 70
-minutes the tier under way is ended, and the table says so. What a step leaves running is killed.
+No step may hang. A tier that takes three times its minutes is ended, and has failed; 10 minutes
+after the time is up the tier under way is ended, and the table says so. What a step leaves running
+is killed.
 
 Up to three tests that failed in a run of pytest are run once more, alone in one process. Those that
 pass then do not fail the run, which other load on the machine may have disturbed, but the table
@@ -45,14 +48,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 from processes import adopt_orphans, end_descendants, reap_until  # noqa: E402
 
-MINUTES = 50
+MINUTES = 20
 """No tier is begun that would end later than this."""
-LAST_MINUTE = 70
-"""The tier under way is ended then."""
+GRACE_MINUTES = 10
+"""So much later the tier under way is ended."""
 HANGS = 3
 """A tier that takes so many times its minutes does not end."""
-DEFAULT_MINUTES = 20
+DEFAULT_MINUTES = 10
 """What the default tier should take at most; more is said in the table."""
+FIRST = "TEST_FIRST_OF_PYCOLL"
+"""The variable that names the folders whose tests tests/conftest.py has run first."""
 WITHOUT_A_BASE_S = 12 * 3600
 MOST_UNSTEADY = 3
 """If more tests fail in one run of pytest, that is no accident."""
@@ -146,24 +151,41 @@ def changed() -> list[str]:
     return git("diff", "--name-only", base.split("\n")[0]).splitlines()
 
 
+def folders_of(files: Sequence[str]) -> list[str]:
+    """The folders of tests/ that test these files; what has none is the house's."""
+    folders = {path.parent.name for path in ROOT.glob("tests/*/test_*.py")}
+    found = set()
+    for name in files:
+        first, *rest = name.split("/")
+        below = rest[0].lstrip("_") if len(rest) > 1 else ""
+        found.add(below if below in folders else first if first in folders else "house")
+    return sorted(found)
+
+
 def in_order(further: Sequence[Tier]) -> list[Tier]:
     """Those that the change touches first, then the others, beginning with another each time."""
     files = changed()
     touched = [tier for tier in further if tier.touched_by(files)]
     others = [tier for tier in further if tier not in touched]
     if others:
-        first = int(git("rev-list", "--count", "HEAD") or 0) % len(others)
+        first = turn() % len(others)
         others = others[first:] + others[:first]
     return touched + others
+
+
+def turn() -> int:
+    """The number of commits, by which takes turns what is not run every time."""
+    return int(git("rev-list", "--count", "HEAD") or 0)
 
 
 class Run:
     """One run: its temporary folder, its environments, its table."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, last_minute: float = math.inf) -> None:
         self.folder = folder
         self.started = time.monotonic()
         self.rows: list[Row] = []
+        self.last_minute = last_minute  # after the start, when the tier under way is ended
         self.limit = math.inf  # minutes after the start when the tier under way hangs
         self.unsteady: list[str] = []
         self.python = os.environ.get("PYTHON") or sys.executable
@@ -183,11 +205,11 @@ class Run:
             variables["PATH"] = f"{environment / 'bin'}:{variables['PATH']}"
         words = ["bash", "-euo", "pipefail", "-c", command]
         process = subprocess.Popen(words, cwd=ROOT, env=variables)
-        minutes = min(self.limit, LAST_MINUTE)
+        minutes = min(self.limit, self.last_minute)
         status = reap_until(process, self.started + 60 * minutes)
         end_descendants()
-        if status is None and minutes == LAST_MINUTE:
-            raise NotHere(f"stopped half-way, {LAST_MINUTE} minutes after the start")
+        if status is None and minutes == self.last_minute:
+            raise NotHere(f"stopped half-way, {self.last_minute:.0f} minutes after the start")
         if status is None:
             raise Failed(f"no end: {command}", None)
         if status == UNSTEADY:
@@ -244,7 +266,9 @@ class Run:
             self.step(command, tools)
         clean()
         user = self.environment("user")
+        self.variables[FIRST] = " ".join(folders_of(changed()))
         self.tests(TESTS, user)
+        del self.variables[FIRST]
         for command in EXAMPLES:
             self.step(command, user)
 
@@ -265,7 +289,7 @@ class Run:
             self.step(f"pip install --quiet {options} {words}", environment)
         for command in tier.steps:
             run = self.tests if command.startswith("pytest") else self.step
-            run(command, environment)
+            run(command.replace("{turn}", str(turn())), environment)
 
     def prepare(self, tier: Tier) -> None:
         if tier.prepare and self.may_install:
@@ -365,7 +389,7 @@ def main() -> int:
     adopt_orphans()
     signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix="pycoll-ci.") as folder:
-        run = Run(Path(folder))
+        run = Run(Path(folder), math.inf if options.tiers else options.minutes + GRACE_MINUTES)
         print(f"ci: {run.python} on {os.uname().machine}, {os.cpu_count()} cores; in {folder}")
         chosen = [known[name] for name in options.tiers] or [default, *in_order(further)]
         well = True

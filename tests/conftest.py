@@ -39,6 +39,14 @@ hypothesis.settings.load_profile("few")
 
 SHM = Path("/dev/shm")
 
+TESTS = Path(__file__).resolve().parent
+
+# Marks of the tests of devices that the tests make up, and the beginnings of their files' paths.
+DEVICES = {
+    "gpu": ("cuda/", "gpu/"),
+    "rdma": ("transports/test_rdma", "transports/test_simulated", "transports/test_registrations"),
+}
+
 # A job's last processes may still be ending when its test has read the job's status: SIGKILL comes
 # 4 s after a failure, and a killed process needs a moment on a busy machine.
 GRACE_S = 6.0 * PATIENCE
@@ -55,7 +63,8 @@ for ignored in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, lambda *_: None)
 
-# pytest-xdist begins with these modules: they take longest, mostly waiting.
+# pytest-xdist begins with these modules, which take longest: one of them alone at the end would
+# have one process busy. What `pytest --durations=0` says, summed by module, orders them.
 LONGEST = (
     "test_failure",
     "test_failure_of_calls",
@@ -66,15 +75,46 @@ LONGEST = (
 )
 
 
+# The folders whose tests come first, and whose failures are printed as they happen; see .ci/run.
+FIRST = os.environ.get("TEST_FIRST_OF_PYCOLL", "").split()
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One process more than cores for whole runs: tests wait a lot. None for a few files."""
     few = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
     return 0 if few else min(len(os.sched_getaffinity(0)) + 1, 5)
 
 
+def place(stem: str) -> int:
+    """A module's place in the order in which pytest-xdist hands them out."""
+    return LONGEST.index(stem) if stem in LONGEST else len(LONGEST)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    name = item.path.relative_to(TESTS).as_posix()
+    for mark, beginnings in DEVICES.items():
+        if name.startswith(beginnings):
+            item.add_marker(mark)
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (item.path.parent.name not in FIRST, place(item.path.stem)))
+    words = re.findall(r"\w+", config.option.markexpr)
+    unnamed = [mark for mark in DEVICES if mark not in words]
+    here = config.invocation_params.dir
+    named = [here / argument.partition("::")[0] for argument in config.args]
+    named = [path for path in named if TESTS in path.parents]
+    left_out = []
+    for item in items:
+        of_device = any(item.get_closest_marker(mark) for mark in unnamed)
+        is_smoke = item.get_closest_marker("smoke")
+        if of_device and not is_smoke and not any(map(item.path.is_relative_to, named)):
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 # Where the tools of a tier were installed, a test that is skipped for want of one has not shown
@@ -100,6 +140,24 @@ def note(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 
 pytest_runtest_logreport = pytest_collectreport = note
+
+
+class EarlyFailures:
+    """Prints each failure at once, and not only at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(f"{report.nodeid}\n{report.longreprtext}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if FIRST and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(EarlyFailures(config))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -23,7 +23,7 @@ from gpu_jobs import (
     tidy,
 )
 from patience import PATIENCE
-from tiers import few
+from tiers import few, smoke
 
 import pycoll
 
@@ -155,6 +155,7 @@ ok()
     assert done.status == 128 + signal.SIGKILL
 
 
+@smoke
 def test_a_rank_that_dies_in_a_collective_is_found_out(gpu_job: Any) -> None:
     text = f"""{ON_GPU}
 x = fakegpu.array({LARGE_ARRAY})

@@ -11,6 +11,7 @@ from typing import Any
 import fake_cuda
 import numpy as np
 import pytest
+from tiers import smoke
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
@@ -84,6 +85,7 @@ def ends_last(table: RewrittenSchedule) -> list[str]:
 # --- staged --------------------------------------------------------------------------------------
 
 
+@smoke
 def test_a_chunk_is_pulled_before_its_first_use_and_pushed_after_its_last(
     device: cuda.Device,
 ) -> None:

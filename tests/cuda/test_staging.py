@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE
+from tiers import smoke
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
@@ -128,6 +129,7 @@ def test_nothing_is_copied_of_an_array_without_elements(device: cuda.Device) -> 
     assert fake_cuda.stats()["enqueued"] == before
 
 
+@smoke
 def test_bytes_are_pulled_once(device: cuda.Device) -> None:
     x = fakegpu.array(np.arange(NBYTES, dtype=np.uint8))
     stage = stage_of_array(device, x)
@@ -170,6 +172,7 @@ def test_a_copy_waits_for_what_its_library_has_under_way(device: cuda.Device) ->
         assert (stage.buffer == 5).all()
 
 
+@smoke
 def test_a_push_waits_for_what_reads_the_array(device: cuda.Device) -> None:
     x = fakegpu.array(np.full(NBYTES, 5, np.uint8))
     with fakegpu.held_stream() as (_, release):

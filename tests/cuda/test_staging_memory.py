@@ -13,6 +13,7 @@ from typing import Any, cast
 import fake_cuda
 import numpy as np
 import pytest
+from tiers import smoke
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is not installed", allow_module_level=True)
@@ -41,6 +42,7 @@ def test_memory_is_used_again(device: cuda.Device) -> None:
     assert len(places) == 1
 
 
+@smoke
 def test_memory_is_not_used_again_while_a_copy_is_under_way(device: cuda.Device) -> None:
     with fakegpu.held_stream() as (_, release):
         x = fakegpu.array(np.full(NBYTES, 1, np.uint8))

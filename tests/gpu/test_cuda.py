@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gpu_world import RANKS, no_gpu
 from ranks_pool import Pools
+from tiers import smoke
 
 from pycoll._cuda import cuda
 from pycoll.errors import Error, TransportError
@@ -142,6 +143,7 @@ def test_a_stream_follows_a_mark_of_another(ranks: Any) -> None:
     ranks(program)
 
 
+@smoke
 def test_a_copy_within_a_gpu(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         device, stream = here(comm), here(comm).stream()
@@ -156,6 +158,7 @@ def test_a_copy_within_a_gpu(ranks: Any) -> None:
     ranks(program)
 
 
+@smoke
 def test_what_fails_says_what_it_was(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         device, host = here(comm), pages(mmap.PAGESIZE)

@@ -1,8 +1,8 @@
 """Jobs of scripts: ranks that check for themselves what they see of one that fails.
 
-Every script begins with `PRELUDE`, and with NumPy as `np` if it names that; a rank for which all was
-as it should be calls `ok()`. A script waits for anything but the clock: for a message, for what the
-launcher says a rank is doing (`await_table`), for the end of a process (`await_end`).
+Every script begins with `PRELUDE`, and with NumPy as `np` if it names that; a rank for which all
+was as it should be calls `ok()`. A script waits for anything but the clock: for a message, for what
+the launcher says a rank is doing (`await_table`), for the end of a process (`await_end`).
 """
 
 from __future__ import annotations

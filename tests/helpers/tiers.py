@@ -3,6 +3,10 @@
 The default tier has each behaviour once, on the sizes, ways and transports that differ in kind. The
 exhaustive tier has more of the same: models, planted faults, tests of test doubles, other sizes,
 long seeds. CONTRIBUTING.md says when which of them runs.
+
+Tests of GPUs and of RDMA run on devices that the tests make up (`DEVICES` in conftest.py marks
+them). A run of all tests has a few of them, those marked `smoke`; the others run by
+`pytest -m gpu` and `pytest -m rdma`, or where their file or folder is named.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import pytest
 from patience import PATIENCE
 
 exhaustive = pytest.mark.exhaustive
+rdma = pytest.mark.rdma
+smoke = pytest.mark.smoke
 
 
 def few(values: Iterable[Any], more: Iterable[Any] = ()) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,42 @@ def test_every_path_of_a_tier_is_there() -> None:
             assert list(ROOT.glob(path)), f"tier {tier['name']}: nothing is {path}"
 
 
+def test_the_tiers_and_their_minutes_are_those_that_contributors_read_of() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z0-9., ]+) \| .* \| (\d+) \|$", text, re.MULTILINE)
+    told = {name: int(minutes) for names, minutes in rows for name in names.split(", ")}
+    assert told == {tier["name"]: tier["minutes"] for tier in listed()}
+    (minutes,) = re.findall(r"further tiers while (\d+) minutes last", text)
+    program = (ROOT / ".ci" / "tiers.py").read_text(encoding="utf-8")
+    assert f"further tiers while {minutes} minutes last" in program
+    assert f"\nMINUTES = {minutes}\n" in program
+
+
+def test_a_change_is_tested_first_by_the_folders_of_its_files() -> None:
+    program = """
+import sys; sys.path.insert(0, sys.argv[1])
+import tiers
+files = ["pycoll/_calls/group.py", "launcher/cli.py", "transports/_core/reduce.c", "README.md"]
+print(*tiers.folders_of([*files, "transports/shm.py", "tests/tools/test_info.py"]))
+"""
+    words = [sys.executable, "-B", "-c", program, str(ROOT / ".ci")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["calls", "core", "house", "launcher", "tools", "transports"]
+
+
+def test_a_run_of_all_tests_has_few_of_a_device_and_a_named_folder_has_all() -> None:
+    def collected(*words: str | Path) -> int:
+        pytest_words = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", *words]
+        done = subprocess.run(pytest_words, cwd=ROOT, capture_output=True, text=True, check=True)
+        return sum("test_cuda.py::" in line for line in done.stdout.splitlines())
+
+    others = [path for path in (ROOT / "tests").iterdir() if path.name not in ("gpu", "helpers")]
+    all_tests = ["tests", *(f"--ignore={path}" for path in others if path.is_dir())]
+    everything = collected("tests/gpu")
+    assert 0 < collected(*all_tests) < everything / 4
+    assert collected(*all_tests, "-m", "gpu") == everything
+
+
 def test_on_a_slow_machine_tiers_are_expected_to_take_longer() -> None:
     program = """
 import sys; sys.path.insert(0, sys.argv[1])
@@ -58,7 +95,7 @@ from pathlib import Path
 from tiers import Row, Run, tiers
 run, known = Run(Path(sys.argv[2])), tiers()
 for took in (0.0, 0.5, 3.0):
-    run.rows = [Row("default", took * known["default"].minutes, "passed"), Row("rdma", 0.0, "not")]
+    run.rows = [Row("default", took * known["default"].minutes, "passed"), Row("roce", 0.0, "not")]
     print(run.slowness(known))
 """
     words = [sys.executable, "-c", program, str(ROOT / ".ci"), "/tmp"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import smoke
 from transport_world import World
 
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST
@@ -74,6 +75,7 @@ def test_a_buffered_message_takes_as_many_frames_as_it_fills(world: World) -> No
     assert counts["write"] == counts["register"] == 0
 
 
+@smoke
 def test_a_large_array_is_written_from_memory_to_memory(world: World) -> None:
     data, into = np.ones(LARGE, np.uint8), np.zeros(LARGE, np.uint8)
     first = transfer(world, data, into)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from tiers import smoke
 
 from pycoll._launcher import cli as launcher
 from pycoll._tools import cli
@@ -116,6 +117,7 @@ def test_a_machine_without_devices_has_no_ports(machine: Machine) -> None:
     assert ports(machine.root) == []
 
 
+@smoke
 def test_a_port_is_what_the_kernel_says(machine: Machine) -> None:
     machine.port("rxe0")
     (port,) = ports(machine.root)
@@ -393,6 +395,7 @@ def test_of_several_ports_the_reason_of_one_that_is_active_is_told(
 # ---------------------------------------------------------------- what commands say
 
 
+@smoke
 def test_pycoll_run_refuses_rdma_where_it_cannot_be_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

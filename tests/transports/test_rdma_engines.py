@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rdma_job import DEADLINE_S, Job
+from tiers import smoke
 
 import pycoll
 from pycoll._selection import agreed
@@ -29,6 +30,7 @@ def job(request: pytest.FixtureRequest, settled: None) -> Iterator[Job]:
     made.close()
 
 
+@smoke
 def test_every_algorithm_of_all_reduce_and_all_to_all(job: Job) -> None:
     def program(comm: Any) -> None:
         for count in (1, 1000, 200_000):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from rdma_world import LARGE, World, check_at_rest
+from tiers import smoke
 
 from pycoll._transports.base import CREDIT, EAGER_LIMIT, MESSAGE_COST, Transfer
 from pycoll._transports.rdma import completions_for, receives_for
@@ -77,6 +78,7 @@ def test_many_renewals_before_the_peer_hears_of_one_are_one_to_it(world: World) 
     check_at_rest(world)
 
 
+@smoke
 def test_a_message_that_is_written_goes_on_when_another_is_given_up(world: World) -> None:
     sent = [world.send(0, 1, b"", bytes([i]) * LARGE) for i in range(3)]
     arrivals = world.arrivals(1, 3)

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from tiers import smoke
 
 from pycoll._transports import registrations
 from pycoll._transports.registrations import MOST_ENTRIES, WHOLE, WHOLE_SHARE, Lease, Registrations
@@ -101,6 +102,7 @@ def test_thousands_of_arrays_leave_nothing_behind(memory: Memory) -> None:
     assert memory.made == 5000
 
 
+@smoke
 def test_an_array_is_registered_once_whatever_of_it_travels(memory: Memory) -> None:
     entries, whole = kept(memory), np.zeros((100, 1000))
     views = [whole, whole[3:7], whole.reshape(-1)[5:17], whole[10:].view(np.int32), whole[5]]

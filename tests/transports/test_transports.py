@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from patience import PATIENCE
-from tiers import exhaustive
+from tiers import exhaustive, few, rdma
 from transport_world import DEADLINE_S, OVER_PYTHON, Node, World
 
 from pycoll import _transports as transports
@@ -23,18 +23,23 @@ from pycoll._transports.zeromq import AHEAD, WINDOW, ZmqTransport
 from pycoll._transports.zmq_messages import FRAGMENT
 from pycoll.errors import PeerFailed, TransportError
 
-NETWORKS = ["zmq", "zmq with CURVE"]
-UNDER_CORE = ["zmq", "rdma, simulated"]
 BETWEEN_PROCESSES = [
-    *NETWORKS,
-    "rdma, simulated",
-    *("shm", "shm in fragments", "tcp", "tcp with lanes"),
-    *(f"{OVER_PYTHON}{kind}" for kind in UNDER_CORE),
+    *few(
+        ["zmq", "shm", "shm in fragments", "tcp", "tcp with lanes", f"{OVER_PYTHON}zmq"],
+        ["zmq with CURVE"],
+    ),
+    *(
+        pytest.param(kind, marks=rdma)
+        for kind in ("rdma, simulated", f"{OVER_PYTHON}rdma, simulated")
+    ),
 ]
-KINDS = ["inproc", *BETWEEN_PROCESSES, f"{OVER_PYTHON}inproc"]
+WORLDS = [*BETWEEN_PROCESSES, *few([], ["inproc", f"{OVER_PYTHON}inproc"])]
+"""The kinds of transports, each in its tier."""
+
+KINDS = [kind if isinstance(kind, str) else kind.values[0] for kind in WORLDS]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=WORLDS)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made = World(request.param, 3)
     yield made
@@ -233,7 +238,7 @@ def large_transfer(world: World) -> tuple[Transfer, Transfer, bytearray]:
     return sending, receiving, into
 
 
-@pytest.fixture(params=NETWORKS)
+@pytest.fixture(params=few(["zmq"], ["zmq with CURVE"]))
 def network(request: pytest.FixtureRequest) -> Iterator[World]:
     """Two ranks with a transport that works between hosts."""
     made = World(request.param, 2)
