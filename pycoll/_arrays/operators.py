@@ -48,7 +48,8 @@ class Op:
     Attributes:
         fn: called as ``fn(left, right)`` with read-only NumPy arrays of one shape and dtype,
             `left` from the lower ranks; returns an array of the same shape and dtype. Arrays of
-            bfloat16 have the dtype that ml_dtypes gives them.
+            bfloat16 have the dtype that ml_dtypes gives them. It runs in the floating-point
+            environment of the thread that calls it.
         commutative: operands may be swapped; else they combine in rank order.
         elementwise: `fn` may be called on any pieces of the arrays; else only on whole ones.
     """

@@ -2,7 +2,8 @@
 
 The bits are the core's (transports/_core/reduce.h), which NumPy alone does not promise: which of
 two NaN or of two zeros it returns, and how it rounds complex products, depends on its version, the
-processor, and where in an array an element stands.
+processor, and where in an array an element stands. As in the core, the thread's floating-point
+environment changes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from pycoll._dtypes import BFLOAT16, FLOAT16, Array, DType
+from pycoll._transports._core import with_default_floats
 
 # Elements combined at once where temporaries are needed: 64 KiB of float32 stay in the cache.
 _BLOCK: Final = 1 << 14
@@ -32,31 +34,39 @@ def combine(ufunc: np.ufunc, dtype: DType, left: Array, right: Array, out: Array
     Memory beside the arrays: less than 1 MiB for floats, one byte to three an element for pairs.
     """
     with np.errstate(all="ignore"):
-        if dtype.storage.names is not None:
-            _combine_located(ufunc, left, right, out)
-        elif dtype.family == "f" and (ufunc in _FLOATS or dtype.code == BFLOAT16.code):
-            _combine_blocks(_FLOATS.get(ufunc, ufunc), dtype, left, right, out)
-        elif dtype.family == "c" and ufunc in _COMPLEX:
-            _combine_blocks(_COMPLEX[ufunc], dtype, left, right, out)
-        else:
-            ufunc(left, right, out=out)
+        with_default_floats(_combine, ufunc, dtype, left, right, out)
 
 
 def divide(dtype: DType, array: Array, divisor: int) -> None:
     """Divide `array`, of a float or complex dtype, in place; 16-bit floats are rounded once."""
     with np.errstate(all="ignore"):
-        if dtype.family == "c":
-            # NumPy divides by a complex number, which rounds twice and makes NaN of infinities.
-            for part in (array.real, array.imag):
-                np.divide(part, part.dtype.type(divisor), out=part)
-        elif dtype.itemsize == 2:
-            with _blocks(array) as blocks:
-                for piece in blocks:
-                    # float16 has no 2049, and no 65520 at all.
-                    narrow(dtype, widen(dtype, piece) / np.float32(divisor), piece)
-        else:
-            # NumPy 1 would calculate with float64 where an int has more than 16 bits.
-            np.divide(array, array.dtype.type(divisor), out=array)
+        with_default_floats(_divide, dtype, array, divisor)
+
+
+def _combine(ufunc: np.ufunc, dtype: DType, left: Array, right: Array, out: Array) -> None:
+    if dtype.storage.names is not None:
+        _combine_located(ufunc, left, right, out)
+    elif dtype.family == "f" and (ufunc in _FLOATS or dtype.code == BFLOAT16.code):
+        _combine_blocks(_FLOATS.get(ufunc, ufunc), dtype, left, right, out)
+    elif dtype.family == "c" and ufunc in _COMPLEX:
+        _combine_blocks(_COMPLEX[ufunc], dtype, left, right, out)
+    else:
+        ufunc(left, right, out=out)
+
+
+def _divide(dtype: DType, array: Array, divisor: int) -> None:
+    if dtype.family == "c":
+        # NumPy divides by a complex number, which rounds twice and makes NaN of infinities.
+        for part in (array.real, array.imag):
+            np.divide(part, part.dtype.type(divisor), out=part)
+    elif dtype.itemsize == 2:
+        with _blocks(array) as blocks:
+            for piece in blocks:
+                # float16 has no 2049, and no 65520 at all.
+                narrow(dtype, widen(dtype, piece) / np.float32(divisor), piece)
+    else:
+        # NumPy 1 would calculate with float64 where an int has more than 16 bits.
+        np.divide(array, array.dtype.type(divisor), out=array)
 
 
 def _combine_located(wins: np.ufunc, left: Array, right: Array, out: Array) -> None:

@@ -15,6 +15,7 @@ from pycoll._calls.shared_memory_calls import may_combine
 from pycoll._selection import agreed, costs
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._selection.select import UNKNOWN_S, Candidate, Query, Refused
+from pycoll._transports._core import with_default_floats
 
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
@@ -114,7 +115,7 @@ def explain(
             whole=not resolved.elementwise,
             shm=blocking and may_combine(group, resolved, _element(dtype, resolved)),
         )
-    able, refused = group.selector.ranking(request)
+    able, refused = with_default_floats(group.selector.ranking, request)
     chosen = able[0]
     return Explanation(
         collective=request.collective,

@@ -13,6 +13,7 @@ from pycoll._selection import agreed
 from pycoll._selection.agreed import SHARED_MEMORY as SHARED_MEMORY
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
+from pycoll._transports._core import with_default_floats
 
 if TYPE_CHECKING:
     from pycoll import schedules
@@ -164,13 +165,15 @@ class Group:
         choice = self._choices.get(key)
         if choice is None:
             request = select.Query(collective, nbytes, rank_order, whole, shm)
-            choice = (
-                self.selector.choose(request) if forced is None else self._force(forced, request)
-            )
+            # Times are floats: all ranks must find the same one the least.
+            choice = with_default_floats(self._choose, forced, request)
             if len(self._choices) >= KNOWN_CALLS:
                 self._choices.clear()
             self._choices[key] = choice
         return choice
+
+    def _choose(self, forced: str | None, request: Query) -> Choice:
+        return self.selector.choose(request) if forced is None else self._force(forced, request)
 
     def _force(self, name: str, request: Query) -> Choice:
         collective = request.collective

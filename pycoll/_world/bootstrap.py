@@ -18,6 +18,7 @@ from pycoll._selection import agreed
 from pycoll._support.environment import encrypts
 from pycoll._support.ports import endpoint
 from pycoll._transports import network
+from pycoll._transports._core import with_default_floats
 from pycoll._transports.base import Transport
 from pycoll._transports.shm import open_host
 from pycoll.errors import BootstrapError, TransportError
@@ -132,7 +133,7 @@ class Bootstrap:
                 own["rdma"] = self._rdma.address()
         deadline = time.monotonic() + timeout
         self._infos: Sequence[dict[str, Any]] = control.join(own, timeout)
-        agreed.settle(agreed.agree(self._infos))
+        agreed.settle(with_default_floats(agreed.agree, self._infos))
         self.hosts = nodes = tuple(info["node"] for info in self._infos)
         sharing = ["shm" in info for info in self._infos]
         needs_network = self._needs_network(all(sharing))

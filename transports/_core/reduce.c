@@ -1,7 +1,8 @@
-/* Reductions: choice of the level, chains of more than two operands, and the call from Python. */
+/* Reductions: choice of the level, chains of more than two operands, and the calls from Python. */
 #include "py.h"
 
 #include "copy.h"
+#include "float_environment.h"
 #include "reduce.h"
 #include "reduce_kernels.h"
 
@@ -208,6 +209,23 @@ PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     if (reduce_sequence(reduce, (int)dtype, args[2], args[3], (int)divisor) < 0)
         return NULL;
     Py_RETURN_NONE;
+}
+
+/* with_default_floats(function, *arguments) -> what it returns */
+PyObject *pc_with_default_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (nargs < 1)
+        return PyErr_Format(PyExc_TypeError, "with_default_floats() takes a function");
+    PyObject *arguments = PyTuple_New(nargs - 1);
+    if (!arguments)
+        return NULL;
+    for (Py_ssize_t k = 1; k < nargs; k++)
+        PyTuple_SetItem(arguments, k - 1, Py_NewRef(args[k]));
+    uint64_t callers = pc_enter_default_floats();
+    PyObject *returned = PyObject_CallObject(args[0], arguments);
+    pc_leave_default_floats(callers);
+    Py_DECREF(arguments);
+    return returned;
 }
 
 /* reduce_level(level) -> the level in force, or -1 */

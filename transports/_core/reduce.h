@@ -10,6 +10,7 @@
    - A complex product is (ar br - ai bi, ar bi + ai br), each operation rounded.
    - float16 and bfloat16 are computed in float32 and rounded once, to nearest even, after the last
    operand (and the division of PC_AVG). A NaN keeps its sign and its upper bits and becomes quiet.
+   - The floating-point environment of the caller changes nothing (float_environment.h).
    - One operand alone is copied; the logical operators still give 0 or 1, and PC_AVG divides. */
 #ifndef PC_REDUCE_H
 #define PC_REDUCE_H

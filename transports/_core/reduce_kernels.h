@@ -5,6 +5,7 @@
 #ifndef PC_REDUCE_KERNELS_H
 #define PC_REDUCE_KERNELS_H
 
+#include "float_environment.h"
 #include "reduce.h"
 
 /* Codes of pycoll/_dtypes.py. */
