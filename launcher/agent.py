@@ -54,6 +54,7 @@ from pycoll._launcher.rendezvous_pairs import Pairs
 from pycoll._launcher.signals import caught_signals
 from pycoll._rendezvous.wire import WIRE_VERSION
 from pycoll._support.environment import HostPlacement, free_port, personal, usable_cores, version
+from pycoll._support.machine import place
 
 WINDOW_NBYTES = 256 << 10
 """Bytes of one stream of a rank's output that may be on the way."""
@@ -319,6 +320,8 @@ class Agent:
             "reached": reached,
             "launcher": launcher,
             "addresses": own_addresses(),
+            "interfaces": [name for _, name in socket.if_nameindex()],
+            "place": place(),
             "time": time.time(),
             "port": free_port(),
         }

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from pycoll._launcher.host import NamedHost
+from pycoll._launcher.outcome import CANNOT_START, CannotStartError, own_lines
 from pycoll._launcher.spawn import Job, Options
 from pycoll._support.environment import (
     IDENTITY,
     TORCH,
     VARIABLES,
+    blocks,
     encrypts,
     usable_cores,
     version,
@@ -38,7 +40,9 @@ _STATUSES = """\
 exit status:
   0 if every rank ended with 0, else that of the rank that failed first (128 + signal if a signal
   killed it; the code of abort(code)); 124 after --timeout, 130 after Ctrl-C, 143 after SIGTERM,
-  127 or 126 if the program cannot be run, 2 if this command line is wrong"""
+  127 or 126 if the program cannot be run, 2 if this command line is wrong, 69 if a host, a port or
+  the like is not to be had, 1 if a host is lost, 70 after an error of pycoll-run itself"""
+_INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 
 
 class _UsageError(Exception):
@@ -86,7 +90,15 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument_group("options").add_argument
-    add("-n", "-np", dest="size", metavar="N", type=_whole, help="ranks (default: usable cores)")
+    add(
+        "-n",
+        "-np",
+        "--np",
+        dest="size",
+        metavar="N",
+        type=_whole,
+        help="ranks (default: usable cores)",
+    )
     add("-H", "--hosts", metavar="a:4,b:4", help="hosts, and how many ranks each has")
     add("--hostfile", metavar="F", help="a file with a host a line: a slots=4")
     add("--interface", metavar="NAME", help="hosts use each other's addresses of this interface")
@@ -109,7 +121,7 @@ def _parser() -> _Parser:
         action=argparse.BooleanOptionalAction,
         help="put [rank] before each line of output, or not (default: on a terminal)",
     )
-    add("--log-dir", metavar="D", help="also write each rank's output to D/rank.K.log")
+    add("--log-dir", metavar="D", help="also write output to D/rank.K.log, D/launcher.log")
     add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
     add("--op-timeout", metavar="S", type=_seconds, help="default deadline of every operation")
     add("--bind", choices=("none", "core"), default="none", help="keep each rank on one core")
@@ -152,7 +164,10 @@ def _split(parser: _Parser, argv: Sequence[str]) -> int:
         if text in ("-m", "--") or not text.startswith("-"):
             break
         if text == "-" or (flag not in takes_value and text[:2] not in ("-n", "-x", "-H")):
-            raise _UsageError(f"unknown option {flag} (see {_PROGRAM} --help)")
+            from pycoll._launcher.foreign_options import OURS  # not sooner: for an error
+
+            hint = OURS.get(flag) or f"see {_PROGRAM} --help"
+            raise _UsageError(f"unknown option {flag} ({hint})")
         index += 2 if not equals and takes_value.get(text) else 1
     return index
 
@@ -250,6 +265,8 @@ def _options(args: argparse.Namespace) -> Options:
     if encrypt:
         _check_encryption(transport, source)
     _check_transport(transport, source, {**os.environ, **exports})
+    _check_one_host(transport, source, hosts, size, args.emulate_hosts)
+    _check_settings({**os.environ, **exports})
     if args.op_timeout is None or "PYCOLL_OP_TIMEOUT" in exports:
         _check_op_timeout({**settings, **exports}.get("PYCOLL_OP_TIMEOUT"))
     return Options(
@@ -293,6 +310,35 @@ def _check_transport(name: str, source: str, environ: Mapping[str, str]) -> None
         raise _UsageError(f"{source} {exc}") from exc
 
 
+def _check_one_host(
+    name: str, source: str, hosts: Sequence[NamedHost], size: int, emulated: int | None
+) -> None:
+    """Refuse shared memory alone for ranks of several hosts."""
+    if name != "shm":
+        return
+    # Whatever its names are, this host is one.
+    count = len({host.name if host.command or host.calls else "" for host in hosts})
+    if emulated is not None:
+        count = len(set(blocks(size, emulated)))
+    if count > 1:
+        raise _UsageError(
+            f"{source} shm: the ranks are on {count} hosts, which share no memory; "
+            "use --transport auto"
+        )
+
+
+def _check_settings(environ: Mapping[str, str]) -> None:
+    """Refuse settings of the choice of algorithms that cannot be read."""
+    if not (environ.get("PYCOLL_ALGORITHM") or environ.get("PYCOLL_SEGMENT")):
+        return
+    from pycoll._selection.agreed import check_settings  # not sooner: hardly any job sets these
+
+    try:
+        check_settings(environ)
+    except ValueError as exc:
+        raise _UsageError(str(exc)) from exc
+
+
 def _check_op_timeout(text: str | None) -> None:
     if not text:
         return
@@ -317,7 +363,10 @@ def _run(argv: Sequence[str]) -> int:
     command = _program(argv[split:])
     node = _node()
     if node is not None and node.number:
-        return node.serve()
+        status = node.serve()
+        if status:
+            _tell(f"node {node.number}: node 0 is gone, or a signal has ended this")
+        return status
     # Closed, its number is that of something else by now.
     stdin = subprocess.DEVNULL if sys.stdin is None else None
     outcome = Job(command, _options(args), stdin=stdin).run()
@@ -339,14 +388,13 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
     outcome = job.run()
     if outcome.report:
         _tell(outcome.report)
-    elif job.ways:
+    elif job.found is not None:
         from pycoll._launcher.reach_table import lines
 
-        print(f"{len(options.hosts)} hosts, all of pycoll {version()}")
-        print(
-            "\n".join(lines([host.name for host in options.hosts], job.ways, job.clocks)),
-            flush=True,
-        )
+        count = len(job.found.names)
+        print(f"{count} host{'s' * (count > 1)}, all of pycoll {version()}")
+        print("\n".join(lines(job.found)), flush=True)
+        _tell("\n".join(job.found.absent))
     return outcome.status
 
 
@@ -355,8 +403,8 @@ def _tell(text: str) -> None:
     if sys.stderr is None:
         return
     try:
-        for line in text.splitlines():
-            print(line if line.startswith(" ") else f"{_PROGRAM}: {line}", file=sys.stderr)
+        sys.stderr.write(own_lines(text))
+        sys.stderr.flush()
     except OSError:  # whoever read it has gone, but our exit status still counts
         _silence(sys.stderr)
 
@@ -376,6 +424,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
+    except CannotStartError as exc:
+        _tell(str(exc))
+        return CANNOT_START
     except (_UsageError, Error) as exc:
         _tell(str(exc))
         return 2
@@ -384,3 +435,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of --help
         _silence(sys.stdout)
         return 141
+    except Exception as exc:
+        _tell(_internal(exc))
+        return _INTERNAL
+
+
+def _internal(exc: Exception) -> str:
+    """Say what must not happen, for who is to mend it."""
+    import traceback  # not sooner: it takes long
+
+    *_, last = traceback.extract_tb(exc.__traceback__)
+    where = f"{os.path.basename(last.filename)}:{last.lineno}"
+    text = f"an error of pycoll-run itself, please report it: {exc!r} at {where}"
+    if "--verbose" in sys.argv:
+        text += "".join(f"\n    {line.rstrip()}" for line in traceback.format_exception(exc))
+    return text

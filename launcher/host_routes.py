@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import socket
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -138,3 +139,22 @@ class HostRoutes:
         if wanted := self._options.interface:
             return [address for interface, address in every if interface == wanted]
         return list(dict.fromkeys([*filter(None, [told]), *(address for _, address in every)]))
+
+
+def without_interface(wanted: str, hosts: Sequence[Host], names: Sequence[str]) -> list[str]:
+    """Say which hosts have no address on an interface, and what they have: a line each."""
+    lines = []
+    for host, name in zip(hosts, names, strict=True):
+        if isinstance(host, RemoteHost):
+            every, addresses = host.hello["interfaces"], host.hello["addresses"]
+        else:
+            every, addresses = [one for _, one in socket.if_nameindex()], own_addresses()
+        usable = list(dict.fromkeys(interface for interface, _ in addresses))
+        if wanted not in every:
+            lines.append(f"{name} has no interface {wanted}; it has {', '.join(every)}")
+        elif wanted not in usable:
+            others = ", ".join(usable) or "no other"
+            lines.append(
+                f"{name} has no address on {wanted} that others could reach; {others} has one"
+            )
+    return lines

@@ -11,9 +11,10 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
-from pycoll._launcher.host import Events, Host, LocalHost, NamedHost, RankProgram
+from pycoll._launcher.host import Host, LocalHost, NamedHost, RankProgram
+from pycoll._launcher.job_spec import JobEvents, JobSpec
 from pycoll._launcher.output import Relay
 from pycoll._launcher.rendezvous_server import Server
 from pycoll._support.environment import (
@@ -25,84 +26,30 @@ from pycoll._support.environment import (
     sent,
     shared_environment,
 )
+from pycoll._support.machine import place
 
 if TYPE_CHECKING:
-    from pycoll._launcher.agent_listener import AgentCalls, Lobby
-    from pycoll._launcher.host_routes import HostRoute, HostRoutes
+    from pycoll._launcher.agent_listener import Lobby
+    from pycoll._launcher.host_routes import HostRoutes
     from pycoll._launcher.input import Input
     from pycoll._launcher.reach import Reachability
     from pycoll._launcher.remote import RemoteHost
 
 _LOOPBACK = "127.0.0.1"
+_HERE = NamedHost("this host")
 _QUICK_S, _PROGRESS_S = 2.0, 5.0  # before, and between, words on who is not there yet
+# For other hosts when one is lost already, so that all that are lost are told at once: as long as
+# ssh tries to connect, and a little for the agent.
+_OTHERS_S = 15.0
 _LOOK_S = 0.25  # between questions to an engine
 _SWEEP_S = 8.0  # for other hosts to end what is left there, and to pass on what was printed
 
 
-class JobSpec(NamedTuple):
-    """What the hosts of a job are to run.
-
-    Attributes:
-        job: the job's id.
-        key: its secret.
-        size: number of ranks.
-        hosts: the hosts, and how their agents are started; none: this one.
-        nodes: by rank the index of its host in `hosts`.
-        calls: how the agents call that nothing here starts; None: there are none.
-        emulate_hosts: number of hosts to pretend, without `hosts`.
-        argv: the program of every rank and its arguments.
-        transport, encrypt, op_timeout_s, exports: see `environment.shared_environment`.
-        interface: other hosts use only the addresses of this interface ("": all).
-        address: they reach this host at this one ("": those that they find).
-        checks: no ranks are started, but the ways between the hosts are measured.
-        bind: keep each rank on a core of its own.
-        pass_fds, stdin: see `host.RankProgram`.
-    """
-
-    job: str
-    key: bytes
-    size: int
-    hosts: Sequence[NamedHost]
-    nodes: Sequence[int]
-    calls: AgentCalls | None
-    emulate_hosts: int
-    argv: Sequence[str]
-    transport: str
-    encrypt: bool
-    op_timeout_s: float | None
-    exports: Mapping[str, str]
-    interface: str
-    address: str
-    checks: bool
-    bind: bool
-    pass_fds: Sequence[int]
-    stdin: int | IO[Any] | None
-
-
-class JobEvents(Events, Protocol):
-    """What the hosts tell the job, beside what each host does."""
-
-    def refused(self, host: str, error: OSError) -> None:
-        """Called when the ranks of a host cannot be started; "": of this one."""
-
-    def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
-        """Called when a host is lost, with its ranks; what its starter has written."""
-
-    def unreachable(self, lines: Sequence[str]) -> None:
-        """Called when some hosts cannot reach others: which, at which port, and why."""
-
-    def checked(self, ways: Sequence[HostRoute]) -> None:
-        """Called when it is known how the hosts reach each other, if that was to be found out."""
-
-    def progress(self, text: str) -> None:
-        """Called when it is known how far the start is, for who waits at a terminal."""
-
-    def tell(self, lines: Sequence[str]) -> None:
-        """Show the user what is not a rank's."""
-
-
 class Hosts:
     """All hosts of a job.
+
+    The user names hosts, and may do so twice: what has several names is one host, with the ranks of
+    all of them. That is known when the agents have said where they are.
 
     Args:
         spec: what they run.
@@ -114,6 +61,9 @@ class Hosts:
 
     Attributes:
         have_started: the ranks have been started, on all hosts.
+        names: of the hosts, when they are known.
+        same: of names that mean a host which has another: that other.
+        absent: why hosts are not there whose job is only to check the others: lines.
 
     Raises:
         OSError: something cannot be opened.
@@ -129,42 +79,32 @@ class Hosts:
         stack: contextlib.ExitStack,
     ) -> None:
         self._spec, self._selector, self._events = spec, selector, events
-        self._server = server
+        self._server, self._relay, self._stack = server, relay, stack
         self.have_started = False
+        self.names: list[str] = []
+        self.same: dict[str, str] = {}
+        self.absent: list[str] = []
         self._here: LocalHost | None = None
-        self._remotes: list[RemoteHost] = []
-        self._all: list[Host] = []
-        self._num_opened = self._num_started = 0  # of the remotes
+        self._remotes: list[RemoteHost] = []  # those with an agent
+        self._all: list[Host] = []  # in the order of their numbers, when they are known
+        self._of_rank: list[Host] = []
+        self._lost: dict[RemoteHost, list[str]] = {}  # before that: why
+        self._started_at = time.monotonic()
+        self._go_on_at = float("inf")  # without those that have not come
         self._ways: HostRoutes | None = None
         self._input: Input | None = None
-        hosts = spec.hosts or [NamedHost("localhost")]
-        self._names = [host.name for host in hosts]
-        self._stack = stack
+        self._num_opened = self._num_started = 0
         self._progress_at = time.monotonic() + _QUICK_S
-        nodes = spec.nodes or blocks(spec.size, spec.emulate_hosts)
-        where = dict(enumerate(places(nodes)))
         self._lobby: Lobby | None = None
         self._look_at = 0.0
-        for index, host in enumerate(hosts):
-            mine = {r: at for r, at in where.items() if not spec.hosts or at.node == index}
-            self._all.append(self._make(index, host, mine, relay))
-        self._of_rank = [self._all[at.node if spec.hosts else 0] for at in where.values()]
+        named = spec.hosts or [_HERE]
+        self._named = [self._make(number, host) for number, host in enumerate(named)]
 
-    def _make(
-        self, node: int, host: NamedHost, places: Mapping[int, HostPlacement], relay: Relay
-    ) -> Host:
+    def _make(self, number: int, host: NamedHost) -> RemoteHost | None:
+        """A host as it is named; None: it is this one."""
         spec, name, command = self._spec, host.name, host.command
         if not command and not host.calls:
-            self._here = LocalHost(
-                self._job(node),
-                places,
-                self._selector,
-                self._events,
-                self._server.open_link,
-                relay.add,
-                self._stack,
-            )
-            return self._here
+            return None
         from pycoll._launcher.remote import RemoteHost, StartedHost  # most jobs have none
 
         remote: RemoteHost
@@ -174,12 +114,12 @@ class Hosts:
             assert spec.calls is not None
             if self._lobby is None:
                 self._lobby = Lobby(spec.calls, self._selector, self._stack)
-            remote = RemoteHost(name, places, self, relay, self._server.hear, spec.calls.wait_s)
-            self._lobby.expect(node, remote)
+            remote = RemoteHost(name, self, self._relay, self._server.hear, spec.calls.wait_s)
+            self._lobby.expect(number, remote)
         else:
             self._events.say(f"{name}: its agent is started by {command[0]}")
             remote = StartedHost(
-                command, self._selector, self._stack, name, places, self, relay, self._server.hear
+                command, self._selector, self._stack, name, self, self._relay, self._server.hear
             )
         self._remotes.append(remote)
         return remote
@@ -191,6 +131,106 @@ class Hosts:
             OSError: one cannot be started on this host.
         """
         if not self._remotes:
+            self._settle()
+
+    def _arrive(self, is_late: bool = False) -> None:
+        """Go on when every host is there or lost, or it is too late for the others."""
+        calls = self._spec.calls is not None  # who calls may have to be made first
+        absent = [each for each in self._remotes if not each.hello and each not in self._lost]
+        if absent and not is_late and not (calls and self._lost):
+            return
+        if not calls:
+            waited_s = time.monotonic() - self._started_at
+            for each in absent:
+                self._lost[each] = [f"{each.name}: it has not answered in {waited_s:.0f} s"]
+        lines = [line for each in self._remotes for line in self._lost.get(each, ())]
+        if lines and not (self._spec.checks and len(self._lost) < len(self._named)):
+            return self._events.unreachable(lines)
+        self.absent = lines
+        try:
+            self._settle()
+        except OSError as exc:
+            self._events.refused("", exc)
+
+    def _settle(self) -> None:
+        """All are there that will be: put the ranks on hosts, and have everything made for them.
+
+        Raises:
+            OSError: it cannot be made on this host.
+        """
+        spec = self._spec
+        present = [n for n, host in enumerate(self._named) if host not in self._lost]
+        numbers: dict[object, int] = {}
+        number_of = {n: numbers.setdefault(self._place(n), len(numbers)) for n in present}
+        kept: dict[int, RemoteHost | None] = {}
+        for n in present:
+            host, number, name = self._named[n], number_of[n], self._name(n)
+            if number not in kept:
+                kept[number] = host
+                self.names.append(name)
+                continue
+            if host is None:  # which needs no agent
+                kept[number] = None
+            self.same[name] = self.names[number]
+            self.say(f"{name} is {self.names[number]}")
+        for each in self._remotes:
+            if each not in kept.values():
+                each.sweep()
+        self._remotes = [each for each in kept.values() if each is not None]
+        if spec.hosts:
+            nodes = [number_of[n] for n in spec.nodes if n in number_of]
+        else:
+            nodes = blocks(spec.size, spec.emulate_hosts)
+        where = dict(enumerate(places(nodes)))
+        for number, host in kept.items():
+            mine = {r: at for r, at in where.items() if not spec.hosts or at.node == number}
+            self._all.append(self._open(number, host, mine))
+        self._of_rank = [self._all[at.node if spec.hosts else 0] for at in where.values()]
+        self._stack.callback(self._server.close_port)
+        if not self._remotes:
+            self._go_on()
+
+    def _place(self, number: int) -> object:
+        """What is the same for two names of one host."""
+        host = self._named[number]
+        if len(self._named) == 1 or self._spec.calls is not None:  # who calls has its own ranks
+            return number
+        return place() if host is None else host.hello["place"]
+
+    def _name(self, number: int) -> str:
+        host = self._named[number]
+        if host is not None:
+            return host.name
+        return self._spec.hosts[number].name if self._spec.hosts else _HERE.name
+
+    def _open(
+        self, number: int, host: RemoteHost | None, places: Mapping[int, HostPlacement]
+    ) -> Host:
+        """Have everything but the ranks made on a host."""
+        if host is not None:
+            host.places = places
+            host.open(self._job(number), self._spec.key, number)
+            return host
+        self._here = LocalHost(
+            self._job(number),
+            places,
+            self._selector,
+            self._events,
+            self._server.open_link,
+            self._relay.add,
+            self._stack,
+        )
+        return self._here
+
+    def _go_on(self) -> None:
+        """Everything is there but the ranks: start them, or first find out how hosts are reached.
+
+        Raises:
+            OSError: it does not work on this host.
+        """
+        if self._spec.checks or len(self._all) > 1:
+            self._try_ways()
+        else:
             self._start_ranks()
 
     def of(self, rank: int) -> Host:
@@ -200,6 +240,10 @@ class Hosts:
     def update(self, now: float) -> float:
         """Do what is due; returns when to call this again."""
         wake = [host.update(now) for host in self._remotes]
+        if not self._all and now >= self._go_on_at:
+            self._go_on_at = float("inf")
+            self._arrive(is_late=True)
+        wake.append(self._go_on_at)
         if not self.have_started and self._remotes:
             wake.append(self._show_progress(now))
             wake.append(self._look_for_failures(now))
@@ -231,7 +275,7 @@ class Hosts:
             hear: called when something may have come for the server.
         """
         self._server.close_port()
-        for host in self._all:
+        for host in (*self._all, *self._remotes):
             host.sweep()
         deadline = time.monotonic() + _SWEEP_S
         while (now := time.monotonic()) < deadline and not all(h.is_over for h in self._remotes):
@@ -245,7 +289,8 @@ class Hosts:
             self._progress_at = now + _PROGRESS_S
             absent = [host.name for host in self._remotes if not host.hello]
             if absent:
-                there = f"{len(self._all) - len(absent)} of {len(self._all)} hosts are there"
+                count = len(self._named)
+                there = f"{count - len(absent)} of {count} hosts are there"
                 self._events.progress(f"{there}, not {', '.join(absent[:8])}")
         return self._progress_at
 
@@ -290,7 +335,7 @@ class Hosts:
 
     def _job(self, node: int) -> str:
         """The id of the part on a host: two may be one machine, and have a guardian each."""
-        return f"{self._spec.job}.{node}" if len(self._spec.hosts) > 1 else self._spec.job
+        return f"{self._spec.job}.{node}" if len(self.names) > 1 else self._spec.job
 
     def _read_input(self, host: RemoteHost) -> None:
         """Pass standard input on to rank 0, which is there."""
@@ -322,11 +367,14 @@ class Hosts:
         """Have all hosts try to reach the others."""
         from pycoll._launcher import host_routes
 
+        wanted = self._spec.interface
+        if wanted and (lines := host_routes.without_interface(wanted, self._all, self.names)):
+            return self._events.unreachable(lines)
         options = host_routes.RouteOptions(
             self._spec.key, self._spec.interface, self._spec.address, self._spec.checks
         )
         self._ways = host_routes.HostRoutes(
-            options, self._all, self._names, self._selector, self._see_ways, self._stack
+            options, self._all, self.names, self._selector, self._see_ways, self._stack
         )
 
     def _see_ways(self) -> None:
@@ -363,20 +411,16 @@ class Hosts:
         self._events.tell(lines)
 
     def here(self, host: RemoteHost) -> None:
-        """Called when an agent is there; when all are, they may open."""
-        self._names[self._all.index(host)] = host.name
+        """Called when an agent is there."""
         self.say(f"{host.name}: its agent is process {host.hello['pid']}")
-        if all(each.hello for each in self._remotes):
-            for each in self._remotes:
-                node = self._all.index(each)
-                each.open(self._job(node), self._spec.key, node)
+        self._arrive()
 
     def opened(self, host: RemoteHost) -> None:
-        """Called when a host has everything but the ranks; when all have, ways are tried."""
+        """Called when a host has everything but the ranks; when all have, it goes on."""
         self._num_opened += 1
         if self._num_opened == len(self._remotes):
             try:
-                self._try_ways()
+                self._go_on()
             except OSError as exc:
                 self._events.refused("", exc)
 
@@ -396,4 +440,8 @@ class Hosts:
 
     def gone(self, host: RemoteHost, why: str) -> None:
         """Called when a host is lost."""
-        self._events.gone(host.ranks, host.name, why, host.message)
+        if self._all:
+            return self._events.gone(host.ranks, host.name, why, host.message)
+        self._lost[host] = [f"{host.name}: {why}", *(f"    {line}" for line in host.message)]
+        self._go_on_at = min(self._go_on_at, time.monotonic() + _OTHERS_S)
+        self._arrive()

@@ -155,7 +155,7 @@ class Meeting:
             self._give_up(0)
 
     def _welcome(self, caller: Caller) -> None:
-        host = RemoteHost("a host", {}, self, None, self._server.hear)
+        host = RemoteHost("a host", self, None, self._server.hear)
         line = CallerLine(caller, lambda kind, fields: self._said(host, kind, fields), host.lose)
         host.line = line
         self._agents[caller] = host, line

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._launcher.host import NamedHost
-from pycoll.errors import Error
+from pycoll._launcher.outcome import CannotStartError
+from pycoll.errors import BootstrapError, Error
 
 if TYPE_CHECKING:
     from pycoll._launcher.agent_listener import AgentCalls
@@ -54,7 +55,7 @@ class Node(NamedTuple):
         """Listen for the other nodes.
 
         Raises:
-            Error: the port is taken.
+            CannotStartError: the port is taken.
         """
         from pycoll._launcher.agent_listener import AgentCalls
         from pycoll._launcher.reach import listen_everywhere
@@ -62,24 +63,25 @@ class Node(NamedTuple):
         try:
             listener = listen_everywhere(self.ticket.port)
         except OSError as exc:
-            raise Error(
+            raise CannotStartError(
                 f"node 0 cannot listen at port {self.ticket.port} (PYCOLL_RENDEZVOUS): "
                 f"{os.strerror(exc.errno) if exc.errno else exc}"
             ) from exc
         return AgentCalls(listener, self.ticket.key, WAIT_S)
 
     def serve(self) -> int:
-        """Be the agent of this node until the job is over; returns the exit status.
+        """Be the agent of this node until the job is over; returns 0 if node 0 has said so, else 1.
 
         Raises:
-            Error: node 0 was not reached, has no place for this one, or is gone.
+            CannotStartError: node 0 was not reached, or has no place for this one.
         """
         from pycoll._launcher import agent_caller
 
-        status = agent_caller.serve(self.ticket, f"node 0 ({_NEEDED[2]})", self.number, WAIT_S)
-        if status:
-            raise Error(f"node {self.number}: node 0 is gone, or a signal has ended this")
-        return status
+        try:
+            whom = f"node 0 ({_NEEDED[2]})"
+            return agent_caller.serve(self.ticket, whom, self.number, WAIT_S)
+        except BootstrapError as exc:
+            raise CannotStartError(str(exc)) from exc
 
 
 def find_node(environ: Mapping[str, str]) -> Node | None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from pycoll.errors import Error
+
+CANNOT_START = 69
+"""The status of a job that cannot be started here and now: EX_UNAVAILABLE of sysexits.h."""
+
 _ERROR_LINES = 12  # lines of a traceback, or of standard error, in a report
+
+
+class CannotStartError(Error):
+    """A job cannot be started here and now; its command line is not wrong."""
 
 
 class Outcome(NamedTuple):
@@ -184,6 +194,23 @@ def _others(ranks: Iterable[RankState], cause: RankState | None) -> str:
         return ""
     ends = "; ".join(f"{ranks_text(numbers)}: {text}" for text, numbers in groups.items())
     return ends if cause is None else f"the others: {ends}"
+
+
+def unconnected(ranks: Sequence[RankState], program: str) -> str:
+    """Say that several Python programs ended well, but none has joined the job; "": it is not so.
+
+    Other programs may have been started for what each does alone.
+    """
+    is_python = os.path.basename(program).startswith("python")
+    if len(ranks) < 2 or not is_python or any(rank.joined is not None for rank in ranks):
+        return ""
+    return f"no rank called pycoll.init(): pycoll has not connected the {len(ranks)} processes"
+
+
+def own_lines(text: str) -> str:
+    """Lines of the launcher's as users see them: those that are not indented say whose they are."""
+    lines = [line for line in text.splitlines() if line]
+    return "".join(f"{line}\n" if line[0] == " " else f"pycoll-run: {line}\n" for line in lines)
 
 
 def _join(*parts: str) -> str:

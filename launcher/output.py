@@ -6,8 +6,10 @@ pipes are left unread, so that a rank waits as it would for the reader itself.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
 import select
 import selectors
 import time
@@ -25,6 +27,7 @@ _FULL, _LOW = 1 << 20, 1 << 18  # bytes waiting: stop reading the ranks' pipes; 
 # terminal, later where another rank's output that breaks the line in two does more harm.
 _QUIET_TERMINAL_S, _QUIET_S = 0.1, 0.5
 _TAIL = 4096  # bytes of each rank's standard error kept for the report
+_LOG_NAME = re.compile(r"rank\.\d+\.log")
 _COLORS = (36, 33, 32, 35, 34, 31)
 
 
@@ -215,7 +218,8 @@ class Relay:
         stdout, stderr: where it goes.
         selector: where pipes are watched; the data of a key is a function to call when it is ready.
         tag: whether to put the rank before each line; None: on a terminal.
-        log_dir: folder for one file a rank, made if it does not exist.
+        log_dir: folder for one file a rank, and one of the launcher's own lines; made if it does
+            not exist. Those of an earlier job are removed.
 
     Raises:
         OSError: the folder or a file in it cannot be made.
@@ -233,8 +237,12 @@ class Relay:
         self._selector = selector
         self._tag = tag
         self._log_dir = log_dir
+        self._own_log: IO[bytes] | None = None
         if log_dir is not None:
             os.makedirs(log_dir, exist_ok=True)
+            for name in filter(_LOG_NAME.fullmatch, os.listdir(log_dir)):
+                os.unlink(os.path.join(log_dir, name))
+            self._own_log = open(os.path.join(log_dir, "launcher.log"), "wb", 0)  # noqa: SIM115
         self._out = Sink(stdout, selector)
         # One terminal, or `> file 2>&1`: one queue keeps the order, and knows whose line is open.
         self._err = self._out if _same_file(stdout, stderr) else Sink(stderr, selector)
@@ -284,6 +292,13 @@ class Relay:
     def say(self, text: str) -> None:
         """Write a line of the launcher's own to standard error."""
         self._err.put(None, text.encode() + b"\n")
+        self.record(f"{text}\n")
+
+    def record(self, text: str) -> None:
+        """Write lines of the launcher's own to its log alone, if it has one."""
+        if self._own_log is not None:
+            with contextlib.suppress(OSError):  # the ranks' logs say so
+                self._own_log.write(text.encode(errors="backslashreplace"))
 
     @property
     def has_terminal(self) -> bool:
@@ -342,8 +357,9 @@ class Relay:
         self._streams.clear()
         self._out.close()
         self._err.close()
-        for log in self._logs:
-            log.close()
+        for log in (*self._logs, self._own_log):
+            if log is not None:
+                log.close()
 
     def _read(self, stream: Stream) -> None:
         if not self._guard(stream.read):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pycoll._launcher.host_routes import HostRoute
 
@@ -10,15 +11,35 @@ _CLOCK_S = 1.0
 """A clock that is off by more is worth a word: file times and logs differ then."""
 
 
-def lines(
-    names: Sequence[str], ways: Sequence[HostRoute], clocks: Mapping[str, float]
-) -> list[str]:
+class CheckedHosts(NamedTuple):
+    """What was found out about a job's hosts.
+
+    Attributes:
+        names: of those that are there.
+        ways: how they reach each other.
+        clocks: by how many seconds those of other hosts are ahead of this host's.
+        same: of names that mean a host which has another: that other.
+        absent: why others are not there: lines.
+    """
+
+    names: Sequence[str]
+    ways: Sequence[HostRoute]
+    clocks: Mapping[str, float]
+    same: Mapping[str, str]
+    absent: Sequence[str]
+
+
+def lines(found: CheckedHosts) -> list[str]:
     """Draw a table: a row for who connects, a column for whom it reaches."""
+    names, ways, clocks = found.names, found.ways, found.clocks
     cells = {(way.by, way.to): _cell(way) for way in ways}
     heads = ["from \\ to", *names]
     rows = [heads, *([by, *(cells.get((by, to), "-") for to in names)] for by in names)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    drawn = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    drawn = []
+    if len(names) > 1:
+        drawn = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    drawn += [f"{name} is {other}, the same host" for name, other in found.same.items()]
     for way in ways:
         if not way.reach.address:
             drawn += [f"{way.by} cannot reach {way.to}:"]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -20,6 +22,7 @@ from pycoll._launcher import agent
 from pycoll._launcher.host import Events, RankProgram
 from pycoll._launcher.input import Input
 from pycoll._launcher.line import LOST_S, DescriptorLine, Line
+from pycoll._launcher.outcome import end_text
 from pycoll._launcher.output import Relay
 from pycoll._launcher.reach import HostAddresses, Reachability
 from pycoll._launcher.rendezvous_carriers import Peer, Relayed
@@ -29,6 +32,8 @@ START_S = 60.0
 """For an agent to say who it is."""
 
 _MESSAGE_LINES = 6  # of what the starter writes to standard error, in an error
+_NOT_INSTALLED = re.compile(rb"No module named '?pycoll\b")
+_SSH_FAILED = 255  # ssh's own status, and that of a command there which a signal has ended
 _MAX_MESSAGE_NBYTES = 64 << 10
 _GOODBYE_S = 1.0  # for a starter to end when its agent has
 
@@ -63,7 +68,6 @@ class RemoteHost:
 
     Args:
         name: as the user calls it.
-        places: where its ranks are, by rank.
         events: hears what happens.
         relay: gets what the ranks write; None: they write for themselves.
         meeting: gets what the ranks say to the launcher, and from whom.
@@ -73,6 +77,7 @@ class RemoteHost:
         hello: what the agent has said of itself; see `agent`.
         heard_at: when that was, of time.time().
         port: where others may try to reach it; 0: not open yet.
+        places: where its ranks are, by rank; whoever decides that sets it.
         is_over: nothing more will come: it has ended, or is lost.
         input: what its rank 0 reads, if that is passed on; whoever reads it sets this.
     """
@@ -83,13 +88,13 @@ class RemoteHost:
     def __init__(
         self,
         name: str,
-        places: Mapping[int, HostPlacement],
         events: RemoteEvents,
         relay: Relay | None,
         meeting: Callable[[Peer, bytes], object],
         start_s: float = START_S,
     ) -> None:
-        self.name, self.places = name, places
+        self.name = name
+        self.places: Mapping[int, HostPlacement] = {}
         self._events, self._relay = events, relay
         self._meeting = meeting
         self.hello: dict[str, Any] = {}
@@ -263,7 +268,7 @@ class StartedHost(RemoteHost):
         command: starts the agent there.
         selector: the launcher's.
         stack: ends the command.
-        name, places, events, relay, meeting: see `RemoteHost`.
+        name, events, relay, meeting: see `RemoteHost`.
 
     Raises:
         OSError: the command cannot be run.
@@ -275,14 +280,14 @@ class StartedHost(RemoteHost):
         selector: selectors.BaseSelector,
         stack: contextlib.ExitStack,
         name: str,
-        places: Mapping[int, HostPlacement],
         events: RemoteEvents,
         relay: Relay,
         meeting: Callable[[Peer, bytes], object],
     ) -> None:
-        super().__init__(name, places, events, relay, meeting)
+        super().__init__(name, events, relay, meeting)
         self._selector = selector
-        self._message = b""
+        self._starter = os.path.basename(command[0])
+        self._message, self._hint = b"", ""
         ours, theirs = socket.socketpair()
         errors, their_errors = os.pipe()
         try:
@@ -315,20 +320,26 @@ class StartedHost(RemoteHost):
         self._read_errors()
         if not self._is_ending:
             status = self._wait(_GOODBYE_S)
-            started = bool(self.hello)
-            ended = f" (exit status {status})" if status else ""
-            if started:
+            ended = f" ({self._starter}: {end_text(status)})" if status else ""
+            if self.hello:
                 why = f"its agent is gone{ended}" + (f": {why}" if why else "")
+            elif _NOT_INSTALLED.search(self._message):
+                why = f"pycoll is not installed there, for {sys.executable}"
             else:
                 why = why or f"the agent could not be started{ended}"
+                if self._starter == "ssh" and status == _SSH_FAILED:
+                    self._hint = f"try: ssh -o BatchMode=yes {self.name} true"
             self._fail(why)
         self.is_over = True
 
     @property
     def message(self) -> list[str]:
-        """The first lines that the starter has written to standard error."""
+        """What the starter has written to standard error, in short, and what to try."""
         text = self._message.decode(errors="replace")
-        return [line for line in text.splitlines() if line.strip()][:_MESSAGE_LINES]
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) > _MESSAGE_LINES:  # of a traceback the last line says most
+            lines[_MESSAGE_LINES - 1 : -1] = []
+        return lines + [self._hint] * bool(self._hint)
 
     def _read_errors(self) -> None:
         try:

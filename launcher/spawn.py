@@ -13,13 +13,24 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._launcher.host import NamedHost, reserve_descriptors
-from pycoll._launcher.hosts import Hosts, JobSpec
-from pycoll._launcher.outcome import Decision, Outcome, Raised, RankState, end_text, judge
+from pycoll._launcher.hosts import Hosts
+from pycoll._launcher.job_spec import JobSpec
+from pycoll._launcher.outcome import (
+    CANNOT_START,
+    Decision,
+    Outcome,
+    Raised,
+    RankState,
+    end_text,
+    judge,
+    own_lines,
+    unconnected,
+)
 from pycoll._launcher.outcome import signal_name as name_of
 from pycoll._launcher.output import Relay, Target
 from pycoll._launcher.rendezvous_server import Notice, Server
@@ -27,11 +38,12 @@ from pycoll._launcher.signals import caught_signals
 from pycoll._launcher.wait_table import PREFIX
 from pycoll._launcher.watch import Watch
 from pycoll._support.environment import warn_after
-from pycoll.errors import Error
+from pycoll.errors import BootstrapError, Error
 
 if TYPE_CHECKING:
     from pycoll._launcher.agent_listener import AgentCalls
     from pycoll._launcher.host_routes import HostRoute
+    from pycoll._launcher.reach_table import CheckedHosts
 
 _TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
@@ -39,7 +51,7 @@ _LINGER_S = 0.25  # after the last end: for late messages, and for children that
 _NEVER = float("inf")
 UNENCRYPTED = (
     "connections between hosts are authenticated, not encrypted; --encrypt (or PYCOLL_ENCRYPT=1) "
-    "encrypts them"
+    "encrypts them, PYCOLL_ENCRYPT=0 says that you know"
 )
 
 
@@ -103,8 +115,7 @@ class Job:
         id: the value of PYCOLL_JOB in every process of the job; on several hosts with the number
             of the host behind it.
         server: where the ranks meet; made by `run`.
-        ways: how the hosts reach each other, if that was to be found out.
-        clocks: then also by how many seconds their clocks are ahead of this host's.
+        found: how the hosts reach each other, if that was to be found out.
     """
 
     server: Server
@@ -120,8 +131,7 @@ class Job:
         stdin: int | IO[Any] | None = None,
     ) -> None:
         self.id = os.urandom(16).hex()
-        self.ways: list[HostRoute] = []
-        self.clocks: dict[str, float] = {}
+        self.found: CheckedHosts | None = None
         self._argv = list(argv)
         self._options = options
         self._pass_fds = tuple(pass_fds)
@@ -131,6 +141,7 @@ class Job:
         self._signals: list[int] = []  # caught and not handled yet
         self._interrupted = False  # by Ctrl-C, once
         self._decision: Decision | None = None
+        self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
         self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
         self._num_kills = 0
         self._over_at: float | None = None  # when the job is left, all ranks having ended
@@ -152,12 +163,15 @@ class Job:
                 self._open(stack)
                 self._hosts.start()
             except (OSError, Error) as exc:
-                return self._refusal(exc)
-            self._watch()
-            self._hosts.sweep(self._hear)
-            self._relay.finish()
-            self._flush()
-            return self._outcome()
+                outcome = self._refusal(exc)
+            else:
+                self._watch()
+                self._hosts.sweep(self._hear)
+                self._relay.finish()
+                self._flush()
+                outcome = self._outcome()
+            self._record(own_lines(f"{outcome.report}\nexit status {outcome.status}"))
+            return outcome
 
     # Starting.
 
@@ -174,6 +188,7 @@ class Job:
             log_dir=options.log_dir,
         )
         stack.callback(self._relay.close)
+        self._record = self._relay.record
         self.server = Server(
             options.size,
             key,
@@ -216,7 +231,7 @@ class Job:
 
     def _refusal(self, exc: OSError | Error, is_here: bool = True) -> Outcome:
         """The outcome when not all ranks could be started, of this host or another."""
-        program, reason = self._argv[0], str(exc)
+        program, reason, status = self._argv[0], str(exc), CANNOT_START
         if isinstance(exc, OSError):
             reason = exc.strerror or reason
             if exc.filename == program:
@@ -226,8 +241,10 @@ class Job:
                 return Outcome(status, None, f"cannot run {program}: {reason}")
             if exc.filename is not None:
                 reason = f"{exc.filename}: {reason}"
+        elif not isinstance(exc, BootstrapError):  # a setting that makes no sense
+            status = 2
         size = self._options.size
-        return Outcome(2, None, f"cannot start {size} rank{'s' * (size > 1)}: {reason}")
+        return Outcome(status, None, f"cannot start {size} rank{'s' * (size > 1)}: {reason}")
 
     def _refuse(self, status: int, text: str) -> None:
         """End the job before it has begun."""
@@ -305,7 +322,7 @@ class Job:
                 self._end_lost(rank)
             case "note":
                 self.say(f"rank {rank.rank}: {notice.fields['text']}")
-            case "unencrypted":
+            case "unencrypted" if not _knows_unencrypted():
                 self.tell([UNENCRYPTED])
             case "raised":
                 fields = notice.fields
@@ -372,18 +389,22 @@ class Job:
         self._refuse(outcome.status, f"{host}: {outcome.report}" if host else outcome.report)
 
     def unreachable(self, lines: Sequence[str]) -> None:
-        """Called when some hosts cannot reach others; `hosts.JobEvents`."""
-        self._refuse(2, "\n".join(lines))
+        """Called when some hosts cannot be reached; `hosts.JobEvents`."""
+        self._refuse(CANNOT_START, "\n".join(lines))
 
     def checked(self, ways: Sequence[HostRoute]) -> None:
         """Called when it is known how the hosts reach each other; `hosts.JobEvents`."""
-        self.ways, self.clocks = list(ways), self._hosts.clocks()
-        self._refuse(0 if all(way.reach.address for way in ways) else 1, "")
+        from pycoll._launcher.reach_table import CheckedHosts
+
+        hosts = self._hosts
+        self.found = CheckedHosts(hosts.names, ways, hosts.clocks(), hosts.same, hosts.absent)
+        works = not hosts.absent and all(way.reach.address for way in ways)
+        self._refuse(0 if works else CANNOT_START, "")
 
     def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
         """Called when a host is lost, with its ranks; `hosts.JobEvents`."""
         if not self._hosts.have_started:
-            self._refuse(2, "\n    ".join([f"{host}: {why}", *message]))
+            self._refuse(CANNOT_START, "\n    ".join([f"{host}: {why}", *message]))
             return
         for rank in ranks:
             state = self._ranks[rank]
@@ -475,7 +496,10 @@ class Job:
     def _outcome(self) -> Outcome:
         if not self._hosts.have_started and self._decision is not None:
             return Outcome(self._decision.status, None, self._decision.text)
-        return judge(self._ranks, self._decision, self._started, self._relay.tail)
+        outcome = judge(self._ranks, self._decision, self._started, self._relay.tail)
+        if outcome.status == 0 and not outcome.report:
+            outcome = outcome._replace(report=unconnected(self._ranks, self._argv[0]))
+        return outcome
 
     # Small things.
 
@@ -492,6 +516,11 @@ class Job:
         """Tell what happens to who wants to know; `hosts.JobEvents`."""
         if self._options.verbose:
             self._relay.say(f"pycoll-run: {text}")
+
+
+def _knows_unencrypted() -> bool:
+    """Whether the user has said so; a rank of another job has that job's variable."""
+    return os.environ.get("PYCOLL_ENCRYPT") == "0" and "PYCOLL_JOB" not in os.environ
 
 
 def _nothing() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycoll._support.environment import encrypts
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.machine import boot_id
 from pycoll.errors import BootstrapError
 
 if TYPE_CHECKING:
@@ -143,12 +144,8 @@ def _cores_here() -> dict[str, Any]:
 
 
 def _machine() -> bytes:
-    """Return what tells running kernels apart."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            return file.read(13)
-    except OSError:
-        return os.uname().nodename.encode()
+    """Return what tells running kernels apart, in short."""
+    return boot_id().encode()[:13]
 
 
 def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
@@ -231,8 +228,24 @@ def home_file(environ: Mapping[str, str]) -> str:
 # --- the grammar -----------------------------------------------------------------------------
 
 
-def parse_rules(text: str) -> dict[str, Rule]:
+def check_settings(environ: Mapping[str, str]) -> None:
+    """Read what rank 0 will, but for names of algorithms, which its program may register.
+
+    Raises:
+        ValueError: a setting makes no sense: what, and what there is.
+    """
+    if text := environ.get("PYCOLL_ALGORITHM"):
+        parse_rules(text, any_name=True)
+    if text := environ.get("PYCOLL_SEGMENT"):
+        parse_segment(text)
+
+
+def parse_rules(text: str, any_name: bool = False) -> dict[str, Rule]:
     """Read PYCOLL_ALGORITHM, for example ``"all_reduce:double_tree;broadcast:^ring,chain"``.
+
+    Args:
+        text: the variable's value.
+        any_name: let algorithms pass that are not known here.
 
     Raises:
         ValueError: it makes no sense: what, and what there is.
@@ -255,12 +268,12 @@ def parse_rules(text: str) -> dict[str, Rule]:
         excluded = listed.startswith("^")
         names = tuple(name.strip() for name in listed.removeprefix("^").split(","))
         for name in names:
-            if name not in known:
+            if name not in known and not any_name:
                 raise ValueError(
                     f"{what}: {collective} has no algorithm {name!r}; it has {', '.join(known)}"
                 )
         rules[collective] = Rule(names, excluded)
-        if not any(map(rules[collective].allows, known)):
+        if not any(map(rules[collective].allows, {*known, *names})):
             raise ValueError(f"{what} leaves no algorithm of {collective}")
     return rules
 

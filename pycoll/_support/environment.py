@@ -67,7 +67,7 @@ SETTINGS = (
 )
 LAUNCHER = (
     Variable("PYCOLL_TRANSPORT", "default of --transport"),
-    Variable("PYCOLL_ENCRYPT", "1: as --encrypt"),
+    Variable("PYCOLL_ENCRYPT", "1: as --encrypt; 0: no, and that is not pointed out"),
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )

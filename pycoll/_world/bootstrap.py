@@ -267,8 +267,9 @@ def _open_shared_memory(place: JobPlacement, chosen: str) -> tuple[SharedMemory,
         if isinstance(found, str):
             raise TransportError(f"shm: {found}; use --transport auto")
         if place.local_size < place.size:
+            others = place.size - place.local_size
             raise TransportError(
-                f"shm: {place.size - place.local_size} ranks are on other hosts; "
+                f"shm: {others} rank{'s are' if others > 1 else ' is'} on other hosts; "
                 "use --transport auto, which uses the network between hosts"
             )
     if isinstance(found, str):

@@ -16,6 +16,7 @@ import pytest
 from agent_runs import LIMIT_S
 
 from pycoll._launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
+from pycoll._launcher.outcome import CANNOT_START
 from pycoll._launcher.spawn import UNENCRYPTED
 from pycoll.errors import Error
 
@@ -79,21 +80,43 @@ def test_output_comes_with_its_rank_and_whole(run: Run) -> None:
     ]  # fmt: skip
 
 
-def test_a_host_that_cannot_be_reached_is_named_with_the_words_of_ssh(run: Run) -> None:
-    done = run("-H", "localhost,other", script=SUM, before="echo 'ssh: oh' >&2; exit 255")
-    assert done.returncode == 2
+def test_names_of_one_machine_are_one_host(run: Run) -> None:
+    done = run("-H", "127.0.0.1,other,localhost,other.site", script=SUM)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 0 0 2", "1 1 0 2", "2 0 1 2", "3 1 1 2"]
+
+
+def test_a_name_of_the_launchers_host_may_only_be_known_by_its_agent(run: Run) -> None:
+    here = """[ $name = alias ] && exec sh -c "$last\""""
+    done = run("-H", "alias,other,localhost", script=SUM, before=here)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 0 0 2", "1 1 0 1", "2 0 1 2"]
+
+
+BAD = "case $name in bad*) echo 'ssh: oh' >&2; exit 255; esac"
+
+
+def test_all_hosts_that_cannot_be_reached_are_named_with_the_words_of_ssh(run: Run) -> None:
+    done = run("-H", "bad1,other,bad2", script=SUM, before=BAD)
+    assert done.returncode == CANNOT_START
     assert done.stderr.splitlines() == [
-        "pycoll-run: other: the agent could not be started (exit status 255)",
-        "    ssh: oh",
+        line
+        for name in ("bad1", "bad2")
+        for line in (
+            f"pycoll-run: {name}: the agent could not be started (ssh: exit status 255)",
+            "    ssh: oh",
+            f"    try: ssh -o BatchMode=yes {name} true",
+        )
     ]
 
 
 def test_a_host_without_pycoll_says_so(run: Run) -> None:
-    before = "echo 'No module named pycoll' >&2; exit 1"
+    before = "echo \"Error while ... (ModuleNotFoundError: No module named 'pycoll')\" >&2; exit 1"
     done = run("-H", "localhost,other", script=SUM, before=before)
-    assert done.returncode == 2
-    assert "other: the agent could not be started (exit status 1)" in done.stderr
-    assert "No module named pycoll" in done.stderr
+    assert done.returncode == CANNOT_START
+    head, words = done.stderr.splitlines()
+    assert head == f"pycoll-run: other: pycoll is not installed there, for {sys.executable}"
+    assert words == "    Error while ... (ModuleNotFoundError: No module named 'pycoll')"
 
 
 def test_what_a_login_shell_prints_is_skipped(run: Run) -> None:
@@ -104,7 +127,7 @@ def test_what_a_login_shell_prints_is_skipped(run: Run) -> None:
 
 def test_a_login_shell_that_does_not_stop_printing_is_no_host(run: Run) -> None:
     done = run("-H", "localhost,other", script=SUM, before="exec yes")
-    assert done.returncode == 2
+    assert done.returncode == CANNOT_START
     assert "other: what its login shell prints does not end" in done.stderr
 
 
@@ -114,7 +137,7 @@ def test_another_version_is_named(run: Run) -> None:
         "agent.versions = lambda: real | {'pycoll': '9.9'}; agent.main('ssh')"
     )
     done = run("-H", "localhost,other", script=SUM, before=f'exec {sys.executable} -c "{hello}"')
-    assert done.returncode == 2
+    assert done.returncode == CANNOT_START
     assert "other: its pycoll is 9.9, that of the launcher's host " in done.stderr
     assert "install the same on all hosts" in done.stderr
 
@@ -142,6 +165,28 @@ def test_how_hosts_reach_each_other_is_shown(run: Run) -> None:
     assert re.fullmatch(r"other +127\.0\.0\.1 \d+ us [\d.]+ .B/s +-", from_there)
 
 
+def test_a_check_shows_the_hosts_that_are_there_and_names_the_others(run: Run) -> None:
+    done = run("--check", "-H", "localhost,bad1,other,127.0.0.1,bad2", before=BAD)
+    assert done.returncode == CANNOT_START
+    head, columns, *_, same = done.stdout.splitlines()
+    assert head.startswith("2 hosts, ")
+    assert columns.split()[3:] == ["localhost", "other"]
+    assert same == "127.0.0.1 is localhost, the same host"
+    assert [line.split()[1] for line in done.stderr.splitlines()[::3]] == ["bad1:", "bad2:"]
+
+
+def test_an_interface_that_hosts_do_not_have_is_named(run: Run) -> None:
+    done = run("--interface", "no0", "-H", "localhost,b", __file__)
+    assert done.returncode == CANNOT_START
+    for line, name in zip(done.stderr.splitlines(), ("localhost", "b"), strict=True):
+        assert re.fullmatch(rf"pycoll-run: {name} has no interface no0; it has .*\blo\b.*", line)
+
+
+def test_who_knows_that_connections_are_not_encrypted_is_not_told_so(run: Run) -> None:
+    done = run("-H", "localhost,other", script=SUM, PYCOLL_ENCRYPT="0")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -153,7 +198,6 @@ def test_how_hosts_reach_each_other_is_shown(run: Run) -> None:
         (["-H", "a:0", __file__], "'a:0' is not HOST or HOST:RANKS, as node1:4"),
         (["-H", "fd77::2", __file__], "an IPv6 address is written in brackets"),
         (["--address", "here", "-H", "a,b", __file__], "--address must be an IP address"),
-        (["--interface", "no0", "-H", "localhost,b", __file__], "it has told no address"),
     ],
 )
 def test_what_is_wrong_with_the_hosts_is_said(run: Run, words: list[str], told: str) -> None:

@@ -16,6 +16,8 @@ from hosts_bed import PYCOLL_RUN, Bed
 from hosts_jobs import EMPTY_S, LOOP, NAMED_S, ORACLE, job, run, until_empty
 from patience import PATIENCE
 
+from pycoll._launcher.outcome import CANNOT_START
+
 pytestmark = pytest.mark.hosts
 
 
@@ -125,10 +127,48 @@ def test_a_program_that_is_not_on_another_host(hosts: Bed, tmp_path: Path) -> No
 
 
 def test_a_host_that_is_not_there_is_named(hosts: Bed, script: Callable[[str], str]) -> None:
-    done = run(hosts, "-H", "hosta:2,hostx:2", script(ORACLE))
-    assert done.returncode == 2
-    assert "hostx: the agent could not be started (exit status 255)" in done.stderr
-    assert "ssh: Could not resolve hostname hostx" in done.stderr
+    done = run(hosts, "-H", "hosta:2,hostx:2,hosty", script(ORACLE))
+    assert done.returncode == CANNOT_START
+    for name in ("hostx", "hosty"):
+        assert f"{name}: the agent could not be started (ssh: exit status 255)" in done.stderr
+        assert f"ssh: Could not resolve hostname {name}" in done.stderr
+        assert f"    try: ssh -o BatchMode=yes {name} true" in done.stderr
+
+
+def test_names_and_addresses_of_one_machine_are_one_host(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    layout = "hosta,hostb,10.77.0.1,10.77.0.2,[fd77::2],root@hosta"
+    done = run(hosts, "--verbose", "-H", layout, script(ORACLE))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "0 0 0 3 hosta", "1 1 0 3 hostb", "2 0 1 3 hosta", "3 1 1 3 hostb", "4 1 2 3 hostb",
+        "5 0 2 3 hosta",
+    ]  # fmt: skip
+    for other in ("10.77.0.2", "fd77::2"):
+        assert f"pycoll-run: {other} is hostb\n" in done.stderr
+
+
+def test_a_check_shows_what_is_there_and_names_what_is_not(hosts: Bed) -> None:
+    done = run(hosts, "--check", "-H", "hosta,hostx,hostb,hosty,10.77.0.2")
+    assert done.returncode == CANNOT_START
+    head, table, from_a, from_b, same = done.stdout.splitlines()
+    assert head.startswith("2 hosts, ")
+    assert table.split() == ["from", "\\", "to", "hosta", "hostb"]
+    assert "10.77.0.2" in from_a
+    assert "10.77.0.1" in from_b
+    assert same == "10.77.0.2 is hostb, the same host"
+    for name in ("hostx", "hosty"):
+        assert f"pycoll-run: {name}: the agent could not be started" in done.stderr
+
+
+def test_an_interface_that_a_host_has_not_is_named(
+    hosts: Bed, script: Callable[[str], str]
+) -> None:
+    done = run(hosts, "--interface", "ib0", "-H", "hosta,hostb", script(ORACLE))
+    assert done.returncode == CANNOT_START
+    for name in ("hosta", "hostb"):
+        assert re.search(rf"{name} has no interface ib0; it has lo, .*eth0", done.stderr)
 
 
 def test_what_a_login_shell_prints_does_no_harm(hosts: Bed, script: Callable[[str], str]) -> None:
@@ -368,7 +408,7 @@ def test_a_firewall_is_named_with_the_port(hosts: Bed, script: Callable[[str], s
     finally:
         hosts.run("hostb", "ip", "route", "del", "blackhole", "10.77.0.3/32")
         hosts.run("hostb", "ip", "-6", "route", "del", "blackhole", "fd77::3")
-    assert done.returncode == 2
+    assert done.returncode == CANNOT_START
     assert re.search(r"hostb cannot reach hostc: .*10\.77\.0\.3 port \d+: ", done.stderr)
     assert "Traceback" not in done.stderr
 

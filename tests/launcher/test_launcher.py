@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from launcher_jobs import LIMIT_S, RUN, Done, Environments, read_lines, run, shell, started
 
+from pycoll._launcher import cli
 from pycoll._launcher.cli import main
+from pycoll._launcher.outcome import CANNOT_START
 
 Joined = Callable[..., Done]
 
@@ -257,6 +259,19 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["-n", "2", "no-such-script.py", "--lr", "1"], "no script no-such-script.py"),
         (["--no-such-option", __file__], "unknown option --no-such-option"),
         (["--time", "3", __file__], "unknown option --time"),
+        (["--np", "0", __file__], "at least 1, not '0'"),
+        (["-N", "4", __file__], "unknown option -N (-H a:4,b:4 says how many ranks each host has)"),
+        (["--oversubscribe", __file__], "--oversubscribe (it is not needed: "),
+        (["--tag", __file__], "unknown option --tag (--tag-output)"),
+        (
+            ["--transport", "shm", "-H", "a,b", __file__],
+            "--transport shm: the ranks are on 2 hosts",
+        ),
+        (
+            ["-n", "4", "--transport", "shm", "--emulate-hosts", "2", __file__],
+            "shm: the ranks are on 2 hosts, which share no memory; use --transport auto",
+        ),
+        (["-x", "PYCOLL_ALGORITHM=ring", __file__], "PYCOLL_ALGORITHM: 'ring' is not COLLECTIVE:"),
         (["-m"], "-m needs the name of a module"),
         (["-n", "2", "--emulate-hosts", "3", __file__], "as many ranks, there are 2"),
         (["--transport", "pigeon", __file__], "invalid choice: 'pigeon'"),
@@ -294,6 +309,9 @@ def test_a_wrong_command_line_gives_one_line_and_status_2(
         ("PYCOLL_OP_TIMEOUT", "abc", "PYCOLL_OP_TIMEOUT must be a number of seconds"),
         ("PYCOLL_OP_TIMEOUT", "-1", "from 0 up, not '-1'"),
         ("PYCOLL_OP_TIMEOUT", "nan", "from 0 up, not 'nan'"),
+        ("PYCOLL_ALGORITHM", "all_reduce=ring", "'all_reduce=ring' is not COLLECTIVE:NAME"),
+        ("PYCOLL_ALGORITHM", "allreduce:ring", "PYCOLL_ALGORITHM: 'allreduce:ring': "),
+        ("PYCOLL_SEGMENT", "soon", "PYCOLL_SEGMENT is 'soon', which is no length"),
     ],
 )
 def test_a_wrong_setting_in_the_environment_gives_one_line_and_status_2(
@@ -311,6 +329,37 @@ def test_a_wrong_setting_in_the_environment_gives_one_line_and_status_2(
     assert words in err
 
 
+def test_an_algorithm_may_be_one_that_the_program_registers() -> None:
+    done = shell(1, "exit 0", PYCOLL_ALGORITHM="all_reduce:mine;broadcast:^mine")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("n", "told"), [("1", ""), ("2", "pycoll has not connected the 2 processes\n")]
+)
+def test_python_programs_of_which_none_joins_are_pointed_out(
+    n: str, told: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    done = run("-n", n, str(script))
+    assert done.returncode == 0
+    assert done.stderr.decode() == (told and f"pycoll-run: no rank called pycoll.init(): {told}")
+
+
+def test_an_error_of_the_launcher_itself_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "Job", lambda *_, **__: next(iter([])))
+    assert main(["-n", "2", __file__]) == 70
+    err = capsys.readouterr().err
+    assert re.fullmatch(
+        r"pycoll-run: an error of pycoll-run itself, please report it: "
+        r"StopIteration\(\) at test_launcher.py:\d+\n",
+        err,
+    )
+
+
 def test_a_setting_that_does_not_count_is_not_looked_at(environments: Environments) -> None:
     wrong = {"PYCOLL_TRANSPORT": "pigeon", "PYCOLL_OP_TIMEOUT": "abc"}
     (rank,) = environments(1, "--transport", "tcp", "--op-timeout", "3", **wrong)
@@ -319,14 +368,14 @@ def test_a_setting_that_does_not_count_is_not_looked_at(environments: Environmen
     assert rank["PYCOLL_OP_TIMEOUT"] == "4"
 
 
-def test_a_log_folder_that_cannot_be_made_is_one_line_and_status_2(tmp_path: Path) -> None:
+def test_a_log_folder_that_cannot_be_made_is_one_line_and_status_69(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = shell(1, "exit 0", "--log-dir", str(tmp_path / "file"))
-    assert done.returncode == 2
+    assert done.returncode == CANNOT_START == 69
     assert done.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize(("kind", "status"), [("-n", 2), ("-Sn", 0)])
+@pytest.mark.parametrize(("kind", "status"), [("-n", CANNOT_START), ("-Sn", 0)])
 def test_open_files_are_allowed_for_or_asked_for_before_anything_starts(
     kind: str, status: int
 ) -> None:

@@ -116,6 +116,18 @@ def test_log_files_have_both_streams_of_each_rank_which_are_relayed_too(tmp_path
         assert sorted_lines((folder / f"rank.{rank}.log").read_bytes()) == ["err", f"out {rank}"]
 
 
+def test_a_log_folder_has_nothing_of_the_job_before_and_the_cause_of_this_ones_failure(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rank.7.log").write_text("old")
+    (tmp_path / "rank.x.log").write_text("the user's")
+    done = shell(2, "exit $((3 * $PYCOLL_RANK))", "--log-dir", str(tmp_path))
+    assert set(os.listdir(tmp_path)) == {"rank.0.log", "rank.1.log", "rank.x.log", "launcher.log"}
+    assert b"rank 1 failed after" in done.stderr
+    log = (tmp_path / "launcher.log").read_bytes()
+    assert log == done.stderr + b"pycoll-run: exit status 3\n"
+
+
 def test_a_child_that_keeps_the_output_open_holds_nothing_up() -> None:
     done = shell(2, "sleep 1000 & echo done")
     assert (done.returncode, done.stdout) == (0, b"done\ndone\n")

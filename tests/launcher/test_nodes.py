@@ -13,6 +13,7 @@ import pytest
 from node_jobs import WAIT, until_listening
 
 from pycoll._launcher.nodes import find_node
+from pycoll._launcher.outcome import CANNOT_START
 from pycoll._launcher.spawn import UNENCRYPTED
 from pycoll._tools import k8s
 from pycoll.errors import Error
@@ -110,7 +111,7 @@ def test_the_end_of_node_0_ends_the_others(nodes: Any, script: Any) -> None:
     until("ready", job.processes[0], 2)
     job.processes[0].kill()
     status, _, err = job.end(1)
-    assert (status, err) == (2, "pycoll-run: node 1: node 0 is gone, or a signal has ended this\n")
+    assert (status, err) == (1, "pycoll-run: node 1: node 0 is gone, or a signal has ended this\n")
 
 
 def test_a_node_that_is_there_already_is_named(nodes: Any, script: Any) -> None:
@@ -122,7 +123,7 @@ def test_a_node_that_is_there_already_is_named(nodes: Any, script: Any) -> None:
     try:
         job.start(1, "-n", "2", path)
         status, _, err = job.end(1)
-        assert status == 2
+        assert status == CANNOT_START
         assert "is node 1 already" in err
     finally:
         job.processes[1] = one
@@ -136,7 +137,7 @@ def test_a_node_with_another_key_is_not_let_in(nodes: Any, script: Any) -> None:
     until_listening(job.port)
     job.start(1, "-n", "2", path, PYCOLL_KEY="ab" * 32)
     job.processes[1].send_signal(signal.SIGTERM)
-    assert job.end(1)[0] in (2, -signal.SIGTERM)  # it may not have been there yet
+    assert job.end(1)[0] in (CANNOT_START, -signal.SIGTERM)  # it may not have been there yet
 
 
 def test_a_port_that_is_taken_is_named(nodes: Any, script: Any) -> None:
@@ -144,7 +145,7 @@ def test_a_port_that_is_taken_is_named(nodes: Any, script: Any) -> None:
     with socket.create_server(("", job.port)):
         job.start(0, "-n", "2", script(WAIT))
         status, _, err = job.end(0)
-    assert status == 2
+    assert status == CANNOT_START
     assert f"node 0 cannot listen at port {job.port} (PYCOLL_RENDEZVOUS)" in err
 
 

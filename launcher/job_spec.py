@@ -1,0 +1,74 @@
+"""What the hosts of a job are to run, and whom they tell what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pycoll._launcher.host import Events, NamedHost
+
+if TYPE_CHECKING:
+    from pycoll._launcher.agent_listener import AgentCalls
+    from pycoll._launcher.host_routes import HostRoute
+
+
+class JobSpec(NamedTuple):
+    """What the hosts of a job are to run.
+
+    Attributes:
+        job: the job's id.
+        key: its secret.
+        size: number of ranks.
+        hosts: the hosts, and how their agents are started; none: this one.
+        nodes: by rank the index of its host in `hosts`.
+        calls: how the agents call that nothing here starts; None: there are none.
+        emulate_hosts: number of hosts to pretend, without `hosts`.
+        argv: the program of every rank and its arguments.
+        transport, encrypt, op_timeout_s, exports: see `environment.shared_environment`.
+        interface: other hosts use only the addresses of this interface ("": all).
+        address: they reach this host at this one ("": those that they find).
+        checks: no ranks are started, but the ways between the hosts are measured.
+        bind: keep each rank on a core of its own.
+        pass_fds, stdin: see `host.RankProgram`.
+    """
+
+    job: str
+    key: bytes
+    size: int
+    hosts: Sequence[NamedHost]
+    nodes: Sequence[int]
+    calls: AgentCalls | None
+    emulate_hosts: int
+    argv: Sequence[str]
+    transport: str
+    encrypt: bool
+    op_timeout_s: float | None
+    exports: Mapping[str, str]
+    interface: str
+    address: str
+    checks: bool
+    bind: bool
+    pass_fds: Sequence[int]
+    stdin: int | IO[Any] | None
+
+
+class JobEvents(Events, Protocol):
+    """What the hosts tell the job, beside what each host does."""
+
+    def refused(self, host: str, error: OSError) -> None:
+        """Called when the ranks of a host cannot be started; "": of this one."""
+
+    def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
+        """Called when a host is lost, with its ranks; what its starter has written."""
+
+    def unreachable(self, lines: Sequence[str]) -> None:
+        """Called when some hosts cannot be reached, from here or by others: which, and why."""
+
+    def checked(self, ways: Sequence[HostRoute]) -> None:
+        """Called when it is known how the hosts reach each other, if that was to be found out."""
+
+    def progress(self, text: str) -> None:
+        """Called when it is known how far the start is, for who waits at a terminal."""
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Show the user what is not a rank's."""
