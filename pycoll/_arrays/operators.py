@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from pycoll import _dtypes as dtypes
-from pycoll._arrays import operators_numpy
+from pycoll._arrays import operators_numpy, user_operators
+from pycoll._arrays.value import Value
 from pycoll._dtypes import Array, DType
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
@@ -46,24 +47,46 @@ class Op:
     """A reduction operator made of a Python function (the named ones have no function).
 
     Attributes:
-        fn: called as ``fn(left, right)`` with read-only NumPy arrays of one shape and dtype,
-            `left` from the lower ranks; returns an array of the same shape and dtype. Arrays of
+        fn: called as ``fn(left, right)`` with values of the kind that was passed, of one shape and
+            dtype, `left` from the lower ranks; returns an array or a number of the same shape and
+            dtype, of any kind. NumPy arrays are read-only; PyTorch tensors are copies in host
+            memory. For a memoryview or an array.array it gets NumPy arrays. NumPy arrays of
             bfloat16 have the dtype that ml_dtypes gives them. It runs in the floating-point
             environment of the thread that calls it.
         commutative: operands may be swapped; else they combine in rank order.
         elementwise: `fn` may be called on any pieces of the arrays; else only on whole ones.
+        is_known: Python knows that `fn` takes two values; else a call of pycoll tries `fn` out, on
+            arrays of one element, before anything is sent.
+
+    Raises:
+        TypeError: `fn` cannot be called, or cannot be called with two values.
     """
 
     fn: Callable[[Any, Any], Any] | _Builtin
     commutative: bool = True
     elementwise: bool = False
+    is_known: bool = field(default=True, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not (callable(self.fn) or isinstance(self.fn, _Builtin)):
+        if isinstance(self.fn, _Builtin):
+            return
+        if not callable(self.fn):
             raise TypeError(
                 f"an operator is made of a function, not of a {type(self.fn).__name__}. "
                 "Pass fn(left, right), or the name of a built-in operator."
             )
+        if _is_member(self.fn):
+            raise TypeError(
+                f"an operator is made of a function of two values, not of {self.fn}"
+                f"{_meant(self.fn)}."
+            )
+        why = user_operators.misfit(self.fn)
+        if why:
+            raise TypeError(
+                f"an operator is made of a function of two values, but {self.name} {why}. "
+                "Pass fn(left, right), or the name of a built-in operator."
+            )
+        object.__setattr__(self, "is_known", why is not None)
 
     @property
     def name(self) -> str:
@@ -91,7 +114,8 @@ class Op:
         return f"Op({self.name}, commutative={self.commutative}, elementwise={self.elementwise})"
 
 
-Op.__init__ = edge(Op.__init__)  # type: ignore[method-assign]
+_init = Op.__init__
+Op.__init__ = edge(_init)  # type: ignore[method-assign]
 
 
 def _qualified_name(fn: object) -> str:
@@ -179,8 +203,12 @@ def resolve(op: object) -> Op:
     if isinstance(op, Op):
         return op
     if callable(op) and not _is_anothers(op):
-        return Op(op, commutative=False)
-    shown = _qualified_name(op) if callable(op) else f"a value of type {type(op).__name__}"
+        made = object.__new__(Op)
+        _init(made, op, commutative=False)
+        return made
+    shown = f"a value of type {type(op).__name__}"
+    if callable(op):
+        shown = str(op) if _is_member(op) else _qualified_name(op)
     raise TypeError(
         f"op is {shown}{_meant(op)}. "
         f"Pass one of {', '.join(NAMES)}, a function of two values, or pycoll.Op(fn)."
@@ -197,7 +225,13 @@ def _is_anothers(op: object) -> bool:
         any(op is function for function in (sum, any, all))
         or (isinstance(op, np.ufunc) and op in _UFUNCS)
         or type(op).__module__.partition(".")[0] == "mpi4py"
+        or _is_member(op)
     )
+
+
+def _is_member(op: object) -> bool:
+    """Whether `op` is a member of an enumeration, as PyTorch's ReduceOp.SUM, which is callable."""
+    return isinstance(getattr(op, "name", None), str) and hasattr(op, "value")
 
 
 def _meant(op: object) -> str:
@@ -205,14 +239,28 @@ def _meant(op: object) -> str:
     return f': write op="{name}"' if name else ""
 
 
-def check_whole(op: Op, ndim: int) -> None:
-    """Refuse Python's `min` and `max` for arrays, of which they would ask which one is larger."""
-    if (op.fn is min or op.fn is max) and ndim > 0:
+def check_operand(op: Op, x: Value, ndim: int) -> None:
+    """Check that `op` takes values like `x`, before anything is sent.
+
+    Args:
+        op: the operator.
+        x: this rank's value.
+        ndim: number of axes of what is combined: fewer than x's if that is cut.
+
+    Raises:
+        TypeError: it does not; names both, and says what would work.
+    """
+    check(op, x.dtype, user_operators.kind_of(x))
+    if isinstance(op.fn, _Builtin):
+        return
+    if (op.fn is min or op.fn is max) and ndim > 0:  # they would ask which array is larger
         raise TypeError(f"op is {op.name}, which compares whole arrays{_meant(op.fn)}")
+    if not op.is_known:
+        user_operators.try_out(op.fn, op.name, x, 1 if op.elementwise else ndim)
 
 
-def check(op: Op, dtype: DType) -> None:
-    """Check that `op` takes `dtype`.
+def check(op: Op, dtype: DType, kind: str = "numpy") -> None:
+    """Check that `op` takes `dtype`, in values of a kind (see `user_operators.kind_of`).
 
     Raises:
         TypeError: it does not; names both, and says what would work.
@@ -220,7 +268,7 @@ def check(op: Op, dtype: DType) -> None:
     if not isinstance(op.fn, _Builtin):
         if dtype.code == 0:
             _refuse(op, dtype, *_only_moves(dtype))
-        dtypes.to_numpy(dtype)
+        user_operators.check_shown(dtype, kind)
     elif op.name in ("minloc", "maxloc"):
         if not _is_value_index(dtype.storage):
             _refuse(op, dtype, op.fn.why, op.fn.instead)
@@ -261,7 +309,9 @@ def _is_value_index(storage: np.dtype[Any]) -> bool:
     return len(fields) == 2 and all(field and field.family in "biuf" for field in fields)
 
 
-def combine(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None:
+def combine(
+    op: Op, dtype: DType, left: Array, right: Array, out: Array, kind: str = "numpy"
+) -> None:
     """Write ``left op right`` to `out`, which may be `left` or `right`.
 
     Args:
@@ -270,6 +320,7 @@ def combine(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None
         left: operand of the lower ranks, dtype ``dtype.storage``, any strides.
         right: operand of the higher ranks, the same shape and dtype.
         out: the same shape and dtype.
+        kind: of the values that a function gets (`user_operators.kind_of`).
 
     Memory beside the arrays: for arrays that are contiguous and aligned none, but one byte to three
     an element for minloc and maxloc and what `fn` allocates for others of the user's.
@@ -280,7 +331,7 @@ def combine(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None
     if out.size == 0:
         return
     if not isinstance(op.fn, _Builtin):
-        _combine_user(op, dtype, left, right, out)
+        user_operators.combine(op.fn, op.name, dtype, kind, left, right, out)
     elif dtype.code and _is_plain(left) and _is_plain(right) and _is_plain(out):
         reduce(op.fn.code, dtype.code, out, (left, right))
     else:
@@ -316,20 +367,28 @@ class Combiner:
         op: the operator.
         dtype: of the elements.
         shape: of the whole arrays that it takes if it is not elementwise.
+        kind: of the values that a function gets.
     """
 
-    __slots__ = ("_shape", "dtype", "op")
+    __slots__ = ("_shape", "dtype", "kind", "op")
 
-    def __init__(self, op: Op, dtype: DType, shape: tuple[int, ...]) -> None:
+    def __init__(self, op: Op, dtype: DType, shape: tuple[int, ...], kind: str = "numpy") -> None:
         self.op = op
         self.dtype = dtype
+        self.kind = kind
         self._shape = shape
 
     def __call__(self, left: memoryview, right: memoryview, out: memoryview) -> None:
         operands = [np.frombuffer(view, self.dtype.storage) for view in (left, right, out)]
-        if not self.op.elementwise:
+        if not self.op.elementwise or not self._shape:  # a number is no piece
             operands = [operand.reshape(self._shape) for operand in operands]
-        combine(self.op, self.dtype, *operands)
+        left_array, right_array, out_array = operands
+        combine(self.op, self.dtype, left_array, right_array, out_array, self.kind)
+
+
+def combiner(op: Op, x: Value, shape: tuple[int, ...]) -> Combiner:
+    """Return the reduction of byte views of values like `x`, of that shape if they are whole."""
+    return Combiner(op, x.dtype, shape, user_operators.kind_of(x))
 
 
 @dataclass(frozen=True)
@@ -347,29 +406,3 @@ class Finisher:
 def finisher(op: Op, dtype: DType, count: int) -> Finisher | None:
     """Return what is left to do with the combined values of `count` ranks; None: nothing."""
     return Finisher(op, dtype, count) if has_finish(op, count) else None
-
-
-def _combine_user(op: Op, dtype: DType, left: Array, right: Array, out: Array) -> None:
-    fn = cast("Callable[[Array, Array], object]", op.fn)
-    shown = dtypes.to_numpy(dtype)
-    operands = left.view(shown), right.view(shown)
-    for operand in operands:
-        operand.flags.writeable = False
-    result = fn(*operands)
-    if not isinstance(result, np.ndarray | np.generic | bool | int | float | complex):
-        raise TypeError(
-            f"the operator {op.name} returned a value of type {type(result).__name__} "
-            f"for {dtype}. Return a NumPy array of the dtype and shape it was given."
-        )
-    array = np.asarray(result)
-    if array.dtype != shown:
-        raise TypeError(
-            f"the operator {op.name} returned {array.dtype} for {dtype}. "
-            "Return the dtype it was given, for example with .astype(left.dtype)."
-        )
-    if array.shape != out.shape:
-        raise TypeError(
-            f"the operator {op.name} returned the shape {array.shape} for {out.shape}. "
-            "Return an array of the shape it was given."
-        )
-    np.copyto(out, array.view(dtype.storage))

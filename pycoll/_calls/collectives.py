@@ -12,7 +12,7 @@ from typing import Any
 
 from pycoll import schedules
 from pycoll._arrays import conversion
-from pycoll._arrays.operators import Combiner, Op, finisher
+from pycoll._arrays.operators import Op, combiner, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls.group import Bound, Group, How
 from pycoll._dtypes import Array
@@ -72,7 +72,7 @@ def _pieces(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
     """Bind a reduction in which every piece of x is combined with its like."""
     assert op is not None
     count = group.rank + 1 if how[0] == "scan" else group.size
-    combine = Combiner(op, x.dtype, x.array.shape)
+    combine = combiner(op, x, x.array.shape)
     binding = bind_pieces(group, how, combine, conversion.operand(x.array), result)
     return binding._replace(finish=finisher(op, x.dtype, count))
 
@@ -86,7 +86,7 @@ def _before(group: Group, how: How, x: Value, op: Op | None, result: Array | Non
         nbytes=[len(own), len(own)],
         source=[(own,), None],
         target=[None, target],
-        combine=Combiner(op, x.dtype, x.array.shape),
+        combine=combiner(op, x, x.array.shape),
         finish=finisher(op, x.dtype, group.rank) if group.rank else None,
     )
 
@@ -121,7 +121,7 @@ def _own_row(group: Group, how: How, x: Value, op: Op | None, result: Array | No
         nbytes=_lengths(source),
         source=_sources(source),
         target=target,
-        combine=Combiner(op, x.dtype, x.array.shape[1:]),
+        combine=combiner(op, x, x.array.shape[1:]),
         blocks=(conversion.as_bytes(array), None) if op.elementwise else None,
         finish=finisher(op, x.dtype, group.size),
     )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pycoll._arrays import conversion, operators
-from pycoll._arrays.operators import Combiner, Op, finisher
+from pycoll._arrays.operators import Op, combiner, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
@@ -70,6 +70,7 @@ class Bucket:
 
     Attributes:
         dtype: of all.
+        kind: of the first.
         source: their elements, C-contiguous.
         target: memory for the results; may be `source`.
         results: what makes the arrays reduced, when the call is done: they are views into `target`
@@ -80,10 +81,11 @@ class Bucket:
     def __init__(self, members: Sequence[Value], outs: Sequence[Target | None]) -> None:
         first = members[0]
         self.dtype: DType = first.dtype
+        self.kind = first.kind
         self.late: list[Value] = []
         self._loads: list[Array] = []
         self._unloads: list[tuple[Array, Target]] = []
-        self._shapes = [member.array.shape for member in members]
+        self._members = members
         if len(members) == 1:
             target = outs[0] or Target(None, first, first.array.shape)
             self.source, self.target = conversion.operand(first.array), target.memory
@@ -123,13 +125,13 @@ class Bucket:
 
     def combiner(self, op: Op) -> Combine:
         """Return the reduction of byte views; array by array if `op` is not elementwise."""
-        shapes = self._shapes
-        if op.elementwise or len(shapes) == 1:
-            return Combiner(op, self.dtype, shapes[0])
+        members = self._members
+        if op.elementwise or len(members) == 1:
+            return combiner(op, members[0], members[0].array.shape)
         itemsize = self.dtype.itemsize
         parts = [
-            (slice(a * itemsize, b * itemsize), Combiner(op, self.dtype, shape))
-            for (a, b), shape in zip(pairwise(self._ends), shapes, strict=True)
+            (slice(a * itemsize, b * itemsize), combiner(op, member, member.array.shape))
+            for (a, b), member in zip(pairwise(self._ends), members, strict=True)
             if a < b
         ]
 
@@ -226,15 +228,15 @@ def prepare_all_reduce_many(
     resolved = operators.resolve(op)
     values = [conversion.wrap_operand(x) for x in xs]
     dtypes = {value.dtype.name: value for value in values}
-    for value in dtypes.values():
-        operators.check(resolved, value.dtype)
+    for value in values if callable(resolved.fn) else dtypes.values():
+        operators.check_operand(resolved, value, value.array.ndim)
     outs = _targets(out, values)
     shm = blocking and all(serves(resolved, value.dtype) for value in dtypes.values())
     route = route_of(group, _choose(group, resolved, 0, algorithm, shm), blocking, None)
     in_shared_memory = route is Route.SHARED_MEMORY
     alone_nbytes = ALONE_IN_SHM_NBYTES if in_shared_memory else ALONE_NBYTES
-    if in_shared_memory and not resolved.elementwise:
-        alone_nbytes = 0  # the core gives a function all that it combines
+    if callable(resolved.fn) and (in_shared_memory or resolved.elementwise):
+        alone_nbytes = 0  # a function gets all that is combined, or pieces: as one kind
     buckets, results = _fill(values, outs, alone_nbytes)
     if len(buckets) > MAX_BUCKETS:
         raise ValueError(
@@ -346,7 +348,7 @@ def _through_core(shm: ShmComm, salt: int, buckets: Sequence[Bucket], op: Op) ->
     if not buckets or not serves(op, buckets[0].dtype):
         core.run(None, BARRIER, 0, 0, 0, (), salt, None, None, 0)
         for bucket in buckets:
-            value = Value(bucket.source, bucket.dtype, "numpy")
+            value = Value(bucket.source, bucket.dtype, bucket.kind)
             combine(shm, "all_reduce", value, bucket.target, op)
             bucket.unload(shm.engine)
         return

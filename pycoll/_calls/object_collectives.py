@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pycoll import schedules
@@ -94,14 +94,6 @@ def _exchange(
         source=[*sent, *nothing, *between],
         target=[*nothing, *received, *between],
     )
-
-
-def fold(values: Sequence[Any], fn: Callable[[Any, Any], Any]) -> Any:
-    """Combine objects in rank order."""
-    result = values[0]
-    for value in values[1:]:
-        result = fn(result, value)
-    return result
 
 
 def _gather_lengths(group: Group, number: int, call: bytes, how: How, nbytes: int) -> CallSteps:

@@ -70,10 +70,10 @@ class Preparing:
     def _choose_reduction(
         self, collective: str, value: Value, op: Op, algorithm: str | None
     ) -> Choice:
-        operators.check(op, value.dtype)
-        operators.check_whole(op, value.array.ndim)
+        cut = collective == "reduce_scatter"
+        operators.check_operand(op, value, value.array.ndim - cut)
         nbytes = value.array.nbytes
-        if collective == "reduce_scatter":
+        if cut:
             nbytes //= self._group.size
         return self._choose(
             collective,

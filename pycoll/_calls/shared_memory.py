@@ -132,7 +132,7 @@ class ShmComm:
             except Error:
                 raise  # the call was not made
             except BaseException as exc:
-                engine.give_up(context, exc)
+                engine.give_up(call, exc)
                 raise
         try:
             self._call = call
@@ -141,7 +141,7 @@ class ShmComm:
                 self._attach()
             result = steps()
         except BaseException as exc:
-            engine.give_up(context, exc)
+            engine.give_up(call, exc)
             raise
         finally:
             self._call = None
@@ -226,9 +226,9 @@ class ShmComm:
 
     # --- what the core calls ---------------------------------------------------------------
 
-    def _give_up(self, error: BaseException) -> None:
+    def _give_up(self, described: tuple[Any, ...], error: BaseException) -> None:
         """Break the communicator, whose call ends with `error`."""
-        self._engine.give_up(self._context, error)
+        self._engine.give_up(self._call or self._described(described), error)
 
     def _sleep(self, described: tuple[Any, ...], peer: int, waited_s: float, last: int) -> bool:
         """Sleep until something has happened, or a while has passed.
@@ -245,7 +245,7 @@ class ShmComm:
         except BaseException as exc:
             self._seen = -1
             try:
-                self._engine.give_up(self._context, exc)
+                self._engine.give_up(self._call or self._described(described), exc)
             finally:
                 self._end_report()
             raise
@@ -337,11 +337,11 @@ class ShmComm:
                 while time.monotonic() < until and context.broken is None:
                     engine.nap(lambda: until if context.broken is None else 0.0)
             except BaseException as exc:
-                engine.give_up(context, exc)
+                engine.give_up(call, exc)
                 raise
             finally:
                 self._end_report()
-        engine.give_up(context, error)
+        engine.give_up(call, error)
         engine.check(context)
 
     def _different_calls(self, number: int, mine: str, peer: int, theirs: str) -> MismatchError:

@@ -15,7 +15,7 @@ import numpy as np
 
 from pycoll import _dtypes as dtypes
 from pycoll import schedules
-from pycoll._arrays import conversion, objects, operators
+from pycoll._arrays import conversion, objects, operators, user_operators
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
 from pycoll._calls.numbering import KINDS, OPS
@@ -53,14 +53,20 @@ def type_salt(dtype: DType) -> int:
 
 
 def run(shm: ShmComm, plan: ArrayPlan) -> Any:
-    """Run a collective on arrays; returns BY_MESSAGES if all ranks would rather offer."""
+    """Run a collective on arrays.
+
+    Returns None; BY_MESSAGES if all ranks would rather offer; or, where an operator of the user's
+    is still to be called, what does that. Nothing is under way then, so it may raise.
+    """
     if plan.op is None:
         return move(shm, plan.collective, plan.x, plan.memory, plan.root, plan.offers)
     if plan.in_pieces:
         assert plan.target is not None, "an all_reduce"
         _all_reduce_in_pieces(shm, plan.x, plan.target.value, plan.op)
-    else:
+    elif serves(plan.op, plan.x.dtype):
         combine(shm, plan.collective, plan.x, plan.memory, plan.op, plan.root)
+    else:
+        return _bring(shm, plan.collective, plan.x, plan.memory, plan.op, plan.root)
     return None
 
 
@@ -116,7 +122,7 @@ def combine(
     if serves(op, x.dtype):
         _run(shm, collective, x, result, OPS.index(op.name), root)
     else:
-        _fold(shm, collective, x, result, op, root)
+        _bring(shm, collective, x, result, op, root)()
 
 
 def move(
@@ -142,8 +148,10 @@ def _await_pull(shm: ShmComm, x: Value, piece: int) -> None:
     shm.wait(x.stage.pull(shm.engine))
 
 
-def _fold(shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int) -> None:
-    """Reduce with an operator that the core does not have: bring the operands here, and combine."""
+def _bring(
+    shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op, root: int
+) -> Callable[[], None]:
+    """Bring the operands of an operator that the core does not have; return what combines them."""
     how = {"reduce": "gather", "reduce_scatter": "all_to_all"}.get(collective, "all_gather")
     size, rows = shm.size, None
     if result is not None:
@@ -151,12 +159,18 @@ def _fold(shm: ShmComm, collective: str, x: Value, result: Array | None, op: Op,
     salt = part_of("operator", f"{collective} {op.signature}")
     _run(shm, how, x, rows, 0, root, salt)
     count = {"scan": shm.rank + 1, "exscan": shm.rank}.get(collective, size)
-    if rows is not None and result is not None and count:
-        total = rows[0, ...]
-        for rank in range(1, count):
-            operators.combine(op, x.dtype, total, rows[rank, ...], total)
-        result[...] = total
-        operators.finish(op, x.dtype, result, count)
+    if rows is None or result is None or not count:
+        return lambda: None
+    return functools.partial(_fold, op, x, rows[:count], result)
+
+
+def _fold(op: Op, x: Value, rows: Array, result: Array) -> None:
+    """Combine rows in their order."""
+    total, kind = rows[0, ...], user_operators.kind_of(x)
+    for rank in range(1, len(rows)):
+        operators.combine(op, x.dtype, total, rows[rank, ...], total, kind)
+    result[...] = total
+    operators.finish(op, x.dtype, result, len(rows))
 
 
 def all_gather_objects(shm: ShmComm, parts: Parts) -> list[Any]:

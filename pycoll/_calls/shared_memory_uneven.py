@@ -208,7 +208,7 @@ def reduce_scatterv(
     _run(shm, BARRIER, 0, salt, None, None, 0)
     for root, view in enumerate(cut(array, counts)):
         part = np.frombuffer(view, x.dtype.storage).reshape(counts[root], *array.shape[1:])
-        value = Value(part, x.dtype, "numpy")
+        value = Value(part, x.dtype, x.kind)
         combine(shm, "reduce", value, result if root == shm.rank else None, op, root)
 
 

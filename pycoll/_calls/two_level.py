@@ -83,7 +83,7 @@ class TwoLevel:
         try:
             plan.in_two_levels(TwoLevelCall(self, call, signature, time.monotonic() + timeout))
         except BaseException as exc:
-            group.engine.give_up(context, exc)
+            group.engine.give_up(call, exc)
             raise
         finally:
             self._is_busy = False

@@ -147,7 +147,7 @@ def prepare_reduce_scatterv(
     value = conversion.wrap(x)
     if value is None:
         raise TypeError(f"reduce_scatterv takes an array, not a {type(x).__name__}")
-    operators.check(resolved, value.dtype)
+    operators.check_operand(resolved, value, value.array.ndim)
     checked = _counts(counts, value.array.shape, group.size)
     rest = value.array.shape[1:]
     row_nbytes = value.dtype.itemsize * math.prod(rest)

@@ -94,7 +94,7 @@ class Running:
             for copy in copies:
                 copy.cancel()
             if collective:
-                engine.give_up(call.context, exc)
+                engine.give_up(call, exc)
             raise
 
     def _seconds(self, timeout: float | None) -> float:

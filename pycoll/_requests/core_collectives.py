@@ -105,7 +105,7 @@ class CoreCollective(Collective, CoreStarted):
                 self._made.finish()
             return
         if error is not None:
-            self._group.engine.break_context(self._group.context, error)
+            self._group.engine.break_for(self._call, error)
         if self._made is not None:
             self._made.finish(error)
 

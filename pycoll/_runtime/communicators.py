@@ -16,6 +16,7 @@ from pycoll._runtime.context import Context
 from pycoll._runtime.driver import Driver
 from pycoll._runtime.last_calls import LastCalls
 from pycoll._runtime.membership import Membership
+from pycoll._runtime.task import Call
 from pycoll._runtime.waits import Waits
 from pycoll._transports.base import Arrival
 from pycoll._transports.core import CoreTransport
@@ -87,32 +88,37 @@ class Communicators(Driver):
         if len(self._closed_ids) > CLOSED_IDS:
             del self._closed_ids[next(iter(self._closed_ids))]
 
-    def break_context(self, context: Context, error: BaseException) -> None:
-        """Make a communicator unusable on all its ranks, for the reason `error`."""
-        if context.broken is not None:
+    def break_for(self, call: Call, error: BaseException) -> None:
+        """Make the communicator of a call that ends with `error` unusable on all its ranks."""
+        if call.context.broken is not None:
             return
         self._note(error)
         shown = error
         if not isinstance(error, MismatchError | OperationTimeout | PeerFailed):
-            shown = PeerFailed(self.rank, f"gave up a collective ({_told(error)})")
+            shown = PeerFailed(self.rank, f"gave up {call.short} ({_told(error)})")
+        self._break(call.context, shown)
+
+    def _break(self, context: Context, error: BaseException) -> None:
         try:
             if self.control is not None:
-                failure = shown if isinstance(shown, PeerFailed) else None
+                failure = error if isinstance(error, PeerFailed) else None
                 self.control.post(
                     "broken",
                     context=context.ident,
-                    error=type(shown).__name__,
+                    error=type(error).__name__,
                     rank=failure.rank if failure else self.rank,
                     reason=failure.reason if failure else "",
-                    message=str(shown),
+                    message=str(error),
                     members=list(context.members),
                 )
         finally:
-            context.fail(shown)
+            context.fail(error)
 
     def _found_different(self, context: Context, error: MismatchError) -> None:
         unheard = not context.pending
-        self.break_context(context, error)
+        if context.broken is None:
+            self._note(error)
+            self._break(context, error)
         context.unheard = unheard
 
     def check(self, context: Context) -> None:

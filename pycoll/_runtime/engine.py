@@ -100,7 +100,7 @@ class Engine(Communicators):
             if not inside:
                 if self._is_mine():
                     self.leave()
-                self._end_hold(call.context if collective else None)
+                self._end_hold(call if collective else None)
 
     def _run(
         self, call: Call, steps: Callable[[], CallSteps], deadline: float, collective: bool
@@ -118,7 +118,7 @@ class Engine(Communicators):
                     self._wait(task, deadline, call)
             except BaseException as exc:
                 if collective:
-                    self.break_context(context, exc)
+                    self.break_for(call, exc)
                 if task is not None:
                     task.abort(exc)
                 raise
@@ -128,7 +128,7 @@ class Engine(Communicators):
             if task.error is not None:
                 error = self.named(task.error, call)
                 if collective:
-                    self.break_context(context, error)
+                    self.break_for(call, error)
                 elif isinstance(error, PeerFailed):
                     self._note(error)
                 raise_error(error)
@@ -197,7 +197,7 @@ class Engine(Communicators):
         self._requests.discard(task)
         if collective and task.error is not None:
             task.error = self.named(task.error, task.call)
-            self.break_context(context, task.error)
+            self.break_for(task.call, task.error)
 
     def look_at(self, operation: Operation) -> bool:
         """Do what can be done now; returns whether `operation` is done."""
@@ -218,14 +218,14 @@ class Engine(Communicators):
             if not operation.done:
                 self._wait(operation, deadline, call, gives_up=False)
 
-    def _end_hold(self, collective: Context | None) -> None:
+    def _end_hold(self, collective: Call | None) -> None:
         """Raise an interrupt that came during a call, and break what was called collectively."""
         try:
             self.interrupts.release()
         except KeyboardInterrupt as exc:
             if collective is not None and self.closed is None:
                 with self.locked():
-                    self.break_context(collective, exc)
+                    self.break_for(collective, exc)
             raise
 
     def send(
@@ -286,12 +286,12 @@ class Engine(Communicators):
             self._progress()
             self.check(context)
 
-    def give_up(self, context: Context, error: BaseException) -> None:
-        """Break a communicator whose call has failed, unless this rank has left the job."""
+    def give_up(self, call: Call, error: BaseException) -> None:
+        """Break the communicator of a call that has failed, unless this rank has left the job."""
         if self.closed is None:
             with self.locked():
-                self.break_context(context, error)
-                context.unheard = False
+                self.break_for(call, error)
+                call.context.unheard = False
 
     def running(self, wait: int) -> None:
         """Tell the launcher that a wait of which it was told is over."""

@@ -27,9 +27,17 @@ class Call(NamedTuple):
     context: Context
 
     def __str__(self) -> str:
+        return f"{self.text}{self._place()}"
+
+    @property
+    def short(self) -> str:
+        """Its name and number, without its arguments."""
+        return f"{self.text.partition('(')[0]}{self._place()}"
+
+    def _place(self) -> str:
         number = f" #{self.number}" if self.number >= 0 else ""
         on = f" on {self.context.name}" if self.context.name != "world" else ""
-        return f"{self.text}{number}{on}"
+        return f"{number}{on}"
 
 
 class Task(Operation):
@@ -95,15 +103,17 @@ class Task(Operation):
         """Run the call up to its next operation; None: it has ended."""
         self._running = True
         try:
-            return self._steps.throw(error) if error else next(self._steps)
-        except StopIteration as stop:
-            self.result = stop.value
+            try:
+                return self._steps.throw(error) if error else next(self._steps)
+            except StopIteration as stop:
+                self.result = stop.value
+            except BaseException as exc:
+                self.finish(exc)
+                return None
             self.finish()
-        except BaseException as exc:
-            self.finish(exc)
+            return None
         finally:
             self._running = False
-        return None
 
 
 class Started(Task):

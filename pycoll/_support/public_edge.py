@@ -31,15 +31,14 @@ def edge(function: F) -> F:
         __tracebackhide__ = True  # pytest shows `function`
         try:
             return function(*args, **kwargs)
-        except Error as exc:
-            if _is_on_purpose(exc.__traceback__):
-                hide(exc)
-            raise
-        except (TypeError, ValueError) as exc:
-            text = foreign_names.of_arguments(exc, call)
+        except Exception as exc:
+            if is_users(exc):
+                _leave_users(exc)
+                raise
+            text = foreign_names.of_arguments(exc, call) if isinstance(exc, TypeError) else ""
             if text:
                 exc.args = (text,)
-            if text or _is_on_purpose(exc.__traceback__):
+            if text or isinstance(exc, Error) or _is_on_purpose(exc):
                 hide(exc)
             raise  # unlike `raise exc` this adds no frame
         except Exception as exc:  # what a rank has raised, say
@@ -85,11 +84,41 @@ def hide(exc: BaseException) -> None:
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
-def _is_on_purpose(traceback: TracebackType | None) -> bool:
-    """Whether a `raise` statement of pycoll has raised it."""
+class UsersNote(str):
+    """A note of an exception that a function of the user's has raised, which pycoll has called."""
+
+    __slots__ = ()
+
+
+def mark_users(exc: BaseException, note: str) -> None:
+    """Note on an exception of a user's function where that was called; once."""
+    if not is_users(exc):
+        exc.add_note(UsersNote(note))
+
+
+def is_users(exc: BaseException) -> bool:
+    """Whether a user's function has raised it."""
+    return any(isinstance(note, UsersNote) for note in getattr(exc, "__notes__", ()))
+
+
+def _leave_users(exc: BaseException) -> None:
+    """Take the frames of pycoll out of an exception of a user's function."""
+    kept, frame = [], exc.__traceback__
+    while frame is not None:
+        if not _is_ours(frame):
+            kept.append(frame)
+        frame = frame.tb_next
+    for this, following in zip(kept, [*kept[1:], None], strict=False):
+        this.tb_next = following
+    exc.__traceback__ = kept[0] if kept else None
+
+
+def _is_on_purpose(exc: Exception) -> bool:
+    """Whether a `raise` statement of pycoll has raised an exception about arguments."""
     from opcode import opmap
 
-    if traceback is None:
+    traceback = exc.__traceback__
+    if traceback is None or not isinstance(exc, TypeError | ValueError):
         return False
     while traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -319,7 +319,7 @@ if rank == 0:
 else:
     await_table((0, "reduce_scatterv"))
     os.kill(pid, signal.SIGINT)
-    peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.barrier)
+    peer_failed(0, "gave up reduce_scatterv #0 on dup of world (KeyboardInterrupt)", part.barrier)
 assert (comm.reduce_scatterv(np.ones(2), [1, 1]) == 2).all()
 ok()
 """

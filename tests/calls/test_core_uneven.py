@@ -250,15 +250,16 @@ comm.all_gatherv(np.ones(2))
 part = comm.dup()
 part.all_gatherv(np.ones(2))
 mine = memoryview(np.ones(50_000)) if rank == 1 else np.ones(50_000)
+reason = "gave up all_gatherv #1 on dup of world (KeyboardInterrupt)"
 if rank == 0:
     def interrupted(*args):
         raise KeyboardInterrupt
     go_on, uneven.resumed = uneven.resumed, interrupted
     error_like(KeyboardInterrupt, "", part.all_gatherv, mine)
     uneven.resumed = go_on
-    peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.barrier)
+    peer_failed(0, reason, part.barrier)
 else:
-    peer_failed(0, "gave up a collective (KeyboardInterrupt)", part.all_gatherv, mine)
+    peer_failed(0, reason, part.all_gatherv, mine)
 comm.barrier()
 ok()
 """

@@ -285,9 +285,9 @@ else:
     pid = comm.recv(0)
     await_table((0, "all_reduce"))
     os.kill(pid, signal.SIGINT)
-    fails_soon("gave up a collective (KeyboardInterrupt)", other.all_reduce, x)
-peer_failed(0, "gave up a collective (KeyboardInterrupt)", other.barrier)
-peer_failed(0, "gave up a collective (KeyboardInterrupt)", other.barrier)
+    fails_soon("gave up all_reduce #1 on dup of world (KeyboardInterrupt)", other.all_reduce, x)
+peer_failed(0, "gave up all_reduce #1 on dup of world (KeyboardInterrupt)", other.barrier)
+peer_failed(0, "gave up all_reduce #1 on dup of world (KeyboardInterrupt)", other.barrier)
 check_all(comm)
 with comm.dup() as third:
     check_all(third)

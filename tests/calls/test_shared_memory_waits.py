@@ -59,8 +59,8 @@ else:
     pid = comm.recv(0)
     await_table((0, "barrier"))
     os.kill(pid, signal.SIGUSR1)
-    fails_soon("gave up a collective (Alarm: it is time)", other.barrier)
-peer_failed(0, "gave up a collective (Alarm: it is time)", other.barrier)
+    fails_soon("gave up barrier #1 on dup of world (Alarm: it is time)", other.barrier)
+peer_failed(0, "gave up barrier #1 on dup of world (Alarm: it is time)", other.barrier)
 check_all(comm)
 ok()
 """

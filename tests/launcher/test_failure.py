@@ -328,7 +328,7 @@ def test_an_operator_that_raises_or_communicates_breaks_one_communicator_on_all(
         3,
         """
 intact, second = comm.dup(), comm.dup()
-reason = "gave up a collective (ZeroDivisionError: of the user)"
+reason = "gave up all_reduce #2 (ZeroDivisionError: of the user)"
 
 def bad(a, b):
     raise ZeroDivisionError("of the user")
@@ -367,7 +367,7 @@ def test_an_interrupt_inside_a_collective_breaks_that_communicator_alone(job: An
         3,
         """
 intact, pids = comm.dup(), comm.all_gather(os.getpid())
-reason = "gave up a collective (KeyboardInterrupt)"
+reason = "gave up barrier #2 (KeyboardInterrupt)"
 if rank == 0:
     await_table((1, "barrier"), (2, "barrier"))
     os.kill(pids[1], signal.SIGINT)
@@ -387,6 +387,7 @@ def combine(a, b):  # in the middle of a transfer, when the first pieces have co
     return a + b
 
 x = np.ones(1 << 19)
+reason = "gave up all_reduce #0 on dup of dup of world (KeyboardInterrupt)"
 for _ in range(10):
     other = intact.dup()
     arguments = other.all_reduce, x, pycoll.Op(combine, elementwise=True), x

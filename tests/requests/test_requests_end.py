@@ -115,7 +115,9 @@ def test_an_operator_that_raises_breaks_the_communicator(ranks: Any) -> None:
             group = comm.dup()
             with pytest.raises((error, pycoll.PeerFailed)):
                 call(group)
-            with pytest.raises(pycoll.PeerFailed, match=f"gave up a collective .{error.__name__}"):
+            with pytest.raises(
+                pycoll.PeerFailed, match=f"gave up i?all_reduce #0 .*{error.__name__}"
+            ):
                 group.barrier()
             group.close()
         assert comm.iall_reduce(1).wait() == 2

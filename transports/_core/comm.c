@@ -126,11 +126,11 @@ int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
 
 /* Have Python break the communicator for the exception that ends a call: wherever it came from,
    also from a signal handler at the door of a Python function. */
-static PC_COLD void give_up(pc_comm *comm) {
+static PC_COLD void give_up(pc_collective *call) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *result = PyObject_CallFunctionObjArgs(comm->give_up, error, NULL);
+    PyObject *result = PyObject_CallFunction(call->comm->give_up, "NO", pc_describe(call), error);
     if (result != NULL) {
         Py_DECREF(result);
         PyErr_Restore(type, error, trace);
@@ -154,7 +154,7 @@ PyObject *pc_call_end(pc_collective *call, int status, PyObject *result) {
             pc_abandon(call);
         atomic_thread_fence(memory_order_seq_cst); /* before what the caller does to its arrays */
     }
-    give_up(call->comm);
+    give_up(call);
     return NULL;
 }
 
