@@ -41,10 +41,6 @@ def edge(function: F) -> F:
             if text or isinstance(exc, Error) or _is_on_purpose(exc):
                 hide(exc)
             raise  # unlike `raise exc` this adds no frame
-        except Exception as exc:  # what a rank has raised, say
-            if _is_on_purpose(exc.__traceback__):
-                hide(exc)
-            raise
 
     return cast("F", call)
 
@@ -114,11 +110,11 @@ def _leave_users(exc: BaseException) -> None:
 
 
 def _is_on_purpose(exc: Exception) -> bool:
-    """Whether a `raise` statement of pycoll has raised an exception about arguments."""
+    """Whether a `raise` statement of pycoll has raised it: also what a rank of `run` has raised."""
     from opcode import opmap
 
     traceback = exc.__traceback__
-    if traceback is None or not isinstance(exc, TypeError | ValueError):
+    if traceback is None:
         return False
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
