@@ -17,6 +17,7 @@ import numpy as np
 from pycoll._arrays import conversion, operators
 from pycoll._arrays.operators import Op, combiner, finisher
 from pycoll._arrays.value import Value
+from pycoll._calls import wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import bind_pieces
@@ -69,6 +70,7 @@ class Bucket:
     """Arrays of one dtype that are reduced together.
 
     Attributes:
+        members: the arrays.
         dtype: of all.
         kind: of the first.
         source: their elements, C-contiguous.
@@ -85,7 +87,7 @@ class Bucket:
         self.late: list[Value] = []
         self._loads: list[Array] = []
         self._unloads: list[tuple[Array, Target]] = []
-        self._members = members
+        self.members = members
         if len(members) == 1:
             target = outs[0] or Target(None, first, first.array.shape)
             self.source, self.target = conversion.operand(first.array), target.memory
@@ -125,7 +127,7 @@ class Bucket:
 
     def combiner(self, op: Op) -> Combine:
         """Return the reduction of byte views; array by array if `op` is not elementwise."""
-        members = self._members
+        members = self.members
         if op.elementwise or len(members) == 1:
             return combiner(op, members[0], members[0].array.shape)
         itemsize = self.dtype.itemsize
@@ -314,25 +316,37 @@ def _over_messages(
     algorithm: str | None,
 ) -> CallSteps:
     number = group.context.begin(call)
-    runs = []
+    runs, totals = [], []
     for subcall, bucket in enumerate(buckets):
         # In one segment: the buckets overlap each other already.
         chosen = _choose(group, op, bucket.source.nbytes, algorithm, shm=False)
         how = "all_reduce", Choice(chosen.name)
-        binding = bind_pieces(group, how, bucket.combiner(op), bucket.source, bucket.target)
-        binding = binding._replace(finish=finisher(op, bucket.dtype, group.size))
+        source, target, dtype = bucket.source, bucket.target, bucket.dtype
+        reduction = bucket.combiner(op)
+        if wide_averages.applies(op, dtype):
+            wide = wide_averages.memory(source.shape)
+            source, target, dtype = wide.array, wide.array, wide.dtype
+            reduction = combiner(op, wide, source.shape)
+        totals.append(target)
+        binding = bind_pieces(group, how, reduction, source, target)
+        binding = binding._replace(finish=finisher(op, dtype, group.size))
         runs.append(group.operation((number, subcall), call, how, binding))
     for bucket in buckets:
         for member in bucket.late:
             assert member.stage is not None
             member.stage.pull(group.engine).watch()  # all at once
     try:
-        for run, bucket in zip(runs, buckets, strict=True):
-            yield from pulled(group, *bucket.late)
+        for run, bucket, total in zip(runs, buckets, totals, strict=True):
+            is_wide = total is not bucket.target
+            yield from pulled(group, *(bucket.members if is_wide else bucket.late))
             bucket.load()
+            if is_wide:
+                wide_averages.widen(bucket.dtype, bucket.source, total)
             run.start()
-        for run, bucket in zip(runs, buckets, strict=True):
+        for run, bucket, total in zip(runs, buckets, totals, strict=True):
             yield run
+            if total is not bucket.target:
+                wide_averages.narrow(bucket.dtype, total, bucket.target)
             bucket.unload(group.engine)
     except BaseException:
         for run in runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycoll._calls.call_plan import CallPlan, R, Route
+from pycoll._calls.call_plan import CallPlan, Route
 from pycoll._calls.group import IN_SHARED_MEMORY, Bound, Group
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._selection.select import Choice
@@ -14,7 +14,7 @@ from pycoll._support.lazy_import import LazyModule
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._arrays.value import Value
-    from pycoll._calls import collectives, shared_memory_calls, two_level
+    from pycoll._calls import collectives, shared_memory_calls, two_level, wide_averages
     from pycoll._calls.arguments import Target
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
@@ -24,27 +24,14 @@ else:  # a program that only calls barrier() imports no NumPy
     collectives = LazyModule("pycoll._calls.collectives")
     shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
     two_level = LazyModule("pycoll._calls.two_level")
+    wide_averages = LazyModule("pycoll._calls.wide_averages")
 
 
 BY_CUDA_IPC = Choice("linear")
 """The algorithm of ranks that read each other's GPUs instead of sharing host memory: one copy."""
 
 
-class ScheduledPlan(CallPlan[R]):
-    """A call that is one schedule with its memory."""
-
-    __slots__ = ()
-
-    def bind(self) -> Bound:
-        """Return the schedule, with its memory."""
-        raise NotImplementedError
-
-    def steps(self, signature: bytes) -> CallSteps:
-        """Run the schedule."""
-        return collectives.run(self.group, signature, self.bind())
-
-
-class BarrierPlan(ScheduledPlan[None]):
+class BarrierPlan(CallPlan[None]):
     """A barrier.
 
     Args:
@@ -62,6 +49,10 @@ class BarrierPlan(ScheduledPlan[None]):
         """Return the schedule, with chunks of no bytes."""
         return collectives.barrier(self.group, self.choice)
 
+    def steps(self, signature: bytes) -> CallSteps:
+        """Run the schedule."""
+        return collectives.run(self.group, signature, self.bind())
+
     def in_shared_memory(self, shm: ShmComm) -> None:
         """Wait in shared memory."""
         shm.barrier()
@@ -71,7 +62,7 @@ class BarrierPlan(ScheduledPlan[None]):
         two_level.barrier(levels)
 
 
-class ArrayPlan(ScheduledPlan[Any]):
+class ArrayPlan(CallPlan[Any]):
     """A collective that moves or combines arrays which all ranks know.
 
     Args:
@@ -122,12 +113,22 @@ class ArrayPlan(ScheduledPlan[Any]):
         """`x`, unless it comes to the host later, or not at all."""
         return () if self.offers or self.in_pieces else (self.x,)
 
-    def bind(self) -> Bound:
-        """Return the schedule, with its memory in `x` and in the target."""
+    def bind(self) -> Bound | None:
+        """Return the schedule, with its memory in `x` and the target; None: it is not there."""
+        if wide_averages.applies(self.op, self.x.dtype):
+            return None
+        return self._bind(self.x, self.memory)
+
+    def _bind(self, x: Value, memory: Array | None) -> Bound:
         choice = BY_CUDA_IPC if self.choice == IN_SHARED_MEMORY else self.choice
-        return collectives.bind(
-            self.group, self.collective, choice, self.x, self.memory, self.op, self.root
-        )
+        return collectives.bind(self.group, self.collective, choice, x, memory, self.op, self.root)
+
+    def steps(self, signature: bytes) -> CallSteps:
+        """Run the schedule."""
+        bound = self.bind()
+        if bound is None:
+            return wide_averages.run(self.group, signature, self.x, self.memory, self._bind)
+        return collectives.run(self.group, signature, bound)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
         """Exchange it in shared memory; BY_MESSAGES if all ranks rather offer."""

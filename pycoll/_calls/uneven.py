@@ -14,7 +14,7 @@ from pycoll._arrays import conversion
 from pycoll._arrays.operators import Op, combiner, finisher
 from pycoll._arrays.value import Value
 from pycoll._calls import blocks, shared_memory_uneven
-from pycoll._calls.group import Group
+from pycoll._calls.group import Bound, Group
 from pycoll._calls.message_steps import pulled
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._calls.uneven_out import BlockTargets
@@ -117,17 +117,10 @@ def all_to_allv(group: Group, call: bytes, xs: Sequence[Value], targets: BlockTa
     ]
 
 
-def reduce_scatterv(
-    group: Group,
-    call: bytes,
-    x: Value,
-    counts: Sequence[int],
-    op: Op,
-    choice: Choice,
-    result: Array,
-) -> CallSteps:
-    """Reduce rows of all ranks' x: this rank's ``counts[rank]`` rows into `result`."""
-    number = group.context.begin(call)
+def bind_reduce_scatterv(
+    group: Group, x: Value, counts: Sequence[int], op: Op, choice: Choice, result: Array
+) -> Bound:
+    """Bind what reduces rows of all ranks' x: this rank's ``counts[rank]`` rows into `result`."""
     source = shared_memory_uneven.cut(conversion.operand(x.array), counts)
     target: list[memoryview | None] = [None] * group.size
     target[group.rank] = conversion.as_bytes(result)
@@ -138,6 +131,4 @@ def reduce_scatterv(
         combine=combiner(op, x, (-1, *x.array.shape[1:])),
         finish=finisher(op, x.dtype, group.size),
     )
-    how = "reduce_scatter", choice
-    yield from group.run((number, 0), call, how, binding, x.array.itemsize)
-    group.context.end(number)
+    return Bound(("reduce_scatter", choice), binding, x.array.itemsize)

@@ -10,16 +10,16 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import conversion, operators
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
-from pycoll._calls import arguments, shared_memory_uneven, uneven
+from pycoll._calls import arguments, collectives, shared_memory_uneven, uneven, wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
 from pycoll._calls.collectives import type_text
-from pycoll._calls.group import IN_SHARED_MEMORY, Group
+from pycoll._calls.group import IN_SHARED_MEMORY, Bound, Group
 from pycoll._calls.shared_memory import ShmComm, counts_text, part_of
 from pycoll._calls.shared_memory_calls import serves
 from pycoll._calls.uneven_out import BlockTarget, BlockTargets
 from pycoll._cuda.late_copies import LateCopies
-from pycoll._dtypes import DType
+from pycoll._dtypes import Array, DType
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
 
@@ -403,9 +403,14 @@ class ReduceScattervPlan(CallPlan[Any]):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Run the schedule of a reduce_scatter, on chunks that differ in length."""
-        return uneven.reduce_scatterv(
-            self.group, signature, self.x, self.counts, self.op, self.choice, self.target.memory
-        )
+        x, memory = self.x, self.target.memory
+        if wide_averages.applies(self.op, x.dtype):
+            return wide_averages.run(self.group, signature, x, memory, self._bind)
+        return collectives.run(self.group, signature, self._bind(x, memory))
+
+    def _bind(self, x: Value, memory: Array | None) -> Bound:
+        assert memory is not None
+        return uneven.bind_reduce_scatterv(self.group, x, self.counts, self.op, self.choice, memory)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
         """Combine in shared memory."""

@@ -213,6 +213,35 @@ def test_every_16_bit_float_plus_zero_is_itself(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_16_bit_floats_are_converted_to_float32_and_back(dtype: DType) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype.storage)
+    wide = np.empty(every.shape, np.float32)
+    core.convert(False, dtype.code, wide, every)
+    right = operators_numpy.widen(dtype, every)
+    assert np.array_equal(wide, right, equal_nan=True)
+    with np.errstate(all="ignore"):
+        ties = (right[:-1] + right[1:]) / 2
+        between = np.concatenate([right, ties, np.nextafter(ties, right[1:]), right * 1.3])
+    for numbers in between, between[:1], between[5:132]:
+        out, expected = (np.empty(numbers.shape, dtype.storage) for _ in range(2))
+        core.convert(True, dtype.code, out, numbers)
+        with np.errstate(all="ignore"):
+            operators_numpy.narrow(dtype, numbers.copy(), expected)
+        assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes", "offset"),
+    [(FLOAT32, 16, 0), (FLOAT16, 15, 0), (FLOAT16, 18, 0), (FLOAT16, 16, 1)],
+)
+def test_no_other_arrays_are_converted(dtype: DType, nbytes: int, offset: int) -> None:
+    wide = np.zeros(32, np.uint8)
+    halves = np.zeros(32, np.uint8)[offset : offset + nbytes]
+    with pytest.raises(ValueError, match="one number of 16-bit floats"):
+        core.convert(False, dtype.code, wide, halves)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_16_bit_floats_are_rounded_once_after_the_last_operand(dtype: DType) -> None:
     big = {"float16": 2048.0, "bfloat16": 256.0}[dtype.name]  # big + 1 is rounded to big
     for n in range(2, 7):

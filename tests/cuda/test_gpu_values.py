@@ -120,9 +120,11 @@ def test_operators_see_the_elements(ranks: Ranks) -> None:
     @tidy
     def program(comm: Comm, seed: int) -> None:
         x = numbers(comm.rank, (4, 3))
-        for op in ("prod", "min", "max", "avg", "land", pycoll.Op(lambda a, b: a - b, False)):
+        difference = pycoll.Op(lambda a, b: a - b, False)
+        ops = [(op, "float32") for op in ("prod", "min", "max", "avg", "land", difference)]
+        for op, dtype in [*ops, ("avg", "float16")]:
             for method, way in itertools.product(COMBINING, WAYS[:2]):
-                args, kwargs = arguments(method, comm.rank, comm.size, (4, 3), "float32")
+                args, kwargs = arguments(method, comm.rank, comm.size, (4, 3), dtype)
                 wanted = call(comm, way, method, *args, op=op, **kwargs)
                 there = convert(args[0], fakegpu.array)
                 got = call(comm, way, method, there, *args[1:], op=op, **kwargs)

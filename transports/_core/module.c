@@ -8,6 +8,7 @@ extern PyType_Spec pc_guard_spec;
 void pc_guard_init(void);
 PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
+PyObject *pc_convert_py(PyObject *module, PyObject *args);
 PyObject *pc_with_default_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
@@ -90,6 +91,7 @@ static PyMethodDef methods[] = {
      "Arrays of this NumPy dtype hold elements of that type."},
     {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL,
      "Reduce arrays, from left to right."},
+    {"convert", pc_convert_py, METH_VARARGS, "Convert 16-bit floats to float32, or back."},
     {"with_default_floats", (PyCFunction)(void (*)(void))pc_with_default_floats, METH_FASTCALL,
      "Call a function in the default floating-point environment."},
     {"reduce_level", pc_reduce_level_py, METH_O, "Force a level of processor; for tests."},

@@ -32,11 +32,11 @@ bool pc_is_aligned(int dtype, uintptr_t address) {
 
 /* ---------------------------------------------------------------- levels */
 
-static const pc_reduce_table *const tables[] = {
-    &pc_reduce_any,
+static const struct pc_kernels *const levels[] = {
+    &pc_kernels_any,
 #ifdef PC_REDUCE_LEVELS
-    &pc_reduce_avx2,
-    &pc_reduce_avx512,
+    &pc_kernels_avx2,
+    &pc_kernels_avx512,
 #endif
 };
 
@@ -48,17 +48,21 @@ static int best_level(void) {
 #endif
 }
 
-static _Atomic(const pc_reduce_table *) chosen;
+static _Atomic(const struct pc_kernels *) chosen;
+
+static const struct pc_kernels *kernels(void) {
+    const struct pc_kernels *table = atomic_load_explicit(&chosen, memory_order_relaxed);
+    if (PC_UNLIKELY(!table)) {
+        table = levels[best_level()];
+        atomic_store_explicit(&chosen, table, memory_order_relaxed);
+    }
+    return table;
+}
 
 pc_reduce_fn pc_reduce_find(int op, int dtype) {
     if (op < 0 || op >= PC_OPS || pc_itemsize(dtype) == 0)
         return NULL;
-    const pc_reduce_table *table = atomic_load_explicit(&chosen, memory_order_relaxed);
-    if (PC_UNLIKELY(!table)) {
-        table = tables[best_level()];
-        atomic_store_explicit(&chosen, table, memory_order_relaxed);
-    }
-    return (*table)[op][dtype];
+    return kernels()->reduce[op][dtype];
 }
 
 int pc_reduce_set_level(int level) {
@@ -67,7 +71,7 @@ int pc_reduce_set_level(int level) {
         return -1;
     if (level == -1)
         level = best;
-    atomic_store_explicit(&chosen, tables[level], memory_order_relaxed);
+    atomic_store_explicit(&chosen, levels[level], memory_order_relaxed);
     return level;
 }
 
@@ -207,6 +211,36 @@ PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs
                             "reduce() has no operator %ld for dtype %ld, divisor %ld", op, dtype,
                             divisor);
     if (reduce_sequence(reduce, (int)dtype, args[2], args[3], (int)divisor) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* convert(narrows, dtype, out, in) */
+PyObject *pc_convert_py(PyObject *module, PyObject *args) {
+    (void)module;
+    int narrows, dtype;
+    Py_buffer out, in;
+    if (!PyArg_ParseTuple(args, "piw*y*", &narrows, &dtype, &out, &in))
+        return NULL;
+    const Py_buffer *halves = narrows ? &out : &in, *wide = narrows ? &in : &out;
+    bool known = dtype == PC_FLOAT16 || dtype == PC_BFLOAT16;
+    bool fits = known && halves->len % 2 == 0 && wide->len == 2 * halves->len &&
+                pc_is_aligned(dtype, (uintptr_t)halves->buf) &&
+                pc_is_aligned(PC_FLOAT32, (uintptr_t)wide->buf);
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "convert() takes aligned arrays of one number of 16-bit "
+                                          "floats and of float32");
+    else {
+        pc_convert_fn convert = kernels()->convert[narrows ? PC_NARROW : PC_WIDEN][dtype];
+        Py_BEGIN_ALLOW_THREADS
+        uint64_t callers = pc_enter_default_floats();
+        convert(out.buf, in.buf, (size_t)halves->len / 2);
+        pc_leave_default_floats(callers);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&out);
+    PyBuffer_Release(&in);
+    if (!fits)
         return NULL;
     Py_RETURN_NONE;
 }

@@ -30,11 +30,22 @@ enum pc_dtype {
 
 typedef pc_reduce_fn pc_reduce_table[PC_OPS][PC_DTYPES];
 
-extern const pc_reduce_table pc_reduce_any;
+/* 16-bit floats to float32 in place of them, or back, rounded to nearest even; disjoint memory. */
+enum pc_conversion { PC_WIDEN, PC_NARROW, PC_CONVERSIONS };
+typedef void (*pc_convert_fn)(void *out, const void *in, size_t count);
+typedef pc_convert_fn pc_convert_table[PC_CONVERSIONS][PC_DTYPES];
+
+/* What is compiled for each level of processor. */
+struct pc_kernels {
+    pc_reduce_table reduce;
+    pc_convert_table convert;
+};
+
+extern const struct pc_kernels pc_kernels_any;
 /* GCC and Clang compile functions for another processor than the one that the file is for. */
 #if defined(__x86_64__) && defined(__GNUC__)
 #define PC_REDUCE_LEVELS
-extern const pc_reduce_table pc_reduce_avx2, pc_reduce_avx512;
+extern const struct pc_kernels pc_kernels_avx2, pc_kernels_avx512;
 #endif
 
 /* out[i] = a[i] op b[i]; `out` may be `a` or `b`. */
