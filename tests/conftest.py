@@ -18,6 +18,7 @@ import fake_cuda
 import hypothesis
 import pytest
 from patience import PATIENCE
+from pool_scripts import Scripts
 from ranks_pool import POOL, Pools
 from script_jobs import Jobs
 
@@ -304,6 +305,12 @@ def ranks(request: pytest.FixtureRequest, pools: Pools) -> Any:
 def job(tmp_path: Path) -> Any:
     """Runs a script on ranks: ``job(n, text, *options)``; see script_jobs.py."""
     return Jobs(tmp_path)
+
+
+@pytest.fixture
+def scripts(pools: Pools) -> Scripts:
+    """Runs a script on a pool of ranks: ``scripts(n, text, transport)``; see pool_scripts.py."""
+    return Scripts(pools)
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
-"""sendrecv, probes and persistent requests in the compiled core.
-
-That all else is as with the other engine is tested by the same tests, run with that variable.
-"""
+"""sendrecv, probes and persistent requests in the compiled core."""
 
 from __future__ import annotations
 
 import pytest
 from core_counting import COUNTING
-from script_jobs import Jobs, all_well
+from pool_scripts import Scripts
+from script_jobs import Jobs
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -18,7 +16,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_sendrecv_and_probes_go_without_python(job: Jobs, transport: str) -> None:
+def test_sendrecv_and_probes_go_without_python(scripts: Scripts, transport: str) -> None:
     text = """
 ALLOWED = {"pycoll._runtime.envelope"}  # iprobe looks in Python now and then
 x, out, status = np.arange(6.0), np.zeros(6), pycoll.Status()
@@ -38,11 +36,11 @@ assert (new == x * 2).all() and (out == x).all() and none is None
 assert found == [pycoll.Status(rank, 9, 48)] * 2
 ok()
 """
-    all_well(job(2, COUNTING + text, "--transport", transport), 2)
+    scripts(2, COUNTING + text, transport)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_persistent_sends_and_receives_go_without_python(job: Jobs, transport: str) -> None:
+def test_persistent_sends_and_receives_go_without_python(scripts: Scripts, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "_here", "pycoll._support.public_edge"}
 ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
@@ -71,11 +69,11 @@ def step():
 goes_without_python(step)
 ok()
 """
-    all_well(job(2, COUNTING + text, "--transport", transport), 2)
+    scripts(2, COUNTING + text, transport)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_isendrecv_and_its_waits_go_without_python(job: Jobs, transport: str) -> None:
+def test_isendrecv_and_its_waits_go_without_python(scripts: Scripts, transport: str) -> None:
     text = """
 # wait_any and wait_some choose in Python; what they wait in is the core's.
 ALLOWED = {"pycoll._support.public_edge", "wait_all", "wait_any", "wait_some", "_take_done"}
@@ -112,10 +110,10 @@ goes_without_python(step)
 goes_without_python(any_step)
 ok()
 """
-    all_well(job(2, COUNTING + text, "--transport", transport), 2)
+    scripts(2, COUNTING + text, transport)
 
 
-def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(job: Jobs) -> None:
+def test_sendrecv_gives_up_what_it_has_begun_when_it_fails(scripts: Scripts) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 comm.send(np.arange(5.0), peer, 1)
@@ -139,10 +137,10 @@ assert comm.sendrecv({"rank": rank}, peer, peer) == {"rank": peer}
 assert comm.sendrecv(x, pycoll.PROC_NULL, pycoll.PROC_NULL) is None
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
-def test_a_sendrecv_that_takes_long_goes_on_in_python(job: Jobs) -> None:
+def test_a_sendrecv_that_takes_long_goes_on_in_python(scripts: Scripts) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 if rank == 1:
@@ -150,7 +148,7 @@ if rank == 1:
 assert (comm.sendrecv(long, peer, peer, timeout=50) == long).all()
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
 def test_a_probe_waits_and_hears_that_nobody_can_send(job: Jobs) -> None:
@@ -196,7 +194,7 @@ ok()
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_a_persistent_request_is_as_by_the_other_engine(job: Jobs) -> None:
+def test_a_persistent_request_is_as_by_the_other_engine(scripts: Scripts) -> None:
     text = """
 peer, out = 1 - rank, np.zeros(3)
 request = comm.persistent.recv(peer, 1, out)
@@ -225,4 +223,4 @@ other.close()
 error_like(pycoll.Error, "is closed", request.start)
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)

@@ -1,12 +1,12 @@
 """reduce_scatterv of NumPy arrays in shared memory: in the core.
 
-Ranks whose call goes through Python say the same, so any rank may go either way. In a job without a
-default deadline the core has these calls; tests/calls/test_uneven.py has the others.
+Ranks whose call goes through Python say the same, so any rank may go either way.
 """
 
 from __future__ import annotations
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -164,7 +164,7 @@ ok()
     all_well(job(3, text, "--transport", "shm", init=WATCHED), 3)
 
 
-def test_operators_that_the_core_has_not_go_through_python(job: Jobs) -> None:
+def test_operators_that_the_core_has_not_go_through_python(scripts: Scripts) -> None:
     text = f"""{NUMPY}
 counts = [2, 0, 3]
 all_x = [values(peer, (5,), "f8") for peer in range(size)]
@@ -179,10 +179,10 @@ for _ in range(2):
     assert (np.asarray(got) == wanted(all_x, counts, "sum")).all()
 ok()
 """
-    all_well(job(3, text, "--transport", "shm"), 3)
+    scripts(3, text)
 
 
-def test_wrong_arguments_are_told_as_by_python_and_nothing_is_sent(job: Jobs) -> None:
+def test_wrong_arguments_are_told_as_by_python_and_nothing_is_sent(scripts: Scripts) -> None:
     text = """
 x, counts = np.ones(4), [4, *[0] * (size - 1)]
 read_only = np.empty(counts[rank])
@@ -223,7 +223,7 @@ error_like(TypeError, "counts", comm.reduce_scatter, np.ones((size, 2)), counts=
 error_like(TypeError, "root", comm.all_reduce, x, root=1)
 ok()
 """
-    all_well(job(2, text, "--transport", "shm"), 2)
+    scripts(2, text)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ except pycoll.PeerFailed as error:
     assert done.content == [0, 1], done.stderr
 
 
-def test_counts_that_change_while_the_call_waits_are_those_of_its_begin(job: Jobs) -> None:
+def test_counts_that_change_while_the_call_waits_are_those_of_its_begin(scripts: Scripts) -> None:
     text = """
 comm.barrier()
 counts = [3, 1]
@@ -289,7 +289,7 @@ else:
 assert got.tolist() == ([0, 2, 4] if rank == 0 else [6])
 ok()
 """
-    all_well(job(2, text, "--transport", "shm"), 2)
+    scripts(2, text)
 
 
 @pytest.mark.parametrize("count", [1, 200_000])
@@ -308,7 +308,7 @@ ok()
 
 
 @pytest.mark.parametrize("count", [1, 200_000])
-def test_ctrl_c_ends_a_call_that_waits(job: Jobs, count: int) -> None:
+def test_ctrl_c_ends_a_call_that_waits(scripts: Scripts, count: int) -> None:
     text = f"""
 counts = [{count}, 0]
 comm.reduce_scatterv(np.ones({count}), counts)
@@ -323,7 +323,7 @@ else:
 assert (comm.reduce_scatterv(np.ones(2), [1, 1]) == 2).all()
 ok()
 """
-    all_well(job(2, text, "--transport", "shm"), 2)
+    scripts(2, text)
 
 
 def test_what_the_user_has_ruled_out_goes_by_messages(

@@ -7,7 +7,7 @@ passes none, what came last time; all else goes on in Python.
 from __future__ import annotations
 
 import pytest
-from script_jobs import Jobs, all_well
+from pool_scripts import Scripts
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -18,7 +18,9 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_broadcasts_and_scatters_of_arrays_run_without_python(job: Jobs, transport: str) -> None:
+def test_broadcasts_and_scatters_of_arrays_run_without_python(
+    scripts: Scripts, transport: str
+) -> None:
     text = """
 import sys
 size, root = comm.size, 1
@@ -65,11 +67,11 @@ check(results)
 assert again, calls
 ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_comes_may_be_another_thing_each_time(job: Jobs, transport: str) -> None:
+def test_what_comes_may_be_another_thing_each_time(scripts: Scripts, transport: str) -> None:
     text = """
 import random
 size, numbers = comm.size, random.Random(7)
@@ -108,12 +110,12 @@ for number in range(120):
             assert got == expected, (got, expected)
 ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_event_loop_that_is_busy_hears_what_python_has_made_of_an_object(
-    job: Jobs, transport: str
+    scripts: Scripts, transport: str
 ) -> None:
     text = """
 import asyncio
@@ -137,4 +139,4 @@ async def main():
 asyncio.run(asyncio.wait_for(main(), 20 * PATIENCE))
 ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)

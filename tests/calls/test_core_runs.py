@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from script_jobs import Jobs, all_well
+from pool_scripts import Scripts
+from script_jobs import Jobs
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -12,7 +13,7 @@ TRANSPORTS = ["shm", "tcp"]
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_composite_calls_give_what_numpy_gives(job: Jobs, transport: str, size: int) -> None:
+def test_composite_calls_give_what_numpy_gives(scripts: Scripts, transport: str, size: int) -> None:
     text = """
 numbers = np.arange(size)
 for turn in range(3):
@@ -41,11 +42,11 @@ for turn in range(3):
         assert part.all_gather(comm.rank) == sorted(numbers[rank % 2 :: 2], reverse=True)
 ok()
 """
-    all_well(job(size, text, "--transport", transport), size)
+    scripts(size, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_the_core_cannot_reduce_python_does(job: Jobs, transport: str) -> None:
+def test_what_the_core_cannot_reduce_python_does(scripts: Scripts, transport: str) -> None:
     text = """
 for _ in range(2):
     assert comm.iall_reduce(rank, lambda a, b: a + 2 * b).wait() == sum((0, 2, 4))
@@ -61,11 +62,11 @@ for call in comm.iall_reduce, comm.iscan, comm.ireduce_scatter:
     assert (call(x, last).wait() == wanted).all()
 ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_memory_that_is_not_aligned_is_reduced_by_a_copy(job: Jobs, transport: str) -> None:
+def test_memory_that_is_not_aligned_is_reduced_by_a_copy(scripts: Scripts, transport: str) -> None:
     """C reads no element from where the processor might not."""
     text = """
 def odd(shape, dtype, shift):
@@ -104,11 +105,11 @@ for dtype, shift in ("f8", 1), ("u2", 1), ("f4", 2), ("c8", 4), ("c16", 2), ("i8
         assert call("all_reduce", out, out=out) is out and (out == total).all()  # in place
 ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_operands_may_be_kept(job: Jobs, transport: str) -> None:
+def test_operands_may_be_kept(scripts: Scripts, transport: str) -> None:
     """An operator's arrays are views of the run's memory, which lives as long as they do."""
     text = """
 kept = []
@@ -127,11 +128,11 @@ for _ in range(20):
 assert [a.sum() + b.sum() for a, b, _, _ in kept] == before
 ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_operator_that_raises_ends_the_call(job: Jobs, transport: str) -> None:
+def test_an_operator_that_raises_ends_the_call(scripts: Scripts, transport: str) -> None:
     text = """
 class Boom(Exception):
     pass
@@ -148,11 +149,11 @@ try:
 except (Boom, pycoll.PeerFailed):
     ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_disagree_hear_so(job: Jobs, transport: str) -> None:
+def test_ranks_that_disagree_hear_so(scripts: Scripts, transport: str) -> None:
     text = """
 def differ():
     comm.ireduce_scatterv(np.ones(4), [2, 2] if rank == 0 else [1, 3]).wait()
@@ -160,7 +161,7 @@ def differ():
 error_like(pycoll.MismatchError, "reduce_scatterv", differ)
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

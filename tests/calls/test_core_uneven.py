@@ -1,12 +1,12 @@
 """Collectives of blocks that differ in shape, of NumPy arrays in shared memory: in the core.
 
-Ranks that take the way through Python say the same, so any rank may. In a job without a default
-deadline the core has these calls; tests/calls/test_uneven.py has the others.
+Ranks that take the way through Python say the same, so any rank may.
 """
 
 from __future__ import annotations
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -110,7 +110,7 @@ ok()
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_any_rank_may_go_through_python(job: Jobs, size: int) -> None:
+def test_any_rank_may_go_through_python(scripts: Scripts, size: int) -> None:
     text = f"""{CALLS}
 comm.barrier()
 for turn in range(30):
@@ -120,10 +120,10 @@ for turn in range(30):
     check_out(turn, 1 if turn % 2 else 2000, **how)
 ok()
 """
-    all_well(job(size, text, "--transport", "shm"), size)
+    scripts(size, text)
 
 
-def test_what_the_core_hears_and_cannot_use_python_goes_on_with(job: Jobs) -> None:
+def test_what_the_core_hears_and_cannot_use_python_goes_on_with(scripts: Scripts) -> None:
     text = f"""{CALLS}
 import array
 
@@ -147,10 +147,10 @@ for turn in range(6):
     same(got, [np.full(4, float(n)) for n in range(3)])
 ok()
 """
-    all_well(job(3, text, "--transport", "shm"), 3)
+    scripts(3, text)
 
 
-def test_more_dimensions_than_a_row_has_room_for(job: Jobs) -> None:
+def test_more_dimensions_than_a_row_has_room_for(scripts: Scripts) -> None:
     text = """
 most = 60 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32  # what NumPy 1 has at most
 deep = np.ones((1,) * most)
@@ -164,12 +164,12 @@ for turn in range(3):
     assert [each.ndim for each in comm.all_gatherv(deep if rank else np.ones(1))][:2] == [1, most]
 ok()
 """
-    all_well(job(16, text, "--transport", "shm"), 16)
+    scripts(16, text)
 
 
-def test_more_ranks_than_rows_fit_into_a_slot(job: Jobs) -> None:
+def test_more_ranks_than_rows_fit_into_a_slot(scripts: Scripts) -> None:
     text = f"{CALLS}\nfor turn in range(4):\n    check(turn)\nok()\n"
-    all_well(job(18, text, "--transport", "shm"), 18)
+    scripts(18, text)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ except pycoll.PeerFailed as error:
     assert done.content == [0, 1], done.stderr
 
 
-def test_a_list_that_changes_while_its_call_waits_keeps_its_arrays(job: Jobs) -> None:
+def test_a_list_that_changes_while_its_call_waits_keeps_its_arrays(scripts: Scripts) -> None:
     text = """
 comm.all_gatherv(np.ones(2))
 row = [np.full(50_000, 10.0 * rank + peer) for peer in range(size)]
@@ -226,7 +226,7 @@ else:
 assert all((each == 10.0 * peer + rank).all() for peer, each in enumerate(got))
 ok()
 """
-    all_well(job(2, text, "--transport", "shm"), 2)
+    scripts(2, text)
 
 
 def test_a_rank_that_dies_fails_the_others_and_a_late_one_is_shown(job: Jobs) -> None:
@@ -294,7 +294,7 @@ ok()
     all_well(job(2, text, "--transport", "shm"), 2)
 
 
-def test_arguments_are_named_as_in_python(job: Jobs) -> None:
+def test_arguments_are_named_as_in_python(scripts: Scripts) -> None:
     text = """
 comm.barrier()
 for _ in range(2):
@@ -309,4 +309,4 @@ for _ in range(2):
     assert comm.all_to_allv(xs=[np.ones(2)])[0].size == 2
 ok()
 """
-    all_well(job(1, text, "--transport", "shm"), 1)
+    scripts(1, text)

@@ -1,12 +1,10 @@
-"""Values that the compiled core makes of messages: receives without `out`.
-
-That all else is as with the other engine is tested by the same tests, run with that variable.
-"""
+"""Values that the compiled core makes of messages: receives without `out`."""
 
 from __future__ import annotations
 
 import pytest
 from core_counting import COUNTING
+from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -18,7 +16,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_arrays_are_made_without_python(job: Jobs, transport: str) -> None:
+def test_arrays_are_made_without_python(scripts: Scripts, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll._support.public_edge", "_here"}
 ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
@@ -40,11 +38,11 @@ assert (status.source, status.tag, status.nbytes) == (peer, 2, long.nbytes)
 one[:] = 7  # it is writable, and nobody else's
 ok()
 """
-    all_well(job(2, COUNTING + text, "--transport", transport), 2)
+    scripts(2, COUNTING + text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_long_message_is_fetched_though_nobody_waits(job: Jobs, transport: str) -> None:
+def test_a_long_message_is_fetched_though_nobody_waits(scripts: Scripts, transport: str) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 received, small = comm.irecv(peer, 1), comm.irecv(peer, 2)
@@ -55,11 +53,11 @@ while not (received.done and small.done and all(request.done for request in sent
 assert (received.result == long).all() and small.result.tolist() == [0, 1, 2]
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_no_array_of_numpy_is_made_by_python(job: Jobs, transport: str) -> None:
+def test_what_is_no_array_of_numpy_is_made_by_python(scripts: Scripts, transport: str) -> None:
     text = """
 import array
 peer, status = 1 - rank, pycoll.Status()
@@ -79,10 +77,10 @@ assert (status.source, status.tag) == (peer, 2)
 pycoll.wait_all(sent)
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
-def test_a_request_that_is_done_has_its_message_whatever_comes_after(job: Jobs) -> None:
+def test_a_request_that_is_done_has_its_message_whatever_comes_after(scripts: Scripts) -> None:
     text = """
 peer, other = 1 - rank, comm.dup()
 request, never = other.irecv(peer), other.irecv(peer)
@@ -95,11 +93,11 @@ assert request.result.tolist() == [0, 1, 2]
 error_like(pycoll.Error, "closed", never.wait)
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_receives_without_out_keep_their_order(job: Jobs, transport: str) -> None:
+def test_receives_without_out_keep_their_order(scripts: Scripts, transport: str) -> None:
     text = """
 peer = 1 - rank
 sizes = [3, 200_000, 0, 5, 30_000, 1]
@@ -112,11 +110,13 @@ for i in (4, 1, 0, 5, 3, 2):
 pycoll.wait_all(sent)
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_what_python_receives_is_not_lost_when_time_is_short(job: Jobs, transport: str) -> None:
+def test_what_python_receives_is_not_lost_when_time_is_short(
+    scripts: Scripts, transport: str
+) -> None:
     text = """
 dates = np.arange(300_000).astype("datetime64[s]")  # the core does not know such elements
 for _ in range(10):
@@ -136,7 +136,7 @@ for _ in range(10):
     assert comm.recv(1, pycoll.ANY_TAG).size == 5
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 def test_a_peer_that_ends_ends_receives_without_out(job: Jobs) -> None:
@@ -156,7 +156,7 @@ ok()
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_waits_of_many_kinds_find_what_python_makes(job: Jobs) -> None:
+def test_waits_of_many_kinds_find_what_python_makes(scripts: Scripts) -> None:
     text = """
 import array
 import asyncio
@@ -184,11 +184,11 @@ request = comm.irecv(peer, 3)
 assert request.cancel() and request.cancelled
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_of_objects_only_the_pickling_is_pythons(job: Jobs, transport: str) -> None:
+def test_of_objects_only_the_pickling_is_pythons(scripts: Scripts, transport: str) -> None:
     text = """
 ALLOWED = {"wait_all", "pycoll._support.public_edge"}
 ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
@@ -211,10 +211,10 @@ assert one == value == three
 assert (two[0] == long[0]).all() and two[1] == long[1] and two[0].flags.writeable
 ok()
 """
-    all_well(job(2, COUNTING + text, "--transport", transport), 2)
+    scripts(2, COUNTING + text, transport)
 
 
-def test_what_cannot_be_pickled_or_loaded_is_said_as_by_the_other_engine(job: Jobs) -> None:
+def test_what_cannot_be_pickled_or_loaded_is_said_as_by_the_other_engine(scripts: Scripts) -> None:
     text = """
 peer, lock = 1 - rank, threading.Lock()
 error_like(TypeError, "lock.* cannot be sent", comm.send, lock, peer)
@@ -239,10 +239,10 @@ for _ in range(2):
     error_like(ArithmeticError, "odd", request.wait)
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
-def test_what_is_pickled_may_communicate_or_close(job: Jobs) -> None:
+def test_what_is_pickled_may_communicate_or_close(scripts: Scripts) -> None:
     text = """
 peer, other = 1 - rank, comm.dup()
 
@@ -256,7 +256,7 @@ error_like(pycoll.Error, "closed", other.send, Talks(), peer)
 assert comm.recv(peer) == "before"
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
@@ -281,7 +281,7 @@ ok()
 
 
 @pytest.mark.parametrize("seconds", [0, 0.02, 0.25])
-def test_when_the_deadline_has_passed_python_says_so(job: Jobs, seconds: float) -> None:
+def test_when_the_deadline_has_passed_python_says_so(scripts: Scripts, seconds: float) -> None:
     text = f"""
 peer, seconds, long = 1 - rank, {seconds}, np.zeros(300_000)
 for name, call in {{
@@ -297,10 +297,10 @@ for name, call in {{
     assert time.monotonic() - began >= seconds
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
-def test_a_receive_that_was_given_up_leaves_its_message(job: Jobs) -> None:
+def test_a_receive_that_was_given_up_leaves_its_message(scripts: Scripts) -> None:
     text = """
 peer, long = 1 - rank, np.arange(300_000.0)
 for out in (None, np.zeros(3)):
@@ -311,4 +311,4 @@ assert (comm.recv(peer, 1) == long).all()
 sent.wait()
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)

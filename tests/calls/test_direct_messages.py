@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from script_jobs import Jobs, all_well
+from pool_scripts import Scripts
+from script_jobs import Jobs
 
 TRANSPORTS = ["shm", "tcp"]  # by the second all goes its usual way: what a program sees is the same
 
@@ -19,7 +20,7 @@ def received(**how):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_came_before_and_waits_is_received_before(job: Jobs, transport: str) -> None:
+def test_what_came_before_and_waits_is_received_before(scripts: Scripts, transport: str) -> None:
     """In the communicator's queue, or for a receive that was posted before."""
     text = """
 for turn in range(50):
@@ -41,11 +42,11 @@ for turn in range(50):
     assert (received(tag=5), early.wait()[0]) == (4, 3)
 ok()
 """
-    all_well(job(2, COUNT + text, "--transport", transport), 2)
+    scripts(2, COUNT + text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_not_wanted_stays(job: Jobs, transport: str) -> None:
+def test_what_is_not_wanted_stays(scripts: Scripts, transport: str) -> None:
     text = """
 other = comm.dup()
 if rank == 1:
@@ -79,11 +80,11 @@ else:
     assert received(tag=9) == 8
 ok()
 """
-    all_well(job(2, COUNT + text, "--transport", transport), 2)
+    scripts(2, COUNT + text, transport)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_messages_of_all_lengths_go_round(job: Jobs, size: int) -> None:
+def test_messages_of_all_lengths_go_round(scripts: Scripts, size: int) -> None:
     """More of them than the rings and the credit hold, and with more ranks than cores."""
     text = """
 right, left = (rank + 1) % size, (rank - 1) % size
@@ -107,7 +108,7 @@ elif rank == 1:
         assert comm.recv(0, out=out)[99] == turn
 ok()
 """
-    all_well(job(size, text, "--transport", "shm"), size)
+    scripts(size, text)
 
 
 def test_a_rank_that_dies_ends_the_receive_of_another(job: Jobs) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import all_well
 from shared_memory_jobs import NATIVE
 from tiers import few
@@ -18,9 +19,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts/soak_shared_memory"
 
 
 @pytest.mark.parametrize("count", [10, 1_000_000])
-def test_roots_that_differ_are_shown_with_their_number_and_line(job: Any, count: int) -> None:
+def test_roots_that_differ_are_shown_with_their_number_and_line(
+    scripts: Scripts, count: int
+) -> None:
     text = f"""
-other = comm.dup()
+other = comm.dup(name="other")
 other.barrier()
 x = np.zeros({count})
 for _ in range(9):
@@ -33,12 +36,12 @@ error = error_of(calls)
 assert isinstance(error, pycoll.MismatchError), repr(error)
 # From this rank, or, with both lines, from the launcher.
 text = str(error)
-assert "collective number 10 of dup of world" in text or "#10 on dup of world" in text, text
+assert "collective number 10 of other" in text or "#10 on other" in text, text
 assert all(f"rank {{r}}: broadcast(root={{r}})" in text for r in range(size)), text
 assert {count} < 100 or "script.py:" in text, text
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
 def test_what_a_signal_handler_raises_in_a_native_wait_comes_out_of_it(job: Any) -> None:
@@ -272,7 +275,7 @@ error_of(comm.barrier if rank == 1 else lambda: comm.all_reduce(np.ones(2)), wit
 
 
 def test_who_gives_up_may_change_what_others_still_read_and_they_return_no_wrong_values(
-    job: Any,
+    scripts: Scripts,
 ) -> None:
     # Rank 0 has read all, its memory being there, when rank 1 is half-way.
     text = """
@@ -323,7 +326,7 @@ for (name, want, root), seconds in itertools.product(wanted, (0.003, 0.008, 0.02
     assert not has_given_up or (out == 77).all(), (name, root)  # nobody writes there any more
 ok()
 """
-    all_well(job(2, NATIVE + text), 2)
+    scripts(2, NATIVE + text)
 
 
 @pytest.mark.parametrize(

@@ -233,18 +233,21 @@ def serve(address: str) -> None:
         while True:
             try:
                 payload = connection.recv_bytes()
-            except EOFError:
+            except (EOFError, KeyboardInterrupt):
                 return
-            connection.send_bytes(pickle.dumps(tuple(_answer(world, payload))))
-            try:
-                world.barrier()  # waits there, so that it is seen who waits for this rank in vain
-            except (KeyboardInterrupt, pycoll.PeerFailed):
-                sys.exit("the test has failed")
+            with world.dup() as comm:
+                connection.send_bytes(pickle.dumps(tuple(_answer(comm, payload))))
+                try:
+                    # Here it is seen who waits for this rank in vain; and what others still send to
+                    # `comm` finds it open.
+                    world.barrier()
+                except (KeyboardInterrupt, pycoll.PeerFailed):
+                    sys.exit("the test has failed")
 
 
-def _answer(world: Any, payload: bytes) -> Answer:
+def _answer(comm: Any, payload: bytes) -> Answer:
     """Run a test."""
-    with world.dup() as comm, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
             program, args = pickle.loads(payload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -14,7 +15,9 @@ right, left = (rank + 1) % size, (rank - 1) % size
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "zmq"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_way_to_wait_gives_what_was_received(job: Jobs, transport: str, size: int) -> None:
+def test_every_way_to_wait_gives_what_was_received(
+    scripts: Scripts, transport: str, size: int
+) -> None:
     text = f"""{RING}
 import asyncio
 
@@ -55,7 +58,7 @@ for count in (1, 1000, 200_000):
 error_like(TypeError, "timeout", comm.isendrecv, x, right, left, timeout=1.0)
 ok()
 """
-    all_well(job(size, text, "--transport", transport), size)
+    scripts(size, text, transport)
 
 
 def test_nobody_can_come_between_a_look_and_the_wait_for_several(job: Jobs) -> None:
@@ -90,7 +93,7 @@ ok()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_what_goes_wrong_is_said_of_the_whole_call(job: Jobs, transport: str) -> None:
+def test_what_goes_wrong_is_said_of_the_whole_call(scripts: Scripts, transport: str) -> None:
     text = f"""{RING}
 x = np.ones(3)
 if rank == 0:
@@ -124,10 +127,10 @@ else:
 assert (exchange.wait() == 1).all()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
-def test_messages_to_oneself_that_nobody_waits_long_for_keep_nothing(job: Jobs) -> None:
+def test_messages_to_oneself_that_nobody_waits_long_for_keep_nothing(scripts: Scripts) -> None:
     text = """
 import gc, weakref
 
@@ -144,10 +147,10 @@ gc.collect()
 assert len(alive) < 5, len(alive)
 ok()
 """
-    all_well(job(1, text), 1)
+    scripts(1, text)
 
 
-def test_errors_name_the_method_that_was_called(job: Jobs) -> None:
+def test_errors_name_the_method_that_was_called(scripts: Scripts) -> None:
     text = f"""{RING}
 x = np.ones(3)
 begun = comm.isendrecv, comm.persistent.sendrecv, comm.persistent.all_reduce, comm.iall_reduce
@@ -164,4 +167,4 @@ for method in methods:
     error_like(pycoll.Error, "this communicator is closed", method, x)
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)

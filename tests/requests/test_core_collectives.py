@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core_counting import COUNTING
+from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -15,7 +16,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_collectives_of_arrays_run_without_python(job: Jobs, transport: str) -> None:
+def test_collectives_of_arrays_run_without_python(scripts: Scripts, transport: str) -> None:
     text = """
 import sys
 from pycoll._requests.core_collectives import CoreCollective
@@ -90,11 +91,11 @@ error_like(ValueError, "overlap", comm.iall_reduce, rows[0], out=rows[0][::-1])
 error_like(TypeError, "timeout", comm.iall_reduce, x, timeout=None)
 ok()
 """
-    all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_a_named_algorithm_runs_without_python(job: Jobs, transport: str) -> None:
+def test_a_named_algorithm_runs_without_python(scripts: Scripts, transport: str) -> None:
     """Also where blocking calls go by shared memory, and some of them do between."""
     text = (
         COUNTING
@@ -123,10 +124,12 @@ if comm.size == 2:
 ok()
 """
     )
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
-def test_without_an_algorithm_calls_go_by_shared_memory_however_they_are_made(job: Jobs) -> None:
+def test_without_an_algorithm_calls_go_by_shared_memory_however_they_are_made(
+    scripts: Scripts,
+) -> None:
     text = """
 x, out = np.arange(4.0), np.zeros(4)
 
@@ -148,11 +151,13 @@ for _ in range(2):
 assert part._group.engine.transport.core.sent == before
 ok()
 """
-    all_well(job(2, text, "--transport", "shm"), 2)
+    scripts(2, text)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_start_different_collectives_hear_of_it(job: Jobs, transport: str) -> None:
+def test_ranks_that_start_different_collectives_hear_of_it(
+    scripts: Scripts, transport: str
+) -> None:
     text = """
 comm.iall_reduce(np.ones(3)).wait()
 request = comm.iall_reduce(np.ones(3)) if rank == 0 else comm.iall_gather(np.ones(3))
@@ -163,11 +168,11 @@ assert "rank 1: iall_gather(float64[3]" in str(error), error
 error_like(pycoll.MismatchError, "different calls", comm.ibarrier)
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_of_an_earlier_number_is_named(job: Jobs, transport: str) -> None:
+def test_a_call_of_an_earlier_number_is_named(scripts: Scripts, transport: str) -> None:
     text = """
 world = comm.dup()
 part = comm.dup(name="part")
@@ -181,7 +186,7 @@ assert "collective number 0 of part" in str(error), error
 world.barrier()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
@@ -206,7 +211,9 @@ ok()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_wait_that_is_too_long_leaves_the_collective_under_way(job: Jobs, transport: str) -> None:
+def test_a_wait_that_is_too_long_leaves_the_collective_under_way(
+    scripts: Scripts, transport: str
+) -> None:
     text = """
 comm.iall_reduce(np.ones(3)).wait()
 if rank == 0:
@@ -232,11 +239,11 @@ requests = [comm.irecv(1 - rank), comm.ibarrier(), comm.isend(np.ones(2), 1 - ra
 assert sorted([pycoll.wait_any(requests)[0] for _ in requests]) == [0, 1, 2]
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_under_way_ends_with_its_communicator(job: Jobs, transport: str) -> None:
+def test_what_is_under_way_ends_with_its_communicator(scripts: Scripts, transport: str) -> None:
     text = """
 part = comm.dup()
 part.iall_reduce(np.ones(3)).wait()
@@ -249,10 +256,10 @@ if rank == 0:
 comm.barrier()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
-def test_blocking_collectives_over_sockets_run_in_the_core(job: Jobs) -> None:
+def test_blocking_collectives_over_sockets_run_in_the_core(scripts: Scripts) -> None:
     text = """
 import threading
 x = np.arange(1000.0) + rank
@@ -273,7 +280,7 @@ error = error_of(lambda: comm.barrier() if rank else comm.all_reduce(x))
 assert type(error) is pycoll.MismatchError, repr(error)
 ok()
 """.replace("size", "comm.size")
-    all_well(job(3, text, "--transport", "tcp"), 3)
+    scripts(3, text, "tcp")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -334,7 +341,7 @@ ok()
 
 @pytest.mark.parametrize("transport", IN_CORE)
 def test_persistent_collectives_and_waits_for_several_run_in_the_core(
-    job: Jobs, transport: str
+    scripts: Scripts, transport: str
 ) -> None:
     text = """
 import sys
@@ -361,7 +368,7 @@ assert results[0].tolist() == x.tolist() and results[3] is None
 assert results[1].tolist() == results[2].tolist() == (2 * x).tolist() == out.tolist()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 def test_a_default_deadline_ends_a_collective_that_blocks(job: Jobs) -> None:

@@ -1,7 +1,4 @@
-"""Messages by the compiled core's engine: what a program sees of it.
-
-That all else is as with the other engine is tested by the same tests, run with that variable.
-"""
+"""Messages by the compiled core's engine: what a program sees of it."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
@@ -24,7 +22,7 @@ IN_CORE = TRANSPORTS[:2]
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
-def test_arrays_go_without_python(job: Jobs, transport: str) -> None:
+def test_arrays_go_without_python(scripts: Scripts, transport: str) -> None:
     text = """
 import sys
 from pycoll._requests.core_requests import CoreRequest
@@ -63,11 +61,11 @@ got = comm.recv(rank) if comm.send(x, rank) is None else None
 assert got.shape == (2, 3) and (got == x).all()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_does_not_fit_is_refused_and_stays(job: Jobs, transport: str) -> None:
+def test_what_does_not_fit_is_refused_and_stays(scripts: Scripts, transport: str) -> None:
     text = """
 peer = 1 - rank
 comm.send(np.arange(4.0), peer, tag=1)
@@ -92,7 +90,7 @@ assert request.wait().tolist() == [1, 1]
 comm.recv(peer, 4)
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -114,7 +112,7 @@ ok()
     assert done.content == [0], done.stdout + done.stderr
 
 
-def test_waits_of_many_kinds_are_mixed(job: Jobs) -> None:
+def test_waits_of_many_kinds_are_mixed(scripts: Scripts) -> None:
     text = """
 import asyncio
 import threading
@@ -149,12 +147,12 @@ assert (rooms[0] == 2 * x).all() and (total.result == 2 * x).all()
 assert "irecv(source=" in repr(array) and "done" in repr(array)
 ok()
 """
-    all_well(job(2, text), 2)
+    scripts(2, text)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_is_refused_is_the_next_receives_also_if_that_is_pythons(
-    job: Jobs, transport: str
+    scripts: Scripts, transport: str
 ) -> None:
     text = """
 peer, room = 1 - rank, lambda n=4, dtype="f8": np.zeros(n, dtype)
@@ -180,11 +178,13 @@ for receives in (
     comm.barrier()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_receives_keep_their_order_while_sends_are_taken_back(job: Jobs, transport: str) -> None:
+def test_receives_keep_their_order_while_sends_are_taken_back(
+    scripts: Scripts, transport: str
+) -> None:
     text = """
 import random
 lengths = [424, 8176, 2_097_152, 2, 200_360, 283_352, 32_504, 128]
@@ -210,7 +210,7 @@ for _ in range(100):
 assert rank == 0 or taken_back
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -243,7 +243,7 @@ ok()
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_message_whose_time_passes_again_and_again_is_received_once(
-    job: Jobs, transport: str
+    scripts: Scripts, transport: str
 ) -> None:
     text = """
 def patiently(call, timeout=0.0003):
@@ -271,7 +271,7 @@ for turn in range(150):
 assert pending.cancel()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 @pytest.mark.parametrize("options", [(), ("--encrypt",)], ids=["plain", "encrypted"])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
 from transport_world import DEADLINE_S, World
 
@@ -30,7 +31,7 @@ comm.sendrecv(np.zeros(1), peer)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_message_for_which_there_is_no_memory_stays(job: Jobs, transport: str) -> None:
+def test_a_message_for_which_there_is_no_memory_stays(scripts: Scripts, transport: str) -> None:
     text = f"""{WARM}
 import resource
 
@@ -49,7 +50,7 @@ assert comm.recv(peer, 3).sum() == 7 << 26
 request.wait()
 ok()
 """
-    all_well(job(2, text, "--transport", transport), 2)
+    scripts(2, text, transport)
 
 
 IDENT = 7

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import INIT, all_well
 from shared_array_jobs import USE
 
@@ -121,7 +122,7 @@ def test_bench_measures_them_beside_ordinary_ones() -> None:
     assert "PYCOLL_SHARE_ARRAYS" not in plain.variables()
 
 
-def test_torch_tensors_keep_the_property(job: Any) -> None:
+def test_torch_tensors_keep_the_property(scripts: Scripts) -> None:
     pytest.importorskip("torch")
     text = """
 import torch
@@ -137,7 +138,7 @@ assert (views[1 - rank] == 2 - rank).all() and torch.from_numpy(views[1 - rank])
 comm.barrier()
 ok()
 """
-    all_well(job(2, USE + text), 2)
+    scripts(2, USE + text)
 
 
 def test_memory_is_used_again_and_given_back(job: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pool_scripts import Scripts
 from script_jobs import all_well
 from shared_array_jobs import USE
 from shared_memory_jobs import NATIVE, REFUSE
@@ -92,7 +93,7 @@ ok()
     all_well(job(size, USE + CALLS + text), size)
 
 
-def test_share_gives_every_ranks_array(job: Any) -> None:
+def test_share_gives_every_ranks_array(scripts: Scripts) -> None:
     text = """
 x = pycoll.zeros((4, 6 + rank), "f4" if rank else "i8")
 x[:] = rank
@@ -116,10 +117,10 @@ for wrong in (np.ones(3), [1, 2], 7, pycoll.empty(3, object)):
     comm.barrier()
 ok()
 """
-    all_well(job(3, USE + text), 3)
+    scripts(3, USE + text)
 
 
-def test_what_is_shared_lives_as_long_as_anybody_holds_it(job: Any) -> None:
+def test_what_is_shared_lives_as_long_as_anybody_holds_it(scripts: Scripts) -> None:
     text = """
 x = pycoll.zeros(1000)
 x[:] = rank + 1
@@ -145,7 +146,7 @@ comm.share(pycoll.empty(1))
 assert use().arrays < 12, use()
 ok()
 """
-    all_well(job(2, USE + text), 2)
+    scripts(2, USE + text)
 
 
 def test_share_of_ranks_that_share_no_memory_says_what_does(job: Any) -> None:

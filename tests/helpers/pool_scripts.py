@@ -1,0 +1,50 @@
+"""Scripts as those of script_jobs.py, run by a pool of ranks, which costs them no start.
+
+A script's `comm` is one of its own. What it changes beyond that (a method, a signal's handler) it
+puts back: `cleanup` is an ExitStack that is closed at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+from types import ModuleType
+from typing import Any
+
+from ranks_pool import Pools
+from script_jobs import PRELUDE
+
+NAME = "script.py"
+
+
+class Scripts:
+    """Runs scripts on ranks that stay up."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    def __call__(self, n: int, text: str, transport: str = "shm", *options: str) -> None:
+        """Run a script on `n` ranks, each of which must call `ok`."""
+        if transport != "shm":  # which is how ranks of one host communicate anyhow
+            options = ("--transport", transport, *options)
+        ended_well = self._pools(n, options)(run, text)
+        assert all(ended_well), f"these ranks did not call ok(): {ended_well}"
+
+
+def run(comm: Any, text: str) -> bool:
+    """Run a script as `__main__`; return whether it has called `ok`."""
+    script, before = ModuleType("__main__"), sys.modules["__main__"]
+    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)
+    names = vars(script)
+    sys.modules["__main__"] = script
+    try:
+        with contextlib.ExitStack() as cleanup:
+            exec(compile("import numpy as np\n" + PRELUDE, NAME, "exec"), names)
+            names |= {"comm": comm, "rank": comm.rank, "size": comm.size, "cleanup": cleanup}
+            names["ok"] = lambda: names.update(is_ok=True)
+            exec(compile(text, NAME, "exec"), names)
+        return bool(names.get("is_ok"))
+    finally:
+        sys.modules["__main__"] = before
+        names.clear()
