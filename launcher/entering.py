@@ -27,7 +27,7 @@ from pycoll._rendezvous.wire import name_ranks, seconds_since
 from pycoll.errors import BootstrapError
 
 _NOTICE_S = 10.0  # between words on who is missing
-_PART = 0.9  # of a rank's time, for its agent to reach the meeting: then it still hears why not
+_PART = 0.9  # of a rank's time, for what its helpers wait for: then it still hears why not
 _MAX_S = 3600.0  # of select, which does not take math.inf
 _PAUSE_S = 0.01  # while another rank is about to open the door
 
@@ -46,7 +46,10 @@ def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Itera
         BootstrapError: it cannot be started, or not listen there.
     """
     key = key or os.urandom(32)
-    command = [sys.executable, "-P", "-m", "pycoll._launcher.meeting", str(size), str(port)]
+    began = time.monotonic()
+    deadline = began + timeout
+    numbers = map(str, (size, port, began + _PART * timeout))
+    command = [sys.executable, "-P", "-m", "pycoll._launcher.meeting", *numbers]
     process = _start(command, (), subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -56,7 +59,6 @@ def meeting(size: int, timeout: float, port: int = 0, key: bytes = b"") -> Itera
         with contextlib.suppress(BrokenPipeError):
             leash.write(key.hex().encode() + b"\n")
             leash.flush()
-        deadline = time.monotonic() + timeout
         in_time = bool(select.select([told], [], [], min(timeout, _MAX_S))[0])
         words = told.readline().decode().split() if in_time else []
         in_time = _has_started(process, deadline) and in_time

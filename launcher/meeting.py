@@ -1,10 +1,11 @@
 """Where the ranks meet that another launcher has started: pycoll-run's part, but it starts nothing.
 
-`python -m pycoll._launcher.meeting SIZE PORT`, which rank 0 starts (`entering`): standard input has
-the key; that it ends before all ranks have come means that rank 0 has given up. It says where it
+`python -m pycoll._launcher.meeting SIZE PORT DEADLINE`, which rank 0 starts (`entering`). It waits
+until the deadline, of time.monotonic(), for a port that is taken. Standard input has the key; that
+it ends before all ranks have come means that rank 0 has given up. This process says where it
 listens, goes on in the background until all ranks have ended, and closes its standard output when
 all but rank 0 have. Agents come to it (`adopting`), and it does with them what `hosts` does with
-those that pycoll-run has started.
+those that `pycoll-run` has started.
 """
 
 from __future__ import annotations
@@ -345,14 +346,14 @@ def _nothing() -> None:
     """What is readable is read by the loop."""
 
 
-def main(size: str, port: str) -> int:
+def main(size: str, port: str, deadline: str) -> int:
     """Listen, say where, and serve the job in the background."""
     key = bytes.fromhex(sys.stdin.readline())
     if os.fork():
         os._exit(0)  # rank 0 waits for what this says, and no longer
     outlive_signals()
     try:
-        listener = _listen(int(port))
+        listener = _listen(int(port), float(deadline))
         meeting = Meeting(int(size), key, listener)
     except OSError as exc:
         print(f"cannot listen at port {port}: {exc.strerror or exc}", flush=True)
@@ -369,9 +370,9 @@ def main(size: str, port: str) -> int:
         return 1
 
 
-def _listen(port: int) -> socket.socket:
+def _listen(port: int, deadline: float) -> socket.socket:
     """Listen at a port; the meeting of the job before, of the same variables, may still leave."""
-    deadline = time.monotonic() + _LISTEN_S
+    deadline = min(deadline, time.monotonic() + _LISTEN_S)
     while True:
         try:
             return listen_everywhere(port)
