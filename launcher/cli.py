@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from pycoll._launcher.host import NamedHost
+from pycoll._launcher.job_spec import Options
 from pycoll._launcher.outcome import CANNOT_START, CannotStartError, own_lines
-from pycoll._launcher.spawn import Job, Options
+from pycoll._launcher.spawn import Job
 from pycoll._support.environment import (
     IDENTITY,
     TORCH,

@@ -1,8 +1,9 @@
-"""What the hosts of a job are to run, and whom they tell what happens."""
+"""How a job runs, what its hosts are to run, and whom they tell what happens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll._launcher.host import Events, NamedHost
@@ -10,6 +11,45 @@ from pycoll._launcher.host import Events, NamedHost
 if TYPE_CHECKING:
     from pycoll._launcher.agent_listener import AgentCalls
     from pycoll._launcher.host_routes import HostRoute
+
+
+class Options(NamedTuple):
+    """How a job runs: the options of `pycoll-run`, checked already.
+
+    Attributes:
+        size: number of ranks.
+        transport: name of the transport, or "auto".
+        encrypt: what travels outside shared memory is encrypted.
+        op_timeout_s: default deadline of every operation (None: none).
+        timeout_s: longest time for the whole job (None: unlimited).
+        tag_output: put the rank before each line of output (None: on a terminal).
+        log_dir: folder for one file a rank with what it prints.
+        bind: "core" keeps each rank on a core of its own, "none" on none.
+        emulate_hosts: number of hosts to pretend (None: the one this is).
+        hosts: the job's hosts; none: this one.
+        nodes: by rank the index of its host in `hosts`.
+        calls, interface, address, checks: see `JobSpec`.
+        verbose: tell on standard error what happens.
+        exports: variables for the ranks' environment.
+    """
+
+    size: int
+    transport: str = "auto"
+    encrypt: bool = False
+    op_timeout_s: float | None = None
+    timeout_s: float | None = None
+    tag_output: bool | None = None
+    log_dir: str | None = None
+    bind: str = "none"
+    emulate_hosts: int | None = None
+    hosts: Sequence[NamedHost] = ()
+    nodes: Sequence[int] = ()
+    calls: AgentCalls | None = None
+    interface: str = ""
+    address: str = ""
+    checks: bool = False
+    verbose: bool = False
+    exports: Mapping[str, str] = MappingProxyType({})
 
 
 class JobSpec(NamedTuple):

@@ -14,12 +14,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
-from pycoll._launcher.host import NamedHost, reserve_descriptors
+from pycoll._launcher.host import reserve_descriptors
 from pycoll._launcher.hosts import Hosts
-from pycoll._launcher.job_spec import JobSpec
+from pycoll._launcher.job_spec import JobSpec, Options
 from pycoll._launcher.outcome import (
     CANNOT_START,
     Decision,
@@ -41,7 +40,6 @@ from pycoll._support.environment import warn_after
 from pycoll.errors import BootstrapError, Error
 
 if TYPE_CHECKING:
-    from pycoll._launcher.agent_listener import AgentCalls
     from pycoll._launcher.host_routes import HostRoute
     from pycoll._launcher.reach_table import CheckedHosts
 
@@ -53,45 +51,6 @@ UNENCRYPTED = (
     "connections between hosts are authenticated, not encrypted; --encrypt (or PYCOLL_ENCRYPT=1) "
     "encrypts them, PYCOLL_ENCRYPT=0 says that you know"
 )
-
-
-class Options(NamedTuple):
-    """How a job runs: the options of `pycoll-run`, checked already.
-
-    Attributes:
-        size: number of ranks.
-        transport: name of the transport, or "auto".
-        encrypt: what travels outside shared memory is encrypted.
-        op_timeout_s: default deadline of every operation (None: none).
-        timeout_s: longest time for the whole job (None: unlimited).
-        tag_output: put the rank before each line of output (None: on a terminal).
-        log_dir: folder for one file a rank with what it prints.
-        bind: "core" keeps each rank on a core of its own, "none" on none.
-        emulate_hosts: number of hosts to pretend (None: the one this is).
-        hosts: the job's hosts; none: this one.
-        nodes: by rank the index of its host in `hosts`.
-        calls, interface, address, checks: see `hosts.JobSpec`.
-        verbose: tell on standard error what happens.
-        exports: variables for the ranks' environment.
-    """
-
-    size: int
-    transport: str = "auto"
-    encrypt: bool = False
-    op_timeout_s: float | None = None
-    timeout_s: float | None = None
-    tag_output: bool | None = None
-    log_dir: str | None = None
-    bind: str = "none"
-    emulate_hosts: int | None = None
-    hosts: Sequence[NamedHost] = ()
-    nodes: Sequence[int] = ()
-    calls: AgentCalls | None = None
-    interface: str = ""
-    address: str = ""
-    checks: bool = False
-    verbose: bool = False
-    exports: Mapping[str, str] = MappingProxyType({})
 
 
 class _SpawnedRank(RankState):
@@ -337,7 +296,7 @@ class Job:
                 self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
 
     def lost(self, rank: int) -> None:
-        """Called when the process that joined as a rank has ended; `hosts.JobEvents`."""
+        """Called when the process that joined as a rank has ended; `job_spec.JobEvents`."""
         self._ranks[rank].lost_at = time.monotonic()
 
     def _lose(self, rank: _SpawnedRank, now: float) -> None:
@@ -371,7 +330,7 @@ class Job:
             self._failed(needed, now)
 
     def ended(self, rank: int, status: int) -> None:
-        """Called when the process of a rank has ended; `hosts.JobEvents`."""
+        """Called when the process of a rank has ended; `job_spec.JobEvents`."""
         state = self._ranks[rank]
         state.status = status
         text = end_text(status)
@@ -384,16 +343,16 @@ class Job:
             self._failed(state, time.monotonic())
 
     def refused(self, host: str, error: OSError) -> None:
-        """Called when the ranks of a host cannot be started; `hosts.JobEvents`."""
+        """Called when the ranks of a host cannot be started; `job_spec.JobEvents`."""
         outcome = self._refusal(error, is_here=not host)
         self._refuse(outcome.status, f"{host}: {outcome.report}" if host else outcome.report)
 
     def unreachable(self, lines: Sequence[str]) -> None:
-        """Called when some hosts cannot be reached; `hosts.JobEvents`."""
+        """Called when some hosts cannot be reached; `job_spec.JobEvents`."""
         self._refuse(CANNOT_START, "\n".join(lines))
 
     def checked(self, ways: Sequence[HostRoute]) -> None:
-        """Called when it is known how the hosts reach each other; `hosts.JobEvents`."""
+        """Called when it is known how the hosts reach each other; `job_spec.JobEvents`."""
         from pycoll._launcher.reach_table import CheckedHosts
 
         hosts = self._hosts
@@ -402,7 +361,7 @@ class Job:
         self._refuse(0 if works else CANNOT_START, "")
 
     def gone(self, ranks: Sequence[int], host: str, why: str, message: Sequence[str]) -> None:
-        """Called when a host is lost, with its ranks; `hosts.JobEvents`."""
+        """Called when a host is lost, with its ranks; `job_spec.JobEvents`."""
         if not self._hosts.have_started:
             self._refuse(CANNOT_START, "\n    ".join([f"{host}: {why}", *message]))
             return
@@ -508,12 +467,12 @@ class Job:
         self._relay.say("\n".join([f"{PREFIX}{lines[0]}", *lines[1:]]))
 
     def progress(self, text: str) -> None:
-        """Show how far the start is, on a terminal; `hosts.JobEvents`."""
+        """Show how far the start is, on a terminal; `job_spec.JobEvents`."""
         if self._relay.has_terminal:
             self._relay.say(f"pycoll-run: {text}")
 
     def say(self, text: str) -> None:
-        """Tell what happens to who wants to know; `hosts.JobEvents`."""
+        """Tell what happens to who wants to know; `job_spec.JobEvents`."""
         if self._options.verbose:
             self._relay.say(f"pycoll-run: {text}")
 

@@ -21,8 +21,9 @@ from pycoll._functions.function import TIMED_OUT, Ended, WriteTask, memfd, raise
 from pycoll._launcher.agent_listener import AgentCalls
 from pycoll._launcher.agent_socket import Ticket
 from pycoll._launcher.host import NamedHost
+from pycoll._launcher.job_spec import Options
 from pycoll._launcher.reach import listen_everywhere, own_addresses
-from pycoll._launcher.spawn import Job, Options
+from pycoll._launcher.spawn import Job
 from pycoll.errors import BootstrapError, Error
 
 _WAIT_S = 60.0  # for all nodes to be there

@@ -24,8 +24,9 @@ from typing import IO, Any, NamedTuple, NoReturn
 import cloudpickle
 
 from pycoll._functions import call
+from pycoll._launcher.job_spec import Options
 from pycoll._launcher.outcome import Outcome
-from pycoll._launcher.spawn import Job, Options
+from pycoll._launcher.spawn import Job
 from pycoll._support import pickling
 from pycoll._support.environment import encrypts
 from pycoll._support.public_edge import edge

@@ -166,7 +166,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
     if size is None or not _starts_ranks(item):
         return None
     from pycoll._functions.function import default_encryption, default_transport, run_ranks
-    from pycoll._launcher.spawn import Options
+    from pycoll._launcher.job_spec import Options
     from pycoll._tools.pytest_verdict import Verdict
 
     item.stash[_verdict_key] = None  # it may be run again

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from launcher_jobs import LIMIT_S, RUN, read_lines, run, shell, started
 
+from pycoll._launcher.job_spec import Options
 from pycoll._launcher.outcome import Outcome, last_lines, ranks_text
-from pycoll._launcher.spawn import Job, Options
+from pycoll._launcher.spawn import Job
 
 
 def sorted_lines(output: bytes) -> list[str]:

@@ -217,7 +217,8 @@ def test_the_guardian_notices_the_death_of_a_program_whose_fork_lives_on(tmp_pat
     script = tmp_path / "script.py"
     script.write_text("""
 import os, signal, sys
-from pycoll._launcher.spawn import Job, Options
+from pycoll._launcher.job_spec import Options
+from pycoll._launcher.spawn import Job
 
 def fork(rank, data):
     if (child := os.fork()) == 0:

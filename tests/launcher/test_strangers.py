@@ -20,9 +20,10 @@ import pytest
 import zmq
 
 from pycoll._launcher import guardian, rendezvous_router
+from pycoll._launcher.job_spec import Options
 from pycoll._launcher.rendezvous_pairs import link_variable
 from pycoll._launcher.rendezvous_server import Server
-from pycoll._launcher.spawn import Job, Options
+from pycoll._launcher.spawn import Job
 from pycoll._rendezvous.client import Client
 from pycoll._rendezvous.wire import late_question, unpack
 from pycoll._transports.zeromq import ZmqTransport
