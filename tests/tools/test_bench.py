@@ -18,9 +18,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 from patience import PATIENCE
+from tiers import exhaustive
 
 import pycoll
-from pycoll._tools import bench, bench_machine, bench_report, bench_sides, bench_worker
+from pycoll._tools import bench, bench_machine, bench_report, bench_sides, bench_worker, cli
 from pycoll._tools.bench_report import JobSample, Row, Spread
 from pycoll._tools.bench_sides import BenchError
 
@@ -304,10 +305,13 @@ def test_a_peer_that_is_not_there_is_named_with_what_to_run(tmp_path: Path) -> N
         ["barrier", "--algorithm", "ring"],
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
-    done = run_bench(*arguments)
-    assert done.returncode == 2
-    assert re.search(r"pycoll bench: error: .*\w", done.stderr)
+def test_arguments_that_make_no_sense_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert re.search(r"pycoll bench: error: .*\w", capsys.readouterr().err)
 
 
 def test_a_benchmark_that_is_ended_ends_its_job(tmp_path: Path) -> None:
@@ -346,6 +350,7 @@ def run_messages(*arguments: str | Path, **variables: str) -> subprocess.Complet
     )
 
 
+@exhaustive  # a program of benchmarks/
 def test_messages_are_timed_beside_the_peers_that_are_there(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     done = run_messages(
@@ -374,6 +379,7 @@ def test_messages_are_timed_beside_the_peers_that_are_there(tmp_path: Path) -> N
             assert 0 < times["low"] <= times["median"] < 10
 
 
+@exhaustive  # a program of benchmarks/
 def test_what_a_large_message_uses_is_counted_and_a_missing_tool_is_named(tmp_path: Path) -> None:
     done = run_messages(
         *("--counts", "--transport", "tcp", "--ranks", "2", "--rounds", "1", "--against", ""),
@@ -388,6 +394,7 @@ def test_what_a_large_message_uses_is_counted_and_a_missing_tool_is_named(tmp_pa
     assert 1 <= ratio < 3  # other programs may use the loopback interface, too
 
 
+@exhaustive  # a program of benchmarks/
 def test_other_calls_are_timed(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -61,6 +61,7 @@ class TestThem:
     result.stdout.fnmatch_lines(["*test_two[[]2ranks]*", "*test_one[[]1rank]*"])
 
 
+@pytest.mark.usefixtures("installed_plugins")
 def test_the_communicator_is_optional(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -128,6 +129,7 @@ class TestIt(unittest.TestCase):
     result.stdout.fnmatch_lines(["*no unittest.TestCase*"])
 
 
+@pytest.mark.usefixtures("installed_plugins")
 def test_the_marker_is_registered(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester, "@pytest.mark.ranks(1)\ndef test_it(): pass", "--strict-markers", "--markers"

@@ -14,6 +14,7 @@ from tiers import exhaustive
 
 from pycoll._selection import costs, flows
 from pycoll._selection.costs import CORE, CUT, NET, RDMA, SHM, TCP, WHOLE, LinkCosts
+from pycoll._tools import cli
 from pycoll._tools.tune import CallSample, Tuning, add_factors, fit, make_table
 from pycoll.schedules import TABLE
 
@@ -168,7 +169,10 @@ def test_a_table_of_another_version_is_no_obstacle_to_measuring_a_new_one(tmp_pa
         (["--rounds", "-1"], "at least 1"),
     ],
 )
-def test_wrong_arguments_are_named(words: list[str], why: str) -> None:
-    done = tune(*words)
-    assert done.returncode == 2
-    assert why in done.stderr
+def test_wrong_arguments_are_named(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", *words])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
