@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from pycoll.errors import Error
+from pycoll.errors import BootstrapError, Error
 
 CANNOT_START = 69
 """The status of a job that cannot be started here and now: EX_UNAVAILABLE of sysexits.h."""
@@ -66,6 +66,7 @@ class RankState:
         left: it has finalized.
         raised: the exception that it told of.
         abort_code: the code it aborted the job with.
+        lost_at: when the process that joined ended, if that is not the first one.
         gone: it is lost with its host: which and why; its process may live.
         died: the process that joined ended without finalizing, and is not the one started here.
         needed_by: its process ended with status 0 without finalizing, and this rank needed it.
@@ -82,6 +83,7 @@ class RankState:
         self.abort_code: int | None = None
         self.died = False
         self.needed_by: int | None = None
+        self.lost_at: float | None = None
         self.gone = ""
         self.failed_at: float | None = None
         self.signalled = False
@@ -153,6 +155,30 @@ def end_text(status: int) -> str:
 def ended_in_need(ended: str, rank: int) -> str:
     """Say that a process ended without finalizing, though `rank` needed it; `ended`: how."""
     return f"ended without finalizing ({ended}), though rank {rank} needed it"
+
+
+def refusal(exc: Exception, program: str, size: int, is_here: bool = True) -> Outcome:
+    """The outcome when not all ranks could be started, of this host or another.
+
+    Args:
+        exc: why.
+        program: what the ranks should run.
+        size: how many there should be.
+        is_here: it was this host.
+    """
+    reason, status = str(exc), CANNOT_START
+    if isinstance(exc, OSError):
+        reason = exc.strerror or reason
+        if exc.filename == program:
+            if is_here and isinstance(exc, FileNotFoundError) and os.path.exists(program):
+                reason = "the interpreter that its first line names does not exist"
+            status = 127 if isinstance(exc, FileNotFoundError) else 126
+            return Outcome(status, None, f"cannot run {program}: {reason}")
+        if exc.filename is not None:
+            reason = f"{exc.filename}: {reason}"
+    elif not isinstance(exc, BootstrapError):  # a setting that makes no sense
+        status = 2
+    return Outcome(status, None, f"cannot start {size} rank{'s' * (size > 1)}: {reason}")
 
 
 def judge(

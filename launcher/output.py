@@ -338,15 +338,34 @@ class Relay:
         """Why output cannot be written, or None."""
         return self._error or self._out.error or self._err.error
 
+    def aim(self, stdout: Target, stderr: Target) -> None:
+        """Have what is read from now on go elsewhere; nothing is waiting to be written."""
+        self._out.close()
+        self._err.close()
+        self._out = Sink(stdout, self._selector)
+        self._err = self._out if _same_file(stdout, stderr) else Sink(stderr, self._selector)
+        for (_, number), stream in self._by_number.items():
+            stream.sink = self._out if number == 1 else self._err
+
+    def drain(self) -> None:
+        """Read what is in the pipes, and show also lines that are not complete."""
+        for stream in list(self._streams):
+            self._read_rest(stream)
+            if stream in self._streams:
+                self._guard(stream.show_quiet)
+
     def finish(self) -> None:
         """Read what is left in the pipes, without waiting for more, and complete the last lines."""
         for stream in list(self._streams):
-            for _ in range(_LAST_READS):
-                if stream not in self._streams or not _is_readable(stream.fd):
-                    break
-                self._read(stream)
+            self._read_rest(stream)
             if stream in self._streams:
                 self._end(stream)
+
+    def _read_rest(self, stream: Stream) -> None:
+        for _ in range(_LAST_READS):
+            if stream not in self._streams or not _is_readable(stream.fd):
+                break
+            self._read(stream)
 
     def close(self) -> None:
         """Close pipes and files; what has not been written is lost."""

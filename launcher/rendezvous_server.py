@@ -403,11 +403,11 @@ class Server:
                 else:
                     self._end_meeting(f"rank {rank} left before all ranks had joined the job")
             case "broken" if self._met:
-                self._break(fields)
+                self.break_communicator(fields)
             case "waiting" if self._met:
                 mismatch = self.calls.start(rank, fields)
                 if mismatch is not None:
-                    self._break(mismatch)
+                    self.break_communicator(mismatch)
             case "running":
                 self.calls.stop(rank)
             case "seen":
@@ -418,7 +418,7 @@ class Server:
 
     # Telling the ranks.
 
-    def _break(self, fields: dict[str, Any]) -> None:
+    def break_communicator(self, fields: dict[str, Any]) -> None:
         """Tell the members that a communicator is broken; only the first cause counts."""
         members = fields.pop("members")
         if self.calls.note_broken(fields["context"]):

@@ -13,7 +13,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from pycoll._launcher.host import reserve_descriptors
@@ -28,6 +28,7 @@ from pycoll._launcher.outcome import (
     end_text,
     judge,
     own_lines,
+    refusal,
     unconnected,
 )
 from pycoll._launcher.outcome import signal_name as name_of
@@ -37,13 +38,13 @@ from pycoll._launcher.signals import caught_signals
 from pycoll._launcher.wait_table import PREFIX
 from pycoll._launcher.watch import Watch
 from pycoll._support.environment import warn_after
-from pycoll.errors import BootstrapError, Error
+from pycoll.errors import Error
 
 if TYPE_CHECKING:
     from pycoll._launcher.host_routes import HostRoute
     from pycoll._launcher.reach_table import CheckedHosts
 
-_TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
+TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
 _LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
 _NEVER = float("inf")
@@ -51,12 +52,6 @@ UNENCRYPTED = (
     "connections between hosts are authenticated, not encrypted; --encrypt (or PYCOLL_ENCRYPT=1) "
     "encrypts them, PYCOLL_ENCRYPT=0 says that you know"
 )
-
-
-class _SpawnedRank(RankState):
-    """What is known of a rank."""
-
-    lost_at: float | None = None  # when the process that joined, not the first, ended
 
 
 class Job:
@@ -74,6 +69,8 @@ class Job:
         id: the value of PYCOLL_JOB in every process of the job; on several hosts with the number
             of the host behind it.
         server: where the ranks meet; made by `run`.
+        selector: what its loop waits for; the data of a key is a function to call.
+        signals: caught and not handled yet.
         found: how the hosts reach each other, if that was to be found out.
     """
 
@@ -95,9 +92,9 @@ class Job:
         self._options = options
         self._pass_fds = tuple(pass_fds)
         self._stdout, self._stderr, self._stdin = stdout, stderr, stdin
-        self._ranks = [_SpawnedRank(rank) for rank in range(options.size)]
+        self._ranks = [RankState(rank) for rank in range(options.size)]
         self._started = time.monotonic()
-        self._signals: list[int] = []  # caught and not handled yet
+        self.signals: list[int] = []
         self._interrupted = False  # by Ctrl-C, once
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
@@ -114,23 +111,54 @@ class Job:
         Raises:
             Exception: whatever `stdout` or `stderr` raised when called; the job has been ended.
         """
-        self._started = time.monotonic()
         with contextlib.ExitStack() as stack:
-            self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._signals = stack.enter_context(caught_signals(self._selector))
-            try:
-                self._open(stack)
-                self._hosts.start()
-            except (OSError, Error) as exc:
-                outcome = self._refusal(exc)
-            else:
-                self._watch()
-                self._hosts.sweep(self._hear)
-                self._relay.finish()
-                self._flush()
-                outcome = self._outcome()
+            self.open(stack)
+            stack.enter_context(self.catching())
+            outcome = self.start() or self.watch() or Outcome(0, None, "")
             self._record(own_lines(f"{outcome.report}\nexit status {outcome.status}"))
             return outcome
+
+    def open(self, stack: contextlib.ExitStack) -> None:
+        """Prepare; the stack undoes it, and ends what is left of the job."""
+        self._started = time.monotonic()
+        self._stack = stack
+        self.selector = stack.enter_context(selectors.DefaultSelector())
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[None]:
+        """Catch signals, as `run` does; else none is heeded."""
+        with caught_signals(self.selector) as self.signals:
+            yield
+
+    def start(self) -> Outcome | None:
+        """Have the ranks started; returns how it ended if they cannot be."""
+        try:
+            self._open(self._stack)
+            self._hosts.start()
+        except (OSError, Error) as exc:
+            return refusal(exc, self._argv[0], self._options.size)
+        return None
+
+    def watch(self, until: Callable[[float], float | None] = lambda now: _NEVER) -> Outcome | None:
+        """Watch the ranks until the job is over; returns how it ended.
+
+        Args:
+            until: called with the time (monotonic) whenever something may have happened; returns
+                when to call it again at the latest, or None: then this returns None, too.
+        """
+        if not self._watch(until):
+            return None
+        self._hosts.sweep(self._hear)
+        self._relay.finish()
+        self._flush()
+        return self._outcome()
+
+    def time_out(self, limit_s: float) -> None:
+        """End the job because it, or a part of it, has taken longer than that."""
+        text = f"the job took longer than {limit_s:g} s"
+        now = time.monotonic()
+        self._decide(now, 124, text, self.server.table())
+        self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
 
     # Starting.
 
@@ -142,7 +170,7 @@ class Job:
         self._relay = Relay(
             sys.stdout if self._stdout is None else self._stdout,
             sys.stderr if self._stderr is None else self._stderr,
-            self._selector,
+            self.selector,
             tag=options.tag_output,
             log_dir=options.log_dir,
         )
@@ -155,7 +183,7 @@ class Job:
             doing=lambda rank: self._hosts.of(rank).doing(rank),
         )
         stack.callback(self.server.close)
-        self._selector.register(self.server.fileno(), selectors.EVENT_READ, _nothing)
+        self.selector.register(self.server.fileno(), selectors.EVENT_READ, _nothing)
         after_s = warn_after({**os.environ, **options.exports})
         self._watch_waits = Watch(
             self.server,
@@ -184,26 +212,9 @@ class Job:
             pass_fds=self._pass_fds,
             stdin=self._stdin,
         )
-        self._hosts = Hosts(plan, self._selector, self, self.server, self._relay, stack)
+        self._hosts = Hosts(plan, self.selector, self, self.server, self._relay, stack)
         stack.callback(self.server.close_port)
         self.say(f"job {self.id}: {options.size} ranks meet at {self.server.endpoint}")
-
-    def _refusal(self, exc: OSError | Error, is_here: bool = True) -> Outcome:
-        """The outcome when not all ranks could be started, of this host or another."""
-        program, reason, status = self._argv[0], str(exc), CANNOT_START
-        if isinstance(exc, OSError):
-            reason = exc.strerror or reason
-            if exc.filename == program:
-                if is_here and isinstance(exc, FileNotFoundError) and os.path.exists(program):
-                    reason = "the interpreter that its first line names does not exist"
-                status = 127 if isinstance(exc, FileNotFoundError) else 126
-                return Outcome(status, None, f"cannot run {program}: {reason}")
-            if exc.filename is not None:
-                reason = f"{exc.filename}: {reason}"
-        elif not isinstance(exc, BootstrapError):  # a setting that makes no sense
-            status = 2
-        size = self._options.size
-        return Outcome(status, None, f"cannot start {size} rank{'s' * (size > 1)}: {reason}")
 
     def _refuse(self, status: int, text: str) -> None:
         """End the job before it has begun."""
@@ -213,17 +224,23 @@ class Job:
 
     # Watching.
 
-    def _watch(self) -> None:
-        """Serve the ranks until all have ended, and for as long after as something may come."""
+    def _watch(self, until: Callable[[float], float | None]) -> bool:
+        """Serve the ranks until all have ended, and for as long after as something may come.
+
+        Returns whether that is so; or `until` has returned None.
+        """
         while True:
             now = time.monotonic()
-            wake = self._act(now)
+            asked = until(now)
+            if asked is None:
+                return False
+            wake = min(asked, self._act(now))
             if self._over_at is not None and (now >= self._over_at or self._nothing_to_come()):
-                return
+                return True
             # Sending from `_act` may have used up the server's readiness: look again before sleep.
             if self._hear():
                 continue
-            ready = self._selector.select(None if wake == _NEVER else max(0.0, wake - now))
+            ready = self.selector.select(None if wake == _NEVER else max(0.0, wake - now))
             self._hear()  # what a rank said last is heard before its end is seen
             for key, _ in ready:
                 key.data()
@@ -242,7 +259,9 @@ class Job:
                 wake.append(rank.lost_at + _LINGER_S)
         if options.timeout_s is not None and not self._plan and self._over_at is None:
             if now >= self._started + options.timeout_s:
-                self._time_out(now)
+                self.time_out(options.timeout_s)
+                if not self._hosts.have_started:
+                    self._over_at = now
             wake.append(self._started + options.timeout_s)
         for signum, due in list(self._plan.items()):
             if now >= due:
@@ -270,7 +289,7 @@ class Job:
                 self._note(self._ranks[notice.rank], notice)
         return heard
 
-    def _note(self, rank: _SpawnedRank, notice: Notice) -> None:
+    def _note(self, rank: RankState, notice: Notice) -> None:
         now = time.monotonic()
         match notice.kind:
             case "joined":
@@ -293,13 +312,13 @@ class Job:
             case "abort":
                 rank.abort_code = int(notice.fields["code"])
                 self._failed(rank, now)
-                self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
+                self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
 
     def lost(self, rank: int) -> None:
         """Called when the process that joined as a rank has ended; `job_spec.JobEvents`."""
         self._ranks[rank].lost_at = time.monotonic()
 
-    def _lose(self, rank: _SpawnedRank, now: float) -> None:
+    def _lose(self, rank: RankState, now: float) -> None:
         """The process that joined has ended, and nothing more came of it.
 
         What was started here is not that process: it lives on, or has ended with status 0, as a
@@ -312,7 +331,7 @@ class Job:
         self.server.rank_ended(rank.rank, f"process {rank.joined}, which had joined, died", False)
         self._failed(rank, now)
 
-    def _end_lost(self, rank: _SpawnedRank) -> None:
+    def _end_lost(self, rank: RankState) -> None:
         """The others hear of a status of 0 when it is known that the process that joined left.
 
         That process has ended, and knows more than the one that was started here. Its last words
@@ -323,7 +342,7 @@ class Job:
             rank.lost_at = None
             self.server.rank_ended(rank.rank, end_text(0), True)
 
-    def _blame(self, needed: _SpawnedRank, rank: _SpawnedRank, now: float) -> None:
+    def _blame(self, needed: RankState, rank: RankState, now: float) -> None:
         """A rank raised PeerFailed: the one it needed failed if it ended without finalizing."""
         if needed.status == 0 and not needed.left and needed.failed_at is None:
             needed.needed_by = rank.rank
@@ -344,7 +363,7 @@ class Job:
 
     def refused(self, host: str, error: OSError) -> None:
         """Called when the ranks of a host cannot be started; `job_spec.JobEvents`."""
-        outcome = self._refusal(error, is_here=not host)
+        outcome = refusal(error, self._argv[0], self._options.size, is_here=not host)
         self._refuse(outcome.status, f"{host}: {outcome.report}" if host else outcome.report)
 
     def unreachable(self, lines: Sequence[str]) -> None:
@@ -373,11 +392,11 @@ class Job:
                 self.server.rank_ended(rank, state.gone, False)
                 self._failed(state, time.monotonic())
 
-    def _failed(self, rank: _SpawnedRank, now: float) -> None:
+    def _failed(self, rank: RankState, now: float) -> None:
         """A rank failed: unless that is our own doing, the others have some seconds to end."""
         if rank.failed_at is None and not rank.signalled:
             rank.failed_at = now
-            self._schedule({signal.SIGTERM: now + _TERM_S, signal.SIGKILL: now + _KILL_S})
+            self._schedule({signal.SIGTERM: now + TERM_S, signal.SIGKILL: now + _KILL_S})
 
     # Ending.
 
@@ -406,8 +425,8 @@ class Job:
             self._decision = Decision(now, status, text, tuple(table))
 
     def _heed_signals(self, now: float) -> None:
-        while self._signals:
-            signum = self._signals.pop(0)
+        while self.signals:
+            signum = self.signals.pop(0)
             text = f"ended by {name_of(signum)} after {now - self._started:.1f} s"
             # Who interrupts a job that seems to hang wants to know why.
             hangs = signum == signal.SIGINT and self.server.is_anyone_waiting()
@@ -417,25 +436,18 @@ class Job:
             elif signum == signal.SIGTERM:
                 self._schedule({signum: now, signal.SIGKILL: now + _KILL_S})
             else:
-                term, kill = now + _TERM_S, now + _KILL_S
+                term, kill = now + TERM_S, now + _KILL_S
                 self._schedule({signum: now, signal.SIGTERM: term, signal.SIGKILL: kill})
             self._interrupted = self._interrupted or signum == signal.SIGINT
             if not self._hosts.have_started:
                 self._over_at = now
-
-    def _time_out(self, now: float) -> None:
-        text = f"the job took longer than {self._options.timeout_s:g} s"
-        self._decide(now, 124, text, self.server.table())
-        self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
-        if not self._hosts.have_started:
-            self._over_at = now
 
     def _give_up_output(self, now: float) -> None:
         """Our output cannot be written: end as a command does whose reader has gone."""
         error = self._relay.error
         assert error is not None
         if self._decision is None:
-            self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + _TERM_S})
+            self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
         if isinstance(error, BrokenPipeError):
             self._decide(now, 128 + signal.SIGPIPE, "")
         else:
@@ -443,8 +455,8 @@ class Job:
 
     def _flush(self) -> None:
         """Write what was read, however slow its reader is, until a signal comes."""
-        while not self._relay.idle and not self._signals:
-            for key, _ in self._selector.select():
+        while not self._relay.idle and not self.signals:
+            for key, _ in self.selector.select():
                 key.data()
             self._hear()  # or its descriptor would stay ready
         now = time.monotonic()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pycoll._launcher import wait_table
@@ -24,6 +24,7 @@ from pycoll._launcher.wait_table import Waiter
 
 _ROUNDS = 3
 _PAUSE_S = 0.25  # between rounds, or `after_s`: longer than a message is on its way
+_RETURNED_S = 0.5  # a long wait where others have returned
 _ANSWER_S = 1.0  # who has not answered then is busy, or stopped
 
 Key = tuple[object, ...]
@@ -44,6 +45,11 @@ class Watch:
         after_s: how long is long, in seconds; 0: this does nothing.
         tell: called with the lines of a table.
         doing: returns what the process of a rank is doing: rank and process.
+
+    Attributes:
+        returned: ranks that have done what they had to, and stay; of each how many collectives it
+            has started, by communicator. The communicators of who waits for one of them, as is
+            certain, are broken.
     """
 
     def __init__(
@@ -64,11 +70,12 @@ class Watch:
         self._answers: dict[int, dict[str, Any]] = {}
         self._num_seen = 0  # waits that had begun when this last went through them
         self._due = math.inf
+        self.returned: Mapping[int, Mapping[Context, int]] = {}
         server.on_seen = self._hear
 
     def update(self, now: float) -> float:
         """Do what is due; returns when to call this again."""
-        if not self._after_s:
+        if not self._long_s:
             return math.inf
         if self._looking is None:
             if self._num_seen != self._server.calls.num_started or now >= self._due:
@@ -80,6 +87,11 @@ class Watch:
             self._looking = None
             return self._due
         return wake
+
+    @property
+    def _long_s(self) -> float:
+        """How long is long, in seconds; 0: no wait is."""
+        return min(self._after_s or math.inf, _RETURNED_S) if self.returned else self._after_s
 
     def _hear(self, rank: int, fields: dict[str, Any]) -> None:
         if fields["round"] == self._number:
@@ -98,24 +110,27 @@ class Watch:
         }
         untold = [rank for rank, key in keys.items() if rank not in self._told.get(key, ())]
         first = min(untold, key=lambda rank: calls.waits()[rank].since, default=None)
-        self._due = calls.waits()[first].since + self._after_s if first is not None else math.inf
+        self._due = calls.waits()[first].since + self._long_s if first is not None else math.inf
         if first is not None and now >= self._due:
-            self._due = now  # there may be others
+            self._due = now + (_RETURNED_S if self.returned else 0.0)  # there may be others
             yield from self._look(first, keys[first])
 
     def _look(self, first: int, key: Key) -> Iterator[float]:
         rounds: list[Answers] = []
-        stuck: Collection[int] = ()
+        stuck: frozenset[int] = frozenset()
         for attempt in range(_ROUNDS):
             if attempt:
-                yield from _until(time.monotonic() + min(_PAUSE_S, self._after_s))
+                yield from _until(time.monotonic() + min(_PAUSE_S, self._long_s))
             yield from self._ask()
             rounds.append(self._answers)
-            stuck = deadlocked(_views(self._steady(rounds)), self._gone())
+            stuck = deadlocked(self._with_returned(self._steady(rounds)), self._gone())
+            stuck -= self.returned.keys()
             if not stuck:
                 break
         waits = dict(self._server.calls.waits())
-        if first in waits and _key(first, waits[first]) == key:
+        released = stuck and self._release(rounds, waits)
+        is_long = first in waits and time.monotonic() >= waits[first].since + self._after_s > 0
+        if is_long and not released and _key(first, waits[first]) == key:
             # Who has come since was not asked, and is looked at when it has waited long, too.
             keys = {rank: _key(rank, wait) for rank, wait in self._asked.items()}
             waits = {rank: w for rank, w in waits.items() if keys.get(rank) == _key(rank, w)}
@@ -128,6 +143,29 @@ class Watch:
                     self._told.setdefault(keys[rank], set()).add(rank)
                 if is_news:
                     self._tell(self._lines(first, rounds, waits))
+
+    def _with_returned(self, answers: Answers) -> dict[int, View]:
+        """What is known of ranks that wait, and of those that have returned: they wait for ever."""
+        views = _views(answers)
+        for rank, started in self.returned.items():
+            for_itself = Need(0, -1, frozenset([rank]))
+            views[rank] = View(((for_itself,),), started, (0, -1))
+        return views
+
+    def _release(self, rounds: list[Answers], waits: Mapping[int, RankWait]) -> bool:
+        """Break the communicators of those that wait for ranks which have returned, for ever."""
+        quiet = {
+            rank: said
+            for rank, said in self._steady(rounds).items()
+            if not said["threads"] and all(answers[rank]["quiet"] for answers in rounds)
+        }
+        views, released = self._with_returned(quiet), False
+        for rank in deadlocked(views, self._gone()) - self.returned.keys():
+            needed = min(awaited(rank, views) & self.returned.keys(), default=None)
+            if needed is not None and rank in waits:
+                released = True
+                self._server.break_communicator(_has_returned(waits[rank], needed))
+        return released
 
     def _ask(self) -> Iterator[float]:
         """Ask those that wait; go on when they have answered, or it is too late for that."""
@@ -211,11 +249,20 @@ class Watch:
 
     def _doing(self, rank: int) -> str:
         text, pid = self._server.state(rank)
+        if rank in self.returned:
+            text = "has returned"
         return text or self._doing_of(rank, pid)
 
     def _with_process(self, rank: int, text: str) -> str:
         pid = self._server.state(rank)[1]
         return f"{text}, process {pid}" if pid else text
+
+
+def _has_returned(wait: RankWait, rank: int) -> dict[str, Any]:
+    """What to tell who waits for a rank that has returned."""
+    message = f"rank {rank} is needed in {wait.call}, but the function has returned there"
+    error = {"error": "PeerFailed", "rank": rank, "reason": "has returned", "message": message}
+    return {"context": wait.context, "members": list(wait.members), **error}
 
 
 def _told_apart(waits: Mapping[int, RankWait]) -> dict[int, RankWait]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pycoll._communicator.communicator import Communicator
     from pycoll._communicator.grid import Grid, compute_dims
     from pycoll._functions.function import run
+    from pycoll._functions.pool import Pool
     from pycoll._registration import algorithms, prove, register_algorithm
     from pycoll._requests.matched import Message
     from pycoll._requests.request import Request, test_all, wait_all, wait_any, wait_some
@@ -61,6 +62,7 @@ __all__ = [
     "Op",
     "OperationTimeout",
     "PeerFailed",
+    "Pool",
     "ProofError",
     "Request",
     "Status",
@@ -93,6 +95,7 @@ _HOMES = {
     "Grid": "pycoll._communicator.grid",
     "Message": "pycoll._requests.matched",
     "Op": "pycoll._arrays.operators",
+    "Pool": "pycoll._functions.pool",
     "Request": "pycoll._requests.request",
     "Status": "pycoll._runtime.envelope",
     "algorithms": "pycoll._registration",

@@ -116,6 +116,7 @@ class Communicator(
         self._nonblocking_calls = Calls(group, blocking=False)
         self._makings = subgroups.Makings()
         self._closed = False
+        group.context.owner = self
         self._fast: dict[str, Any] = {}
         self._fast = self._fast_methods()
         self.__dict__.update(self._fast)
@@ -433,8 +434,8 @@ class Communicator(
             with engine.locked():
                 error = engine.look_back(self._group.context)
                 self._group.close()
-                self._group.context.messages = None  # it refers to this object
-                self._group.context.collectives = None
+                context = self._group.context  # which refers to this object in three ways
+                context.messages = context.collectives = context.owner = None
         self._shut()
         if error is not None:
             raise error

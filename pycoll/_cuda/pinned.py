@@ -66,7 +66,7 @@ class Loan:
     stage: Any
     __array_interface__: dict[str, object]
 
-    def __init__(self, pool: Pool, block: Block) -> None:
+    def __init__(self, pool: PinnedPool, block: Block) -> None:
         self._pool = pool
         self.block = block
         self.copies: list[GpuCopy] = []
@@ -85,7 +85,7 @@ class Loan:
         self._pool.returned.append((self.block, self.copies))
 
 
-class Pool:
+class PinnedPool:
     """Blocks that staging buffers use one after the other.
 
     Attributes:
@@ -128,5 +128,5 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // _COARSE) * _COARSE
 
 
-pool = Pool()
+pool = PinnedPool()
 """The pool of this process."""

@@ -38,7 +38,10 @@ _READ = 1 << 30  # a single read gives at most 2 GiB
 
 
 class InheritedDescriptors(NamedTuple):
-    """The descriptors a rank inherits: its task, and where each rank puts its report."""
+    """The descriptors a rank inherits: its task, and where each rank puts its report.
+
+    In place of the latter those of a pool inherit sockets (`serving`).
+    """
 
     task: int
     reports: list[int]
@@ -164,7 +167,9 @@ def report_error(report: int, error: BaseException) -> None:
 
     text = ""
     if error.__traceback__ is not None:
-        text = "".join(traceback.format_exception(error)).rstrip()
+        from pycoll._world.session import format_error
+
+        text = format_error(error).rstrip()
     head = {
         "kind": "raised",
         "type": _name(type(error)),
@@ -240,30 +245,41 @@ def _say_nothing(kind: type[BaseException], error: BaseException, trace: Any) ->
     pass
 
 
-def _call(task: Parcel, report: int) -> None:
-    tell: Tell = _say_nothing
+def load_call(task: Parcel) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return fn and its arguments, but for the communicator."""
     if task.head["sources"]:
         import linecache
 
         for name, lines in task.head["sources"].items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     try:
-        try:
-            fn, args = task.load()
-        except Exception as exc:
-            exc.add_note("(when fn and its arguments were unpickled)")
-            raise
+        fn, args = task.load()
+    except Exception as exc:
+        exc.add_note("(when fn and its arguments were unpickled)")
+        raise
+    return fn, args
+
+
+def value_of(fn: Callable[..., Any], comm: Any, args: tuple[Any, ...], report: int) -> Any:
+    """Call fn; `sys.exit()` in it returns None, and why it calls it otherwise is written."""
+    try:
+        return fn(comm, *args)
+    except SystemExit as exc:
+        if exc.code in (None, 0):
+            return None
+        if isinstance(exc.code, str):
+            write_parcel(report, {"kind": "exited", "text": exc.code})
+        raise
+
+
+def _call(task: Parcel, report: int) -> None:
+    tell: Tell = _say_nothing
+    try:
+        fn, args = load_call(task)
         # After fn's modules: what they set in the environment for NumPy still counts.
         comm, tell = join()
         refuse_debuggers()
-        try:
-            value = fn(comm, *args)
-        except SystemExit as exc:
-            if exc.code not in (None, 0):
-                report_exit(report, exc)
-                raise
-            value = None
-        report_value(report, value)
+        report_value(report, value_of(fn, comm, args, report))
         at_exit(lambda error: report_error(report, error), tell)
     except SystemExit:
         raise
@@ -295,12 +311,6 @@ def refuse_debuggers() -> None:
     sys.breakpointhook = pdb.set_trace = refuse
 
 
-def report_exit(report: int, error: SystemExit) -> None:
-    """Write that fn has called sys.exit, if it has said why."""
-    if isinstance(error.code, str):
-        write_parcel(report, {"kind": "exited", "text": error.code})
-
-
 def at_exit(report: Callable[[BaseException], object], tell: Tell) -> None:
     """Report what this rank finds when it leaves the job, at the end of the interpreter.
 
@@ -316,8 +326,9 @@ def at_exit(report: Callable[[BaseException], object], tell: Tell) -> None:
 
 
 def outside(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of this file that it begins with."""
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+    """A traceback without the frames of pycoll that it begins with."""
+    here = os.path.dirname(__file__)
+    while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == here:
         trace = trace.tb_next
     return trace
 

@@ -103,7 +103,7 @@ def checked_options(
         raise TypeError(f"transport is the name of one, not {a_kind(transport)}")
     return Options(
         size=_check_size(n),
-        timeout_s=_check_timeout(timeout),
+        timeout_s=check_timeout(timeout),
         transport=default_transport() if transport is None else transport,
         encrypt=default_encryption(),
     )
@@ -274,7 +274,12 @@ def _check_size(n: int) -> int:
     return size
 
 
-def _check_timeout(timeout: float | None) -> float | None:
+def check_timeout(timeout: float | None) -> float | None:
+    """Return seconds, None: no limit.
+
+    Raises:
+        TypeError, ValueError: they make no sense.
+    """
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import select
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from pycoll._rendezvous.client import Client as Control
 from pycoll._runtime.context import Context
 from pycoll._runtime.driver import Driver
+from pycoll._runtime.envelope import LastCall
 from pycoll._runtime.last_calls import LastCalls
 from pycoll._runtime.membership import Membership
 from pycoll._runtime.task import Call
@@ -88,6 +89,20 @@ class Communicators(Driver):
         if len(self._closed_ids) > CLOSED_IDS:
             del self._closed_ids[next(iter(self._closed_ids))]
 
+    def told(self) -> list[LastCall]:
+        """Return what to tell of the communicators that were closed last."""
+        return self._last_calls.told()
+
+    def forget_last(self) -> None:
+        """Have nothing to tell of what was closed until now."""
+        self._last_calls.forget()
+
+    def compare_last(self, rank: int, told: Iterable[Iterable[Any]]) -> MismatchError | None:
+        """Return how the last calls of a rank differ from this one's on closed communicators."""
+        self._last_calls.different = None
+        self._last_calls.hear(rank, told)
+        return self._last_calls.different
+
     def break_for(self, call: Call, error: BaseException) -> None:
         """Make the communicator of a call that ends with `error` unusable on all its ranks."""
         if call.context.broken is not None:
@@ -96,9 +111,10 @@ class Communicators(Driver):
         shown = error
         if not isinstance(error, MismatchError | OperationTimeout | PeerFailed):
             shown = PeerFailed(self.rank, f"gave up {call.short} ({_told(error)})")
-        self._break(call.context, shown)
+        self.break_context(call.context, shown)
 
-    def _break(self, context: Context, error: BaseException) -> None:
+    def break_context(self, context: Context, error: BaseException) -> None:
+        """Make a communicator that is not broken unusable on all its ranks."""
         try:
             if self.control is not None:
                 failure = error if isinstance(error, PeerFailed) else None
@@ -118,7 +134,7 @@ class Communicators(Driver):
         unheard = not context.pending
         if context.broken is None:
             self._note(error)
-            self._break(context, error)
+            self.break_context(context, error)
         context.unheard = unheard
 
     def check(self, context: Context) -> None:

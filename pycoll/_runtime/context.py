@@ -64,6 +64,13 @@ class CoreCollectives(Protocol):
         """Ask anew how calls go."""
 
 
+class Closable(Protocol):
+    """A communicator."""
+
+    def close(self) -> None:
+        """Give it up. Raises MismatchError if another rank has made another call."""
+
+
 class Context(Inbox):
     """What one communicator waits for, and how its calls are compared; attributes also of `Inbox`.
 
@@ -75,6 +82,7 @@ class Context(Inbox):
         collectives: those by messages that the core runs; or None.
         num_started: returns how many collective calls have been started.
         shm: those that do not go by messages; or None.
+        owner: what users hold of it; or None.
         unheard: it broke because of a call that this rank has left, which nobody here was told yet.
         pending: calls under way.
         next_value: number of the next value that is sent in segments.
@@ -88,6 +96,7 @@ class Context(Inbox):
         self.next_value = 0
         self.pending: set[Operation] = set()
         self.shm: ShmCalls | None = None
+        self.owner: Closable | None = None
         self.unheard = False
         self._left: dict[int, LastCall] = {}
         self._collecting: dict[Key, Collecting] = {}

@@ -45,6 +45,11 @@ class LastCalls:
             if len(self._closed) > MAX_TOLD:
                 del self._closed[next(iter(self._closed))]
 
+    def forget(self) -> None:
+        """Forget the communicators that were closed until now."""
+        self._closed.clear()
+        self.different = None
+
     def told(self) -> list[LastCall]:
         """Return what this rank, which has closed all its communicators, tells the others."""
         return [last for _, last, _ in self._closed.values()]

@@ -1,0 +1,233 @@
+"""pycoll.Pool: runs on ranks that stay."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from patience import PATIENCE
+from run_cases import LIMIT_S, ROOT
+
+import pycoll
+from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
+
+LOST = "the pool's ranks have ended, and what they held is lost: the next run has new ones"
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp"])
+def pool(request: pytest.FixtureRequest) -> Iterator[pycoll.Pool]:
+    with pycoll.Pool(2, transport=request.param, timeout=LIMIT_S) as made:
+        yield made
+
+
+def pids(pool: pycoll.Pool) -> list[int]:
+    return pool.run(lambda comm: os.getpid())
+
+
+@contextlib.contextmanager
+def same_ranks(pool: pycoll.Pool) -> Iterator[None]:
+    before = pids(pool)
+    yield
+    assert pids(pool) == before
+    assert pool.run(lambda comm: comm.all_reduce(1)) == [2, 2]
+
+
+def remember(comm: Any, value: object) -> None:
+    global remembered
+    remembered = (value, comm.rank)
+
+
+def recall(comm: Any) -> object:
+    return remembered
+
+
+def test_ranks_keep_what_functions_make_global_and_what_they_import(pool: pycoll.Pool) -> None:
+    with same_ranks(pool):
+        pool.run(remember, "it")
+        assert pool.run(recall) == [("it", 0), ("it", 1)]
+        pool.run(lambda comm: setattr(__import__("colorsys"), "seen", comm.rank))
+        assert pool.run(lambda comm: __import__("colorsys").seen) == [0, 1]
+
+
+def test_results_and_arguments_of_any_size_travel(pool: pycoll.Pool) -> None:
+    x = np.arange(1_000_000.0)
+    for rank, result in enumerate(pool.run(lambda comm, x: x + comm.rank, x)):
+        np.testing.assert_array_equal(result, x + rank)
+
+
+def test_output_is_written_where_standard_output_is_now(
+    pool: pycoll.Pool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("one", "two"):
+        pool.run(lambda comm, word: print(word, comm.rank), word)
+        assert sorted(capfd.readouterr().out.splitlines()) == [f"{word} 0", f"{word} 1"]
+
+
+@pytest.mark.parametrize("waits", ["barrier", "split"])
+def test_an_exception_ends_the_run_and_the_ranks_stay(pool: pycoll.Pool, waits: str) -> None:
+    def fail(comm: Any) -> None:
+        part = comm if waits == "barrier" else comm.split(0)
+        if comm.rank:
+            raise KeyError("gone")
+        part.barrier()
+
+    with same_ranks(pool):
+        with pytest.raises(KeyError) as caught:
+            pool.run(fail)
+        where, trace = caught.value.__notes__
+        assert where == "raised on rank 1 of 2"
+        assert trace.endswith("KeyError: 'gone'")
+        assert "serving.py" not in trace
+
+
+LAST_CALLS = {
+    "broadcast": lambda comm: comm.broadcast(np.full(1, comm.rank), root=comm.rank),
+    "scatter": lambda comm: comm.scatter(np.ones((2, 2)), root=comm.rank),
+    "of a part": lambda comm: comm.split(0).broadcast(1, root=comm.rank),
+}
+
+
+@pytest.mark.parametrize("name", LAST_CALLS)
+def test_a_mismatch_in_the_last_call_is_raised(pool: pycoll.Pool, name: str) -> None:
+    with same_ranks(pool), pytest.raises(MismatchError, match="ranks made different calls"):
+        pool.run(LAST_CALLS[name])
+
+
+@pytest.mark.parametrize("call", ["recv(1)", "barrier()", "all_reduce([1], op=max)"])
+def test_who_waits_for_a_rank_that_has_returned_is_told(pool: pycoll.Pool, call: str) -> None:
+    with same_ranks(pool):
+        with pytest.raises(PeerFailed, match=r"rank 1 is needed in .*has returned") as caught:
+            pool.run(lambda comm: eval(f"comm.{call}") if comm.rank == 0 else None)
+        assert (caught.value.rank, caught.value.reason) == (1, "has returned")
+
+
+def test_a_rank_that_goes_on_is_waited_for_by_ranks_that_have_returned(pool: pycoll.Pool) -> None:
+    def late(comm: Any) -> object:
+        if comm.rank == 0:
+            comm.send(np.ones(3), 1)
+            return None
+        time.sleep(1.5)
+        return comm.recv(0).sum()
+
+    assert pool.run(late) == [None, 3.0]
+
+
+def test_a_rank_that_computes_is_interrupted_when_another_has_failed(pool: pycoll.Pool) -> None:
+    def fail(comm: Any) -> None:
+        if comm.rank:
+            threading.Event().wait()
+        raise OSError("disk")
+
+    with same_ranks(pool), pytest.raises(OSError, match="disk"):
+        pool.run(fail)
+
+
+@pytest.mark.parametrize("case", ["exit", "kill", "hang"])
+def test_ranks_are_replaced_when_one_is_lost(case: str) -> None:
+    def end(comm: Any) -> None:
+        if comm.rank == 1:
+            if case == "exit":
+                sys.exit("no data")
+            if case == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier() if case != "hang" else comm.recv(1 - comm.rank)
+
+    with pycoll.Pool(2) as pool:
+        before = pids(pool)
+        with pytest.raises(OperationTimeout if case == "hang" else PeerFailed) as caught:
+            pool.run(end, timeout=2 if case == "hang" else None)
+        assert LOST in caught.value.__notes__
+        said = {
+            "exit": "exit status 1: no data",
+            "kill": "SIGKILL",
+            "hang": "rank 0: recv(source=1",
+        }
+        assert said[case] in str(caught.value)
+        assert not set(pids(pool)) & set(before)
+
+
+def test_a_rank_that_dies_between_runs_fails_the_next(pool: pycoll.Pool) -> None:
+    os.kill(pids(pool)[1], signal.SIGKILL)
+    with pytest.raises(PeerFailed, match="rank 1 failed: killed by signal 9") as caught:
+        pool.run(lambda comm: comm.barrier())
+    assert LOST in caught.value.__notes__
+    assert pool.run(lambda comm: comm.all_reduce(1)) == [2, 2]
+
+
+def test_what_is_wrong_starts_nothing(pool: pycoll.Pool) -> None:
+    with pytest.raises(ValueError, match="n is the number of ranks"):
+        pycoll.Pool(0)
+    with pytest.raises(Error, match="carrier-pigeon"):
+        pycoll.Pool(2, transport="carrier-pigeon")
+    with same_ranks(pool):
+        with pytest.raises(ValueError, match="timeout is a number of seconds above 0"):
+            pool.run(recall, timeout=0)
+        with pytest.raises(TypeError, match="missing a required argument: 'value'"):
+            pool.run(remember)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pool.run(lambda comm: pool)
+
+
+def test_a_closed_pool_leaves_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pycoll.Pool(2) as pool:
+        ranks = pids(pool)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(Error, match="this pool is closed"):
+        pids(pool)
+    pool.close()
+    assert capfd.readouterr() == ("", "")
+
+
+INTERRUPTED = """
+import os, pycoll, signal, threading
+
+def hold(comm):
+    global held
+    held = comm.rank
+
+def wait(comm):
+    if comm.rank:
+        os.kill(os.getppid(), signal.SIGINT)
+    comm.recv(1 - comm.rank)
+
+pool = pycoll.Pool(2)
+pool.run(hold)
+try:
+    pool.run(wait)
+except KeyboardInterrupt:
+    print("interrupted", pool.run(lambda comm: held), flush=True)
+print(*pool.run(lambda comm: os.getpid()), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_interrupt_keeps_the_ranks_and_the_parents_death_ends_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        timeout=LIMIT_S,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    said, ranks = done.stdout.splitlines()
+    assert said == "interrupted [0, 1]"
+    deadline = time.monotonic() + 5 * PATIENCE
+    for pid in ranks.split():
+        with contextlib.suppress(OSError):
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                assert time.monotonic() < deadline, f"rank with process {pid} is still there"
