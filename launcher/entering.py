@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
-from pycoll._launcher import agent_socket
+from pycoll._launcher import agent_socket, mpi_board
 from pycoll._launcher.agent_socket import Ticket
 from pycoll._launcher.rendezvous_pairs import link_variable
 from pycoll._rendezvous.wire import name_ranks, seconds_since
@@ -86,7 +86,9 @@ def outlast() -> None:
 
 
 def _wait_for_end(told: IO[bytes], pid: int) -> None:
-    if os.getpid() == pid:
+    # Where MPI runs, no process ends before all have come to MPI_Finalize, after this: to wait here
+    # for their ends would be to wait for oneself.
+    if os.getpid() == pid and not mpi_board.is_running():
         told.read()
 
 

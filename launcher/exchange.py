@@ -221,6 +221,11 @@ def _board(environ: Mapping[str, str], launched: Launched) -> Board:
         from pycoll._launcher.torch_store import TorchStore
 
         return TorchStore(environ, launched.rank, launched.size)
+    if "PMI_FD" in environ or "PMIX_NAMESPACE" in environ or "PMI_PORT" in environ:
+        from pycoll._launcher import mpi_board
+
+        if (world := mpi_board.find(launched.who, launched.size)) is not None:
+            return world
     if "PMI_FD" in environ:
         from pycoll._launcher.pmi import Pmi
 

