@@ -67,12 +67,28 @@ for ignored in (signal.SIGINT, signal.SIGHUP):
 # pytest-xdist begins with these modules, which take longest: one of them alone at the end would
 # have one process busy. What `pytest --durations=0` says, summed by module, orders them.
 LONGEST = (
+    "test_pytest_plugin",
+    "test_foreign",
     "test_failure",
     "test_failure_of_calls",
-    "test_leftovers",
+    "test_encryption",
+    "test_bench",
+    "test_waiting",
+    "test_examples",
     "test_launcher",
-    "test_gpu_failures",
+    "test_agents",
+    "test_engine_nodes",
+    "test_leftovers",
+    "test_core_run",
+    "test_tcp",
+    "test_transports",
     "test_requests_end",
+    "test_tune",
+    "test_pytest_plugin_reports",
+    "test_run_function_errors",
+    "test_docs_programs",
+    "test_nodes",
+    "test_run_function",
 )
 
 

@@ -60,6 +60,8 @@ class Ranks:
         self, script: str, environments: list[Mapping[str, str]], stdin: int | None = None
     ) -> None:
         own = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOLL_", "SLURM_"))}
+        self.environments = environments
+        self.said: list[tuple[str, str]] = []
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", script],
@@ -74,8 +76,9 @@ class Ranks:
 
     def end(self) -> list[tuple[int, str, str]]:
         """Of each: exit status, standard output and standard error."""
-        said = [process.communicate(timeout=LIMIT_S) for process in self.processes]
-        return [(p.returncode, *both) for p, both in zip(self.processes, said, strict=True)]
+        if not self.said:
+            self.said = [process.communicate(timeout=LIMIT_S) for process in self.processes]
+        return [(p.returncode, *both) for p, both in zip(self.processes, self.said, strict=True)]
 
 
 def free_port() -> int:
@@ -242,22 +245,34 @@ def test_the_end_of_what_serves_the_job_is_told(which: str) -> None:
     until_no_helpers(key, 20.0)
 
 
-def test_who_is_missing_is_named() -> None:
-    script = "import pycoll\npycoll.init(timeout=TIME)".replace("TIME", str(4 * PATIENCE))
-    environments = plain(4)
-    ended = Ranks(script, [environments[0], environments[1], environments[3]]).end()
-    for status, _, text in ended:
+@pytest.fixture(autouse=True, scope="module")
+def incomplete() -> Iterator[dict[int, Ranks]]:
+    """Ranks by the one that never comes; they wait for it while other tests run."""
+    script = f"import pycoll\npycoll.init(timeout={4 * PATIENCE})"
+    jobs = {}
+    for missing, environments in ((0, plain(2)), (2, plain(4))):
+        del environments[missing]
+        jobs[missing] = Ranks(script, environments)
+    yield jobs
+    for ranks in jobs.values():
+        for process in ranks.processes:
+            process.kill()
+        ranks.end()
+
+
+def test_who_is_missing_is_named(incomplete: dict[int, Ranks]) -> None:
+    for status, _, text in incomplete[2].end():
         assert status == 1
         assert "BootstrapError" in text
         assert "rank 2 of 4 ha" in text  # has, had
-    until_no_helpers(environments[0]["PYCOLL_KEY"])
+    until_no_helpers(incomplete[2].environments[0]["PYCOLL_KEY"])
 
 
-def test_without_rank_0_the_others_say_where_they_have_looked() -> None:
-    environments = plain(2)
-    script = f"import pycoll\npycoll.init(timeout={2 * PATIENCE})"
-    (ended,) = Ranks(script, environments[1:]).end()
-    port = environments[0]["PYCOLL_RENDEZVOUS"].rpartition(":")[2]
+def test_without_rank_0_the_others_say_where_they_have_looked(
+    incomplete: dict[int, Ranks],
+) -> None:
+    (ended,) = incomplete[0].end()
+    port = incomplete[0].environments[0]["PYCOLL_RENDEZVOUS"].rpartition(":")[2]
     assert f"cannot reach rank 0: 127.0.0.1 port {port}: Connection refused" in ended[2]
 
 
