@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from pycoll._support.checks import check_int, check_nbytes
+from pycoll._support.public_edge import edge
 from pycoll.errors import Error
 from pycoll.schedule import Recv, Reduce, Send
 from pycoll.schedules import find, schedule
@@ -90,6 +92,7 @@ class Timing(NamedTuple):
     busy: tuple[float, ...]
 
 
+@edge
 def simulate(
     collective: str,
     name: str,
@@ -117,18 +120,33 @@ def simulate(
         window: how many segments a rank has under way at a time.
 
     Raises:
+        TypeError: a number or the network is none.
         ValueError: there is no such algorithm, or a number makes no sense.
         pycoll.Error: the algorithm deadlocks, or a message has no other half (`pycoll.prove` says
             where); pycoll's own do not.
     """
+    find(collective, name)
+    if not isinstance(network, Network):
+        raise TypeError(
+            f"network is a pycoll.simulate.Network, as Network(latency_s=20e-6, bandwidth=5e9), "
+            f"not a {type(network).__name__}"
+        )
+    for value, what in (size, "size"), (segments, "segments"), (window, "window"), (root, "root"):
+        check_int(value, what)
+    check_nbytes(nbytes)
     if min(size, segments, window) < 1:
         raise ValueError(f"size {size}, segments {segments} and window {window} must be 1 or more")
-    if not (nbytes >= 0 and 0 <= root < size):
-        raise ValueError(f"nbytes {nbytes} must be 0 or more, and root {root} below size {size}")
+    if not 0 <= root < size:
+        raise ValueError(f"root is {root}, but the ranks are 0 to {size - 1}")
     for link in (network.link(True), network.link(False)):
         if not (link.bandwidth > 0 and link.latency_s >= 0 and network.reduce_s_per_byte >= 0):
             raise ValueError(f"bandwidths must be above 0, and times 0 or more: {network}")
-    placed = tuple(hosts) if hosts is not None else (0,) * size
+    given: object = hosts if hosts is not None else (0,) * size
+    if not isinstance(given, Iterable):
+        raise TypeError(f"hosts is a list of hosts' numbers, not a {type(given).__name__}")
+    placed = tuple(given)
+    for host in placed:
+        check_int(host, "a host")
     if len(placed) != size:
         raise ValueError(f"hosts must name a host for each of {size} ranks, not for {len(placed)}")
     program = _Program(collective, name, size, nbytes / segments, root, placed, network)

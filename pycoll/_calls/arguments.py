@@ -5,11 +5,11 @@ Every message says what is wrong and what to pass instead.
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
+from pycoll._support.checks import check_int as check_int
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
@@ -142,16 +142,6 @@ def check_timeout(timeout: float, what: str) -> float:
     if not timeout >= 0:
         raise ValueError(f"{what} is a number of seconds from 0 up, not {timeout}")
     return float(timeout)
-
-
-def check_int(value: Any, what: str) -> int:
-    """Check a whole number (an int, or what counts as one, but a bool)."""
-    if isinstance(value, bool):
-        raise TypeError(f"{what} is an int, not a bool")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is an int, not a {type(value).__name__}") from None
 
 
 def check_tag(tag: int, wildcard: bool = False) -> int:

@@ -9,12 +9,12 @@ import numpy as np
 from pycoll import _dtypes as dtypes
 from pycoll import schedules
 from pycoll._arrays import operators
-from pycoll._calls import arguments
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._calls.shared_memory_calls import may_combine
 from pycoll._selection import agreed, costs
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._selection.select import UNKNOWN_S, Candidate, Query, Refused
+from pycoll._support.checks import check_int, check_name, check_nbytes
 from pycoll._transports._core import with_default_floats
 
 if TYPE_CHECKING:
@@ -102,9 +102,10 @@ def explain(
         ValueError: there is no such collective or operator, or `nbytes` is below 0.
         TypeError: `nbytes` is no whole number, or the operator does not work on `dtype`.
     """
-    nbytes = arguments.check_int(nbytes, "nbytes")
-    if nbytes < 0:
-        raise ValueError(f"nbytes is {nbytes}; it cannot be below 0")
+    nbytes = check_int(check_nbytes(nbytes), "nbytes")
+    if not isinstance(blocking, bool):
+        raise TypeError(f"blocking is True or False, not a {type(blocking).__name__}")
+    check_name(collective, "a collective", "all_reduce")
     collective = _ALIASES.get(collective, collective)
     request = Query(collective, 0 if collective == "barrier" else nbytes, shm=blocking)
     schedules.names(collective)  # or it does not exist
@@ -135,8 +136,15 @@ def _element(dtype: Any, op: Op) -> DType:
     """Return the type of the elements that a call is explained for."""
     if dtype is None:
         return dtypes.INT64 if op.name in _OF_BITS else dtypes.FLOAT32
-    known = dtypes.of_name(dtype) if isinstance(dtype, str) else None
-    element = known or dtypes.of_numpy(np.dtype(dtype))
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    element = dtypes.of_name(name)
+    if element is None:
+        try:
+            element = dtypes.of_numpy(np.dtype(dtype))
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"dtype is a name, as 'float32', or what NumPy takes for one, not {dtype!r}"
+            ) from None
     operators.check(op, element)
     return element
 

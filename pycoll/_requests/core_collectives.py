@@ -157,6 +157,7 @@ class CoreCollective(Collective, CoreStarted):
         """Raise TypeError; only a receive can be withdrawn."""
         raise TypeError(f"only a receive can be cancelled, not {self._call}")
 
+    @edge
     def _failed(self) -> None:
         """Raise why it has no result."""
         if not self.done:

@@ -22,7 +22,7 @@ from pycoll._runtime.envelope import ANY, P2P, Incoming, Status
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.public_edge import edges
+from pycoll._support.public_edge import edge, edges
 from pycoll._transports._core import Messages, wait_all, wait_any
 from pycoll._transports.core import REFUSED
 from pycoll.errors import Error
@@ -167,6 +167,7 @@ class CoreRequest(_core.Request, CoreStarted):
         self._check_open()
         return bool(self._withdraw())
 
+    @edge
     def _failed(self) -> None:
         """Raise why it has no result."""
         if not self.done:
@@ -282,6 +283,7 @@ class Both(_core.Both, Request[Any]):
         """Return whether all is over, now that one has failed: the other one is given up."""
         return self._group.engine.look_at(self._task)
 
+    @edge
     def _failed(self) -> None:
         """Raise why it has no result."""
         self._collected = self._is_over()

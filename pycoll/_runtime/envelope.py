@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pycoll._support.foreign_names import OF_STATUSES, Hinting, advice
+from pycoll._support.public_edge import passing_on
 from pycoll._transports.base import Arrival
 from pycoll.errors import MismatchError
 
@@ -109,6 +110,7 @@ class Status(Hinting, foreign=OF_STATUSES):
         self.tag = tag
         self.nbytes = nbytes
 
+    @passing_on
     def count(self, dtype: Any) -> int:
         """Return how many elements of a dtype the message has.
 
@@ -123,7 +125,7 @@ class Status(Hinting, foreign=OF_STATUSES):
             import numpy as np
 
             itemsize = np.dtype(dtype).itemsize
-        count, rest = divmod(self.nbytes, itemsize)
+        count, rest = divmod(self.nbytes, itemsize) if itemsize else (0, self.nbytes)
         if rest:
             raise ValueError(f"{self.nbytes} bytes are no whole number of {dtype} elements")
         return count

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ import numpy as np
 import pycoll._transports._core as _core
 from pycoll._arrays import conversion
 from pycoll._selection.agreed import parse_bytes
+from pycoll._support.checks import check_int, check_nbytes
+from pycoll._support.public_edge import edge, passing_on
 from pycoll._transports.shm import handed_on
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ class Use(NamedTuple):
     refused_nbytes: int = 0
 
 
+@passing_on
 def empty(shape: Any, dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
     """Return a new array that the other ranks of this host have mapped; see `numpy.empty`.
 
@@ -70,6 +74,7 @@ def empty(shape: Any, dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
         return np.empty(shape, dtype)
 
 
+@passing_on
 def zeros(shape: Any, dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
     """Return a new array of zeros that the other ranks of this host have mapped; see `empty`.
 
@@ -81,6 +86,7 @@ def zeros(shape: Any, dtype: DTypeLike = float) -> np.ndarray[Any, Any]:
         return np.zeros(shape, dtype)
 
 
+@passing_on
 def empty_like(prototype: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarray[Any, Any]:
     """Return a new array of the shape and dtype of another one; see `empty` for where it lies.
 
@@ -112,15 +118,11 @@ class share_arrays:  # noqa: N801 - it is called like a function
         TypeError, ValueError: `minimum` is no number of bytes.
     """
 
+    @edge
     def __init__(self, minimum: int = MINIMUM) -> None:
-        try:
-            nbytes = minimum.__index__()
-        except AttributeError:
-            raise TypeError(f"minimum must be a number of bytes, not {minimum!r}") from None
-        if nbytes < 0:
-            raise ValueError(f"minimum must be a number of bytes, not {minimum}")
+        nbytes = check_int(check_nbytes(minimum, "minimum"), "minimum")
         self._is_possible = _open()
-        self._before = _core.share_arrays(nbytes) if self._is_possible else None
+        self._before = _core.share_arrays(min(nbytes, sys.maxsize)) if self._is_possible else None
 
     def __enter__(self) -> None:
         return None

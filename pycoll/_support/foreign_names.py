@@ -380,6 +380,8 @@ def _of_keyword(word: str, name: str, function: Callable[..., Any]) -> str:
 
     if word in ("group", "comm"):
         return "call the method of that group's communicator, which comm.split or comm.sub made"
+    if name == "explain" and word == "algorithm":
+        return "it says which one is chosen; PYCOLL_ALGORITHM=all_reduce:ring chooses another"
     if word == "async_op":
         return f"use comm.i{name}, which returns a Request" if name[0] != "i" else "leave it out"
     parameters = [

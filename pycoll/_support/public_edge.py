@@ -7,8 +7,9 @@ exception that arises unintended is a fault of pycoll's own, and keeps its frame
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from pycoll._support.lazy_import import LazyModule
@@ -32,6 +33,8 @@ def edge(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except Exception as exc:
+            if _is_frame_of_ours(sys._getframe(1)):
+                raise  # of a call inside pycoll: the outermost edge sees where it was raised
             if is_users(exc):
                 _leave_users(exc)
                 raise
@@ -41,6 +44,27 @@ def edge(function: F) -> F:
             if text or isinstance(exc, Error) or _is_on_purpose(exc):
                 hide(exc)
             raise  # unlike `raise exc` this adds no frame
+
+    return cast("F", call)
+
+
+def passing_on(function: F) -> F:
+    """Put on the edge a function that hands its arguments to another library.
+
+    What that says of them is raised at the caller's line, too.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError, MemoryError) as exc:
+            text = foreign_names.of_arguments(exc, call) if isinstance(exc, TypeError) else ""
+            if text:
+                exc.args = (text,)
+            hide(exc)
+            raise
 
     return cast("F", call)
 
@@ -123,5 +147,9 @@ def _is_on_purpose(exc: Exception) -> bool:
 
 
 def _is_ours(traceback: TracebackType) -> bool:
-    name: str = traceback.tb_frame.f_globals.get("__name__", "")
+    return _is_frame_of_ours(traceback.tb_frame)
+
+
+def _is_frame_of_ours(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
     return name.startswith("pycoll.")

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from pycoll import _transports as transports
 from pycoll._calls.arguments import check_timeout
@@ -103,6 +104,7 @@ def init(
         if _session.ended:
             again = ": restart the kernel to call it again" if "ipykernel" in sys.modules else ""
             raise Error(_session.ended + again)
+        _check_options(timeout, op_timeout, transport)
         if _session.comm is not None:
             default = (300.0, None, None)
             if options not in (default, _session.options):
@@ -111,7 +113,6 @@ def init(
                     f"a second call cannot change that to {_describe(options)}"
                 )
             return _session.comm
-        check_timeout(timeout, "timeout")
         deadline = _op_timeout(op_timeout)
         chosen = transport or os.environ.get("PYCOLL_TRANSPORT") or "auto"
         if chosen != "auto":
@@ -203,6 +204,19 @@ def _without_place() -> str:
         return ""
     text = f"{arrays} arrays, {nbytes} bytes in all, found no place in shared memory"
     return f"{text} and were in ordinary memory"
+
+
+def _check_options(timeout: Any, op_timeout: Any, transport: Any) -> None:
+    if isinstance(timeout, str):
+        raise TypeError(
+            f"timeout is a number of seconds, not {timeout!r}. No backend is chosen here: ranks "
+            'meet by what their launcher says, and transport="tcp", say, is how they communicate.'
+        )
+    check_timeout(timeout, "timeout")
+    if op_timeout is not None:
+        check_timeout(op_timeout, "op_timeout")
+    if transport is not None and not isinstance(transport, str):
+        raise TypeError(f'transport is a name, as "tcp", not a {type(transport).__name__}')
 
 
 def _op_timeout(op_timeout: float | None) -> float:

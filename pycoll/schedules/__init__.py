@@ -31,6 +31,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pycoll._support.checks import check_int, check_name
+from pycoll._support.public_edge import edge
 from pycoll.schedule import Copy, Recv, Schedule, Send, Step, compile_schedule
 from pycoll.schedules import (
     binary_tree,
@@ -282,29 +284,32 @@ def generation() -> int:
     return _generation
 
 
+@edge
 def names(collective: str) -> list[str]:
     """List the algorithms of a collective.
 
     Raises:
         ValueError: there is no such collective; the message names those there are.
     """
-    if collective not in TABLE:
+    if check_name(collective, "a collective", "all_reduce") not in TABLE:
         raise ValueError(f"no collective {collective!r}; there are {', '.join(TABLE)}")
     return list(TABLE[collective])
 
 
+@edge
 def find(collective: str, name: str) -> Algorithm:
     """Look an algorithm up.
 
     Raises:
         ValueError: there is no such collective or algorithm; the message names those there are.
     """
-    if name not in names(collective):
+    if check_name(name, "an algorithm", "ring") not in names(collective):
         existing = ", ".join(TABLE[collective])
         raise ValueError(f"{collective} has no algorithm {name!r}; it has {existing}")
     return TABLE[collective][name]
 
 
+@edge
 def schedule(
     collective: str, name: str, rank: int, size: int, root: int = 0, hosts: Sequence[int] = ()
 ) -> Schedule:
@@ -317,12 +322,29 @@ def schedule(
             the message says which.
     """
     algorithm = find(collective, name)
+    _check_ranks(size, rank=rank, root=root)
     try:
         compiled = compile_schedule(steps_of(algorithm, rank, size, root, hosts))
         _check_ranges(compiled, rank, size, algorithm.chunks(size))
     except ValueError as exc:
         raise ValueError(f"{collective} {name}, size {size}, rank {rank}: {exc}") from exc
     return compiled
+
+
+def _check_algorithm(algorithm: object) -> None:
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"an algorithm is what pycoll.schedules.find returns, as find('all_reduce', 'ring'), "
+            f"not a {type(algorithm).__name__}"
+        )
+
+
+def _check_ranks(size: int, **ranks: int) -> None:
+    if check_int(size, "size") < 1:
+        raise ValueError(f"size is {size}; there is at least 1 rank")
+    for what, rank in ranks.items():
+        if not 0 <= check_int(rank, what) < size:
+            raise ValueError(f"{what} is {rank}, but the ranks are 0 to {size - 1}")
 
 
 def _check_ranges(compiled: Schedule, rank: int, size: int, chunks: int) -> None:
@@ -338,6 +360,7 @@ def _check_ranges(compiled: Schedule, rank: int, size: int, chunks: int) -> None
                 raise ValueError(f"step {position}, {step}: the peer is the rank itself")
 
 
+@edge
 def steps_of(
     algorithm: Algorithm, rank: int, size: int, root: int = 0, hosts: Sequence[int] = ()
 ) -> Iterable[Step]:
@@ -345,6 +368,8 @@ def steps_of(
 
     `hosts`: by rank the number of the host that it is on; empty: all are on one.
     """
+    _check_algorithm(algorithm)
+    _check_ranks(size, rank=rank, root=root)
     arguments: list[Any] = [rank, size]
     if algorithm.collective in ROOTED:
         arguments.append(root)
@@ -353,10 +378,13 @@ def steps_of(
     return algorithm.steps(*arguments)
 
 
+@edge
 def cost_of(
     algorithm: Algorithm, size: int, root: int = 0, hosts: Sequence[int] = ()
 ) -> Cost | None:
     """Return what an algorithm takes, arguments as in `steps_of`; None if it does not state it."""
+    _check_algorithm(algorithm)
+    _check_ranks(size, root=root)
     if algorithm.cost is None:
         return None
     arguments: list[Any] = [size]

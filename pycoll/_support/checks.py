@@ -1,0 +1,35 @@
+"""Checks of arguments that need nothing of pycoll: whole numbers, numbers of bytes, names."""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+from typing import Any
+
+
+def check_int(value: Any, what: str) -> int:
+    """Check a whole number (an int, or what counts as one, but a bool)."""
+    if isinstance(value, bool):
+        raise TypeError(f"{what} is an int, not a bool")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is an int, not a {type(value).__name__}") from None
+
+
+def check_nbytes(value: Any, what: str = "nbytes") -> float:
+    """Check a number of bytes, 0 or more; fractions of a byte are allowed."""
+    if isinstance(value, str):
+        raise TypeError(f"{what} is a number of bytes, not a str: 1 MiB is 1 << 20")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{what} is a number of bytes, not a {type(value).__name__}")
+    if not float(value) >= 0:
+        raise ValueError(f"{what} is {value}; it cannot be below 0")
+    return value  # type: ignore[return-value]
+
+
+def check_name(value: Any, what: str, example: str) -> str:
+    """Check a name, as of a collective."""
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is a name, for example {example!r}, not a {type(value).__name__}")
+    return value
