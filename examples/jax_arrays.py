@@ -3,7 +3,7 @@
 pip install jax && pycoll-run -n 4 examples/jax_arrays.py
 
 A JAX array never changes, so each result is a new one, and there is no `out`. What is computed may
-be compiled with jit; ranks talk between two such functions, not inside of one.
+be compiled with jit; ranks talk between two such functions, or inside of one by `io_callback`.
 """
 
 import os
@@ -13,6 +13,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import io_callback
 
 import pycoll
 
@@ -42,6 +43,18 @@ def fit(comm, x, y):
     return line
 
 
+@jax.jit
+def share_of_all(x):
+    """Divide by the sum over all ranks, which is fetched in the middle of the function."""
+    total = io_callback(
+        comm.all_reduce,
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        x,
+        ordered=True,  # all ranks make their calls in the same order
+    )
+    return x / total
+
+
 with pycoll.init() as comm:
     # Points of the line 3 x - 1, others on each rank.
     x = jax.random.uniform(jax.random.key(comm.rank), (1000,), minval=-1.0)
@@ -49,6 +62,8 @@ with pycoll.init() as comm:
     everyone = comm.all_gather(jnp.stack([line["slope"], line["height"]]))  # a row for each rank
     assert isinstance(everyone, jax.Array)
     same = all(row.tobytes() == everyone[0].tobytes() for row in everyone)
+
+    share = share_of_all(jnp.full(3, comm.rank + 1.0))
 
     refused = ""
     try:
@@ -60,5 +75,6 @@ with pycoll.init() as comm:
         print(f"slope {line['slope']:.3f}, height {line['height']:.3f}")
         print(f"the same bits on all {comm.size} ranks: {same}")
         print(f"with out=x: {refused}")
+        print(f"of the sum, fetched inside jit: {share.tolist()[0]:.3f}")
     if not (same and jnp.allclose(everyone[0], jnp.array([3.0, -1.0]), atol=1e-3)):
         raise SystemExit("the ranks have not found the line")

@@ -6,7 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from pycoll._rendezvous.wire import Context
-from pycoll._support.foreign_names import advice
+from pycoll._support.foreign_names import advice, as_shown
 
 # Broken communicators that are remembered, so that a later cause is not taken for the first.
 _MAX_BROKEN = 10_000
@@ -103,7 +103,10 @@ class RankWaits:
         together.add(rank)
         if other is None or wait.is_same_call(self._waits[other]):
             return None
-        lines = [f"  rank {r}: {self._waits[r]}" for r in sorted((rank, other))]
+        pair = sorted((rank, other))
+        known = [self._waits[r].call for r in pair]
+        shown = zip(pair, known, as_shown(*known), strict=True)
+        lines = [f"  rank {r}: {self._waits[r]}".replace(call, text) for r, call, text in shown]
         lines.append(advice(wait.call, self._waits[other].call))
         return {
             "context": wait.context,

@@ -104,6 +104,12 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
         else:
             array = plain.numpy()
     except (RuntimeError, TypeError, ValueError) as exc:
+        is_batched = getattr(getattr(torch._C, "_functorch", None), "is_batchedtensor", None)
+        if is_batched is not None and is_batched(x):
+            raise TypeError(
+                "a tensor inside torch.vmap cannot be sent: it stands for many values. Call "
+                "pycoll outside of vmap, with the tensor that has the batch's axis."
+            ) from None
         raise TypeError(
             f"a tensor of type {type_name(x)} has no memory of its own here: {exc}. "
             "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
@@ -141,6 +147,11 @@ def wrap_jax(x: Any) -> Value:
             array = np.asarray(x)
             dtype = dtypes.of_numpy(array.dtype)
     except (TypeError, RuntimeError) as exc:  # traced, deleted, typed random keys
+        if hasattr(x, "aval") and "Tracer" in type(x).__name__:
+            raise TypeError(
+                "inside jit, vmap or grad a JAX array has no value yet. Call pycoll between such "
+                "functions, or inside of jit by jax.experimental.io_callback(..., ordered=True)."
+            ) from None
         raise TypeError(
             f"this JAX array cannot be read: {exc}. "
             "Pass a concrete array, outside of jit, or a random key as jax.random.key_data(x)."

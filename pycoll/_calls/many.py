@@ -7,7 +7,7 @@ into it. A large array is a bucket alone, and is not copied. All buckets are und
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -224,11 +224,10 @@ def prepare_all_reduce_many(
     """
     if not isinstance(xs, list | tuple):
         raise TypeError(
-            f"all_reduce_many takes a list of arrays, not a {type(xs).__name__}. "
-            "For one array use all_reduce."
+            f"all_reduce_many takes a list of arrays, not a {type(xs).__name__}. {_listed(xs)}"
         )
     resolved = operators.resolve(op)
-    values = [conversion.wrap_operand(x) for x in xs]
+    values = [_operand(place, x) for place, x in enumerate(xs)]
     dtypes = {value.dtype.name: value for value in values}
     for value in values if callable(resolved.fn) else dtypes.values():
         operators.check_operand(resolved, value, value.array.ndim)
@@ -247,11 +246,33 @@ def prepare_all_reduce_many(
         )
     total = sum(value.array.nbytes for value in values)
     alike = zlib.crc32(repr([(value.dtype.name, value.array.shape) for value in values]).encode())
+    counted = f"{len(values)} array{'s' if len(values) != 1 else ''}"
     text = (
-        f"{'' if blocking else 'i'}all_reduce_many({len(values)} arrays, {total} bytes, "
+        f"{'' if blocking else 'i'}all_reduce_many({counted}, {total} bytes, "
         f"checksum {alike:08x}, op={resolved.signature}{forced_text(algorithm)})"
     )
     return ManyPlan(group, text, route, values, buckets, results, resolved, algorithm)
+
+
+def _listed(xs: Any) -> str:
+    """Return what to write where `xs` is no list."""
+    if isinstance(xs, Mapping):
+        return "Write list(xs.values())."
+    if isinstance(xs, Iterable) and not hasattr(xs, "shape"):
+        return "Write list(xs)."
+    return "For one array use all_reduce."
+
+
+def _operand(place: int, x: Any) -> Value:
+    if x is None:
+        raise TypeError(
+            f"item {place} is None: a parameter without a gradient? Leave it out, or pass zeros; "
+            "the same on all ranks."
+        )
+    try:
+        return conversion.wrap_operand(x)
+    except TypeError as exc:
+        raise TypeError(f"item {place}: {exc}") from None
 
 
 def _targets(out: Any, values: Sequence[Value]) -> list[Target | None]:

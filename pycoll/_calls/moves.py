@@ -79,6 +79,11 @@ class Moves(Preparing):
         self._check_algorithm("all_gather", algorithm)
         value = conversion.wrap(x)
         if value is None:
+            if isinstance(x, list | tuple) and conversion.wrap(out) is not None:
+                raise TypeError(
+                    "all_gather takes this rank's value, not a list to be filled: all_gather(t) "
+                    "returns them all, as one array (size, *t.shape)"
+                )
             arguments.no_out(out)
             forced, route = self._by_objects("all_gather", algorithm)
             text = f"{self._prefix}all_gather(object{forced_text(algorithm)})"

@@ -86,6 +86,11 @@ OF_STATUSES = {
     "Get_elements": "count",
 }
 
+_TORCH = (
+    "PyTorch's with gloo, which runs unchanged under pycoll-run (pycoll is no backend of "
+    "torch.distributed yet); or by hand comm.all_reduce_many(gradients, op='avg')"
+)
+
 OF_PYCOLL = {
     "COMM_WORLD": "pycoll.init()",
     "COMM_SELF": "comm.sub([comm.rank])",
@@ -102,6 +107,11 @@ OF_PYCOLL = {
     "ReduceOp": 'the name of the operator, for example op="sum"',
     "P2POp": "comm.isend and comm.irecv",
     "batch_isend_irecv": "comm.isend and comm.irecv",
+    "DistributedDataParallel": _TORCH,
+    "DDP": _TORCH,
+    "FullyShardedDataParallel": _TORCH,
+    "FSDP": _TORCH,
+    "torch": _TORCH,
     "Wtime": "time.perf_counter()",
     "Get_processor_name": "socket.gethostname()",
 }
@@ -295,6 +305,14 @@ def of_module(name: str) -> str:
     return f"comm.{ours}, where comm = pycoll.init()" if ours else ""
 
 
+def as_shown(*calls: str) -> tuple[str, ...]:
+    """Return calls that differ without their checksums of what is passed, if these tell nothing."""
+    import re
+
+    plain = tuple(re.sub(r" checksum [0-9a-f]{8},", "", call) for call in calls)
+    return plain if len({call.partition(" at ")[0] for call in plain}) > 1 else calls
+
+
 def advice(mine: str, theirs: str) -> str:
     """Return what to do about two ranks' calls, as text, that differ."""
     import re
@@ -307,6 +325,14 @@ def advice(mine: str, theirs: str) -> str:
         one.groups(),
         other.groups(),
     )
+    if name == "all_reduce_many" and (kind, more.rpartition("op=")[2]) == (
+        other_kind,
+        rest.rpartition("op=")[2],
+    ):
+        return (
+            "Pass as many arrays, of the same dtypes and shapes in the same order, on all ranks; "
+            "zeros where a gradient is missing."
+        )
     if kind != other_kind:
         return (
             f"A nonblocking call belongs to nonblocking ones: call {name} on all ranks, or i{name} "

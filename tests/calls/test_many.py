@@ -274,7 +274,7 @@ DIFFERENT: dict[str, Calls] = {
         lambda c: c.all_reduce_many([np.ones(3), np.ones(3)]),
         "all_reduce_many(2 arrays, 48 bytes",
         lambda c: c.all_reduce_many([np.ones(6)]),
-        "all_reduce_many(1 arrays, 48 bytes",
+        "all_reduce_many(1 array, 48 bytes",
     ),
     "shapes": (
         lambda c: c.all_reduce_many([np.ones((2, 3)), np.ones(4)]),
@@ -290,9 +290,9 @@ DIFFERENT: dict[str, Calls] = {
     ),
     "dtypes": (
         lambda c: c.all_reduce_many([np.ones(2, "f4")]),
-        "all_reduce_many(1 arrays, 8 bytes",
+        "all_reduce_many(1 array, 8 bytes",
         lambda c: c.all_reduce_many([np.ones(2, "i4")]),
-        "all_reduce_many(1 arrays, 8 bytes",
+        "all_reduce_many(1 array, 8 bytes",
     ),
     "operators": (
         lambda c: c.all_reduce_many([np.ones(2)], "max"),
@@ -302,7 +302,7 @@ DIFFERENT: dict[str, Calls] = {
     ),
     "collectives": (
         lambda c: c.all_reduce_many([np.ones(2)]),
-        "all_reduce_many(1 arrays",
+        "all_reduce_many(1 array",
         lambda c: c.all_reduce(np.ones(2)),
         "all_reduce(float64[2]",
     ),
@@ -310,7 +310,7 @@ DIFFERENT: dict[str, Calls] = {
         lambda c: c.all_reduce_many([]),
         "all_reduce_many(0 arrays",
         lambda c: c.all_reduce_many([np.ones(2)]),
-        "all_reduce_many(1 arrays",
+        "all_reduce_many(1 array",
     ),
 }
 

@@ -179,6 +179,7 @@ def test_jax_arrays_fit_a_line_together(size: int, tmp_path: Path) -> None:
         f"the same bits on all {size} ranks: True",
     ]
     assert lines[2].startswith("with out=x: out is a JAX array, and those never change.")
+    assert lines[3] == f"of the sum, fetched inside jit: {2 / (size * (size + 1)):.3f}"
 
 
 def readme_program(name: str, place: Path) -> str:
