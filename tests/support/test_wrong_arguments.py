@@ -6,6 +6,8 @@ value may be accepted, as any object is that can be sent; then nothing is said.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -197,9 +199,49 @@ def test_what_is_said_of_a_wrong_argument_shows_no_frame_of_pycoll() -> None:
         (lambda comm: simulate.simulate("all_reduce", "ring", 4, 8, network="fast"), "Network"),
         (lambda comm: schedules.cost_of("all_reduce", 4), "pycoll.schedules.find"),
         (lambda comm: pycoll.init("gloo"), "No backend is chosen here: .* transport="),
+        (lambda comm: comm.all_reduce_many([X, None]), "item 1 is None: a parameter without"),
+        (lambda comm: comm.all_reduce_many([X, "x"]), "item 1: cannot reduce a value of type str"),
+        (lambda comm: comm.all_reduce_many(x for x in [X]), r"a generator\. Write list\(xs\)\."),
+        (lambda comm: comm.all_reduce_many({"w": X}), r"Write list\(xs\.values\(\)\)\."),
+        (lambda comm: comm.all_reduce_many(X), "For one array use all_reduce"),
+        (lambda comm: comm.all_gather([X], X), r"all_gather\(t\) returns them all"),
     ],
 )
 def test_a_wrong_argument_names_what_to_write(call: Callable[[Any], Any], text: str) -> None:
     with pytest.raises(TypeError, match=text) as caught:
         call(pycoll.init())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["torch", "DistributedDataParallel", "DDP", "FSDP"])
+def test_words_of_pytorchs_training_are_answered(name: str) -> None:
+    with pytest.raises(AttributeError, match="use PyTorch's with gloo, which runs unchanged under"):
+        getattr(pycoll, name)
+    with pytest.raises(ImportError, match=r"comm\.all_reduce_many"):
+        exec(f"from pycoll import {name}")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="PyTorch is not installed")
+def test_torch_vmap_is_named_where_a_tensor_stands_for_many() -> None:
+    import torch
+
+    comm = pycoll.init()
+    with pytest.raises(TypeError, match=r"inside torch\.vmap cannot be sent: it stands for many"):
+        torch.vmap(comm.all_reduce)(torch.ones(3))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_jax_is_called_back_inside_jit_and_refused_else() -> None:
+    import jax
+    from jax.experimental import io_callback
+
+    comm = pycoll.init()
+    x = jax.numpy.ones(3)
+    for transform in (jax.jit, jax.vmap, jax.grad):
+        with pytest.raises(TypeError, match="inside jit, vmap or grad a JAX array has no value"):
+            transform(comm.all_reduce)(x[0] if transform is jax.grad else x)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    for call in (jax.pure_callback, functools.partial(io_callback, ordered=True)):
+        total = jax.jit(lambda x, call=call: call(comm.all_reduce, like, x) + 1)(x)
+        assert total.tolist() == [2, 2, 2]
