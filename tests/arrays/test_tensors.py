@@ -1,0 +1,168 @@
+"""PyTorch's tensors that are written to: their gradients know, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.libraries
+
+ON_BOTH = pytest.mark.parametrize(
+    "ranks", [2, (2, ("--transport", "tcp"))], indirect=True, scope="module", ids=["shm", "tcp"]
+)
+
+
+def fillings(comm: Any, torch: Any) -> dict[str, Callable[[Any], Any]]:
+    """Calls that fill the tensor of shape (2, 2) which they are given, or that a request fills."""
+    other = 1 - comm.rank
+    x, row = torch.ones(2, 2), torch.ones(2)
+    persistent: dict[int, Any] = {}
+
+    def again(w: Any) -> Any:
+        request = persistent.setdefault(id(w), comm.persistent.all_reduce(x, out=w))
+        request.start()
+        return request
+
+    def from_other(w: Any) -> Any:
+        request = comm.isend(x, other)
+        comm.recv(other, out=w)
+        return request
+
+    def strided(w: Any) -> Any:
+        request = comm.isend(x, other)
+        comm.recv(other, out=w.t())
+        return request
+
+    def matched(w: Any) -> Any:
+        request = comm.isend(x, other)
+        comm.mprobe(other).recv(out=w)
+        return request
+
+    return {
+        "all_reduce": lambda w: comm.all_reduce(x, out=w),
+        "all_reduce, in place": lambda w: comm.all_reduce(w, out=w),
+        "all_reduce, transposed": lambda w: comm.all_reduce(x, out=w.t()),
+        "iall_reduce": lambda w: comm.iall_reduce(x, out=w),
+        "persistent": again,
+        "all_reduce_many": lambda w: comm.all_reduce_many([row, x], out=[None, w]),
+        "iall_reduce_many": lambda w: comm.iall_reduce_many([x], out=[w]),
+        "scan": lambda w: comm.scan(x, out=w),
+        "reduce_scatter": lambda w: comm.reduce_scatter(torch.ones(2, 2, 2), out=w),
+        "reduce_scatterv": lambda w: comm.reduce_scatterv(torch.ones(4, 2), [2, 2], out=w),
+        "all_gather": lambda w: comm.all_gather(row, out=w),
+        "iall_gather": lambda w: comm.iall_gather(row, out=w),
+        "all_gatherv": lambda w: comm.all_gatherv(row[None], out=w),
+        "all_gatherv, to a list": lambda w: comm.all_gatherv(row, out=[w[0], w[1]]),
+        "all_to_all": lambda w: comm.all_to_all(x, out=w),
+        "all_to_allv": lambda w: comm.all_to_allv([row[None]] * 2, out=w),
+        "scatter": lambda w: comm.scatter(torch.ones(2, 2, 2) if comm.rank == 0 else None, out=w),
+        "scatter, transposed": lambda w: comm.iscatter(
+            torch.ones(2, 2, 2) if comm.rank == 0 else None, out=w.t()
+        ),
+        "scatterv": lambda w: comm.scatterv([x, x] if comm.rank == 0 else None, out=w),
+        "recv": from_other,
+        "recv, transposed": strided,
+        "irecv": lambda w: waited([comm.irecv(other, out=w), comm.isend(x, other)]),
+        "recv of a message": matched,
+        "sendrecv": lambda w: comm.sendrecv(x, other, other, out=w),
+        "isendrecv": lambda w: comm.isendrecv(x, other, other, out=w),
+    }
+
+
+def waited(requests: Any) -> None:
+    for request in requests:
+        request.wait()
+
+
+def on_one_rank(comm: Any, torch: Any) -> dict[str, tuple[int, Callable[[Any], Any]]]:
+    """The same, by the rank on which it fills."""
+    x, row, first = torch.ones(2, 2), torch.ones(2), comm.rank == 0
+    return {
+        "broadcast": (1, lambda w: comm.broadcast(x if first else w)),
+        "broadcast, transposed": (1, lambda w: comm.broadcast(x if first else w.t())),
+        "ibroadcast": (1, lambda w: comm.ibroadcast(x if first else w)),
+        "reduce": (0, lambda w: comm.reduce(x, out=w)),
+        "gather": (0, lambda w: comm.gather(row, out=w)),
+        "gatherv": (0, lambda w: comm.gatherv(row[None], out=w)),
+        "exscan": (1, lambda w: comm.exscan(x, out=w)),
+    }
+
+
+@ON_BOTH
+def test_a_gradient_that_needs_what_was_overwritten_raises(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+
+        cases = {name: (comm.rank, fill) for name, fill in fillings(comm, torch).items()}
+        for name, (rank, fill) in (cases | on_one_rank(comm, torch)).items():
+            for _ in range(2):
+                w = torch.full((2, 2), 3.0, requires_grad=True)
+                total = (w * w).sum()
+                with torch.no_grad():
+                    request = fill(w)
+                    if hasattr(request, "wait"):
+                        request.wait()
+                if rank == comm.rank:
+                    assert w[0, 0] != 3 or "in place" in name, name
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                        total.backward()
+                else:
+                    total.backward()
+                    assert w.grad.tolist() == [[6, 6], [6, 6]], name
+
+    ranks(program)
+
+
+@ON_BOTH
+def test_a_tensor_whose_gradient_is_traced_is_not_written_to(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+
+        leaf = torch.full((2, 2), 3.0, requires_grad=True)
+        filled = on_one_rank(comm, torch)
+        for name, fill in fillings(comm, torch).items():
+            if "recv" not in name:  # those that send first would leave a message
+                for w in (leaf, leaf * 1):
+                    with pytest.raises(ValueError, match="requires a gradient"):
+                        fill(w)
+        for receive in (comm.recv, comm.irecv):
+            with pytest.raises(ValueError, match="requires a gradient"):
+                receive(1 - comm.rank, out=leaf)
+        if comm.rank == 1:
+            for name in ("broadcast", "ibroadcast", "exscan"):
+                with pytest.raises(ValueError, match="requires a gradient"):
+                    filled[name][1](leaf)
+        assert leaf.tolist() == [[3, 3], [3, 3]]
+        assert leaf._version == 0
+        for allowed in (torch.no_grad, torch.inference_mode):
+            with allowed():
+                comm.all_reduce(leaf, out=leaf)
+        comm.all_reduce(leaf, out=leaf.detach())
+        assert leaf.tolist() == [[24, 24], [24, 24]]
+        assert leaf._version == 3
+
+    ranks(program)
+
+
+@ON_BOTH
+def test_a_result_has_no_gradient_and_inference_tensors_are_filled(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+
+        leaf = torch.ones(2, requires_grad=True)
+        for result in (
+            comm.all_reduce(leaf),
+            comm.all_gather(leaf * 2),
+            comm.broadcast(leaf if comm.rank == 0 else None),
+        ):
+            if result is not leaf:  # the root's own
+                assert not result.requires_grad
+        with torch.inference_mode():
+            out = torch.zeros(2)
+            comm.all_reduce(torch.ones(2), out=out)
+        assert out.tolist() == [2, 2]
+        comm.all_reduce(torch.ones(2), out=out)
+
+    ranks(program)
