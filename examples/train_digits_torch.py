@@ -40,8 +40,9 @@ def train(comm, network, images, labels, show):
     Returns the loss of the last epoch, the seconds spent in communication, and those in all.
     """
     parameters = list(network.parameters())
-    for parameter in parameters:
-        comm.broadcast(parameter, root=0)  # fills those of the other ranks
+    with torch.no_grad():  # which PyTorch, too, wants for parameters that are written to
+        for parameter in parameters:
+            comm.broadcast(parameter, root=0)  # fills those of the other ranks
 
     optimizer = torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
     random = torch.Generator().manual_seed(SEED + comm.rank)

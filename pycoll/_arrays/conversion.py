@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from pycoll import _dtypes as dtypes
-from pycoll._arrays import dlpack
+from pycoll._arrays import dlpack, refusals
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array, DType
 from pycoll._support.lazy_import import LazyModule
@@ -41,10 +41,13 @@ else:  # for arrays on a GPU alone
     staging = LazyModule("pycoll._cuda.staging")
 from pycoll._arrays.libraries import (
     OBJECTS,
+    check_gradient,
     importable,
     recast,
     staged,
+    tell_written,
     to_jax,
+    to_library,
     to_memoryview,
     to_numpy,
     to_torch,
@@ -87,13 +90,14 @@ def wrap(x: object, writing: bool = False) -> Value | None:
         writing: it shall be written to.
 
     Objects are str, bytes, bytearray, numbers, NumPy scalars, None, containers, arrays of Python
-    objects, and everything else that is not an array. Host memory is never copied, with two
-    exceptions: lazily conjugated or negated PyTorch tensors, and JAX arrays that are spread over
-    several devices. Of an array on a GPU, the Value's array is the staging buffer, empty as yet.
+    objects, arrays with masks, units and the like, and everything else that is not an array. Host
+    memory is never copied, with two exceptions: lazily conjugated or negated PyTorch tensors, and
+    JAX arrays that are spread over several devices. Of an array on a GPU, the Value's array is the
+    staging buffer, empty as yet.
 
     Raises:
-        TypeError: an array that can be neither (on a GPU that cannot be reached, sparse, masked);
-            says what to do.
+        TypeError: an array that can be neither (a tensor that is sparse, or on a GPU that cannot be
+            reached); says what to do.
     """
     if isinstance(x, np.ndarray):
         return wrap_numpy(x)
@@ -137,15 +141,7 @@ def wrap_operand(x: object) -> Value:
                 pair = np.array((left[()], right[()]), fields)
                 kind = f"pair:{left_kind},{right_kind}"
                 return Value(pair, dtypes.of_numpy(pair.dtype), kind)
-    if isinstance(x, np.ndarray):
-        raise TypeError(
-            f"cannot reduce an array of {x.dtype}: it travels as a Python object. "
-            "Convert it with x.astype(float), or pass a Python function as op to combine objects."
-        )
-    raise TypeError(
-        f"cannot reduce a value of type {type_name(x)}: reductions take arrays and numbers. "
-        "Convert it with numpy.asarray(x), or pass a Python function as op to combine objects."
-    )
+    raise TypeError(refusals.of_operand(x))
 
 
 def fresh(dtype: DType, kind: str, shape: tuple[int, ...], gpu: int | None = None) -> Value:
@@ -207,7 +203,7 @@ def unwrap(value: Value, late: LateCopies | None = None) -> Any:
     if value.stage is not None:
         value.stage.flush(late)
     if value.original is not None:
-        return value.original
+        return filled(value)
     base, _, detail = value.kind.partition(":")
     match base:
         case "torch":
@@ -222,9 +218,9 @@ def unwrap(value: Value, late: LateCopies | None = None) -> Any:
             result.frombytes(as_bytes(np.ascontiguousarray(array)))
             return result
         case "dlpack":
-            module = dtypes.import_library(detail)
-            if hasattr(module, "from_dlpack"):
-                return module.from_dlpack(dlpack.Exported(array, dtype) if dtype.foreign else array)
+            x = to_library(detail, array, dtype)
+            if x is not None:
+                return x
         case "pair" if array.ndim == 0 and array.dtype.names is not None:
             kinds = detail.split(",")
             fields = zip(array.dtype.names, kinds, strict=True)
@@ -232,6 +228,13 @@ def unwrap(value: Value, late: LateCopies | None = None) -> Any:
         case "numpy_scalar" | "bool" | "int" | "float" | "complex" if array.ndim == 0:
             return _to_number(to_numpy(array, dtype), value.kind)
     return to_numpy(array, dtype)
+
+
+def filled(value: Value) -> object:
+    """Return the user's own object, over whose memory `value` is; its library is told of writes."""
+    if value.is_target:
+        tell_written(value)
+    return value.original
 
 
 def describe(value: Value) -> bytes:
@@ -273,40 +276,63 @@ def check_out(out: object, dtype: DType, shape: tuple[int, ...]) -> Value:
 
     Raises:
         TypeError: it is not an array.
-        ValueError: it is read-only, of another dtype or shape, or overlaps itself.
+        ValueError: it may not be written to, or is of another dtype or shape.
+    """
+    value = wrap_target(out)
+    check_fits(value, dtype, shape)
+    return value
+
+
+def wrap_target(out: object, name: str = "out") -> Value:
+    """Return the user's array `out` as a Value to write to; called `name` in errors.
+
+    Raises:
+        TypeError: it is not an array.
+        ValueError: it may not be written to: it is read-only, overlaps itself, or is a tensor
+            whose gradient would not know of it.
     """
     value = wrap(out, writing=True)
     if value is None:
-        raise TypeError(
-            f"out is not an array but a value of type {type_name(out)}. "
-            "Pass a writable array, for example numpy.empty(shape, dtype)."
-        )
-    if value.kind in ("jax", "cuda:jax"):
+        raise TypeError(refusals.of_target(out, name))
+    library = value.kind.removeprefix(ON_GPU)
+    if library == "jax":
         raise ValueError(
-            "out is a JAX array, and those never change. Leave out away and use the result."
+            f"{name} is a JAX array, and those never change. Leave it away and use the result."
         )
     if value.original is not out:
         raise ValueError(
-            "out is a lazily conjugated or negated view. Pass a plain tensor: out.resolve_conj()."
+            f"{name} is a lazily conjugated or negated view. "
+            f"Pass a plain tensor: {name}.resolve_conj().resolve_neg()."
         )
-    if value.dtype != dtype:
-        raise ValueError(
-            f"out has dtype {value.dtype}, but the result is {dtype}. "
-            "Pass an array of that dtype; values are never converted."
-        )
-    if value.array.shape != shape:
-        raise ValueError(
-            f"out has shape {value.array.shape}, but the result has shape {shape}. "
-            "Pass an array of exactly that shape."
-        )
+    if library == "torch":
+        check_gradient(value.original, name)
     if not value.place.flags.writeable:
-        raise ValueError("out is read-only. Pass a writable array, for example a copy of it.")
+        raise ValueError(f"{name} is read-only. {refusals.of_read_only(library)}")
     if _overlaps_itself(value.place):
         raise ValueError(
-            f"out overlaps itself: with strides {value.place.strides} several elements share "
+            f"{name} overlaps itself: with strides {value.place.strides} several elements share "
             "their memory. Pass an array that is not broadcast or expanded, for example a copy."
         )
+    value.is_target = True
     return value
+
+
+def check_fits(out: Value, dtype: DType, shape: tuple[int, ...]) -> None:
+    """Check that a result of this dtype and shape can go to `out`.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if out.dtype != dtype:
+        raise ValueError(
+            f"out has dtype {out.dtype}, but the result is {dtype}. "
+            "Pass an array of that dtype; values are never converted."
+        )
+    if out.array.shape != shape:
+        raise ValueError(
+            f"out has shape {out.array.shape}, but the result has shape {shape}. "
+            "Pass an array of exactly that shape."
+        )
 
 
 def overlap(a: Array, b: Array) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 import sys
 from ctypes import c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
@@ -181,7 +182,33 @@ def export(x: Any, stream: int | None = None) -> object:
             return x.__dlpack__(**ordered, **options)
         except TypeError:
             pass  # it was made before this option
+        except ValueError:  # it knows the options, and says so: array-api-strict as of 2022
+            break
     return x.__dlpack__(**ordered)
+
+
+def may_export(x: Any) -> bool:
+    """Return whether DLPack has the elements of `x`, as far as `x` says what they are.
+
+    Libraries have been seen that end the process when they are asked for others.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return True
+    name = named(dtype)
+    if name in _CODES:
+        return True
+    try:
+        return np.dtype(name).kind in _FAMILY_CODES  # "half", "double"
+    except TypeError:
+        return False
+
+
+def named(dtype: Any) -> str:
+    """Return what the dtype of an array of any library is called in all of them."""
+    name = getattr(dtype, "name", None)
+    words = re.findall(r"\w+", name if isinstance(name, str) else str(dtype))
+    return words[-1].lower() if words else ""  # Paddle: FLOAT32; MLX: mlx.core.float32
 
 
 def take(capsule: object) -> Tensor:

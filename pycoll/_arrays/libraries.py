@@ -6,13 +6,15 @@ import array as stdlib_array
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from pycoll import _dtypes as dtypes
-from pycoll._arrays import dlpack
+from pycoll._arrays import dlpack, refusals
+from pycoll._arrays.refusals import said
+from pycoll._arrays.subclasses import means_more
 from pycoll._dtypes import Array, DType
 from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import TransportError
@@ -37,13 +39,9 @@ _MOVE = "Move it to the CPU first (PyTorch: x.cpu(), CuPy: x.get(), JAX: jax.dev
 def wrap_numpy(x: Array) -> Value | None:
     plain = x
     if type(x) is not np.ndarray:
-        masked = sys.modules.get("numpy.ma")
-        if masked is not None and isinstance(x, masked.MaskedArray):
-            raise TypeError(
-                "a masked array cannot be sent: its mask would be lost. "
-                "Pass x.filled(value), or x.data and x.mask one after the other."
-            )
-        plain = x.view(np.ndarray)
+        if means_more(x):
+            return None
+        plain = np.asarray(x)  # not by view(), which a subclass may have overridden
     try:
         dtype = dtypes.of_numpy(x.dtype)
     except TypeError:
@@ -85,10 +83,7 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
         )
     dtype = dtypes.of_name(str(x.dtype).removeprefix("torch."))
     if dtype is None:
-        raise TypeError(
-            f"a tensor of dtype {x.dtype} cannot be sent. "
-            "Convert it, for example with x.float(), or send its bits with x.view(torch.uint8)."
-        )
+        raise TypeError(refusals.of_tensor(x))
     try:
         plain = x.detach()
         if plain.is_conj() or plain.is_neg():
@@ -111,7 +106,7 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
                 "pycoll outside of vmap, with the tensor that has the batch's axis."
             ) from None
         raise TypeError(
-            f"a tensor of type {type_name(x)} has no memory of its own here: {exc}. "
+            f"a tensor of type {type_name(x)} has no memory of its own here: {said(exc)}. "
             "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
         ) from exc
     return Value(array, dtype, "torch", x)
@@ -130,6 +125,28 @@ def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) ->
     return staged(stage, dtype, "torch", x)
 
 
+def check_gradient(x: Any, name: str) -> None:
+    """Refuse to write to a tensor whose gradient would not know of it, as PyTorch itself does.
+
+    Of a leaf alone PyTorch says so; of other tensors it would trace what is written, as it cannot
+    here. Under torch.no_grad() nobody asks for that.
+    """
+    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise ValueError(
+            f"{name} is a tensor that requires a gradient, which would not know what is written to "
+            f"it. Call this under torch.no_grad(), or pass {name}.detach()."
+        )
+
+
+def tell_written(value: Value) -> None:
+    """Tell the library of an array that it was written to.
+
+    PyTorch then raises an error where a gradient would need the elements that were there before.
+    """
+    if value.kind in ("torch", "cuda:torch"):
+        sys.modules["torch"].autograd.graph.increment_version(value.original)
+
+
 def to_torch(array: Array, dtype: DType) -> Any:
     torch = dtypes.import_library("torch")
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
@@ -140,12 +157,10 @@ def to_torch(array: Array, dtype: DType) -> Any:
     return torch.from_numpy(array.view(bits)).view(getattr(torch, dtype.name))
 
 
-def wrap_jax(x: Any) -> Value:
+def wrap_jax(x: Any) -> Value | None:
     try:
         platforms = {device.platform for device in x.devices()}
-        if platforms == {"cpu"}:
-            array = np.asarray(x)
-            dtype = dtypes.of_numpy(array.dtype)
+        array = np.asarray(x) if platforms == {"cpu"} else None
     except (TypeError, RuntimeError) as exc:  # traced, deleted, typed random keys
         if hasattr(x, "aval") and "Tracer" in type(x).__name__:
             raise TypeError(
@@ -153,16 +168,20 @@ def wrap_jax(x: Any) -> Value:
                 "functions, or inside of jit by jax.experimental.io_callback(..., ordered=True)."
             ) from None
         raise TypeError(
-            f"this JAX array cannot be read: {exc}. "
+            f"this JAX array cannot be read: {said(exc)}. "
             "Pass a concrete array, outside of jit, or a random key as jax.random.key_data(x)."
         ) from exc
+    if array is not None:
+        try:
+            dtype = dtypes.of_numpy(array.dtype)
+        except TypeError:  # int4, for one
+            return None
+        return Value(array.view(dtype.storage) if dtype.foreign else array, dtype, "jax", x)
     if platforms == {"gpu"} and len(x.devices()) == 1:
         value = wrap_dlpack(x, writing=False)
         if value is not None and value.stage is not None:
             return value
-    if platforms != {"cpu"}:
-        raise TypeError(f"a JAX array on {', '.join(sorted(platforms))} cannot be sent. {_MOVE}")
-    return Value(array.view(dtype.storage) if dtype.foreign else array, dtype, "jax", x)
+    raise TypeError(f"a JAX array on {', '.join(sorted(platforms))} cannot be sent. {_MOVE}")
 
 
 def to_jax(array: Array, dtype: DType, gpu: int | None = None) -> Any:
@@ -187,7 +206,9 @@ def wrap_dlpack(x: Any, writing: bool) -> Value | None:
                 return _wrap_interface(x, module, writing)
         return None
     try:
-        device, number = map(int, x.__dlpack_device__())
+        if not dlpack.may_export(x):
+            return None
+        device, number = [int(part or 0) for part in x.__dlpack_device__()]  # Paddle: (1, None)
         capsule = dlpack.export(x) if device in dlpack.HOST_DEVICES else None
     except Exception:
         # The library says itself that this one is no array: an Arrow column of strings.
@@ -199,7 +220,7 @@ def wrap_dlpack(x: Any, writing: bool) -> Value | None:
         try:
             tensor = dlpack.take(capsule)
         except BufferError as exc:
-            raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
+            raise TypeError(_NOT_EXPORTED.format(module, said(exc))) from exc
         if tensor.array is not None:
             return Value(tensor.array, tensor.dtype, f"dlpack:{module}", x)
         device = tensor.device[0]
@@ -211,7 +232,7 @@ def _staging_for(module: str) -> Iterator[None]:
     try:
         yield
     except TransportError as exc:
-        raise TypeError(f"a {module} array on a GPU cannot be sent: {exc}. {_MOVE}") from exc
+        raise TypeError(f"a {module} array on a GPU cannot be sent: {said(exc)}. {_MOVE}") from exc
 
 
 def staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
@@ -225,7 +246,7 @@ def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
         try:
             tensor = dlpack.take(dlpack.export(x, side_stream.handle))
         except BufferError as exc:
-            raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
+            raise TypeError(_NOT_EXPORTED.format(module, said(exc))) from exc
         ready = side_stream.last = side_stream.ready = device.mark(side_stream.handle)
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
     read_only = tensor.read_only
@@ -251,7 +272,7 @@ def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
         if interface.get("mask") is not None:
             raise ValueError("it has a mask")
     except (KeyError, TypeError, ValueError) as exc:
-        raise TypeError(_NOT_EXPORTED.format(module, exc)) from exc
+        raise TypeError(_NOT_EXPORTED.format(module, said(exc))) from exc
     if strides is None:
         strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
     device = cuda.device(cuda.owner(pointer) if pointer else 0)
@@ -259,6 +280,30 @@ def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
     place = (pointer, dtype.storage, shape, tuple(strides))
     stage = staging.Stage(device, *place, ready, x, not read_only, writing)
     return staged(stage, dtype, f"dlpack:{module}", x)
+
+
+def to_library(module: str, array: Array, dtype: DType) -> Any:
+    """Return an array of a library with DLPack over the same memory, or a copy.
+
+    None: it cannot make one of this dtype: MLX makes float32 of float64.
+    """
+    make = _maker(module)
+    if make is None:
+        return None
+    x = make(array, dtype)
+    return x if dlpack.named(getattr(x, "dtype", dtype)) == dtype.name else None
+
+
+def _maker(module: str) -> Callable[[Array, DType], Any] | None:
+    """Return what makes arrays of a library; None: nothing does."""
+    library = dtypes.import_library({"mlx": "mlx.core"}.get(module, module))
+    if module == "tensorflow" and library is not None:
+        # Not by from_dlpack: memory that is not aligned ends the process. This copies it then.
+        return lambda array, dtype: library.convert_to_tensor(to_numpy(array, dtype))
+    take = getattr(library, "from_dlpack", None)
+    if take is None:
+        return None
+    return lambda array, dtype: take(dlpack.Exported(array, dtype) if dtype.foreign else array)
 
 
 def to_memoryview(array: Array, detail: str) -> memoryview:
@@ -285,7 +330,7 @@ def importable(kind: str, dtype: DType) -> bool:
         return bool(dtype.code or dtype.foreign) and hasattr(library, dtype.name)
     if base == "dlpack":
         known = dtype.code > 0 or dtype.foreign
-        return known and hasattr(dtypes.import_library(detail), "from_dlpack")
+        return known and _maker(detail) is not None
     return base != "cupy"
 
 

@@ -23,6 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from pycoll._arrays.subclasses import loses_attributes, means_more, with_attributes
+
 _ALIGNMENT: Final = 64
 
 _ZEROS: Final = bytes(_ALIGNMENT)
@@ -43,11 +45,16 @@ def _reduce_array(obj: Any) -> Any:
         # pickle would mark the buffer of a read-only array read-only, and copy the elements
         # of a strided one twice; a contiguous copy goes out of band.
         return obj.copy(order="C").__reduce_ex__(5)
+    if isinstance(obj, np.ndarray) and loses_attributes(type(obj)) and means_more(obj):
+        return with_attributes, (np.asarray(obj), type(obj), object.__getstate__(obj))
     return NotImplemented
 
 
 class _ArrayPickler(pickle.Pickler):
-    """Sends every plain NumPy array so that it arrives writable and without a detour."""
+    """Sends every plain NumPy array so that it arrives writable and without a detour.
+
+    Of arrays that mean more it sends all, also where their class has forgotten to say how.
+    """
 
     reducer_override = staticmethod(_reduce_array)
 

@@ -291,11 +291,17 @@ def _only_moves(dtype: DType) -> tuple[str, str]:
             'Reduce the fields one by one, or (value, index) pairs with "minloc" or "maxloc".',
         )
     if dtype.foreign:
-        return "8-bit floats only move", "Convert to float32, for example with x.astype('float32')."
+        return (
+            "8-bit floats only move",
+            "Convert with x.astype('float32'), a tensor with x.float().",
+        )
     if storage.kind in "mM":
         return "dates and times only move", "Reduce the numbers inside, x.view('int64')."
     if storage.kind in "fc" and storage.isnative:
-        return "extended precision only moves", "Convert to float64 or complex128."
+        return (
+            "extended precision only moves",
+            "Convert with x.astype('float64') or x.astype('complex128').",
+        )
     if storage.kind in "iufc":
         return (
             "its bytes are not in this machine's order",

@@ -32,6 +32,7 @@ class Value:
             also keeps the memory alive.
         stage: of an array on a GPU, whose staging buffer `array` is.
         gpu: number of the GPU on which it is, or where a result of it shall be.
+        is_target: the user wants it written to, and its library is told when that is done.
     """
 
     array: Array
@@ -40,6 +41,7 @@ class Value:
     original: object = None
     stage: Stage | None = None
     gpu: int | None = None
+    is_target: bool = False
 
     def follow(self, x: Value) -> None:
         """Write to it, on a GPU, only what comes after all of `x`, of the same memory, was read."""

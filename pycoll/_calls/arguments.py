@@ -13,15 +13,16 @@ from pycoll._support.checks import check_int as check_int
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
-    from pycoll._arrays import conversion, operators
+    from pycoll._arrays import conversion, operators, refusals
     from pycoll._arrays.types import Reducer
     from pycoll._arrays.value import Value
     from pycoll._dtypes import Array
     from pycoll._support import foreign_names
 else:
-    conversion, operators, foreign_names = (
+    conversion, operators, refusals, foreign_names = (
         LazyModule("pycoll._arrays.conversion"),
         LazyModule("pycoll._arrays.operators"),
+        LazyModule("pycoll._arrays.refusals"),
         LazyModule("pycoll._support.foreign_names"),
     )
 
@@ -103,13 +104,7 @@ def check_apart(x: Any, out: Value | None) -> None:
 def check_objects(what: str, x: Any, size: int) -> None:
     """Check a list of one object a rank."""
     if not isinstance(x, list | tuple):
-        hint = ""
-        if what == "scatter" and hasattr(x, "__len__") and not isinstance(x, str | bytes | dict):
-            hint = ". To split it: comm.scatter(numpy.array_split(x, comm.size))"
-        raise TypeError(
-            f"{what} takes an array (size, ...) or a list of size objects, "
-            f"not a {conversion.type_name(x)}{hint}"
-        )
+        raise TypeError(refusals.of_blocks(what, x, size))
     if len(x) != size:
         raise ValueError(
             f"{what} takes a list of {size} objects, one for each rank; this one has {len(x)}"
@@ -120,7 +115,10 @@ def split_value(what: str, x: Any, size: int) -> Value:
     """Return an array whose leading axis is the rank axis."""
     value = conversion.wrap(x)
     if value is None:
-        raise TypeError(f"{what} takes an array (size, ...), not a {conversion.type_name(x)}")
+        raise TypeError(
+            f"{what} takes an array (size, ...), not a {conversion.type_name(x)}. "
+            f"{refusals.instead(x)}"
+        )
     if value.array.ndim == 0 or len(value.array) != size:
         blocks = f". Blocks of any length: {foreign_names.OF_UNEVEN_BLOCKS[what]}"
         raise ValueError(
@@ -192,14 +190,9 @@ def fillable(x: Any) -> Value | None:
     value = conversion.wrap(x, writing=True)
     if value is None or value.kind in ("jax", "cuda:jax") or not value.place.flags.writeable:
         return None
-    return conversion.check_out(x, value.dtype, value.array.shape)
+    return conversion.wrap_target(x, "x")
 
 
 def fillable_out(out: Any) -> Value | None:
     """Check as much of `out` as can be before its message has come."""
-    if out is None:
-        return None
-    value = conversion.wrap(out, writing=True)
-    if value is None:
-        raise TypeError(f"out is a writable array, not a {conversion.type_name(out)}")
-    return conversion.check_out(out, value.dtype, value.array.shape)
+    return None if out is None else conversion.wrap_target(out)

@@ -470,7 +470,7 @@ def _prepare(
         value = conversion.fresh(dtype, kind, shape, gpu)
         return conversion.as_bytes(value.array), value, conversion.unwrap
     if out.array.flags.c_contiguous:
-        return conversion.as_bytes(out.array)[:nbytes], out, _original
+        return conversion.as_bytes(out.array)[:nbytes], out, conversion.filled
     buffer = new_bytes(nbytes)
 
     def spread(filled: memoryview) -> object:
@@ -478,13 +478,9 @@ def _prepare(
 
         elements = np.frombuffer(filled, dtype.storage) if nbytes else np.empty(0, dtype.storage)
         out.array.flat[: len(elements)] = elements
-        return out.original
+        return conversion.filled(out)
 
     return buffer, buffer, spread
-
-
-def _original(out: Value) -> object:
-    return out.original
 
 
 def fill_status(group: Group, status: Status | None, message: Incoming) -> None:

@@ -167,6 +167,6 @@ def scattered(
         return objects.load(data)
     if wanted is None or value is wanted:
         return conversion.unwrap(value, late)
-    checked = conversion.check_out(out, value.dtype, value.array.shape)
-    checked.array[...] = value.array
-    return conversion.unwrap(checked, late)
+    conversion.check_fits(wanted, value.dtype, value.array.shape)
+    wanted.array[...] = value.array
+    return conversion.unwrap(wanted, late)

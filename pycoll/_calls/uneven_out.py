@@ -130,7 +130,7 @@ class BlockTargets:
         value = arguments.fillable_out(item)
         assert value is not None
         if dtype is not None:
-            value = conversion.check_out(item, dtype, value.array.shape)
+            conversion.check_fits(value, dtype, value.array.shape)
         if any(conversion.overlap(value.place, x.place) for x in sent):
             raise ValueError("out overlaps x, which is being sent. Pass arrays of their own.")
         return value

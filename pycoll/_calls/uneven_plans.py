@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycoll import _dtypes as dtypes
-from pycoll._arrays import conversion, operators
+from pycoll._arrays import conversion, operators, refusals
 from pycoll._arrays.operators import Op
 from pycoll._arrays.value import Value
 from pycoll._calls import arguments, collectives, shared_memory_uneven, uneven, wide_averages
@@ -146,7 +146,9 @@ def prepare_reduce_scatterv(
     resolved = operators.resolve(op)
     value = conversion.wrap(x)
     if value is None:
-        raise TypeError(f"reduce_scatterv takes an array, not a {type(x).__name__}")
+        raise TypeError(
+            f"reduce_scatterv takes an array, not a {type(x).__name__}. {refusals.instead(x)}"
+        )
     operators.check_operand(resolved, value, value.array.ndim)
     checked = _counts(counts, value.array.shape, group.size)
     rest = value.array.shape[1:]

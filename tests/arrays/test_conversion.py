@@ -78,11 +78,6 @@ def test_a_record_array_comes_as_a_structured_array() -> None:
     assert result["b"][0] == 2.0
 
 
-def test_a_masked_array_is_refused_because_its_mask_would_be_lost() -> None:
-    with pytest.raises(TypeError, match=r"mask would be lost.*filled"):
-        conversion.wrap(np.ma.masked_array([1, 2], [True, False]))
-
-
 def test_a_bfloat16_array_is_viewed_not_copied(ml_dtypes: Any) -> None:
     x = np.arange(6).astype(ml_dtypes.bfloat16).reshape(2, 3)[:, ::-1]
     value = wrapped(x)
@@ -252,8 +247,8 @@ def test_tensors_without_plain_memory_are_refused_with_advice(torch: Any) -> Non
         (torch.zeros(3, 3).to_sparse_csr(), "to_dense"),
         (nested, "to_padded_tensor"),
         (torch.zeros(3, device="meta"), "CPU"),
-        (torch.zeros(3, dtype=torch.complex32), "torch.uint8"),
-        (torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8), "x.float"),
+        (torch.zeros(3, dtype=torch.complex32), r"x\.to\(torch\.complex64\)"),
+        (torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8), "x.dequantize"),
         (torch._efficientzerotensor((3,)), "plain tensor"),
         (torch.nn.parameter.UninitializedParameter(), "plain tensor"),
     ]:
@@ -268,7 +263,7 @@ def test_a_tensor_of_any_dtype_is_sent_or_refused_with_advice(torch: Any) -> Non
     for dtype in every:
         x = torch.empty(3, dtype=dtype)
         if dtypes.of_name(str(dtype).removeprefix("torch.")) is None:
-            with pytest.raises(TypeError, match="send its bits"):
+            with pytest.raises(TypeError, match=r"send its bits|dequantize"):
                 conversion.wrap(x)
             refused.add(dtype)
         else:

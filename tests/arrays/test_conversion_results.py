@@ -89,7 +89,7 @@ def test_an_int_outside_int64_is_refused(x: object) -> None:
     "x", ["text", b"bytes", None, [1, 2], (1, 2, 3), (1, "a"), {}, np.str_("a")]
 )
 def test_an_operand_that_is_neither_array_nor_number_is_refused(x: object) -> None:
-    with pytest.raises(TypeError, match=r"reductions take arrays and numbers.*numpy\.asarray"):
+    with pytest.raises(TypeError, match=r"Reductions take arrays and numbers.*numpy\.asarray"):
         conversion.wrap_operand(x)
 
 
@@ -184,10 +184,15 @@ def test_out_may_be_of_another_kind(torch: Any) -> None:
         assert list(out) == [0, 5, 0]
 
 
-def test_a_tensor_that_requires_grad_may_be_filled(torch: Any) -> None:
+def test_a_tensor_that_requires_a_gradient_is_filled_where_none_is_traced(torch: Any) -> None:
     out = torch.zeros(2, requires_grad=True)
-    conversion.check_out(out, dtypes.FLOAT32, (2,)).array[...] = 3
-    assert out.tolist() == [3, 3]
+    for traced in (out, out[1:], out * 2):
+        with pytest.raises(ValueError, match=r"requires a gradient.*torch\.no_grad\(\).*detach"):
+            conversion.wrap_target(traced)
+    with torch.no_grad():
+        conversion.check_out(out, dtypes.FLOAT32, (2,)).array[...] = 3
+    conversion.wrap_target(out.detach()).array[1] = 4
+    assert out.tolist() == [3, 4]
 
 
 def test_out_of_another_dtype_or_shape_names_both() -> None:

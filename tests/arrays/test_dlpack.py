@@ -409,4 +409,14 @@ def test_a_library_is_asked_for_the_newest_form_that_it_knows() -> None:
         assert asked == wanted
 
 
+def test_a_library_may_know_the_newest_form_and_refuse_it() -> None:
+    class Library:
+        def __dlpack__(self, max_version: Any = None, copy: Any = None) -> object:
+            if max_version is not None:
+                raise ValueError("max_version needs a newer version of the array API")
+            return "a capsule"
+
+    assert dlpack.export(Library()) == "a capsule"
+
+
 FLOAT8 = [f"float8_{kind}" for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")]

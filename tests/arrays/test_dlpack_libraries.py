@@ -30,6 +30,82 @@ def test_an_array_that_its_library_will_not_lend_travels_as_an_object(error: Any
     assert conversion.wrap(Library()) is None
 
 
+class Asked:
+    """An array of a library that counts how often it is asked for DLPack."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+        self.asked = 0
+
+    def __dlpack__(self, **_: Any) -> object:
+        self.asked += 1
+        return np.ones(2).__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int | None]:
+        return (CPU, None)  # as Paddle's
+
+
+class Named:
+    def __init__(self, name: object, text: str = "") -> None:
+        self.name = name
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+NO_DTYPE_OF_DLPACK = [
+    Named("string"),
+    Named("resource"),
+    Named("qint8"),
+    Named("int4"),
+    Named(None, "a_library.strings"),
+    Named(None, ""),
+    np.dtype("U4"),
+    np.dtype("V8"),
+    np.dtype("M8[s]"),
+    np.dtype(object),
+]
+
+
+@pytest.mark.parametrize("dtype", NO_DTYPE_OF_DLPACK, ids=lambda dtype: f"{dtype.name} {dtype}")
+def test_a_library_is_not_asked_for_elements_that_dlpack_has_not(dtype: Any) -> None:
+    x = Asked(dtype)
+    assert conversion.wrap(x) is None
+    assert x.asked == 0  # it might end the process
+
+
+DTYPES_OF_DLPACK = [
+    None,
+    np.dtype("f8"),
+    Named("float64"),
+    Named("FLOAT64"),
+    Named("bfloat16"),
+    Named("double"),
+    Named(None, "a_library.core.float64"),
+    Named(None, "<dtype: 'float64'>"),
+    Named(lambda: "a method", "float8_e5m2"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES_OF_DLPACK, ids=str)
+def test_a_dtype_is_known_however_its_library_writes_it(dtype: Any) -> None:
+    x = Asked(dtype)
+    value = conversion.wrap(x)
+    assert value is not None
+    assert (x.asked, value.array.tolist()) == (1, [1, 1])
+
+
+def test_a_result_that_its_library_would_convert_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    single = types.SimpleNamespace(from_dlpack=lambda x: np.from_dlpack(x).astype(np.float32))
+    monkeypatch.setitem(sys.modules, "single", single)  # type: ignore[arg-type]
+    for dtype in (dtypes.FLOAT32, dtypes.FLOAT64):
+        value = conversion.fresh(dtype, "dlpack:single", (1,))
+        value.array[...] = 1 + 2.0**-52
+        result = conversion.unwrap(value)
+        assert (result.dtype, result[0]) == (dtype.storage, dtype.storage.type(1 + 2.0**-52))
+
+
 PATTERNS: dict[str, Any] = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.T,

@@ -43,3 +43,36 @@ def a_library(x: Any) -> Any:
         sys.modules["a_library"] = types.ModuleType("a_library")
         vars(sys.modules["a_library"]).update(Array=made, from_dlpack=made)
     return vars(sys.modules["a_library"])["from_dlpack"](x)
+
+
+class Metres(np.ndarray[Any, Any]):
+    """An array with a unit, as NumPy's own example of a subclass: it says nothing of pickling."""
+
+    unit: str | None
+
+    def __new__(cls, x: Any, unit: str = "m") -> Metres:
+        made = np.asarray(x, float).view(cls)
+        made.unit = unit
+        return made
+
+    def __array_finalize__(self, x: object) -> None:
+        self.unit = getattr(x, "unit", None)
+
+    def __repr__(self) -> str:
+        return f"{self.tolist()} {self.unit}"
+
+    def in_metres(self) -> Metres:
+        return Metres(np.asarray(self) * {"m": 1, "km": 1000}[self.unit or "m"])
+
+
+class Slotted(np.ndarray[Any, Any]):
+    """An array with a name in a slot."""
+
+    __slots__ = ("name",)
+
+
+class Methodical(np.ndarray[Any, Any]):
+    """Numbers, with a method of its own."""
+
+    def norm(self) -> float:
+        return float(np.sqrt((self * self).sum()))
