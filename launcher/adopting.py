@@ -45,7 +45,9 @@ UNKNOWN = 256
 
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
 _FIRST_S = 10.0  # for the first rank to come to the door
-_REFUSE_S, _REFUSE_MAX_S = 1.0, 10.0  # for one more to come who is told that none can, and for all
+# For one more to come who is told that there will be no meeting, and for all. Most wait there
+# already; a job of the same key that is started next must not hear it.
+_REFUSE_S, _REFUSE_MAX_S = 0.1, 10.0
 
 
 class _Visitor:

@@ -28,6 +28,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _FOREIGN = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _CUT = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _DOWN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_MONITOR_STOPPED
+_CONNECTED = zmq.EVENT_CONNECTED | _CUT | zmq.EVENT_DISCONNECTED
 _STARTED = zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CONNECTED
 
 # A server that cannot read our greeting (another key) cuts the connection without a word, and so
@@ -88,6 +89,7 @@ class Connection:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._backlog = Backlog()
+        self._has_connected = False  # something listens there
 
     @property
     def is_open(self) -> bool:
@@ -145,7 +147,7 @@ class Connection:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 known = "does not answer as a pycoll job"
-                if not happened & (_STARTED | _CUT | zmq.EVENT_DISCONNECTED):
+                if not (happened & _STARTED or self._has_connected):
                     known = "cannot be reached"
                 return f"{known} within {seconds_since(start)}"
             time.sleep(min(pause, remaining))
@@ -251,6 +253,7 @@ class Connection:
             socket.get(zmq.EVENTS)
             while (happened := self._monitor_event()) is not None:
                 last = happened
+                self._has_connected |= bool(happened & _CONNECTED)
                 if not happened & _STARTED:
                     return happened
             remaining = (deadline if last else min(deadline, silent_at)) - time.monotonic()

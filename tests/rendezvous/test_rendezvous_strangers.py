@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from contextlib import suppress
 
@@ -52,6 +53,23 @@ def test_a_launcher_that_is_silent_is_named_at_the_deadline(job: Job) -> None:
         endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(BootstrapError, match=f"{endpoint} does not answer as a pycoll"):
             job.client(endpoint, 1, 2).join({}, 0.3)
+
+
+@by_zmq
+def test_a_web_server_in_the_launchers_place_is_named_at_the_deadline(job: Job) -> None:
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                with listener.accept()[0] as connection:
+                    connection.recv(10)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as web:
+        threading.Thread(target=serve, args=[web], daemon=True).start()
+        endpoint = f"tcp://127.0.0.1:{web.getsockname()[1]}"
+        with pytest.raises(BootstrapError, match=f"{endpoint} .*does not answer as a pycoll job"):
+            job.client(endpoint, 1, 2).join({}, 0.5)
+        web.shutdown(socket.SHUT_RDWR)
 
 
 @by_zmq
