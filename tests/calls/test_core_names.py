@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pool_scripts import Scripts
 
 PROGRAM = """
 import functools
@@ -32,6 +32,7 @@ ok()
 """
 
 
-def test_a_name_made_at_run_time_takes_the_way_of_one_that_stands_in_the_program(job: Any) -> None:
-    done = job(2, PROGRAM)
-    assert done.content == [0, 1], done
+def test_a_name_made_at_run_time_takes_the_way_of_one_that_stands_in_the_program(
+    scripts: Scripts,
+) -> None:
+    scripts(2, PROGRAM)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from pool_scripts import Scripts
-from script_jobs import Jobs, all_well
+from script_jobs import Jobs
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -87,14 +87,14 @@ for name in ("gatherv", "all_gatherv", "scatterv", "all_to_allv"):
     def watched(self, *args, _name=name, _method=getattr(pycoll.Communicator, name), **kwargs):
         left.append(_name)
         return _method(self, *args, **kwargs)
+    cleanup.callback(setattr, pycoll.Communicator, name, getattr(pycoll.Communicator, name))
     setattr(pycoll.Communicator, name, watched)
-comm = pycoll.init()
-rank, size = comm.rank, comm.size
+comm = comm.dup()
 """
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_blocks_of_all_shapes_go_through_the_core(job: Jobs, size: int) -> None:
+def test_blocks_of_all_shapes_go_through_the_core(scripts: Scripts, size: int) -> None:
     text = f"""{CALLS}
 comm.barrier()
 for turn in range(30):
@@ -106,7 +106,7 @@ in_core = comm._group.shm is not None and comm._group.shm.core.direct
 assert len(left) <= 1 if in_core else left, left
 ok()
 """
-    all_well(job(size, text, "--transport", "shm", init=IN_CORE), size)
+    scripts(size, IN_CORE + text)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -183,7 +183,7 @@ def test_more_ranks_than_rows_fit_into_a_slot(scripts: Scripts) -> None:
     ],
 )
 def test_other_calls_of_other_ranks_are_a_mismatch(
-    job: Jobs, mine: str, theirs: str, told: str
+    scripts: Scripts, mine: str, theirs: str, told: str
 ) -> None:
     text = f"""
 for _ in range(2):  # the second is the core's
@@ -199,8 +199,7 @@ except pycoll.PeerFailed as error:
     assert "MismatchError" in str(error) or "Mismatch" in error.reason, error
     ok()
 """
-    done = job(2, text, "--transport", "shm")
-    assert done.content == [0, 1], done.stderr
+    scripts(2, text)
 
 
 def test_a_list_that_changes_while_its_call_waits_keeps_its_arrays(scripts: Scripts) -> None:
@@ -242,7 +241,7 @@ ok()
     assert done.content == [0], done.stderr
 
 
-def test_who_fails_between_the_rounds_has_given_up(job: Jobs) -> None:
+def test_who_fails_between_the_rounds_has_given_up(scripts: Scripts) -> None:
     text = """
 from pycoll._communicator import uneven
 
@@ -250,23 +249,23 @@ comm.all_gatherv(np.ones(2))
 part = comm.dup()
 part.all_gatherv(np.ones(2))
 mine = memoryview(np.ones(50_000)) if rank == 1 else np.ones(50_000)
-reason = "gave up all_gatherv #1 on dup of world (KeyboardInterrupt)"
+reason = f"gave up all_gatherv #1 on {part.name} (KeyboardInterrupt)"
 if rank == 0:
     def interrupted(*args):
         raise KeyboardInterrupt
-    go_on, uneven.resumed = uneven.resumed, interrupted
+    cleanup.callback(setattr, uneven, "resumed", uneven.resumed)
+    uneven.resumed = interrupted
     error_like(KeyboardInterrupt, "", part.all_gatherv, mine)
-    uneven.resumed = go_on
     peer_failed(0, reason, part.barrier)
 else:
     peer_failed(0, reason, part.all_gatherv, mine)
 comm.barrier()
 ok()
 """
-    all_well(job(3, text, "--transport", "shm"), 3)
+    scripts(3, text)
 
 
-def test_no_other_thread_comes_in_between_the_rounds(job: Jobs) -> None:
+def test_no_other_thread_comes_in_between_the_rounds(scripts: Scripts) -> None:
     text = """
 from pycoll._communicator import uneven
 
@@ -283,6 +282,7 @@ def crowded(*args):
     return go_on(*args)
 
 if rank == 0:
+    cleanup.callback(setattr, uneven, "resumed", go_on)
     uneven.resumed = crowded
 mine = memoryview(np.ones(50_000)) if rank == 1 else np.ones(50_000)
 got = comm.all_gatherv(mine)
@@ -291,7 +291,7 @@ assert rank == 1 or "another thread" in str(errors[0]), errors
 assert [len(each) for each in comm.all_gatherv(np.ones(rank))] == [0, 1]
 ok()
 """
-    all_well(job(2, text, "--transport", "shm"), 2)
+    scripts(2, text)
 
 
 def test_arguments_are_named_as_in_python(scripts: Scripts) -> None:

@@ -24,11 +24,21 @@ class Scripts:
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
 
-    def __call__(self, n: int, text: str, transport: str = "shm", *options: str) -> None:
-        """Run a script on `n` ranks, each of which must call `ok`."""
+    def __call__(
+        self, n: int, text: str, transport: str = "shm", *options: str, **environment: str
+    ) -> None:
+        """Run a script on `n` ranks, each of which must call `ok`.
+
+        Args:
+            n: number of ranks.
+            text: of the script.
+            transport: by which the ranks communicate.
+            options: more for pycoll-run.
+            environment: variables of the ranks; each set of them needs a pool of its own.
+        """
         if transport != "shm":  # which is how ranks of one host communicate anyhow
             options = ("--transport", transport, *options)
-        ended_well = self._pools(n, options)(run, text)
+        ended_well = self._pools(n, options, environment)(run, text)
         assert all(ended_well), f"these ranks did not call ok(): {ended_well}"
 
 

@@ -321,7 +321,7 @@ ok()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_long_values_go_in_segments(job: Jobs, transport: str) -> None:
+def test_long_values_go_in_segments(scripts: Scripts, transport: str) -> None:
     text = """
 import os
 for count in (1, 7, 100_003):
@@ -332,11 +332,7 @@ for count in (1, 7, 100_003):
         assert (request.wait() == np.arange(count) * 6).all()
 ok()
 """
-    environment = {"PYCOLL_ALGORITHM": "all_reduce:ring", "PYCOLL_SEGMENT": "64K"}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        all_well(job(3, text, "--transport", transport), 3)
+    scripts(3, text, transport, PYCOLL_ALGORITHM="all_reduce:ring", PYCOLL_SEGMENT="64K")
 
 
 @pytest.mark.parametrize("transport", IN_CORE)
