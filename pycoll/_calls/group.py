@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pycoll._runtime.context import Context
 from pycoll._runtime.engine import Engine
+from pycoll._runtime.task import place_of_call
 from pycoll._selection import agreed
 from pycoll._selection.agreed import SHARED_MEMORY as SHARED_MEMORY
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
-from pycoll._transports._core import with_default_floats
+from pycoll._transports._core import forget_plans, with_default_floats
 
 if TYPE_CHECKING:
     from pycoll import schedules
@@ -68,13 +69,15 @@ KNOWN_CALLS = 1024
 class Group:
     """The ranks of one communicator, seen from one of them.
 
+    All by which the communicator can be used keeps this object; what the engine keeps does not.
+    So when it is freed the communicator is closed, some time after.
+
     Attributes:
         members: their world ranks, in order.
         rank: this process's rank among them.
         size: their number.
         context: what matches their messages.
         hosts: by rank the number of its host.
-        on_close: called when it is closed, under the engine's lock.
         shm: their collectives in shared memory; None: not all are on this host, or cannot.
     """
 
@@ -88,16 +91,16 @@ class Group:
         self.hosts = tuple([engine.hosts[world] for world in self.members])
         self.context: Context = engine.open_context(ident, self.members)
         self.context.name = name
-        self.context.on_cuda_ipc = lambda arrival: cuda_ipc.heard(engine, self.context, arrival)
+        self.context.made_at = place_of_call()
+        self.context.on_cuda_ipc = lambda context, arrival: cuda_ipc.heard(engine, context, arrival)
         self._from_world = {world: rank for rank, world in enumerate(self.members)}
         self._schedules: OrderedDict[tuple[str, str, int], Schedule] = OrderedDict()
         self._tables: dict[tuple[object, ...], tuple[Schedule, StepTable]] = {}
-        self.on_close: list[Callable[[], object]] = []
         self._choices: dict[tuple[object, ...], Choice] = {}
         self._selector: Selector | None = None
         self._generation = 0
         self.shm = self._open_shm()
-        self.context.num_started = lambda: self.number
+        engine.close_when_dropped(self.context, self)
 
     def _open_shm(self) -> ShmComm | None:
         shared = self.engine.shared_memory
@@ -110,12 +113,7 @@ class Group:
 
     def close(self) -> None:
         """Forget this communicator; under the engine's lock."""
-        for close in self.on_close:
-            close()
         self.engine.close_context(self.context)
-        if self.shm is not None:
-            self.context.shm = None
-            self.shm.close()
 
     @property
     def name(self) -> str:
@@ -205,8 +203,7 @@ class Group:
         """Choose by other settings than the job's; on all ranks, before or between calls."""
         self._selector = select.Selector(settings, self.hosts, self.shm is not None)
         self._choices.clear()
-        if self.context.collectives is not None:
-            self.context.collectives.forget_plans()
+        forget_plans()
 
     def is_named(self, collective: str) -> bool:
         """Whether PYCOLL_ALGORITHM says what a collective must run."""

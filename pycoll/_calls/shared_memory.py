@@ -197,32 +197,41 @@ class ShmComm:
         peer, number, mine, theirs = found
         return self._different_calls(number, _call_text(*mine), peer, _call_text(*theirs))
 
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes of memory that it takes, of all ranks together."""
+        return self.core.taken_nbytes
+
     def close(self) -> None:
-        """Give the shared memory back; no call is under way."""
+        """Give the shared memory back, unless a call is under way."""
         self.core.close()
 
-    def methods(self, slow: Sequence[tuple[str, Callable[..., Any]]]) -> dict[str, Any]:
-        """Return the core's methods of these names; each calls its `slow` for all else."""
-        for name, function in slow:
-            self.core.set_slow(METHODS.index(name), function)
-        return {name: getattr(self.core, name) for name, _ in slow}
-
-    def uneven_methods(
+    def methods(
         self,
-        slow: Callable[[str], Callable[..., Any]],
+        slow: Sequence[tuple[str, Callable[..., Any]]],
+        uneven: Callable[[str], Callable[..., Any]],
         resume: Callable[..., Any],
         sign: Callable[[str, int, int], tuple[str, int]],
     ) -> dict[str, Any]:
-        """Return the core's methods for blocks that differ in shape.
+        """Return the core's methods of these names, and those for blocks that differ in shape.
+
+        They keep what they call; the communicator's shared memory does not.
 
         Args:
-            slow: the method of a name, which the core calls for all that it does not do itself.
-            resume: goes on with a call, after its name, where the core has done the first round.
-            sign: the text of a call and its salt, by name, dtype and root.
+            slow: (name, what the core calls for all that it does not do itself).
+            uneven: the same of blocks that differ in shape, by name.
+            resume: goes on with such a call, after its name, where the core has done the first
+                round.
+            sign: the text of such a call and its salt, by name, dtype and root.
         """
+        from pycoll._transports._core import SharedCollectives
+
+        shared = SharedCollectives(self.core)
+        for name, function in slow:
+            shared.set_slow(METHODS.index(name), function)
         for number, name in enumerate(UNEVEN):
-            self.core.set_uneven(number, slow(name), partial(resume, name), partial(sign, name))
-        return {name: getattr(self.core, name) for name in UNEVEN}
+            shared.set_uneven(number, uneven(name), partial(resume, name), partial(sign, name))
+        return {name: getattr(shared, name) for name in (*(name for name, _ in slow), *UNEVEN)}
 
     # --- what the core calls ---------------------------------------------------------------
 

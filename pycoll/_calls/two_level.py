@@ -43,13 +43,11 @@ class TwoLevel:
         group: the communicator's ranks; those of every host can use shared memory.
 
     Attributes:
-        group: them.
         host: the ranks of this one's host.
         leaders: the leaders; None: this rank is none.
     """
 
     def __init__(self, group: Group) -> None:
-        self.group = group
         self._is_busy = False
         first = {host: group.hosts.index(host) for host in sorted(set(group.hosts))}
         mine = group.hosts[group.rank]
@@ -59,16 +57,16 @@ class TwoLevel:
             self.host = child(group, "host", neighbors, group.name)
             leaders = list(first.values())
             self.leaders = child(group, "leaders", leaders, group.name) if leads else None
-            group.context.on_fail = self._fail
-            group.on_close.append(self.close)
+            levels = [level for level in (self.host, self.leaders) if level is not None]
+            group.context.levels = tuple([level.context for level in levels])
 
-    def run(self, plan: CallPlan[Any], timeout: float) -> None:
+    def run(self, group: Group, plan: CallPlan[Any], timeout: float) -> None:
         """Run a call to its end.
 
         Raises:
             Error: another thread is in a collective of this communicator.
         """
-        group, context = self.group, self.group.context
+        context = group.context
         group.engine.look(context)
         signature = f"{plan.text}\0{caller()}".encode()
         with group.engine.locked():
@@ -89,20 +87,6 @@ class TwoLevel:
             self._is_busy = False
         with group.engine.locked():
             context.end(number)
-
-    def close(self) -> None:
-        """Forget both; under the engine's lock."""
-        self.host.close()
-        if self.leaders is not None:
-            self.leaders.close()
-
-    def _fail(self) -> None:
-        """The communicator is broken: whoever waits in one of the levels hears why."""
-        error = self.group.context.broken
-        assert error is not None
-        for level in (self.host, self.leaders):
-            if level is not None:
-                level.context.fail(error)
 
 
 class TwoLevelCall(NamedTuple):

@@ -116,9 +116,12 @@ class Communicator(
         self._nonblocking_calls = Calls(group, blocking=False)
         self._makings = subgroups.Makings()
         self._closed = False
-        group.context.owner = self
         self._fast: dict[str, Any] = {}
-        self._fast = self._fast_methods()
+        # The core's methods keep what they call for all that they do not do themselves. Were that
+        # this object, which keeps them, all would stay until Python looks for reference cycles.
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        self._fast = twin._fast_methods()
         self.__dict__.update(self._fast)
 
     def _fast_methods(self) -> dict[str, Any]:
@@ -135,8 +138,7 @@ class Communicator(
             slow = [(name, methods[name]) for name in names]
             if group.allows_shared_memory("reduce_scatter"):
                 slow.append(("reduce_scatterv", self._in_python("reduce_scatterv")))
-            methods |= group.shm.methods(slow)
-            methods |= group.shm.uneven_methods(self._in_python, self._resume, sign_uneven)
+            methods |= group.shm.methods(slow, self._in_python, self._resume, sign_uneven)
         for twin in ("all_reduce", "iall_reduce"):
             methods[twin.replace("_", "")] = methods[twin]
         return methods
@@ -147,13 +149,11 @@ class Communicator(
         group, slow, op_timeout = self._group, self._in_python, self._op_timeout
         context: Any = group.context
         messages = core_requests.messages_of(group, context, slow, op_timeout)
-        messages.usable = True
+        context.core.messages_usable = True
         calls = self._nonblocking_calls, self._calls
         collectives = core_collectives.collectives_of(group, context, calls, slow, op_timeout)
         # A wait in the core knows no deadline, and takes a tenth of a second at most.
-        collectives.usable = op_timeout >= 1.0
-        with group.engine.locked():
-            context.messages, context.collectives = messages, collectives
+        context.core.collectives_usable = op_timeout >= 1.0
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
         names = core_collectives.NONBLOCKING + KINDS
         return methods | {name: getattr(collectives, name) for name in names}
@@ -203,7 +203,7 @@ class Communicator(
         raise TypeError("a communicator cannot be pickled: take what you need of it, as comm.rank")
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self._closed or self._group.context.is_closed else ""
         return f"<pycoll.Communicator rank {self.rank} of {self.size}{state}>"
 
     def __enter__(self) -> Communicator:
@@ -434,8 +434,6 @@ class Communicator(
             with engine.locked():
                 error = engine.look_back(self._group.context)
                 self._group.close()
-                context = self._group.context  # which refers to this object in three ways
-                context.messages = context.collectives = context.owner = None
         self._shut()
         if error is not None:
             raise error

@@ -30,13 +30,12 @@ class Running:
     _calls: Calls
     _nonblocking_calls: Calls
     _op_timeout: float
-    _closed: bool
     _levels: TwoLevel | None = None
 
     def _check_open(self) -> None:
         if self._group.engine.closed is not None:
             raise Error(self._group.engine.closed)
-        if self._closed:
+        if self._group.context.is_closed:
             raise Error("this communicator is closed")
 
     def _run(self, plan: CallPlan[Any], timeout: float | None) -> Any:
@@ -52,7 +51,7 @@ class Running:
         elif plan.route is Route.TWO_LEVEL:
             self._fetch(plan, Call(text, group.number, group.context), seconds)
             got = None
-            self._two_level().run(plan, seconds)
+            self._two_level().run(group, plan, seconds)
         if got is BY_MESSAGES:
             collective = plan.is_collective
             call = Call(text, group.number if collective else -1, group.context)

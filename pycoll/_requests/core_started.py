@@ -52,29 +52,31 @@ class CoreTask(Operation):
 
     def __init__(self, begun: CoreStarted, call: Call) -> None:
         super().__init__()
-        self._begun = begun
+        self._begun: CoreStarted | None = begun  # None once it is done: it keeps this
         self.call = call
         self.unfit: Exception | None = None
         self.watchers: dict[Callable[[Any], None], None] = {}
 
     @property
     def committed(self) -> bool:
-        return self._begun._is_committed()
+        return self._begun is not None and self._begun._is_committed()
 
     def awaited(self) -> Collection[int]:
-        return self._begun._waits_for()
+        return self._begun._waits_for() if self._begun is not None else ()
 
     def finish(self, error: BaseException | None = None) -> None:
         if self.done:
             return
         super().finish(error)
+        self._begun = None
         watchers, self.watchers = self.watchers, {}
         for watcher in list(watchers):
             watcher(self)
 
     def cancel(self) -> None:
         super().cancel()
-        self._begun._abandon()
+        if self._begun is not None:
+            self._begun._abandon()
 
 
 class CoreStarted(Request[Any]):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import select
+import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -25,6 +27,18 @@ from pycoll.errors import Error, MismatchError, OperationTimeout, PeerFailed
 
 CLOSED_IDS = 4096
 """Closed communicators that are remembered, so that late messages for them are dropped."""
+
+
+class _Users(weakref.ref[object]):
+    """Who can use a communicator; when that is freed, the core is told (`drop`).
+
+    Attributes:
+        ident: of the communicator.
+    """
+
+    __slots__ = ("ident",)
+
+    ident: int
 
 
 def raise_error(error: BaseException) -> None:
@@ -58,6 +72,8 @@ class Communicators(Driver):
         self._broken_early: dict[int, Error] = {}
         self._closed_ids: dict[int, int] = {}  # and how many collective calls were made there
         self._job_lost: Error | None = None  # pycoll-run is gone
+        # Of what was closed: bytes that cannot be given back, where it was made, who has failed.
+        self._kept: list[tuple[int, tuple[str, int], int]] = []
         self.has_helpers = False  # in its place there are processes that ranks have started
 
     # --- communicators ---------------------------------------------------------------------
@@ -82,16 +98,63 @@ class Communicators(Driver):
 
     def close_context(self, context: Context) -> None:
         """Forget a communicator, but for what ranks that leave later compare."""
+        for level in context.levels:
+            self.close_context(level)
         self._last_calls.close(context)
-        self.contexts.pop(context.ident, None)
-        context.close()
-        self._closed_ids[context.ident] = context.num_started()
+        self._closed_ids.setdefault(context.ident, context.num_calls)
         if len(self._closed_ids) > CLOSED_IDS:
             del self._closed_ids[next(iter(self._closed_ids))]
+        context.close()
+        if context.shm is not None:
+            failed = [rank for rank in context.members if rank in self.membership.failed]
+            nbytes = context.shm.taken_nbytes if failed else 0
+            if nbytes:
+                self._kept.append((nbytes, context.made_at, failed[0]))
+            context.shm.close()
+            context.shm = None  # it refers to the context
+        self.contexts.pop(context.ident, None)  # last: an interrupted close is done again
+
+    def close_when_dropped(self, context: Context, users: object) -> None:
+        """Close a communicator once `users` is freed: then nobody can use it any more.
+
+        That happens at any moment and in any thread, perhaps in the middle of this engine. So the
+        core only puts it on a list, and whoever makes progress next closes it.
+        """
+        context.users = seen = _Users(users, self._core.drop)
+        seen.ident = context.ident
+
+    def _close_dropped(self) -> None:
+        count = len(self._dropped)
+        for users in self._dropped[:count]:
+            context = self.contexts.get(users.ident)
+            if context is not None:  # else it was closed, or a signal has interrupted this
+                error = self._compare(context)
+                self._last_calls.note(error if isinstance(error, MismatchError) else None)
+                self.close_context(context)
+                self._last_calls.drop(context)
+        del self._dropped[:count]
+
+    def warn_of_kept_memory(self) -> None:
+        """Tell, once, what could not be given back; without the lock, when this is closed."""
+        kept, self._kept = self._kept, []
+        if kept:
+            nbytes, (path, line), failed = sum(each[0] for each in kept), kept[0][1], kept[0][2]
+            warnings.warn_explicit(
+                f"rank {self.rank}: {len(kept)} communicators that are closed or were dropped keep "
+                f"{nbytes} bytes of shared memory until the job ends, because a member has failed "
+                f"and cannot give them up (the first was made here, and has rank {failed})",
+                ResourceWarning,
+                path,
+                line,
+            )
 
     def told(self) -> list[LastCall]:
         """Return what to tell of the communicators that were closed last."""
         return self._last_calls.told()
+
+    def found_last(self) -> MismatchError | None:
+        """Return how calls on communicators that were dropped differ, as far as that is known."""
+        return self._last_calls.different
 
     def forget_last(self) -> None:
         """Have nothing to tell of what was closed until now."""
@@ -149,6 +212,9 @@ class Communicators(Driver):
         For a rank that leaves; with the lock. It does not wait for who may come later.
         """
         self._progress()
+        return self._compare(context)
+
+    def _compare(self, context: Context) -> Error | None:
         if context.broken is None and context.shm is not None:
             error = context.shm.differing()
             if error is not None:  # ranks that are still in the call hear of it, too
@@ -163,7 +229,7 @@ class Communicators(Driver):
     def _num_started(self, ident: int) -> int:
         """Return how many collective calls on a communicator this rank has started."""
         context = self.contexts.get(ident)
-        return context.num_started() if context is not None else self._closed_ids.get(ident, 0)
+        return context.num_calls if context is not None else self._closed_ids.get(ident, 0)
 
     def _is_quiet(self) -> bool:
         """Whether nothing is on its way here, or from here without a call of this rank's."""
@@ -236,7 +302,9 @@ class Communicators(Driver):
                 if isinstance(error, MismatchError) and not (context.broken or context.pending):
                     context.unheard = True
                 context.fail(error)
-            elif ident not in self._closed_ids:  # this rank is still about to make it
+            elif ident in self._closed_ids:
+                self._last_calls.hear_broken(ident, error)
+            else:  # this rank is still about to make it
                 self._broken_early[ident] = error
         elif kind == "look":
             self.waits.answer(fields["round"], fields["contexts"])

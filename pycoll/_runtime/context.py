@@ -39,36 +39,23 @@ class ShmCalls(Protocol):
 
     Attributes:
         number: collective calls made there.
+        taken_nbytes: bytes of memory that they take, of all ranks together.
     """
 
     @property
     def number(self) -> int: ...
 
+    @property
+    def taken_nbytes(self) -> int: ...
+
     def refuse(self) -> None:
         """Make every later call look at the engine first."""
 
+    def close(self) -> None:
+        """Give the shared memory back."""
+
     def differing(self) -> MismatchError | None:
         """Return how a call of another rank differs from this one's, as far as can be seen now."""
-
-
-class CoreCollectives(Protocol):
-    """The collectives by messages of one communicator that the compiled core runs.
-
-    Attributes:
-        usable: whether it may run any.
-    """
-
-    usable: bool
-
-    def forget_plans(self) -> None:
-        """Ask anew how calls go."""
-
-
-class Closable(Protocol):
-    """A communicator."""
-
-    def close(self) -> None:
-        """Give it up. Raises MismatchError if another rank has made another call."""
 
 
 class Context(Inbox):
@@ -79,10 +66,10 @@ class Context(Inbox):
 
     Attributes:
         name: what messages call it.
-        collectives: those by messages that the core runs; or None.
-        num_started: returns how many collective calls have been started.
+        made_at: path and line where the program made it.
+        users: knows when nobody can use this any more (`Communicators.close_when_dropped`).
+        levels: contexts of which its calls are composed, and which end with it.
         shm: those that do not go by messages; or None.
-        owner: what users hold of it; or None.
         unheard: it broke because of a call that this rank has left, which nobody here was told yet.
         pending: calls under way.
         next_value: number of the next value that is sent in segments.
@@ -93,18 +80,17 @@ class Context(Inbox):
     ) -> None:
         super().__init__(ident, members, me, transport)
         self.name = "a communicator"
+        self.made_at = ("?", 0)
         self.next_value = 0
         self.pending: set[Operation] = set()
         self.shm: ShmCalls | None = None
-        self.owner: Closable | None = None
         self.unheard = False
         self._left: dict[int, LastCall] = {}
         self._collecting: dict[Key, Collecting] = {}
-        self.num_started: Callable[[], int] = lambda: self.next_number
+        self.users: object = None
+        self.levels: tuple[Context, ...] = ()
         self.on_mismatch: Callable[[Context, MismatchError], None] = lambda context, error: None
-        self.on_fail: Callable[[], object] = lambda: None
-        self.collectives: CoreCollectives | None = None
-        self.on_cuda_ipc: Callable[[Arrival], None] = lambda arrival: arrival.release()
+        self.on_cuda_ipc: Callable[[Context, Arrival], None] = lambda _, arrival: arrival.release()
 
     # --- collectives -----------------------------------------------------------------------
 
@@ -170,7 +156,7 @@ class Context(Inbox):
             self._drop(arrival)
             return
         if arrival.header[0] == KIND_CUDA_IPC:
-            self.on_cuda_ipc(arrival)
+            self.on_cuda_ipc(self, arrival)
             return
         _, _, number, _, _ = COLLECTIVE.unpack_from(arrival.header)
         theirs = call_of(arrival)
@@ -195,11 +181,9 @@ class Context(Inbox):
         self.broken = copy.copy(error)  # the traceback of what is raised keeps the call's arrays
         if self.shm is not None:
             self.shm.refuse()
-        if self.messages is not None:
-            self.messages.usable = False
-        if self.collectives is not None:
-            self.collectives.usable = False
-        self.on_fail()
+        self.core.messages_usable = self.core.collectives_usable = False
+        for level in self.levels:  # who waits there hears why
+            level.fail(error)
         for operation in list(self.pending):
             operation.abort(error)
         for match in list(self.matches.values()):
@@ -244,8 +228,7 @@ class Context(Inbox):
     def peer_left(self, rank: int, last: LastCall) -> None:
         """Hear from a rank that leaves what it has called last."""
         self._left[rank] = last
-        if self.collectives is not None:
-            self.collectives.usable = False  # each call must be compared with that one
+        self.core.collectives_usable = False  # each call must be compared with that one
         mine = self.recent_calls().get(last.number)
         if mine is not None:
             self._check_same(last.number, mine, rank, last.call.encode())

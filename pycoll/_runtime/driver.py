@@ -66,6 +66,7 @@ class Driver(ABC):
         self.closed: str | None = None
         self.interrupts = Interrupts(self._interrupted)
         self._core = transport.core
+        self._dropped = self._core.dropped
         self._gate = threading.Lock()
         self._state = threading.RLock()
         self._is_mine: Callable[[], bool] = self._state._is_owned  # type: ignore[attr-defined]
@@ -91,6 +92,10 @@ class Driver(ABC):
     @abstractmethod
     def _fail_all(self, error: BaseException) -> None:
         """End everything that is under way."""
+
+    @abstractmethod
+    def _close_dropped(self) -> None:
+        """Close the communicators that nobody can use any more."""
 
     def hear(self) -> None:
         """Take in what the core has found for Python; called by the core, in any thread."""
@@ -305,6 +310,8 @@ class Driver(ABC):
                 timer[1]()
         if worked:
             self._wake_napper()
+        if self._dropped:
+            self._close_dropped()
         if self._core.has_fired:
             self._set_timer_fd()
             self._core.watch_again()

@@ -331,7 +331,11 @@ class Engine(Communicators):
             for context in list(self.contexts.values())[::-1]:  # the world's last: it is told
                 self._last_calls.close(context)
             self._fail_all(Error(reason))
+            for context in self.contexts.values():
+                if context.shm is not None:  # the others may go on for long without this rank
+                    context.shm.close()
             self.contexts.clear()
+            self._dropped.clear()
             if self.control is not None:
                 self.control.post(
                     "left",

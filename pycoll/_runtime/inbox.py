@@ -6,7 +6,7 @@ The core matches. What it cannot take back, because parts of it are elsewhere, w
 from __future__ import annotations
 
 from bisect import insort
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pycoll._transports._core as _core
 from pycoll._runtime.envelope import ANY, P2P, Held, Incoming
@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     from pycoll._transports._core import Receive
 
 
-class Messages(Protocol):
-    """The point-to-point messages of one communicator that never enter Python.
-
-    Attributes:
-        usable: whether there may be any.
-    """
-
-    usable: bool
-
-
 class Inbox:
     """What waits for messages of one communicator, and what has come for it.
 
@@ -53,7 +43,6 @@ class Inbox:
         core: the same in the core.
         broken: why no call on it can work any more, or None.
         gone: the ranks that have ended in good order, and how that is said.
-        messages: those that never enter Python; or None.
         being_read: messages whose value is being copied from where it lies, and whether it is still
             there: their senders may take them back.
         turns: by rank here, the last send that waits for its value, or for one before it.
@@ -70,7 +59,6 @@ class Inbox:
         self.core = _core.Context(transport.core, ident, members, me)
         self.broken: BaseException | None = None
         self.gone: dict[int, PeerFailed] = {}
-        self.messages: Messages | None = None
         self.matches: dict[int, Match] = {}
         self.turns: dict[int, Operation] = {}
         self.being_read: dict[Arrival, bool] = {}
@@ -80,6 +68,11 @@ class Inbox:
         self._message_of: dict[Arrival, Incoming] = {}
         self._held: dict[int, Held] = {}  # by order
         self._messages_were_usable = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has given it up."""
+        return self._closed
 
     def is_broken(self) -> bool:
         """Whether no call can work any more."""
@@ -242,9 +235,9 @@ class Inbox:
 
     def take_turn(self, dest: int) -> Operation:
         """Come after all sends to `dest` that wait; those that start now come after this one."""
-        if not self.turns and self.messages is not None:
-            self._messages_were_usable = self.messages.usable
-            self.messages.usable = False  # they know of no turns
+        if not self.turns:
+            self._messages_were_usable = self.core.messages_usable
+            self.core.messages_usable = False  # the core knows of no turns
         turn = self.turns[dest] = Operation()
         return turn
 
@@ -255,8 +248,8 @@ class Inbox:
             return
         if self.turns.get(dest) is turn:
             del self.turns[dest]
-        if not self.turns and self.messages is not None and self.broken is None:
-            self.messages.usable = self._messages_were_usable
+        if not self.turns and self.broken is None:
+            self.core.messages_usable = self._messages_were_usable
         turn.finish()
 
     # --- messages that are not in the core -------------------------------------------------
@@ -277,8 +270,7 @@ class Inbox:
 
     def _return(self, message: Incoming) -> None:
         """Give a message to who waits for it; keep it if nobody does."""
-        if self.messages is not None:
-            self.messages.usable = False  # the core does not know of it
+        self.core.messages_usable = False  # the core does not know of it
         told = []
         waiting = sorted(self.matches.items())
         for match in [match for _, match in waiting if _fits(match, message)]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pycoll._runtime.context import Context
 from pycoll._runtime.envelope import LastCall, are_same, different_calls, readable
-from pycoll.errors import MismatchError
+from pycoll.errors import Error, MismatchError
 
 MAX_TOLD = 16
 """A rank that leaves tells its last calls on so many communicators: those it has closed last."""
@@ -35,6 +35,7 @@ class LastCalls:
         self._me = me
         self._contexts = contexts
         self._closed: dict[int, tuple[str, LastCall, dict[int, bytes]]] = {}
+        self._dropped: set[int] = set()  # of those that are closed
         self.different: MismatchError | None = None
 
     def close(self, context: Context) -> None:
@@ -43,11 +44,23 @@ class LastCalls:
             closed = context.name, context.last_call(), context.recent_calls()
             self._closed[context.ident] = closed
             if len(self._closed) > MAX_TOLD:
-                del self._closed[next(iter(self._closed))]
+                oldest = next(iter(self._closed))
+                del self._closed[oldest]
+                self._dropped.discard(oldest)
+
+    def drop(self, context: Context) -> None:
+        """Know that a communicator which was closed was dropped: no call of it could raise."""
+        if context.ident in self._closed:
+            self._dropped.add(context.ident)
+
+    def note(self, error: MismatchError | None) -> None:
+        """Keep what is to be raised when this rank leaves, if nothing else is."""
+        self.different = self.different or error
 
     def forget(self) -> None:
         """Forget the communicators that were closed until now."""
         self._closed.clear()
+        self._dropped.clear()
         self.different = None
 
     def told(self) -> list[LastCall]:
@@ -63,9 +76,15 @@ class LastCalls:
                 name, _, calls = self._closed[last.context]
                 self._compare(name, rank, last, calls.get(last.number))
 
+    def hear_broken(self, ident: int, error: Error) -> None:
+        """Hear that a communicator which is closed here has broken elsewhere."""
+        if ident in self._dropped and isinstance(error, MismatchError):
+            self.note(error)
+
     def _compare(self, name: str, rank: int, last: LastCall, mine: bytes | None) -> None:
         theirs = last.call.encode()
         if mine is not None and not are_same(mine, theirs):
-            self.different = self.different or different_calls(
+            error = different_calls(
                 name, last.number, self._me, readable(mine), rank, readable(theirs)
             )
+            self.note(error)

@@ -214,9 +214,13 @@ def _ignore(operation: Operation) -> None:
 
 def caller() -> str:
     """Return file:line of the innermost frame that is not pycoll's."""
+    path, line = place_of_call()
+    return f"{os.path.basename(path)}:{line}" if line else "?"
+
+
+def place_of_call() -> tuple[str, int]:
+    """Return path and line of the innermost frame that is not pycoll's; "?", 0: there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("pycoll."):
         frame = frame.f_back
-    if frame is None:
-        return "?"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("?", 0)

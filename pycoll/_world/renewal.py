@@ -47,15 +47,18 @@ class RenewedWorld:
 
     def close(self) -> MismatchError | None:
         """Close all; returns how the calls of other ranks differ, as can be seen by now."""
-        found: MismatchError | None = None
-        contexts = self._engine.contexts
-        for ident in set(contexts) - self._before:
-            if ident in contexts and (owner := contexts[ident].owner) is not None:
-                try:
-                    owner.close()
-                except MismatchError as exc:
-                    found = found or exc
-        return found
+        engine = self._engine
+        if engine.closed is not None:
+            return None
+        with engine.locked():
+            found = []
+            for ident in set(engine.contexts) - self._before:
+                context = engine.contexts.get(ident)
+                if context is not None:  # else it ended with another, or was dropped
+                    found.append(engine.look_back(context))
+                    engine.close_context(context)
+            found.append(engine.found_last())
+        return next((error for error in found if isinstance(error, MismatchError)), None)
 
     def told(self) -> list[LastCall]:
         """Return what to tell the other ranks of calls by messages, after `close`."""

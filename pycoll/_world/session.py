@@ -186,6 +186,7 @@ def _leave(why: str, compare: bool, keep_control: bool = False) -> None:
             engine.control.post("note", text=text)
         error = engine.close(why, CLOSE_TIMEOUT_S, keep_control)
         engine.interrupts.uninstall()
+        engine.warn_of_kept_memory()
         if error is not None and compare:
             _session.last_words = engine.control
             raise error

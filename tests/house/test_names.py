@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORE = "transports/_core.pyi"
 
-FACES = {"Both", "Collectives", "Context", "Messages", "Persistent", "Request"}
+FACES = {"Both", "Collectives", "Context", "Persistent", "Request"}
 """Classes of Python's that show what the core has under the same name."""
 
 STEPS = {"Send"}

@@ -74,7 +74,6 @@ typedef struct {
     pc_context_object *context;
     pc_engine_object *engine;
     int size, rank;
-    char usable;
     PyObject *owner;   /* kept for Python */
     PyObject *type;    /* of calls under way */
     PyObject *planner; /* asked for plans */

@@ -4,7 +4,6 @@
 #include "collective_call.h"
 
 #include <stdlib.h>
-#include <structmember.h>
 
 /* Plans that a communicator keeps, and those of them among which a call looks for its own. */
 #define PLANS 128
@@ -108,7 +107,7 @@ int pc_collectives_expect(pc_collectives *self, const struct pc_started *like, P
 
 static bool may_start(const pc_collectives *self) {
     const pc_engine_object *engine = self->engine;
-    return PC_LIKELY(self->usable && !engine->engaged) &&
+    return PC_LIKELY(self->context->collectives_usable && !engine->engaged) &&
            atomic_load_explicit(&engine->drive.closed, memory_order_relaxed) == PC_DRIVE_OPEN &&
            (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
 }
@@ -287,12 +286,6 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     return PyErr_NoMemory();
 }
 
-static PyObject *collectives_forget_plans(pc_collectives *self, PyObject *unused) {
-    (void)unused;
-    forget_plans(self);
-    Py_RETURN_NONE;
-}
-
 static int collectives_traverse(pc_collectives *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT(self->owner);
@@ -363,13 +356,7 @@ static PyMethodDef collectives_methods[] = {
     METHODS(all_to_all, "x, out=None, "),
     METHODS(scan, "x, op='sum', out=None, "),
     METHODS(exscan, "x, op='sum', out=None, "),
-    {"forget_plans", (PyCFunction)collectives_forget_plans, METH_NOARGS, "Ask for all plans anew."},
     {NULL, NULL, 0, NULL},
-};
-
-static PyMemberDef collectives_members[] = {
-    {"usable", T_BOOL, offsetof(pc_collectives, usable), 0, "whether anything is done here"},
-    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot collectives_slots[] = {
@@ -378,7 +365,6 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_traverse, collectives_traverse},
     {Py_tp_clear, collectives_clear},
     {Py_tp_methods, collectives_methods},
-    {Py_tp_members, collectives_members},
     {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
                 "The collectives of one communicator by messages, in the core. `type` is a "
                 "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "

@@ -61,9 +61,16 @@ typedef struct pc_comm {
     pc_choice *choices[PC_KINDS][PC_CHOICES];
     int trials; /* under way */
     PyObject *sleep, *mismatch, *give_up; /* Python callables */
+} pc_comm;
+
+/* The methods of a communicator in shared memory, and what they call for all that they do not do
+   themselves. They keep its users' side alive, and the `pc_comm`, which knows nothing of them. */
+typedef struct {
+    PyObject_HEAD
+    pc_comm *comm;
     PyObject *slow[PC_METHODS];
     struct pc_uneven uneven[PC_UNEVEN_KINDS];
-} pc_comm;
+} pc_shared;
 
 /* One collective under way. */
 typedef struct pc_collective {
@@ -325,11 +332,12 @@ uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char 
 /* uneven.c: the same for blocks that differ in shape. */
 extern PyMethodDef pc_uneven_methods[];
 
-/* reduce_scatterv.c: the same for a reduce_scatter whose blocks differ in length. */
-extern PyMethodDef pc_reduce_scatterv_methods[];
+/* reduce_scatterv.c: the same for a reduce_scatter whose blocks differ in length; and for one whose
+   arguments Python has checked. */
+extern PyMethodDef pc_reduce_scatterv_methods[], pc_reduce_rows_methods[];
 void pc_fast_init(void);
 
-/* comm_type.c */
-PyType_Spec *pc_comm_spec(void);
+/* comm_type.c, shared_type.c */
+PyType_Spec *pc_comm_spec(void), *pc_shared_spec(PyTypeObject *comm);
 
 #endif

@@ -4,62 +4,18 @@
 #include "host_type.h"
 
 #include <stdlib.h>
+#include <sys/mman.h>
 
 /* --- what is set ------------------------------------------------------------------------------ */
-
-static void clear_methods(pc_comm *comm) {
-    for (int kind = 0; kind < PC_METHODS; kind++)
-        Py_CLEAR(comm->slow[kind]);
-    for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++) {
-        struct pc_uneven *uneven = &comm->uneven[kind];
-        Py_CLEAR(uneven->slow);
-        Py_CLEAR(uneven->resume);
-        Py_CLEAR(uneven->sign);
-        Py_CLEAR(uneven->text);
-    }
-}
 
 static PyObject *comm_close(pc_comm *comm, PyObject *unused) {
     (void)unused;
     pc_comm_detach(comm);
-    clear_methods(comm);
     Py_RETURN_NONE;
 }
 
 static PyObject *comm_allow(pc_comm *comm, PyObject *usable) {
     comm->usable = PyObject_IsTrue(usable) == 1 && comm->entry >= 0;
-    Py_RETURN_NONE;
-}
-
-/* set_slow(kind, function): what the method of that kind calls for all that it does not do
-   itself */
-static PyObject *comm_set_slow(pc_comm *comm, PyObject *args) {
-    int kind;
-    PyObject *function;
-    if (!PyArg_ParseTuple(args, "iO", &kind, &function))
-        return NULL;
-    if (kind < 0 || kind >= PC_METHODS) {
-        PyErr_SetString(PyExc_ValueError, "no such kind");
-        return NULL;
-    }
-    PyObject *old = comm->slow[kind];
-    comm->slow[kind] = Py_NewRef(function);
-    Py_XDECREF(old);
-    Py_RETURN_NONE;
-}
-
-/* set_uneven(kind, slow, resume, sign): see struct pc_uneven */
-static PyObject *comm_set_uneven(pc_comm *comm, PyObject *args) {
-    int kind;
-    PyObject *slow, *resume, *sign;
-    if (!PyArg_ParseTuple(args, "iOOO", &kind, &slow, &resume, &sign))
-        return NULL;
-    if (kind < 0 || kind >= PC_UNEVEN_KINDS || comm->uneven[kind].slow != NULL) {
-        PyErr_SetString(PyExc_ValueError, "no such kind, or it is set");
-        return NULL;
-    }
-    comm->uneven[kind] =
-        (struct pc_uneven){Py_NewRef(slow), Py_NewRef(resume), Py_NewRef(sign), NULL, 0, 0, 0};
     Py_RETURN_NONE;
 }
 
@@ -182,13 +138,6 @@ static int comm_traverse(pc_comm *comm, visitproc visit, void *arg) {
     Py_VISIT(comm->sleep);
     Py_VISIT(comm->mismatch);
     Py_VISIT(comm->give_up);
-    for (int kind = 0; kind < PC_METHODS; kind++)
-        Py_VISIT(comm->slow[kind]);
-    for (int kind = 0; kind < PC_UNEVEN_KINDS; kind++) {
-        Py_VISIT(comm->uneven[kind].slow);
-        Py_VISIT(comm->uneven[kind].resume);
-        Py_VISIT(comm->uneven[kind].sign);
-    }
     return 0;
 }
 
@@ -196,7 +145,6 @@ static int comm_clear(pc_comm *comm) {
     Py_CLEAR(comm->sleep);
     Py_CLEAR(comm->mismatch);
     Py_CLEAR(comm->give_up);
-    clear_methods(comm);
     comm->usable = false;
     return 0;
 }
@@ -248,6 +196,21 @@ static PyObject *comm_get_ready(pc_comm *comm, void *unused) {
     return PyBool_FromLong(comm->usable && !comm->host->engaged && !pc_host_failed(comm->host));
 }
 
+/* Bytes of its region that take memory; 0 if it is not attached. */
+static PyObject *comm_get_taken(pc_comm *comm, void *unused) {
+    (void)unused;
+    size_t pages = comm->region != NULL ? pc_round_up(comm->region_nbytes, PC_PAGE) / PC_PAGE : 0;
+    size_t taken = 0;
+    unsigned char *in_memory = PyMem_Calloc(pages + 1, 1);
+    if (in_memory == NULL)
+        return PyErr_NoMemory();
+    if (pages > 0 && mincore(comm->region, comm->region_nbytes, in_memory) == 0)
+        for (size_t page = 0; page < pages; page++)
+            taken += in_memory[page] & 1;
+    PyMem_Free(in_memory);
+    return PyLong_FromSize_t(taken * PC_PAGE);
+}
+
 static PyObject *comm_get_attached(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->entry >= 0);
@@ -268,6 +231,8 @@ static PyGetSetDef comm_getset[] = {
      NULL},
     {"ready", (getter)comm_get_ready, NULL,
      "Whether a call may begin without a look at the engine.", NULL},
+    {"taken_nbytes", (getter)comm_get_taken, NULL,
+     "Bytes of its region that take memory; 0 if it is not mapped.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -279,9 +244,6 @@ static PyMethodDef comm_methods[] = {
      "Map the region and meet the other ranks there."},
     COMM_METHOD(allow, METH_O, "Whether the fast path may be taken."),
     COMM_METHOD(close, METH_NOARGS, "Give the region back."),
-    COMM_METHOD(set_slow, METH_VARARGS, "What a method calls for what it does not do itself."),
-    COMM_METHOD(set_uneven, METH_VARARGS,
-                "The same for a collective of blocks that differ in shape."),
     COMM_METHOD(claim, METH_NOARGS, "Be the only thread that calls; False: another is."),
     COMM_METHOD(release, METH_NOARGS, "Let others call."),
     COMM_METHOD(entered, METH_O, "Number of the last call that a rank has entered."),
@@ -291,17 +253,11 @@ static PyMethodDef comm_methods[] = {
 
 static PyMethodDef *all_methods(void) {
     static PyMethodDef methods[64];
+    PyMethodDef *parts[] = {comm_methods, pc_comm_calls, pc_reduce_rows_methods};
     int count = 0;
-    for (PyMethodDef *method = comm_methods; method->ml_name != NULL; method++)
-        methods[count++] = *method;
-    for (PyMethodDef *method = pc_comm_calls; method->ml_name != NULL; method++)
-        methods[count++] = *method;
-    for (PyMethodDef *method = pc_fast_methods; method->ml_name != NULL; method++)
-        methods[count++] = *method;
-    for (PyMethodDef *method = pc_uneven_methods; method->ml_name != NULL; method++)
-        methods[count++] = *method;
-    for (PyMethodDef *method = pc_reduce_scatterv_methods; method->ml_name != NULL; method++)
-        methods[count++] = *method;
+    for (size_t part = 0; part < sizeof parts / sizeof *parts; part++)
+        for (PyMethodDef *method = parts[part]; method->ml_name != NULL; method++)
+            methods[count++] = *method;
     return methods;
 }
 

@@ -3,6 +3,7 @@
 #include "engine_type.h"
 
 #include <stdlib.h>
+#include <structmember.h>
 
 static PyTypeObject *engine_type;
 PyTypeObject *pc_context_type;
@@ -353,11 +354,20 @@ static PyGetSetDef context_values[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static PyMemberDef context_members[] = {
+    {"messages_usable", T_BOOL, offsetof(pc_context_object, messages_usable), 0,
+     "whether the methods of `Messages` do anything themselves"},
+    {"collectives_usable", T_BOOL, offsetof(pc_context_object, collectives_usable), 0,
+     "whether those of `Collectives` do"},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot context_slots[] = {
     {Py_tp_new, context_new},
     {Py_tp_dealloc, context_dealloc},
     {Py_tp_methods, context_methods},
     {Py_tp_getset, context_values},
+    {Py_tp_members, context_members},
     {Py_tp_doc, "Context(engine, ident, members, me): one communicator's messages."},
     {0, NULL},
 };

@@ -172,6 +172,11 @@ PyObject *pc_engine_new_py(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->on_work = Py_NewRef(given.on_work);
     self->on_orders = given.on_orders != Py_None ? Py_NewRef(given.on_orders) : NULL;
     self->on_stop = given.on_stop != Py_None ? Py_NewRef(given.on_stop) : NULL;
+    self->dropped = PyList_New(0);
+    if (self->dropped == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
     int error = open_engine(self, &given);
     if (error == 0)
         return (PyObject *)self;
@@ -305,6 +310,7 @@ void pc_engine_dealloc(pc_engine_object *self) {
     free(self->links);
     free(self->peers);
     Py_XDECREF(self->host);
+    Py_XDECREF(self->dropped);
     Py_XDECREF(self->on_work);
     Py_XDECREF(self->on_orders);
     Py_XDECREF(self->on_stop);

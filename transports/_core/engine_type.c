@@ -209,17 +209,40 @@ static PyObject *engine_engaged(pc_engine_object *self, void *unused) {
     return PyBool_FromLong(self->engaged);
 }
 
-static int set_engaged(pc_engine_object *self, PyObject *value, void *unused) {
-    (void)unused;
-    self->engaged = value == Py_True;
+static void engage(pc_engine_object *self, bool whether) {
+    self->engaged = whether;
     if (self->host != NULL)
         self->shm.channel.host->engaged = self->engaged;
+}
+
+static int set_engaged(pc_engine_object *self, PyObject *value, void *unused) {
+    (void)unused;
+    engage(self, value == Py_True || PyList_Size(self->dropped) > 0);
     return 0;
+}
+
+/* drop(what): called as a finalizer, at any moment and in any thread. So it takes no lock, and runs
+   no Python. */
+static PyObject *engine_drop(pc_engine_object *self, PyObject *what) {
+    if (atomic_load(&self->drive.closed) != PC_DRIVE_OPEN)
+        Py_RETURN_NONE;
+    if (PyList_Append(self->dropped, what) < 0)
+        return NULL;
+    engage(self, true);
+    Py_RETURN_NONE;
+}
+
+static PyObject *engine_dropped(pc_engine_object *self, void *unused) {
+    (void)unused;
+    return Py_NewRef(self->dropped);
 }
 
 static PyGetSetDef engine_values[] = {
     {"engaged", (getter)engine_engaged, (setter)set_engaged,
      "Whether a thread of Python's holds its engine: then nothing is done without it.", NULL},
+    {"dropped", (getter)engine_dropped, NULL,
+     "The list to which `drop` appends; until it is empty nothing is done without Python's engine.",
+     NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
     {"sent", (getter)engine_sent, NULL,
      "How many messages were sent, and the bytes of their payloads.", NULL},
@@ -241,6 +264,9 @@ static PyMethodDef engine_methods[] = {
      "Do what can be done without waiting; whether that was something, or there are events."},
     {"events", (PyCFunction)pc_engine_events_py, METH_NOARGS,
      "Return what has happened since the last call, and forget it."},
+    {"drop", (PyCFunction)engine_drop, METH_O,
+     "drop(what): append it to `dropped`. May be called at any moment; of a closed engine it is "
+     "forgotten."},
     {"pending", (PyCFunction)engine_pending, METH_O,
      "pending(delta): so many more things are to be driven for."},
     {"post_work", (PyCFunction)engine_post_work, METH_NOARGS,

@@ -95,7 +95,8 @@ typedef struct pc_engine_object {
     bool is_open, has_tcp, has_queue, is_behind;
     bool is_called; /* a thread with the interpreter's lock is in the engine */
     bool lags;      /* a transport in Python has something to write */
-    char engaged; /* a thread of Python's holds its engine */
+    char engaged; /* a thread of Python's holds its engine, or has something to do in it */
+    PyObject *dropped; /* list: for communicators that nobody holds any more, until they end */
     struct pc_event *first, **last; /* the queue; written by `pc_engine_set` */
     struct pc_event watched;
     struct pc_peer_events *peers;
@@ -116,6 +117,7 @@ typedef struct {
     pc_engine_object *engine;
     struct pc_context *context; /* NULL: closed */
     uint64_t num_calls;         /* when it was */
+    char messages_usable, collectives_usable; /* whether `Messages`, `Collectives` do anything */
 } pc_context_object;
 
 /* Who breaks a context says no more than that: Python knows why. */

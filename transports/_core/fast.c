@@ -135,8 +135,9 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
     return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
 }
 
-static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count,
-                                   PyObject *keywords) {
+static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *args,
+                                   Py_ssize_t count, PyObject *keywords) {
+    pc_comm *comm = self->comm;
     PyObject *values[ARGUMENTS] = {NULL};
     if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
                   !pc_host_failed(comm->host)) &&
@@ -169,15 +170,15 @@ static inline PyObject *collective(pc_comm *comm, int kind, PyObject *const *arg
         if (result != NULL || PyErr_Occurred())
             return result;
     }
-    PyObject *result = pc_call_slow(comm->slow[kind], args, count, keywords);
+    PyObject *result = pc_call_slow(self->slow[kind], args, count, keywords);
     comm->heard = false;
     return result;
 }
 
-#define FAST(name, kind)                                                                        \
-    static PC_HOT PyObject *fast_##name(pc_comm *comm, PyObject *const *args, Py_ssize_t count, \
-                                        PyObject *keywords) {                                   \
-        return collective(comm, kind, args, count, keywords);                                   \
+#define FAST(name, kind)                                                                          \
+    static PC_HOT PyObject *fast_##name(pc_shared *self, PyObject *const *args, Py_ssize_t count, \
+                                        PyObject *keywords) {                                     \
+        return collective(self, kind, args, count, keywords);                                     \
     }
 FAST(barrier, PC_BARRIER)
 FAST(broadcast, PC_BROADCAST)

@@ -6,7 +6,6 @@
 #include "messages.h"
 
 #include <stdlib.h>
-#include <structmember.h>
 
 static PyTypeObject *context_type;
 
@@ -297,18 +296,12 @@ static PyMethodDef messages_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef messages_members[] = {
-    {"usable", T_BOOL, offsetof(pc_messages, usable), 0, "whether anything is done here"},
-    {NULL, 0, 0, 0, NULL},
-};
-
 static PyType_Slot messages_slots[] = {
     {Py_tp_new, messages_new},
     {Py_tp_dealloc, messages_dealloc},
     {Py_tp_traverse, messages_traverse},
     {Py_tp_clear, messages_clear},
     {Py_tp_methods, messages_methods},
-    {Py_tp_members, messages_members},
     {Py_tp_doc,
      "Messages(context, members, owner, request, both, status, values, op_timeout, slow)\n\n"
      "Point to point of one communicator, in the core. `request` is a subclass of `Request`, "

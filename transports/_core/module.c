@@ -68,8 +68,9 @@ static int add_engine_types(PyObject *module) {
 static int execute(PyObject *module) {
     pc_fast_init();
     pc_guard_init();
-    bool made = make_type(module, &pc_host_spec) != NULL &&
-                make_type(module, pc_comm_spec()) != NULL &&
+    PyTypeObject *comm = make_type(module, pc_comm_spec());
+    bool made = comm != NULL && make_type(module, pc_shared_spec(comm)) != NULL &&
+                make_type(module, &pc_host_spec) != NULL &&
                 make_type(module, &pc_guard_spec) != NULL;
     return made ? add_engine_types(module) : -1;
 }

@@ -83,8 +83,9 @@ static PyObject *run_rows(pc_comm *comm, PyObject **values, const struct pc_arra
     return pc_call_end(&call, pc_run(&call), result);
 }
 
-static PyObject *reduce_scatterv(pc_comm *comm, PyObject *const *args, Py_ssize_t count,
+static PyObject *reduce_scatterv(pc_shared *self, PyObject *const *args, Py_ssize_t count,
                                  PyObject *keywords) {
+    pc_comm *comm = self->comm;
     PyObject *values[ARGUMENTS] = {NULL};
     if (comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
         !pc_host_failed(comm->host) && parse(PC_REDUCE_SCATTERV, args, count, keywords, values) &&
@@ -101,7 +102,7 @@ static PyObject *reduce_scatterv(pc_comm *comm, PyObject *const *args, Py_ssize_
                 return result;
         }
     }
-    return pc_call_slow(comm->slow[PC_REDUCE_SCATTERV], args, count, keywords);
+    return pc_call_slow(self->slow[PC_REDUCE_SCATTERV], args, count, keywords);
 }
 
 /* --- calls from Python, whose arguments are checked already ----------------------------------- */
@@ -150,6 +151,10 @@ PyMethodDef pc_reduce_scatterv_methods[] = {
      "reduce_scatterv($self, x, counts, op='sum', out=None, *, algorithm=None, "
      "timeout=None)\n--\n\n"
      "See pycoll.Communicator.reduce_scatterv."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyMethodDef pc_reduce_rows_methods[] = {
     {"reduce_rows", (PyCFunction)(void (*)(void))reduce_rows, METH_VARARGS,
      "Run a reduce_scatterv on contiguous memory."},
     {NULL, NULL, 0, NULL},

@@ -42,7 +42,6 @@ typedef struct {
     int size;
     int *members; /* world ranks, by rank here */
     int *ranks;   /* ranks here, by world rank; -1 */
-    char usable;
     PyObject *owner;       /* kept for Python */
     PyObject *type;        /* of requests */
     PyObject *both_type;   /* of a receive and a send as one request */

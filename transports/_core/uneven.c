@@ -387,10 +387,11 @@ static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t
     return result;
 }
 
-static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize_t count,
+static PyObject *uneven(pc_shared *self, int kind, PyObject *const *args, Py_ssize_t count,
                         PyObject *keywords) {
+    pc_comm *comm = self->comm;
     PyObject *values[ARGUMENTS] = {NULL};
-    struct uneven_call call = {.comm = comm, .kind = kind, .known = &comm->uneven[kind]};
+    struct uneven_call call = {.comm = comm, .kind = kind, .known = &self->uneven[kind]};
     size_t share = (size_t)(ROWS_NBYTES / comm->size / ALIGNMENT * ALIGNMENT);
     if (comm->usable && comm->direct && !comm->claimed && !comm->busy && !comm->host->engaged &&
         comm->size <= MAX_SIZE && !pc_host_failed(comm->host) &&
@@ -416,13 +417,13 @@ static PyObject *uneven(pc_comm *comm, int kind, PyObject *const *args, Py_ssize
         if (is_plain)
             return result;
     }
-    return pc_call_slow(comm->uneven[kind].slow, args, count, keywords);
+    return pc_call_slow(self->uneven[kind].slow, args, count, keywords);
 }
 
-#define UNEVEN(name, kind)                                                                 \
-    static PyObject *uneven_##name(pc_comm *comm, PyObject *const *args, Py_ssize_t count, \
-                                   PyObject *keywords) {                                   \
-        return uneven(comm, kind, args, count, keywords);                                  \
+#define UNEVEN(name, kind)                                                                   \
+    static PyObject *uneven_##name(pc_shared *self, PyObject *const *args, Py_ssize_t count, \
+                                   PyObject *keywords) {                                     \
+        return uneven(self, kind, args, count, keywords);                                    \
     }
 UNEVEN(gatherv, PC_GATHERV)
 UNEVEN(all_gatherv, PC_ALL_GATHERV)
