@@ -202,8 +202,8 @@ if rank == 1:
     comm.recv(0)
 made.broadcast(np.full(3, rank), root=rank)
 del made
-comm.iprobe()
 if rank == 0:
+    comm.iprobe()
     comm.send(None, 1)
 """,
         *("--transport", transport),
