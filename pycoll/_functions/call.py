@@ -333,6 +333,21 @@ def outside(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def _measure(settings: dict[str, Any]) -> None:
+    """Have coverage.py note what runs here, and write a file beside that of the parent."""
+    import atexit
+
+    import coverage
+
+    if coverage.Coverage.current() is None:  # else its own `patch = subprocess` has begun
+        measured = coverage.Coverage(data_suffix=True, **settings)
+        names = ["module-not-imported", "module-not-measured", "no-data-collected"]
+        measured.set_option("run:disable_warnings", names)  # the parent says so, if it is so
+        measured.start()
+        atexit.register(measured.save)
+        atexit.register(measured.stop)
+
+
 def main() -> None:
     """Do the task: run a module as `python -m` does, or call a function with the communicator."""
     ticket = sys.argv[1]
@@ -342,6 +357,8 @@ def main() -> None:
     if task.head["module"] is None:
         _call(task, own_report(ticket))
     else:  # it has the ticket among its arguments
+        if task.head.get("coverage"):
+            _measure(task.head["coverage"])
         import runpy
 
         runpy.run_module(task.head["module"], run_name="__main__", alter_sys=True)

@@ -229,8 +229,26 @@ def _write_task(item: pytest.Function, fd: int, ticket: InheritedDescriptors) ->
         "options": options,
         "basetemp": str(factory.mktemp("ranks")) if factory is not None else None,
         "addopts": os.environ.get("PYTEST_ADDOPTS"),
+        "coverage": _coverage(item.config),
     }
     write_parcel(fd, head)
+
+
+def _coverage(config: pytest.Config) -> dict[str, Any] | None:
+    """What coverage.py measures, if pytest-cov has it do so: ranks measure the same.
+
+    Their files are beside its own, and it takes all together at the end.
+    """
+    controller = getattr(config.pluginmanager.getplugin("_cov"), "cov_controller", None)
+    measured = getattr(controller, "cov", None)
+    if controller is None or measured is None:
+        return None
+    return {
+        "source": list(controller.cov_source) if controller.cov_source else None,
+        "branch": controller.cov_branch,
+        "config_file": str(controller.cov_config) if controller.cov_config else False,
+        "data_file": os.path.abspath(measured.config.data_file),
+    }
 
 
 def _arguments(item: pytest.Item) -> list[str]:

@@ -315,3 +315,32 @@ def test_marked_tests_in_a_pytest_that_is_a_rank_are_refused(
     result = run_tests(pytester, "@pytest.mark.ranks(2)\ndef test_it(comm): pass")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*test_it* starts its own ranks, *call pytest without pycoll-run"])
+
+
+@pytest.mark.usefixtures("installed_plugins")
+@pytest.mark.parametrize("options", few([["-n0"]], [["-n2"]]))
+def test_lines_that_run_in_ranks_are_covered(options: list[str], pytester: pytest.Pytester) -> None:
+    pytest.importorskip("pytest_cov")
+    pytester.makepyfile(
+        mylib="""
+def total(comm):
+    if comm.rank == 1:
+        extra = 1
+    else:
+        extra = 0
+    return comm.all_reduce(extra)
+
+def unused():
+    return 1
+""",
+        test_it="""
+import mylib, pytest
+@pytest.mark.ranks(2)
+def test_total(comm): assert mylib.total(comm) == 1
+""",
+    )
+    pytester.syspathinsert()
+    result = pytester.runpytest_subprocess("--cov=mylib", "--cov-report=term-missing", *options)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["mylib.py * 7 * 1 * 86% * 9"])
+    assert [path.name for path in pytester.path.glob(".coverage*")] == [".coverage"]
