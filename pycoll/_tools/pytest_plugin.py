@@ -2,7 +2,7 @@
 
 A marked test becomes one item for each number of ranks. In the user's pytest, the parent, such an
 item runs neither the test nor its fixtures: it starts a job whose ranks each run pytest on that
-very item, with the configuration of the parent (`_RankReporter`). Each rank reports its phases
+very item, with the configuration of the parent (`pytest_rank`). Each rank reports its phases
 through a memfd, and the parent makes one result of them (`pycoll._tools.pytest_verdict`).
 
 Every pytest of a user who has pycoll loads this module, so what it needs is imported when it is.
@@ -15,12 +15,7 @@ import bdb
 import math
 import os
 import re
-import signal
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Generator
-from types import FrameType
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,8 +24,9 @@ from pycoll._tools import pytest_comm
 from pycoll._tools.pytest_comm import RANK_PLUGIN
 
 if TYPE_CHECKING:
-    from pycoll._communicator.communicator import Communicator
     from pycoll._functions.call import InheritedDescriptors
+    from pycoll._functions.ranks import Ranks
+    from pycoll._launcher.job_spec import Options
     from pycoll._tools.pytest_verdict import Verdict
 
 _SIZE = "_pycoll_ranks"  # the parameter of a marked test
@@ -42,7 +38,7 @@ _NOT_FOR_RANKS = re.compile(
     r"|durations\w*|max_warnings|xmlpath|junitprefix|pastebin|log_(file|cli)\w*|usepdb(_cls)?|trace"
     r"|basetemp|capture|no_(header|summary)|plugins|rootdir|inifilename|override_ini"
     r"|pythonwarnings|importmode|assertmode|confcutdir|noconftest|disable_plugin_autoload|version"
-    r"|help|showfixtures|show_fixtures_per_test|markers|debug|traceconfig|pycoll_ticket"
+    r"|help|showfixtures|show_fixtures_per_test|markers|debug|traceconfig|pycoll_ticket|keep_ranks"
     # pytest-xdist, pytest-cov, pytest-rerunfailures, and plugins that write reports or choose tests
     r"|numprocesses|maxprocesses|maxworkerrestart|dist|distload|loadscopereorder|tx|px|rsync\w*"
     r"|looponfail|testrunuid|cov_\w+|no_cov|reruns\w*|only_rerun|rerun_\w+|fail_on_flaky"
@@ -55,6 +51,14 @@ _NOT_FOR_RANKS = re.compile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("pycoll_timeout", "seconds a test marked `ranks` may take", default="60")
+    parser.addini("pycoll_keep_ranks", "as --keep-ranks", type="bool", default=False)
+    group = parser.getgroup("pycoll")
+    group.addoption(
+        "--keep-ranks",
+        action="store_true",
+        default=False,
+        help="run tests marked `ranks` on ranks that stay from test to test, until one fails",
+    )
     parser.addoption("--pycoll-rank", dest="pycoll_ticket", help=argparse.SUPPRESS)
 
 
@@ -66,8 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "timeout seconds (None: the ini option pycoll_timeout). Fixture: comm.",
     )
     if config.option.pycoll_ticket:
-        config.pluginmanager.register(_RankReporter(config), RANK_PLUGIN)
-        config.pluginmanager.register(_CommPlugin(), "pycoll-late")
+        from pycoll._tools.pytest_rank import CommPlugin, RankReporter
+
+        config.pluginmanager.register(RankReporter(config), RANK_PLUGIN)
+        config.pluginmanager.register(CommPlugin(), "pycoll-late")
     else:
         _seconds(config.getini("pycoll_timeout"), "the ini option pycoll_timeout")
 
@@ -181,8 +187,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
         tag_output=True,
         exports={"PYTEST_ADDOPTS": ""},  # the ranks are given the options that came of it
     )
-    ended = run_ranks(options, lambda fd, ticket: _write_task(item, fd, ticket))
-    item.stash[_verdict_key] = verdict = Verdict(ended)
+    if item.config.option.keep_ranks or item.config.getini("pycoll_keep_ranks"):
+        verdict = _run_on_kept(item, options)
+    else:
+        verdict = Verdict(run_ranks(options, lambda fd, ticket: _write_task(item, fd, ticket)))
+    item.stash[_verdict_key] = verdict
     verdict.warn_again()
     match verdict.outcome:  # the report is completed below, by what only the ranks know
         case "failed" if item.config.option.usepdb:
@@ -195,6 +204,39 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
         case "skipped":
             pytest.skip(verdict.reason)
     return True
+
+
+_kept_key: pytest.StashKey[dict[int, Ranks]] = pytest.StashKey()
+_MOST_KEPT = 16  # ranks that wait for tests, unless one test has more
+
+
+def _run_on_kept(item: pytest.Function, options: Options) -> Verdict:
+    """Run a test on ranks that have run others; they are given up when it fails."""
+    from pycoll._functions.call import write_parcel
+    from pycoll._functions.ranks import Ranks
+    from pycoll._tools.pytest_verdict import Verdict
+
+    kept = item.config.stash.setdefault(_kept_key, {})
+    ranks = kept.pop(options.size, None)
+    if ranks is None or ranks.is_over:
+        while kept and sum(kept) + options.size > _MOST_KEPT:
+            kept.pop(next(iter(kept))).close()  # the one used least recently
+        ranks = Ranks(options, lambda fd, ticket: _write_task(item, fd, ticket, keeps=True))
+    kept[options.size] = ranks
+    head = {"nodeid": item.nodeid, "file": str(item.path)}
+    verdict = Verdict(ranks.run(lambda fd, _: write_parcel(fd, head), options.timeout_s))
+    if verdict.outcome == "failed":
+        kept.pop(options.size).close()
+    return verdict
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:  # before pytest-cov takes together what was measured
+        for ranks in session.config.stash.get(_kept_key, {}).values():
+            ranks.close()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -210,8 +252,10 @@ def pytest_runtest_makereport(
     return report
 
 
-def _write_task(item: pytest.Function, fd: int, ticket: InheritedDescriptors) -> None:
-    """Tell the ranks which test to run and how."""
+def _write_task(
+    item: pytest.Function, fd: int, ticket: InheritedDescriptors, keeps: bool = False
+) -> None:
+    """Tell the ranks which test to run and how; with `keeps` others follow."""
     from pycoll._functions import function
     from pycoll._functions.call import write_parcel
 
@@ -224,7 +268,8 @@ def _write_task(item: pytest.Function, fd: int, ticket: InheritedDescriptors) ->
     head = {
         "path": function.path(),
         "module": "pytest",
-        "argv": ["pytest", *_arguments(item), f"--pycoll-rank={ticket}"],
+        "argv": ["pytest", *_arguments(item, whole_file=keeps), f"--pycoll-rank={ticket}"],
+        "keeps": keeps,
         "nodeid": item.nodeid,
         "options": options,
         "basetemp": str(factory.mktemp("ranks")) if factory is not None else None,
@@ -251,7 +296,7 @@ def _coverage(config: pytest.Config) -> dict[str, Any] | None:
     }
 
 
-def _arguments(item: pytest.Item) -> list[str]:
+def _arguments(item: pytest.Item, whole_file: bool) -> list[str]:
     """The command line of a rank: what pytest must know before it reads conftest files.
 
     The rest is copied from the parent's options, so that those of conftest files are right too.
@@ -275,217 +320,10 @@ def _arguments(item: pytest.Item) -> list[str]:
     words += [f"-p{plugin}" for plugin in option.plugins]
     words += [f"-W{line}" for line in option.pythonwarnings or []]
     words += [f"-o{line}" for line in (*(option.override_ini or []), "addopts=")]
-    return [*words, f"{item.path}::{item.nodeid.partition('::')[2]}"]
+    return [*words, f"{item.path}{'' if whole_file else '::' + item.nodeid.partition('::')[2]}"]
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-# A rank.
-
-
-class _CommPlugin:
-    """Adds the fixture `comm` when all other plugins have added theirs: the last one counts."""
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionstart(self, session: pytest.Session) -> None:
-        session.config.pluginmanager.register(pytest_comm, "pycoll-comm")
-
-
-class _RankReporter:
-    """The plugin of a rank's own pytest: keeps it quiet, runs one test, and reports."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        from pycoll._functions.call import own_report, read_task
-
-        self._config = config
-        self._task = read_task(config.option.pycoll_ticket).head
-        self._report = own_report(config.option.pycoll_ticket)
-        self._said: dict[str, Any] = {"phases": [], "warnings": [], "done": False}
-        self._comm: Communicator | None = None
-        self._place: list[Any] = ["", 0]  # of the test
-        self._tell: Callable[..., object] | None = None
-        self._take_options()
-        if self._task["addopts"] is None:
-            os.environ.pop("PYTEST_ADDOPTS", None)
-        else:
-            os.environ["PYTEST_ADDOPTS"] = self._task["addopts"]
-        signal.signal(signal.SIGTERM, self._say_where_and_end)
-        # What pytest prints goes nowhere: it writes to what sys.stdout is now. And the parent has
-        # shown the warnings of plugins that are configured next.
-        self._stdout, self._showwarning = sys.stdout, warnings.showwarning
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        config.add_cleanup(sys.stdout.close)
-        warnings.showwarning = lambda *args, **kwargs: None
-
-    def join(self) -> Communicator:
-        """The world communicator."""
-        from pycoll._functions.call import join
-
-        if self._comm is None:
-            self._comm, self._tell = join()
-        return self._comm
-
-    def _take_options(self) -> None:
-        options = vars(self._config.option)
-        options |= {k: v for k, v in self._task["options"].items() if k in options}
-        if self._task["basetemp"] is not None:
-            options["basetemp"] = os.path.join(self._task["basetemp"], os.environ["PYCOLL_RANK"])
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionstart(self) -> None:
-        from pycoll._functions.call import refuse_debuggers
-
-        refuse_debuggers()
-        sys.stdout, warnings.showwarning = self._stdout, self._showwarning
-        for name in ("lfplugin", "nfplugin"):  # what failed last is the parent's knowledge
-            self._config.pluginmanager.unregister(name=name)
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_collection_modifyitems(
-        self, items: list[pytest.Item]
-    ) -> Generator[None, object, object]:
-        chosen = [item for item in items if item.nodeid == self._task["nodeid"]]
-        result = yield
-        items[:] = chosen  # whatever other plugins select
-        return result
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._note(report.longreprtext)
-
-    def pytest_internalerror(self, excrepr: object) -> None:
-        self._note(str(excrepr))
-
-    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        if not self._has_run():
-            self._note(str(excinfo.getrepr(style="short")))
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        if self._has_run():  # by a plugin that runs what failed again; in the parent it can
-            pytest.exit("this rank has run its test", returncode=1)
-        self._place = [str(item.path), (item.location[1] or 0) + 1]
-
-    def _has_run(self) -> bool:
-        return any(phase["when"] == "teardown" for phase in self._said["phases"])
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
-    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        if call.excinfo is not None:
-            _hide_pycoll()
-        report = yield
-        phase, error = _phase(report), call.excinfo and call.excinfo.value
-        if error is not None and phase["outcome"].endswith("failed"):
-            phase["victim"] = _is_victim(error)
-            if self._tell is not None:
-                self._tell(type(error), error, error.__traceback__)
-        elif report.failed:
-            phase["outcome"] = "xpassed(strict)"
-        self._said["phases"].append(phase)
-        self._write()
-        return report
-
-    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
-        if when == "runtest":
-            kind, found = warning_message.category, warning_message
-            self._said["warnings"].append(
-                [kind.__module__, kind.__name__, str(found.message), found.filename, found.lineno]
-            )
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        from pycoll._functions.call import at_exit
-
-        if not self._said["phases"]:
-            self._note(f"{self._task['nodeid']} was not collected here")
-        self._said["done"] = True
-        self._write()
-        if self._tell is not None:
-            at_exit(self._looked_back, self._tell)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        # Nobody reads the summary that pytest would make next, which takes time in some plugins.
-        raise SystemExit(int(exitstatus))
-
-    def _say_where_and_end(self, signum: int, frame: FrameType | None) -> None:
-        """On SIGTERM, which comes when the test takes too long: report the stack, and die by it."""
-        found: list[tuple[FrameType, int]] = []
-        while frame is not None:  # outward to pytest; nobody looks for what pycoll calls
-            name = frame.f_globals.get("__name__", "")
-            if name.startswith(("_pytest.", "pluggy.")):
-                break
-            found = [] if name.startswith("pycoll.") else [(frame, frame.f_lineno), *found]
-            frame = frame.f_back
-        if found:
-            self._said["stack"] = "".join(
-                traceback.StackSummary.extract(iter(found)).format()
-            ).rstrip()
-            self._write()
-        signal.signal(signum, signal.SIG_DFL)
-        signal.raise_signal(signum)
-
-    def _looked_back(self, error: BaseException) -> None:
-        """Report that other ranks have made other calls, which shows when this one leaves."""
-        kind = type(error)
-        text = f"{kind.__module__}.{kind.__name__}: {error}"
-        shown = "".join(f"E   {line}\n" for line in text.splitlines())
-        self._add("after the test", shown, [*self._place, text])
-
-    def _note(self, text: str) -> None:
-        """Report a failure of pytest's rather than the test's."""
-        lines = text.strip().splitlines() or [""]
-        self._add("pytest", text, ["", 0, lines[-1]])
-
-    def _add(self, when: str, text: str, crash: list[Any]) -> None:
-        phase = {"when": when, "outcome": "failed", "victim": False, "text": text}
-        self._said["phases"].append({**phase, "crash": crash, "sections": []})
-        self._write()
-
-    def _write(self) -> None:
-        from pycoll._functions.call import write_parcel
-
-        write_parcel(self._report, self._said)
-
-
-def _phase(report: pytest.TestReport) -> dict[str, Any]:
-    """What the parent must know of a test's setup, call or teardown."""
-    outcome: str = report.outcome
-    if hasattr(report, "wasxfail"):
-        outcome = "xfailed" if report.skipped else "xpassed"
-    skip = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, "")
-    reason = getattr(report, "wasxfail", None) or skip[2].removeprefix("Skipped: ")
-    crash = getattr(report.longrepr, "reprcrash", None)
-    text = report.longreprtext
-    return {
-        "when": report.when,
-        "outcome": outcome,
-        "victim": False,
-        "reason": reason,
-        "skip": [str(skip[0]), skip[1], skip[2]],
-        "text": text,
-        "crash": [crash.path, crash.lineno, crash.message] if crash else ["", 0, text[:200]],
-        "sections": [[name, content] for name, content in report.sections],
-    }
-
-
-def _hide_pycoll() -> None:
-    """Leave pycoll's own frames out of tracebacks, unless they are those of a bug in it."""
-    from pycoll.errors import Error
-
-    def hide(excinfo: pytest.ExceptionInfo[BaseException]) -> bool:
-        return isinstance(excinfo.value, Error)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("pycoll."):
-            vars(module)["__tracebackhide__"] = hide
-
-
-def _is_victim(error: BaseException) -> bool:
-    from pycoll.errors import BootstrapError, PeerFailed
-
-    return isinstance(error, PeerFailed | BootstrapError)

@@ -318,7 +318,9 @@ def test_marked_tests_in_a_pytest_that_is_a_rank_are_refused(
 
 
 @pytest.mark.usefixtures("installed_plugins")
-@pytest.mark.parametrize("options", few([["-n0"]], [["-n2"]]))
+@pytest.mark.parametrize(
+    "options", few([["--keep-ranks"]], [["-n0"], ["-n2"], ["-n2", "--keep-ranks"]])
+)
 def test_lines_that_run_in_ranks_are_covered(options: list[str], pytester: pytest.Pytester) -> None:
     pytest.importorskip("pytest_cov")
     pytester.makepyfile(
