@@ -60,7 +60,7 @@ class _Session:
 _session = _Session()
 
 
-class WorldCommunicator(Communicator):
+class WorldCommunicator(Communicator, shown_as="Communicator"):
     """The communicator of all ranks; closing it is leaving the job."""
 
     def close(self) -> None:
