@@ -387,6 +387,14 @@ def of_module(name: str) -> str:
     return f"use comm.{ours}, where comm = pycoll.init()" if ours else ""
 
 
+def of_collective(name: str, ours: Iterable[str]) -> str:
+    """Return which of our collectives is probably meant; "": not known."""
+    plain = name.lower().replace("_", "")
+    alike = [known for known in ours if known.replace("_", "") == plain]
+    other = OF_COMMUNICATORS.get(name, "")
+    return alike[0] if alike else other if other in ours else ""
+
+
 def as_shown(*calls: str) -> tuple[str, ...]:
     """Return calls that differ without their checksums of what is passed, if these tell nothing."""
     import re
