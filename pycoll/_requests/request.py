@@ -136,6 +136,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
 
         Raises:
             OperationTimeout: the default deadline of `pycoll.init` has passed. The call goes on.
+            RuntimeError: it is not done, and no event loop of asyncio runs here.
             Error: as the blocking method raises it.
         """
         task = self._started()

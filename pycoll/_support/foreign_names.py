@@ -99,7 +99,7 @@ OF_GRIDS = {
     "dim": "shape",
     "ndim": "shape",
     "periods": "periodic",
-    "Get_coords": "coords",
+    "Get_coords": "coords_of",
     "Get_cart_rank": "rank_at",
     "Get_topo": "shape",
     "Get_dim": "shape",
