@@ -192,6 +192,7 @@ def test_of_objects_only_the_pickling_is_pythons(scripts: Scripts, transport: st
     text = """
 ALLOWED = {"wait_all", "pycoll._support.public_edge"}
 ALLOWED |= {"pycoll._arrays.conversion", "pycoll._arrays.libraries", "pycoll._arrays.value"}
+ALLOWED |= {"pycoll._arrays.subclasses", "pycoll._support.foreign_calls"}
 ALLOWED |= {"pycoll._arrays.objects", "pycoll._runtime.scratch"}
 ALLOWED |= {"_here", "_dump", "_load"}
 value = {"a": [1, 2.5], "b": "text", "c": None}

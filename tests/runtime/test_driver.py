@@ -35,6 +35,9 @@ class Plain(Driver):
     def _fail_all(self, error: BaseException) -> None:
         raise AssertionError(error)
 
+    def _close_dropped(self) -> None:
+        raise AssertionError
+
 
 class Alarm(Exception):
     """What a signal handler of the program raises."""

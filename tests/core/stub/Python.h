@@ -20,6 +20,7 @@ typedef struct {
     const char *name;
 } PyMethodDef;
 typedef struct stub_spec PyType_Spec;
+typedef struct stub_type PyTypeObject;
 
 extern PyObject stub_none;
 #define Py_RETURN_NONE return &stub_none
