@@ -21,7 +21,6 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import operators_numpy, user_operators
 from pycoll._arrays.value import Value
 from pycoll._dtypes import Array, DType
-from pycoll._support.foreign_names import Hinting
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
 from pycoll._transports._core import reduce
@@ -44,7 +43,7 @@ class _Builtin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Op(Hinting, foreign={"Create": "pycoll.Op(f, commutative=True)"}):
+class Op:
     """A reduction operator made of a Python function (the named ones have no function).
 
     Attributes:

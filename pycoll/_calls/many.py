@@ -6,6 +6,7 @@ into it. A large array is a bucket alone, and is not copied. All buckets are und
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,16 +18,17 @@ import numpy as np
 from pycoll._arrays import conversion, operators
 from pycoll._arrays.operators import Op, combiner, finisher
 from pycoll._arrays.value import Value
-from pycoll._calls import wide_averages
+from pycoll._calls import int_plans, wide_averages
 from pycoll._calls.arguments import Target
 from pycoll._calls.call_plan import CallPlan, Route, route_of
-from pycoll._calls.collectives import bind_pieces
+from pycoll._calls.collectives import bind, bind_pieces
 from pycoll._calls.group import Group
+from pycoll._calls.int_plans import GatheredInts
 from pycoll._calls.message_steps import pulled
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.preparing import forced_text
 from pycoll._calls.shared_memory import ShmComm, part_of
-from pycoll._calls.shared_memory_calls import combine, serves
+from pycoll._calls.shared_memory_calls import combine, move, serves
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array, DType
 from pycoll._runtime.binding import Combine
@@ -61,7 +63,7 @@ ALONE_IN_SHM_NBYTES = 128 << 10
 """
 
 MAX_BUCKETS = 1 << 16
-"""Each is a subcall of the call, which is a 16-bit number in a message."""
+"""Each, and all ints, is a subcall of the call, which is a 16-bit number in a message."""
 
 ALL_REDUCE, BARRIER = KINDS.index("all_reduce"), KINDS.index("barrier")
 
@@ -154,9 +156,10 @@ class ManyPlan(CallPlan[list[Any]]):
         results: what makes the arrays for the caller, in their order.
         op: what combines.
         algorithm: that the caller wants, or None.
+        ints: the Python ints among the arrays; None: there are none.
     """
 
-    __slots__ = ("_values", "algorithm", "buckets", "op", "results")
+    __slots__ = ("_values", "algorithm", "buckets", "ints", "op", "results")
 
     def __init__(
         self,
@@ -168,8 +171,10 @@ class ManyPlan(CallPlan[list[Any]]):
         results: Sequence[Callable[[LateCopies], Any]],
         op: Op,
         algorithm: str | None,
+        ints: GatheredInts | None,
     ) -> None:
         super().__init__(group, text, route)
+        self.ints = ints
         self._values = values
         self.buckets = buckets
         self.results = results
@@ -183,14 +188,24 @@ class ManyPlan(CallPlan[list[Any]]):
 
     def steps(self, signature: bytes) -> CallSteps:
         """Reduce all buckets at the same time."""
-        return _over_messages(self.group, signature, self.buckets, self.op, self.algorithm)
+        return _over_messages(
+            self.group, signature, self.buckets, self.op, self.algorithm, self.ints
+        )
 
     def in_shared_memory(self, shm: ShmComm) -> None:
         """Reduce one bucket after the other."""
         _through_core(shm, part_of("many", self.text), self.buckets, self.op)
+        if self.ints is not None:
+            move(shm, "all_gather", self.ints.mine, self.ints.rows.memory)
 
     def result(self, got: Any, late: LateCopies) -> list[Any]:
-        """Return the arrays."""
+        """Return the arrays.
+
+        Raises:
+            OverflowError: an int of any rank does not fit.
+        """
+        if self.ints is not None:
+            self.ints.check(self.text)
         return [result(late) for result in self.results]
 
 
@@ -238,20 +253,36 @@ def prepare_all_reduce_many(
     alone_nbytes = ALONE_IN_SHM_NBYTES if in_shared_memory else ALONE_NBYTES
     if callable(resolved.fn) and (in_shared_memory or resolved.elementwise):
         alone_nbytes = 0  # a function gets all that is combined, or pieces: as one kind
-    buckets, results = _fill(values, outs, alone_nbytes)
-    if len(buckets) > MAX_BUCKETS:
+    arrays = [place for place, value in enumerate(values) if value is not int_plans.LIKE]
+    buckets, results = _fill(
+        [values[place] for place in arrays], [outs[place] for place in arrays], alone_nbytes
+    )
+    if len(buckets) >= MAX_BUCKETS:
         raise ValueError(
             f"{len(values)} arrays, in {len(buckets)} messages, are too many for one call. "
-            f"Pass at most {MAX_BUCKETS} large arrays at a time."
+            f"Pass at most {MAX_BUCKETS - 1} large arrays at a time."
         )
     total = sum(value.array.nbytes for value in values)
-    alike = zlib.crc32(repr([(value.dtype.name, value.array.shape) for value in values]).encode())
+    alike = zlib.crc32(repr([_shown(value) for value in values]).encode())
     counted = f"{len(values)} array{'s' if len(values) != 1 else ''}"
     text = (
         f"{'' if blocking else 'i'}all_reduce_many({counted}, {total} bytes, "
         f"checksum {alike:08x}, op={resolved.signature}{forced_text(algorithm)})"
     )
-    return ManyPlan(group, text, route, values, buckets, results, resolved, algorithm)
+    ints = None
+    if len(arrays) < len(values):
+        ints = GatheredInts([x for x in xs if int_plans.is_int(x)], resolved, group.size)
+        made, count = iter(results), itertools.count()
+        results = [
+            partial(ints.result, text, next(count), out) if value is int_plans.LIKE else next(made)
+            for value, out in zip(values, outs, strict=True)
+        ]
+    return ManyPlan(group, text, route, values, buckets, results, resolved, algorithm, ints)
+
+
+def _shown(value: Value) -> tuple[str, tuple[int, ...]]:
+    """Return what must be the same on all ranks."""
+    return "int" if value is int_plans.LIKE else value.dtype.name, value.array.shape
 
 
 def _listed(xs: Any) -> str:
@@ -269,6 +300,8 @@ def _operand(place: int, x: Any) -> Value:
             f"item {place} is None: a parameter without a gradient? Leave it out, or pass zeros; "
             "the same on all ranks."
         )
+    if int_plans.is_int(x):
+        return int_plans.LIKE
     try:
         return conversion.wrap_operand(x)
     except TypeError as exc:
@@ -335,6 +368,7 @@ def _over_messages(
     buckets: Sequence[Bucket],
     op: Op,
     algorithm: str | None,
+    ints: GatheredInts | None,
 ) -> CallSteps:
     number = group.context.begin(call)
     runs, totals = [], []
@@ -352,6 +386,13 @@ def _over_messages(
         binding = bind_pieces(group, how, reduction, source, target)
         binding = binding._replace(finish=finisher(op, dtype, group.size))
         runs.append(group.operation((number, subcall), call, how, binding))
+    gathering = []
+    if ints is not None:
+        chosen = group.choose("all_gather", ints.mine.array.nbytes, None, shm=False)
+        bound = bind(group, "all_gather", Choice(chosen.name), ints.mine, ints.rows.memory)
+        address = number, len(buckets)
+        gathering = [group.operation(address, call, bound.how, bound.binding, bound.granule)]
+        gathering[0].start()
     for bucket in buckets:
         for member in bucket.late:
             assert member.stage is not None
@@ -369,8 +410,9 @@ def _over_messages(
             if total is not bucket.target:
                 wide_averages.narrow(bucket.dtype, total, bucket.target)
             bucket.unload(group.engine)
+        yield from gathering
     except BaseException:
-        for run in runs:
+        for run in (*runs, *gathering):
             run.cancel()
         raise
     group.context.end(number)

@@ -10,11 +10,13 @@ from pycoll._calls.scheduled import ArrayPlan
 from pycoll._support.lazy_import import LazyModule
 
 if TYPE_CHECKING:
+    from pycoll import _dtypes as dtypes
+    from pycoll import schedules
     from pycoll._arrays import conversion, operators
     from pycoll._arrays.operators import Op
     from pycoll._arrays.types import MaybeNone, Reducer, T
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, many, object_plans
+    from pycoll._calls import arguments, collectives, int_plans, many, object_plans
     from pycoll._calls.arguments import Target
     from pycoll._calls.call_plan import CallPlan
     from pycoll._selection.select import Choice
@@ -22,9 +24,12 @@ else:  # a program that only calls barrier() imports no NumPy
     arguments = LazyModule("pycoll._calls.arguments")
     collectives = LazyModule("pycoll._calls.collectives")
     conversion = LazyModule("pycoll._arrays.conversion")
+    dtypes = LazyModule("pycoll._dtypes")
+    int_plans = LazyModule("pycoll._calls.int_plans")
     many = LazyModule("pycoll._calls.many")
     object_plans = LazyModule("pycoll._calls.object_plans")
     operators = LazyModule("pycoll._arrays.operators")
+    schedules = LazyModule("pycoll.schedules")
 
 
 class Reductions(Preparing):
@@ -48,6 +53,9 @@ class Reductions(Preparing):
             _no_algorithm(algorithm)
             text = f"{self._prefix}reduce(object, op={resolved.signature}, root={root})"
             return object_plans.ReducePlan(group, text, x, resolved, root)
+        if int_plans.is_int(x):
+            out, count = (out, group.size) if is_root else (None, None)
+            return self._of_ints("reduce", x, resolved, algorithm, out, count, root)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("reduce", value, resolved, algorithm)
         target = None
@@ -66,6 +74,9 @@ class Reductions(Preparing):
             _no_algorithm(algorithm)
             text = f"{self._prefix}all_reduce(object, op={resolved.signature})"
             return object_plans.AllReducePlan(self._group, text, x, resolved)
+        if int_plans.is_int(x):
+            count = self._group.size
+            return self._of_ints("all_reduce", x, resolved, algorithm, out, count)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction("all_reduce", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -117,6 +128,9 @@ class Reductions(Preparing):
             text = f"{self._prefix}{collective}(object, op={resolved.signature})"
             count = group.rank + (collective == "scan")
             return object_plans.AllReducePlan(group, text, x, resolved, count)
+        if int_plans.is_int(x):
+            count = group.rank + (collective == "scan")
+            return self._of_ints(collective, x, resolved, algorithm, out, count)
         value = conversion.wrap_operand(x)
         chosen = self._choose_reduction(collective, value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
@@ -149,6 +163,33 @@ class Reductions(Preparing):
             root or 0,
             in_pieces=is_all_reduce and self._in_pieces(op, value, target),
         )
+
+    def _of_ints(
+        self,
+        collective: str,
+        x: Any,
+        op: Op,
+        algorithm: str | None,
+        out: Any,
+        count: int | None,
+        root: int | None = None,
+    ) -> CallPlan[Any]:
+        """Prepare a reduction of Python ints; arguments as of `IntPlan`."""
+        group = self._group
+        operators.check(op, dtypes.INT64)
+        self._check_algorithm(collective, algorithm)
+        gathers = collective in ("scan", "exscan") or op.name not in int_plans.MARKS
+        runs = "all_gather" if gathers else "all_reduce"
+        if algorithm not in ("shared_memory", *schedules.names(runs)):
+            algorithm = None
+        ints = int_plans.GatheredInts([x], op, group.size) if gathers else None
+        levels = None if gathers else int_plans.NBYTES
+        chosen = self._choose(runs, int_plans.NBYTES, algorithm)
+        where = "" if root is None else f", root={root}"
+        text = f"{self._prefix}{collective}(int, {reduction_text(op, chosen)}{where})"
+        target = arguments.Target(out, int_plans.LIKE, ()) if out is not None else None
+        route = self._route(chosen, levels)
+        return int_plans.IntPlan(group, text, route, chosen, x, op, ints, target, count)
 
 
 def _no_algorithm(algorithm: str | None) -> None:

@@ -440,6 +440,7 @@ def _whole_text(whole: str, collective: str, root: int) -> str:
         "many": "all_reduce_many",
         "group": "dup, split or another call that makes communicators",
         "operator": "a reduction with an operator of the program's own",
+        "ints": "a reduction of Python ints",
     }.get(whole, "another collective")
 
 

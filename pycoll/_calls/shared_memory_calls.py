@@ -70,6 +70,12 @@ def run(shm: ShmComm, plan: ArrayPlan) -> Any:
     return None
 
 
+def exchange(shm: ShmComm, plan: ArrayPlan, salt: int) -> None:
+    """Run a collective on arrays in host memory as a part of another call, with its salt."""
+    op = OPS.index(plan.op.name) if plan.op is not None else 0
+    _run(shm, plan.collective, plan.x, plan.memory, op, plan.root, salt)
+
+
 def _all_reduce_in_pieces(shm: ShmComm, x: Value, result: Value, op: Op) -> None:
     """Reduce `x` into `result`, of which one is on a GPU, piece by piece: see `PieceHook`."""
     hook = PieceHook(shm, x, result)

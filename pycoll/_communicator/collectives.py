@@ -70,6 +70,10 @@ class Collectives(Running):
                 ignored elsewhere.
             algorithm: see `pycoll.algorithms("reduce")`.
             timeout: seconds.
+
+        Raises:
+            OverflowError: on every rank, if `x` is a Python int and one does not fit into 64 bits;
+                the result may be any int.
         """
         return self._run(self._calls.reduce(x, op, root, out, algorithm=algorithm), timeout)
 
@@ -91,6 +95,9 @@ class Collectives(Running):
             out: array of x's dtype and shape for the result; may be `x` itself.
             algorithm: see `pycoll.algorithms("all_reduce")`.
             timeout: seconds.
+
+        Raises:
+            OverflowError: as of `reduce`.
         """
         result: T = self._run(self._calls.all_reduce(x, op, out, algorithm=algorithm), timeout)
         return result
@@ -118,6 +125,9 @@ class Collectives(Running):
 
         Returns:
             The results, in the order of `xs`.
+
+        Raises:
+            OverflowError: as of `reduce`.
         """
         result: list[T] = self._run(
             self._calls.all_reduce_many(xs, op, out, algorithm=algorithm), timeout
@@ -363,6 +373,9 @@ class Collectives(Running):
             out: array of x's dtype and shape for the result.
             algorithm: "shared_memory", or "linear": everything to everybody, combined there.
             timeout: seconds.
+
+        Raises:
+            OverflowError: as of `reduce`.
         """
         result: T = self._run(self._calls.scan(x, op, out, algorithm=algorithm), timeout)
         return result

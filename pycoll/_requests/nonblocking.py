@@ -14,7 +14,6 @@ from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
 from pycoll._requests.request import PersistentRequest, Request
-from pycoll._support.foreign_names import Hinting
 from pycoll._support.public_edge import edges
 
 P = ParamSpec("P")
@@ -117,7 +116,7 @@ class NonBlocking:
 
 
 @edges
-class Persistent(Hinting, foreign={}, prefix="comm.persistent."):
+class Persistent:
     """Makes requests that can be started again and again: ``comm.persistent.all_reduce(x)``."""
 
     def __init__(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pycoll
-from pycoll._support import foreign_names
 from pycoll._tools import bench_machine as machine
 from pycoll._tools import bench_report as report
 from pycoll._tools.bench_report import JobSample
@@ -74,7 +73,7 @@ class Conditions(NamedTuple):
 
     Attributes:
         sizes: bytes; see `report.OF_A_VALUE`.
-        algorithm: of pycoll, where the side names none; None: its own choice.
+        algorithm: of pycoll, None: its own choice.
         aliases: where the array of a result begins behind a page; what is sent begins with one.
         timeout_s: after which a job is ended.
         usage: measure processor time and bytes on the loopback interface, too.
@@ -186,7 +185,6 @@ def measure_together(
             progress(f"{names}, round {number} of {conditions.rounds}: {side.name}")
             clock = machine.CpuClock()
             job = plan | {"copy": not side.is_peer}
-            job |= {"algorithm": side.algorithm} if side.algorithm else {}
             result = side.run(conditions.ranks, job, conditions.timeout_s)
             others = clock.others()
             for name in sizes:
@@ -272,7 +270,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=5, metavar="R", help="default: 5")
     add("--share", action="store_true", help="measure arrays that the ranks have mapped, too")
     add("--encrypt", action="store_true", help="measure zmq with pycoll-run --encrypt, too")
-    add("--algorithm", metavar="A", help="force one or more of pycoll's algorithms: ring,tree")
+    add("--algorithm", metavar="A", help="force one of pycoll's algorithms")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for a job (300)")
     add("--plot", type=Path, metavar="F", help="draw the times: .png, .svg or .pdf")
     add("--json", type=Path, metavar="F", help="write everything that was measured")
@@ -328,17 +326,17 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         raise ValueError(f"-n {arguments.ranks}: too few ranks")
     if arguments.rounds < 1:
         raise ValueError(f"--rounds {arguments.rounds}: at least 1")
-    algorithms = [] if arguments.algorithm is None else arguments.algorithm.split(",")
-    for collective in collectives if algorithms else ():
-        of_messages = collective in ("send", "halo")
-        known = [] if of_messages else pycoll.algorithms(collective.removeprefix("i"))
-        _known(f"algorithm of {collective}", algorithms, known)
+    if arguments.algorithm is not None:
+        for collective in collectives:
+            of_messages = collective in ("send", "halo")
+            known = [] if of_messages else pycoll.algorithms(collective.removeprefix("i"))
+            _known(f"algorithm of {collective}", [arguments.algorithm], known)
     conditions = Conditions(
         ranks=arguments.ranks,
         sizes=parse_sizes(arguments.sizes),
         dtype=arguments.dtype,
         rounds=arguments.rounds,
-        algorithm=algorithms[0] if len(algorithms) == 1 else None,
+        algorithm=arguments.algorithm,
         aliases=parse_aliases(arguments.alias, DTYPES[arguments.dtype]),
         timeout_s=arguments.timeout,
     )
@@ -349,8 +347,6 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         ours.insert(ours.index(f"pycoll {ZMQ}") + 1, f"pycoll {ZMQ}, encrypted")
     if arguments.share:
         ours = [name for plain in ours for name in (f"{plain}, shared", plain)]
-    if len(algorithms) > 1:
-        ours = [f"{name}, {algorithm}" for name in ours for algorithm in algorithms]
     names = [*ours, *peers]
     return conditions, collectives, [Side(name) for name in dict.fromkeys(names)]
 
@@ -358,9 +354,7 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
 def _known(what: str, names: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
     for name in names:
         if name not in known:
-            meant = foreign_names.of_collective(name, known) if what == "collective" else ""
-            instead = f"write {meant}" if meant else f"there are {', '.join(known) or 'none'}"
-            raise ValueError(f"no {what} {name!r}; {instead}")
+            raise ValueError(f"no {what} {name!r}; there are {', '.join(known) or 'none'}")
 
 
 def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
@@ -368,7 +362,6 @@ def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
 
     Raises:
         BenchError: with what to do.
-        ValueError: there are no pictures of that format.
     """
     if missing := [text for side in sides if (text := side.missing())]:
         raise BenchError("\n".join(missing))
@@ -377,8 +370,6 @@ def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
             say(f"warning: {warning}")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib: pip install 'pycoll[bench]'")
-    if arguments.plot is not None and (known := report.picture_formats(arguments.plot)):
-        raise ValueError(f"--plot {arguments.plot}: matplotlib draws {known}")
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"there is no folder {path.parent} for {path}")

@@ -27,7 +27,8 @@ static PyObject *comm_claim(pc_comm *comm, PyObject *unused) {
     (void)unused;
     if (comm->busy || (comm->claimed && !pthread_equal(comm->caller, pthread_self())))
         Py_RETURN_FALSE;
-    pc_claim(comm);
+    comm->claimed = true;
+    comm->caller = pthread_self();
     Py_RETURN_TRUE;
 }
 
@@ -169,8 +170,7 @@ static PyObject *comm_get_number(pc_comm *comm, void *unused) {
 }
 static PyObject *comm_get_internal(pc_comm *comm, void *unused) {
     (void)unused;
-    /* a call that was heard only is still to be made */
-    return PyLong_FromUnsignedLongLong(comm->internal + comm->heard);
+    return PyLong_FromUnsignedLongLong(comm->internal);
 }
 static PyObject *comm_get_piece_nbytes(pc_comm *comm, void *unused) {
     (void)comm, (void)unused;
