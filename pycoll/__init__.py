@@ -124,13 +124,15 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
 
         home = _HOMES.get(name)
         if home is None:
-            ours = import_module("pycoll._support.foreign_names").of_module(name)
-            text = f"module 'pycoll' has no attribute {name!r}" + (f": use {ours}" if ours else "")
+            names = import_module("pycoll._support.foreign_names")
+            said = names.of_module(name)
+            text = f"module 'pycoll' has no attribute {name!r}" + (f": {said}" if said else "")
             try:
                 # `from pycoll import name` asks first whether there is one, and drops this text.
                 asks = sys._getframe(1).f_globals.get("__name__")
                 importing = asks in ("importlib._bootstrap", "_frozen_importlib")
-                raise (ImportError if ours and importing else AttributeError)(text)
+                is_final = importing and said and name not in names.SUBMODULES
+                raise (ImportError if is_final else AttributeError)(text)
             except (AttributeError, ImportError) as exc:
                 exc.__traceback__ = None  # as `edge.hide`
                 raise

@@ -182,10 +182,11 @@ def _check_function(what: str, function: object, parameters: tuple[str, ...]) ->
     wanted = f"{what}: what is registered must be a function of ({', '.join(parameters)})"
     if not callable(function):
         raise TypeError(f"{wanted}, not {function!r}")
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*parameters)
-    except TypeError as exc:
-        raise TypeError(f"{wanted}: {exc}") from None
+        signature.bind(*parameters)
+    except TypeError:
+        raise TypeError(f"{wanted}, not of {signature}") from None
 
 
 def _count(

@@ -19,11 +19,17 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from pycoll._arrays.subclasses import loses_attributes, means_more, with_attributes
+from pycoll._support.lazy_import import LazyModule
+
+if TYPE_CHECKING:
+    from pycoll._support import foreign_calls
+else:  # needed when something may be wrong
+    foreign_calls = LazyModule("pycoll._support.foreign_calls")
 
 _ALIGNMENT: Final = 64
 
@@ -95,9 +101,14 @@ def dump(obj: object) -> list[memoryview]:
     The parts are views into the arrays inside `obj`: it must not change until they are sent.
 
     Raises:
-        TypeError: `obj`, or something inside it, cannot be pickled.
+        TypeError: `obj`, or something inside it, cannot be pickled; or it is the list with which
+            mpi4py describes a buffer.
         ValueError: `obj` is nested too deeply.
     """
+    if type(obj) is list and 1 < len(obj) < 5 and hasattr(obj[0], "dtype"):
+        why = foreign_calls.of_buffer_form(obj)
+        if why:
+            raise TypeError(why)
     try:
         try:
             pickled, views = _pickled(obj, _ArrayPickler)

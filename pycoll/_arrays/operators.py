@@ -21,6 +21,7 @@ from pycoll import _dtypes as dtypes
 from pycoll._arrays import operators_numpy, user_operators
 from pycoll._arrays.value import Value
 from pycoll._dtypes import Array, DType
+from pycoll._support.foreign_names import Hinting
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
 from pycoll._transports._core import reduce
@@ -43,7 +44,7 @@ class _Builtin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Op:
+class Op(Hinting, foreign={"Create": "pycoll.Op(f, commutative=True)"}):
     """A reduction operator made of a Python function (the named ones have no function).
 
     Attributes:

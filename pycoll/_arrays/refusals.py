@@ -29,6 +29,11 @@ def instead(x: object) -> str:
     for name in ("to_value", "m_as"):  # of astropy and unyt; of Pint
         if has(name):
             return f"Its unit would be lost: pass x.{name}(unit), the same unit on all ranks."
+    if isinstance(x, list) and x and hasattr(x[0], "dtype"):
+        return (
+            "For one array pass the array itself, without a list; for several use "
+            "comm.all_reduce_many."
+        )
     if isinstance(x, np.ndarray):
         return (
             "What it has beside its numbers would be lost: pass numpy.asarray(x), if the numbers "

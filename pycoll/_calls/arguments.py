@@ -91,7 +91,7 @@ def check_source(source: int, size: int) -> int:
 def check_status(status: object) -> None:
     """Check what a receive shall fill in."""
     if status is not None and not isinstance(status, Status):
-        raise TypeError(f"status is a pycoll.Status, not a {type(status).__name__}")
+        raise TypeError(f"status is a pycoll.Status, not a {conversion.type_name(status)}")
 
 
 def check_apart(x: Any, out: Value | None) -> None:

@@ -60,10 +60,13 @@ class Explanation(NamedTuple):
         width = max(map(len, names)) + 2
         cut = f", in {self.segments} segments" if self.segments > 1 else ""
         lines = [
-            f"{self.collective} of {_length(self.nbytes)} on {self.size} ranks: {self.algorithm}"
+            f"{self.collective} of {_length(self.nbytes)} on {self.size} "
+            f"{'rank' if self.size == 1 else 'ranks'}: {self.algorithm}"
             f"{cut}, about {_time(self.seconds)}",
             f"  because {self.why}",
         ]
+        if self.size == 1:
+            return "\n".join(lines)
         if self.runners_up:
             lines.append("  others that can serve:")
             for name, segments, seconds in self.runners_up:
@@ -75,6 +78,11 @@ class Explanation(NamedTuple):
         lines.append(f"  times by {self.table}")
         return "\n".join(lines)
 
+
+_ALONE = (
+    "one rank has nothing to exchange, and all algorithms are alike. Ask on several: "
+    "pycoll-run -n 4 script.py"
+)
 
 _ALIASES = {"allreduce": "all_reduce"}
 
@@ -125,7 +133,7 @@ def explain(
         algorithm=chosen.choice.name,
         segments=chosen.choice.segments,
         seconds=chosen.seconds,
-        why=_why(request.collective, request.nbytes, able, refused),
+        why=_ALONE if group.size == 1 else _why(request.collective, request.nbytes, able, refused),
         runners_up=tuple((*found.choice, found.seconds) for found in able[1:]),
         refused=dict(refused),
         table=f"{agreed.current().costs.origin} ({costs.LINKS[group.selector.link]})",

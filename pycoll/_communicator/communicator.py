@@ -19,7 +19,7 @@ from pycoll._communicator.point_to_point import PointToPoint
 from pycoll._communicator.uneven import UnevenCollectives
 from pycoll._requests.nonblocking import NonBlocking, Persistent
 from pycoll._runtime.engine import Engine
-from pycoll._support.foreign_names import OF_COMMUNICATORS, Hinting
+from pycoll._support.foreign_names import ABSENT_FROM_COMMUNICATORS, OF_COMMUNICATORS, Hinting
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edges
 from pycoll.errors import MismatchError
@@ -78,6 +78,7 @@ class Communicator(
     NonBlocking,
     Hinting,
     foreign=OF_COMMUNICATORS,
+    absent=ABSENT_FROM_COMMUNICATORS,
     prefix="comm.",
 ):
     """A group of ranks that communicate with each other and with nobody else.

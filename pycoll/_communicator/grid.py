@@ -17,6 +17,7 @@ from pycoll._communicator.communicator import Communicator, World
 from pycoll._runtime.envelope import PROC_NULL
 from pycoll._support.foreign_names import OF_GRIDS
 from pycoll._support.public_edge import edge, edges
+from pycoll._support.wording import a_kind
 
 
 @edge
@@ -29,12 +30,21 @@ def compute_dims(n: int, ndims: int) -> list[int]:
         n: number of ranks, 1 or more.
         ndims: number of axes, 1 or more.
     """
-    n, ndims = arguments.check_int(n, "n"), arguments.check_int(ndims, "ndims")
+    n, ndims = arguments.check_int(n, "n"), _check_ndims(ndims)
     if n < 1 or ndims < 1:
         raise ValueError(f"n and ndims are 1 or more, not {n} and {ndims}")
     dims = _divide(n, ndims, n)
     assert dims is not None  # n and ones, if there is nothing better
     return dims
+
+
+def _check_ndims(ndims: Any) -> int:
+    if isinstance(ndims, list | tuple):
+        instead = f"write {len(ndims)}"
+        if any(ndims):
+            instead = "divide n by the lengths that are given, and pass how many axes are left"
+        raise TypeError(f"ndims is the number of axes, not {a_kind(ndims)}: {instead}")
+    return arguments.check_int(ndims, "ndims")
 
 
 def _divide(n: int, ndims: int, longest: int) -> list[int] | None:
@@ -219,6 +229,11 @@ class Grid(Communicator, foreign=OF_GRIDS):
         Args:
             axes: names or indices.
         """
+        if any(isinstance(axis, list | tuple) for axis in axes):
+            raise TypeError(
+                "axis takes the numbers or names of the axes that vary, not a list: "
+                'grid.axis(0), grid.axis("dp", "tp")'
+            )
         indices = tuple(sorted(self._layout.axis(axis) for axis in axes))
         if len(set(indices)) < len(indices):
             raise ValueError(f"axis{axes} names an axis twice")
@@ -275,7 +290,8 @@ def _check_names(names: Any, count: int) -> tuple[str, ...]:
     listed = _listed(names, "names")
     for name in listed:
         if not isinstance(name, str):
-            raise TypeError(f"the name of an axis is a str, not a {type(name).__name__}")
+            instead = ": write periodic=" if _is_flag(name) else ""
+            raise TypeError(f"the name of an axis is a str, not {a_kind(name)}{instead}")
     if len(set(listed)) != len(listed) or len(listed) != count:
         raise ValueError(f"names is {listed}: it takes {count} names, each another one")
     return listed

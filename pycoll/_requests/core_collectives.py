@@ -65,7 +65,7 @@ MOST_HEAD_NBYTES = 4096
 """Of an announcement, without a value or lengths."""
 
 
-class CoreCollective(Collective, CoreStarted):
+class CoreCollective(Collective, CoreStarted, shown_as="Request"):
     """A collective under way in the core."""
 
     _cancelled = False

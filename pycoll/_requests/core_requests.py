@@ -68,7 +68,7 @@ def _name(number: int) -> str:
     return str(number) if number >= 0 else "ANY"
 
 
-class CoreRequest(_core.Request, CoreStarted):
+class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
     """A send or a receive under way in the core."""
 
     @property
@@ -229,7 +229,7 @@ class CoreRequest(_core.Request, CoreStarted):
 
 
 @edges
-class Both(_core.Both, Request[Any]):
+class Both(_core.Both, Request[Any], shown_as="Request"):
     """A receive and a send of the core's as one request, an isendrecv.
 
     Here is what the core leaves of it: as for `CoreRequest`.
@@ -291,7 +291,7 @@ class Both(_core.Both, Request[Any]):
 
 
 @edges
-class CorePersistent(_core.Persistent, PersistentRequest[Any]):
+class CorePersistent(_core.Persistent, PersistentRequest[Any], shown_as="PersistentRequest"):
     """A persistent request whose calls the core may do: each start is a request of its own.
 
     Args:

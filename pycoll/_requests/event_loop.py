@@ -87,8 +87,15 @@ async def wait(engine: Engine, task: Started, timeout: float) -> None:
 
     Raises:
         OperationTimeout: that took longer than `timeout` seconds.
+        RuntimeError: the caller does not run in an event loop of asyncio.
     """
-    loop = asyncio.get_running_loop()
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        raise RuntimeError(
+            "await of a request needs the event loop of asyncio, and none runs here. Elsewhere let "
+            "a thread wait, in trio: await trio.to_thread.run_sync(request.wait)"
+        ) from None
     bridge = _bridges.get(loop)
     if bridge is None:
         bridge = _bridges[loop] = _Bridge(loop)

@@ -14,6 +14,7 @@ from pycoll._calls.call_plan import CallPlan
 from pycoll._calls.calls import Calls
 from pycoll._calls.group import Group
 from pycoll._requests.request import PersistentRequest, Request
+from pycoll._support.foreign_names import Hinting
 from pycoll._support.public_edge import edges
 
 P = ParamSpec("P")
@@ -116,7 +117,7 @@ class NonBlocking:
 
 
 @edges
-class Persistent:
+class Persistent(Hinting, foreign={}, prefix="comm.persistent."):
     """Makes requests that can be started again and again: ``comm.persistent.all_reduce(x)``."""
 
     def __init__(

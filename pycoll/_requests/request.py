@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 from pycoll._runtime.communicators import raise_error
 from pycoll._runtime.matching import Match
 from pycoll._runtime.task import Call, Several, Started, caller
-from pycoll._support.foreign_names import OF_REQUESTS, Hinting
+from pycoll._support.foreign_names import ABSENT_FROM_REQUESTS, OF_REQUESTS, Hinting
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge, edges
+from pycoll._support.wording import a_kind
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def begin(plan: CallPlan[Any]) -> Started:
 
 
 @edges
-class Request(Hinting, Generic[R], foreign=OF_REQUESTS):
+class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUESTS):
     """A call under way, returned by the methods whose names begin with ``i``.
 
     The arrays passed to the call belong to it until it is done: they must not be changed, and
@@ -135,6 +136,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS):
 
         Raises:
             OperationTimeout: the default deadline of `pycoll.init` has passed. The call goes on.
+            RuntimeError: it is not done, and no event loop of asyncio runs here.
             Error: as the blocking method raises it.
         """
         task = self._started()
@@ -178,7 +180,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS):
 
 
 @edges
-class PersistentRequest(Request[R]):
+class PersistentRequest(Request[R], foreign=OF_REQUESTS):
     """A call that can be started again and again; made by `Communicator.persistent`.
 
     Each `start` looks at the arguments anew: arrays are read and filled again, objects pickled.
@@ -282,13 +284,14 @@ def test_all(requests: Iterable[Request[Any]]) -> bool:
     return all([request.test() for request in _listed("test_all", requests)])
 
 
-def _listed(what: str, requests: Iterable[Request[R]]) -> list[Request[R]]:
+def _listed(what: str, requests: Any) -> list[Request[Any]]:
     if not isinstance(requests, Iterable):
-        raise TypeError(f"{what} takes a list of requests, not a {type(requests).__name__}")
+        one = f". For one: request.{what[:4]}()" if isinstance(requests, Request) else ""
+        raise TypeError(f"{what} takes a list of requests, not {a_kind(requests)}{one}")
     listed = list(requests)
     for request in listed:
         if not isinstance(request, Request):
-            raise TypeError(f"{what} takes requests, not a {type(request).__name__}")
+            raise TypeError(f"{what} takes a list of requests, not one with {a_kind(request)}")
     return listed
 
 

@@ -214,6 +214,8 @@ class Selector:
         return self._shm and request.shm
 
     def _why_not_shared_memory(self, request: Query) -> str:
+        if self._size == 1:
+            return "needs more than one rank"
         if not self._shm:
             return "needs all ranks on one host, sharing memory"
         return "takes blocking calls with the C core's operators only"

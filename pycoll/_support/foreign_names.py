@@ -5,7 +5,7 @@ Who writes mpi4py's, torch.distributed's or NumPy's word gets an error that name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 OF_COMMUNICATORS = {
@@ -31,6 +31,8 @@ OF_COMMUNICATORS = {
     "Create": "sub",
     "Create_group": "sub",
     "Create_cart": "grid",
+    "Get_name": "name",
+    "Idup": "dup",
     "Free": "close",
     "Disconnect": "close",
     # torch.distributed
@@ -56,8 +58,48 @@ OF_COMMUNICATORS = {
 }
 """Attributes of a communicator, without ``comm.``."""
 
+NOT_YET = "pycoll {version} does not have it yet"
+_NO_WINDOWS = "pycoll has no windows (one-sided access)"
+_NO_FILES = "pycoll has no parallel files"
+_NO_ERRHANDLERS = "errors are always raised, as exceptions of Python"
+_NO_TYPES = "an array is sent with its dtype, whatever its strides are"
+
+
+def _each(*groups: tuple[str, str]) -> dict[str, str]:
+    """Return sentences by name, from (names, sentence)."""
+    return {name: sentence for names, sentence in groups for name in names.split()}
+
+
+_NEIGHBOR = ("allgather", "allgatherv", "alltoall", "alltoallv", "alltoallw")
+
+ABSENT_FROM_COMMUNICATORS = _each(
+    ("shrink agree revoke counters Shrink Agree Iagree Ishrink Revoke", NOT_YET),
+    ("Win_create Win_allocate", _NO_WINDOWS),
+    (
+        "Spawn Spawn_multiple Connect Accept Join Get_parent",
+        "the ranks of a job are there from its start; pycoll.Pool starts ranks for a script",
+    ),
+    (
+        " ".join(f"{n}_{name}" for n in ["Neighbor", "Ineighbor", "neighbor"] for name in _NEIGHBOR)
+        + " Create_graph Create_dist_graph Create_dist_graph_adjacent",
+        "use comm.isend and comm.irecv, for neighbors in a grid with grid.shift",
+    ),
+    ("Create_intercomm Is_inter Is_intra Merge", "pycoll has no inter-communicators"),
+    ("Get_errhandler Set_errhandler Call_errhandler", _NO_ERRHANDLERS),
+    ("Attach_buffer Detach_buffer Flush_buffer Iflush_buffer", "bsend needs no buffer"),
+    ("Psend_init Precv_init", "pycoll has no partitioned messages; use comm.persistent.send"),
+    ("Get_attr Set_attr Delete_attr Get_info Set_info", "a communicator has no attributes"),
+    ("Set_name", "a communicator is named when it is made: comm.dup(name=...)"),
+    ("py2f f2py", "there is no MPI underneath"),
+)
+"""What a communicator of others has, and pycoll's has not: what is said of it."""
+
 OF_GRIDS = {
-    "Get_coords": "coords",
+    "dims": "shape",
+    "dim": "shape",
+    "ndim": "shape",
+    "periods": "periodic",
+    "Get_coords": "coords_of",
     "Get_cart_rank": "rank_at",
     "Get_topo": "shape",
     "Get_dim": "shape",
@@ -74,7 +116,18 @@ OF_REQUESTS = {
     "Waitsome": "pycoll.wait_some",
     "testall": "pycoll.test_all",
     "Testall": "pycoll.test_all",
+    "testany": "pycoll.wait_any",
+    "Testany": "pycoll.wait_any",
+    "testsome": "pycoll.wait_some",
+    "Testsome": "pycoll.wait_some",
+    "Get_status": "test",
+    "get_status": "test",
 }
+
+ABSENT_FROM_REQUESTS = _each(
+    ("add_done_callback", NOT_YET),
+    ("Free", "a request is given up by itself, when nobody keeps it"),
+)
 
 OF_MESSAGES: dict[str, str] = {}
 """Of a message that a matched probe has found: what mpi4py merely spells in another way."""
@@ -91,6 +144,8 @@ _TORCH = (
     "torch.distributed yet); or by hand comm.all_reduce_many(gradients, op='avg')"
 )
 
+_MPI_OPERATORS = "SUM PROD MIN MAX LAND LOR LXOR BAND BOR BXOR MINLOC MAXLOC"
+
 OF_PYCOLL = {
     "COMM_WORLD": "pycoll.init()",
     "COMM_SELF": "comm.sub([comm.rank])",
@@ -104,6 +159,19 @@ OF_PYCOLL = {
     "destroy_process_group": "pycoll.finalize()",
     "Compute_dims": "pycoll.compute_dims",
     "IN_PLACE": "out=x",
+    "UNDEFINED": "color=None",
+    "COMM_NULL": "None",
+    "COMM_TYPE_SHARED": "comm.split_by_host()",
+    "Comm": "pycoll.Communicator",
+    "Intracomm": "pycoll.Communicator",
+    "Cartcomm": "pycoll.Grid",
+    "Prequest": "pycoll.Request",
+    "Group": "comm.sub(ranks) and comm.members",
+    "Exception": "pycoll.Error",
+    "Get_version": "pycoll.__version__",
+    "Get_library_version": "pycoll.__version__",
+    "MPIPoolExecutor": "pycoll.Pool",
+    **{name: f'op="{name.lower()}"' for name in _MPI_OPERATORS.split()},
     "ReduceOp": 'the name of the operator, for example op="sum"',
     "P2POp": "comm.isend and comm.irecv",
     "batch_isend_irecv": "comm.isend and comm.irecv",
@@ -116,6 +184,24 @@ OF_PYCOLL = {
     "Get_processor_name": "socket.gethostname()",
 }
 """Attributes of the module: what to write."""
+
+ABSENT_FROM_PYCOLL = _each(
+    ("join", NOT_YET),
+    ("Win", _NO_WINDOWS),
+    ("File", _NO_FILES),
+    ("Intercomm", "pycoll has no inter-communicators"),
+    ("ERRORS_RETURN ERRORS_ARE_FATAL Errhandler", _NO_ERRHANDLERS),
+    (
+        "Datatype BYTE CHAR BOOL C_BOOL SHORT INT LONG LONG_LONG UNSIGNED UNSIGNED_LONG FLOAT "
+        "DOUBLE COMPLEX C_FLOAT_COMPLEX C_DOUBLE_COMPLEX DOUBLE_COMPLEX INT8_T INT16_T INT32_T "
+        "INT64_T UINT8_T UINT16_T UINT32_T UINT64_T DOUBLE_INT FLOAT_INT",
+        _NO_TYPES,
+    ),
+)
+"""What the module of others has, and pycoll has not: what is said of it."""
+
+SUBMODULES = ("dask", "ray", "schedule", "schedules", "simulate")
+"""Public modules that `import pycoll` does not import."""
 
 METHODS = (
     "abort",
@@ -130,9 +216,11 @@ METHODS = (
     "broadcast",
     "bsend",
     "dup",
+    "explain",
     "exscan",
     "gather",
     "gatherv",
+    "grid",
     "ibsend",
     "improbe",
     "iprobe",
@@ -152,47 +240,14 @@ METHODS = (
     "scatterv",
     "send",
     "sendrecv",
+    "share",
     "size",
     "split",
+    "split_by_host",
     "ssend",
+    "sub",
 )
 """Of a communicator, which elsewhere are functions of a module."""
-
-OF_ARGUMENTS = {
-    "buf": ("x", "out"),
-    "comm": (),
-    "data": ("x",),
-    "dst": ("dest", "root"),
-    "dest": ("root",),
-    "group": (),
-    "group_dst": ("dest", "root"),
-    "group_src": ("source", "root"),
-    "input": ("x",),
-    "input_list": ("xs", "x"),
-    "input_tensor": ("x",),
-    "input_tensor_list": ("xs", "x"),
-    "np": ("n",),
-    "nproc": ("n",),
-    "nprocs": ("n",),
-    "num_ranks": ("n",),
-    "obj": ("x",),
-    "object": ("x",),
-    "object_list": ("x",),
-    "output": ("out",),
-    "output_tensor": ("out",),
-    "recvbuf": ("out",),
-    "recvobj": ("out",),
-    "scatter_list": ("x",),
-    "sendbuf": ("x", "xs"),
-    "sendobj": ("x", "xs"),
-    "sendobjs": ("xs", "x"),
-    "source": ("root",),
-    "src": ("source", "root"),
-    "tensor": ("x", "out"),
-    "tensors": ("xs",),
-    "value": ("x",),
-}
-"""Parameters: those of ours that may be meant, the first that the function has."""
 
 OF_OPERATORS = {
     "add": "sum",
@@ -236,14 +291,14 @@ class Foreign:
     Instead of `__getattr__`, which makes every other attribute slower to find.
     """
 
-    def __init__(self, owner: type, name: str, ours: str) -> None:
+    def __init__(self, owner: type, name: str, said: str) -> None:
         self._name = name
-        self._text = f"{owner.__name__!r} object has no attribute {name!r}: use {ours}"
+        self._text = f"{owner.__name__!r} object has no attribute {name!r}: {said}"
 
     def __get__(self, instance: object, owner: type) -> Any:
         try:
             # With obj Python would look for names that are spelled alike, and propose one, too.
-            raise AttributeError(self._text, name=self._name, obj=None)
+            raise AttributeError(with_version(self._text), name=self._name, obj=None)
         except AttributeError as exc:
             exc.__traceback__ = None  # as `edge.hide`: the caller's line is the last one shown
             raise
@@ -262,18 +317,30 @@ class Hinting(metaclass=_Quiet):
     Args:
         foreign: words, and ours; those that mpi4py merely spells in another way are found.
         prefix: what stands in front of ours.
+        absent: words for what there is not, and what is said of it.
+        shown_as: the public name of a class that users know by that alone.
     """
 
     __slots__ = ()
 
-    def __init_subclass__(cls, foreign: Mapping[str, str] | None = None, prefix: str = "") -> None:
+    def __init_subclass__(
+        cls,
+        foreign: Mapping[str, str] | None = None,
+        prefix: str = "",
+        absent: Mapping[str, str] | None = None,
+        shown_as: str = "",
+    ) -> None:
         super().__init_subclass__()
+        if shown_as:
+            cls.__name__ = cls.__qualname__ = shown_as
         if foreign is None:
             return
         methods = [name for name in dir(cls) if not name.startswith("_")]
+        said = dict(absent or {})
         for name, ours in (_of_mpi4py(methods) | dict(foreign)).items():
+            said[name] = f"use {ours if ours.startswith('pycoll.') else prefix + ours}"
+        for name, text in said.items():
             if not hasattr(cls, name):
-                text = ours if ours.startswith("pycoll.") else f"{prefix}{ours}"
                 setattr(cls, name, Foreign(cls, name, text))
 
     def __dir__(self) -> list[str]:
@@ -297,12 +364,35 @@ def _of_mpi4py(methods: Sequence[str]) -> dict[str, str]:
     return words
 
 
+def with_version(text: str) -> str:
+    """Return what is said of a name with the version of pycoll in it."""
+    if "{version}" not in text:
+        return text
+    from importlib.metadata import version
+
+    return text.replace("{version}", version("pycoll"))
+
+
 def of_module(name: str) -> str:
-    """Return what to write for ``pycoll.name``, which there is not; "": not known."""
+    """Return what is said of ``pycoll.name``, which there is not; "": not known."""
+    if name in SUBMODULES:
+        return f"write import pycoll.{name}"
+    if name in ABSENT_FROM_PYCOLL:
+        return with_version(ABSENT_FROM_PYCOLL[name])
     if name in OF_PYCOLL:
-        return OF_PYCOLL[name]
+        return f"use {OF_PYCOLL[name]}"
+    if name in OF_REQUESTS and OF_REQUESTS[name].startswith("pycoll."):
+        return f"use {OF_REQUESTS[name]}"
     ours = name if name in METHODS else OF_COMMUNICATORS.get(name)
-    return f"comm.{ours}, where comm = pycoll.init()" if ours else ""
+    return f"use comm.{ours}, where comm = pycoll.init()" if ours else ""
+
+
+def of_collective(name: str, ours: Iterable[str]) -> str:
+    """Return which of our collectives is probably meant; "": not known."""
+    plain = name.lower().replace("_", "")
+    alike = [known for known in ours if known.replace("_", "") == plain]
+    other = OF_COMMUNICATORS.get(name, "")
+    return alike[0] if alike else other if other in ours else ""
 
 
 def as_shown(*calls: str) -> tuple[str, ...]:
@@ -375,49 +465,3 @@ def of_operator(op: object, ours: Sequence[str]) -> str:
     word = str(name).rpartition(".")[2].lower().removeprefix("mpi_")
     close = difflib.get_close_matches(OF_OPERATORS.get(word, word), ours, 1)
     return close[0] if close else ""
-
-
-def of_arguments(exc: Exception, function: Callable[..., Any]) -> str:
-    """Return what to say of a call whose arguments do not fit a function's parameters.
-
-    Args:
-        exc: what Python raised.
-        function: the public one; the one that was called in the end may be another.
-
-    Returns:
-        "" if that is not what has happened.
-    """
-    import re
-
-    name = function.__name__
-    said = re.fullmatch(r"(?:\w+\.)*(\w+)\(\) ((?:got|missing|takes) .*)", str(exc))
-    if said is None or said[1] not in (name, name.removeprefix("i")):
-        return ""
-    text = f"{function.__qualname__}() {said[2]}"
-    keyword = re.match(r"got an unexpected keyword argument '(\w+)'", said[2])
-    if keyword is None:
-        return text
-    return f"{text.partition('. Did you mean')[0]}: {_of_keyword(keyword[1], name, function)}"
-
-
-def _of_keyword(word: str, name: str, function: Callable[..., Any]) -> str:
-    import difflib
-    import inspect
-
-    if word in ("group", "comm"):
-        return "call the method of that group's communicator, which comm.split or comm.sub made"
-    if name == "explain" and word == "algorithm":
-        return "it says which one is chosen; PYCOLL_ALGORITHM=all_reduce:ring chooses another"
-    if word == "async_op":
-        return f"use comm.i{name}, which returns a Request" if name[0] != "i" else "leave it out"
-    parameters = [
-        each.name
-        for each in inspect.signature(function).parameters.values()
-        if each.kind is not each.VAR_POSITIONAL
-    ]
-    meant = [ours for ours in OF_ARGUMENTS.get(word, ()) if ours in parameters]
-    meant = meant or difflib.get_close_matches(word, parameters, 1)
-    if name == "run" and not meant:
-        return "what fn takes stands behind n: pycoll.run(fn, n, x, y)"
-    known = ", ".join(parameter for parameter in parameters if parameter != "self")
-    return f"use {meant[0]}" if meant else f"there are {known}"

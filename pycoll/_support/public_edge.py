@@ -16,9 +16,9 @@ from pycoll._support.lazy_import import LazyModule
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
-    from pycoll._support import foreign_names
+    from pycoll._support import foreign_calls
 else:  # needed when something is wrong
-    foreign_names = LazyModule("pycoll._support.foreign_names")
+    foreign_calls = LazyModule("pycoll._support.foreign_calls")
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
@@ -38,7 +38,9 @@ def edge(function: F) -> F:
             if is_users(exc):
                 _leave_users(exc)
                 raise
-            text = foreign_names.of_arguments(exc, call) if isinstance(exc, TypeError) else ""
+            text = ""
+            if isinstance(exc, TypeError | ValueError):
+                text = foreign_calls.of_arguments(exc, call, args, kwargs)
             if text:
                 exc.args = (text,)
             if text or isinstance(exc, Error) or _is_on_purpose(exc):
@@ -60,7 +62,7 @@ def passing_on(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError, MemoryError) as exc:
-            text = foreign_names.of_arguments(exc, call) if isinstance(exc, TypeError) else ""
+            text = foreign_calls.of_arguments(exc, call) if isinstance(exc, TypeError) else ""
             if text:
                 exc.args = (text,)
             hide(exc)

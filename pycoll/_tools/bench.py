@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pycoll
+from pycoll._support import foreign_names
 from pycoll._tools import bench_machine as machine
 from pycoll._tools import bench_report as report
 from pycoll._tools.bench_report import JobSample
@@ -73,7 +74,7 @@ class Conditions(NamedTuple):
 
     Attributes:
         sizes: bytes; see `report.OF_A_VALUE`.
-        algorithm: of pycoll, None: its own choice.
+        algorithm: of pycoll, where the side names none; None: its own choice.
         aliases: where the array of a result begins behind a page; what is sent begins with one.
         timeout_s: after which a job is ended.
         usage: measure processor time and bytes on the loopback interface, too.
@@ -185,6 +186,7 @@ def measure_together(
             progress(f"{names}, round {number} of {conditions.rounds}: {side.name}")
             clock = machine.CpuClock()
             job = plan | {"copy": not side.is_peer}
+            job |= {"algorithm": side.algorithm} if side.algorithm else {}
             result = side.run(conditions.ranks, job, conditions.timeout_s)
             others = clock.others()
             for name in sizes:
@@ -270,7 +272,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=5, metavar="R", help="default: 5")
     add("--share", action="store_true", help="measure arrays that the ranks have mapped, too")
     add("--encrypt", action="store_true", help="measure zmq with pycoll-run --encrypt, too")
-    add("--algorithm", metavar="A", help="force one of pycoll's algorithms")
+    add("--algorithm", metavar="A", help="force one or more of pycoll's algorithms: ring,tree")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds for a job (300)")
     add("--plot", type=Path, metavar="F", help="draw the times: .png, .svg or .pdf")
     add("--json", type=Path, metavar="F", help="write everything that was measured")
@@ -326,17 +328,17 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         raise ValueError(f"-n {arguments.ranks}: too few ranks")
     if arguments.rounds < 1:
         raise ValueError(f"--rounds {arguments.rounds}: at least 1")
-    if arguments.algorithm is not None:
-        for collective in collectives:
-            of_messages = collective in ("send", "halo")
-            known = [] if of_messages else pycoll.algorithms(collective.removeprefix("i"))
-            _known(f"algorithm of {collective}", [arguments.algorithm], known)
+    algorithms = [] if arguments.algorithm is None else arguments.algorithm.split(",")
+    for collective in collectives if algorithms else ():
+        of_messages = collective in ("send", "halo")
+        known = [] if of_messages else pycoll.algorithms(collective.removeprefix("i"))
+        _known(f"algorithm of {collective}", algorithms, known)
     conditions = Conditions(
         ranks=arguments.ranks,
         sizes=parse_sizes(arguments.sizes),
         dtype=arguments.dtype,
         rounds=arguments.rounds,
-        algorithm=arguments.algorithm,
+        algorithm=algorithms[0] if len(algorithms) == 1 else None,
         aliases=parse_aliases(arguments.alias, DTYPES[arguments.dtype]),
         timeout_s=arguments.timeout,
     )
@@ -347,6 +349,8 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
         ours.insert(ours.index(f"pycoll {ZMQ}") + 1, f"pycoll {ZMQ}, encrypted")
     if arguments.share:
         ours = [name for plain in ours for name in (f"{plain}, shared", plain)]
+    if len(algorithms) > 1:
+        ours = [f"{name}, {algorithm}" for name in ours for algorithm in algorithms]
     names = [*ours, *peers]
     return conditions, collectives, [Side(name) for name in dict.fromkeys(names)]
 
@@ -354,7 +358,9 @@ def _understand(arguments: argparse.Namespace) -> tuple[Conditions, list[str], l
 def _known(what: str, names: Sequence[str], known: Sequence[str] | dict[str, Any]) -> None:
     for name in names:
         if name not in known:
-            raise ValueError(f"no {what} {name!r}; there are {', '.join(known) or 'none'}")
+            meant = foreign_names.of_collective(name, known) if what == "collective" else ""
+            instead = f"write {meant}" if meant else f"there are {', '.join(known) or 'none'}"
+            raise ValueError(f"no {what} {name!r}; {instead}")
 
 
 def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
@@ -362,6 +368,7 @@ def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
 
     Raises:
         BenchError: with what to do.
+        ValueError: there are no pictures of that format.
     """
     if missing := [text for side in sides if (text := side.missing())]:
         raise BenchError("\n".join(missing))
@@ -370,6 +377,8 @@ def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
             say(f"warning: {warning}")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib: pip install 'pycoll[bench]'")
+    if arguments.plot is not None and (known := report.picture_formats(arguments.plot)):
+        raise ValueError(f"--plot {arguments.plot}: matplotlib draws {known}")
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"there is no folder {path.parent} for {path}")

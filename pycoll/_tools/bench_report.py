@@ -228,6 +228,17 @@ def markdown(what: TextTable) -> str:
 # ---------------------------------------------------------------- picture
 
 
+def picture_formats(path: Path) -> str:
+    """Return the formats that there are, if this file would have another; "": it has one."""
+    from matplotlib.backend_bases import (  # type: ignore[import-not-found, unused-ignore]
+        FigureCanvasBase,
+    )
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    ending = path.suffix.removeprefix(".").lower()
+    return "" if not ending or ending in known else ", ".join(f".{name}" for name in sorted(known))
+
+
 def plot(found: Sequence[Row], path: Path) -> None:
     """Draw time over size, both logarithmic: a panel a collective, a curve a side."""
     from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]

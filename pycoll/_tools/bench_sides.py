@@ -70,8 +70,9 @@ class Side:
     Attributes:
         name: of a transport of pycoll as ``"pycoll shm"``, or ``"pycoll shm, shared"`` for arrays
             that the ranks have mapped, ``"pycoll zmq, encrypted"``, or ``"pycoll hosts"`` for two
-            emulated hosts; or of a peer.
+            emulated hosts; an algorithm may follow, as in ``"pycoll tcp, ring"``. Or of a peer.
         is_peer: not pycoll.
+        algorithm: the one that all calls take; None: pycoll's choice.
     """
 
     def __init__(self, name: str) -> None:
@@ -79,6 +80,8 @@ class Side:
         self._transport, *more = how.split(", ")
         self._shares = "shared" in more
         self._encrypts = "encrypted" in more
+        algorithms = [word for word in more if word not in ("shared", "encrypted")]
+        self.algorithm = algorithms[0] if algorithms else None
         self.name = name
         self.is_peer = ours != "pycoll"
         self._peer = PEERS[name] if self.is_peer else None
@@ -100,7 +103,7 @@ class Side:
             return None
         return (
             f"{self.name} is not in {self.python.parent.parent}: "
-            f"run benchmarks/peers {self._peer.environment}"
+            f"run benchmarks/peers {self._peer.environment} in a checkout of pycoll"
         )
 
     def warning(self) -> str | None:

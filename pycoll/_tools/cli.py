@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from pycoll._cuda.cuda import Gpu
     from pycoll.schedules import Algorithm
 
+_NOT_YET: Final = {
+    "show": "pycoll.schedules.schedule gives the steps of a rank",
+    "explain": "comm.explain says it in a program",
+    "topology": "pycoll info shows this machine",
+    "simulate": "pycoll.simulate does it in a program",
+    "top": "Ctrl-C shows what each rank of a job does",
+}
+"""Commands to come, and what there is already."""
+
 GPU_DEADLINE_S: Final = 10.0
 """To wake many GPUs that nobody uses takes a driver seconds."""
 
@@ -30,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: status 2 if the arguments make no sense, after saying so on stderr.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in _NOT_YET:
+        command, instead = argv[0], _NOT_YET[argv[0]]
+        said = f"version {_version('pycoll')} does not have the command {command} yet"
+        print(f"pycoll: {said} ({instead})", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(prog="pycoll", description=__doc__)
     parser.add_argument("--version", action="version", version=f"pycoll {_version('pycoll')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -43,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="prove every number of ranks up to N (default: 64)",
     )
     check.add_argument(
-        "collectives", nargs="*", metavar="COLLECTIVE", help="for example all_reduce; default: all"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a collective, as all_reduce, or one and its algorithms, as all_reduce ring tree; "
+        "algorithms alone: of all collectives that have them (default: all)",
     )
     timing = commands.add_parser("bench", help="time collectives, beside MPI and gloo")
     bench.add_options(timing)
@@ -69,13 +88,39 @@ def main(argv: Sequence[str] | None = None) -> int:
             return k8s.main(arguments)
         except ValueError as exc:
             kubernetes.error(str(exc))
-    from pycoll.schedules import TABLE, find, names
-
     try:
-        chosen = [find(c, name) for c in arguments.collectives or TABLE for name in names(c)]
+        chosen = _chosen(arguments.names)
     except ValueError as exc:
         check.error(str(exc))
     return _check(chosen, arguments.max_size)
+
+
+def _chosen(words: Sequence[str]) -> list[Algorithm]:
+    """Return the algorithms that these names of collectives and algorithms mean; none: all.
+
+    Raises:
+        ValueError: one is the name of neither.
+    """
+    from pycoll.schedules import TABLE, find, names
+
+    chosen: dict[str, list[str]] = {}
+    collective = ""
+    for word in words:
+        if word in TABLE:
+            collective = word
+            chosen.setdefault(word, [])
+        elif collective:
+            chosen[collective].append(find(collective, word).name)
+        elif having := [known for known in TABLE if word in TABLE[known]]:
+            for known in having:
+                chosen.setdefault(known, []).append(word)
+        else:
+            names(word)  # raises, with the collectives there are
+    return [
+        find(known, name)
+        for known in (chosen if words else TABLE)
+        for name in chosen.get(known) or names(known)
+    ]
 
 
 def _positive(text: str) -> int:

@@ -39,8 +39,8 @@ LEFT_THE_BLOCK = (
     "that does into one block, or write comm = pycoll.init()"
 )
 FORKED = (
-    "this process was forked from a rank of a pycoll job and cannot communicate: "
-    "let the parent communicate, or start the process with the spawn method"
+    "this process was forked from a rank of a pycoll job and cannot communicate: let the rank do "
+    "it, and exchange data with it by a queue or a pipe (a process that is spawned cannot either)"
 )
 
 
@@ -60,7 +60,7 @@ class _Session:
 _session = _Session()
 
 
-class WorldCommunicator(Communicator):
+class WorldCommunicator(Communicator, shown_as="Communicator"):
     """The communicator of all ranks; closing it is leaving the job."""
 
     def close(self) -> None:

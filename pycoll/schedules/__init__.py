@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pycoll._support import foreign_names
 from pycoll._support.checks import check_int, check_name
 from pycoll._support.public_edge import edge
 from pycoll.schedule import Copy, Recv, Schedule, Send, Step, compile_schedule
@@ -292,7 +293,9 @@ def names(collective: str) -> list[str]:
         ValueError: there is no such collective; the message names those there are.
     """
     if check_name(collective, "a collective", "all_reduce") not in TABLE:
-        raise ValueError(f"no collective {collective!r}; there are {', '.join(TABLE)}")
+        meant = foreign_names.of_collective(collective, TABLE)
+        instead = f"write {meant}" if meant else f"there are {', '.join(TABLE)}"
+        raise ValueError(f"no collective {collective!r}; {instead}")
     return list(TABLE[collective])
 
 

@@ -215,3 +215,11 @@ def test_wrong_arguments_are_named(ranks: Any) -> None:
 
 def test_alone_there_is_nothing_to_send() -> None:
     assert math.isfinite(pycoll.run(lambda comm: comm.explain("all_reduce", 8).seconds, 1)[0])
+
+
+def test_one_rank_alone_is_told_to_ask_on_several() -> None:
+    why = pycoll.init().explain("all_reduce", MiB)
+    assert why.refused["shared_memory"] == "needs more than one rank"
+    first, because = str(why).splitlines()
+    assert first.startswith("all_reduce of 1 MiB on 1 rank: ")
+    assert because.startswith("  because one rank has nothing to exchange")

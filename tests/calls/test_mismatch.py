@@ -209,6 +209,42 @@ def test_calls_that_wait_for_each_other_are_compared_by_the_launcher(ranks: Any,
     ranks(expect_mismatch, SILENT[name])
 
 
+LARGE = 50_000
+
+IN_SEVERAL_ROUNDS: list[Callable[[Comm], Any]] = [
+    lambda c: c.all_gatherv(np.ones(LARGE)),
+    lambda c: c.all_gatherv(np.ones(LARGE), timeout=60.0),
+    lambda c: c.all_gatherv(memoryview(np.ones(LARGE)) if c.rank else np.ones(LARGE)),
+    lambda c: c.all_gatherv(memoryview(np.ones(2)) if c.rank else np.ones(2)),
+    lambda c: c.all_to_allv([np.ones(LARGE)] * c.size),
+    lambda c: c.scatterv([np.ones(LARGE)] * c.size),
+    lambda c: c.reduce_scatterv(np.ones(c.size), [1] * c.size, maximum),
+    lambda c: c.all_reduce_many([np.ones(3), np.ones(3, "f4"), np.ones(LARGE)]),
+    lambda c: c.all_to_all([{"object": i} for i in range(c.size)]),
+    lambda c: c.all_gather({"object": c.rank}),
+    lambda c: c.broadcast({"object": [1] * LARGE} if c.rank == 0 else None),
+    lambda c: c.all_reduce(np.ones(600_000)),
+]
+
+
+@sizes(2)
+def test_a_call_counts_once_however_many_rounds_it_takes(ranks: Any) -> None:
+    def differ(part: Comm) -> None:
+        part.barrier() if part.rank == 0 else part.all_reduce(1.0)
+        part.barrier()
+
+    def program(comm: Comm) -> None:
+        for number, call in enumerate(IN_SEVERAL_ROUNDS, 1):
+            call(comm)
+            with comm.dup() as part:
+                call(part)
+                with pytest.raises(pycoll.MismatchError, match=r"number 1 of|#1 on"):
+                    differ(part)
+            assert comm._group.number == number + number  # a dup is one, too
+
+    ranks(program)
+
+
 @sizes(3)
 def test_one_rank_that_differs_is_enough(ranks: Any) -> None:
     def program(comm: Comm) -> None:

@@ -120,7 +120,7 @@ def test_test_all_tells_whether_all_are_done_and_never_waits(ranks: Any) -> None
         while not pycoll.test_all(requests):
             pass
         assert pycoll.wait_all(requests) == [0, 1, 2]
-        with pytest.raises(TypeError, match="test_all takes requests"):
+        with pytest.raises(TypeError, match="test_all takes a list of requests"):
             pycoll.test_all([None])
 
     ranks(program)

@@ -91,7 +91,7 @@ def test_what_the_tables_of_other_libraries_name_exists() -> None:
     """The second column of the tables from mpi4py and torch.distributed."""
     owners = {
         "comm": pycoll.Communicator,
-        "grid": pycoll.Grid,
+        "grid": pycoll.init().grid((1,)),
         "request": PersistentRequest,
         "status": pycoll.Status(0, 0, 0),
         "pycoll": pycoll,

@@ -159,3 +159,21 @@ assert not errors, errors
 ok()
 """,
     )
+
+
+def test_an_await_without_asyncios_loop_says_how_to_wait_and_leaves_the_request() -> None:
+    comm = pycoll.init()
+    request = comm.irecv(0)
+
+    async def program() -> None:
+        await request
+
+    coroutine = program()  # run by hand, as trio would
+    with pytest.raises(
+        RuntimeError, match=r"asyncio, .*trio\.to_thread\.run_sync\(request\.wait\)"
+    ):
+        coroutine.send(None)
+    comm.send("here", 0)
+    with pytest.raises(StopIteration):
+        program().send(None)  # it is done: nobody waits
+    assert request.result == "here"

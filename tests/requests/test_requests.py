@@ -29,7 +29,7 @@ def test_every_collective_and_send_recv_sendrecv_has_both_twins() -> None:
     probes = {"probe", "iprobe", "mprobe", "improbe", "receive_held"}
     named = {name for name in dir(Calls) if not name.startswith("_")} - probes
     assert set(twins()) == named
-    assert set(twins()) | {"allreduce"} == {n for n in vars(Persistent) if not n.startswith("_")}
+    assert set(twins()) | {"allreduce"} == {n for n in dir(Persistent) if not n.startswith("_")}
 
 
 @pytest.mark.parametrize("name", twins())
@@ -246,7 +246,7 @@ def test_the_same_request_twice_a_generator_and_what_is_no_request(ranks: Any) -
         assert pycoll.wait_all(comm.iall_reduce(i) for i in range(3)) == [0, 2, 4]
         assert pycoll.wait_any(comm.iall_reduce(i) for i in range(3))[1] in (0, 2, 4)
         for wait in (pycoll.wait_all, pycoll.wait_any, pycoll.wait_some):
-            with pytest.raises(TypeError, match="takes requests, not a int"):
+            with pytest.raises(TypeError, match="takes a list of requests, not one with an int"):
                 wait([1])
         with pytest.raises(TypeError, match="give it to its wait"):
             comm.persistent.recv(other, timeout=1)

@@ -11,6 +11,7 @@ import pytest
 from patience import PATIENCE
 from proof_cases import Steps, _edited
 
+from pycoll import __version__
 from pycoll._tools.cli import main
 from pycoll.errors import ProofError
 from pycoll.schedule import Copy, Recv, Reduce, Send, Step, recv_reduce
@@ -254,6 +255,24 @@ def test_the_command_prints_a_line_for_each_algorithm(capsys: pytest.CaptureFixt
         *(["barrier", name, "1-4", "-", "proved"] for name in names("barrier")),
         *(["reduce", name, "1-4", "each", "proved"] for name in names("reduce")),
     ]
+    assert main(["check", "--max-size", "2", "scan", "all_reduce", "ring", "tree"]) == 0
+    assert _cases(capsys.readouterr().out) == [
+        *(["scan", name, "1-2", "-", "proved"] for name in names("scan")),
+        ["all_reduce", "ring", "1-2", "-", "proved"],
+        ["all_reduce", "tree", "1-2", "-", "proved"],
+    ]
+    assert main(["check", "--max-size", "2", "ring"]) == 0
+    alone = [(line[0], line[1]) for line in _cases(capsys.readouterr().out)]
+    assert alone == [(collective, "ring") for collective in TABLE if "ring" in TABLE[collective]]
+
+
+def test_a_command_to_come_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("show", "explain", "topology", "simulate", "top"):
+        assert main([command, "all_reduce", "-n", "8"]) == 2
+        said = capsys.readouterr().err
+        begins = f"pycoll: version {__version__} does not have the command {command} yet ("
+        assert said.startswith(begins)
+        assert said.count("\n") == 1
 
 
 def test_the_command_proves_on_all_cores_and_prints_in_order() -> None:
@@ -300,7 +319,13 @@ def test_the_command_fails_with_the_explanation(
 
 @pytest.mark.parametrize(
     ("arguments", "what"),
-    [(["bcast"], "no collective 'bcast'"), (["--max-size", "0"], "a whole number above 0")],
+    [
+        (["bcast"], "no collective 'bcast'; write broadcast"),
+        (["allreduce"], "no collective 'allreduce'; write all_reduce"),
+        (["all_reduce", "rign"], "all_reduce has no algorithm 'rign'; it has ring"),
+        (["rign"], "no collective 'rign'; there are broadcast"),
+        (["--max-size", "0"], "a whole number above 0"),
+    ],
 )
 def test_the_command_refuses_what_makes_no_sense(
     capsys: pytest.CaptureFixture[str], arguments: list[str], what: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import json
@@ -14,6 +15,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -289,13 +291,36 @@ def test_a_peer_that_is_not_there_is_named_with_what_to_run(tmp_path: Path) -> N
     done = run_bench("--against", "mpich", PYCOLL_BENCH_PEERS=str(tmp_path))
     assert done.returncode == 1
     where = tmp_path / "mpich"
-    assert done.stderr == (f"pycoll bench: mpich is not in {where}: run benchmarks/peers mpich\n")
+    what = "run benchmarks/peers mpich in a checkout of pycoll"
+    assert done.stderr == f"pycoll bench: mpich is not in {where}: {what}\n"
+
+
+def test_each_algorithm_that_is_named_is_a_side_whose_job_is_told_of_it() -> None:
+    told = []
+
+    class Noting(bench_sides.Side):
+        def run(self, ranks: int, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+            told.append((self.name, plan["algorithm"]))
+            return {"figures": [], "versions": {}}
+
+    for given in ([], ["ring"], ["ring", "tree"]):
+        parser = argparse.ArgumentParser()
+        bench.add_options(parser)
+        options = ["--algorithm", ",".join(given)] if given else []
+        arguments = parser.parse_args(["--transport", "tcp", "--rounds", "1", *options])
+        conditions, _, sides = bench._understand(arguments)
+        bench.measure("all_reduce", [Noting(side.name) for side in sides], conditions)
+    several = [("pycoll tcp, ring", "ring"), ("pycoll tcp, tree", "tree")]
+    assert told == [("pycoll tcp", None), ("pycoll tcp", "ring"), *several]
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ["all_redice"],
+        ["allreduce"],
+        ["--algorithm", "ring,treee"],
+        ["--plot", "times.txt"],
         ["--against", "openmpy"],
         ["--transport", "udp"],
         ["--transport", "tcp", "--encrypt"],
@@ -308,6 +333,8 @@ def test_a_peer_that_is_not_there_is_named_with_what_to_run(tmp_path: Path) -> N
 def test_arguments_that_make_no_sense_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", *arguments])
     assert ended.value.code == 2

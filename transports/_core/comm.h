@@ -47,6 +47,7 @@ typedef struct pc_comm {
     /* the thread that is in a call of Python's, which comes here for parts of it; */
     pthread_t caller;
     bool claimed;     /* whether there is one */
+    uint64_t calls_before; /* the user's, before that one */
     bool busy;       /* a call is under way */
     bool heard;      /* and what its root has announced: the next `hear` is of that */
     uint64_t number; /* of the last call */
@@ -257,6 +258,13 @@ int pc_serve_together(pc_collective *call);
 int pc_receive_together(pc_collective *call, uint64_t address);
 /* nobody is at work on this rank's arrays any more; the call has failed */
 void pc_abandon(pc_collective *call);
+
+/* The calling thread begins a call of the user's, of which the calls here are parts. */
+static inline void pc_claim(pc_comm *comm) {
+    comm->claimed = true;
+    comm->caller = pthread_self();
+    comm->calls_before = comm->number - comm->internal - comm->heard;
+}
 
 /* choice.c: whether a large call goes by direct.c (1) or by streaming (0); all ranks choose alike.
    -1 with an exception. */

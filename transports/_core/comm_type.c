@@ -27,8 +27,7 @@ static PyObject *comm_claim(pc_comm *comm, PyObject *unused) {
     (void)unused;
     if (comm->busy || (comm->claimed && !pthread_equal(comm->caller, pthread_self())))
         Py_RETURN_FALSE;
-    comm->claimed = true;
-    comm->caller = pthread_self();
+    pc_claim(comm);
     Py_RETURN_TRUE;
 }
 
@@ -170,7 +169,8 @@ static PyObject *comm_get_number(pc_comm *comm, void *unused) {
 }
 static PyObject *comm_get_internal(pc_comm *comm, void *unused) {
     (void)unused;
-    return PyLong_FromUnsignedLongLong(comm->internal);
+    /* a call that was heard only is still to be made */
+    return PyLong_FromUnsignedLongLong(comm->internal + comm->heard);
 }
 static PyObject *comm_get_piece_nbytes(pc_comm *comm, void *unused) {
     (void)comm, (void)unused;

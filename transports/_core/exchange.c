@@ -139,6 +139,9 @@ static PC_COLD int compare_earlier(pc_collective *call, int rank, uint64_t numbe
 /* Wait until this call's slot is free; its number and signature come with `pc_enter_end`. */
 int pc_enter_begin(pc_collective *call, struct pc_slot **slot) {
     pc_comm *comm = call->comm;
+    /* Of the calls that Python makes for one of the user's only the first counts. */
+    if (PC_UNLIKELY(comm->claimed) && call->number == 0 && call->within == NULL)
+        comm->internal += comm->number > comm->internal + comm->calls_before;
     call->number = comm->number + 1;
     if (PC_UNLIKELY(comm->entered_by_all + PC_SLOTS <= call->number)) {
         uint64_t needed = call->number - PC_SLOTS + 1;

@@ -372,6 +372,7 @@ static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t
     Py_DECREF(Py_None);
     uint64_t left = read_left(call), number = call->comm->number;
     PyObject *result = NULL;
+    call->comm->internal++; /* what follows is a part of the call that has been counted */
     if (left < LONG_HEADS && read_rows(call))
         result = call->num_blocks > 0 ? make_result(call) : Py_NewRef(Py_None);
     if (result == NULL && !PyErr_Occurred())
@@ -384,6 +385,7 @@ static PyObject *run(struct uneven_call *call, PyObject *const *args, Py_ssize_t
     if (result == NULL && left != NOTHING && call->comm->number == number && call->comm->usable &&
         begin(call, &round, PC_ALL_GATHER, false) == 0)
         return pc_call_end(&round, -1, NULL);
+    call->comm->internal -= call->comm->number == number; /* nothing has followed */
     return result;
 }
 
@@ -405,8 +407,7 @@ static PyObject *uneven(pc_shared *self, int kind, PyObject *const *args, Py_ssi
         bool is_plain = view_own(&call, values[X]) && view_out(&call, values[OUT]);
         PyObject *result = NULL;
         if (is_plain) {
-            comm->claimed = true; /* no other thread comes in between the rounds */
-            comm->caller = pthread_self();
+            pc_claim(comm); /* no other thread comes in between the rounds */
             if (find_text(&call))
                 result = run(&call, args, count, keywords);
             if (pthread_equal(comm->caller, pthread_self())) /* else Python has let it go, and
