@@ -193,7 +193,7 @@ class Server:
         elif not clean:
             self._fail(rank, reason, "")
         elif not entry.failed:
-            self._push_others(rank, "ended", {"rank": rank, "reason": reason})
+            self.push_others(rank, "ended", {"rank": rank, "reason": reason})
             self._lose(f"rank {rank} has ended: {reason}")
 
     def missing(self) -> list[int]:
@@ -398,7 +398,7 @@ class Server:
                 self.calls.stop(rank)
                 self._notices.append(Notice(kind, rank, fields))
                 if self._met:
-                    self._push_others(rank, "left", {"rank": rank, **fields})
+                    self.push_others(rank, "left", {"rank": rank, **fields})
                     self._lose(f"rank {rank} has left the job")
                 else:
                     self._end_meeting(f"rank {rank} left before all ranks had joined the job")
@@ -436,7 +436,7 @@ class Server:
             self._end_meeting(f"{text}\n{detail}" if detail else text)
         elif not entry.failed:
             entry.failed = True
-            self._push_others(rank, "failed", {"rank": rank, "reason": reason, "detail": detail})
+            self.push_others(rank, "failed", {"rank": rank, "reason": reason, "detail": detail})
             self._lose(f"rank {rank} failed: {reason}")
             self._on_failure()
 
@@ -448,7 +448,7 @@ class Server:
         elif left:
             self._fail(rank, f"{self._ranks[rank].trouble}: {why}", "")
 
-    def _push_others(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
+    def push_others(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
         others = (entry for other, entry in enumerate(self._ranks) if other != rank)
         self._push_all(others, wire.pack(kind, fields))
 

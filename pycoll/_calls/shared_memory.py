@@ -267,9 +267,13 @@ class ShmComm:
         """Raise what ends the wait; return until when to sleep, None: `peer` has ended."""
         self._host.see_failure()
         context, now = self._context, time.monotonic()
-        self._engine.check(context)
         kind, number = described[1], described[5]
         call = self._call
+        if context.has_left:
+            call = call or self._described(described)
+            if call.context is context:  # else that is a part of the call
+                context.compare_all_left(call.number + 1, call.text)
+        self._engine.check(context)
         for world, error in context.gone.items():
             rank = context.members.index(world)
             if rank != peer and KINDS[kind] not in EVERYBODY:

@@ -27,6 +27,7 @@ from pycoll._launcher.lasting import LastingJob
 from pycoll._launcher.outcome import Outcome
 
 _GRACE_S = 2.0  # from a failure to the interrupt of the others, and from that to their end
+_TELL_S = 0.5  # from an answer to when those that have none yet hear of it
 _CLOSE_S = 5.0  # for ranks that have nothing to do to end
 
 
@@ -161,6 +162,7 @@ class _Run:
         self._deadline = time.monotonic() + self._limit_s
         self._answers: dict[int, dict[str, Any]] = {}
         self._is_compared = False
+        self._tell_at: dict[int, float] = {}  # when the others hear of an answer
         self._call_off_at = math.inf  # when the others are interrupted, or else ended
         self._are_called_off = self._is_stopped = False
         self.interrupted: tuple[str, ...] | None = None
@@ -188,6 +190,7 @@ class _Run:
             self._job.unlisten(self._sockets[rank].fileno())
             return
         self._answers[rank] = marshal.loads(said)
+        self._tell_at[rank] = time.monotonic() + _TELL_S
         self._note_returned()
 
     def _note_returned(self) -> None:
@@ -216,6 +219,10 @@ class _Run:
             if self._compare():
                 return math.inf
             return None if self._job.has_written() else math.inf
+        for rank in [rank for rank, due in self._tell_at.items() if now >= due]:
+            del self._tell_at[rank]
+            calls = self._answers[rank]["told"]
+            self._job.server.push_others(rank, "returned", {"rank": rank, "calls": calls})
         if now >= self._deadline:
             self._deadline = math.inf
             self._job.time_out(self._limit_s)
@@ -224,7 +231,7 @@ class _Run:
             self._call_off_at = now + _GRACE_S
         if now >= self._call_off_at:
             self._call_off(now)
-        return min(self._deadline, self._call_off_at)
+        return min(self._deadline, self._call_off_at, *self._tell_at.values())
 
     def _compare(self) -> bool:
         """Have the ranks compare their last calls, if these differ and no rank has raised."""
@@ -238,6 +245,7 @@ class _Run:
             with contextlib.suppress(OSError):
                 each.send(marshal.dumps({r: calls for r, calls in told.items() if r != rank}))
         self._answers.clear()
+        self._tell_at.clear()
         return True
 
     def _call_off(self, now: float) -> None:

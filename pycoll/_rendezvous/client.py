@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Client", "Event"]
 
-_EVENTS = frozenset({"failed", "left", "ended", "broken", "told", "look"})
+_EVENTS = frozenset({"failed", "left", "returned", "ended", "broken", "told", "look"})
 _STATES = frozenset({"waiting", "running"})
 # What all ranks do before each gets this answer.
 _WORDS = {
@@ -40,6 +40,7 @@ class Event:
     "left"   {rank, links, calls,     it finalized; links: the ranks it has sent to; calls: of each
               error}                  communicator the last call, as `context.LastCall`; error: the
                                       first that it met, ""
+    "returned" {rank, calls}          it has done what this run of a pool is; its last calls
     "ended"  {rank, reason}           its process ended with status 0
     "broken" {context, error, rank,   a communicator is broken, by what and by whom
               reason, message}

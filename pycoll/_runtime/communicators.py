@@ -308,6 +308,8 @@ class Communicators(Driver):
                 self._broken_early[ident] = error
         elif kind == "look":
             self.waits.answer(fields["round"], fields["contexts"])
+        elif kind == "returned":
+            self._last_calls.hear(fields["rank"], fields["calls"])
         elif kind == "told":
             self.transport.hear(fields["rank"], fields["note"])
         elif kind == "lost":

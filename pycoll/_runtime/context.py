@@ -18,6 +18,7 @@ from pycoll._runtime.envelope import (
     are_same,
     call_of,
     different_calls,
+    different_last,
     readable,
 )
 from pycoll._runtime.inbox import Inbox
@@ -229,9 +230,26 @@ class Context(Inbox):
         """Hear from a rank that leaves what it has called last."""
         self._left[rank] = last
         self.core.collectives_usable = False  # each call must be compared with that one
-        mine = self.recent_calls().get(last.number)
-        if mine is not None:
-            self._check_same(last.number, mine, rank, last.call.encode())
+        self.compare_all_left()
+
+    def compare_all_left(self, num_calls: int = 0, newest: str = "") -> None:
+        """Compare what this rank has called with the last calls of ranks that have left.
+
+        Args:
+            num_calls: how many it has made with one in shared memory that has only begun.
+            newest: that call.
+        """
+        mine, calls = self.last_call(), self.recent_calls()
+        mine = mine._replace(num_calls=max(mine.num_calls, num_calls))
+        for rank, last in self._left.items():
+            error = different_last(self.name, self.me, mine, calls, rank, last, newest)
+            if error is not None:
+                self.on_mismatch(self, error)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a rank has told that it makes no more calls here."""
+        return bool(self._left)
 
     def left_before(self, rank: int, number: int) -> bool:
         """Whether a rank is known to have left without making the collective call `number`."""

@@ -9,7 +9,7 @@ call as text, so that ranks which made different calls find out at the first mes
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from pycoll._support.foreign_names import OF_STATUSES, Hinting, advice, as_shown
@@ -46,6 +46,9 @@ ARRAY, OBJECT, OFFERED, SEGMENTS = range(4)
 
 Of one that is offered, the value stays where it is; the last brings the first segment of one.
 """
+
+
+_ANOTHER = b"another collective"
 
 
 class LastCall(NamedTuple):
@@ -86,6 +89,37 @@ def different_calls(
 def are_same(one: bytes, other: bytes) -> bool:
     """Whether two calls, as they are on the wire, are the same: where they were made may differ."""
     return one.partition(b"\0")[0] == other.partition(b"\0")[0]
+
+
+def different_last(
+    name: str,
+    me: int,
+    mine: LastCall,
+    recent: Mapping[int, bytes],
+    peer: int,
+    theirs: LastCall,
+    newest: str = "",
+) -> MismatchError | None:
+    """Return how what two ranks tell of their last calls on the communicator `name` differs.
+
+    Of two that have made as many calls, and not as many by messages, one has made a call in shared
+    memory in place of one of the other's.
+
+    Args:
+        recent: the latest calls by messages of `me`, by number.
+        newest: the call in shared memory that it is in.
+    """
+    number, call = theirs.number, theirs.call.encode()
+    own = recent.get(number)
+    if mine.num_calls == theirs.num_calls and mine.number != number:
+        if mine.number < number:
+            own = newest.encode() or _ANOTHER
+        else:
+            own, call = mine.call.encode(), _ANOTHER
+        number = mine.num_calls - 1
+    if own is None or are_same(own, call):
+        return None
+    return different_calls(name, number, me, readable(own), peer, readable(call))
 
 
 def call_of(arrival: Arrival) -> bytes:

@@ -3,7 +3,8 @@
 Not every collective waits for everybody: the root of a small broadcast has sent it and is done. If
 ranks disagree in such a call, and it was their last, no message of a later one tells. So a rank
 that leaves says which calls were its last, and nobody waits for that: whoever leaves later has
-heard it. (Calls in shared memory are compared there.)
+heard it. (Calls in shared memory are compared there;
+with calls by messages they are compared by how many of each there were.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pycoll._runtime.context import Context
-from pycoll._runtime.envelope import LastCall, are_same, different_calls, readable
+from pycoll._runtime.envelope import LastCall, different_last
 from pycoll.errors import Error, MismatchError
 
 MAX_TOLD = 16
@@ -73,18 +74,10 @@ class LastCalls:
             if last.context in self._contexts:
                 self._contexts[last.context].peer_left(rank, last)
             elif last.context in self._closed:
-                name, _, calls = self._closed[last.context]
-                self._compare(name, rank, last, calls.get(last.number))
+                name, mine, calls = self._closed[last.context]
+                self.note(different_last(name, self._me, mine, calls, rank, last))
 
     def hear_broken(self, ident: int, error: Error) -> None:
         """Hear that a communicator which is closed here has broken elsewhere."""
         if ident in self._dropped and isinstance(error, MismatchError):
-            self.note(error)
-
-    def _compare(self, name: str, rank: int, last: LastCall, mine: bytes | None) -> None:
-        theirs = last.call.encode()
-        if mine is not None and not are_same(mine, theirs):
-            error = different_calls(
-                name, last.number, self._me, readable(mine), rank, readable(theirs)
-            )
             self.note(error)

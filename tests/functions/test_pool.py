@@ -93,6 +93,12 @@ def test_an_exception_ends_the_run_and_the_ranks_stay(pool: pycoll.Pool, waits: 
 LAST_CALLS = {
     "broadcast": lambda comm: comm.broadcast(np.full(1, comm.rank), root=comm.rank),
     "scatter": lambda comm: comm.scatter(np.ones((2, 2)), root=comm.rank),
+    # An array goes through shared memory, an object by a message.
+    "of an array and an object": lambda comm: comm.gather(1) if comm.rank else comm.reduce(1),
+    "after a barrier": lambda comm: (
+        comm.barrier(),
+        comm.gather(1) if comm.rank else comm.broadcast(1),
+    ),
     "of a part": lambda comm: comm.split(0).broadcast(1, root=comm.rank),
 }
 

@@ -73,6 +73,25 @@ else:
     assert done.content == [1, 2], done.stderr
 
 
+def test_who_waits_in_shared_memory_is_told_of_the_message_of_a_rank_that_has_left(
+    job: Any,
+) -> None:
+    done = job(
+        2,
+        """
+if rank == 0:
+    text = "rank 0: reduce.*algorithm=shared_memory.*rank 1: gather.object"
+    error_like(pycoll.MismatchError, text, comm.reduce, 1)
+    ok()
+else:
+    comm.gather(1)
+""",
+        "--transport",
+        "shm",
+    )
+    assert done.content == [0], done.stderr
+
+
 @pytest.mark.parametrize(
     ("whole", "kind", "text"),
     [
