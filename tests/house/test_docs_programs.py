@@ -1,4 +1,4 @@
-"""The programs in docs/tutorial.md and docs/collectives.md run, and print what the pages show."""
+"""The programs in pages of docs/ run, and print what the pages show."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,12 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
 
 MARK = "--- the next block ---"
 
+QUIET = {
+    "DASK_LOGGING__DISTRIBUTED": "critical",
+    "DASK_TEMPORARY_DIRECTORY": ".",
+}
+"""Dask's log and files are not looked at."""
+
 
 def blocks(page: str) -> list[tuple[str, str]]:
     """The fenced blocks of a page: language and text."""
@@ -27,29 +34,46 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
 
 
-TUTORIAL = blocks("tutorial.md")
-COMMANDS = [text for language, text in TUTORIAL if language == "console"]
+NEEDS = {"sample.py": ("emcee", "schwimmbad"), "cluster.py": ("dask_mpi",)}
+"""Libraries that programs of the pages need, and only the tier `engines` has."""
+
+
+def commands(page: str) -> list[Any]:
+    """The commands of a page, each with what it prints."""
+    found = []
+    for text in [text for language, text in blocks(page) if language == "console"]:
+        first = text.split("\n", 1)[0]
+        marks = [pytest.mark.engines] if first.split()[-1] in NEEDS else []
+        found.append(pytest.param(text, page, id=first, marks=marks))
+    return found
+
+
+COMMANDS = [*commands("tutorial.md"), *commands("pool_of_ranks.md")]
 
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of the tutorial."""
+    """A folder with the files of the pages, each page's in a folder of its name."""
     place = tmp_path_factory.mktemp("tour")
-    for language, text in TUTORIAL:
-        if language == "python":
-            (place / text.split("\n", 1)[0].removeprefix("# ")).write_text(text)
+    for page in ("tutorial.md", "pool_of_ranks.md"):
+        (place / page).mkdir()
+        for language, text in blocks(page):
+            if language == "python":
+                (place / page / text.split("\n", 1)[0].removeprefix("# ")).write_text(text)
     return place
 
 
-@pytest.mark.parametrize("shown", COMMANDS, ids=lambda text: text.split("\n", 1)[0])
-def test_the_tutorial_prints_what_it_shows(shown: str, tour: Path) -> None:
+@pytest.mark.parametrize(("shown", "page"), COMMANDS)
+def test_a_page_prints_what_it_shows(shown: str, page: str, tour: Path) -> None:
     """A line of dots stands for any number of lines; without one ranks may print in any order."""
     command, _, expected = shown.removeprefix("$ ").partition("\n")
+    for library in NEEDS.get(command.split()[-1], ()):
+        pytest.importorskip(library)
     path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
     done = subprocess.run(
         command.split(),
-        cwd=tour,
-        env={**os.environ, "PATH": path},
+        cwd=tour / page,
+        env={**os.environ, "PATH": path, **QUIET},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pycoll
+from pycoll import mpi4py_like
 from pycoll._calls.explain import Explanation
 from pycoll._requests.nonblocking import Persistent
 from pycoll._requests.request import PersistentRequest
 
 CLASSES = [
     *(value for value in map(pycoll.__getattr__, pycoll._HOMES) if isinstance(value, type)),
-    *(Explanation, Persistent, PersistentRequest),
+    *(Explanation, Persistent, PersistentRequest, mpi4py_like.Comm, mpi4py_like.Status),
 ]
 COMMON = {"self", "timeout", "cls"}
 """Parameters that the docstring of the class explains for all methods."""

@@ -74,6 +74,18 @@ def test_objects_reach_every_rank_and_come_back(size: int, tmp_path: Path) -> No
     assert lines[-1] == "most frequent: 'e', 16 times"
 
 
+@pytest.mark.parametrize("size", few([3], [1, 6]))
+def test_a_pool_draws_the_same_picture_with_any_number_of_ranks(size: int, tmp_path: Path) -> None:
+    *picture, done_by = run_example("pool.py", size, tmp_path, "--rows", "5").splitlines()
+    assert len(picture) == 5
+    assert picture[0] == picture[4] == " " * 72
+    assert picture[1] == picture[3] != picture[2]
+    # On the real axis the set reaches from -2 to 0.25: 2.25 / (2.8 / 72) columns.
+    assert picture[2].count("#") == 58
+    assert sum(map(int, re.findall(r": (\d+) rows", done_by))) == 5
+    assert ("rank 0" in done_by) is (size == 1)
+
+
 @pytest.mark.parametrize("size", few([2], [1, 4]))
 def test_overlap_times_each_kind_of_computing(size: int, tmp_path: Path) -> None:
     small = ("--elements", "5000", "--rounds", "1")
