@@ -16,6 +16,7 @@ import pycoll
 from pycoll._runtime import envelope
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG
 from pycoll._support import foreign_names
+from pycoll._support.foreign_names import Hinting
 from pycoll._support.public_edge import edge, edges
 from pycoll.errors import Error
 
@@ -43,7 +44,7 @@ Status = MpiStatus
 
 
 @edges
-class Comm:
+class MpiComm(Hinting, shown_as="Comm"):
     """A communicator of pycoll with those methods of mpi4py's that such libraries call.
 
     It is another face of `comm`: both may be used, and a message sent by one is received by the
@@ -169,6 +170,9 @@ class Comm:
 
     def __repr__(self) -> str:
         return f"Comm({self._comm!r})"
+
+
+Comm = MpiComm
 
 
 @edge
