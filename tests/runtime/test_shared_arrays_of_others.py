@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,21 +249,6 @@ assert isinstance(error, PermissionError), error
 ok()
 """
     all_well(job(2, USE + text), 2)
-
-
-def test_nothing_stays_when_ranks_are_killed(job: Any) -> None:
-    before = set(Path("/dev/shm").iterdir())
-    text = """
-pycoll.share_arrays(1)
-x = np.ones(1_000_000)
-comm.all_reduce(x)
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-comm.all_reduce(x)
-"""
-    for _ in range(5):
-        assert job(2, USE + text).status == 137
-    assert set(Path("/dev/shm").iterdir()) == before
 
 
 def test_calls_through_python_and_the_core_agree_where_they_go(job: Any) -> None:
