@@ -202,7 +202,7 @@ def layouts(x: Array) -> Iterator[Array]:
         yield unaligned.reshape(x.shape)
 
 
-@sizes(2, 5, more=(1,))
+@sizes(2, 5, more=(1,), deadline=True)
 def test_memory_layout_of_the_input_does_not_matter(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
@@ -228,7 +228,7 @@ def test_memory_layout_of_the_input_does_not_matter(ranks: Any) -> None:
     ranks(program)
 
 
-@sizes(1, 2, more=(3,))
+@sizes(1, 2, more=(3,), deadline=True)
 def test_shapes_are_kept_from_scalars_to_empty_arrays(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
@@ -250,7 +250,7 @@ def test_shapes_are_kept_from_scalars_to_empty_arrays(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("read_from", [0, 1], ids=["as they choose", "read directly"])
-@sizes(2, 3, more=(1, 4))
+@sizes(2, 3, more=(1, 4), deadline=True)
 def test_lengths_around_every_threshold_are_right(ranks: Any, read_from: int) -> None:
     def program(comm: Comm) -> None:
         if not read_from:

@@ -21,7 +21,7 @@ def spaced(shape: tuple[int, ...], dtype: Any) -> Array:
     return np.full((*shape, 2), 99).astype(dtype)[..., 0]
 
 
-@sizes(2, 5, more=(1,))
+@sizes(2, 5, more=(1,), deadline=True)
 def test_out_is_filled_and_returned_whatever_its_layout(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
@@ -53,7 +53,7 @@ def test_out_is_filled_and_returned_whatever_its_layout(ranks: Any) -> None:
     ranks(program)
 
 
-@sizes(2, 5, more=(1,))
+@sizes(2, 5, more=(1,), deadline=True)
 def test_the_in_place_forms_give_what_separate_arrays_give(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size
@@ -166,7 +166,7 @@ def test_nobody_leaves_a_barrier_before_everybody_has_entered(ranks: Any) -> Non
     ranks(program)
 
 
-@sizes(2, 4)
+@sizes(2, 4, deadline=True)
 def test_a_rank_may_run_ahead_of_the_others(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size

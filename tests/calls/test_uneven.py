@@ -64,12 +64,12 @@ def move_blocks_of_all_shapes(comm: Comm) -> None:
         move_everything(comm, draw_blocks(seed, comm.size), draw_matrix(seed, comm.size))
 
 
-@sizes(1, 3, more=(2, 4, 5))
+@sizes(1, 3, more=(2, 4, 5), deadline=True)
 def test_blocks_of_any_shapes_arrive_where_they_belong(ranks: Any) -> None:
     ranks(move_blocks_of_all_shapes)
 
 
-@sizes(1, 2, 3, 5)
+@sizes(1, 2, 3, 5, deadline=True)
 def test_blocks_around_every_limit_arrive(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         size = comm.size
@@ -246,7 +246,7 @@ def test_persistent_requests_move_what_is_there_at_each_start(ranks: Any) -> Non
     ranks(program)
 
 
-@sizes(2, 3)
+@sizes(2, 3, deadline=True)
 def test_uneven_collectives_keep_step_with_all_others(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size

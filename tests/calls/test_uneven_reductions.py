@@ -34,7 +34,7 @@ def test_every_algorithm_reduces_parts_of_any_lengths(ranks: Any) -> None:
     ranks(reduce_with_every_algorithm)
 
 
-@sizes(2, 3)
+@sizes(2, 3, deadline=True)
 def test_every_kind_of_operator_reduces_parts(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         me, size = comm.rank, comm.size

@@ -27,15 +27,22 @@ def few(values: Iterable[Any], more: Iterable[Any] = ()) -> list[Any]:
     return [*values, *(pytest.param(value, marks=exhaustive) for value in more)]
 
 
-def sizes(*counts: int, more: tuple[int, ...] = ()) -> pytest.MarkDecorator:
-    """Run a test on jobs of so many ranks, and on those in `more` in the exhaustive tier."""
-    return pytest.mark.parametrize("ranks", few(counts, more), indirect=True, scope="module")
-
-
 # The calls of a pool have no deadline but here.
-with_deadline = pytest.mark.parametrize(
-    "ranks", [(2, ("--op-timeout", str(20 * PATIENCE)))], indirect=True, scope="module"
-)
+_DEADLINE = (2, ("--op-timeout", str(20 * PATIENCE)))
+
+
+def sizes(*counts: int, more: tuple[int, ...] = (), deadline: bool = False) -> pytest.MarkDecorator:
+    """Run a test on jobs of so many ranks, and on those in `more` in the exhaustive tier.
+
+    With `deadline` also on two ranks whose calls have one, so that they go through Python.
+    """
+    values = few(counts, more)
+    if deadline:
+        values.append(pytest.param(_DEADLINE, id="deadline"))
+    return pytest.mark.parametrize("ranks", values, indirect=True, scope="module")
+
+
+with_deadline = pytest.mark.parametrize("ranks", [_DEADLINE], indirect=True, scope="module")
 
 # A message of whatever length between two ranks, on every way that it may go; or to oneself.
 on_every_way = pytest.mark.parametrize(
