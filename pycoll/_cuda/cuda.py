@@ -26,7 +26,7 @@ _PAGE: Final = mmap.PAGESIZE
 _BY_HOST: Final = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 _TO_ALL: Final = 200  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES
 
-INSTALL: Final = "Install it with: pip install 'pycoll[cuda]'"
+INSTALL: Final = "Install it with: pip install cuda-bindings"
 
 
 class Rows(NamedTuple):

@@ -376,7 +376,7 @@ def _check_before(arguments: argparse.Namespace, sides: Sequence[Side]) -> None:
         if warning := side.warning():
             say(f"warning: {warning}")
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install 'pycoll[bench]'")
+        raise BenchError("--plot needs matplotlib: pip install matplotlib")
     if arguments.plot is not None and (known := report.picture_formats(arguments.plot)):
         raise ValueError(f"--plot {arguments.plot}: matplotlib draws {known}")
     for path in (arguments.json, arguments.plot):

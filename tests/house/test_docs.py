@@ -52,6 +52,18 @@ def test_the_tree_of_errors_in_the_documents_is_that_in_the_source() -> None:
     }
 
 
+def test_nobody_is_told_to_install_pycoll_from_an_index() -> None:
+    sources = [
+        path
+        for folder in ("pycoll", "launcher", "transports", "examples", "build_backend")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in (*DOCUMENTS, *sources):
+        for command in re.findall(r"pip3? install [^\n]*", path.read_text(encoding="utf-8")):
+            by_name = re.search(r"[\s'\"]pycoll(ective)?(?![-\w])", command.split("#")[0])
+            assert not by_name, f"{path.relative_to(ROOT)}: {command}"
+
+
 def leads(document: Path, target: str) -> bool:
     path, _, anchor = target.partition("#")
     if "://" in target:

@@ -63,7 +63,7 @@ def imports_of(name: str, path: Path) -> set[str]:
 @pytest.fixture
 def distribution() -> importlib.metadata.Distribution:
     try:
-        return importlib.metadata.distribution("pycoll")
+        return importlib.metadata.distribution("pycollective")
     except importlib.metadata.PackageNotFoundError:
         pytest.fail("pycoll is not installed, only found through the path: pip install '.[test]'")
 
@@ -112,7 +112,7 @@ def test_only_pycoll_lands_in_site_packages(
 ) -> None:
     tops = {file.parts[0] for file in distribution.files or []}
     allowed = re.compile(
-        r"pycoll|\.\.|pycoll-[^/]*\.dist-info|__editable__[^/]*pycoll[^/]*|pycoll\.egg-link"
+        r"pycoll|\.\.|pycollective-[^/]*\.dist-info|__editable__[^/]*pycoll[^/]*|pycollective\.egg-link"
     )
     assert {top for top in tops if not allowed.fullmatch(top)} == set()
 
