@@ -326,6 +326,6 @@ def version() -> str:
     from importlib import metadata  # not at the top: it would take a quarter of the start-up
 
     try:
-        return metadata.version("pycoll")
+        return metadata.version("pycollective")
     except metadata.PackageNotFoundError:
         return "0+unknown"

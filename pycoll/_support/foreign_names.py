@@ -370,7 +370,7 @@ def with_version(text: str) -> str:
         return text
     from importlib.metadata import version
 
-    return text.replace("{version}", version("pycoll"))
+    return text.replace("{version}", version("pycollective"))
 
 
 def of_module(name: str) -> str:

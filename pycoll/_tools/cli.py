@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in _NOT_YET:
         command, instead = argv[0], _NOT_YET[argv[0]]
-        said = f"version {_version('pycoll')} does not have the command {command} yet"
+        said = f"version {_version('pycollective')} does not have the command {command} yet"
         print(f"pycoll: {said} ({instead})", file=sys.stderr)
         return 2
     parser = argparse.ArgumentParser(prog="pycoll", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"pycoll {_version('pycoll')}")
+    parser.add_argument("--version", action="version", version=f"pycoll {_version('pycollective')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="show versions, cores and transports")
     check = commands.add_parser("check", help="prove the algorithms")
@@ -198,7 +198,7 @@ def _info() -> int:
     from pycoll._transports.rdma_devices import find
 
     rows = [
-        ("pycoll", _version("pycoll")),
+        ("pycoll", _version("pycollective")),
         ("platform", platform.platform()),
         ("cores", _cores()),
         ("Python", f"{platform.python_version()} ({platform.python_implementation()})"),

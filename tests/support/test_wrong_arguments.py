@@ -155,11 +155,14 @@ def calls(comm: pycoll.Communicator) -> dict[str, tuple[Callable[..., Any], dict
     return found
 
 
+EXPECTED = (TypeError, ValueError, OverflowError, AttributeError, MemoryError, pycoll.Error)
+
+
 def said_of(call: Callable[..., Any], arguments: dict[str, Any], *more: Any) -> str | None:
     """What is wrong with what is said of the arguments; None: nothing, or they are accepted."""
     try:
         call(*more, **arguments)
-    except (TypeError, ValueError, AttributeError, MemoryError, pycoll.Error) as exc:
+    except EXPECTED as exc:
         text = "".join(traceback.format_exception(exc))
         return text if any(source in text for source in SOURCES) else None
     except Exception as exc:
