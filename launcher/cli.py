@@ -255,6 +255,12 @@ def _options(args: argparse.Namespace) -> Options:
         raise _UsageError(
             f"--emulate-hosts {args.emulate_hosts} needs as many ranks, there are {size}"
         )
+    if (
+        args.log_dir is not None
+        and os.path.exists(args.log_dir)
+        and not os.path.isdir(args.log_dir)
+    ):
+        raise _UsageError(f"--log-dir {args.log_dir} is no folder")
     exports = dict(args.exports)
     if args.share_arrays:
         exports.setdefault("PYCOLL_SHARE_ARRAYS", "1")

@@ -205,7 +205,8 @@ class Communicator(
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed or self._group.context.is_closed else ""
-        return f"<pycoll.Communicator rank {self.rank} of {self.size}{state}>"
+        name = "" if self.name == "world" else f" {self.name!r}"
+        return f"<pycoll.Communicator{name} rank {self.rank} of {self.size}{state}>"
 
     def __enter__(self) -> Communicator:
         return self

@@ -97,8 +97,7 @@ def checked_options(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    if not callable(fn):
-        raise TypeError(f"fn must be callable: fn(comm, *args), not {a_kind(fn)}")
+    _check_callable(fn)
     if transport is not None and not isinstance(transport, str):
         raise TypeError(f"transport is the name of one, not {a_kind(transport)}")
     return Options(
@@ -242,10 +241,16 @@ def _rows(table: Sequence[str]) -> str:
 # Arguments.
 
 
+def _check_callable(fn: Callable[..., Any]) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn must be callable: fn(comm, *args), not {a_kind(fn)}")
+
+
 def _check_call(fn: Callable[..., Any], args: Sequence[Any]) -> None:
     """Find out before ranks start that `fn` does not take these arguments."""
     import inspect
 
+    _check_callable(fn)
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # of some functions in C nobody knows

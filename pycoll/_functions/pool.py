@@ -18,7 +18,7 @@ from pycoll._functions.function import (
     task,
 )
 from pycoll._functions.ranks import Ranks
-from pycoll._support.public_edge import edges
+from pycoll._support.public_edge import edge, edges
 from pycoll.errors import Error
 
 REPLACED = "the pool's ranks have ended, and what they held is lost: the next run has new ones"
@@ -59,6 +59,7 @@ class Pool:
         Error: the ranks could not be started, or the transport cannot be used.
     """
 
+    @edge
     def __init__(
         self,
         n: int,

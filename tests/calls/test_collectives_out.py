@@ -266,5 +266,8 @@ def test_allreduce_is_another_name_of_all_reduce(ranks: Any) -> None:
         assert 0 <= comm.rank < comm.size == comm.local_size
         assert (comm.local_rank, comm.node) == (comm.rank, 0)
         assert f"rank {comm.rank} of {comm.size}" in repr(comm)
+        assert f"Communicator 'dp' rank {comm.rank} of {comm.size}" in repr(
+            comm.split(0, name="dp")
+        )
 
     ranks(program)

@@ -171,13 +171,16 @@ def test_a_rank_that_dies_between_runs_fails_the_next(pool: pycoll.Pool) -> None
 
 
 def test_what_is_wrong_starts_nothing(pool: pycoll.Pool) -> None:
-    with pytest.raises(ValueError, match="n is the number of ranks"):
+    with pytest.raises(ValueError, match="n is the number of ranks") as raised:
         pycoll.Pool(0)
+    assert [entry.name for entry in raised.traceback] == ["test_what_is_wrong_starts_nothing"]
     with pytest.raises(Error, match="carrier-pigeon"):
         pycoll.Pool(2, transport="carrier-pigeon")
     with same_ranks(pool):
         with pytest.raises(ValueError, match="timeout is a number of seconds above 0"):
             pool.run(recall, timeout=0)
+        with pytest.raises(TypeError, match=r"fn must be callable: .* not an int"):
+            pool.run(3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="missing a required argument: 'value'"):
             pool.run(remember)
         with pytest.raises(TypeError, match="cannot be pickled"):

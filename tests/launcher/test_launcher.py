@@ -283,6 +283,7 @@ def test_a_program_whose_interpreter_is_not_found_says_so(tmp_path: Path) -> Non
         (["-x", "PYCOLL_RANK=3", __file__], "PYCOLL_RANK is set by pycoll-run itself"),
         (["-x", "PYCOLL_OP_TIMEOUT=abc", __file__], "from 0 up, not 'abc'"),
         (["-x", "=3", __file__], "NAME or NAME=VALUE, not '=3'"),
+        (["--log-dir", __file__, __file__], f"--log-dir {__file__} is no folder"),
         (["--survive", __file__], "does not have the option --survive yet"),
         (["--restarts", "3", __file__], "does not have the option --restarts yet"),
         (["--trace", "f", __file__], "does not have the option --trace yet"),
@@ -370,7 +371,7 @@ def test_a_setting_that_does_not_count_is_not_looked_at(environments: Environmen
 
 def test_a_log_folder_that_cannot_be_made_is_one_line_and_status_69(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = shell(1, "exit 0", "--log-dir", str(tmp_path / "file"))
+    done = shell(1, "exit 0", "--log-dir", str(tmp_path / "file/logs"))
     assert done.returncode == CANNOT_START == 69
     assert done.stderr.count(b"\n") == 1
 
