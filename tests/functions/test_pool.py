@@ -122,7 +122,7 @@ def test_a_rank_that_goes_on_is_waited_for_by_ranks_that_have_returned(pool: pyc
         if comm.rank == 0:
             comm.send(np.ones(3), 1)
             return None
-        time.sleep(1.5)
+        time.sleep(1.5)  # computes: longer than it takes to tell who waits for a returned rank
         return comm.recv(0).sum()
 
     assert pool.run(late) == [None, 3.0]
