@@ -24,6 +24,7 @@ from pycoll._support.public_edge import edge
 from pycoll.errors import Error
 
 _PLACE_S = 60.0  # for the cluster to have room
+_END_S = 5.0  # for tasks to end by themselves, when their ranks have ended
 
 
 @edge
@@ -161,8 +162,14 @@ class _Nodes:
         return found
 
     def cancel(self) -> None:
-        """End what still runs."""
-        for ref in self._refs:
+        """End what still runs, when it has had time to end by itself.
+
+        To cancel a task in the moment in which it ends has ended the whole process, in Ray's core.
+        """
+        if not self._refs:
+            return
+        _, running = ray.wait(self._refs, num_returns=len(self._refs), timeout=_END_S)
+        for ref in running:
             with contextlib.suppress(Exception):
                 ray.cancel(ref, force=True)
 

