@@ -11,7 +11,7 @@ from pycoll import errors
 from pycoll._support.environment import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("", "docs", "launcher", "transports", "transports/_core", "pycoll/_gpu")
+FOLDERS = ("", "docs", "docs/parallel", "launcher", "transports", "transports/_core", "pycoll/_gpu")
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LAUNCHING = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
 
@@ -73,6 +73,12 @@ def leads(document: Path, target: str) -> bool:
         return file.exists()
     headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.M)
     return anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+
+
+def test_every_program_of_parallel_training_has_its_page() -> None:
+    pages = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs/parallel").glob("*.md"))
+    programs = [path.name for path in (ROOT / "examples/parallel").glob("*.py")]
+    assert [name for name in programs if f"(../../examples/parallel/{name})" not in pages] == []
 
 
 def test_links_between_documents_lead_somewhere() -> None:

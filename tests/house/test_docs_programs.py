@@ -17,7 +17,11 @@ from pycoll._requests.request import PersistentRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.glob("parallel/*.md")),
+]
 
 MARK = "--- the next block ---"
 

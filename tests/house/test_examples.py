@@ -6,47 +6,23 @@ import importlib.util
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from example_runs import EXAMPLES, PYCOLL_RUN, needs_example_packages, run, run_example
 from patience import PATIENCE
 from tiers import exhaustive, few
 
 from pycoll._support.environment import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-PYCOLL_RUN = str(Path(sysconfig.get_path("scripts")) / "pycoll-run")
 
-needs_example_packages = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("sklearn", "tqdm")),
-    reason="needs scikit-learn and tqdm: pip install '.[examples]'",
-)
 needs_torch = pytest.mark.skipif(
     not importlib.util.find_spec("torch"), reason="needs PyTorch: pip install torch"
 )
 needs_jax = pytest.mark.skipif(
     not importlib.util.find_spec("jax"), reason="needs JAX: pip install jax"
 )
-
-
-def run(*command: str, cwd: Path) -> str:
-    """Run to success; the standard output."""
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=90 * PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def run_example(name: str, size: int, cwd: Path, *arguments: str) -> str:
-    return run(PYCOLL_RUN, "-n", str(size), str(EXAMPLES / name), *arguments, cwd=cwd)
 
 
 @pytest.mark.parametrize("size", few([3], [1]))

@@ -1,0 +1,29 @@
+"""Training on many ranks: the ideas of the field, each once, over any communicator of pycoll.
+
+The pages in docs/parallel/ explain them, the programs in examples/parallel/ show them. Arrays are
+NumPy's or PyTorch's. Nothing here is imported, nor is PyTorch, until a name is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_NAMES: dict[str, tuple[str, ...]] = {}
+"""The public names by the file of this package that has them."""
+
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
