@@ -9,7 +9,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_NAMES: dict[str, tuple[str, ...]] = {}
+_NAMES: dict[str, tuple[str, ...]] = {
+    "pipeline": (
+        *("Action", "PIPELINE_SCHEDULES", "PipelineSchedule"),
+        *("gpipe", "interleaved", "one_f_one_b", "zero_bubble"),
+    ),
+    "pipeline_proof": ("PipelineProof", "prove_pipeline"),
+    "pipeline_run": ("PipelineRun", "run_pipeline"),
+    "pipeline_timeline": (
+        *("TimedAction", "bubble_fraction", "draw_pipeline", "makespan"),
+        *("plot_pipeline", "time_pipeline"),
+    ),
+}
 """The public names by the file of this package that has them."""
 
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
