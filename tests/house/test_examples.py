@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, PYCOLL_RUN, needs_example_packages, run, run_example
 from patience import PATIENCE
-from tiers import exhaustive, few
+from tiers import few
 
 from pycoll._support.environment import usable_cores
 
@@ -105,21 +105,6 @@ def test_asyncio_ranks_answer_while_they_wait(size: int, tmp_path: Path) -> None
     assert [line.split(":")[0] for line in lines[:-1]] == [f"rank {r}" for r in range(size)]
     assert all(int(line.split()[2]) >= 100 for line in lines[1:-1])
     assert lines[-1].startswith("a message that nobody sends: stopped waiting")
-
-
-@pytest.mark.parametrize(
-    ("size", "bubble"),
-    [
-        (2, "16.7%"),
-        pytest.param(1, "0.0%", marks=exhaustive),
-        pytest.param(4, "37.5%", marks=exhaustive),
-    ],
-)
-def test_the_pipeline_computes_what_one_rank_does(size: int, bubble: str, tmp_path: Path) -> None:
-    small = ("--micro-batches", "5", "--rows", "4", "--width", "8")
-    output = run_example("pipeline.py", size, tmp_path, *small)
-    assert f"the bubble is {bubble}\n" in output
-    assert "largest difference from one rank alone: " in output
 
 
 @needs_example_packages

@@ -1,0 +1,68 @@
+"""The page about pipelines, and its program, say what the schedules do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from example_runs import PYCOLL_RUN, run, run_example
+
+from pycoll.parallel import PIPELINE_SCHEDULES, draw_pipeline, makespan, time_pipeline
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/parallel/pipeline.md").read_text(encoding="utf-8")
+
+
+def test_the_diagrams_of_the_page_are_those_of_the_schedules() -> None:
+    drawn = re.findall(r"<!-- (\S+) (\d) (\d) (\d) -->\n```text\n(.*?)\n```", PAGE, re.S)
+    assert [name for name, *_ in drawn] == list(PIPELINE_SCHEDULES)
+    for name, p, m, v, diagram in drawn:
+        assert draw_pipeline(time_pipeline(name, int(p), int(m), int(v))) == diagram
+
+
+def test_the_times_of_the_page_are_those_of_the_schedules() -> None:
+    table = PAGE.split("| a message takes |")[1].split("\n\n")[0].splitlines()
+    messages = [float(cell) for cell in table[0].split("|")[:-1]]
+    assert len(table[2:]) == 4
+    for name, chunks, cells in re.findall(r"^\| `([^`]+)`(?:, `v = (\d)`)? \|(.*)\|$", PAGE, re.M):
+        if len(cells.split("|")) == len(messages):
+            v = int(chunks or 1)
+            costs = {"F": 1 / v, "B": 2 / v} if name != "zb-h1" else None
+            for message, time in zip(messages, cells.split("|"), strict=True):
+                times = time_pipeline(name, 4, 16, v, costs=costs, message=message)
+                assert makespan(times) == pytest.approx(float(time), abs=0.05), name
+
+
+def test_the_program_of_the_page_prints_what_it_shows(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(# stages.py\n.*?)```", PAGE, re.S)
+    (command, shown) = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)[0]
+    (tmp_path / "stages.py").write_text(program)
+    assert run(*command.replace("pycoll-run", PYCOLL_RUN).split(), cwd=tmp_path) == shown
+
+
+def test_the_example_comes_to_what_one_process_does(tmp_path: Path) -> None:
+    small = ("--rows", "3", "--width", "5", "--steps", "2", "--micro-batches", "4")
+    lines = run_example("parallel/pipeline.py", 2, tmp_path, *small).splitlines()
+    rows = [re.split("  +", line) for line in lines[3:]]
+    assert [row[0] for row in rows] == list(PIPELINE_SCHEDULES)
+    assert len({row[1] for row in rows}) == 1
+    assert all(float(row[2]) < 1e-12 for row in rows)
+    assert [row[3].split(" (")[0] for row in rows] == ["4 4", "2 1", "5 3", "2 2"]
+
+
+def test_the_example_measures_bubbles_and_draws_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    words = ("--micro-batches", "4", "--compute-ms", "10", "--plot", "drawn.png")
+    lines = run_example("parallel/pipeline.py", 2, tmp_path, *words).splitlines()
+    found = [re.fullmatch(r"(\S+) +bubble +(\S+)%, by the formula +(\S+)%", li) for li in lines[2:]]
+    rows = [match.groups() for match in found if match]
+    assert [(name, formula) for name, _, formula in rows] == [
+        ("gpipe", "25.0"),
+        ("1f1b", "25.0"),
+        ("interleaved", "12.5"),
+        ("zb-h1", "8.3"),
+    ]
+    # Nobody sleeps less than asked for; how much longer depends on what else the machine does.
+    assert all(float(measured) >= float(formula) - 0.1 for _, measured, formula in rows)
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
