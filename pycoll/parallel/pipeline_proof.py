@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 from pycoll._support.public_edge import edge
 from pycoll.errors import ProofError
@@ -62,16 +62,20 @@ def prove_pipeline(
 
     Raises:
         ProofError: the schedule is wrong; the message is a counterexample.
-        ValueError: there is no such schedule, or none for these numbers.
+        TypeError, ValueError: there is no such schedule, or none for these numbers.
     """
     numbers = dict(ranks=ranks, micro_batches=micro_batches, chunks=chunks, ahead=ahead)
     for name, number in (numbers | dict(behind=behind)).items():
+        if not isinstance(number, SupportsIndex):
+            raise TypeError(f"{name} is {number!r}: not an int")
         if number < 1:
             raise ValueError(f"{name} is {number}: at least 1")
     if isinstance(schedule, str):
         if schedule not in PIPELINE_SCHEDULES:
             raise ValueError(f"no schedule {schedule!r}: there are {', '.join(PIPELINE_SCHEDULES)}")
         schedule = PIPELINE_SCHEDULES[schedule]
+    if not isinstance(schedule, PipelineSchedule):
+        raise TypeError(f"schedule is {schedule!r}: a name or a PipelineSchedule is needed")
     if chunks > 1 and not schedule.many_chunks:
         raise ValueError(f"{schedule.name} has one chunk on each rank, not {chunks}")
     return _proof(schedule, ranks, micro_batches, chunks, ahead, behind)
@@ -86,11 +90,12 @@ def _proof(
         tuple(Action(*action) for action in schedule.actions(rank, p, m, v)) for rank in range(p)
     )
     split = any(action.kind == "W" for program in programs for action in program)
+    kinds = ("F", "B", "W") if split else ("F", "B")
     held = []
     for rank, program in enumerate(programs):
         bound = schedule.held(rank, p, m, v) if schedule.held else m * v
         try:
-            held.append(_check(program, "FBW" if split else "FB", m, v, bound))
+            held.append(_check(program, kinds, m, v, bound))
         except ValueError as exc:
             raise ProofError(f"{case}: rank {rank}: {exc}") from None
     if circle := _deadlock(programs, v, ahead, behind):
@@ -98,14 +103,14 @@ def _proof(
     return PipelineProof(programs, tuple(held))
 
 
-def _check(program: Program, kinds: str, m: int, v: int, bound: int) -> int:
+def _check(program: Program, kinds: tuple[str, ...], m: int, v: int, bound: int) -> int:
     """Show that a rank does everything once and in order; return how much it holds at most."""
     done: set[Action] = set()
     held = most = 0
     for action in program:
         kind, i, chunk = action
         if kind not in kinds or not (0 <= i < m and 0 <= chunk < v):
-            raise ValueError(f"{action!r}: there are {kinds}, {m} micro-batches, {v} chunks")
+            raise ValueError(f"{action!r}: {m} micro-batches, {v} chunks, {'/'.join(kinds)}")
         before = action._replace(kind=kinds[kinds.index(kind) - 1])
         if action in done:
             raise ValueError(f"{action} is there twice")

@@ -96,9 +96,11 @@ def run_pipeline(
     def compute(action: Action, value: Any) -> Any:
         of = action[1:]
         if action.kind == "F":
-            value, kept = forward(action, value)
-            saved[of] = kept, None
-            return value
+            pair: Any = forward(action, value)
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"forward returned a {type(pair).__name__}, not (y, saved)")
+            saved[of] = pair[1], None
+            return pair[0]
         kept, gradient = saved.pop(of)
         if action.kind == "B":
             result, gradient = backward(action, kept, value), value

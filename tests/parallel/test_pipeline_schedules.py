@@ -135,8 +135,13 @@ def move(program: list[Action], action: Action, to: int) -> None:
         (changed(lambda a: a.append(Action(W, 3))), "rank 1: W3 is there twice"),
         (changed(lambda a: move(a, Action(B, 2), 0)), "rank 1: B2 comes before F2"),
         (changed(lambda a: move(a, Action(W, 2), 3)), "rank 1: W2 comes before B2"),
-        (changed(lambda a: a.append(Action(W, 8))), "there are FBW, 8 micro-batches, 1 chunks"),
-        (changed(lambda a: a.append(Action(F, 0, 1))), "there are FBW, 8 micro-batches, 1 chunks"),
+        (changed(lambda a: a.append(Action(W, 8))), "chunk=0): 8 micro-batches, 1 chunks, F/B/W"),
+        (
+            changed(lambda a: a.append(Action(F, 0, 1))),
+            "chunk=1): 8 micro-batches, 1 chunks, F/B/W",
+        ),
+        (changed(lambda a: a.append(Action("FB", 1))), "kind='FB'"),
+        (changed(lambda a: a.append(Action("", 1))), "kind=''"),
         (changed(lambda a: a.append(Action(W, 0)), of="gpipe"), "rank 0: W0 is missing"),
         (
             changed(lambda a: move(a, Action(F, 4), 3)),
@@ -260,12 +265,14 @@ def test_deadlocks_are_found_where_a_graph_has_a_circle_and_nowhere_else() -> No
         (("2f2b", 4, 8), "no schedule '2f2b': there are gpipe, 1f1b, interleaved, zb-h1"),
         (("gpipe", 0, 8), "ranks is 0: at least 1"),
         (("gpipe", 4, 0), "micro_batches is 0: at least 1"),
+        (("gpipe", 4, 8.0), "micro_batches is 8.0: not an int"),
+        ((gpipe, 4, 8), "schedule is <function gpipe .*>: a name or a PipelineSchedule"),
         (("1f1b", 4, 8, 2), "1f1b has one chunk on each rank, not 2"),
         (("interleaved", 4, 6, 2), "interleaved: 6 micro-batches are no multiple of 4 ranks"),
     ],
 )
-def test_numbers_for_which_there_is_no_schedule_are_named(arguments: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_arguments_for_which_there_is_no_schedule_are_named(arguments: Any, says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says) as caught:
         prove_pipeline(*arguments)
     frames = traceback.extract_tb(caught.tb)
     assert [Path(frame.filename).name for frame in frames] == [Path(__file__).name]
