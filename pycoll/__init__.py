@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pycoll._registration import algorithms, prove, register_algorithm
     from pycoll._requests.matched import Message
     from pycoll._requests.request import Request, test_all, wait_all, wait_any, wait_some
+    from pycoll._runtime.counters import Counters
     from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
     from pycoll._runtime.shared_arrays import empty, empty_like, share_arrays, zeros
     from pycoll._support.environment import usable_cores
@@ -55,6 +56,7 @@ __all__ = [
     "PROC_NULL",
     "BootstrapError",
     "Communicator",
+    "Counters",
     "Error",
     "Grid",
     "Message",
@@ -92,6 +94,7 @@ _HOMES = {
     "ANY_TAG": "pycoll._runtime.envelope",
     "PROC_NULL": "pycoll._runtime.envelope",
     "Communicator": "pycoll._communicator.communicator",
+    "Counters": "pycoll._runtime.counters",
     "Grid": "pycoll._communicator.grid",
     "Message": "pycoll._requests.matched",
     "Op": "pycoll._arrays.operators",

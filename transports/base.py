@@ -225,6 +225,10 @@ class Arrival(ABC):
     def release(self) -> None:
         """Say that the payload was used in place, or drop a message nobody wants."""
 
+    def read_there(self) -> None:
+        """Release a message whose value was read where its sender has it."""
+        self.release()
+
     def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
         """Have the payload written there, not to its staging buffer `into`, which will be accepted.
 

@@ -166,6 +166,10 @@ class CoreArrival(Arrival):
         self.transport.disown(self.face)
         self.face.drop()
 
+    def read_there(self) -> None:
+        self.face.count()
+        self.release()
+
     def reach(self, into: memoryview, elsewhere: Elsewhere) -> Reach | None:
         arrival = self.transport.outside.arrival(self.face.link_id)
         self._reach = arrival.reach(into, elsewhere) if arrival is not None else None

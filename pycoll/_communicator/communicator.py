@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from pycoll._calls.explain import Explanation
     from pycoll._communicator import grid as grids
     from pycoll._communicator.grid import Grid
-    from pycoll._runtime import shared_arrays
+    from pycoll._runtime import counters, shared_arrays
+    from pycoll._runtime.counters import Counters
 else:  # a program that only calls barrier() imports no NumPy
     arguments, grids = (
         LazyModule("pycoll._calls.arguments"),
@@ -42,7 +43,10 @@ else:  # a program that only calls barrier() imports no NumPy
         LazyModule("pycoll._calls.explain"),
         LazyModule("pycoll._calls.message_steps"),
     )
-    shared_arrays = LazyModule("pycoll._runtime.shared_arrays")
+    counters, shared_arrays = (
+        LazyModule("pycoll._runtime.counters"),
+        LazyModule("pycoll._runtime.shared_arrays"),
+    )
 
 
 class World:
@@ -217,6 +221,33 @@ class Communicator(
         except MismatchError:
             if exc_info[0] is None:  # else that one is the cause
                 raise
+
+    # --- what it has exchanged -------------------------------------------------------------
+
+    def counters(self) -> Counters:
+        """Return how many bytes and messages were sent to and received from each rank.
+
+        Counted are the messages of this communicator since it was made: point to point, and those
+        of its collectives, blocking or not, by every transport. Bytes are those of payloads: values
+        and pickled objects; what pycoll puts before each (18 bytes at least) is not counted. A
+        message is sent when the value may be changed, and received when the value is there: one
+        that is under way is not counted yet, one that has not been asked for is not received.
+        A large collective divides its values: each piece is a message. A broadcast or scatter
+        begins with messages of some tens of bytes, which tell the others what comes.
+
+        What a blocking collective does in shared memory is not counted: no message is sent there,
+        ranks read each other's memory. `algorithm="ring"`, or another, makes it messages, and so
+        does PYCOLL_ALGORITHM. A communicator made from this one counts for itself.
+
+        Returns:
+            `Counters`: sent_bytes, sent_messages, received_bytes, received_messages, int64 arrays
+            of shape ``(size,)`` by rank, copies that are the caller's.
+
+        Raises:
+            Error: this communicator is closed.
+        """
+        self._check_open()
+        return counters.of_context(self._group.context)
 
     # --- persistent ------------------------------------------------------------------------
 

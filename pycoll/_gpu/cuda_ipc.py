@@ -231,7 +231,7 @@ class IpcRead(Operation):
         if error is None and not self.is_there:
             error = Withdrawn()
         if error is None:
-            self._arrival.release()
+            self._arrival.read_there()
         self.finish(error)
 
     def _let_go(self) -> TransportError | None:

@@ -73,7 +73,7 @@ def _each(*groups: tuple[str, str]) -> dict[str, str]:
 _NEIGHBOR = ("allgather", "allgatherv", "alltoall", "alltoallv", "alltoallw")
 
 ABSENT_FROM_COMMUNICATORS = _each(
-    ("shrink agree revoke counters Shrink Agree Iagree Ishrink Revoke", NOT_YET),
+    ("shrink agree revoke Shrink Agree Iagree Ishrink Revoke", NOT_YET),
     ("Win_create Win_allocate", _NO_WINDOWS),
     (
         "Spawn Spawn_multiple Connect Accept Join Get_parent",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from pycoll import Communicator
 
 
 @contextmanager
-def sent_messages(comm: Any) -> Iterator[list[int]]:
+def sent_messages(comm: Communicator) -> Iterator[list[int]]:
     """Give a list that holds, at the end, how many messages were sent, and the bytes in them."""
-    core, sent = comm._group.engine.transport.core, [0, 0]
-    before = core.sent
+    before, sent = comm.counters(), [0, 0]
     yield sent
-    sent[:] = [now - then for now, then in zip(core.sent, before, strict=True)]
+    after = comm.counters()
+    sent[:] = [
+        int((after.sent_messages - before.sent_messages).sum()),
+        int((after.sent_bytes - before.sent_bytes).sum()),
+    ]

@@ -66,6 +66,26 @@ def test_what_is_buffered_goes_on_while_its_sender_does_something_else(job: Job)
     job.run(program)
 
 
+def test_what_goes_over_a_device_is_counted_at_both_ends(job: Job) -> None:
+    lengths = [1, 3_000_000]  # in a frame, and from memory to memory
+
+    def program(comm: Any) -> list[list[int]]:
+        before = comm.counters()
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        requests = [comm.isend(np.ones(nbytes, np.uint8), right) for nbytes in lengths]
+        pycoll.wait_all([*requests, *(comm.irecv(left) for _ in lengths)])
+        now = comm.counters()
+        return [(n - b).tolist() for n, b in zip(now, before, strict=True)]
+
+    size = len(job.ranks)
+    for rank, (sent, num_sent, received, num_received) in enumerate(job.run(program)):
+        to, source = ([(rank + by) % size == peer for peer in range(size)] for by in (1, -1))
+        assert num_sent == [2 * is_it for is_it in to]
+        assert num_received == [2 * is_it for is_it in source]
+        assert sent == [sum(lengths) * is_it for is_it in to]
+        assert received == [sum(lengths) * is_it for is_it in source]
+
+
 def test_requests_in_both_directions_at_once(job: Job) -> None:
     def program(comm: Any) -> None:
         peer = comm.rank ^ 1

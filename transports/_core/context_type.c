@@ -3,6 +3,7 @@
 #include "engine_type.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 
 static PyTypeObject *engine_type;
@@ -317,6 +318,30 @@ static PyObject *context_newest(pc_context_object *self, PyObject *unused) {
     return tell(self, true);
 }
 
+struct reading_counts {
+    const pc_context_object *context;
+    PyObject *bytes;
+};
+
+static void read_counts(pc_engine_object *engine, void *argument) {
+    struct reading_counts *reading = argument;
+    const struct pc_context *context = reading->context->context;
+    if (context != NULL)
+        memcpy(PyBytes_AsString(reading->bytes), context->counts,
+               (size_t)engine->engine.size * sizeof *context->counts);
+}
+
+static PyObject *context_counts(pc_context_object *self, PyObject *unused) {
+    Py_ssize_t nbytes = (Py_ssize_t)sizeof(struct pc_counts) * self->engine->engine.size;
+    struct reading_counts reading = {self, PyBytes_FromStringAndSize(NULL, nbytes)};
+    (void)unused;
+    if (reading.bytes == NULL)
+        return NULL;
+    memset(PyBytes_AsString(reading.bytes), 0, (size_t)nbytes);
+    pc_engine_do(self->engine, read_counts, &reading);
+    return reading.bytes;
+}
+
 static PyObject *context_next_call(pc_context_object *self, void *unused) {
     (void)unused;
     return PyLong_FromUnsignedLongLong(self->context != NULL ? self->context->next_call
@@ -343,6 +368,9 @@ static PyMethodDef context_methods[] = {
      "are under way."},
     {"newest", (PyCFunction)context_newest, METH_NOARGS,
      "newest() -> dict[int, bytes]: the call begun last, if any."},
+    {"counts", (PyCFunction)context_counts, METH_NOARGS,
+     "counts() -> bytes: by world rank four uint64: bytes and messages sent there, bytes and "
+     "messages received from there; zeros if it is closed."},
     {"break_", (PyCFunction)context_break, METH_NOARGS,
      "End all that is under way, and what is started later."},
     {"close", (PyCFunction)context_close, METH_NOARGS, "The same, and forget it."},

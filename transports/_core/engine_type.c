@@ -165,12 +165,6 @@ static PyObject *engine_rings(pc_engine_object *self, void *unused) {
     return PyLong_FromUnsignedLongLong(atomic_load_explicit(&self->rings, memory_order_relaxed));
 }
 
-static PyObject *engine_sent(pc_engine_object *self, void *unused) {
-    (void)unused;
-    return Py_BuildValue("KK", (unsigned long long)self->engine.num_sent,
-                         (unsigned long long)self->engine.sent_nbytes);
-}
-
 static PyObject *engine_is_behind(pc_engine_object *self, void *unused) {
     (void)unused;
     return PyBool_FromLong(self->is_behind);
@@ -244,8 +238,6 @@ static PyGetSetDef engine_values[] = {
      "The list to which `drop` appends; until it is empty nothing is done without Python's engine.",
      NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
-    {"sent", (getter)engine_sent, NULL,
-     "How many messages were sent, and the bytes of their payloads.", NULL},
     {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},
     {"is_receiving", (getter)engine_is_receiving, NULL,
      "Whether an accepted message is on its way.", NULL},

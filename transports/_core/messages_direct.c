@@ -34,10 +34,8 @@ bool pc_messages_post(pc_messages *self, const struct pc_outgoing *outgoing) {
         struct iovec part = {array->data, array->nbytes};
         posted = pc_link_shm_post(&engine->shm, rank, header, header_nbytes, &part);
     }
-    if (posted) {
-        engine->engine.num_sent++;
-        engine->engine.sent_nbytes += array->nbytes;
-    }
+    if (posted)
+        pc_count_sent(context, rank, array->nbytes);
     pc_lock_give(&engine->drive.lock);
     return posted;
 }
@@ -78,6 +76,7 @@ bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming
         if (nbytes > 0)
             memcpy(incoming->array.data, message + header_nbytes, nbytes);
         pc_link_shm_took(&engine->shm, rank, nbytes);
+        pc_count_received(context, rank, nbytes);
     }
     pc_lock_give(&engine->drive.lock);
     return taken;

@@ -209,12 +209,27 @@ static PyGetSetDef receive_values[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
+static void count(pc_engine_object *engine, void *argument) {
+    const struct pc_receive *receive = argument;
+    (void)engine;
+    if (receive->state == PC_RECEIVE_HELD)
+        pc_receive_count(receive);
+}
+
+static PyObject *receive_count(pc_face *face, PyObject *unused) {
+    (void)unused;
+    pc_engine_do(face->engine, count, &face->item->receive);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef receive_methods[] = {
     {"into", (PyCFunction)receive_into, METH_O,
      "into(buffer) -> None | int: have the message that it holds written there. None: an event "
      "will say when; 0: done."},
     {"redirect", (PyCFunction)receive_redirect, METH_O,
      "redirect(buffer): have what is being read go on there."},
+    {"count", (PyCFunction)receive_count, METH_NOARGS,
+     "Count the message that it holds: its value was read where the sender has it."},
     {"drop", (PyCFunction)pc_item_take_back, METH_NOARGS,
      "Nobody wants its message, or the rest of it."},
     {"give_up", (PyCFunction)receive_give_up, METH_NOARGS,

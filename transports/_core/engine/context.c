@@ -19,6 +19,7 @@ void pc_p2p_header(unsigned char header[PC_P2P_NBYTES], uint64_t ident, int64_t 
 
 void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int status,
                     const struct pc_message *message) {
+    const struct pc_context *context = receive->context;
     receive->state = PC_RECEIVE_ENDED;
     receive->status = status;
     receive->context = NULL;
@@ -27,6 +28,8 @@ void pc_receive_end(struct pc_engine *engine, struct pc_receive *receive, int st
         receive->source = message->match.queued.source;
         receive->tag = message->match.queued.tag;
         receive->nbytes = message->nbytes;
+        if (status == 0 && !receive->posted.peek && context->counts != NULL)
+            pc_count_received(context, receive->source, receive->nbytes);
         if (receive->posted.peek || status == PC_REFUSED) {
             receive->header = malloc(message->header_nbytes);
             receive->header_nbytes = message->header_nbytes;
@@ -47,6 +50,8 @@ static void unlink_send(struct pc_send *send) {
 void pc_send_end(struct pc_engine *engine, struct pc_send *send, int status) {
     unlink_send(send);
     send->status = status;
+    if (status == 0 && send->counted_in != NULL)
+        pc_count_sent(send->counted_in, send->peer, send->nbytes);
     pc_engine_tell(engine, &send->ending);
 }
 
@@ -301,6 +306,12 @@ void pc_receive_drop(struct pc_receive *receive) {
     pc_engine_leave(engine);
 }
 
+void pc_receive_count(const struct pc_receive *receive) {
+    const struct pc_message *message = receive->message;
+    if (receive->context->counts != NULL)
+        pc_count_received(receive->context, message->match.queued.source, message->nbytes);
+}
+
 /* Let a message that is being read go on in memory of ours. False: there is none. */
 static bool park(struct pc_message *message, void *into) {
     /* never NULL for want of bytes */
@@ -357,8 +368,8 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
     send->nbytes = 0;
     for (size_t part = 0; part < send->num_parts; part++)
         send->nbytes += send->parts[part].iov_len;
-    engine->num_sent++;
-    engine->sent_nbytes += send->nbytes;
+    send->counted_in =
+        context->counts != NULL ? context : pc_context_of(engine, header, header_nbytes);
     pc_engine_enter(engine);
     struct pc_link *link = engine->links[send->peer];
     int answer = link->ops->send(link, send, header, header_nbytes, way);
@@ -369,7 +380,10 @@ int pc_send_start(struct pc_context *context, struct pc_send *send, const void *
         if (send->next != NULL)
             send->next->at = &send->next;
         context->sends = send;
-    } else if (answer < 0) {
+    } else if (answer == PC_SENT) {
+        if (send->counted_in != NULL)
+            pc_count_sent(send->counted_in, send->peer, send->nbytes);
+    } else {
         send->status = answer;
         answer = PC_SENT;
     }

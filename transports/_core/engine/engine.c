@@ -105,6 +105,7 @@ void pc_context_let_go(struct pc_context *context) {
     pc_match_free(&context->matching);
     pc_calls_free(context);
     free(context->members);
+    free(context->counts);
     free(context);
 }
 
@@ -177,11 +178,34 @@ void pc_engine_free(struct pc_engine *engine) {
     free(engine->closed);
 }
 
+static uint64_t ident_in(const unsigned char *header) {
+    uint64_t ident = 0;
+    for (int byte = 0; byte < 8; byte++)
+        ident |= (uint64_t)header[1 + byte] << 8 * byte;
+    return ident;
+}
+
+struct pc_context *pc_context_of(const struct pc_engine *engine, const void *header,
+                                 size_t header_nbytes) {
+    const unsigned char *bytes = header;
+    if (header_nbytes < PC_P2P_NBYTES || (bytes[0] != PC_KIND_P2P &&
+                                          bytes[0] != PC_KIND_COLLECTIVE &&
+                                          bytes[0] != PC_KIND_OFFERED))
+        return NULL;
+    struct pc_chained *chained = find(&engine->by_ident, ident_in(bytes));
+    return chained != NULL ? PC_CHAINED_IN(chained, struct pc_context, by_ident) : NULL;
+}
+
 struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members,
                                    size_t num_members, int me) {
-    struct pc_context *context = new_context(engine, ident, num_members, me);
-    if (context == NULL)
+    struct pc_counts *counts = calloc((size_t)engine->size, sizeof *counts);
+    struct pc_context *context =
+        counts != NULL ? new_context(engine, ident, num_members, me) : NULL;
+    if (context == NULL) {
+        free(counts);
         return NULL;
+    }
+    context->counts = counts;
     memcpy(context->members, members, num_members * sizeof *members);
     pc_chains_add(&engine->by_ident, &context->by_ident, pc_hash(ident, 0));
     struct pc_chained *chained = find(&engine->unopened, ident);
@@ -207,6 +231,9 @@ void pc_context_close(struct pc_context *context) {
     struct pc_engine *engine = context->engine;
     pc_engine_enter(engine);
     pc_context_stop(context, PC_CONTEXT_CLOSED, true);
+    for (struct pc_send *send = engine->others->sends; send != NULL; send = send->next)
+        if (send->counted_in == context)
+            send->counted_in = NULL;
     pc_chains_remove(&engine->by_ident, &context->by_ident);
     struct pc_closed *closed = &engine->closed[engine->num_closed++ % PC_CLOSED_IDENTS];
     if (closed->by_ident.at != NULL)
@@ -301,9 +328,7 @@ static int matched_arrived(struct pc_engine *engine, struct pc_link *link,
     const unsigned char *header = in->header;
     if (!is_whole(in))
         return -EPROTO;
-    uint64_t ident = 0;
-    for (int byte = 0; byte < 8; byte++)
-        ident |= (uint64_t)header[1 + byte] << 8 * byte;
+    uint64_t ident = ident_in(header);
     struct pc_message *message = pc_message_new(engine, link, in);
     if (message == NULL)
         return -ENOMEM;

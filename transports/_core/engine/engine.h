@@ -148,6 +148,12 @@ struct pc_called {
     unsigned char text[];
 };
 
+/* What one communicator has exchanged with one rank: messages, and the bytes of their payloads. A
+   message counts when its send, or its receive, has ended well. */
+struct pc_counts {
+    uint64_t sent_nbytes, num_sent, received_nbytes, num_received;
+};
+
 struct pc_context {
     struct pc_engine *engine;
     /* who has opened it, until it is closed, and its runs: it is freed after the last one */
@@ -156,6 +162,7 @@ struct pc_context {
     int me;
     int *members;
     size_t num_members;
+    struct pc_counts *counts; /* by world rank; NULL for the one of other kinds */
     int broken; /* a status */
     struct pc_matching matching;
     struct pc_message_list taken;
@@ -204,7 +211,6 @@ struct pc_engine {
     void (*lost)(struct pc_engine *engine, int peer, const char *why);
     void *owner;
 
-    uint64_t num_sent, sent_nbytes; /* messages, and their payloads */
     int *gone; /* by peer: a status; 0: it is there */
     /* to which messages of other kinds belong, and their sends: nothing is matched there */
     struct pc_context *others;
@@ -235,6 +241,10 @@ void pc_engine_free(struct pc_engine *engine);
    may still be received. */
 void pc_engine_forget(struct pc_engine *engine, int peer, int status);
 
+/* The open context to which a message belongs that is point to point or a collective's; NULL: there
+   is none, or it is of another kind. */
+struct pc_context *pc_context_of(const struct pc_engine *engine, const void *header,
+                                 size_t header_nbytes);
 /* Open a context, which is not open and was not closed; messages that have come for it are handed
    over. NULL: there is no memory. */
 struct pc_context *pc_context_open(struct pc_engine *engine, uint64_t ident, const int *members,
@@ -264,6 +274,8 @@ bool pc_receive_give_up(struct pc_receive *receive);
 void pc_receive_take_over(struct pc_receive *receive, struct pc_receive *from);
 /* Give up an asking receive that has a message, which nobody wants: it does not end. */
 void pc_receive_drop(struct pc_receive *receive);
+/* Count the message that a receive holds: its owner has read the value where the sender has it. */
+void pc_receive_count(const struct pc_receive *receive);
 
 /* Begin a collective call: those of the same number belong together on all ranks. NULL: there is no
    memory. */
@@ -276,6 +288,15 @@ struct pc_called *pc_call_find(const struct pc_context *context, uint64_t number
 const struct pc_called *pc_call_newest(const struct pc_context *context);
 /* As `pc_receive_start`, for one with an address, of which nothing waits for the message yet. */
 void pc_collect_start(struct pc_context *context, struct pc_receive *receive);
+
+static inline void pc_count_sent(const struct pc_context *context, int peer, size_t nbytes) {
+    context->counts[peer].num_sent++;
+    context->counts[peer].sent_nbytes += nbytes;
+}
+static inline void pc_count_received(const struct pc_context *context, int peer, size_t nbytes) {
+    context->counts[peer].num_received++;
+    context->counts[peer].received_nbytes += nbytes;
+}
 
 /* Start a send. PC_UNDER_WAY; PC_SENT: it has ended already, with its `status`. */
 int pc_send_start(struct pc_context *context, struct pc_send *send, const void *header,

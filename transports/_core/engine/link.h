@@ -54,6 +54,7 @@ struct pc_send {
     size_t nbytes;
     uint64_t token[2]; /* the link's own */
     struct pc_context *context;
+    struct pc_context *counted_in; /* whose message it is; NULL: nobody counts it */
     struct pc_send *next, **at; /* of those that are under way on the context */
     struct pc_ending ending;
 };
