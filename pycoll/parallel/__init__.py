@@ -10,15 +10,11 @@ from importlib import import_module
 from typing import Any
 
 _NAMES: dict[str, tuple[str, ...]] = {
-    "pipeline": (
-        *("Action", "PIPELINE_SCHEDULES", "PipelineSchedule"),
-        *("gpipe", "interleaved", "one_f_one_b", "zero_bubble"),
-    ),
-    "pipeline_proof": ("PipelineProof", "prove_pipeline"),
-    "pipeline_run": ("PipelineRun", "run_pipeline"),
+    "pipeline": ("Action", "PIPELINE_SCHEDULES", "PipelineSchedule"),
+    "pipeline_proof": ("prove_pipeline",),
+    "pipeline_run": ("run_pipeline",),
     "pipeline_timeline": (
-        *("TimedAction", "bubble_fraction", "draw_pipeline", "makespan"),
-        *("plot_pipeline", "time_pipeline"),
+        *("bubble_fraction", "draw_pipeline", "makespan", "plot_pipeline", "time_pipeline"),
     ),
 }
 """The public names by the file of this package that has them."""

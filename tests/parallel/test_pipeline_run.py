@@ -102,7 +102,13 @@ def run_case(comm: Any, case: Case, net: Net) -> tuple[list[float], dict[int, An
     return run.outputs, {stage: net.gradients[stage] for stage in mine}, run.times
 
 
-@on_four_ranks
+@pytest.mark.parametrize(
+    "ranks",
+    [4, pytest.param((4, ("--transport", "tcp")), marks=parallel)],
+    ids=["shm", "tcp"],
+    indirect=True,
+    scope="module",
+)
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 220), marks=parallel)], ids=["few", "many"]
 )

@@ -18,14 +18,12 @@ from pycoll.parallel import (
     PipelineSchedule,
     bubble_fraction,
     draw_pipeline,
-    gpipe,
     makespan,
-    one_f_one_b,
     plot_pipeline,
     prove_pipeline,
     time_pipeline,
 )
-from pycoll.parallel.pipeline import messages
+from pycoll.parallel.pipeline import gpipe, messages, one_f_one_b
 
 F, B, W = "F", "B", "W"
 
