@@ -133,7 +133,7 @@ def train_alone(args, num_layers):
 
 
 def train(comm, args, name, chunks, num_layers):
-    """Train by a schedule; return all layers and the loss of the last batch."""
+    """Train by a schedule; return all layers, the last loss, bytes that a micro-batch sends."""
     many = num_layers // (comm.size * chunks)  # layers of a stage
     stages = [chunk * comm.size + comm.rank for chunk in range(chunks)]
     layers = Layers([range(s * many, (s + 1) * many) for s in stages], num_layers, args.width)
@@ -142,10 +142,12 @@ def train(comm, args, name, chunks, num_layers):
         for layers.batch in batches(args):
             run = run_pipeline(line, name, args.micro_batches, *functions, chunks=chunks)
             layers.update(args.micro_batches)
+        sent = comm.all_reduce(line.counters().sent_bytes.sum())
     everyone = comm.all_gather([layers.weights])
     loss = np.mean(run.outputs) if run.outputs else None  # the last rank has them
     loss = comm.broadcast(loss, root=comm.size - 1)
-    return {n: w for [weights] in everyone for n, w in weights.items()}, loss
+    all_layers = {n: w for [weights] in everyone for n, w in weights.items()}
+    return all_layers, loss, sent / (args.steps * args.micro_batches)
 
 
 def compare(comm, args, schedules):
@@ -157,17 +159,20 @@ def compare(comm, args, schedules):
         print(
             f"{num_layers} layers; after {args.steps} steps in one process: loss {loss_alone:.6f}"
         )
-        print("schedule     loss      difference  activations held by each rank")
+        print("schedule     loss      difference  bytes sent  activations held by each rank")
     for name, chunks in schedules.items():
-        weights, loss = train(comm, args, name, chunks, num_layers)
+        weights, loss, sent = train(comm, args, name, chunks, num_layers)
         difference = max(
             abs(loss - loss_alone) / loss_alone,
             *(np.abs(weights[n] - w).max() / np.abs(w).max() for n, w in alone.items()),
         )
-        right = right and difference < TOLERANCE
+        # Of a micro-batch: activations to each stage but the first, as many gradients back.
+        expected = 2 * (comm.size * chunks - 1) * 8 * args.rows * args.width
+        right = right and difference < TOLERANCE and sent == expected
         if comm.rank == 0:
             held = prove_pipeline(name, comm.size, args.micro_batches, chunks).held
-            print(f"{name:12} {loss:.6f}  {difference:<10.1e}  {' '.join(map(str, held))}", end="")
+            row = f"{name:12} {loss:.6f}  {difference:<10.1e}  {sent:<10.0f}  "
+            print(row + " ".join(map(str, held)), end="")
             print(f" (each 1/{chunks} of a rank's layers)" if chunks > 1 else "")
     return right
 
@@ -245,7 +250,7 @@ def main():
         if args.plot and comm.rank == 0:
             draw(args, comm.size, schedules, measured)
     if not right:
-        raise SystemExit(1)
+        raise SystemExit("not the result of one process, or other bytes than the formula says")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def test_the_example_comes_to_what_one_process_does(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == list(PIPELINE_SCHEDULES)
     assert len({row[1] for row in rows}) == 1
     assert all(float(row[2]) < 1e-12 for row in rows)
-    assert [row[3].split(" (")[0] for row in rows] == ["4 4", "2 1", "5 3", "2 2"]
+    # 3 x 5 float64 go to each stage but the first, and as many come back.
+    assert [row[3] for row in rows] == ["240", "240", "720", "240"]
+    assert [row[4].split(" (")[0] for row in rows] == ["4 4", "2 1", "5 3", "2 2"]
 
 
 def test_the_example_measures_bubbles_and_draws_them(tmp_path: Path) -> None:
