@@ -29,6 +29,7 @@ class Options(NamedTuple):
         hosts: the job's hosts; none: this one.
         nodes: by rank the index of its host in `hosts`.
         calls, interface, address, checks: see `JobSpec`.
+        ends_deadlocks: end the job when ranks wait for each other for ever, as is certain.
         verbose: tell on standard error what happens.
         exports: variables for the ranks' environment.
     """
@@ -48,6 +49,7 @@ class Options(NamedTuple):
     interface: str = ""
     address: str = ""
     checks: bool = False
+    ends_deadlocks: bool = False
     verbose: bool = False
     exports: Mapping[str, str] = MappingProxyType({})
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import signal
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pycoll._launcher.deadlock import Context
 from pycoll._launcher.output import Target
-from pycoll._launcher.spawn import TERM_S, Job
+from pycoll._launcher.spawn import Job
 
 
 class LastingJob(Job):
-    """A job that its owner watches for as long as a task takes, and leaves alone between two."""
+    """A job that its owner watches for as long as a task takes, and leaves alone between two.
+
+    Attributes:
+        deadlock: the lines that say which ranks wait for each other for ever, if that is so and
+            does not end the job (`Options.ends_deadlocks`); the owner, who sees to it, empties it.
+    """
+
+    deadlock: Sequence[str] = ()
 
     @property
     def is_ending(self) -> bool:
@@ -39,19 +44,23 @@ class LastingJob(Job):
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, 2 s later SIGKILL."""
-        now = time.monotonic()
-        self._decide(now, 1, "the job was ended")
-        self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
+        self.give_up(1, "the job was ended")
 
     def note_returned(self, ranks: Mapping[int, Mapping[Context, int]]) -> None:
-        """Know which ranks have done what they had to (`Watch.returned`)."""
-        self._watch_waits.returned = ranks
+        """Know which ranks have done what they had to (`Watch.note_returned`)."""
+        self._watch_waits.note_returned(ranks)
 
     def write_to(self, stdout: Target, stderr: Target) -> None:
         """Write what ranks print from now on elsewhere (see `Job`)."""
         self._relay.aim(
             sys.stdout if stdout is None else stdout, sys.stderr if stderr is None else stderr
         )
+
+    def _tell_of_waits(self, lines: Sequence[str], is_certain: bool) -> None:
+        if is_certain and not self._options.ends_deadlocks:
+            self.deadlock = lines
+        else:
+            super()._tell_of_waits(lines, is_certain)
 
     def has_written(self) -> bool:
         """Read what ranks have printed by now; returns whether all of it has been passed on."""

@@ -68,7 +68,7 @@ class Meeting:
             self._server,
             size,
             warn_after(os.environ),
-            self.tell,
+            lambda lines, is_certain: self.tell(lines),
             lambda rank, pid: self._of[rank].state(rank, pid),
         )
         self._agents: dict[Caller, tuple[RemoteHost, CallerLine]] = {}

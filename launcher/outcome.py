@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections import defaultdict
@@ -12,6 +13,12 @@ from pycoll.errors import BootstrapError, Error
 
 CANNOT_START = 69
 """The status of a job that cannot be started here and now: EX_UNAVAILABLE of sysexits.h."""
+
+TIMED_OUT = 124
+"""The status of a job that took too long, as that of the command `timeout`."""
+
+DEADLOCKED = errno.EDEADLK
+"""The status of a job that was ended because ranks wait for each other for ever."""
 
 _ERROR_LINES = 12  # lines of a traceback, or of standard error, in a report
 
@@ -28,7 +35,7 @@ class Outcome(NamedTuple):
         culprit: the rank that was the cause, if one was.
         report: what to print about it.
         reason: what became of the culprit, for example "exit status 3".
-        table: what each rank was doing when the job's time was over.
+        table: what each rank was doing when the job's time was over, or in a deadlock.
         is_lost: nothing can come of the culprit any more, nor of its host.
     """
 

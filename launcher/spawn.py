@@ -21,6 +21,8 @@ from pycoll._launcher.hosts import Hosts
 from pycoll._launcher.job_spec import JobSpec, Options
 from pycoll._launcher.outcome import (
     CANNOT_START,
+    DEADLOCKED,
+    TIMED_OUT,
     Decision,
     Outcome,
     Raised,
@@ -37,7 +39,7 @@ from pycoll._launcher.rendezvous_server import Notice, Server
 from pycoll._launcher.signals import caught_signals
 from pycoll._launcher.wait_table import PREFIX
 from pycoll._launcher.watch import Watch
-from pycoll._support.environment import warn_after
+from pycoll._support.environment import UNENCRYPTED, knows_unencrypted, warn_after
 from pycoll.errors import Error
 
 if TYPE_CHECKING:
@@ -48,10 +50,6 @@ TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
 _KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
 _LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
 _NEVER = float("inf")
-UNENCRYPTED = (
-    "connections between hosts are authenticated, not encrypted; --encrypt (or PYCOLL_ENCRYPT=1) "
-    "encrypts them, PYCOLL_ENCRYPT=0 says that you know"
-)
 
 
 class Job:
@@ -155,9 +153,12 @@ class Job:
 
     def time_out(self, limit_s: float) -> None:
         """End the job because it, or a part of it, has taken longer than that."""
-        text = f"the job took longer than {limit_s:g} s"
+        self.give_up(TIMED_OUT, f"the job took longer than {limit_s:g} s", self.server.table())
+
+    def give_up(self, status: int, text: str, table: Sequence[str] = ()) -> None:
+        """End the job: SIGTERM, 2 s later SIGKILL. See `outcome.Decision`."""
         now = time.monotonic()
-        self._decide(now, 124, text, self.server.table())
+        self._decide(now, status, text, table)
         self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
 
     # Starting.
@@ -189,7 +190,7 @@ class Job:
             self.server,
             options.size,
             after_s,
-            self.tell,
+            self._tell_of_waits,
             lambda rank, pid: self._hosts.of(rank).state(rank, pid),
         )
         plan = JobSpec(
@@ -251,7 +252,7 @@ class Job:
         wake = [self._relay.update(now), self._watch_waits.update(now), self._hosts.update(now)]
         self._heed_signals(now)
         if self._relay.error is not None:
-            self._give_up_output(now)
+            self._give_up_output()
         for rank in self._ranks:
             if rank.lost_at is not None and now >= rank.lost_at + _LINGER_S:
                 self._lose(rank, now)
@@ -300,7 +301,7 @@ class Job:
                 self._end_lost(rank)
             case "note":
                 self.say(f"rank {rank.rank}: {notice.fields['text']}")
-            case "unencrypted" if not _knows_unencrypted():
+            case "unencrypted" if not knows_unencrypted(os.environ):
                 self.tell([UNENCRYPTED])
             case "raised":
                 fields = notice.fields
@@ -442,16 +443,21 @@ class Job:
             if not self._hosts.have_started:
                 self._over_at = now
 
-    def _give_up_output(self, now: float) -> None:
+    def _tell_of_waits(self, lines: Sequence[str], is_certain: bool) -> None:
+        """Show who waits for whom, or act on it if it is certain that they wait for ever."""
+        if is_certain and self._options.ends_deadlocks:
+            self.give_up(DEADLOCKED, lines[0], lines[1:])
+        else:
+            self.tell(lines)
+
+    def _give_up_output(self) -> None:
         """Our output cannot be written: end as a command does whose reader has gone."""
         error = self._relay.error
         assert error is not None
-        if self._decision is None:
-            self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
-        if isinstance(error, BrokenPipeError):
-            self._decide(now, 128 + signal.SIGPIPE, "")
-        else:
-            self._decide(now, 1, f"cannot write the ranks' output: {error.strerror or error}")
+        if self._decision is None and isinstance(error, BrokenPipeError):
+            self.give_up(128 + signal.SIGPIPE, "")
+        elif self._decision is None:
+            self.give_up(1, f"cannot write the ranks' output: {error.strerror or error}")
 
     def _flush(self) -> None:
         """Write what was read, however slow its reader is, until a signal comes."""
@@ -459,10 +465,9 @@ class Job:
             for key, _ in self.selector.select():
                 key.data()
             self._hear()  # or its descriptor would stay ready
-        now = time.monotonic()
-        self._heed_signals(now)
+        self._heed_signals(time.monotonic())
         if self._relay.error is not None:
-            self._give_up_output(now)
+            self._give_up_output()
 
     def _outcome(self) -> Outcome:
         if not self._hosts.have_started and self._decision is not None:
@@ -487,11 +492,6 @@ class Job:
         """Tell what happens to who wants to know; `job_spec.JobEvents`."""
         if self._options.verbose:
             self._relay.say(f"pycoll-run: {text}")
-
-
-def _knows_unencrypted() -> bool:
-    """Whether the user has said so; a rank of another job has that job's variable."""
-    return os.environ.get("PYCOLL_ENCRYPT") == "0" and "PYCOLL_JOB" not in os.environ
 
 
 def _nothing() -> None:

@@ -43,13 +43,11 @@ class Watch:
         server: knows what ranks wait in.
         size: number of ranks.
         after_s: how long is long, in seconds; 0: this does nothing.
-        tell: called with the lines of a table.
+        tell: called with the lines of a table, and whether it is certain that ranks wait for ever.
         doing: returns what the process of a rank is doing: rank and process.
 
     Attributes:
-        returned: ranks that have done what they had to, and stay; of each how many collectives it
-            has started, by communicator. The communicators of who waits for one of them, as is
-            certain, are broken.
+        returned: see `note_returned`.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class Watch:
         server: Server,
         size: int,
         after_s: float,
-        tell: Callable[[list[str]], object],
+        tell: Callable[[list[str], bool], object],
         doing: Callable[[int, int], str],
     ) -> None:
         self._server, self._size, self._after_s, self._tell = server, size, after_s, tell
@@ -72,6 +70,17 @@ class Watch:
         self._due = math.inf
         self.returned: Mapping[int, Mapping[Context, int]] = {}
         server.on_seen = self._hear
+
+    def note_returned(self, ranks: Mapping[int, Mapping[Context, int]]) -> None:
+        """Know which ranks have done what they had to, and stay.
+
+        The communicators of who waits for one of them, as is certain, are broken.
+
+        Args:
+            ranks: of each how many collectives it has started, by communicator.
+        """
+        self.returned = ranks
+        self._due = 0.0
 
     def update(self, now: float) -> float:
         """Do what is due; returns when to call this again."""
@@ -109,7 +118,9 @@ class Watch:
             if key in keys.values()
         }
         untold = [rank for rank, key in keys.items() if rank not in self._told.get(key, ())]
-        first = min(untold, key=lambda rank: calls.waits()[rank].since, default=None)
+        # Who was told of may wait for a rank that has returned since.
+        left = untold or (keys if self.returned else ())
+        first = min(left, key=lambda rank: calls.waits()[rank].since, default=None)
         self._due = calls.waits()[first].since + self._long_s if first is not None else math.inf
         if first is not None and now >= self._due:
             self._due = now + (_RETURNED_S if self.returned else 0.0)  # there may be others
@@ -142,7 +153,7 @@ class Watch:
                 for rank in waits:
                     self._told.setdefault(keys[rank], set()).add(rank)
                 if is_news:
-                    self._tell(self._lines(first, rounds, waits))
+                    self._tell(*self._table(first, rounds, waits))
 
     def _with_returned(self, answers: Answers) -> dict[int, View]:
         """What is known of ranks that wait, and of those that have returned: they wait for ever."""
@@ -198,7 +209,10 @@ class Watch:
 
     # What to say.
 
-    def _lines(self, first: int, rounds: list[Answers], waits: Mapping[int, RankWait]) -> list[str]:
+    def _table(
+        self, first: int, rounds: list[Answers], waits: Mapping[int, RankWait]
+    ) -> tuple[list[str], bool]:
+        """The lines of a table, and whether ranks in it wait for ever."""
         now = time.monotonic()
         waits = _told_apart(waits)
         known = _views(rounds[-1])
@@ -218,9 +232,9 @@ class Watch:
         }
         wanted = set().union(*(waiter.awaited for waiter in waiters.values()))
         others = {rank: self._doing(rank) for rank in sorted(wanted - waits.keys())}
-        heading = self._heading(first, rounds, waiters, {**others, **doing})
+        heading, is_certain = self._heading(first, rounds, waiters, {**others, **doing})
         shown = {rank: self._with_process(rank, text) for rank, text in others.items()}
-        return wait_table.table(heading, waiters, shown)
+        return wait_table.table(heading, waiters, shown), is_certain
 
     def _heading(
         self,
@@ -228,7 +242,7 @@ class Watch:
         rounds: list[Answers],
         waiters: Mapping[int, Waiter],
         others: Mapping[int, str],
-    ) -> str:
+    ) -> tuple[str, bool]:
         if len(rounds) == _ROUNDS:
             steady, gone = self._steady(rounds), self._gone()
             quiet = {r: said for r, said in steady.items() if all(a[r]["quiet"] for a in rounds)}
@@ -243,9 +257,10 @@ class Watch:
                     doubt = "" if answers is not steady else "something may be on its way"
                     if helpers:
                         doubt = wait_table.threads_text(helpers)
-                    return wait_table.deadlock_text(ring, ends, doubt)
+                    text = wait_table.deadlock_text(ring, ends, doubt)
+                    return text, not ends and not doubt
         causes = {rank: others[rank] for rank in _reached(first, waiters) if rank in others}
-        return wait_table.waiting_text(causes, waiters[first].waited_s)
+        return wait_table.waiting_text(causes, waiters[first].waited_s), False
 
     def _doing(self, rank: int) -> str:
         text, pid = self._server.state(rank)

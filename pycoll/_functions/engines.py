@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import IO, NamedTuple, Protocol
 
 from pycoll._functions import call
-from pycoll._functions.function import TIMED_OUT, Ended, WriteTask, memfd, raise_ended
+from pycoll._functions.function import OF_RANKS, Ended, WriteTask, memfd, raise_ended
 from pycoll._launcher.agent_listener import AgentCalls
 from pycoll._launcher.agent_socket import Ticket
 from pycoll._launcher.host import NamedHost
@@ -96,7 +96,7 @@ def run_ranks_on(
             ),
         )
         outcome = Job(["python"], options, stdin=subprocess.DEVNULL).run()
-    if outcome.culprit is None and outcome.status not in (0, TIMED_OUT):
+    if outcome.culprit is None and outcome.status not in OF_RANKS:
         raise_ended(outcome)
     reports: list[call.Parcel | None] = [None] * len(nodes)
     if outcome.culprit is not None and not outcome.is_lost:

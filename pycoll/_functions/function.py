@@ -25,7 +25,7 @@ import cloudpickle
 
 from pycoll._functions import call
 from pycoll._launcher.job_spec import Options
-from pycoll._launcher.outcome import Outcome
+from pycoll._launcher.outcome import DEADLOCKED, TIMED_OUT, Outcome
 from pycoll._launcher.spawn import Job
 from pycoll._support import pickling
 from pycoll._support.environment import encrypts
@@ -33,8 +33,8 @@ from pycoll._support.public_edge import edge
 from pycoll._support.wording import a_kind
 from pycoll.errors import Error, OperationTimeout, PeerFailed
 
-TIMED_OUT = 124
-"""The status of a job that took too long."""
+OF_RANKS = (0, TIMED_OUT, DEADLOCKED)
+"""The statuses of jobs that have no culprit, and were ended by nothing but what the ranks do."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # those that end a job
 _pickling = threading.Lock()  # what cloudpickle pickles by value is one setting for the process
@@ -80,6 +80,8 @@ def run(
         MismatchError: the ranks made different calls, as `broadcast` with different roots; also if
             these were their last, and `fn` has returned on each of them.
         OperationTimeout: `timeout` passed; the message says what each rank was doing.
+        Error: ranks wait for each other for ever (a deadlock); the message says who waits for whom,
+            where. That is looked for when one has waited for 30 s (PYCOLL_WARN_AFTER; 0: never).
         KeyboardInterrupt: the ranks have been ended; a note says what each rank was doing, if one
             waited for others.
     """
@@ -105,6 +107,7 @@ def checked_options(
         timeout_s=check_timeout(timeout),
         transport=default_transport() if transport is None else transport,
         encrypt=default_encryption(),
+        ends_deadlocks=True,
     )
 
 
@@ -150,8 +153,14 @@ class Ended(NamedTuple):
         return self.outcome.culprit is None and self.outcome.status == TIMED_OUT
 
     @property
+    def deadlock(self) -> str:
+        """How ranks wait for each other, if it was ended because that is for ever; else ""."""
+        is_one = self.outcome.culprit is None and self.outcome.status == DEADLOCKED
+        return self.outcome.report.partition(";")[0] if is_one else ""
+
+    @property
     def table(self) -> list[str]:
-        """What each rank was doing when the time was over."""
+        """What each rank was doing when the time was over, or in a deadlock."""
         return list(self.outcome.table)
 
 
@@ -180,7 +189,7 @@ def run_ranks(options: Options, write_task: WriteTask) -> Ended:
             stdin=subprocess.DEVNULL,
         )
         outcome = job.run()
-        if outcome.culprit is None and outcome.status not in (0, TIMED_OUT):
+        if outcome.culprit is None and outcome.status not in OF_RANKS:
             raise_ended(outcome)
         reports = []
         for file in files[1:]:
@@ -425,6 +434,8 @@ def results(name: str, ended: Ended, options: Options) -> list[Any]:
             f"{name} on {size} ranks took longer than {options.timeout_s:g} s; what each rank did:"
             f"{_rows(ended.table)}"
         )
+    if ended.deadlock:
+        raise Error("\n".join([f"{name} on {size} ranks: {ended.deadlock}", *ended.table]))
     if outcome.culprit is not None:
         report = reports[outcome.culprit]
         if report is None or report.head["kind"] != "raised":

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from pycoll._functions import call
 from pycoll._functions.function import (
+    Ended,
     check_timeout,
     checked_options,
     path,
@@ -18,6 +19,7 @@ from pycoll._functions.function import (
     task,
 )
 from pycoll._functions.ranks import Ranks
+from pycoll._launcher.job_spec import Options
 from pycoll._support.public_edge import edge, edges
 from pycoll.errors import Error
 
@@ -42,9 +44,9 @@ class Pool:
 
     Each run has communicators of its own, which end with it: what is wrong with one run's, the next
     does not see. An exception ends a run on all ranks; those that have not come to an end 2 s later
-    are interrupted (KeyboardInterrupt). Ranks are replaced, and what they held is lost, if one of
-    them dies or calls ``sys.exit(1)``, or if the run takes longer than its timeout or does not heed
-    the interrupt; the exception says so.
+    are interrupted (KeyboardInterrupt). So does a deadlock, which is found as for `pycoll.run`.
+    Ranks are replaced, and what they held is lost, if one of them dies or calls ``sys.exit(1)``, or
+    if the run takes longer than its timeout or does not heed the interrupt; the exception says so.
 
     Several threads may call `run`; one run comes after the other.
 
@@ -68,10 +70,15 @@ class Pool:
         timeout: float | None = None,
         tag_output: bool | None = None,
     ) -> None:
-        options = checked_options(_nothing, n, timeout, transport)
-        self._options = options._replace(
-            tag_output=None if tag_output is None else bool(tag_output)
+        self._open(
+            checked_options(_nothing, n, timeout, transport)._replace(
+                tag_output=None if tag_output is None else bool(tag_output),
+                ends_deadlocks=False,  # ranks are interrupted, and stay
+            )
         )
+
+    def _open(self, options: Options) -> None:
+        self._options = options
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ranks: Ranks | None = None
@@ -107,9 +114,7 @@ class Pool:
         with self._lock:
             ranks = self._ready()
             try:
-                ended = ranks.run(write_task, limit)
-                options = self._options._replace(timeout_s=limit)
-                return results("pycoll.Pool.run", ended, options)
+                return self._results(ranks.run(write_task, limit), limit)
             except BaseException as exc:
                 if ranks.is_over:
                     exc.add_note(REPLACED)
@@ -133,6 +138,9 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<pycoll.Pool of {self.size} ranks{', closed' if self._is_closed else ''}>"
+
+    def _results(self, ended: Ended, limit: float | None) -> list[Any]:
+        return results("pycoll.Pool.run", ended, self._options._replace(timeout_s=limit))
 
     def _ready(self) -> Ranks:
         """Return ranks that can run something; new ones, if those of the last run have ended."""

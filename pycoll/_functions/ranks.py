@@ -21,10 +21,10 @@ from functools import partial
 from typing import Any
 
 from pycoll._functions import call, serving
-from pycoll._functions.function import TIMED_OUT, Ended, WriteTask, memfd, raise_ended
+from pycoll._functions.function import OF_RANKS, Ended, WriteTask, memfd, raise_ended
 from pycoll._launcher.job_spec import Options
 from pycoll._launcher.lasting import LastingJob
-from pycoll._launcher.outcome import Outcome
+from pycoll._launcher.outcome import DEADLOCKED, Outcome
 
 _GRACE_S = 2.0  # from a failure to the interrupt of the others, and from that to their end
 _TELL_S = 0.5  # from an answer to when those that have none yet hear of it
@@ -35,7 +35,8 @@ class Ranks:
     """Ranks that stay.
 
     Args:
-        options: how their job runs; `timeout_s` does not count.
+        options: how their job runs; `timeout_s` does not count. A deadlock ends the job, and so the
+            ranks, with `ends_deadlocks`; else a run, by an interrupt.
         write_start: writes what they do, for `call.main`.
 
     Attributes:
@@ -114,10 +115,14 @@ class Ranks:
             raise_ended(Outcome(128 + signal.SIGINT, None, "", table=run.interrupted))
         return Ended(run.judge(outcome), reports)
 
-    def close(self) -> None:
-        """End the ranks; may be called again. A child that was forked from this process cannot."""
+    def close(self) -> Outcome | None:
+        """End the ranks; may be called again. A child that was forked from this process cannot.
+
+        Returns:
+            How their job ended, if it was this that ended them.
+        """
         if self.is_over or os.getpid() != self._pid:
-            return
+            return None
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_WR)
@@ -133,7 +138,7 @@ class Ranks:
         try:
             with self._job.catching():
                 self._job.write_to(None, None)
-                self._job.watch(until)
+                return self._job.watch(until)
         finally:
             self._end()
 
@@ -166,9 +171,11 @@ class _Run:
         self._call_off_at = math.inf  # when the others are interrupted, or else ended
         self._are_called_off = self._is_stopped = False
         self.interrupted: tuple[str, ...] | None = None
+        self._deadlock: Sequence[str] = ()  # the launcher's lines, if this has ended one
 
     def begin(self, task: int, reports: Sequence[int]) -> None:
         """Give the task to all ranks."""
+        self._job.deadlock = ()
         for rank, (each, report) in enumerate(zip(self._sockets, reports, strict=True)):
             self._job.listen(each.fileno(), partial(self._hear, rank))
             with contextlib.suppress(OSError):  # it has ended, which its process will tell
@@ -229,6 +236,8 @@ class _Run:
             return math.inf
         if self._call_off_at == math.inf and self._first_failed() is not None:
             self._call_off_at = now + _GRACE_S
+        if self._call_off_at == math.inf and self._job.deadlock and not self._are_called_off:
+            self._deadlock, self._call_off_at = self._job.deadlock, now
         if now >= self._call_off_at:
             self._call_off(now)
         return min(self._deadline, self._call_off_at, *self._tell_at.values())
@@ -287,9 +296,12 @@ class _Run:
         Raises:
             Error: something else than its ranks has ended the job.
         """
+        if self._deadlock:
+            heading, *table = self._deadlock
+            return Outcome(DEADLOCKED, None, heading, table=tuple(table))
         failed, over = self._first_failed(), outcome is not None and outcome.culprit is None
         by_itself = over and not self._is_stopped
-        if outcome is not None and by_itself and outcome.status not in (0, TIMED_OUT):
+        if outcome is not None and by_itself and outcome.status not in OF_RANKS:
             raise_ended(outcome)
         if failed is not None and (outcome is None or over or not self._answers[failed]["victim"]):
             return Outcome(1, failed, "", "it raised an exception")

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -153,7 +154,7 @@ class Waits:
             started=[(ident, self._num_started(ident)) for ident in asked],
             quiet=len(self._waits) == 1 and self._is_quiet(),
             threads=self._num_other_threads(),
-            ends=wait.ends,
+            ends=wait.ends or _has_alarm(),
         )
 
     def _num_other_threads(self) -> int:
@@ -163,6 +164,11 @@ class Waits:
             for thread in threading.enumerate()
             if thread is not threading.current_thread()
         )
+
+
+def _has_alarm() -> bool:
+    """Whether a signal will come whose handler may raise, which ends any wait."""
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
 
 
 def needed(call: Call, rank: int) -> Collection[int]:

@@ -246,6 +246,17 @@ def encrypts(environ: Mapping[str, str]) -> bool:
     return text == "1"
 
 
+UNENCRYPTED = (
+    "connections between hosts are authenticated, not encrypted; --encrypt (or PYCOLL_ENCRYPT=1) "
+    "encrypts them, PYCOLL_ENCRYPT=0 says that you know"
+)
+
+
+def knows_unencrypted(environ: Mapping[str, str]) -> bool:
+    """Whether the user has said that nothing is encrypted; not where it is said for a rank."""
+    return environ.get("PYCOLL_ENCRYPT") == "0" and "PYCOLL_JOB" not in environ
+
+
 def warn_after(environ: Mapping[str, str]) -> float:
     """Seconds after which the launcher says who waits for whom; 0: never.
 

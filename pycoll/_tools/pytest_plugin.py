@@ -185,6 +185,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
         transport=default_transport(),
         encrypt=default_encryption(),
         tag_output=True,
+        ends_deadlocks=True,
         exports={"PYTEST_ADDOPTS": ""},  # the ranks are given the options that came of it
     )
     if item.config.option.keep_ranks or item.config.getini("pycoll_keep_ranks"):

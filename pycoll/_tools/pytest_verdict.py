@@ -172,6 +172,8 @@ class Verdict:
             said = outcome.report.partition(";")[0].replace("the job", "the test")
             text = "\n".join(["What each rank was doing:", *ended.table])
             return [_Failure(said, text), *self._stacks()]
+        if ended.deadlock:
+            return [_Failure(ended.deadlock, "\n".join(ended.table)), *self._stacks()]
         silent = [rank for rank, said in enumerate(self._ranks) if not said["done"]]
         reason = ended.reason
         if outcome.culprit is not None:

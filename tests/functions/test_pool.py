@@ -117,6 +117,15 @@ def test_who_waits_for_a_rank_that_has_returned_is_told(pool: pycoll.Pool, call:
         assert (caught.value.rank, caught.value.reason) == (1, "has returned")
 
 
+def test_who_waits_for_a_rank_is_told_that_it_has_returned_however_late(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYCOLL_WARN_AFTER", "0.3")
+    with pycoll.Pool(2, timeout=LIMIT_S) as pool, pytest.raises(PeerFailed, match="has returned"):
+        pool.run(lambda comm: comm.recv(1) if comm.rank == 0 else time.sleep(3))
+    assert "waiting for rank 1" in capfd.readouterr().err  # it had been told of before
+
+
 def test_a_rank_that_goes_on_is_waited_for_by_ranks_that_have_returned(pool: pycoll.Pool) -> None:
     def late(comm: Any) -> object:
         if comm.rank == 0:
@@ -160,6 +169,58 @@ def test_ranks_are_replaced_when_one_is_lost(case: str) -> None:
         }
         assert said[case] in str(caught.value)
         assert not set(pids(pool)) & set(before)
+
+
+def test_a_deadlock_ends_the_run_and_the_ranks_stay(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def wait(comm: Any) -> None:
+        if comm.rank == 2:
+            time.sleep(1000)  # what it computes changes nothing
+        comm.recv(1 - comm.rank)
+
+    monkeypatch.setenv("PYCOLL_WARN_AFTER", "0.3")
+    with pycoll.Pool(3, timeout=LIMIT_S) as pool:
+        before = pids(pool)
+        for _ in range(2):
+            with pytest.raises(Error) as caught:
+                pool.run(wait)
+            heading, *table = str(caught.value).splitlines()
+            assert heading == (
+                "pycoll.Pool.run on 3 ranks: deadlock: rank 0 waits for 1, which waits for 0"
+            )
+            assert table[0].split() == ["rank", "waits", "for", "in"]
+            assert "recv(source=1, tag=ANY) at test_pool.py:" in table[1]
+            assert type(caught.value) is Error
+            assert capfd.readouterr() == ("", "")  # the table is in the exception
+            assert pids(pool) == before
+            assert pool.run(lambda comm: comm.all_reduce(1)) == [3, 3, 3]
+            capfd.readouterr()
+
+
+def test_a_circle_that_a_thread_or_a_signal_may_break_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def helped(comm: Any) -> object:
+        thread = threading.Timer(2, comm.send, (comm.rank, 1 - comm.rank))
+        thread.start()
+        received = comm.recv(1 - comm.rank)
+        thread.join()
+        return received
+
+    def wait(comm: Any) -> None:
+        def end(signum: int, frame: object) -> None:
+            raise LookupError("it takes too long")
+
+        signal.signal(signal.SIGALRM, end)
+        signal.alarm(2)  # the launcher has said that ranks wait for each other before
+        comm.recv(1 - comm.rank)
+
+    monkeypatch.setenv("PYCOLL_WARN_AFTER", "0.3")
+    with pycoll.Pool(2, timeout=LIMIT_S) as pool:
+        assert pool.run(helped) == [1, 0]
+        with pytest.raises(LookupError, match="too long"):
+            pool.run(wait)
 
 
 def test_a_rank_that_dies_between_runs_fails_the_next(pool: pycoll.Pool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,6 +238,19 @@ def test_a_timeout_says_what_each_rank_was_doing() -> None:
     assert "took longer than 4 s" in text
     assert "rank 0: not waiting in pycoll" in text
     assert "rank 1: recv(source=0" in text
+
+
+def test_a_deadlock_is_an_error_that_says_who_waits_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYCOLL_WARN_AFTER", "0.3")
+    with pytest.raises(Error) as caught:
+        pycoll.run(lambda comm: comm.recv(1 - comm.rank), 2, timeout=LIMIT_S)
+    assert type(caught.value) is Error
+    text = str(caught.value)
+    assert text.startswith("pycoll.run on 2 ranks: deadlock: rank 0 waits for 1, which waits for 0")
+    assert re.search(r"\n    1     0          recv\(source=0, tag=ANY\) at .*errors\.py:\d+", text)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from pycoll._launcher.input import WINDOW_NBYTES, Input
 from pycoll._launcher.line import MARKER, DescriptorLine
 from pycoll._launcher.reach import Doorman, HostAddresses, Reachability, reach_all
 from pycoll._launcher.reach_table import CheckedHosts, lines
-from pycoll._launcher.spawn import UNENCRYPTED
+from pycoll._support.environment import UNENCRYPTED
 
 
 class Ends:

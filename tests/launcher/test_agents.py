@@ -17,7 +17,7 @@ from agent_runs import LIMIT_S
 
 from pycoll._launcher.hostlist import Slots, lay_out, parse_hosts, read_hostfile
 from pycoll._launcher.outcome import CANNOT_START
-from pycoll._launcher.spawn import UNENCRYPTED
+from pycoll._support.environment import UNENCRYPTED
 from pycoll.errors import Error
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

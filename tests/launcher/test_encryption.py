@@ -14,7 +14,7 @@ from tiers import exhaustive
 from transport_world import World
 
 import pycoll
-from pycoll._launcher.spawn import UNENCRYPTED
+from pycoll._support.environment import UNENCRYPTED
 from pycoll._transports.network import choose, why_not_encrypted
 from pycoll.errors import BootstrapError
 

@@ -14,7 +14,7 @@ from node_jobs import WAIT, until_listening
 
 from pycoll._launcher.nodes import find_node
 from pycoll._launcher.outcome import CANNOT_START
-from pycoll._launcher.spawn import UNENCRYPTED
+from pycoll._support.environment import UNENCRYPTED
 from pycoll._tools import k8s
 from pycoll.errors import Error
 

@@ -76,6 +76,9 @@ elif kind == "wait_any":
     pycoll.wait_any([comm.irecv(other, tag=1), comm.irecv(other, tag=2)])
 elif kind == "deadline":
     comm.recv(other, timeout=1000)
+elif kind == "alarm":
+    signal.alarm(1000)
+    comm.recv(other)
 elif kind == "itself":
     comm.recv(0) if rank == 0 else comm.barrier()
 elif kind == "threads":
@@ -146,6 +149,7 @@ SHM = [
     deadlock("wait_any", "wait_any of 2 requests, first irecv"),
     Case("itself", 2, "deadlock: rank 0 waits for itself"),
     Case("deadline", 2, "deadlock until a deadline passes: " + TWO),
+    Case("alarm", 2, "deadlock until a deadline passes: " + TWO),
     Case("threads", 2, r"perhaps a deadlock \(ranks 0-1 have other threads\): " + TWO),
     Case("two threads", 2, r"perhaps a deadlock \(ranks 0-1 have other threads\): " + TWO),
     Case("passed", 3, "waiting for rank 1, which is running", (), "tcp"),

@@ -32,8 +32,9 @@ class Ranks:
     def __init__(self) -> None:
         self.server = Server(SIZE, KEY)
         self.told: list[list[str]] = []
+        self.are_certain: list[bool] = []  # of each table, whether the ranks wait for ever
         self.watch = Watch(
-            self.server, SIZE, 0.02, self.told.append, lambda rank, pid: process.doing(pid)
+            self.server, SIZE, 0.02, self._tell, lambda rank, pid: process.doing(pid)
         )
         self.clients = []
         for rank in range(SIZE):
@@ -45,6 +46,10 @@ class Ranks:
             while not all(join.done() for join in joins):
                 self.server.progress()
         self.num_asked = [0] * SIZE
+
+    def _tell(self, lines: list[str], is_certain: bool) -> None:
+        self.told.append(lines)
+        self.are_certain.append(is_certain)
 
     def wait(self, rank: int, serial: int = 1, **fields: Any) -> None:
         """Say that a rank waits for the other."""
@@ -106,6 +111,7 @@ def test_three_answers_that_agree_prove_a_deadlock(ranks: Ranks) -> None:
     table = ranks.until_told(1)
     assert table[0] == "deadlock: rank 0 waits for 1, which waits for 0"
     assert ranks.num_asked == [3, 3]
+    assert ranks.are_certain == [True]
 
 
 def test_an_operation_is_told_once(ranks: Ranks) -> None:
@@ -153,6 +159,7 @@ def test_who_comes_to_an_operation_that_was_told_of_closes_no_circle(ranks: Rank
 def test_less_than_that_is_none(ranks: Ranks, answer: Answer) -> None:
     both_wait(ranks)
     assert "deadlock" not in ranks.until_told(1, answer)[0]
+    assert ranks.are_certain == [False]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +176,7 @@ def test_less_than_that_is_none(ranks: Ranks, answer: Answer) -> None:
 def test_what_may_end_it_is_said(ranks: Ranks, answer: Answer, heading: str) -> None:
     both_wait(ranks)
     assert ranks.until_told(1, answer)[0].startswith(heading)
+    assert ranks.are_certain == [False]
 
 
 def test_a_rank_that_does_not_wait_is_not_asked_and_its_process_is_looked_at(ranks: Ranks) -> None:
@@ -187,7 +195,7 @@ def test_who_leaves_a_call_and_comes_to_it_again_is_looked_at_anew(
     monkeypatch.setattr(watching, "time", clock)
     for name in ("_PAUSE_S", "_ANSWER_S"):
         monkeypatch.setattr(watching, name, 1000.0)  # of this clock
-    ranks.watch = Watch(ranks.server, SIZE, 1000.0, ranks.told.append, lambda rank, pid: "")
+    ranks.watch = Watch(ranks.server, SIZE, 1000.0, ranks._tell, lambda rank, pid: "")
     waits, answer = ranks.server.calls.waits(), lambda rank, asked: None if asked else {}
     deadline = time.monotonic() + DEADLINE_S
 

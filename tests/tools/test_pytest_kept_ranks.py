@@ -62,6 +62,8 @@ def test_death(comm):
     if comm.rank: os._exit(3)
     comm.barrier()
 @pytest.mark.ranks(2)
+def test_circle(comm): comm.recv(1 - comm.rank)
+@pytest.mark.ranks(2)
 def test_after(comm): assert comm.all_reduce(1) == 2
 """
 
@@ -80,9 +82,12 @@ def test_tests_that_pass_share_their_ranks(pytester: pytest.Pytester) -> None:
     assert (pytester.path / "torn-down").read_text() == "xxxx"
 
 
-def test_each_failure_is_told_and_does_no_harm_to_the_next_test(pytester: pytest.Pytester) -> None:
+def test_each_failure_is_told_and_does_no_harm_to_the_next_test(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOLL_WARN_AFTER", "0.3")
     result = run_tests(pytester, BAD, "--keep-ranks")
-    result.assert_outcomes(failed=3, passed=1)
+    result.assert_outcomes(failed=4, passed=1)
     result.stdout.fnmatch_lines(
         [
             "*--- rank 1 ---*",
@@ -91,5 +96,9 @@ def test_each_failure_is_told_and_does_no_harm_to_the_next_test(pytester: pytest
             "*(after the test) ---*",
             "E *MismatchError: ranks made different calls*",
             "rank 1 died in the test: exit status 3",
+            "*--- deadlock: rank 0 waits for 1, which waits for 0 ---*",
+            "    0     1          recv(source=1*",
+            "*--- ranks 0-1, stack ---*",
+            "*def test_circle(comm): comm.recv(1 - comm.rank)",
         ]
     )

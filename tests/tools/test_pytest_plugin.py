@@ -392,6 +392,25 @@ def test_it(comm):
     )
 
 
+def test_a_deadlock_ends_the_test_and_shows_who_waits_for_whom(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYCOLL_WARN_AFTER", "0.3")
+    result = run_tests(
+        pytester, "@pytest.mark.ranks(2)\ndef test_it(comm):\n    comm.recv(1 - comm.rank)"
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*--- deadlock: rank 0 waits for 1, which waits for 0 ---*",
+            "    0     1          recv(source=1*",
+            "*--- ranks 0-1, stack ---*",
+            "*comm.recv(1 - comm.rank)",
+            "FAILED *deadlock: rank 0 waits for 1*",
+        ]
+    )
+
+
 def test_the_deadline_is_that_of_the_ini_option(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\npycoll_timeout = 1.5")
     result = run_tests(
