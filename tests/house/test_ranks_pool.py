@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 import pytest
+import ranks_pool
 from patience import PATIENCE
-from ranks_pool import ANSWER_S, Pool
+from ranks_pool import ANSWER_S, RanksOfTests
 from tiers import few
 
 Comm = Any
@@ -48,16 +49,16 @@ def wait_in_a_circle(comm: Comm) -> None:
 
 
 CASES = {
-    raise_on_one: "ValueError: the one that fails.*rank 2: barrier.*test_ranks_pool.py",
-    die_on_one: "--- rank 4 ---\nits process has ended\n.*rank 4 failed.*exit status 3",
-    end_on_one: "deadlock: .*recv.source=4, tag=ANY.*barrier",
-    wait_in_a_circle: "deadlock: .*recv.source=1, tag=ANY",
+    raise_on_one: r"ValueError: the one that fails.*rank 2 ---.*half.barrier\(\).*rank 4 ---",
+    die_on_one: "PeerFailed: rank 4 failed: .*exit status 3",
+    end_on_one: r"rank 4 is needed in recv.source=4, tag=ANY.*rank 3 ---.*comm.recv\(4\)",
+    wait_in_a_circle: r"deadlock: .*recv.source=1, tag=ANY.*rank 1 ---.*comm.recv\(1 -",
 }
 
 
 @pytest.mark.parametrize("program", few([raise_on_one], [die_on_one, end_on_one, wait_in_a_circle]))
 def test_a_test_that_fails_on_one_rank_says_so_and_where_the_others_are(program: Any) -> None:
-    pool = Pool(5)
+    pool = RanksOfTests(5)
     try:
         started = time.monotonic()
         with pytest.raises(AssertionError) as caught:
@@ -67,3 +68,34 @@ def test_a_test_that_fails_on_one_rank_says_so_and_where_the_others_are(program:
         assert pool(lambda comm: comm.all_reduce(1)) == [5] * 5
     finally:
         pool.close()
+
+
+def test_a_test_that_takes_too_long_shows_where_each_rank_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def hang(comm: Comm) -> None:
+        threading.Event().wait() if comm.rank else comm.recv(1)
+
+    pool = RanksOfTests(2)
+    try:
+        monkeypatch.setattr(ranks_pool, "ANSWER_S", 3.0)
+        with pytest.raises(AssertionError, match=r"took longer than 3 s(.*\n)*.*rank 0: recv"):
+            pool(hang)
+    finally:
+        pool.close()
+    stack = r"\[1\] +File .*threading.py.* in wait\n(.*\n)*?\[1\] +File .*ranks_pool.* in hang\n"
+    assert re.search(stack, capfd.readouterr().err)
+
+
+def test_tests_do_not_see_what_others_have_made_global() -> None:
+    pool = RanksOfTests(1)
+    try:
+        pool(make_global)
+        assert pool(lambda comm: "made_global" in globals()) == [False]
+    finally:
+        pool.close()
+
+
+def make_global(comm: Comm) -> None:
+    global made_global
+    made_global = comm.rank
