@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from pool_scripts import Scripts
 
 
 def test_a_killed_rank_fails_all_that_wait_for_it_point_to_point(job: Any) -> None:
@@ -323,12 +324,14 @@ while True:  # computes
     assert time.monotonic() - started < 10
 
 
-def test_an_operator_that_raises_or_communicates_breaks_one_communicator_on_all(job: Any) -> None:
-    done = job(
+def test_an_operator_that_raises_or_communicates_breaks_one_communicator_on_all(
+    scripts: Scripts,
+) -> None:
+    scripts(
         3,
         """
 intact, second = comm.dup(), comm.dup()
-reason = "gave up all_reduce #2 (ZeroDivisionError: of the user)"
+reason = f"gave up all_reduce #2 on {comm.name} (ZeroDivisionError: of the user)"
 
 def bad(a, b):
     raise ZeroDivisionError("of the user")
@@ -357,17 +360,15 @@ assert intact.all_reduce(rank) == second.all_reduce(rank) == 3
 ok()
 """,
     )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1, 2], done.stderr
 
 
-def test_an_interrupt_inside_a_collective_breaks_that_communicator_alone(job: Any) -> None:
+def test_an_interrupt_inside_a_collective_breaks_that_communicator_alone(scripts: Scripts) -> None:
     # Rank 1 is interrupted where it waits for others, and in the middle of large transfers.
-    done = job(
+    scripts(
         3,
         """
 intact, pids = comm.dup(), comm.all_gather(os.getpid())
-reason = "gave up barrier #2 (KeyboardInterrupt)"
+reason = f"gave up barrier #2 on {comm.name} (KeyboardInterrupt)"
 if rank == 0:
     await_table((1, "barrier"), (2, "barrier"))
     os.kill(pids[1], signal.SIGINT)
@@ -387,9 +388,9 @@ def combine(a, b):  # in the middle of a transfer, when the first pieces have co
     return a + b
 
 x = np.ones(1 << 19)
-reason = "gave up all_reduce #0 on dup of dup of world (KeyboardInterrupt)"
 for _ in range(10):
     other = intact.dup()
+    reason = f"gave up all_reduce #0 on {other.name} (KeyboardInterrupt)"
     arguments = other.all_reduce, x, pycoll.Op(combine, elementwise=True), x
     if rank == 1:
         error_like(KeyboardInterrupt, "^$", *arguments, algorithm="ring")
@@ -401,5 +402,3 @@ for _ in range(10):
 ok()
 """,
     )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1, 2], done.stderr

@@ -379,13 +379,12 @@ ok()
 """
 
 
-OTHERS = ("--transport", "tcp"), ("--transport", "zmq"), ("--transport", "zmq", "--encrypt")
+OTHERS = ("tcp",), ("zmq",), ("zmq", "--encrypt")
 
 
-@pytest.mark.parametrize("options", few(OTHERS, [("--emulate-hosts", "2")]))
-def test_over_other_transports(job: Any, options: tuple[str, ...]) -> None:
-    done = job(4, PROGRAM, *options)
-    all_well(done, 4)
+@pytest.mark.parametrize("words", few(OTHERS, [("shm", "--emulate-hosts", "2")]))
+def test_over_other_transports(scripts: Scripts, words: tuple[str, ...]) -> None:
+    scripts(4, PROGRAM, *words)
 
 
 @pytest.mark.parametrize("transport", few(["shm", "tcp"], ["zmq"]))

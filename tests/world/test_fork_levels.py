@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from script_jobs import all_well
+from pool_scripts import Scripts
 
 
-def test_a_child_enters_no_communicator_whatever_its_parent_has_made(job: Any) -> None:
-    done = job(
+def test_a_child_enters_no_communicator_whatever_its_parent_has_made(scripts: Scripts) -> None:
+    scripts(
         4,
         """
 import warnings
@@ -29,7 +27,7 @@ assert host.all_reduce(x)[0] == 2
 assert comm.all_reduce(x)[0] == 4
 ok()
 """,
+        "shm",
         "--emulate-hosts",
         "2",
     )
-    all_well(done, 4)
