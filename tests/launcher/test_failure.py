@@ -331,7 +331,7 @@ def test_an_operator_that_raises_or_communicates_breaks_one_communicator_on_all(
         3,
         """
 intact, second = comm.dup(), comm.dup()
-reason = f"gave up all_reduce #2 on {comm.name} (ZeroDivisionError: of the user)"
+reason = "gave up all_reduce #2 (ZeroDivisionError: of the user)"
 
 def bad(a, b):
     raise ZeroDivisionError("of the user")
@@ -368,7 +368,7 @@ def test_an_interrupt_inside_a_collective_breaks_that_communicator_alone(scripts
         3,
         """
 intact, pids = comm.dup(), comm.all_gather(os.getpid())
-reason = f"gave up barrier #2 on {comm.name} (KeyboardInterrupt)"
+reason = "gave up barrier #2 (KeyboardInterrupt)"
 if rank == 0:
     await_table((1, "barrier"), (2, "barrier"))
     os.kill(pids[1], signal.SIGINT)
@@ -388,9 +388,9 @@ def combine(a, b):  # in the middle of a transfer, when the first pieces have co
     return a + b
 
 x = np.ones(1 << 19)
+reason = "gave up all_reduce #0 on dup of dup of world (KeyboardInterrupt)"
 for _ in range(10):
     other = intact.dup()
-    reason = f"gave up all_reduce #0 on {other.name} (KeyboardInterrupt)"
     arguments = other.all_reduce, x, pycoll.Op(combine, elementwise=True), x
     if rank == 1:
         error_like(KeyboardInterrupt, "^$", *arguments, algorithm="ring")
