@@ -16,6 +16,13 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "pipeline_timeline": (
         *("bubble_fraction", "draw_pipeline", "makespan", "plot_pipeline", "time_pipeline"),
     ),
+    "stragglers": ("Clock", "Stragglers", "find_stragglers"),
+    "tensor": (
+        *("bounds", "cut", "join", "copy_to", "reduce_from", "gather_sequence"),
+        *("reduce_scatter_sequence", "column_linear", "row_linear"),
+        *("vocabulary_embedding", "vocabulary_cross_entropy"),
+    ),
+    "zero": ("ShardedOptimizer",),
 }
 """The public names by the file of this package that has them."""
 
