@@ -69,7 +69,7 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> I
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
     """1F1B with several chunks on each rank, which take turns after every p micro-batches.
 
-    Before its first backward a rank computes two more forwards than the rank behind it; in 1F1B one.
+    Before its first backward a rank computes two forwards more than the rank behind it (1F1B: one).
     So in the steady state a message may travel for as long as a forward takes before a rank waits
     for it. The price is memory. This is so with one chunk, too.
 
