@@ -7,26 +7,28 @@ NumPy's or PyTorch's. Nothing here is imported, nor is PyTorch, until a name is 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "pipeline": ("Action", "PIPELINE_SCHEDULES", "PipelineSchedule"),
-    "pipeline_proof": ("prove_pipeline",),
-    "pipeline_run": ("run_pipeline",),
-    "pipeline_timeline": (
-        *("bubble_fraction", "draw_pipeline", "makespan", "plot_pipeline", "time_pipeline"),
-    ),
-    "stragglers": ("Clock", "Stragglers", "find_stragglers"),
-    "tensor": (
-        *("bounds", "cut", "join", "copy_to", "reduce_from", "gather_sequence"),
-        *("reduce_scatter_sequence", "column_linear", "row_linear"),
-        *("vocabulary_embedding", "vocabulary_cross_entropy"),
-    ),
-    "zero": ("ShardedOptimizer",),
+if TYPE_CHECKING:
+    from pycoll.parallel.buckets import *  # noqa: F403
+    from pycoll.parallel.compression import *  # noqa: F403
+    from pycoll.parallel.pipeline import *  # noqa: F403
+    from pycoll.parallel.pipeline_proof import *  # noqa: F403
+    from pycoll.parallel.pipeline_run import *  # noqa: F403
+    from pycoll.parallel.pipeline_timeline import *  # noqa: F403
+
+_NAMES = {
+    "buckets": "Buckets",
+    "compression": "BFloat16 Compressor ErrorFeedback Float16 Int8 OneBit PowerSGD Reduced TopK"
+    " Uncompressed all_reduce",
+    "pipeline": "Action PIPELINE_SCHEDULES PipelineSchedule",
+    "pipeline_proof": "prove_pipeline",
+    "pipeline_run": "run_pipeline",
+    "pipeline_timeline": "bubble_fraction draw_pipeline makespan plot_pipeline time_pipeline",
 }
 """The public names by the file of this package that has them."""
 
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOMES)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
-from pool_scripts import Scripts
 from tiers import few
 
 PROMPT_S = 5.0 * PATIENCE
@@ -76,9 +75,9 @@ ok()
 
 
 def test_a_collective_out_of_time_names_itself_and_what_the_others_do_on_all_ranks(
-    scripts: Scripts,
+    job: Any,
 ) -> None:
-    scripts(
+    done = job(
         4,
         """
 intact, more = comm.dup(), comm.dup()
@@ -108,6 +107,8 @@ assert intact.all_reduce(rank) == more.all_reduce(rank) == 6
 ok()
 """,
     )
+    assert done.status == 0, done.stderr
+    assert done.content == [0, 1, 2, 3], done.stderr
 
 
 def test_a_point_to_point_call_out_of_time_is_withdrawn(job: Any) -> None:
@@ -249,9 +250,9 @@ def assert_ended(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("times", few([50], [400]))
 def test_many_failures_and_communicators_leave_no_descriptor_and_no_thread(
-    scripts: Scripts, times: int
+    job: Any, times: int
 ) -> None:
-    scripts(
+    done = job(
         2,
         f"""
 def held():
@@ -277,6 +278,7 @@ comm.close()
 ok()
 """,
     )
+    assert (done.status, done.content) == (0, [0, 1]), done.stderr
 
 
 def test_an_exception_inside_with_is_named_and_shown_to_the_others(job: Any) -> None:

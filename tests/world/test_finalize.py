@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
-from script_jobs import all_well
 
 ALONE = """
 import pycoll
@@ -55,7 +54,8 @@ error_like(pycoll.Error, r"finalize\\(\\) was called", pycoll.init, within=0.5)
 ok()
 """,
     )
-    all_well(done, size)
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [*range(size)]
 
 
 def test_the_end_of_a_with_block_is_finalize_whether_it_raises_or_not(job: Any) -> None:
@@ -78,7 +78,7 @@ ok()
 """,
         init="",
     )
-    all_well(done, 2)
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
     done = job(
         2,
         """
@@ -136,7 +136,8 @@ assert time.monotonic() - start < 5
 ok()
 """,
     )
-    all_well(done, 3)
+    assert (done.status, done.content) == (0, [0, 1, 2]), done.stderr
+    assert done.stderr == ""
 
 
 def test_messages_of_a_thread_are_delivered_though_main_only_ends(job: Any) -> None:
@@ -155,7 +156,7 @@ if rank == 1:
 ok()
 """,
     )
-    all_well(done, 2)
+    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
 
 
 def test_leaving_does_not_wait_for_a_peer_that_is_stopped_longer_than_5_s(job: Any) -> None:
@@ -188,7 +189,8 @@ if rank == 2:
         "--transport",
         "tcp",
     )
-    all_well(done, 3)
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [0, 1, 2]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "zmq"])
@@ -221,7 +223,8 @@ if rank == 1:
         "--transport",
         transport,
     )
-    all_well(done, 2)
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [0, 1]
 
 
 def test_what_is_in_shared_memory_outlives_its_sender(job: Any) -> None:
@@ -249,4 +252,5 @@ ok()
         "--transport",
         "shm",
     )
-    all_well(done, 3)
+    assert (done.status, done.stderr) == (0, "")
+    assert done.content == [0, 1, 2]
