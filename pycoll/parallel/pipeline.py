@@ -69,9 +69,9 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> I
 def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
     """1F1B with several chunks on each rank, which take turns after every p micro-batches.
 
-    A gradient comes back two actions for each rank behind after the activations have left: one for
-    the way there, one for the way back. So while messages travel, ranks have something to compute;
-    1F1B, which computes one, waits. The price is memory. With one chunk this is "eager" 1F1B.
+    Before its first backward a rank computes two forwards more than the rank behind it (1F1B: one).
+    So in the steady state a message may travel for as long as a forward takes before a rank waits
+    for it. The price is memory. This is so with one chunk, too.
 
     Cost: bubble (p - 1) / (m v); activations of 2 (p - rank - 1) + (v - 1) p + 1 chunks.
     Source: Narayanan et al. 2021 (as 1F1B), section 2.2.2; Megatron-LM,

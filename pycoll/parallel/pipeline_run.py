@@ -47,7 +47,8 @@ def run_pipeline(
 ) -> PipelineRun:
     """Run the forwards and backwards of one batch; collective over `comm`.
 
-    Chunk c of rank r is stage ``c * comm.size + r``. The schedule is proved first, once. Messages
+    Chunk c of rank r is stage ``c * comm.size + r``. All ranks pass the same schedule and numbers,
+    and send nothing else on `comm` meanwhile. The schedule is proved first, once. Messages
     are whatever `Communicator.isend` takes, NumPy arrays or PyTorch tensors for example; they bring
     their shapes and dtypes, which may differ from stage to stage and from micro-batch to
     micro-batch. An array that a function returned must not be changed before the call returns; one
@@ -70,8 +71,8 @@ def run_pipeline(
 
     Raises:
         ProofError: the schedule is wrong; nothing was sent.
-        ValueError: there is no such schedule, or none for these numbers; or it has W, and no
-            `weights` is given.
+        TypeError, ValueError: there is no such schedule, or none for these numbers; or it has W,
+            and no `weights` is given.
         PeerFailed, OperationTimeout: as of any message. What others have sent is still on its way
             then: go on with another communicator.
     """

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import linecache
 import sys
+import threading
+import traceback
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +52,7 @@ def run(comm: Any, text: str) -> bool:
     names = vars(script)
     sys.modules["__main__"] = script
     try:
-        with contextlib.ExitStack() as cleanup:
+        with nothing_unseen(), contextlib.ExitStack() as cleanup:
             exec(compile("import numpy as np\n" + PRELUDE, NAME, "exec"), names)
             names |= {"comm": comm, "rank": comm.rank, "size": comm.size, "cleanup": cleanup}
             names["ok"] = lambda: names.update(is_ok=True)
@@ -58,3 +61,22 @@ def run(comm: Any, text: str) -> bool:
     finally:
         sys.modules["__main__"] = before
         names.clear()
+
+
+@contextlib.contextmanager
+def nothing_unseen() -> Iterator[None]:
+    """Fail the script for what a thread of it, or a finalizer, has raised and nobody caught."""
+    unseen: list[BaseException] = []
+
+    def note(args: Any) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            unseen.append(args.exc_value)
+
+    before = threading.excepthook, sys.unraisablehook
+    threading.excepthook, sys.unraisablehook = note, note
+    try:
+        yield
+    finally:
+        threading.excepthook, sys.unraisablehook = before
+    said = [line for error in unseen for line in traceback.format_exception(error)]
+    assert not said, "raised where nobody catches it:\n" + "".join(said)

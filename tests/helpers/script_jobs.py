@@ -95,7 +95,7 @@ class Done(NamedTuple):
 def all_well(done: Done, size: int) -> None:
     """Every rank was content, and nobody complained."""
     assert done.content == [*range(size)], done.stdout + done.stderr
-    assert (done.status, done.stderr) == (0, "")
+    assert (done.status, done.stderr) == (0, ""), f"status {done.status}:\n{done.stderr}"
 
 
 class Jobs:

@@ -6,11 +6,13 @@ import os
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ranks_pool
 from patience import PATIENCE
+from pool_scripts import run
 from ranks_pool import ANSWER_S, RanksOfTests
 from tiers import few
 
@@ -99,3 +101,17 @@ def test_tests_do_not_see_what_others_have_made_global() -> None:
 def make_global(comm: Comm) -> None:
     global made_global
     made_global = comm.rank
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join(); ok()",
+        "type('Freed', (), {'__del__': lambda self: 1 / 0})(); ok()",
+    ],
+    ids=["thread", "finalizer"],
+)
+def test_what_a_script_raises_where_nobody_catches_it_fails_the_test(text: str) -> None:
+    with pytest.raises(AssertionError, match=r"where nobody catches it:(.|\n)*ZeroDivisionError"):
+        run(SimpleNamespace(rank=0, size=1), text)
+    assert run(SimpleNamespace(rank=0, size=1), "ok()")

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from pool_scripts import Scripts
 
 
 def test_a_killed_rank_fails_all_that_wait_for_it_point_to_point(job: Any) -> None:
@@ -323,8 +324,10 @@ while True:  # computes
     assert time.monotonic() - started < 10
 
 
-def test_an_operator_that_raises_or_communicates_breaks_one_communicator_on_all(job: Any) -> None:
-    done = job(
+def test_an_operator_that_raises_or_communicates_breaks_one_communicator_on_all(
+    scripts: Scripts,
+) -> None:
+    scripts(
         3,
         """
 intact, second = comm.dup(), comm.dup()
@@ -357,13 +360,11 @@ assert intact.all_reduce(rank) == second.all_reduce(rank) == 3
 ok()
 """,
     )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1, 2], done.stderr
 
 
-def test_an_interrupt_inside_a_collective_breaks_that_communicator_alone(job: Any) -> None:
+def test_an_interrupt_inside_a_collective_breaks_that_communicator_alone(scripts: Scripts) -> None:
     # Rank 1 is interrupted where it waits for others, and in the middle of large transfers.
-    done = job(
+    scripts(
         3,
         """
 intact, pids = comm.dup(), comm.all_gather(os.getpid())
@@ -401,5 +402,3 @@ for _ in range(10):
 ok()
 """,
     )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1, 2], done.stderr

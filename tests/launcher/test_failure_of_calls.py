@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from pool_scripts import Scripts
 from tiers import few
 
 PROMPT_S = 5.0 * PATIENCE
@@ -75,9 +76,9 @@ ok()
 
 
 def test_a_collective_out_of_time_names_itself_and_what_the_others_do_on_all_ranks(
-    job: Any,
+    scripts: Scripts,
 ) -> None:
-    done = job(
+    scripts(
         4,
         """
 intact, more = comm.dup(), comm.dup()
@@ -107,8 +108,6 @@ assert intact.all_reduce(rank) == more.all_reduce(rank) == 6
 ok()
 """,
     )
-    assert done.status == 0, done.stderr
-    assert done.content == [0, 1, 2, 3], done.stderr
 
 
 def test_a_point_to_point_call_out_of_time_is_withdrawn(job: Any) -> None:
@@ -250,9 +249,9 @@ def assert_ended(pids: list[int]) -> None:
 
 @pytest.mark.parametrize("times", few([50], [400]))
 def test_many_failures_and_communicators_leave_no_descriptor_and_no_thread(
-    job: Any, times: int
+    scripts: Scripts, times: int
 ) -> None:
-    done = job(
+    scripts(
         2,
         f"""
 def held():
@@ -278,7 +277,6 @@ comm.close()
 ok()
 """,
     )
-    assert (done.status, done.content) == (0, [0, 1]), done.stderr
 
 
 def test_an_exception_inside_with_is_named_and_shown_to_the_others(job: Any) -> None:

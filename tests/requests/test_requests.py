@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from patience import PATIENCE
 from request_cases import LARGE, Comm
+from script_jobs import all_well
 from tiers import few, sizes
 
 import pycoll
@@ -351,7 +352,7 @@ request.wait()
 ok()
 """,
     )
-    assert (done.status, done.stderr) == (0, "")
+    all_well(done, 2)
 
 
 @sizes(2)

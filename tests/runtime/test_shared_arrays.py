@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pool_scripts import Scripts
-from script_jobs import INIT, all_well
+from script_jobs import all_well
 from shared_array_jobs import USE
 
 from pycoll._tools.bench_sides import Side
@@ -177,9 +177,9 @@ ok()
     all_well(job(2, USE + text), 2)
 
 
-def test_zeros_are_zeros_and_reshaped_arrays_keep_their_values(job: Any) -> None:
+def test_zeros_are_zeros_and_reshaped_arrays_keep_their_values(scripts: Scripts) -> None:
     text = """
-pycoll.share_arrays(1)
+cleanup.enter_context(pycoll.share_arrays(1))
 rng = np.random.default_rng(rank)
 for nbytes in (1, 4095, 4096, 4097, 65536, 300_000, 2 << 20, (2 << 20) + 1, 9_000_001):
     for _ in range(3):
@@ -201,14 +201,14 @@ for nbytes in (1, 4095, 4096, 4097, 65536, 300_000, 2 << 20, (2 << 20) + 1, 9_00
         want = x.copy()
 ok()
 """
-    all_well(job(2, USE + text), 2)
+    scripts(2, USE + text)
 
 
-def test_threads_make_and_free_each_others_arrays(job: Any) -> None:
+def test_threads_make_and_free_each_others_arrays(scripts: Scripts) -> None:
     text = """
 import queue
-pycoll.share_arrays(1)
-box, wrong = queue.Queue(200), []
+cleanup.enter_context(pycoll.share_arrays(1))
+box, wrong, begun = queue.Queue(200), [], use().arrays
 
 def make(seed):
     rng = np.random.default_rng(seed)
@@ -229,10 +229,10 @@ for thread in threads:
 for thread in threads:
     thread.join()
 assert not wrong
-assert use().arrays < 20
+assert use().arrays - begun < 20, (use(), begun)
 ok()
 """
-    all_well(job(2, USE + text), 2)
+    scripts(2, USE + text)
 
 
 def test_arrays_outlive_finalize_and_the_communicator(job: Any) -> None:
@@ -255,9 +255,9 @@ ok()
     all_well(job(2, USE + text), 2)
 
 
-def test_a_forked_child_has_its_own_copy(job: Any) -> None:
+def test_a_forked_child_has_its_own_copy(scripts: Scripts) -> None:
     text = """
-pycoll.share_arrays(1)
+cleanup.enter_context(pycoll.share_arrays(1))
 x, sparse = np.arange(1_000_000.0), np.zeros(1 << 32, "u1")
 sparse[1 << 31] = 9
 freed = np.ones(50_000)
@@ -300,12 +300,12 @@ assert is_shared(np.ones(10))
 assert (comm.all_reduce(x) == 2 * x).all()
 ok()
 """
-    all_well(job(2, USE + text, init=FORKS + INIT), 2)
+    scripts(2, FORKS + USE + text)
 
 
-def test_forks_beside_threads_that_make_arrays_and_calls(job: Any) -> None:
+def test_forks_beside_threads_that_make_arrays_and_calls(scripts: Scripts) -> None:
     text = """
-pycoll.share_arrays(1)
+cleanup.enter_context(pycoll.share_arrays(1))
 stop, wrong = threading.Event(), []
 other = comm.dup()
 
@@ -337,7 +337,7 @@ threads[0].join()
 assert not wrong, wrong
 ok()
 """
-    all_well(job(2, USE + text, init=FORKS + INIT), 2)
+    scripts(2, FORKS + USE + text)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

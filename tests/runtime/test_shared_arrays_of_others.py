@@ -148,7 +148,7 @@ ok()
     scripts(2, USE + text)
 
 
-def test_share_of_ranks_that_share_no_memory_says_what_does(job: Any) -> None:
+def test_share_of_ranks_that_share_no_memory_says_what_does(scripts: Scripts) -> None:
     text = """
 error_like(ValueError, "split_by_host", comm.share, pycoll.empty(3))
 here = comm.split_by_host()
@@ -157,15 +157,15 @@ assert len(views) == 2
 comm.barrier()
 ok()
 """
-    all_well(job(4, USE + text, "--emulate-hosts", "2"), 4)
+    scripts(4, USE + text, "shm", "--emulate-hosts", "2")
 
 
-def test_who_gives_up_has_its_arrays_for_itself(job: Any) -> None:
+def test_who_gives_up_has_its_arrays_for_itself(scripts: Scripts) -> None:
     # Rank 0 times out half-way, and at once changes its arrays: what others make of them must not
     # be believed, and nothing may be written to them any more.
     text = """
 import itertools
-pycoll.share_arrays(1)
+cleanup.enter_context(pycoll.share_arrays(1))
 x = np.full((2, 4 << 20), rank + 1.0)
 all_x = np.array([x * 0 + 1, x * 0 + 2])
 wanted = (
@@ -199,7 +199,7 @@ for (name, want), seconds in itertools.product(wanted, (0.001, 0.003, 0.008, 0.0
     comm.barrier()
 ok()
 """
-    all_well(job(2, USE + text), 2)
+    scripts(2, USE + text)
 
 
 @pytest.mark.parametrize("name", few(["all_reduce", "broadcast"], ["gather", "all_gather", "send"]))
@@ -251,10 +251,10 @@ ok()
     all_well(job(2, USE + text), 2)
 
 
-def test_calls_through_python_and_the_core_agree_where_they_go(job: Any) -> None:
+def test_calls_through_python_and_the_core_agree_where_they_go(scripts: Scripts) -> None:
     # A deadline, or strides, take a call through Python; the others' go through the core alone.
     text = """
-pycoll.share_arrays(1)
+cleanup.enter_context(pycoll.share_arrays(1))
 x, out, many = np.ones(20_000), np.empty(20_000), np.empty((size, 20_000))
 for number in range(400):
     x[:] = number + rank
@@ -270,7 +270,7 @@ for number in range(400):
     assert got is None or all((got[r] == number + r).all() for r in range(size))
 ok()
 """
-    all_well(job(3, USE + text), 3)
+    scripts(3, USE + text)
 
 
 def test_a_sender_whose_kernel_copies_nothing_helps_no_ordinary_array(job: Any) -> None:

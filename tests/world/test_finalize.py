@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from patience import PATIENCE
+from script_jobs import all_well
 
 ALONE = """
 import pycoll
@@ -54,8 +55,7 @@ error_like(pycoll.Error, r"finalize\\(\\) was called", pycoll.init, within=0.5)
 ok()
 """,
     )
-    assert (done.status, done.stderr) == (0, "")
-    assert done.content == [*range(size)]
+    all_well(done, size)
 
 
 def test_the_end_of_a_with_block_is_finalize_whether_it_raises_or_not(job: Any) -> None:
@@ -78,7 +78,7 @@ ok()
 """,
         init="",
     )
-    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
+    all_well(done, 2)
     done = job(
         2,
         """
@@ -136,8 +136,7 @@ assert time.monotonic() - start < 5
 ok()
 """,
     )
-    assert (done.status, done.content) == (0, [0, 1, 2]), done.stderr
-    assert done.stderr == ""
+    all_well(done, 3)
 
 
 def test_messages_of_a_thread_are_delivered_though_main_only_ends(job: Any) -> None:
@@ -156,7 +155,7 @@ if rank == 1:
 ok()
 """,
     )
-    assert (done.status, done.stderr, done.content) == (0, "", [0, 1])
+    all_well(done, 2)
 
 
 def test_leaving_does_not_wait_for_a_peer_that_is_stopped_longer_than_5_s(job: Any) -> None:
@@ -189,8 +188,7 @@ if rank == 2:
         "--transport",
         "tcp",
     )
-    assert (done.status, done.stderr) == (0, "")
-    assert done.content == [0, 1, 2]
+    all_well(done, 3)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "zmq"])
@@ -223,8 +221,7 @@ if rank == 1:
         "--transport",
         transport,
     )
-    assert (done.status, done.stderr) == (0, "")
-    assert done.content == [0, 1]
+    all_well(done, 2)
 
 
 def test_what_is_in_shared_memory_outlives_its_sender(job: Any) -> None:
@@ -252,5 +249,4 @@ ok()
         "--transport",
         "shm",
     )
-    assert (done.status, done.stderr) == (0, "")
-    assert done.content == [0, 1, 2]
+    all_well(done, 3)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pool_scripts import Scripts
 
 
-def test_a_child_enters_no_communicator_whatever_its_parent_has_made(job: Any) -> None:
-    done = job(
+def test_a_child_enters_no_communicator_whatever_its_parent_has_made(scripts: Scripts) -> None:
+    scripts(
         4,
         """
 import warnings
@@ -27,7 +27,7 @@ assert host.all_reduce(x)[0] == 2
 assert comm.all_reduce(x)[0] == 4
 ok()
 """,
+        "shm",
         "--emulate-hosts",
         "2",
     )
-    assert (done.status, done.stderr, done.content) == (0, "", [0, 1, 2, 3])
