@@ -32,6 +32,7 @@ from pycoll.parallel import (
     find_stragglers,
     join,
     row_linear,
+    run_pipeline,
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
@@ -50,6 +51,8 @@ class Settings(NamedTuple):
     batch: int = 16  # sequences of a step, of all data parallel ranks together
     rate: float = 3e-3
     micro_batches: int = 4  # of a data parallel rank
+    schedule: str = "1f1b"  # of the pipeline
+    stages: int = 1  # that each rank has; more for interleaved schedules
     sequence: bool = False  # sequence parallelism on the tensor axis
     zero: bool = False  # the optimizer's state cut over the data axis
     chunks: int = 1  # of a row-parallel product
@@ -93,10 +96,10 @@ def whole_parameters(settings):
 class Stage:
     """The layers of one pipeline stage, of which this rank has its tensor parallel part."""
 
-    def __init__(self, settings, pp, tp):
+    def __init__(self, settings, number, stages, tp):
         self.settings, self.tp = settings, tp
-        layers = bounds(settings.layers, pp.rank, pp.size)
-        self.first, self.last = pp.rank == 0, pp.rank == pp.size - 1
+        layers = bounds(settings.layers, number, stages)
+        self.first, self.last = number == 0, number == stages - 1
         groups = list(range(layers.start + 1, layers.stop + 1))
         self.groups = [0] * self.first + groups + [settings.layers + 1] * self.last
         self.parameters, self.axes = {}, {}
@@ -112,8 +115,8 @@ class Stage:
 
         Returns x for the next stage; the last one returns the sum of the tokens' losses.
         """
-        for number, group in enumerate(self.groups):
-            ready(number)
+        for group in self.groups:
+            ready(group)
             if group == 0:
                 x = self._embed(x)
             elif group <= self.settings.layers:
@@ -171,8 +174,17 @@ class Trainer:
         self.dp, self.pp, self.tp = (self.clock.watch(grid.axis(n)) for n in ("dp", "pp", "tp"))
         if settings.batch < self.dp.size * settings.micro_batches:
             raise ValueError("every micro-batch needs a sequence: make batch larger")
-        self.stage = Stage(settings, self.pp, self.tp)
-        groups = [[self.stage.parameters[n] for n in names] for names in self.stage.names.values()]
+        ranks, stages = self.pp.size, self.pp.size * settings.stages
+        if stages > settings.layers:
+            raise ValueError(f"{settings.layers} layers are too few for {stages} pipeline stages")
+        numbers = range(self.pp.rank, stages, ranks)
+        self.stages = [Stage(settings, number, stages, self.tp) for number in numbers]
+        self.parameters, self.axes, self.names = {}, {}, {}
+        for stage in self.stages:
+            self.parameters |= stage.parameters
+            self.axes |= stage.axes
+            self.names |= stage.names
+        groups = [[self.parameters[name] for name in names] for names in self.names.values()]
         adam = functools.partial(torch.optim.Adam, lr=settings.rate)
         self.optimizer = ShardedOptimizer(groups, self.dp, adam, sharded=settings.zero)
 
@@ -182,55 +194,46 @@ class Trainer:
         tokens = batch_of(self.settings, self.steps)[:, mine]
         micro_batches = tokens.tensor_split(self.settings.micro_batches, dim=1)
         self.optimizer.zero_grad()
-        loss = self._one_f_one_b(micro_batches)
+        loss = self._pipeline(micro_batches)
         if self.settings.sequence and self.tp.size > 1:
             self._sum_over_the_sequence()
         self.optimizer.step()
         self.steps += 1
-        counted = self.stage.last and self.tp.rank == 0  # the others have the same, or none
+        counted = self.tp.rank == 0  # the others have the same
         with self.clock.waiting():
             return self.grid.all_reduce(loss if counted else 0.0)
 
-    def _one_f_one_b(self, micro_batches):
-        pp, stage, kept, loss = self.pp, self.stage, {}, 0.0
+    def _pipeline(self, micro_batches):
+        """Compute the gradients of all micro-batches; returns the loss, if the last is here."""
         tokens_of_a_step = self.settings.batch * self.settings.length
-        sent = []
+        groups = list(self.names)
 
-        def forward(i):
-            nonlocal loss
-            x = micro_batches[i][:-1] if stage.first else pp.recv(pp.rank - 1, tag=i)
-            if not stage.first:
-                x.requires_grad_()
-            y = stage.forward(x, micro_batches[i][1:], self.optimizer.ready)
-            if stage.last:
-                y = y / tokens_of_a_step
-                loss += y.item()
-            else:
-                sent.append(pp.isend(y.detach(), pp.rank + 1, tag=i))
-            kept[i] = x, y
+        def forward(action, x):
+            stage, tokens = self.stages[action.chunk], micro_batches[action.micro_batch]
+            x = tokens[:-1] if stage.first else x.requires_grad_()
+            y = stage.forward(x, tokens[1:], lambda g: self.optimizer.ready(groups.index(g)))
+            y = y / tokens_of_a_step if stage.last else y
+            return y.detach(), (x, y)
 
-        def backward(i):
-            x, y = kept.pop(i)
-            y.backward(None if stage.last else pp.recv(pp.rank + 1, tag=i))
-            if not stage.first:
-                sent.append(pp.isend(x.grad, pp.rank - 1, tag=i))
+        def backward(action, saved, gradient):
+            x, y = saved
+            y.backward(gradient)
+            return x.grad
 
-        many = len(micro_batches)
-        ahead = min(pp.size - 1 - pp.rank, many)
-        for i in range(ahead):
-            forward(i)
-        for i in range(many):
-            if ahead + i < many:
-                forward(ahead + i)
-            backward(i)
-        for request in sent:
-            request.wait()
-        return loss
+        run = run_pipeline(
+            self.pp,
+            self.settings.schedule,
+            len(micro_batches),
+            forward,
+            backward,
+            chunks=self.settings.stages,
+        )
+        return float(sum(run.outputs))
 
     def _sum_over_the_sequence(self):
         """Sum the gradients of what every rank has whole, and uses on its part of the sequence."""
-        names = [name for name, axis in self.stage.axes.items() if axis is None]
-        gradients = [self.stage.parameters[name].grad for name in names]
+        names = [name for name, axis in self.axes.items() if axis is None]
+        gradients = [self.parameters[name].grad for name in names]
         for gradient, total in zip(gradients, self.tp.all_reduce_many(gradients), strict=True):
             gradient.copy_(total)
 
@@ -239,11 +242,11 @@ class Trainer:
         self.optimizer.ready()
         mine = {}
         whole = self.optimizer.whole_state()
-        for names, states in zip(self.stage.names.values(), whole, strict=True):
+        for names, states in zip(self.names.values(), whole, strict=True):
             for name, state in zip(names, states, strict=True):
-                parameter = self.stage.parameters[name].detach()
+                parameter = self.parameters[name].detach()
                 for key, value in {"value": parameter, **state}.items():
-                    axis = self.stage.axes[name] if value.shape == parameter.shape else None
+                    axis = self.axes[name] if value.shape == parameter.shape else None
                     mine[f"{name}/{key}"] = join(value, axis, self.tp).numpy()
         if self.dp.rank == self.tp.rank == 0:
             parts = self.pp.gather(mine, root=0)
@@ -262,13 +265,13 @@ class Trainer:
                 keys.setdefault(key.partition("/")[0], []).append(key)
             self.steps = int(file["steps"])
             states = []
-            for names in self.stage.names.values():
+            for names in self.names.values():
                 states.append([])
                 for name in names:
-                    parameter, state = self.stage.parameters[name], {}
+                    parameter, state = self.parameters[name], {}
                     for key in keys[name]:
                         value = torch.from_numpy(file[key])
-                        axis = self.stage.axes[name] if value.dim() == parameter.dim() else None
+                        axis = self.axes[name] if value.dim() == parameter.dim() else None
                         state[key.partition("/")[2]] = cut(value, axis, self.tp)
                     parameter.data.copy_(state.pop("value"))
                     states[-1].append(state)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parallel
 
 Comm = Any
 PROGRAM = str(Path(__file__).resolve().parents[2] / "examples/parallel/transformer.py")
-SMALL = {"layers": 3, "width": 16, "length": 12, "batch": 8, "micro_batches": 2}
+SMALL = {"layers": 4, "width": 16, "length": 12, "batch": 8, "micro_batches": 2}
 STEPS = 50
 SAME = "largest relative difference from the losses of one rank: "
 
@@ -71,6 +71,7 @@ GRIDS_OF_2 = [
     ((2, 1, 1), {}),
     ((2, 1, 1), {"zero": True}),
     ((1, 2, 1), {}),
+    ((1, 2, 1), {"schedule": "interleaved", "stages": 2}),
     ((1, 1, 2), {}),
     ((1, 1, 2), {"sequence": True, "chunks": 3}),
 ]
@@ -117,12 +118,15 @@ def test_a_checkpoint_goes_on_with_another_grid(ranks: Any, of_one: Any, tmp_pat
 
 
 @sizes(2)
-def test_a_batch_that_is_too_small_is_refused(ranks: Any) -> None:
+def test_what_cannot_be_cut_for_the_grid_is_refused(ranks: Any) -> None:
     def program(comm: Comm, path: str) -> None:
         transformer = load_program(path)
         grid = transformer.make_grid(comm, (2, 1, 1))
         with pytest.raises(ValueError, match="make batch larger"):
             transformer.Trainer(grid, transformer.Settings(batch=3, micro_batches=2))
+        grid = transformer.make_grid(comm, (1, 2, 1))
+        with pytest.raises(ValueError, match="3 layers are too few for 4 pipeline stages"):
+            transformer.Trainer(grid, transformer.Settings(layers=3, stages=2))
 
     ranks(program, PROGRAM)
 
