@@ -38,6 +38,13 @@ def drawn(seed: int, rank: int, shape: tuple[int, ...], dtype: str = "f8") -> Ar
     return x.astype(dtype) if random.random() < 0.9 else np.zeros(shape, dtype)
 
 
+def shapes(seed: int) -> list[tuple[int, ...]]:
+    """Those above, and some at random."""
+    random = np.random.default_rng(seed)
+    drawn_shapes = [tuple(random.integers(0, 30, random.integers(1, 4))) for _ in range(4)]
+    return [*SHAPES, *(tuple(map(int, shape)) for shape in drawn_shapes)]
+
+
 # ------------------------------------------------------------------ one process, value by value
 
 
@@ -99,7 +106,7 @@ def expected(kind: str, xs: list[Array]) -> Array:
 
 def reduced(comm: Comm, kind: str, seed: int) -> list[Array]:
     results = []
-    for shape in SHAPES:
+    for shape in shapes(seed):
         for dtype in ("f4", "f8"):
             x = drawn(seed, comm.rank, shape, dtype)
             before = x.copy()
@@ -119,7 +126,7 @@ def test_the_sum_is_that_of_one_process_and_has_the_same_bits_on_every_rank(
         results = ranks(reduced, kind, seed)
         for others in results[1:]:
             assert [r.tobytes() for r in others] == [r.tobytes() for r in results[0]]
-        cases = [(shape, dtype) for shape in SHAPES for dtype in ("f4", "f8")]
+        cases = [(shape, dtype) for shape in shapes(seed) for dtype in ("f4", "f8")]
         for (shape, dtype), got in zip(cases, results[0], strict=True):
             xs = [drawn(seed, rank, shape, dtype) for rank in range(ranks.size)]
             eps = {"float16": 2**-11, "bfloat16": 2**-8}.get(kind, np.finfo(dtype).eps)
