@@ -128,6 +128,9 @@ class Persistent(Hinting, foreign={}, prefix="comm.persistent."):
         self._op_timeout = op_timeout
         self._in_core = in_core  # the core's methods, by name
 
+    def __repr__(self) -> str:
+        return f"<pycoll.Communicator.persistent of {self._group.name}>"
+
     barrier = _persistent(Calls.barrier)
     broadcast = _persistent(Calls.broadcast)
     reduce = _persistent(Calls.reduce)

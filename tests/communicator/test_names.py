@@ -82,3 +82,17 @@ def test_errors_name_the_communicator(ranks: Any) -> None:
         assert "tag=ANY) on dp at test_names.py" in late
         assert "tag=ANY) on dp: " in request
         assert "collective number 0 of dp" in wrong or "on dp" in wrong
+
+
+def test_no_method_shows_where_it_is_implemented(ranks: Any) -> None:
+    def shown(comm: Any) -> dict[str, str]:
+        names = [name for name in dir(comm) if not name.startswith("_")]
+        own = {name: repr(getattr(comm, name)) for name in names}
+        return own | {"persistent.recv": repr(comm.persistent.recv)}
+
+    for found in ranks(shown):
+        assert "pycoll.Communicator object at 0x" in found["all_reduce"]  # a failed assert shows it
+        assert "pycoll.Communicator object at 0x" in found["iall_reduce"]
+        assert "pycoll.Communicator object at 0x" in found["recv"]
+        assert found["persistent"] == "<pycoll.Communicator.persistent of dup of world>"
+        assert not [text for text in found.values() if "pycoll._" in text]

@@ -375,7 +375,7 @@ static PyType_Slot collectives_slots[] = {
 };
 
 PyType_Spec pc_collectives_spec = {
-    .name = "pycoll._transports._core.Collectives",
+    .name = "pycoll.Communicator", /* what the repr of its methods says to users */
     .basicsize = sizeof(pc_collectives),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = collectives_slots,

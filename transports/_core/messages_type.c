@@ -316,7 +316,7 @@ static PyType_Slot messages_slots[] = {
 };
 
 PyType_Spec pc_messages_spec = {
-    .name = "pycoll._transports._core.Messages",
+    .name = "pycoll.Communicator", /* what the repr of its methods says to users */
     .basicsize = sizeof(pc_messages),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = messages_slots,

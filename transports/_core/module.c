@@ -16,14 +16,18 @@ PyObject *pc_timer_set(PyObject *module, PyObject *args);
 PyObject *pc_wait_all(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pc_wait_any(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
-/* The type, which the module keeps; NULL with an exception. */
-static PyTypeObject *make_type(PyObject *module, PyType_Spec *spec) {
+/* The type, which the module keeps by that name; NULL with an exception. */
+static PyTypeObject *make_type_as(PyObject *module, const char *name, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
     if (type == NULL)
         return NULL;
-    int status = PyModule_AddType(module, (PyTypeObject *)type);
+    int status = PyModule_AddObjectRef(module, name, type);
     Py_DECREF(type);
     return status == 0 ? (PyTypeObject *)type : NULL;
+}
+
+static PyTypeObject *make_type(PyObject *module, PyType_Spec *spec) {
+    return make_type_as(module, strrchr(spec->name, '.') + 1, spec);
 }
 
 static int add_engine_types(PyObject *module) {
@@ -59,8 +63,8 @@ static int add_engine_types(PyObject *module) {
     pc_request_types(request);
     pc_messages_types(context);
     bool made = make_type(module, &pc_seat_spec) != NULL &&
-                make_type(module, &pc_messages_spec) != NULL &&
-                make_type(module, &pc_collectives_spec) != NULL &&
+                make_type_as(module, "Messages", &pc_messages_spec) != NULL &&
+                make_type_as(module, "Collectives", &pc_collectives_spec) != NULL &&
                 make_type(module, &pc_composed_spec) != NULL;
     return made ? 0 : -1;
 }
@@ -69,7 +73,8 @@ static int execute(PyObject *module) {
     pc_fast_init();
     pc_guard_init();
     PyTypeObject *comm = make_type(module, pc_comm_spec());
-    bool made = comm != NULL && make_type(module, pc_shared_spec(comm)) != NULL &&
+    bool made = comm != NULL &&
+                make_type_as(module, "SharedCollectives", pc_shared_spec(comm)) != NULL &&
                 make_type(module, &pc_host_spec) != NULL &&
                 make_type(module, &pc_guard_spec) != NULL;
     return made ? add_engine_types(module) : -1;

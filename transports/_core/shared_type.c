@@ -102,7 +102,7 @@ PyType_Spec *pc_shared_spec(PyTypeObject *comm) {
         {0, NULL},
     };
     static PyType_Spec spec = {
-        .name = "pycoll._transports._core.SharedCollectives",
+        .name = "pycoll.Communicator", /* what the repr of its methods says to users */
         .basicsize = sizeof(pc_shared),
         .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
         .slots = slots,
