@@ -1,7 +1,8 @@
 """The public edge: a wrong argument is an error of the line that passed it.
 
-What pycoll raises on purpose shows no frame of pycoll: the traceback ends at the caller's line. An
-exception that arises unintended is a fault of pycoll's own, and keeps its frames.
+What pycoll raises on purpose, and KeyboardInterrupt, show no frame of pycoll: the traceback ends at
+the caller's line. An exception that arises unintended is a fault of pycoll's own, and keeps its
+frames.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def edge(function: F) -> F:
         __tracebackhide__ = True  # pytest shows `function`
         try:
             return function(*args, **kwargs)
-        except Exception as exc:
+        except (Exception, KeyboardInterrupt) as exc:
             if _is_frame_of_ours(sys._getframe(1)):
                 raise  # of a call inside pycoll: the outermost edge sees where it was raised
-            if is_users(exc):
+            if is_users(exc) or isinstance(exc, KeyboardInterrupt):
                 _leave_users(exc)
                 raise
             text = ""
@@ -124,7 +125,7 @@ def is_users(exc: BaseException) -> bool:
 
 
 def _leave_users(exc: BaseException) -> None:
-    """Take the frames of pycoll out of an exception of a user's function."""
+    """Take the frames of pycoll out of an exception of a user's function, or of Ctrl-C."""
     kept, frame = [], exc.__traceback__
     while frame is not None:
         if not _is_ours(frame):

@@ -27,7 +27,7 @@ pycoll.run(hang, 2)
 """
 
 
-def test_the_interrupt_says_what_each_rank_was_doing(tmp_path: Path) -> None:
+def test_the_interrupt_shows_the_callers_line_and_what_each_rank_was_doing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HANGING)
     # A background job of a shell ignores SIGINT, and so would what it starts.
@@ -45,6 +45,7 @@ def test_the_interrupt_says_what_each_rank_was_doing(tmp_path: Path) -> None:
         _, said = program.communicate(timeout=60)
     assert program.returncode == -signal.SIGINT
     assert re.search(
+        r'\A.*\n  File ".*/script.py", line 16, in <module>\n    pycoll.run\(hang, 2\)\n'
         r"KeyboardInterrupt\nwhat each rank did:\n"
         r"    rank 0: not waiting in pycoll.*\n"
         r"    rank 1: recv\(source=0, tag=ANY\) at script.py:6, for .* s\n",
