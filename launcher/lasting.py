@@ -22,6 +22,8 @@ class LastingJob(Job):
 
     deadlock: Sequence[str] = ()
 
+    _ended: Mapping[int, str] = {}
+
     @property
     def is_ending(self) -> bool:
         """Whether a rank has failed or ended, or it was decided that the job ends."""
@@ -46,9 +48,20 @@ class LastingJob(Job):
         """End the ranks: SIGTERM, 2 s later SIGKILL."""
         self.give_up(1, "the job was ended")
 
-    def note_returned(self, ranks: Mapping[int, Mapping[Context, int]]) -> None:
-        """Know which ranks have done what they had to (`Watch.note_returned`)."""
-        self._watch_waits.note_returned(ranks)
+    def note_ended(
+        self, ended: Mapping[int, str], returned: Mapping[int, Mapping[Context, int]]
+    ) -> None:
+        """Know which ranks have come to the end of a task.
+
+        Args:
+            ended: what the table says of each of them.
+            returned: those that have returned, see `Watch.note_returned`.
+        """
+        self._ended = ended
+        self._watch_waits.note_returned(returned)
+
+    def _doing_untold(self, rank: int) -> str:
+        return self._ended.get(rank) or super()._doing_untold(rank)
 
     def write_to(self, stdout: Target, stderr: Target) -> None:
         """Write what ranks print from now on elsewhere (see `Job`)."""

@@ -95,7 +95,7 @@ class Server:
         key: the job's secret, at least 16 random bytes.
         host: the address to listen on; a free port is chosen.
         on_failure: called when the ranks have been told that one has failed.
-        doing: returns what a rank waits in without having told us, "" if it does not.
+        doing: returns what a rank does without having told us, "" if that is not known.
 
     Attributes:
         calls: what ranks wait in.
@@ -481,7 +481,7 @@ class Server:
             return waiting
         last = self.calls.last_of(rank)
         before = f"; until {now - last[1]:.1f} s ago in {last[0]}" if last else ""
-        return f"not waiting in pycoll (or only just){before}"
+        return f"not waiting in pycoll, or for less than 0.2 s{before}"
 
     def _waiting(self, rank: int, now: float) -> str:
         """What a rank that is there waits in, and for how long; "" if it does not wait."""

@@ -161,6 +161,10 @@ class Job:
         self._decide(now, status, text, table)
         self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
 
+    def _doing_untold(self, rank: int) -> str:
+        """Return what a rank waits in that has not told the server, "" if nothing."""
+        return self._hosts.of(rank).doing(rank)
+
     # Starting.
 
     def _open(self, stack: contextlib.ExitStack) -> None:
@@ -181,7 +185,7 @@ class Job:
             options.size,
             key,
             on_failure=lambda: self._hosts.tell_failure(),
-            doing=lambda rank: self._hosts.of(rank).doing(rank),
+            doing=self._doing_untold,
         )
         stack.callback(self.server.close)
         self.selector.register(self.server.fileno(), selectors.EVENT_READ, _nothing)

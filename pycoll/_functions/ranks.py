@@ -186,7 +186,7 @@ class _Run:
         for each in self._sockets:
             if each.fileno() >= 0:
                 self._job.unlisten(each.fileno())
-        self._job.note_returned({})
+        self._job.note_ended({}, {})
 
     def _hear(self, rank: int) -> None:
         try:
@@ -198,16 +198,20 @@ class _Run:
             return
         self._answers[rank] = marshal.loads(said)
         self._tell_at[rank] = time.monotonic() + _TELL_S
-        self._note_returned()
+        self._note_ended()
 
-    def _note_returned(self) -> None:
-        """Tell who has returned; who needs one of them waits in vain."""
-        self._job.note_returned(
+    def _note_ended(self) -> None:
+        """Tell who has come to an end; who needs one that has returned waits in vain."""
+        self._job.note_ended(
+            {
+                rank: f"fn has {'raised' if answer['raised'] else 'returned'}; waits for the next run"
+                for rank, answer in self._answers.items()
+            },
             {
                 rank: {context: num_calls for context, num_calls, *_ in answer["told"]}
                 for rank, answer in self._answers.items()
                 if answer["told_all"] and not answer["raised"]
-            }
+            },
         )
 
     def step(self, now: float) -> float | None:

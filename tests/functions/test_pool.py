@@ -147,7 +147,7 @@ def test_a_rank_that_computes_is_interrupted_when_another_has_failed(pool: pycol
         pool.run(fail)
 
 
-@pytest.mark.parametrize("case", ["exit", "kill", "hang"])
+@pytest.mark.parametrize("case", ["exit", "kill", "hang", "slow"])
 def test_ranks_are_replaced_when_one_is_lost(case: str) -> None:
     def end(comm: Any) -> None:
         if comm.rank == 1:
@@ -155,17 +155,23 @@ def test_ranks_are_replaced_when_one_is_lost(case: str) -> None:
                 sys.exit("no data")
             if case == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-        comm.barrier() if case != "hang" else comm.recv(1 - comm.rank)
+        if case != "slow":
+            comm.barrier() if case != "hang" else comm.recv(1 - comm.rank)
+        elif comm.rank == 0:
+            threading.Event().wait()
 
     with pycoll.Pool(2) as pool:
         before = pids(pool)
-        with pytest.raises(OperationTimeout if case == "hang" else PeerFailed) as caught:
-            pool.run(end, timeout=2 if case == "hang" else None)
+        timeout = 2 if case in ("hang", "slow") else None
+        with pytest.raises(OperationTimeout if timeout else PeerFailed) as caught:
+            pool.run(end, timeout=timeout)
         assert LOST in caught.value.__notes__
         said = {
             "exit": "exit status 1: no data",
             "kill": "SIGKILL",
             "hang": "rank 0: recv(source=1",
+            "slow": "rank 0: not waiting in pycoll, or for less than 0.2 s\n"
+            "    rank 1: fn has returned; waits for the next run",
         }
         assert said[case] in str(caught.value)
         assert not set(pids(pool)) & set(before)
@@ -276,7 +282,8 @@ pool = pycoll.Pool(2)
 pool.run(hold)
 try:
     pool.run(wait)
-except KeyboardInterrupt:
+except KeyboardInterrupt as exc:
+    assert exc.__traceback__.tb_next is None  # this line, and none of pycoll
     print("interrupted", pool.run(lambda comm: held), flush=True)
 print(*pool.run(lambda comm: os.getpid()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
