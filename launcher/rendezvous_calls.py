@@ -6,7 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 from pycoll._rendezvous.wire import Context
-from pycoll._support.foreign_names import advice, as_shown
+from pycoll._support.differing_calls import different_calls
 
 # Broken communicators that are remembered, so that a later cause is not taken for the first.
 _MAX_BROKEN = 10_000
@@ -44,6 +44,11 @@ class RankWait(NamedTuple):
     def __str__(self) -> str:
         call = f"{self.call}{self.which}"
         return f"{call} at {self.where}" if self.where else call
+
+    @property
+    def call_and_place(self) -> str:
+        """The call, and where: "barrier() at train.py:3"."""
+        return f"{self.call} at {self.where}" if self.where else self.call
 
     def is_same_call(self, other: RankWait) -> bool:
         """Whether both are in the same call, wherever they were made."""
@@ -103,17 +108,13 @@ class RankWaits:
         together.add(rank)
         if other is None or wait.is_same_call(self._waits[other]):
             return None
-        pair = sorted((rank, other))
-        known = [self._waits[r].call for r in pair]
-        shown = zip(pair, known, as_shown(*known), strict=True)
-        lines = [f"  rank {r}: {self._waits[r]}".replace(call, text) for r, call, text in shown]
-        lines.append(advice(wait.call, self._waits[other].call))
+        calls = {each: self._waits[each].call_and_place for each in (rank, other)}
         return {
             "context": wait.context,
             "error": "MismatchError",
             "rank": rank,
             "reason": f"made another call than rank {other}",
-            "message": "\n".join([f"ranks made different calls on {wait.name}:", *lines]),
+            "message": different_calls(wait.name, wait.number, calls),
             "members": members,
         }
 

@@ -139,8 +139,8 @@ def _code_text(code: CodeType) -> str:
 
 
 _NO_AVERAGE: Final = (
-    "an average of integers is not an integer",
-    'Convert x to a float dtype, or use "sum" and divide the result.',
+    "an average of integers or bools is not one of them",
+    'Pass floats, as float(x) or x.astype(float), or use "sum" and divide the result.',
 )
 _NO_BITS: Final = (
     "bitwise operators need integers or bool",
@@ -210,10 +210,9 @@ def resolve(op: object) -> Op:
     shown = f"a value of type {type(op).__name__}"
     if callable(op):
         shown = str(op) if _is_member(op) else _qualified_name(op)
-    raise TypeError(
-        f"op is {shown}{_meant(op)}. "
-        f"Pass one of {', '.join(NAMES)}, a function of two values, or pycoll.Op(fn)."
-    )
+    meant = _meant(op)
+    names = f" Pass one of {', '.join(NAMES)}, a function of two values, or pycoll.Op(fn)."
+    raise TypeError(f"op is {shown}{meant}.{'' if meant else names}")
 
 
 def _is_anothers(op: object) -> bool:

@@ -8,8 +8,15 @@ from typing import Any
 import numpy as np
 
 from pycoll._arrays.value import type_name
+from pycoll._support.wording import with_article
 
 _OR_OP = "Or pass a Python function as op, which combines such values as they are."
+_OP = (
+    "Pass a Python function as op, which combines such values as they are, for example "
+    "op=lambda a, b: a + b, or gather them: comm.all_gather(x)."
+)
+
+_TAKES = "Reductions take arrays and numbers."
 
 
 def of_operand(x: object) -> str:
@@ -17,7 +24,9 @@ def of_operand(x: object) -> str:
     if type(x) is np.ndarray:
         what = f"an array of {x.dtype}, which travels as a Python object"
         return f"cannot reduce {what}. Convert it with x.astype(float). {_OR_OP}"
-    return f"cannot reduce a value of type {type_name(x)}. {instead(x)} {_OR_OP}"
+    advice = instead(x)
+    op = _OP if advice == _TAKES else _OR_OP
+    return f"cannot reduce a value of type {type_name(x)}. {advice} {op}"
 
 
 def instead(x: object) -> str:
@@ -44,7 +53,20 @@ def instead(x: object) -> str:
             return f"It is sparse: pass x.{name}(), of the same shape on all ranks."
     if has("astype") and has("__dlpack__"):
         return f"It has the dtype {getattr(x, 'dtype', None)}: pass x.astype(float), for example."
-    return "Reductions take arrays and numbers: pass numpy.asarray(x, float), for example."
+    tried = isinstance(x, list | tuple | range | np.generic)  # cheap to convert, unlike others
+    if _has_numbers(x) if tried else has("__array__"):
+        return f"{_TAKES[:-1]}: pass numpy.asarray(x, float), for example."
+    if has("__float__") and not tried:
+        return f"{_TAKES[:-1]}: pass float(x), for example."
+    return _TAKES
+
+
+def _has_numbers(x: object) -> bool:
+    try:
+        np.asarray(x, float)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def of_blocks(what: str, x: object, size: int) -> str:
@@ -55,7 +77,7 @@ def of_blocks(what: str, x: object, size: int) -> str:
     elif what == "scatter" and hasattr(x, "__len__") and not isinstance(x, str | bytes | dict):
         hint = ". To split it: comm.scatter(numpy.array_split(x, comm.size))"
     takes = f"{what} takes an array (size, ...) or a list of {size} objects"
-    return f"{takes}, not a {type_name(x)}{hint}"
+    return f"{takes}, not {with_article(type_name(x))}{hint}"
 
 
 def of_tensor(x: Any) -> str:

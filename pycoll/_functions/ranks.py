@@ -28,6 +28,7 @@ from pycoll._launcher.outcome import DEADLOCKED, Outcome
 
 _GRACE_S = 2.0  # from a failure to the interrupt of the others, and from that to their end
 _TELL_S = 0.5  # from an answer to when those that have none yet hear of it
+_ENDED = {False: "returned", True: "raised"}
 _CLOSE_S = 5.0  # for ranks that have nothing to do to end
 
 
@@ -204,7 +205,7 @@ class _Run:
         """Tell who has come to an end; who needs one that has returned waits in vain."""
         self._job.note_ended(
             {
-                rank: f"fn has {'raised' if answer['raised'] else 'returned'}; waits for the next run"
+                rank: f"fn has {_ENDED[answer['raised']]}; waits for the next run"
                 for rank, answer in self._answers.items()
             },
             {

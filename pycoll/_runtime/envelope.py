@@ -12,7 +12,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pycoll._support.foreign_names import OF_STATUSES, Hinting, advice, as_shown
+from pycoll._support import differing_calls
+from pycoll._support.foreign_names import OF_STATUSES, Hinting
 from pycoll._support.public_edge import passing_on
 from pycoll._transports.base import Arrival
 from pycoll.errors import MismatchError
@@ -77,13 +78,7 @@ def different_calls(
     name: str, number: int, me: int, mine: str, peer: int, theirs: str
 ) -> MismatchError:
     """Return the error for two ranks that have made different calls on the communicator `name`."""
-    mine, theirs = as_shown(mine, theirs)
-    return MismatchError(
-        f"ranks made different calls as collective number {number} of {name}:\n"
-        f"    rank {me}: {mine}\n"
-        f"    rank {peer}: {theirs}\n"
-        f"{advice(mine, theirs)}"
-    )
+    return MismatchError(differing_calls.different_calls(name, number, {me: mine, peer: theirs}))
 
 
 def are_same(one: bytes, other: bytes) -> bool:

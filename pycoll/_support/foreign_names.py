@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 OF_COMMUNICATORS = {
+    "reduce_all": "all_reduce",
+    "gather_all": "all_gather",
     # mpi4py; those that differ in case and underscores alone need no entry
     "bcast": "broadcast",
     "Bcast": "broadcast",
@@ -393,68 +395,6 @@ def of_collective(name: str, ours: Iterable[str]) -> str:
     alike = [known for known in ours if known.replace("_", "") == plain]
     other = OF_COMMUNICATORS.get(name, "")
     return alike[0] if alike else other if other in ours else ""
-
-
-def as_shown(*calls: str) -> tuple[str, ...]:
-    """Return calls that differ without their checksums of what is passed, if these tell nothing."""
-    import re
-
-    plain = tuple(re.sub(r" checksum [0-9a-f]{8},", "", call) for call in calls)
-    return plain if len({call.partition(" at ")[0] for call in plain}) > 1 else calls
-
-
-def advice(mine: str, theirs: str) -> str:
-    """Return what to do about two ranks' calls, as text, that differ."""
-    import re
-
-    form = r"(i?)(\w+)\((?:([^\[(),=]*)(\[[^\]]*\])?(?=[,)]))?,? ?(.*?)\)(?: at [^)]*)?"
-    one, other = (re.fullmatch(form, call) for call in (mine, theirs))
-    if one is None or other is None or one[2] != other[2]:
-        return "Make the same calls in the same order on all ranks."
-    (kind, name, dtype, shape, more), (other_kind, _, other_dtype, other_shape, rest) = (
-        one.groups(),
-        other.groups(),
-    )
-    if name == "all_reduce_many" and (kind, more.rpartition("op=")[2]) == (
-        other_kind,
-        rest.rpartition("op=")[2],
-    ):
-        return (
-            "Pass as many arrays, of the same dtypes and shapes in the same order, on all ranks; "
-            "zeros where a gradient is missing."
-        )
-    if kind != other_kind:
-        return (
-            f"A nonblocking call belongs to nonblocking ones: call {name} on all ranks, or i{name} "
-            "on all."
-        )
-    same_value = (dtype, shape) == (other_dtype, other_shape)
-    if more != rest:
-        differs = _the_one_that_differs(more, rest) if same_value else ""
-        same = f"Pass the same {differs} on all ranks, in" if differs else "Make"
-        return f"{same} the same calls in the same order{'' if differs else ' on all ranks'}."
-    if same_value:
-        return "What they pass differs in dtype or shape: pass the same of both on all ranks."
-    if "object" in (dtype, other_dtype):
-        return "Pass an array or a number on all ranks, or another Python object on all."
-    if dtype != other_dtype:
-        example = ""
-        if all(re.fullmatch(r"(bool|u?int|float)\d*", each) for each in (dtype, other_dtype)):
-            convert = "float(x)" if shape == other_shape == "[]" else 'x.astype("float64")'
-            example = f", for example {convert}"
-        return f"The dtypes differ: pass one dtype on all ranks{example}."
-    if name in OF_UNEVEN_BLOCKS:
-        return f"Arrays whose shapes differ from rank to rank: {OF_UNEVEN_BLOCKS[name]}."
-    return "The shapes differ: pass arrays of one shape on all ranks."
-
-
-def _the_one_that_differs(mine: str, theirs: str) -> str:
-    """Return which argument alone differs between two lists like "op=sum, root=0"; "": none."""
-    one, other = ([part.partition("=") for part in text.split(", ")] for text in (mine, theirs))
-    if [part[:2] for part in one] != [part[:2] for part in other]:
-        return ""
-    names = [part[0] for part, its in zip(one, other, strict=True) if part != its]
-    return names[0] if len(names) == 1 else ""
 
 
 def of_operator(op: object, ours: Sequence[str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import decimal
+import fractions
 import gc
 import weakref
 from collections.abc import Iterator
@@ -86,10 +88,18 @@ def test_an_int_outside_int64_is_refused(x: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "x", ["text", b"bytes", None, [1, 2], (1, 2, 3), (1, "a"), {}, np.str_("a")]
+    ("x", "advice"),
+    [
+        *[(x, r": pass numpy.asarray\(x, float\), ") for x in ([1, 2], (1, 2, 3), range(3))],
+        *[(x, r": pass float\(x\), ") for x in (decimal.Decimal(1), fractions.Fraction(1, 2))],
+        *[
+            (x, ". Pass a Python function as op, .* gather them")
+            for x in ("text", b"bytes", None, (1, "a"), ["a"], {}, np.str_("a"), object())
+        ],
+    ],
 )
-def test_an_operand_that_is_neither_array_nor_number_is_refused(x: object) -> None:
-    with pytest.raises(TypeError, match=r"Reductions take arrays and numbers.*numpy\.asarray"):
+def test_an_operand_that_is_neither_array_nor_number_is_refused(x: object, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"Reductions take arrays and numbers{advice}"):
         conversion.wrap_operand(x)
 
 

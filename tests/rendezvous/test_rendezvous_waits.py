@@ -69,9 +69,9 @@ def test_two_calls_with_one_number_break_the_communicator_side_by_side(job: Job)
         "error": "MismatchError",
         "rank": 0,
         "reason": "made another call than rank 1",
-        "message": "ranks made different calls on world:\n"
-        "  rank 0: all_reduce(float32[4], op=sum) #5 at a.py:1\n"
-        "  rank 1: barrier() #5 at b.py:2\n"
+        "message": "ranks made different calls as collective number 5 of world:\n"
+        "    rank 0: all_reduce(float32[4], op=sum) at a.py:1\n"
+        "    rank 1: barrier() at b.py:2\n"
         "Make the same calls in the same order on all ranks.",
     }
     assert settled(clients[2]) == []

@@ -15,7 +15,7 @@ import pytest
 import pycoll
 from pycoll._requests import nonblocking
 from pycoll._support import foreign_names
-from pycoll._support.foreign_names import advice
+from pycoll._support.differing_calls import advice
 
 ATTRIBUTES = {
     "bcast": "comm.broadcast",
@@ -28,6 +28,7 @@ ATTRIBUTES = {
     "Allreduce": "comm.all_reduce",
     "alltoall": "comm.all_to_all",
     "Reduce_scatter": "comm.reduce_scatter",
+    "reduce_all": "comm.all_reduce",
     "Isend": "comm.isend",
     "Iallreduce": "comm.iall_reduce",
     "Mprobe": "comm.mprobe",
@@ -355,6 +356,11 @@ def test_gathering_different_shapes_names_the_call_that_can(ranks: Any) -> None:
 
 ADVICE = [
     ("all_reduce(float64[], op=sum)", "all_reduce(int64[], op=sum)", "example float(x)."),
+    ("all_reduce(int, op=sum)", "all_reduce(float64[], op=sum)", "example float(x)."),
+    ("all_reduce(bool[], op=sum)", "all_reduce(int, op=sum)", "example int(x)."),
+    ("all_reduce(int, op=sum)", "all_reduce(float64[2], op=sum)", "a number, the other an array:"),
+    ("all_gatherv(int32) at a.py:1", "all_gatherv(int8) at a.py:1", 'x.astype("int64").'),
+    ("scan(complex64[3], op=sum)", "scan(float64[3], op=sum)", 'x.astype("complex128").'),
     ("reduce(float64[3], root=0)", "reduce(float32[3], root=0)", 'x.astype("float64").'),
     ("gather(<U1[1], root=0) at a.py:3", "gather(<U2[1], root=0)", "dtype on all ranks."),
     ("gather(float64[], root=0)", "gather(object, root=0)", "Pass an array or a number on all"),

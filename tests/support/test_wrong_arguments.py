@@ -204,6 +204,8 @@ def test_what_is_said_of_a_wrong_argument_shows_no_frame_of_pycoll() -> None:
         (lambda comm: pycoll.init("gloo"), "No backend is chosen here: .* transport="),
         (lambda comm: comm.all_reduce_many([X, None]), "item 1 is None: a parameter without"),
         (lambda comm: comm.all_reduce_many([X, "x"]), "item 1: cannot reduce a value of type str"),
+        (lambda comm: comm.all_reduce(X, np.maximum), r'numpy\.maximum: write op="max"\.$'),
+        (lambda comm: comm.all_reduce(1, "avg"), r"integers or bools .* as float\(x\) or"),
         (lambda comm: comm.all_reduce_many(x for x in [X]), r"a generator\. Write list\(xs\)\."),
         (lambda comm: comm.all_reduce_many({"w": X}), r"Write list\(xs\.values\(\)\)\."),
         (lambda comm: comm.all_reduce_many(X), "For one array use all_reduce"),
