@@ -399,7 +399,7 @@ def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:
         from pycoll._launcher.reach_table import lines
 
         count = len(job.found.names)
-        print(f"{count} host{'s' * (count > 1)}, all of pycoll {version()}")
+        print(f"{count} hosts, all with" if count > 1 else "1 host, with", f"pycoll {version()}")
         print("\n".join(lines(job.found)), flush=True)
         _tell("\n".join(job.found.absent))
     return outcome.status

@@ -227,7 +227,7 @@ class RemoteHost:
         elif kind == "drank" and self.input is not None:
             self.input.taken(fields[0])
         elif kind == "leaving":
-            self.lose(f"its agent was ended by {fields[0]}")
+            self.lose(f"pycoll was ended there by {fields[0]}")
         elif kind == "over":
             self._finish()
 
@@ -245,7 +245,7 @@ class RemoteHost:
     def lose(self, why: str) -> None:
         """Called when nothing can come from there, or will: why, "" if it is just gone."""
         if not self._is_ending:
-            self._fail(why or "its agent is gone")
+            self._fail(why or "pycoll has ended there")
         self.is_over = True
 
     def _fail(self, why: str) -> None:
@@ -322,11 +322,11 @@ class StartedHost(RemoteHost):
             status = self._wait(_GOODBYE_S)
             ended = f" ({self._starter}: {end_text(status)})" if status else ""
             if self.hello:
-                why = f"its agent is gone{ended}" + (f": {why}" if why else "")
+                why = f"pycoll has ended there{ended}" + (f": {why}" if why else "")
             elif _NOT_INSTALLED.search(self._message):
                 why = f"pycoll is not installed there, for {sys.executable}"
             else:
-                why = why or f"the agent could not be started{ended}"
+                why = why or f"pycoll could not be started there{ended}"
                 if self._starter == "ssh" and status == _SSH_FAILED:
                     self._hint = f"try: ssh -o BatchMode=yes {self.name} true"
             self._fail(why)

@@ -103,7 +103,7 @@ def test_all_hosts_that_cannot_be_reached_are_named_with_the_words_of_ssh(run: R
         line
         for name in ("bad1", "bad2")
         for line in (
-            f"pycoll-run: {name}: the agent could not be started (ssh: exit status 255)",
+            f"pycoll-run: {name}: pycoll could not be started there (ssh: exit status 255)",
             "    ssh: oh",
             f"    try: ssh -o BatchMode=yes {name} true",
         )

@@ -130,7 +130,7 @@ def test_a_host_that_is_not_there_is_named(hosts: Bed, script: Callable[[str], s
     done = run(hosts, "-H", "hosta:2,hostx:2,hosty", script(ORACLE))
     assert done.returncode == CANNOT_START
     for name in ("hostx", "hosty"):
-        assert f"{name}: the agent could not be started (ssh: exit status 255)" in done.stderr
+        assert f"{name}: pycoll could not be started there (ssh: exit status 255)" in done.stderr
         assert f"ssh: Could not resolve hostname {name}" in done.stderr
         assert f"    try: ssh -o BatchMode=yes {name} true" in done.stderr
 
@@ -159,7 +159,7 @@ def test_a_check_shows_what_is_there_and_names_what_is_not(hosts: Bed) -> None:
     assert "10.77.0.1" in from_b
     assert same == "10.77.0.2 is hostb, the same host"
     for name in ("hostx", "hosty"):
-        assert f"pycoll-run: {name}: the agent could not be started" in done.stderr
+        assert f"pycoll-run: {name}: pycoll could not be started there" in done.stderr
 
 
 def test_an_interface_that_a_host_has_not_is_named(
@@ -239,7 +239,7 @@ def test_a_rank_that_is_killed_ends_the_job(hosts: Bed, script: Callable[[str], 
 def test_an_agent_that_is_killed_is_a_lost_host(hosts: Bed, script: Callable[[str], str]) -> None:
     with job(hosts, "-H", "hosta:2,hostb:2", script(LOOP)) as running:
         hosts.signal("hostb", signal.SIGKILL, "pycoll._launcher.agent")
-        assert running.until("lost with its host hostb: its agent is gone", NAMED_S) < NAMED_S
+        assert running.until("lost with its host hostb: pycoll has ended there", NAMED_S) < NAMED_S
         until_empty(hosts, "hostb", 5.0)
         assert running.end(10.0) == 1
 

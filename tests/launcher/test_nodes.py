@@ -87,7 +87,7 @@ def test_a_node_that_is_ended_is_named_at_once(nodes: Any, script: Any) -> None:
     job.processes[1].terminate()
     status, _, err = job.end(0)
     assert status == 1, err
-    why = "lost with its host .*: its agent was ended by SIGTERM"
+    why = "lost with its host .*: pycoll was ended there by SIGTERM"
     assert re.search(rf"rank 1 failed after .* s: {why}", err), err
     job.end(1)
 
