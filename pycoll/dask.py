@@ -61,7 +61,7 @@ def run(
         PeerFailed: a rank died, or a host was lost, which is noticed within 10 s.
         Exception: as by `pycoll.run`.
     """
-    options = function.checked_options(fn, n, timeout, transport)
+    options = function.checked_options(n, timeout, transport)
     write_task = function.task(fn, args)
     hosts = _hosts(client)
     nodes = engines.spread(options.size, [room for room, _ in hosts], per_node)

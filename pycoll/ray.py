@@ -66,7 +66,7 @@ def run(
         PeerFailed: a rank died, or a node was lost, which is noticed within 10 s.
         Exception: as by `pycoll.run`.
     """
-    options = function.checked_options(fn, n, timeout, transport)
+    options = function.checked_options(n, timeout, transport)
     write_task = function.task(fn, args)
     if not ray.is_initialized():
         ray.init()

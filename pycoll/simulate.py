@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from pycoll._support.checks import check_int, check_nbytes
 from pycoll._support.public_edge import edge
+from pycoll._support.wording import a_kind
 from pycoll.errors import Error
 from pycoll.schedule import Recv, Reduce, Send
 from pycoll.schedules import find, schedule
@@ -129,7 +130,7 @@ def simulate(
     if not isinstance(network, Network):
         raise TypeError(
             f"network is a pycoll.simulate.Network, as Network(latency_s=20e-6, bandwidth=5e9), "
-            f"not a {type(network).__name__}"
+            f"not {a_kind(network)}"
         )
     for value, what in (size, "size"), (segments, "segments"), (window, "window"), (root, "root"):
         check_int(value, what)
@@ -143,7 +144,7 @@ def simulate(
             raise ValueError(f"bandwidths must be above 0, and times 0 or more: {network}")
     given: object = hosts if hosts is not None else (0,) * size
     if not isinstance(given, Iterable):
-        raise TypeError(f"hosts is a list of hosts' numbers, not a {type(given).__name__}")
+        raise TypeError(f"hosts is a list of hosts' numbers, not {a_kind(given)}")
     placed = tuple(given)
     for host in placed:
         check_int(host, "a host")

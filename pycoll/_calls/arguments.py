@@ -11,6 +11,7 @@ from pycoll._cuda.late_copies import LateCopies
 from pycoll._runtime.envelope import ANY_SOURCE, ANY_TAG, MAX_TAG, PROC_NULL, Status
 from pycoll._support.checks import check_int as check_int
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.wording import a_kind, with_article
 
 if TYPE_CHECKING:
     from pycoll._arrays import conversion, operators, refusals
@@ -91,7 +92,9 @@ def check_source(source: int, size: int) -> int:
 def check_status(status: object) -> None:
     """Check what a receive shall fill in."""
     if status is not None and not isinstance(status, Status):
-        raise TypeError(f"status is a pycoll.Status, not a {conversion.type_name(status)}")
+        raise TypeError(
+            f"status is a pycoll.Status, not {with_article(conversion.type_name(status))}"
+        )
 
 
 def check_apart(x: Any, out: Value | None) -> None:
@@ -116,7 +119,7 @@ def split_value(what: str, x: Any, size: int) -> Value:
     value = conversion.wrap(x)
     if value is None:
         raise TypeError(
-            f"{what} takes an array (size, ...), not a {conversion.type_name(x)}. "
+            f"{what} takes an array (size, ...), not {with_article(conversion.type_name(x))}. "
             f"{refusals.instead(x)}"
         )
     if value.array.ndim == 0 or len(value.array) != size:
@@ -136,7 +139,7 @@ def check_timeout(timeout: float, what: str) -> float:
         ValueError: it is negative or NaN.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"{what} is a number of seconds, not a {type(timeout).__name__}")
+        raise TypeError(f"{what} is a number of seconds, not {a_kind(timeout)}")
     if not timeout >= 0:
         raise ValueError(f"{what} is a number of seconds from 0 up, not {timeout}")
     return float(timeout)

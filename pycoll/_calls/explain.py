@@ -15,6 +15,7 @@ from pycoll._selection import agreed, costs
 from pycoll._selection.agreed import SHARED_MEMORY
 from pycoll._selection.select import UNKNOWN_S, Candidate, Query, Refused
 from pycoll._support.checks import check_int, check_name, check_nbytes
+from pycoll._support.wording import a_kind
 from pycoll._transports._core import with_default_floats
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def explain(
     """
     nbytes = check_int(check_nbytes(nbytes), "nbytes")
     if not isinstance(blocking, bool):
-        raise TypeError(f"blocking is True or False, not a {type(blocking).__name__}")
+        raise TypeError(f"blocking is True or False, not {a_kind(blocking)}")
     check_name(collective, "a collective", "all_reduce")
     collective = _ALIASES.get(collective, collective)
     request = Query(collective, 0 if collective == "barrier" else nbytes, shm=blocking)

@@ -35,6 +35,7 @@ from pycoll._runtime.binding import Combine
 from pycoll._runtime.engine import Engine
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
+from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
     from pycoll._arrays.types import Reducer
@@ -238,9 +239,7 @@ def prepare_all_reduce_many(
             fit.
     """
     if not isinstance(xs, list | tuple):
-        raise TypeError(
-            f"all_reduce_many takes a list of arrays, not a {type(xs).__name__}. {_listed(xs)}"
-        )
+        raise TypeError(f"all_reduce_many takes a list of arrays, not {a_kind(xs)}. {_listed(xs)}")
     resolved = operators.resolve(op)
     values = [_operand(place, x) for place, x in enumerate(xs)]
     dtypes = {value.dtype.name: value for value in values}
@@ -313,7 +312,7 @@ def _targets(out: Any, values: Sequence[Value]) -> list[Target | None]:
     if out is None:
         return [None] * len(values)
     if not isinstance(out, list | tuple):
-        raise TypeError(f"out is a list of arrays, not a {type(out).__name__}")
+        raise TypeError(f"out is a list of arrays, not {a_kind(out)}")
     if len(out) != len(values):
         raise ValueError(f"out has {len(out)} items, xs has {len(values)}")
     targets: list[Target | None] = []

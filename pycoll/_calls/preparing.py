@@ -8,6 +8,7 @@ from pycoll._calls.call_plan import Route, route_of
 from pycoll._calls.group import IN_SHARED_MEMORY, SHARED_MEMORY, Group
 from pycoll._selection.select import Choice
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
     from pycoll import schedules
@@ -48,7 +49,7 @@ class Preparing:
         shm: bool = True,
     ) -> Choice:
         if not isinstance(algorithm, str | None):
-            raise TypeError(f"algorithm is a name, not a {type(algorithm).__name__}")
+            raise TypeError(f"algorithm is a name, not {a_kind(algorithm)}")
         self._refuse_core(collective, algorithm)
         return self._group.choose(
             collective, nbytes, algorithm, rank_order, whole, shm and self._blocking

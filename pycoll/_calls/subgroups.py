@@ -18,6 +18,7 @@ from pycoll._calls.shared_memory import ShmComm, part_of
 from pycoll._rendezvous.wire import name_ranks
 from pycoll._runtime.task import CallSteps
 from pycoll._support.lazy_import import LazyModule
+from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
     from pycoll._calls import arguments
@@ -153,7 +154,7 @@ def check_sub_key(key: int | None) -> int | None:
 def check_name(name: str | None) -> str | None:
     """Check the name of a communicator; None or empty: it gets one."""
     if not isinstance(name, str | None):
-        raise TypeError(f"the name of a communicator is a str, not a {type(name).__name__}")
+        raise TypeError(f"the name of a communicator is a str, not {a_kind(name)}")
     return name
 
 
@@ -165,7 +166,7 @@ def check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
         ValueError: there is none, one is not a rank, or is there twice.
     """
     if not isinstance(ranks, Iterable):
-        raise TypeError(f"ranks is a list of ints, not a {type(ranks).__name__}")
+        raise TypeError(f"ranks is a list of ints, not {a_kind(ranks)}")
     checked = tuple(arguments.check_int(rank, "each of ranks") for rank in ranks)
     if not checked:
         raise ValueError("ranks is empty: a communicator has at least one rank")

@@ -22,6 +22,7 @@ from pycoll._cuda.late_copies import LateCopies
 from pycoll._dtypes import Array, DType
 from pycoll._runtime.task import CallSteps
 from pycoll._selection.select import Choice
+from pycoll._support.wording import a_kind
 
 if TYPE_CHECKING:
     from pycoll._arrays.types import Reducer
@@ -146,9 +147,7 @@ def prepare_reduce_scatterv(
     resolved = operators.resolve(op)
     value = conversion.wrap(x)
     if value is None:
-        raise TypeError(
-            f"reduce_scatterv takes an array, not a {type(x).__name__}. {refusals.instead(x)}"
-        )
+        raise TypeError(f"reduce_scatterv takes an array, not {a_kind(x)}. {refusals.instead(x)}")
     operators.check_operand(resolved, value, value.array.ndim)
     checked = _counts(counts, value.array.shape, group.size)
     rest = value.array.shape[1:]
@@ -202,7 +201,7 @@ def _block(what: str, x: Any) -> Value:
     value = conversion.wrap(x)
     if value is None:
         raise TypeError(
-            f"{what} takes an array, not a {type(x).__name__}. "
+            f"{what} takes an array, not {a_kind(x)}. "
             f"For numbers and Python objects use {_EVEN[what]}."
         )
     return value
@@ -212,7 +211,7 @@ def _blocks(what: str, xs: Any, size: int) -> list[Value]:
     """Return one array for each rank; all have one dtype."""
     if not isinstance(xs, list | tuple):
         raise TypeError(
-            f"{what} takes a list of arrays, one for each rank, not a {type(xs).__name__}. "
+            f"{what} takes a list of arrays, one for each rank, not {a_kind(xs)}. "
             f"For an array with an axis of ranks use {_EVEN[what]}."
         )
     if len(xs) != size:
@@ -231,7 +230,7 @@ def _blocks(what: str, xs: Any, size: int) -> list[Value]:
 
 def _counts(counts: Any, shape: tuple[int, ...], size: int) -> list[int]:
     if isinstance(counts, str | bytes) or not hasattr(counts, "__iter__"):
-        raise TypeError(f"counts is a sequence of {size} ints, not a {type(counts).__name__}")
+        raise TypeError(f"counts is a sequence of {size} ints, not {a_kind(counts)}")
     checked = [arguments.check_int(count, "a count") for count in counts]
     if len(checked) != size:
         raise ValueError(f"counts has {len(checked)} items, but there are {size} ranks")

@@ -24,6 +24,7 @@ from pycoll._launcher.host import NamedHost
 from pycoll._launcher.job_spec import Options
 from pycoll._launcher.reach import listen_everywhere, own_addresses
 from pycoll._launcher.spawn import Job
+from pycoll._support.wording import a_kind
 from pycoll.errors import BootstrapError, Error
 
 _WAIT_S = 60.0  # for all nodes to be there
@@ -196,7 +197,7 @@ def spread(n: int, rooms: Sequence[int], per_node: int | None) -> list[int]:
     """
     if per_node is not None:
         if isinstance(per_node, bool) or not isinstance(per_node, int):
-            raise TypeError(f"per_node is a number of ranks, not a {type(per_node).__name__}")
+            raise TypeError(f"per_node is a number of ranks, not {a_kind(per_node)}")
         if per_node < 1:
             raise ValueError(f"per_node is a number of ranks, at least 1, not {per_node}")
         count = -(-n // per_node)

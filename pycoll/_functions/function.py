@@ -85,21 +85,19 @@ def run(
         KeyboardInterrupt: the ranks have been ended; a note says what each rank was doing, if one
             waited for others.
     """
-    options = checked_options(fn, n, timeout, transport)._replace(
+    _check_callable(fn)
+    options = checked_options(n, timeout, transport)._replace(
         tag_output=None if tag_output is None else bool(tag_output)
     )
     return results("pycoll.run", run_ranks(options, task(fn, args)), options)
 
 
-def checked_options(
-    fn: Callable[..., Any], n: int, timeout: float | None, transport: str | None
-) -> Options:
+def checked_options(n: int, timeout: float | None, transport: str | None) -> Options:
     """Return the options of a job from what `run` is given.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
-    _check_callable(fn)
     if transport is not None and not isinstance(transport, str):
         raise TypeError(f"transport is the name of one, not {a_kind(transport)}")
     return Options(

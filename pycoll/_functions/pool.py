@@ -71,7 +71,7 @@ class Pool:
         tag_output: bool | None = None,
     ) -> None:
         self._open(
-            checked_options(_nothing, n, timeout, transport)._replace(
+            checked_options(n, timeout, transport)._replace(
                 tag_output=None if tag_output is None else bool(tag_output),
                 ends_deadlocks=False,  # ranks are interrupted, and stay
             )

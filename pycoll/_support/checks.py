@@ -6,6 +6,8 @@ import operator
 from numbers import Real
 from typing import Any
 
+from pycoll._support.wording import a_kind
+
 
 def check_int(value: Any, what: str) -> int:
     """Check a whole number (an int, or what counts as one, but a bool)."""
@@ -14,7 +16,7 @@ def check_int(value: Any, what: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{what} is an int, not a {type(value).__name__}") from None
+        raise TypeError(f"{what} is an int, not {a_kind(value)}") from None
 
 
 def check_nbytes(value: Any, what: str = "nbytes") -> float:
@@ -22,7 +24,7 @@ def check_nbytes(value: Any, what: str = "nbytes") -> float:
     if isinstance(value, str):
         raise TypeError(f"{what} is a number of bytes, not a str: 1 MiB is 1 << 20")
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{what} is a number of bytes, not a {type(value).__name__}")
+        raise TypeError(f"{what} is a number of bytes, not {a_kind(value)}")
     if not float(value) >= 0:
         raise ValueError(f"{what} is {value}; it cannot be below 0")
     return value  # type: ignore[return-value]
@@ -31,5 +33,5 @@ def check_nbytes(value: Any, what: str = "nbytes") -> float:
 def check_name(value: Any, what: str, example: str) -> str:
     """Check a name, as of a collective."""
     if not isinstance(value, str):
-        raise TypeError(f"{what} is a name, for example {example!r}, not a {type(value).__name__}")
+        raise TypeError(f"{what} is a name, for example {example!r}, not {a_kind(value)}")
     return value

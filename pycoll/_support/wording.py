@@ -5,5 +5,9 @@ from __future__ import annotations
 
 def a_kind(value: object) -> str:
     """Return the type of a value with its article: "an int", "a str"."""
-    name = type(value).__name__
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return a noun with its article."""
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -26,6 +26,7 @@ from pycoll._runtime.engine import Engine
 from pycoll._runtime.membership import NoVerdict
 from pycoll._support.environment import encrypts
 from pycoll._support.public_edge import edge
+from pycoll._support.wording import a_kind
 from pycoll._transports import network
 from pycoll._world.bootstrap import cannot_join, join
 from pycoll._world.placement import environment, read_place
@@ -217,7 +218,7 @@ def _check_options(timeout: Any, op_timeout: Any, transport: Any) -> None:
     if op_timeout is not None:
         check_timeout(op_timeout, "op_timeout")
     if transport is not None and not isinstance(transport, str):
-        raise TypeError(f'transport is a name, as "tcp", not a {type(transport).__name__}')
+        raise TypeError(f'transport is a name, as "tcp", not {a_kind(transport)}')
 
 
 def _op_timeout(op_timeout: float | None) -> float:

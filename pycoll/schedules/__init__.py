@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from pycoll._support import foreign_names
 from pycoll._support.checks import check_int, check_name
 from pycoll._support.public_edge import edge
+from pycoll._support.wording import a_kind
 from pycoll.schedule import Copy, Recv, Schedule, Send, Step, compile_schedule
 from pycoll.schedules import (
     binary_tree,
@@ -338,7 +339,7 @@ def _check_algorithm(algorithm: object) -> None:
     if not isinstance(algorithm, Algorithm):
         raise TypeError(
             f"an algorithm is what pycoll.schedules.find returns, as find('all_reduce', 'ring'), "
-            f"not a {type(algorithm).__name__}"
+            f"not {a_kind(algorithm)}"
         )
 
 

@@ -58,7 +58,7 @@ def test_a_communicator_is_named_as_asked_or_after_how_it_was_made(ranks: Any) -
 def test_a_name_is_a_text(ranks: Any) -> None:
     def refused(comm: Any) -> None:
         for make in (comm.dup, lambda name: comm.split(0, name=name), comm.grid((2,)).dup):
-            with pytest.raises(TypeError, match="the name of a communicator is a str, not a int"):
+            with pytest.raises(TypeError, match="the name of a communicator is a str, not an int"):
                 make(name=3)
         with pytest.raises(TypeError, match="is a str"):
             comm.sub([0, 1], name=3)
