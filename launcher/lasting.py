@@ -22,8 +22,6 @@ class LastingJob(Job):
 
     deadlock: Sequence[str] = ()
 
-    _ended: Mapping[int, str] = {}
-
     @property
     def is_ending(self) -> bool:
         """Whether a rank has failed or ended, or it was decided that the job ends."""
@@ -59,9 +57,6 @@ class LastingJob(Job):
         """
         self._ended = ended
         self._watch_waits.note_returned(returned)
-
-    def _doing_untold(self, rank: int) -> str:
-        return self._ended.get(rank) or super()._doing_untold(rank)
 
     def write_to(self, stdout: Target, stderr: Target) -> None:
         """Write what ranks print from now on elsewhere (see `Job`)."""

@@ -93,6 +93,7 @@ class Job:
         self._ranks = [RankState(rank) for rank in range(options.size)]
         self._started = time.monotonic()
         self.signals: list[int] = []
+        self._ended: Mapping[int, str] = {}  # ranks at the end of a task, and what the table says
         self._interrupted = False  # by Ctrl-C, once
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
@@ -161,10 +162,6 @@ class Job:
         self._decide(now, status, text, table)
         self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
 
-    def _doing_untold(self, rank: int) -> str:
-        """Return what a rank waits in that has not told the server, "" if nothing."""
-        return self._hosts.of(rank).doing(rank)
-
     # Starting.
 
     def _open(self, stack: contextlib.ExitStack) -> None:
@@ -185,7 +182,7 @@ class Job:
             options.size,
             key,
             on_failure=lambda: self._hosts.tell_failure(),
-            doing=self._doing_untold,
+            doing=lambda rank: self._ended.get(rank) or self._hosts.of(rank).doing(rank),
         )
         stack.callback(self.server.close)
         self.selector.register(self.server.fileno(), selectors.EVENT_READ, _nothing)
