@@ -34,7 +34,7 @@ def test_a_communicator_is_named_as_asked_or_after_how_it_was_made(ranks: Any) -
         ]
         return [each.name for each in made]
 
-    pool = "dup of world"  # tests of a pool run on one
+    pool = "world"  # so is the communicator of a run called
     for rank, found in enumerate(ranks(names)):
         assert found == [
             pool,
@@ -94,5 +94,5 @@ def test_no_method_shows_where_it_is_implemented(ranks: Any) -> None:
         assert "pycoll.Communicator object at 0x" in found["all_reduce"]  # a failed assert shows it
         assert "pycoll.Communicator object at 0x" in found["iall_reduce"]
         assert "pycoll.Communicator object at 0x" in found["recv"]
-        assert found["persistent"] == "<pycoll.Communicator.persistent of dup of world>"
+        assert found["persistent"] == "<pycoll.Communicator.persistent of world>"
         assert not [text for text in found.values() if "pycoll._" in text]
