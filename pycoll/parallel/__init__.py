@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pycoll.parallel.pipeline_proof import *  # noqa: F403
     from pycoll.parallel.pipeline_run import *  # noqa: F403
     from pycoll.parallel.pipeline_timeline import *  # noqa: F403
+    from pycoll.parallel.servers import *  # noqa: F403
     from pycoll.parallel.stragglers import *  # noqa: F403
     from pycoll.parallel.tensor import *  # noqa: F403
     from pycoll.parallel.zero import *  # noqa: F403
@@ -28,6 +29,7 @@ _NAMES = {
     "pipeline_proof": "prove_pipeline",
     "pipeline_run": "run_pipeline",
     "pipeline_timeline": "bubble_fraction draw_pipeline makespan plot_pipeline time_pipeline",
+    "servers": "ParameterServer Served",
     "stragglers": "Clock Stragglers find_stragglers",
     "tensor": "bounds cut join copy_to reduce_from gather_sequence reduce_scatter_sequence"
     " column_linear row_linear vocabulary_embedding vocabulary_cross_entropy",
