@@ -282,14 +282,14 @@ class Trainer:
 def text():
     """Return the standard library's modules, one after the other, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.tensor(np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)).long()
+    return torch.tensor(np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8))
 
 
 def batch_of(settings, step):
     """Return the tokens of one step: (length + 1, batch), the same on every grid."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text()) - settings.length, (settings.batch,), generator=generator)
-    return text()[starts + torch.arange(settings.length + 1)[:, None]]
+    return text()[starts + torch.arange(settings.length + 1)[:, None]].long()
 
 
 def make_grid(comm, shape):
@@ -344,6 +344,8 @@ def main():
         trainer.clock.read()
         losses = train(trainer, options.steps, show=comm.rank == 0, slow=slow)
         stragglers = find_stragglers(comm, *trainer.clock.read())
+        sent = [int(grid.axis(name).counters().sent_bytes.sum()) for name in grid.names]
+        sent = comm.all_reduce(np.array(sent), op="max") // options.steps
         if options.save:
             trainer.save(options.save)
         worst = 0.0
@@ -356,6 +358,8 @@ def main():
     if comm.rank == 0:
         print(f"steps {begin} to {trainer.steps}: loss {losses[0]:.4f}, then {losses[-1]:.4f}")
         print(stragglers)
+        print("bytes sent in a step by the busiest rank:", end=" ")
+        print(", ".join(f"{name} {n:,}" for name, n in zip(grid.names, sent, strict=True)))
         if options.check:
             print(f"largest relative difference from the losses of one rank: {worst:.1e}")
     if not worst <= 1e-9:

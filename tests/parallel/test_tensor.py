@@ -183,6 +183,32 @@ def test_cross_entropy_of_cut_logits_is_that_of_the_whole(ranks: Any) -> None:
         ranks(program, seed)
 
 
+RING = {"PYCOLL_ALGORITHM": "all_reduce:ring;all_gather:ring;reduce_scatter:ring"}
+
+
+@pytest.mark.parametrize(
+    "ranks", [(2, (), RING), (3, (), RING)], ids=["2", "3"], indirect=True, scope="module"
+)
+@pytest.mark.parametrize(("sequence", "shares"), [(False, 4), (True, 5)])
+def test_a_pair_sends_the_bytes_of_the_papers(ranks: Any, sequence: bool, shares: int) -> None:
+    """Two all_reduces; or two pairs of all_gather and reduce_scatter, and x gathered again."""
+
+    def program(comm: Comm, sequence: bool, shares: int) -> None:
+        values, _ = drawing(5)
+        length, batch, width, hidden = 6 * comm.size, 2, 5, 12
+        x, w1, w2 = values(length, batch, width), values(hidden, width), values(width, hidden)
+        x_ = part(x, 0 if sequence else None, comm)
+        w1_, w2_ = part(w1, 0, comm), part(w2, 1, comm)
+        before = comm.counters().sent_bytes.sum()
+        h = tensor.column_linear(x_, w1_, None, comm, sequence=sequence)
+        y = tensor.row_linear(h, w2_, None, comm, sequence=sequence, chunks=3)
+        y.backward(y.detach().clone())
+        sent = comm.counters().sent_bytes.sum() - before
+        assert sent == shares * (comm.size - 1) * x.numel() * 8 // comm.size
+
+    ranks(program, sequence, shares)
+
+
 @sizes(2)
 def test_what_cannot_be_cut_is_refused_before_anything_is_sent(ranks: Any) -> None:
     def program(comm: Comm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ SAME = "largest relative difference from the losses of one rank: "
 
 
 def load_program(path: str) -> Any:
-    """Import the program, on a rank."""
+    """Import the program, on a rank, once."""
+    if "transformer" in sys.modules:
+        return sys.modules["transformer"]
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("transformer", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["transformer"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -151,8 +154,10 @@ def test_the_program_checks_itself_saves_and_goes_on(tmp_path: Path) -> None:
         small = ("--steps", "4", "--layers", "2", "--width", "16", "--length", "8", *options)
         return run_example("parallel/transformer.py", size, tmp_path, *small).splitlines()
 
+    sent = "bytes sent in a step by the busiest rank: dp "
     first = run(2, "--grid", "1", "1", "2", "--sequence", "--check", "--save", "a.npz")
     assert first[0].startswith("steps 0 to 4: loss ")
+    assert first[-2].startswith(sent)
     assert float(first[-1].removeprefix(SAME)) <= 1e-9
     second = run(3, "--zero", "--load", "a.npz", "--slow", "1", "--check")
     assert second[0].startswith("steps 4 to 8: loss ")

@@ -83,6 +83,23 @@ def test_sharded_steps_are_those_of_one_rank(ranks: Any, sharded: bool) -> None:
     ranks(program, sharded)
 
 
+@sizes(2, 3)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_step_sends_the_bytes_of_an_all_reduce(ranks: Any, sharded: bool) -> None:
+    """ZeRO, too: 2 (N - 1) / N of the parameters, which are 60 here, by each rank."""
+
+    def program(comm: Comm, sharded: bool) -> None:
+        groups = [[torch.zeros(6, 4)], [torch.zeros(6), torch.zeros(30)]]
+        optimizer = ShardedOptimizer(groups, comm, adam, sharded=sharded)
+        before = comm.counters().sent_bytes.sum()
+        optimizer.step()
+        optimizer.ready()
+        sent = comm.counters().sent_bytes.sum() - before
+        assert comm.all_reduce(sent) == 2 * (comm.size - 1) * 60 * 4
+
+    ranks(program, sharded)
+
+
 @sizes(3)
 def test_a_state_goes_on_with_another_number_of_ranks(ranks: Any) -> None:
     def program(comm: Comm) -> None:
