@@ -29,7 +29,7 @@ from pycoll._launcher.outcome import DEADLOCKED, Outcome
 _GRACE_S = 2.0  # from a failure to the interrupt of the others, and from that to their end
 _TELL_S = 0.5  # from an answer to when those that have none yet hear of it
 _ENDED = {False: "returned", True: "raised"}
-_CLOSE_S = 5.0  # for ranks that have nothing to do to end
+CLOSE_S = 5.0  # for ranks that have nothing to do to end
 
 
 class Ranks:
@@ -116,8 +116,11 @@ class Ranks:
             raise_ended(Outcome(128 + signal.SIGINT, None, "", table=run.interrupted))
         return Ended(run.judge(outcome), reports)
 
-    def close(self) -> Outcome | None:
+    def close(self, limit_s: float = CLOSE_S) -> Outcome | None:
         """End the ranks; may be called again. A child that was forked from this process cannot.
+
+        Args:
+            limit_s: seconds; ranks that have not ended by themselves until then are ended.
 
         Returns:
             How their job ended, if it was this that ended them.
@@ -127,7 +130,7 @@ class Ranks:
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_WR)
-        ends_at = time.monotonic() + _CLOSE_S
+        ends_at = time.monotonic() + limit_s
 
         def until(now: float) -> float:
             nonlocal ends_at

@@ -26,6 +26,9 @@ from pycoll._launcher import cli
 ANSWER_S = 55.0 * PATIENCE
 """Deadline of one test; less than pytest's."""
 
+CLOSE_S = 30.0 * PATIENCE
+"""For ranks to end that have nothing to do: they may have imported what ends slowly."""
+
 WARN_AFTER_S = 2.5 * PATIENCE
 """When ranks have waited for so long, the launcher looks whether they wait for each other."""
 
@@ -89,7 +92,7 @@ class RanksOfTests(pycoll.Pool):
 
     def close(self) -> None:
         """End the ranks; they must end well."""
-        outcome = self._ranks.close() if self._ranks is not None else None
+        outcome = self._ranks.close(CLOSE_S) if self._ranks is not None else None
         super().close()
         assert outcome is None or outcome.status == 0, f"{self.size} ranks: {outcome.report}"
 

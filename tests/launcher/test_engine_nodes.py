@@ -59,7 +59,7 @@ class Pool:
 
 
 def run_on(pool: Pool, fn: Any, nodes: list[int], *args: Any, timeout: float | None = None) -> Any:
-    options = function.checked_options(fn, len(nodes), timeout, None)
+    options = function.checked_options(len(nodes), timeout, None)
     task = function.task(fn, args)
     return function.results("run", engines.run_ranks_on(pool, nodes, options, task), options)
 

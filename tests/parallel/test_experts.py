@@ -10,9 +10,9 @@ import pytest
 from example_runs import run_example
 from tiers import sizes
 
-from pycoll.parallel import bounds
-
 torch = pytest.importorskip("torch")
+
+from pycoll.parallel import bounds  # noqa: E402
 
 pytestmark = pytest.mark.parallel
 
