@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import pycoll
+from pycoll._support.public_edge import edge, edges
 
 Array = np.ndarray[Any, Any]
 
@@ -40,6 +41,7 @@ class Served(NamedTuple):
     ahead: Array
 
 
+@edges
 class ParameterServer:
     """The servers and workers of a communicator, seen from one rank; every rank makes one.
 
@@ -64,6 +66,7 @@ class ParameterServer:
         TypeError: a number is no integer.
     """
 
+    @edge
     def __init__(
         self, comm: pycoll.Communicator, length: int, num_servers: int = 1, dtype: Any = float
     ) -> None:

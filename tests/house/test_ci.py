@@ -77,8 +77,8 @@ print(*tiers.folders_of([*files, "transports/shm.py", "tests/tools/test_info.py"
 
 def test_a_run_of_all_tests_has_few_of_a_device_and_a_named_folder_has_all() -> None:
     def collected(*words: str | Path) -> int:
-        pytest_words = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", *words]
-        done = subprocess.run(pytest_words, cwd=ROOT, capture_output=True, text=True, check=True)
+        collect = [sys.executable, "-P", "-m", "pytest", "-n", "0", "--collect-only", "-q", *words]
+        done = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, check=True)
         return sum("test_cuda.py::" in line for line in done.stdout.splitlines())
 
     others = [path for path in (ROOT / "tests").iterdir() if path.name not in ("gpu", "helpers")]
