@@ -219,7 +219,7 @@ def test_a_circle_that_a_thread_or_a_signal_may_break_goes_on(
             raise LookupError("it takes too long")
 
         signal.signal(signal.SIGALRM, end)
-        signal.alarm(2)  # the launcher has said that ranks wait for each other before
+        signal.alarm(4)  # the launcher has said that ranks wait for each other before
         comm.recv(1 - comm.rank)
 
     monkeypatch.setenv("PYCOLL_WARN_AFTER", "0.3")
