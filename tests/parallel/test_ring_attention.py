@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +26,7 @@ PROGRAM = str(Path(__file__).resolve().parents[2] / "examples/parallel/ring_atte
 def load_program(path: str) -> Any:
     """Import the program, on a rank."""
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("ring_attention", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(path))
 
 
 def draw(seed: int, *shape: int) -> Any:
