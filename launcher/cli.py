@@ -18,7 +18,6 @@ from pycoll._launcher.spawn import Job
 from pycoll._support.environment import (
     IDENTITY,
     TORCH,
-    VARIABLES,
     blocks,
     encrypts,
     usable_cores,
@@ -33,16 +32,12 @@ _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
 _NOT_YET = ("--survive", "--restarts", "--trace")
 _OWN = {variable.name for variable in (*IDENTITY, *TORCH)} - {"MASTER_ADDR", "MASTER_PORT"}
-_USAGE = f"""\
-{_PROGRAM} [options] script.py [arguments]
-       {_PROGRAM} [options] -m package.module [arguments]
-       {_PROGRAM} [options] -- program [arguments]"""
-_STATUSES = """\
-exit status:
-  0 if every rank ended with 0, else that of the rank that failed first (128 + signal if a signal
-  killed it; the code of abort(code)); 124 after --timeout, 130 after Ctrl-C, 143 after SIGTERM,
-  127 or 126 if the program cannot be run, 2 if this command line is wrong, 69 if a host, a port or
-  the like is not to be had, 1 if a host is lost, 70 after an error of pycoll-run itself"""
+_BIND = "keep each rank on one core, or not"
+_SIZE = "how many ranks; by default one for each usable core"
+_HELP_ALL = "print all options, statuses, environment variables"
+_OP_TIMEOUT = "an operation that takes longer than S seconds fails"
+_EXPORT = "a variable for the ranks' environment; may be repeated"
+_TRANSPORT = f"how bytes move: {', '.join(_TRANSPORTS)}"
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 
 
@@ -81,73 +76,34 @@ def _export(text: str) -> tuple[str, str]:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(
-        prog=_PROGRAM,
-        usage=_USAGE,
-        description="Start a program on several ranks, of this machine or of several.",
-        epilog=f"{_STATUSES}\n\n{variables_text()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument_group("options").add_argument
-    add(
-        "-n",
-        "-np",
-        "--np",
-        dest="size",
-        metavar="N",
-        type=_whole,
-        help="ranks (default: usable cores)",
-    )
+    parser = _Parser(prog=_PROGRAM, add_help=False, allow_abbrev=False)
+    add = parser.add_argument_group("for ranks and hosts").add_argument
+    names = ("-n", "-np", "--np")
+    add(*names, dest="size", metavar="N", type=_whole, help=_SIZE)
     add("-H", "--hosts", metavar="a:4,b:4", help="hosts, and how many ranks each has")
     add("--hostfile", metavar="F", help="a file with a host a line: a slots=4")
-    add("--interface", metavar="NAME", help="hosts use each other's addresses of this interface")
-    add("--address", metavar="IP", help="other hosts reach this one there")
-    add("--check", action="store_true", help="show how the hosts reach each other; no program")
-    add("--transport", choices=_TRANSPORTS, metavar="|".join(_TRANSPORTS), help="how bytes move")
+    add("--bind", choices=("none", "core"), default="none", metavar="none|core", help=_BIND)
+    add("--emulate-hosts", metavar="K", type=_whole, help="pretend K hosts that share no memory")
+    add("-x", dest="exports", metavar="NAME[=VALUE]", type=_export, action="append", help=_EXPORT)
+    add = parser.add_argument_group("for communication").add_argument
+    add("--transport", choices=_TRANSPORTS, metavar="NAME", help=_TRANSPORT)
     add("--encrypt", action="store_true", help="encrypt what travels outside shared memory")
-    add(
-        "-x",
-        dest="exports",
-        metavar="NAME[=VALUE]",
-        type=_export,
-        action="append",
-        default=[],
-        help="a variable for the ranks' environment (may be repeated)",
-    )
-    add(
-        "-l",
-        "--tag-output",
-        action=argparse.BooleanOptionalAction,
-        help="put [rank] before each line of output, or not (default: on a terminal)",
-    )
-    add("--log-dir", metavar="D", help="also write output to D/rank.K.log, D/launcher.log")
-    add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
-    add("--op-timeout", metavar="S", type=_seconds, help="default deadline of every operation")
-    add("--bind", choices=("none", "core"), default="none", help="keep each rank on one core")
-    add(
-        "--emulate-hosts",
-        metavar="K",
-        type=_whole,
-        help="pretend K hosts: blocks of N/K ranks, no shared memory across",
-    )
+    add("--interface", metavar="NAME", help="the network interface that hosts use for each other")
+    add("--address", metavar="IP", help="where other hosts reach this one")
     add("--share-arrays", action="store_true", help="NumPy's arrays lie where all ranks reach them")
+    add = parser.add_argument_group("for deadlines and output").add_argument
+    add("--timeout", metavar="S", type=_seconds, help="end the whole job after S seconds")
+    add("--op-timeout", metavar="S", type=_seconds, help=_OP_TIMEOUT)
+    tag = argparse.BooleanOptionalAction
+    add("-l", "--tag-output", action=tag, help="put [rank] before each line of output, or not")
+    add("--log-dir", metavar="D", help="also write output to D/rank.K.log, D/launcher.log")
     add("--verbose", action="store_true", help="tell what the launcher does")
-    add("--version", action="store_true", help="print the version and exit")
-    add("-h", "--help", action="store_true", help="print this text and exit")
+    add = parser.add_argument_group("without a program").add_argument
+    add("--check", action="store_true", help="show how the hosts of -H reach each other")
+    add("--version", action="store_true", help="print the version")
+    add("-h", "--help", action="store_true", help="print the common options; in a pipe, all")
+    add("--help-all", action="store_true", help=_HELP_ALL)
     return parser
-
-
-def variables_text() -> str:
-    """The table of all environment variables, as --help prints it."""
-    width = max(len(variable.name) for group in VARIABLES.values() for variable in group)
-    lines = []
-    for heading, group in VARIABLES.items():
-        lines.append(f"environment variables {heading}:")
-        lines.extend(f"  {variable.name:{width}}  {variable.meaning}" for variable in group)
-        lines.append("")
-    return "\n".join(lines).rstrip()
 
 
 def _split(parser: _Parser, argv: Sequence[str]) -> int:
@@ -261,7 +217,7 @@ def _options(args: argparse.Namespace) -> Options:
         and not os.path.isdir(args.log_dir)
     ):
         raise _UsageError(f"--log-dir {args.log_dir} is no folder")
-    exports = dict(args.exports)
+    exports = dict(args.exports or ())
     if args.share_arrays:
         exports.setdefault("PYCOLL_SHARE_ARRAYS", "1")
     # Inside a rank of another job, the environment has that job's options.
@@ -359,8 +315,13 @@ def _run(argv: Sequence[str]) -> int:
     parser = _parser()
     split = _split(parser, argv)
     args = parser.parse_args(argv[:split])
-    if args.help:
-        print(parser.format_help(), end="", flush=True)
+    if args.help or args.help_all:
+        # Not at the top: no job needs it. A terminal would scroll the first screen out of sight.
+        from pycoll._launcher import help_text
+
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        is_short = on_terminal and not args.help_all
+        print(help_text.screen(parser) if is_short else help_text.everything(parser), flush=True)
         return 0
     if args.version:
         print(f"{_PROGRAM} {version()}", flush=True)

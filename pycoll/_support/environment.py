@@ -101,7 +101,7 @@ SLURM = (
     Variable("SLURM_STEP_NUM_TASKS", "in one of several tasks, the job is of that task alone"),
     Variable("SLURMD_NODENAME", "the host of the allocation that pycoll-run is on"),
 )
-# Every variable, in groups with a heading: printed by `pycoll-run --help`.
+# Every variable, in groups with a heading: printed by `pycoll-run --help-all`.
 VARIABLES: dict[str, tuple[Variable, ...]] = {
     "set by pycoll-run for every rank, read by pycoll.init()": IDENTITY,
     "set by pycoll-run for every rank, for torch.distributed": TORCH,

@@ -27,9 +27,9 @@ def flags(text: str) -> list[str]:
 
 def test_every_option_of_pycoll_run_is_documented_and_no_other() -> None:
     command = Path(sysconfig.get_path("scripts")) / "pycoll-run"
-    printed = subprocess.run([command, "--help"], capture_output=True, text=True, check=True).stdout
-    options = printed.split("options:\n", 1)[1].split("\n\n", 1)[0]
-    named = {name for start in re.findall(r"^  (-.*)", options, re.M) for name in flags(start)}
+    printed = subprocess.run([command, "--help-all"], capture_output=True, text=True, check=True)
+    starts = re.findall(r"^  (-.*)", printed.stdout, re.M)
+    named = {name for start in starts for name in flags(start)}
     first_cells = re.findall(r"^\| *(`-[^|]*)", section(LAUNCHING, "Options"), re.M)
     assert {name for cell in first_cells for name in flags(cell)} == named
 

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from launcher_jobs import Environments, run
+from launcher_jobs import RUN, Environments, run
 
-from pycoll._launcher.cli import main, variables_text
+from pycoll._launcher.cli import main
+from pycoll._launcher.help_text import variables_text
 from pycoll._support.environment import VARIABLES, blocks, places, rank_environment, usable_cores
 
 
-def test_help_has_every_option_and_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_in_a_pipe_has_every_option_and_every_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     options = "-n -np --transport -x -l --tag-output --log-dir --timeout --op-timeout --bind"
-    for option in f"{options} --emulate-hosts --verbose --version --help".split():
+    for option in f"{options} --emulate-hosts --verbose --version --help --help-all".split():
         assert option in text
     assert variables_text() in text
     assert all(variable.name in text for group in VARIABLES.values() for variable in group)
+
+
+def test_help_on_a_terminal_is_one_screen_that_says_how_to_see_all() -> None:
+    master, slave = pty.openpty()
+    subprocess.run([*RUN, "--help"], stdout=slave, check=True)
+    os.close(slave)
+    text = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while part := os.read(master, 4096):
+            text += part
+    os.close(master)
+    screen = text.decode().replace("\r\n", "\n")
+    lines = screen.splitlines()
+    assert len(lines) < 24  # the next prompt has the last line
+    assert max(map(len, lines)) <= 80
+    assert len(re.findall(r"^  pycoll-run ", screen, re.MULTILINE)) == 2  # examples
+    for option in ("-n", "--hosts", "--timeout", "--help-all"):
+        assert re.search(rf"^  .*{option}\b.*  ", screen, re.MULTILINE)
+    everything = run("--help-all").stdout.decode()
+    assert everything.startswith(screen)
+    assert everything.endswith(f"{variables_text()}\n")
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
