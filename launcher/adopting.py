@@ -208,7 +208,7 @@ class AdoptingAgent(Agent):
             super()._hear(kind, fields)
 
     def _lose(self, why: str) -> None:
-        text = "the process that lets the ranks of this job meet, a helper of rank 0, has ended"
+        text = "the meeting process of rank 0 has ended, by which the ranks of this job meet"
         self._tell(self._visitors.values(), {"refused": text})
 
     def _is_alone(self) -> bool:

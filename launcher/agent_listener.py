@@ -87,7 +87,7 @@ class Lobby:
         if host is None:
             why = f"the job has no node {node}"
         elif host in self._guests.values():
-            why = f"another agent, on {host.name}, is node {node} already"
+            why = f"{host.name} is node {node} already"
         if host is None or why:
             return self._lines[caller].send("turn_away", why)
         self._guests[caller] = host

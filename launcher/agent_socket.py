@@ -89,7 +89,7 @@ def connect(name: str, deadline: float) -> socket.socket:
                 connection.connect(name)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    raise TimeoutError("the agent of this host lets nobody in") from None
+                    raise TimeoutError("pycoll's launcher on this host lets nobody in") from None
                 time.sleep(_PAUSE_S)  # the kernel does not tell when there is room
             else:
                 connection.setblocking(True)
@@ -108,9 +108,9 @@ def peer_of(connection: socket.socket) -> int:
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(told)
     if uid != os.geteuid():
-        raise PermissionError(f"process {pid}, at the door of this job, is of user {uid}")
+        raise PermissionError(f"process {pid}, at the socket of this job, is of user {uid}")
     if pid <= 0:
-        raise PermissionError("who is at the door of this job is in another container")
+        raise PermissionError("the process at the socket of this job is in another container")
     return int(pid)
 
 
@@ -181,7 +181,7 @@ def receive_descriptors(connection: socket.socket, count: int, deadline: float) 
             if flags & socket.MSG_CTRUNC:
                 raise OSError("this process may not open so many files (ulimit -n)")
             if not data:
-                raise OSError("the agent of this host has ended")
+                raise OSError("pycoll's launcher on this host has ended")
     except OSError:
         for descriptor in found:
             os.close(descriptor)

@@ -142,7 +142,7 @@ def _wait(
         if message is None:
             late = f"{name_ranks(missing)} of {size}" if missing else "all ranks"
             raise BootstrapError(
-                f"rank {rank}: the agent of this host has ended before {late} had joined the job"
+                f"rank {rank}: pycoll's launcher on this host has ended before {late} had joined"
             )
         if "refused" in message:
             raise BootstrapError(f"rank {rank} cannot join the job: {message['refused']}")
@@ -155,7 +155,7 @@ def _wait(
 def _too_late(rank: int, size: int, started: float, missing: Sequence[int]) -> BootstrapError:
     waited = f"rank {rank} waited {seconds_since(started)} for the job to meet"
     if not missing:
-        return BootstrapError(f"{waited}: the agent of this host does not answer")
+        return BootstrapError(f"{waited}: pycoll's launcher on this host does not answer")
     have = "has" if len(missing) == 1 else "have"
     return BootstrapError(f"{waited}: {name_ranks(missing)} of {size} {have} not joined")
 
@@ -200,9 +200,9 @@ def _start_agent(ticket: Ticket, size: int, began: float, timeout: float, door: 
     with process.stdin as to_agent, contextlib.suppress(BrokenPipeError):
         to_agent.write(ticket.text().encode() + b"\n")
     if not _has_started(process, began + timeout):
-        raise BootstrapError(f"the agent of this host has not started within {timeout:g} s")
+        raise BootstrapError(f"pycoll's launcher on this host has not started in {timeout:g} s")
     if process.returncode:
-        raise BootstrapError("the agent of this host cannot be started; see above")
+        raise BootstrapError("pycoll's launcher on this host cannot be started; see above")
 
 
 def _has_started(process: subprocess.Popen[bytes], deadline: float) -> bool:

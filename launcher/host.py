@@ -315,7 +315,7 @@ class LocalHost:
             try:
                 killed = guardian.sweep(self._sessions(), self._job)
             except OSError as exc:
-                self._events.say(f"the guardian kills what is left: {exc.strerror}")
+                self._events.say(f"a second process kills what is left: {exc.strerror}")
                 return
             if killed:
                 self._events.say(f"SIGKILL to {len(killed)} processes that were left")

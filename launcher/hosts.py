@@ -117,7 +117,7 @@ class Hosts:
             remote = RemoteHost(name, self, self._relay, self._server.hear, spec.calls.wait_s)
             self._lobby.expect(number, remote)
         else:
-            self._events.say(f"{name}: its agent is started by {command[0]}")
+            self._events.say(f"{name}: its launcher is started by {command[0]}")
             remote = StartedHost(
                 command, self._selector, self._stack, name, self, self._relay, self._server.hear
             )
@@ -412,7 +412,7 @@ class Hosts:
 
     def here(self, host: RemoteHost) -> None:
         """Called when an agent is there."""
-        self.say(f"{host.name}: its agent is process {host.hello['pid']}")
+        self.say(f"{host.name}: its launcher is process {host.hello['pid']}")
         self._arrive()
 
     def opened(self, host: RemoteHost) -> None:

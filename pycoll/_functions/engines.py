@@ -170,7 +170,7 @@ def serve(
         if status and not found:
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
-            raise BootstrapError(text or f"the agent ended with status {status}")
+            raise BootstrapError(text or f"pycoll's launcher on this node ended with status {status}")
         return found
 
 

@@ -78,7 +78,7 @@ class Connection:
     ) -> None:
         self._endpoint, self._key, self._keys = endpoint, key, derive_keys(key)
         self._rank, self._size = rank, size
-        self._who = f"rank {rank}" if rank >= 0 else "the agent of this host"
+        self._who = f"rank {rank}" if rank >= 0 else "pycoll's launcher on this host"
         self._owns_context = context is None
         try:
             self._context = open_context() if context is None else context

@@ -314,7 +314,7 @@ class Communicators(Driver):
             self.transport.hear(fields["rank"], fields["note"])
         elif kind == "lost":
             if self.has_helpers:
-                reason = "its helper, by which the ranks have met, or this host's agent is gone"
+                reason = "its meeting process, or pycoll's launcher on this host, is gone"
                 self._job_lost = PeerFailed(0, reason)
             else:
                 self._job_lost = Error(

@@ -416,5 +416,5 @@ def test_a_firewall_is_named_with_the_port(hosts: Bed, script: Callable[[str], s
 def test_an_address_of_this_host_needs_no_ssh(hosts: Bed, script: Callable[[str], str]) -> None:
     done = run(hosts, "--verbose", "-H", "10.77.0.1:2,10.77.0.2:2", script(ORACLE))
     assert done.returncode == 0, done.stderr
-    assert "10.77.0.2: its agent is started by ssh" in done.stderr
-    assert "10.77.0.1: its agent" not in done.stderr
+    assert "10.77.0.2: its launcher is started by ssh" in done.stderr
+    assert "10.77.0.1: its launcher" not in done.stderr
