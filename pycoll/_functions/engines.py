@@ -170,7 +170,8 @@ def serve(
         if status and not found:
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
-            raise BootstrapError(text or f"pycoll's launcher on this node ended with status {status}")
+            text = text or f"pycoll's launcher on this node ended with status {status}"
+            raise BootstrapError(text)
         return found
 
 

@@ -242,7 +242,7 @@ def test_the_end_of_what_serves_the_job_is_told(which: str) -> None:
             os.kill(pid, signal.SIGKILL)
     for status, said, _ in ranks.end():
         assert status == 3
-        assert "PeerFailed 0 rank 0 failed: its helper" in said
+        assert "PeerFailed 0 rank 0 failed: its meeting process" in said
     until_no_helpers(key, 20.0)
 
 
