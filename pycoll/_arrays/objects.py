@@ -120,9 +120,9 @@ def dump(obj: object) -> list[memoryview]:
             "Send its parts in a flat list."
         ) from exc
     except (*_REFUSALS, BufferError) as exc:
+        instead = "list(x)" if isinstance(obj, Iterator) else "the plain data inside it"
         raise TypeError(
-            f"a value of type {_type_name(obj)} cannot be sent: {exc}. "
-            "Send the plain data inside it."
+            f"a value of type {_type_name(obj)} cannot be sent: {exc}. Send {instead}."
         ) from exc
     if not views and len(pickled) < _SMALL:
         return [memoryview(_ALONE.pack(0, len(pickled)) + pickled)]

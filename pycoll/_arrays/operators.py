@@ -24,12 +24,15 @@ from pycoll._dtypes import Array, DType
 from pycoll._support.foreign_names import Hinting
 from pycoll._support.lazy_import import LazyModule
 from pycoll._support.public_edge import edge
+from pycoll._support.wording import with_article
 from pycoll._transports._core import reduce
 
 if TYPE_CHECKING:
+    from pycoll._arrays import refusals
     from pycoll._support import foreign_names
 else:  # needed when something is wrong
     foreign_names = LazyModule("pycoll._support.foreign_names")
+    refusals = LazyModule("pycoll._arrays.refusals")
 
 
 class _Builtin(NamedTuple):
@@ -177,6 +180,9 @@ _OPS: Final = {
 }
 
 NAMES: Final = tuple(_OPS)
+_OF_PAIRS: Final = ("minloc", "maxloc")
+_PYTHON_NUMBERS: Final = ("int", "float", "complex", "bool")
+"""Kinds of values that are called by their type, as users know them."""
 
 _UFUNCS: Final = {
     getattr(np, name): name
@@ -250,7 +256,10 @@ def check_operand(op: Op, x: Value, ndim: int) -> None:
     Raises:
         TypeError: it does not; names both, and says what would work.
     """
-    check(op, x.dtype, user_operators.kind_of(x))
+    if x.kind.startswith("pair:") and isinstance(op.fn, _Builtin) and op.name not in _OF_PAIRS:
+        raise TypeError(refusals.of_pair(op.name))
+    shown = with_article(x.kind) if x.kind in _PYTHON_NUMBERS else None
+    check(op, x.dtype, user_operators.kind_of(x), shown)
     if isinstance(op.fn, _Builtin):
         return
     if (op.fn is min or op.fn is max) and ndim > 0:  # they would ask which array is larger
@@ -259,27 +268,34 @@ def check_operand(op: Op, x: Value, ndim: int) -> None:
         user_operators.try_out(op.fn, op.name, x, 1 if op.elementwise else ndim)
 
 
-def check(op: Op, dtype: DType, kind: str = "numpy") -> None:
-    """Check that `op` takes `dtype`, in values of a kind (see `user_operators.kind_of`).
+def check(op: Op, dtype: DType, kind: str = "numpy", shown: str | None = None) -> None:
+    """Check that `op` takes `dtype`.
+
+    Args:
+        op: the operator.
+        dtype: of the elements.
+        kind: of the values (see `user_operators.kind_of`).
+        shown: what the user calls them; None: by their dtype.
 
     Raises:
         TypeError: it does not; names both, and says what would work.
     """
+    shown = shown or str(dtype)
     if not isinstance(op.fn, _Builtin):
         if dtype.code == 0:
-            _refuse(op, dtype, *_only_moves(dtype))
+            _refuse(op, shown, *_only_moves(dtype))
         user_operators.check_shown(dtype, kind)
-    elif op.name in ("minloc", "maxloc"):
+    elif op.name in _OF_PAIRS:
         if not _is_value_index(dtype.storage):
-            _refuse(op, dtype, op.fn.why, op.fn.instead)
+            _refuse(op, shown, op.fn.why, op.fn.instead)
     elif dtype.code == 0:
-        _refuse(op, dtype, *_only_moves(dtype))
+        _refuse(op, shown, *_only_moves(dtype))
     elif dtype.family not in op.fn.families:
-        _refuse(op, dtype, op.fn.why, op.fn.instead)
+        _refuse(op, shown, op.fn.why, op.fn.instead)
 
 
-def _refuse(op: Op, dtype: DType, why: str, instead: str) -> None:
-    raise TypeError(f'operator "{op.name}" does not work on {dtype}: {why}. {instead}')
+def _refuse(op: Op, shown: str, why: str, instead: str) -> None:
+    raise TypeError(f'operator "{op.name}" does not work on {shown}: {why}. {instead}')
 
 
 def _only_moves(dtype: DType) -> tuple[str, str]:

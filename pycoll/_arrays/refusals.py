@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -13,10 +16,12 @@ from pycoll._support.wording import with_article
 _OR_OP = "Or pass a Python function as op, which combines such values as they are."
 _OP = (
     "Pass a Python function as op, which combines such values as they are, for example "
-    "op=lambda a, b: a + b, or gather them: comm.all_gather(x)."
+    "op=lambda a, b: {}, or gather them: comm.all_gather(x)."
 )
 
 _TAKES = "Reductions take arrays and numbers."
+TO_SPLIT = ". To split it: comm.scatter(numpy.array_split(x, comm.size))"
+_NO_ARRAYS = "Lists and tuples are no arrays: pass numpy.array(x)."
 
 
 def of_operand(x: object) -> str:
@@ -24,9 +29,24 @@ def of_operand(x: object) -> str:
     if type(x) is np.ndarray:
         what = f"an array of {x.dtype}, which travels as a Python object"
         return f"cannot reduce {what}. Convert it with x.astype(float). {_OR_OP}"
+    if x is None:
+        return (
+            "cannot reduce None. Every rank passes an array or a number to a reduction, those that "
+            "do not get the result, too."
+        )
+    if isinstance(x, FunctionType | BuiltinFunctionType):
+        return "cannot reduce a function. The operator comes second: (x, op=function)."
     advice = instead(x)
-    op = _OP if advice == _TAKES else _OR_OP
+    op = _OR_OP
+    if advice == _TAKES:
+        op = _OP.format("a | b" if isinstance(x, dict | set | frozenset) else "a + b")
     return f"cannot reduce a value of type {type_name(x)}. {advice} {op}"
+
+
+def of_pair(op: str) -> str:
+    """Return why a tuple of two numbers does not reduce by an operator's name, and what does."""
+    pairs = 'Two numbers are a value and its index for "minloc" and "maxloc" alone.'
+    return f'cannot reduce a tuple by "{op}". {_NO_ARRAYS} {pairs}'
 
 
 def instead(x: object) -> str:
@@ -43,6 +63,8 @@ def instead(x: object) -> str:
             "For one array pass the array itself, without a list; for several use "
             "comm.all_reduce_many."
         )
+    if type(x) is np.ndarray:
+        return "Convert it with x.astype(float)."
     if isinstance(x, np.ndarray):
         return (
             "What it has beside its numbers would be lost: pass numpy.asarray(x), if the numbers "
@@ -53,10 +75,22 @@ def instead(x: object) -> str:
             return f"It is sparse: pass x.{name}(), of the same shape on all ranks."
     if has("astype") and has("__dlpack__"):
         return f"It has the dtype {getattr(x, 'dtype', None)}: pass x.astype(float), for example."
-    tried = isinstance(x, list | tuple | range | np.generic)  # cheap to convert, unlike others
-    if _has_numbers(x) if tried else has("__array__"):
+    if isinstance(x, list | tuple) and _has_numbers(x):
+        return _NO_ARRAYS
+    if isinstance(x, list | tuple):
+        return _TAKES
+    if isinstance(x, Iterator):
+        return f"{_TAKES[:-1]}, and this is an iterator: pass numpy.array(list(x))."
+    if isinstance(x, bytes | bytearray):
+        return f"{_TAKES[:-1]}: pass numpy.frombuffer(x, 'uint8'), for example."
+    if isinstance(x, np.generic):
+        return _TAKES
+    if has("__array__") or isinstance(x, range):
         return f"{_TAKES[:-1]}: pass numpy.asarray(x, float), for example."
-    if has("__float__") and not tried:
+    for name in ("timestamp", "total_seconds"):  # of datetime and timedelta
+        if has(name):
+            return f"{_TAKES[:-1]}: pass x.{name}(), for example."
+    if has("__float__"):
         return f"{_TAKES[:-1]}: pass float(x), for example."
     return _TAKES
 
@@ -69,13 +103,22 @@ def _has_numbers(x: object) -> bool:
     return True
 
 
+def of_split(what: str, x: object) -> str:
+    """Return why `x` is no array for a reduction that cuts it, and what to pass."""
+    if isinstance(x, Number):
+        advice = "For a number on each rank use comm.all_reduce or comm.reduce."
+    else:
+        advice = "" if x is None else instead(x).replace("arrays and numbers", "arrays")
+    return f"{what}, not {with_article(type_name(x))}. {advice}".rstrip()
+
+
 def of_blocks(what: str, x: object, size: int) -> str:
     """Return why `x` is not a value for each rank, which `what` splits."""
     hint = ""
     if isinstance(x, np.ndarray):
         hint = ". Pass list(x): objects, each of them whole"
     elif what == "scatter" and hasattr(x, "__len__") and not isinstance(x, str | bytes | dict):
-        hint = ". To split it: comm.scatter(numpy.array_split(x, comm.size))"
+        hint = TO_SPLIT
     takes = f"{what} takes an array (size, ...) or a list of {size} objects"
     return f"{takes}, not {with_article(type_name(x))}{hint}"
 

@@ -109,8 +109,9 @@ def check_objects(what: str, x: Any, size: int) -> None:
     if not isinstance(x, list | tuple):
         raise TypeError(refusals.of_blocks(what, x, size))
     if len(x) != size:
+        hint = refusals.TO_SPLIT if what == "scatter" and len(x) > size else ""
         raise ValueError(
-            f"{what} takes a list of {size} objects, one for each rank; this one has {len(x)}"
+            f"{what} takes a list of {size} objects, one for each rank; this one has {len(x)}{hint}"
         )
 
 
@@ -118,10 +119,7 @@ def split_value(what: str, x: Any, size: int) -> Value:
     """Return an array whose leading axis is the rank axis."""
     value = conversion.wrap(x)
     if value is None:
-        raise TypeError(
-            f"{what} takes an array (size, ...), not {with_article(conversion.type_name(x))}. "
-            f"{refusals.instead(x)}"
-        )
+        raise TypeError(refusals.of_split(f"{what} takes an array (size, ...)", x))
     if value.array.ndim == 0 or len(value.array) != size:
         blocks = f". Blocks of any length: {foreign_names.OF_UNEVEN_BLOCKS[what]}"
         raise ValueError(

@@ -176,7 +176,7 @@ class Reductions(Preparing):
     ) -> CallPlan[Any]:
         """Prepare a reduction of Python ints; arguments as of `IntPlan`."""
         group = self._group
-        operators.check(op, dtypes.INT64)
+        operators.check(op, dtypes.INT64, shown="an int")
         self._check_algorithm(collective, algorithm)
         gathers = collective in ("scan", "exscan") or op.name not in int_plans.MARKS
         runs = "all_gather" if gathers else "all_reduce"

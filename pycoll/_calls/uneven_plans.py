@@ -147,7 +147,7 @@ def prepare_reduce_scatterv(
     resolved = operators.resolve(op)
     value = conversion.wrap(x)
     if value is None:
-        raise TypeError(f"reduce_scatterv takes an array, not {a_kind(x)}. {refusals.instead(x)}")
+        raise TypeError(refusals.of_split("reduce_scatterv takes an array", x))
     operators.check_operand(resolved, value, value.array.ndim)
     checked = _counts(counts, value.array.shape, group.size)
     rest = value.array.shape[1:]

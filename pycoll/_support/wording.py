@@ -9,5 +9,7 @@ def a_kind(value: object) -> str:
 
 
 def with_article(name: str) -> str:
-    """Return a noun with its article."""
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+    """Return a noun, or the name of a type, with its article."""
+    if name == "NoneType":
+        return "None"
+    return f"{'an' if name[0] in 'aeiouAEIOU' or name == 'ndarray' else 'a'} {name}"
