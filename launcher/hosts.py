@@ -79,6 +79,7 @@ class Hosts:
         stack: contextlib.ExitStack,
     ) -> None:
         self._spec, self._selector, self._events = spec, selector, events
+        self._options = spec.options
         self._server, self._relay, self._stack = server, relay, stack
         self.have_started = False
         self.names: list[str] = []
@@ -97,12 +98,12 @@ class Hosts:
         self._progress_at = time.monotonic() + _QUICK_S
         self._lobby: Lobby | None = None
         self._look_at = 0.0
-        named = spec.hosts or [_HERE]
+        named = spec.options.hosts or [_HERE]
         self._named = [self._make(number, host) for number, host in enumerate(named)]
 
     def _make(self, number: int, host: NamedHost) -> RemoteHost | None:
         """A host as it is named; None: it is this one."""
-        spec, name, command = self._spec, host.name, host.command
+        options, name, command = self._options, host.name, host.command
         if not command and not host.calls:
             return None
         from pycoll._launcher.remote import RemoteHost, StartedHost  # most jobs have none
@@ -111,10 +112,10 @@ class Hosts:
         if host.calls:
             from pycoll._launcher.agent_listener import Lobby
 
-            assert spec.calls is not None
+            assert options.calls is not None
             if self._lobby is None:
-                self._lobby = Lobby(spec.calls, self._selector, self._stack)
-            remote = RemoteHost(name, self, self._relay, self._server.hear, spec.calls.wait_s)
+                self._lobby = Lobby(options.calls, self._selector, self._stack)
+            remote = RemoteHost(name, self, self._relay, self._server.hear, options.calls.wait_s)
             self._lobby.expect(number, remote)
         else:
             self._events.say(f"{name}: its launcher is started by {command[0]}")
@@ -135,7 +136,7 @@ class Hosts:
 
     def _arrive(self, is_late: bool = False) -> None:
         """Go on when every host is there or lost, or it is too late for the others."""
-        calls = self._spec.calls is not None  # who calls may have to be made first
+        calls = self._options.calls is not None  # who calls may have to be made first
         absent = [each for each in self._remotes if not each.hello and each not in self._lost]
         if absent and not is_late and not (calls and self._lost):
             return
@@ -144,7 +145,7 @@ class Hosts:
             for each in absent:
                 self._lost[each] = [f"{each.name}: it has not answered in {waited_s:.0f} s"]
         lines = [line for each in self._remotes for line in self._lost.get(each, ())]
-        if lines and not (self._spec.checks and len(self._lost) < len(self._named)):
+        if lines and not (self._options.checks and len(self._lost) < len(self._named)):
             return self._events.unreachable(lines)
         self.absent = lines
         try:
@@ -158,7 +159,7 @@ class Hosts:
         Raises:
             OSError: it cannot be made on this host.
         """
-        spec = self._spec
+        options = self._options
         present = [n for n, host in enumerate(self._named) if host not in self._lost]
         numbers: dict[object, int] = {}
         number_of = {n: numbers.setdefault(self._place(n), len(numbers)) for n in present}
@@ -177,15 +178,15 @@ class Hosts:
             if each not in kept.values():
                 each.sweep()
         self._remotes = [each for each in kept.values() if each is not None]
-        if spec.hosts:
-            nodes = [number_of[n] for n in spec.nodes if n in number_of]
+        if options.hosts:
+            nodes = [number_of[n] for n in options.nodes if n in number_of]
         else:
-            nodes = blocks(spec.size, spec.emulate_hosts)
+            nodes = blocks(options.size, options.emulate_hosts or 1)
         where = dict(enumerate(places(nodes)))
         for number, host in kept.items():
-            mine = {r: at for r, at in where.items() if not spec.hosts or at.node == number}
+            mine = {r: at for r, at in where.items() if not options.hosts or at.node == number}
             self._all.append(self._open(number, host, mine))
-        self._of_rank = [self._all[at.node if spec.hosts else 0] for at in where.values()]
+        self._of_rank = [self._all[at.node if options.hosts else 0] for at in where.values()]
         self._stack.callback(self._server.close_port)
         if not self._remotes:
             self._go_on()
@@ -193,7 +194,7 @@ class Hosts:
     def _place(self, number: int) -> object:
         """What is the same for two names of one host."""
         host = self._named[number]
-        if len(self._named) == 1 or self._spec.calls is not None:  # who calls has its own ranks
+        if len(self._named) == 1 or self._options.calls is not None:  # who calls has its own ranks
             return number
         return place() if host is None else host.hello["place"]
 
@@ -201,7 +202,7 @@ class Hosts:
         host = self._named[number]
         if host is not None:
             return host.name
-        return self._spec.hosts[number].name if self._spec.hosts else _HERE.name
+        return self._options.hosts[number].name if self._options.hosts else _HERE.name
 
     def _open(
         self, number: int, host: RemoteHost | None, places: Mapping[int, HostPlacement]
@@ -228,7 +229,7 @@ class Hosts:
         Raises:
             OSError: it does not work on this host.
         """
-        if self._spec.checks or len(self._all) > 1:
+        if self._options.checks or len(self._all) > 1:
             self._try_ways()
         else:
             self._start_ranks()
@@ -296,7 +297,7 @@ class Hosts:
 
     def _look_for_failures(self, now: float) -> float:
         """Ask whoever starts the agents that call whether one will not."""
-        calls = self._spec.calls
+        calls = self._options.calls
         if calls is None:
             return float("inf")
         if now >= self._look_at:
@@ -306,23 +307,24 @@ class Hosts:
         return self._look_at
 
     def _start_ranks(self) -> None:
-        spec = self._spec
+        spec, options = self._spec, self._options
+        bind = options.bind == "core"
         first = self.of(0)
         port = free_port() if first is self._here else self._remote(first).hello["port"]
-        if self._remotes and spec.calls is None:
-            names = " ".join(sorted({*sent(os.environ), *spec.exports}))
+        if self._remotes and options.calls is None:
+            names = " ".join(sorted({*sent(os.environ), *options.exports}))
             self._events.say(f"all ranks have of this environment: {names}")
         for node, host in enumerate(self._all):
             environment = shared_environment(
                 self._base(host),
-                spec.size,
+                options.size,
                 job=self._job(node),
                 key=spec.key,
                 rendezvous=self._server.endpoint,
-                transport=spec.transport,
-                encrypt=spec.encrypt,
-                op_timeout_s=spec.op_timeout_s,
-                exports=spec.exports,
+                transport=options.transport,
+                encrypt=options.encrypt,
+                op_timeout_s=options.op_timeout_s,
+                exports=options.exports,
                 master=(self._address(host, first), port),
             )
             if len(self._all) > 1:
@@ -330,7 +332,7 @@ class Hosts:
                 environment["PYCOLL_ADDRESSES"] = ",".join(seen)
             if host is first and host is not self._here and spec.stdin is None:
                 self._read_input(self._remote(first))
-            host.start(RankProgram(spec.argv, environment, spec.pass_fds, spec.bind, spec.stdin))
+            host.start(RankProgram(spec.argv, environment, spec.pass_fds, bind, spec.stdin))
         self.have_started = not self._remotes
 
     def _job(self, node: int) -> str:
@@ -348,7 +350,7 @@ class Hosts:
         """The environment of the ranks of a host, but for what makes them ranks."""
         if not self._remotes:
             return os.environ
-        if self._spec.calls is not None:  # who starts something on each host says what is there
+        if self._options.calls is not None:  # who starts something on each host says what is there
             if host is self._here:
                 return os.environ
             return {name: os.environ[name] for name in os.environ if name.startswith("PYCOLL_")}
@@ -367,11 +369,11 @@ class Hosts:
         """Have all hosts try to reach the others."""
         from pycoll._launcher import host_routes
 
-        wanted = self._spec.interface
+        wanted = self._options.interface
         if wanted and (lines := host_routes.without_interface(wanted, self._all, self.names)):
             return self._events.unreachable(lines)
         options = host_routes.RouteOptions(
-            self._spec.key, self._spec.interface, self._spec.address, self._spec.checks
+            self._spec.key, self._options.interface, self._options.address, self._options.checks
         )
         self._ways = host_routes.HostRoutes(
             options, self._all, self.names, self._selector, self._see_ways, self._stack
@@ -382,7 +384,7 @@ class Hosts:
         assert ways is not None
         for way in ways.found:
             self.say(f"{way.by} reaches {way.to} at {way.reach.address or 'no address'}")
-        if self._spec.checks:
+        if self._options.checks:
             self._events.checked(ways.found)
         elif lost := ways.failures():
             self._events.unreachable(lost)

@@ -26,9 +26,12 @@ class Options(NamedTuple):
         log_dir: folder for one file a rank with what it prints.
         bind: "core" keeps each rank on a core of its own, "none" on none.
         emulate_hosts: number of hosts to pretend (None: the one this is).
-        hosts: the job's hosts; none: this one.
+        hosts: the job's hosts, and how their agents are started; none: this one.
         nodes: by rank the index of its host in `hosts`.
-        calls, interface, address, checks: see `JobSpec`.
+        calls: how the agents call that nothing here starts; None: there are none.
+        interface: other hosts use only the addresses of this interface ("": all).
+        address: they reach this host at this one ("": those that they find).
+        checks: no ranks are started, but the ways between the hosts are measured.
         ends_deadlocks: end the job when ranks wait for each other for ever, as is certain.
         verbose: tell on standard error what happens.
         exports: variables for the ranks' environment.
@@ -60,36 +63,15 @@ class JobSpec(NamedTuple):
     Attributes:
         job: the job's id.
         key: its secret.
-        size: number of ranks.
-        hosts: the hosts, and how their agents are started; none: this one.
-        nodes: by rank the index of its host in `hosts`.
-        calls: how the agents call that nothing here starts; None: there are none.
-        emulate_hosts: number of hosts to pretend, without `hosts`.
+        options: how it runs.
         argv: the program of every rank and its arguments.
-        transport, encrypt, op_timeout_s, exports: see `environment.shared_environment`.
-        interface: other hosts use only the addresses of this interface ("": all).
-        address: they reach this host at this one ("": those that they find).
-        checks: no ranks are started, but the ways between the hosts are measured.
-        bind: keep each rank on a core of its own.
         pass_fds, stdin: see `host.RankProgram`.
     """
 
     job: str
     key: bytes
-    size: int
-    hosts: Sequence[NamedHost]
-    nodes: Sequence[int]
-    calls: AgentCalls | None
-    emulate_hosts: int
+    options: Options
     argv: Sequence[str]
-    transport: str
-    encrypt: bool
-    op_timeout_s: float | None
-    exports: Mapping[str, str]
-    interface: str
-    address: str
-    checks: bool
-    bind: bool
     pass_fds: Sequence[int]
     stdin: int | IO[Any] | None
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pycoll._launcher.outcome import ended_in_need
+from pycoll._launcher.rank_record import RankRecord
 from pycoll._launcher.rendezvous_calls import RankWaits
 from pycoll._launcher.rendezvous_carriers import Carriers, Peer, send_all
+from pycoll._launcher.rendezvous_exchange import Exchange
 from pycoll._rendezvous import wire
 from pycoll.errors import BootstrapError
 
@@ -27,24 +29,6 @@ class Notice(NamedTuple):
     fields: dict[str, Any]
 
 
-class _RankRecord:
-    """What is known about one rank."""
-
-    def __init__(self) -> None:
-        self.peer: Peer | None = None  # its connection; None until it joined
-        self.pid = 0
-        self.info = b""
-        self.since = 0.0
-        self.left = False
-        self.noted = False
-        self.raised = False
-        self.aborted = False
-        self.trouble = ""  # why it failed or is about to end, while its process lives
-        self.failed = False  # the others were told
-        self.ended: str | None = None  # what became of its process
-        self.round_info: bytes | None = None  # what it gave to the exchange under way
-
-
 class Server:
     """Lets the ranks of one job meet, and passes on what becomes of them.
 
@@ -57,36 +41,7 @@ class Server:
     any more, and unless a rank has come by ZeroMQ the port is closed to it: who asks there with
     `wire.late_question` is told {pids} of the ranks in a frame "late", and is cut off.
 
-    Protocol, version `WIRE_VERSION`. A message is one frame, msgpack of [kind, fields].
-
-        a rank sends            answer or effect
-        join {version, rank,    once all ranks have joined: met {infos}, to all of them.
-          size, pid, info}      refused {message} if this one may not join, or if the job cannot
-                                meet any more. `info` is opaque bytes.
-        exchange {round, info}  once all ranks have sent theirs for this round (they are counted
-                                from 0): exchanged {round, infos}, to all of them; refused {message}
-                                if one of them is gone
-        who {}                  who {missing, lowest}: who has not joined, or not come to the
-                                exchange; the lowest rank present
-        withdraw {}             it gave up waiting; its rank may join again
-        table {id}              table {id, lines}: see `table()`
-        bye {}                  bye {}: everything it sent before has been handled
-        raised, abort, left,    see `wire.parse_post` for the fields. waiting and
-          broken, waiting,      running are remembered, "seen" is for who has looked (`look`), the
-          running, seen, tell   others become a notice or an event
-
-        pushed to ranks         when
-        failed {rank, reason,   a rank raised (but not PeerFailed), aborted, or its process ended
-          detail}               and not with status 0; once a rank, to all others
-        left {rank, links,      a rank finalized; to all others
-          calls, error}
-        ended {rank, reason}    a rank's process ended with status 0; to all others
-        broken {context, error, a rank said so, or two ranks wait in the same (context, number)
-          rank, reason,         in different calls; to the members, the first for a context only
-          message}
-        told {rank, note}       a rank has told this one something: bytes that nobody else reads
-        look {round, contexts}  `look` was called: answer with "seen"
-
+    `wire` says what ranks send, and what they are sent.
     Nothing but "join" and "bye" is heard from a connection that has not joined, nothing about
     communicators before the job has met, and what does not follow the schema is dropped.
 
@@ -118,13 +73,12 @@ class Server:
         if size < 1:
             raise ValueError(f"a job has at least one rank, not {size}")
         wire.check_key(key)
-        self._ranks = [_RankRecord() for _ in range(size)]
+        self._ranks = [RankRecord() for _ in range(size)]
         self._by_peer: dict[Peer, int] = {}
         self._num_missing = size
         self._met = False
         self._over: str | None = None  # why the job cannot meet any more
-        self._round, self._num_come = 0, 0  # of exchange, and how many ranks have come to it
-        self._gone = ""  # why there can be no exchange any more
+        self._exchange = Exchange(size)
         self.calls = RankWaits()
         self.on_seen: Callable[[int, dict[str, Any]], object] = lambda rank, fields: None
         self._notices: list[Notice] = []
@@ -217,19 +171,13 @@ class Server:
 
     def state(self, rank: int) -> tuple[str, int]:
         """Return what is known of a rank beside its waits, "" if it is there, and its process."""
-        entry = self._ranks[rank]
-        if entry.ended is not None:
-            return f"has ended ({entry.ended})", 0
-        if entry.trouble:
-            return entry.trouble, 0
-        return ("has finalized" if entry.left else ""), entry.pid
+        return self._ranks[rank].state()
 
     def is_anyone_waiting(self) -> bool:
         """Return whether a rank waits for others, so that `table` is of interest."""
         now = time.monotonic()
         return any(
-            entry.peer is not None and entry.ended is None and self._waiting(rank, now)
-            for rank, entry in enumerate(self._ranks)
+            entry.is_there and self._waiting(rank, now) for rank, entry in enumerate(self._ranks)
         )
 
     def close(self) -> None:
@@ -317,14 +265,12 @@ class Server:
             case "bye":
                 self._send(peer, "bye", {})
             case "who":
-                missing = self.missing()
-                if self._met:
-                    missing = [r for r, e in enumerate(self._ranks) if e.round_info is None]
+                missing = self._exchange.missing() if self._met else self.missing()
                 absent = {*missing, *(r for r, e in enumerate(self._ranks) if e.ended is not None)}
                 lowest = min({*range(len(self._ranks))} - absent, default=rank)
                 self._send(peer, "who", {"missing": missing, "lowest": lowest})
             case "exchange" if self._met:
-                self._exchange(rank, peer, fields)
+                self._take(rank, peer, fields)
             case "table":
                 number = wire.integer(fields.get("id"), 0, 1 << 62)
                 self._send(peer, "table", {"id": number, "lines": self.table()})
@@ -342,33 +288,22 @@ class Server:
         if self._ranks[rank].ended is None:
             del self._by_peer[peer]
             self._num_missing += 1
-            self._ranks[rank] = _RankRecord()
+            self._ranks[rank] = RankRecord()
 
-    def _exchange(self, rank: int, peer: Peer, fields: dict[str, Any]) -> None:
+    def _take(self, rank: int, peer: Peer, fields: dict[str, Any]) -> None:
+        """A rank gives something to the exchange under way."""
         number, info = wire.integer(fields.get("round"), 0, 1 << 62), _info(fields)
-        if number != self._round:
+        if number != self._exchange.round:
             return  # it gave up, and asks again for what was sent to it meanwhile
-        if self._gone:
-            return self._refuse(peer, self._gone)
-        self._num_come += self._ranks[rank].round_info is None
-        self._ranks[rank].round_info = info
-        if self._num_come == len(self._ranks):
-            infos = [entry.round_info for entry in self._ranks]
-            self._round += 1
-            self._num_come = 0
-            for entry in self._ranks:
-                entry.round_info = None
+        if self._exchange.gone:
+            return self._refuse(peer, self._exchange.gone)
+        infos = self._exchange.give(rank, info)
+        if infos is not None:
             self._push_all(self._ranks, wire.pack("exchanged", {"round": number, "infos": infos}))
 
     def _lose(self, message: str) -> None:
         """End the exchange under way, and all that would follow: a rank is gone."""
-        if self._gone:
-            return
-        self._gone = message
-        waiting = [entry for entry in self._ranks if entry.round_info is not None]
-        for entry in waiting:
-            entry.round_info = None
-        self._num_come = 0
+        waiting = (self._ranks[rank] for rank in self._exchange.end(message))
         self._push_all(waiting, wire.pack("refused", {"message": message}))
 
     def _post(self, rank: int, kind: str, fields: dict[str, Any]) -> None:
@@ -452,11 +387,11 @@ class Server:
         others = (entry for other, entry in enumerate(self._ranks) if other != rank)
         self._push_all(others, wire.pack(kind, fields))
 
-    def _push_all(self, entries: Iterable[_RankRecord], frame: bytes) -> None:
+    def _push_all(self, entries: Iterable[RankRecord], frame: bytes) -> None:
         there = (entry.peer for entry in entries if entry.ended is None)
         send_all((peer for peer in there if peer is not None), frame)
 
-    def _push(self, entry: _RankRecord, frame: bytes) -> None:
+    def _push(self, entry: RankRecord, frame: bytes) -> None:
         if entry.peer is not None and entry.ended is None:
             entry.peer.send(frame)
 
@@ -467,18 +402,9 @@ class Server:
         peer.send(wire.pack(kind, fields))
 
     def _doing(self, rank: int, now: float) -> str:
-        entry = self._ranks[rank]
-        if entry.ended is not None:
-            return f"ended ({entry.ended})"
-        if entry.peer is None:
-            return "has not joined"
-        if entry.trouble:
-            return entry.trouble
-        if entry.left:
-            return "has finalized"
-        waiting = self._waiting(rank, now)
-        if waiting:
-            return waiting
+        doing = self._ranks[rank].doing() or self._waiting(rank, now)
+        if doing:
+            return doing
         last = self.calls.last_of(rank)
         before = f"; until {now - last[1]:.1f} s ago in {last[0]}" if last else ""
         return f"not waiting in pycoll, or for less than 0.2 s{before}"

@@ -36,6 +36,7 @@ from pycoll._launcher.outcome import (
 from pycoll._launcher.outcome import signal_name as name_of
 from pycoll._launcher.output import Relay, Target
 from pycoll._launcher.rendezvous_server import Notice, Server
+from pycoll._launcher.signal_plan import SignalPlan
 from pycoll._launcher.signals import caught_signals
 from pycoll._launcher.wait_table import PREFIX
 from pycoll._launcher.watch import Watch
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from pycoll._launcher.host_routes import HostRoute
     from pycoll._launcher.reach_table import CheckedHosts
 
-TERM_S, _KILL_S = 2.0, 4.0  # from the first failure to SIGTERM, and to SIGKILL
-_KILL_AGAIN_S, _MAX_KILLS = 0.5, 10  # for what is still there; after the last we give it up
 _LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
 _NEVER = float("inf")
 
@@ -94,11 +93,9 @@ class Job:
         self._started = time.monotonic()
         self.signals: list[int] = []
         self._ended: Mapping[int, str] = {}  # ranks at the end of a task, and what the table says
-        self._interrupted = False  # by Ctrl-C, once
         self._decision: Decision | None = None
         self._record: Callable[[str], object] = lambda text: None  # to the launcher's log
-        self._plan: dict[int, float] = {}  # signals for the ranks, and when to send them
-        self._num_kills = 0
+        self._plan = SignalPlan()
         self._over_at: float | None = None  # when the job is left, all ranks having ended
 
     def run(self) -> Outcome:
@@ -160,7 +157,7 @@ class Job:
         """End the job: SIGTERM, 2 s later SIGKILL. See `outcome.Decision`."""
         now = time.monotonic()
         self._decide(now, status, text, table)
-        self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
+        self._plan.end(now)
 
     # Starting.
 
@@ -194,27 +191,8 @@ class Job:
             self._tell_of_waits,
             lambda rank, pid: self._hosts.of(rank).state(rank, pid),
         )
-        plan = JobSpec(
-            job=self.id,
-            key=key,
-            size=options.size,
-            hosts=options.hosts,
-            nodes=options.nodes,
-            calls=options.calls,
-            emulate_hosts=options.emulate_hosts or 1,
-            argv=self._argv,
-            transport=options.transport,
-            encrypt=options.encrypt,
-            op_timeout_s=options.op_timeout_s,
-            exports=options.exports,
-            interface=options.interface,
-            address=options.address,
-            checks=options.checks,
-            bind=options.bind == "core",
-            pass_fds=self._pass_fds,
-            stdin=self._stdin,
-        )
-        self._hosts = Hosts(plan, self.selector, self, self.server, self._relay, stack)
+        spec = JobSpec(self.id, key, options, self._argv, self._pass_fds, self._stdin)
+        self._hosts = Hosts(spec, self.selector, self, self.server, self._relay, stack)
         stack.callback(self.server.close_port)
         self.say(f"job {self.id}: {options.size} ranks meet at {self.server.endpoint}")
 
@@ -265,11 +243,9 @@ class Job:
                 if not self._hosts.have_started:
                     self._over_at = now
             wake.append(self._started + options.timeout_s)
-        for signum, due in list(self._plan.items()):
-            if now >= due:
-                del self._plan[signum]
-                self._signal_ranks(signum, now)
-        wake.extend(self._plan.values())
+        for signum in self._plan.take(now):
+            self._signal_ranks(signum, now)
+        wake.extend(self._plan.times)
         if self._over_at is None and all(rank.status is not None for rank in self._ranks):
             self._over_at = now + _LINGER_S
         if self._over_at is not None:
@@ -314,7 +290,7 @@ class Job:
             case "abort":
                 rank.abort_code = int(notice.fields["code"])
                 self._failed(rank, now)
-                self._schedule({signal.SIGTERM: now, signal.SIGKILL: now + TERM_S})
+                self._plan.end(now)
 
     def lost(self, rank: int) -> None:
         """Called when the process that joined as a rank has ended; `job_spec.JobEvents`."""
@@ -398,23 +374,14 @@ class Job:
         """A rank failed: unless that is our own doing, the others have some seconds to end."""
         if rank.failed_at is None and not rank.signalled:
             rank.failed_at = now
-            self._schedule({signal.SIGTERM: now + TERM_S, signal.SIGKILL: now + _KILL_S})
+            self._plan.fail(now)
 
     # Ending.
 
-    def _schedule(self, plan: Mapping[int, float]) -> None:
-        """Plan signals for the ranks; each is sent once, at the earliest time planned for it."""
-        for signum, at in plan.items():
-            self._plan[signum] = min(at, self._plan.get(signum, at))
-
     def _signal_ranks(self, signum: int, now: float) -> None:
         """Send a signal to every process of the job."""
-        if signum == signal.SIGKILL:
-            self._num_kills += 1
-            if self._num_kills < _MAX_KILLS:
-                self._plan[signum] = now + _KILL_AGAIN_S
-            else:
-                self._over_at = now
+        if self._plan.is_given_up:
+            self._over_at = now
         for rank in self._ranks:
             rank.signalled = rank.signalled or rank.status is None
         self._hosts.signal(signum)
@@ -433,14 +400,7 @@ class Job:
             # Who interrupts a job that seems to hang wants to know why.
             hangs = signum == signal.SIGINT and self.server.is_anyone_waiting()
             self._decide(now, 128 + signum, text, self.server.table() if hangs else ())
-            if signum == signal.SIGINT and self._interrupted:
-                self._schedule({signal.SIGKILL: now})
-            elif signum == signal.SIGTERM:
-                self._schedule({signum: now, signal.SIGKILL: now + _KILL_S})
-            else:
-                term, kill = now + TERM_S, now + _KILL_S
-                self._schedule({signum: now, signal.SIGTERM: term, signal.SIGKILL: kill})
-            self._interrupted = self._interrupted or signum == signal.SIGINT
+            self._plan.pass_on(signum, now)
             if not self._hosts.have_started:
                 self._over_at = now
 

@@ -2,6 +2,36 @@
 
 A frame is the msgpack of ``[kind, fields]``. What ranks post has a schema (`parse_post`), which
 the client applies before it sends and the server after it received: the server believes nothing.
+
+Protocol, version `WIRE_VERSION`; `Server` is `launcher/rendezvous_server.py`.
+
+    a rank sends            answer or effect
+    join {version, rank,    once all ranks have joined: met {infos}, to all of them.
+      size, pid, info}      refused {message} if this one may not join, or if the job cannot
+                            meet any more. `info` is opaque bytes.
+    exchange {round, info}  once all ranks have sent theirs for this round (they are counted
+                            from 0): exchanged {round, infos}, to all of them; refused {message}
+                            if one of them is gone
+    who {}                  who {missing, lowest}: who has not joined, or not come to the
+                            exchange; the lowest rank present
+    withdraw {}             it gave up waiting; its rank may join again
+    table {id}              table {id, lines}: see `Server.table`
+    bye {}                  bye {}: everything it sent before has been handled
+    raised, abort, left,    see `parse_post` for the fields. waiting and
+      broken, waiting,      running are remembered, "seen" is for `Server.look`, the
+      running, seen, tell   others become a notice or an event
+
+    pushed to ranks         when
+    failed {rank, reason,   a rank raised (but not PeerFailed), aborted, or its process ended
+      detail}               and not with status 0; once a rank, to all others
+    left {rank, links,      a rank finalized; to all others
+      calls, error}
+    ended {rank, reason}    a rank's process ended with status 0; to all others
+    broken {context, error, a rank said so, or two ranks wait in the same (context, number)
+      rank, reason,         in different calls; to the members, the first for a context only
+      message}
+    told {rank, note}       a rank has told this one something: bytes that nobody else reads
+    look {round, contexts}  `Server.look` was called: answer with "seen"
 """
 
 from __future__ import annotations
