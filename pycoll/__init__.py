@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._communicator.communicator import Communicator
     from pycoll._communicator.grid import Grid, compute_dims
+    from pycoll._drawing.show import show
     from pycoll._functions.function import run
     from pycoll._functions.pool import Pool
     from pycoll._registration import algorithms, prove, register_algorithm
@@ -80,6 +81,7 @@ __all__ = [
     "register_algorithm",
     "run",
     "share_arrays",
+    "show",
     "test_all",
     "usable_cores",
     "wait_all",
@@ -111,6 +113,7 @@ _HOMES = {
     "register_algorithm": "pycoll._registration",
     "run": "pycoll._functions.function",
     "share_arrays": "pycoll._runtime.shared_arrays",
+    "show": "pycoll._drawing.show",
     "test_all": "pycoll._requests.request",
     "usable_cores": "pycoll._support.environment",
     "wait_all": "pycoll._requests.request",

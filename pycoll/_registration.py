@@ -25,6 +25,7 @@ docs/algorithms.md tells the whole story.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -211,6 +212,7 @@ def _well_formed(
 ) -> Callable[..., Iterator[Step]]:
     """Return the function that raises ValueError where the author's gives no proper steps."""
 
+    @functools.wraps(function)
     def steps(*arguments: int) -> Iterator[Step]:
         try:
             given = function(*arguments)

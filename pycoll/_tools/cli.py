@@ -1,4 +1,4 @@
-"""The command `pycoll`: what this machine offers, proofs, benchmarks, manifests."""
+"""The command `pycoll`: what this machine offers, proofs, pictures, benchmarks, manifests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pycoll._tools import bench, k8s, tune
+from pycoll._tools import bench, k8s, show, tune
 
 if TYPE_CHECKING:
     from pycoll._cuda.cuda import Gpu
     from pycoll.schedules import Algorithm
 
 _NOT_YET: Final = {
-    "show": "pycoll.schedules.schedule gives the steps of a rank",
     "explain": "comm.explain says it in a program",
     "topology": "pycoll info shows this machine",
     "simulate": "pycoll.simulate does it in a program",
@@ -64,30 +64,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="a collective, as all_reduce, or one and its algorithms, as all_reduce ring tree; "
         "algorithms alone: of all collectives that have them (default: all)",
     )
-    timing = commands.add_parser("bench", help="time collectives, beside MPI and gloo")
-    bench.add_options(timing)
-    tuning = commands.add_parser("tune", help="measure the algorithms, for choosing among them")
-    tune.add_options(tuning)
-    kubernetes = commands.add_parser("k8s", help="print what Kubernetes needs to run a job")
-    k8s.add_options(kubernetes)
+    modules: dict[str, tuple[ModuleType, str]] = {
+        "show": (show, "draw an algorithm, round by round"),
+        "bench": (bench, "time collectives, beside MPI and gloo"),
+        "tune": (tune, "measure the algorithms, for choosing among them"),
+        "k8s": (k8s, "print what Kubernetes needs to run a job"),
+    }
+    parsers = {}
+    for name, (module, what) in modules.items():
+        parsers[name] = commands.add_parser(name, help=what)
+        module.add_options(parsers[name])
     arguments = parser.parse_args(argv)
     if arguments.command == "info":
         return _info()
-    if arguments.command == "bench":
+    if arguments.command in modules:
         try:
-            return bench.main(arguments)
+            status: int = modules[arguments.command][0].main(arguments)
+            return status
         except ValueError as exc:
-            timing.error(str(exc))
-    if arguments.command == "tune":
-        try:
-            return tune.main(arguments)
-        except ValueError as exc:
-            tuning.error(str(exc))
-    if arguments.command == "k8s":
-        try:
-            return k8s.main(arguments)
-        except ValueError as exc:
-            kubernetes.error(str(exc))
+            parsers[arguments.command].error(str(exc))
     try:
         chosen = _chosen(arguments.names)
     except ValueError as exc:

@@ -295,7 +295,8 @@ def names(collective: str) -> list[str]:
     """
     if check_name(collective, "a collective", "all_reduce") not in TABLE:
         meant = foreign_names.of_collective(collective, TABLE)
-        instead = f"write {meant}" if meant else f"there are {', '.join(TABLE)}"
+        listed = f"there are {', '.join(TABLE)}{_nearest(collective, TABLE)}"
+        instead = f"write {meant}" if meant else listed
         raise ValueError(f"no collective {collective!r}; {instead}")
     return list(TABLE[collective])
 
@@ -309,8 +310,17 @@ def find(collective: str, name: str) -> Algorithm:
     """
     if check_name(name, "an algorithm", "ring") not in names(collective):
         existing = ", ".join(TABLE[collective])
-        raise ValueError(f"{collective} has no algorithm {name!r}; it has {existing}")
+        near = _nearest(name, TABLE[collective])
+        raise ValueError(f"{collective} has no algorithm {name!r}; it has {existing}{near}")
     return TABLE[collective][name]
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Ask whether the name that is most alike was meant; "": none is alike."""
+    import difflib
+
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @edge

@@ -13,7 +13,8 @@ class Program:
     """The schedules of all ranks as one list of steps, each Send joined to its Recv.
 
     A step's index is `base[rank]` plus its position in that rank's schedule; `partner` is the
-    index of the other half of a message.
+    index of the other half of a message, -1 if there is none. `fault` then says so: a proof raises
+    it, a drawing shows what happens nevertheless.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Program:
                 self.successors.append(tuple([first + position for position in later]))
             self.scratch.append([])
             self._validate(rank)
+        self.fault: ProofError | None = None
         self.partner = self._join()
 
     def where(self, index: int) -> str:
@@ -104,11 +106,12 @@ class Program:
             into = receives.get((sender, receiver), [])
             if len(out) > len(into):
                 lonely = self.where(out[len(into)])
-                raise self.error(f"{lonely}: rank {receiver} has no Recv for this message")
+                self._fail(f"{lonely}: rank {receiver} has no Recv for this message")
             for index, other in zip(out, into, strict=False):
-                partner[index], partner[other] = other, index
-                if len(self.named[index]) != len(self.named[other]):
-                    raise self.error(
+                if len(self.named[index]) == len(self.named[other]):
+                    partner[index], partner[other] = other, index
+                else:
+                    self._fail(
                         f"{self.where(index)}: step {other - self.base[receiver]} of rank "
                         f"{receiver}, {self.steps[other]}, expects another number of chunks"
                     )
@@ -116,5 +119,9 @@ class Program:
             out = sends.get((sender, receiver), [])
             if len(into) > len(out):
                 lonely = self.where(into[len(out)])
-                raise self.error(f"{lonely}: rank {sender} has no Send for this message")
+                self._fail(f"{lonely}: rank {sender} has no Send for this message")
         return partner
+
+    def _fail(self, what: str) -> None:
+        """Keep the first reason why a message has no other half."""
+        self.fault = self.fault or self.error(what)

@@ -67,6 +67,8 @@ class Execution:
     def prove(self) -> Proof:
         """Run all ranks to their end and look at what they hold."""
         program, algorithm = self.program, self.program.algorithm
+        if program.fault is not None:
+            raise program.fault
         self._execute()
         if not all(self.done):
             raise program.error(f"deadlock with window {self.window}\n{self._cycle()}")

@@ -1,4 +1,4 @@
-"""The pictures in docs/design.md show the source as it is."""
+"""The pictures in docs/ show the source as it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tiers import exhaustive
+
+from pycoll import schedules
+from pycoll._tools import show
+from pycoll._tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FUNCTIONS = 15
@@ -34,3 +39,28 @@ def test_few_functions_stand_between_a_call_and_the_socket() -> None:
     assert 5 < len(functions) <= MOST_FUNCTIONS
     design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     assert ", ".join(f"`{name}`" for name in functions[:-1]) in " ".join(design.split())
+
+
+SHOW = (ROOT / "docs/show.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^`pycoll (show .*) --svg docs/pictures/(\w+\.svg)`$", SHOW, re.M)
+
+
+def test_each_picture_of_an_algorithm_is_what_the_command_below_it_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "TABLE", {c: dict(n) for c, n in schedules.TABLE.items()})
+    monkeypatch.setattr(show, "_FILES", {})
+    monkeypatch.chdir(ROOT)
+    assert [name for _, name in COMMANDS] == re.findall(r"\(pictures/(\w+\.svg)\)", SHOW)
+    for command, name in COMMANDS:
+        main([*command.split(), "--svg", str(tmp_path / name)])
+        made = (tmp_path / name).read_text(encoding="utf-8")
+        drawn = (ROOT / "docs/pictures" / name).read_text(encoding="utf-8")
+        assert made == drawn, f"pycoll {command} --svg docs/pictures/{name}"
+
+
+def test_the_page_of_drawings_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    [program] = re.findall(r"^```python\n(.*?)^```$", SHOW, re.M | re.S)
+    [printed] = re.findall(r"^```text\n(.*?)^```$", SHOW, re.M | re.S)
+    exec(program, {})
+    assert capsys.readouterr().out == printed
