@@ -37,7 +37,10 @@ Answers = Mapping[int, dict[str, Any]]
 class Watch:
     """Tells, once an operation, of ranks that have waited long; a part of the launcher's loop.
 
-    Who comes to an operation that was told of is told of only if that has closed a circle.
+    Who comes to an operation that was told of is told of only if that has closed a circle. What was
+    told of and is no certain deadlock is looked at again after each `after_s`, and told if it has
+    become one: a thread that could have ended it is gone, an alarm was called off, a rank that was
+    stopped goes on.
 
     Args:
         server: knows what ranks wait in.
@@ -62,6 +65,8 @@ class Watch:
         self._doing_of = doing
         self._told: dict[Key, set[int]] = {}  # operations, and of which ranks in them
         self._deadlocks: set[Key] = set()  # operations that were told to be parts of one
+        self._certain: set[Key] = set()  # those of them of which that is certain
+        self._again_at = math.inf  # when the others that were told of are looked at again
         self._looking: Iterator[float] | None = None
         self._number = 0  # of the last round
         self._asked: dict[int, RankWait] = {}  # in that round: who waited, and in what
@@ -107,11 +112,12 @@ class Watch:
             self._answers[rank] = fields
 
     def _find(self, now: float) -> Iterator[float]:
-        """Look at the oldest wait that was not told of, if it is old enough."""
+        """Look at the oldest wait that was not told of, if it is old enough, else again at all."""
         calls = self._server.calls
         self._num_seen = calls.num_started
         keys = {rank: _key(rank, wait) for rank, wait in calls.waits().items()}
         self._deadlocks &= set(keys.values())
+        self._certain &= self._deadlocks
         self._told = {
             key: {rank for rank in ranks if keys.get(rank) == key}
             for key, ranks in self._told.items()
@@ -125,8 +131,23 @@ class Watch:
         if first is not None and now >= self._due:
             self._due = now + (_RETURNED_S if self.returned else 0.0)  # there may be others
             yield from self._look(first, keys[first])
+            return
+        if not self._told.keys() - self._certain:
+            self._again_at = math.inf
+        elif self._again_at == math.inf:
+            self._again_at = now + self._after_s
+        elif now >= self._again_at:
+            self._again_at = now + self._after_s
+            yield from self._look()
+        self._due = min(self._due, self._again_at)
 
-    def _look(self, first: int, key: Key) -> Iterator[float]:
+    def _look(self, first: int | None = None, key: Key | None = None) -> Iterator[float]:
+        """Ask what ranks wait in, and tell.
+
+        Args:
+            first: who has waited long; None: some rank of a deadlock.
+            key: the operation in which that is.
+        """
         rounds: list[Answers] = []
         stuck: frozenset[int] = frozenset()
         for attempt in range(_ROUNDS):
@@ -140,20 +161,39 @@ class Watch:
                 break
         waits = dict(self._server.calls.waits())
         released = stuck and self._release(rounds, waits)
-        is_long = first in waits and time.monotonic() >= waits[first].since + self._after_s > 0
-        if is_long and not released and _key(first, waits[first]) == key:
+        if first is None:
+            first = min(stuck & waits.keys(), key=lambda rank: waits[rank].since, default=None)
+        if first is None or first not in waits or released:
+            return
+        is_long = time.monotonic() >= waits[first].since + self._after_s > 0
+        if is_long and key in (None, _key(first, waits[first])):
             # Who has come since was not asked, and is looked at when it has waited long, too.
             keys = {rank: _key(rank, wait) for rank, wait in self._asked.items()}
             waits = {rank: w for rank, w in waits.items() if keys.get(rank) == _key(rank, w)}
             if first in waits:  # or it has left that wait, and has come to the same call again
-                circle_keys = {keys[rank] for rank in stuck if rank in keys}
-                closes_one = first in stuck and not circle_keys & self._deadlocks
-                is_news = key not in self._told or closes_one
-                self._deadlocks |= circle_keys
-                for rank in waits:
-                    self._told.setdefault(keys[rank], set()).add(rank)
-                if is_news:
-                    self._tell(*self._table(first, rounds, waits))
+                self._tell_of(first, keys, stuck, rounds, waits)
+
+    def _tell_of(
+        self,
+        first: int,
+        keys: Mapping[int, Key],
+        stuck: frozenset[int],
+        rounds: list[Answers],
+        waits: Mapping[int, RankWait],
+    ) -> None:
+        """Tell of the wait of a rank, and those beside it, if that is news."""
+        lines, certain = self._table(first, rounds, waits)
+        circle_keys = {keys[rank] for rank in stuck if rank in keys}
+        certain_keys = {keys[rank] for rank in certain if rank in keys}
+        closes_one = first in stuck and not circle_keys & self._deadlocks
+        is_news = keys[first] not in self._told or closes_one
+        is_proved = bool(certain_keys) and not certain_keys & self._certain
+        self._deadlocks |= circle_keys
+        self._certain |= certain_keys
+        for rank in waits:
+            self._told.setdefault(keys[rank], set()).add(rank)
+        if is_news or is_proved:
+            self._tell(lines, bool(certain))
 
     def _with_returned(self, answers: Answers) -> dict[int, View]:
         """What is known of ranks that wait, and of those that have returned: they wait for ever."""
@@ -211,8 +251,8 @@ class Watch:
 
     def _table(
         self, first: int, rounds: list[Answers], waits: Mapping[int, RankWait]
-    ) -> tuple[list[str], bool]:
-        """The lines of a table, and whether ranks in it wait for ever."""
+    ) -> tuple[list[str], frozenset[int]]:
+        """The lines of a table, and the ranks of which it is certain that they wait for ever."""
         now = time.monotonic()
         waits = _told_apart(waits)
         known = _views(rounds[-1])
@@ -232,9 +272,9 @@ class Watch:
         }
         wanted = set().union(*(waiter.awaited for waiter in waiters.values()))
         others = {rank: self._doing(rank) for rank in sorted(wanted - waits.keys())}
-        heading, is_certain = self._heading(first, rounds, waiters, {**others, **doing})
+        heading, certain = self._heading(first, rounds, waiters, {**others, **doing})
         shown = {rank: self._with_process(rank, text) for rank, text in others.items()}
-        return wait_table.table(heading, waiters, shown), is_certain
+        return wait_table.table(heading, waiters, shown), certain
 
     def _heading(
         self,
@@ -242,7 +282,7 @@ class Watch:
         rounds: list[Answers],
         waiters: Mapping[int, Waiter],
         others: Mapping[int, str],
-    ) -> tuple[str, bool]:
+    ) -> tuple[str, frozenset[int]]:
         if len(rounds) == _ROUNDS:
             steady, gone = self._steady(rounds), self._gone()
             quiet = {r: said for r, said in steady.items() if all(a[r]["quiet"] for a in rounds)}
@@ -258,9 +298,9 @@ class Watch:
                     if helpers:
                         doubt = wait_table.threads_text(helpers)
                     text = wait_table.deadlock_text(ring, ends, doubt)
-                    return text, not ends and not doubt
+                    return text, frozenset() if ends or doubt else stuck
         causes = {rank: others[rank] for rank in _reached(first, waiters) if rank in others}
-        return wait_table.waiting_text(causes, waiters[first].waited_s), False
+        return wait_table.waiting_text(causes, waiters[first].waited_s), frozenset()
 
     def _doing(self, rank: int) -> str:
         text, pid = self._server.state(rank)

@@ -64,6 +64,13 @@ class Ranks:
             self.step(answer)
         return self.told[-1]
 
+    def until_asked(self, count: int, answer: Answer) -> None:
+        """Go on until the ranks were asked so many times more."""
+        end, deadline = sum(self.num_asked) + SIZE * count, time.monotonic() + DEADLINE_S
+        while sum(self.num_asked) < end:
+            assert time.monotonic() < deadline
+            self.step(answer)
+
     def step(self, answer: Answer = lambda rank, asked: {}, ahead_s: float = 0.0) -> float:
         """Let the launcher and then the ranks do what is to be done."""
         self.server.progress()
@@ -125,13 +132,41 @@ def test_an_operation_is_told_once(ranks: Ranks) -> None:
     assert any("the next()" in line for line in table)
 
 
-def test_who_closes_a_circle_in_an_operation_that_was_told_of_is_told_of(ranks: Ranks) -> None:
+@pytest.mark.parametrize("threads", [0, 1])
+def test_who_closes_a_circle_in_an_operation_that_was_told_of_is_told_of(
+    ranks: Ranks, threads: int
+) -> None:
     ranks.wait(1, number=5)
     assert ranks.until_told(1)[0].startswith("waiting for rank 0")
     ranks.wait(0, number=5)
+    table = ranks.until_told(2, lambda rank, asked: {"threads": threads})
+    doubt = "perhaps a deadlock (ranks 0-1 have other threads)" if threads else "deadlock"
+    assert table[0] == f"{doubt}: rank 0 waits for 1, which waits for 0"
+    assert sum("recv() #5" in line for line in table) == 2, table
+    ranks.step(ahead_s=1000.0)
+    assert len(ranks.told) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "heading"),
+    [
+        ({"threads": 1}, "perhaps a deadlock (ranks 0-1 have other threads)"),
+        ({"quiet": False}, "perhaps a deadlock (something may be on its way)"),
+        ({"ends": True}, "deadlock until a deadline passes"),
+        (None, "waiting for rank 0, which is running"),
+    ],
+    ids=["a thread has ended", "what came was not for it", "an alarm was called off", "it goes on"],
+)
+def test_what_was_told_of_is_told_again_when_it_has_become_a_deadlock(
+    ranks: Ranks, before: dict[str, Any] | None, heading: str
+) -> None:
+    both_wait(ranks)
+    assert ranks.until_told(1, lambda rank, asked: before)[0].startswith(heading)
+    ranks.until_asked(4, lambda rank, asked: before)
+    assert len(ranks.told) == 1  # it is as it was
     table = ranks.until_told(2)
     assert table[0] == "deadlock: rank 0 waits for 1, which waits for 0"
-    assert sum("recv() #5" in line for line in table) == 2, table
+    assert ranks.are_certain == [False, True]
     assert ranks.step(ahead_s=1000.0) == float("inf")
     assert len(ranks.told) == 2
 
@@ -140,10 +175,7 @@ def test_who_comes_to_an_operation_that_was_told_of_closes_no_circle(ranks: Rank
     ranks.wait(1, number=5)
     ranks.until_told(1)
     ranks.wait(0, number=5)
-    deadline = time.monotonic() + DEADLINE_S
-    while ranks.step(lambda rank, asked: {} if rank else {"options": []}) < float("inf"):
-        assert time.monotonic() < deadline
-    assert ranks.num_asked[0] == 1
+    ranks.until_asked(4, lambda rank, asked: {} if rank else {"options": []})
     assert len(ranks.told) == 1
 
 
