@@ -3,7 +3,8 @@
 A test's function runs on every rank with a communicator of its own. Its calls have no deadline
 unless they, or the pool's options, say so; a deadlock, an exception or `ANSWER_S` end it. Then all
 that the ranks know is told: the launcher's table, the traceback of each rank that has raised or was
-interrupted, and on standard error the stacks of a rank that has to be ended.
+interrupted, and on standard error the stacks of a rank that has to be ended. The next test of the
+pool has new ranks, without the limits, threads and handlers that the failed one has left.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class RanksOfTests(pycoll.Pool):
             for rank, report in enumerate(ended.reports):
                 if report is not None and report.head["kind"] == "raised":
                     lines += [f"--- rank {rank} ---", report.head["traceback"]]
+            assert self._ranks is not None
+            self._ranks.close()
             raise AssertionError("\n".join(lines)) from None
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import threading
 import time
 from types import SimpleNamespace
@@ -87,6 +88,24 @@ def test_a_test_that_takes_too_long_shows_where_each_rank_is(
         pool.close()
     stack = r"\[1\] +File .*threading.py.* in wait\n(.*\n)*?\[1\] +File .*ranks_pool.* in hang\n"
     assert re.search(stack, capfd.readouterr().err)
+
+
+def test_after_a_test_that_failed_the_next_one_has_new_ranks() -> None:
+    def fail(comm: Comm) -> None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 1))
+        assert comm.rank
+
+    pool = RanksOfTests(2)
+    try:
+        pids = pool(lambda comm: os.getpid())
+        assert pool(lambda comm: os.getpid()) == pids
+        with pytest.raises(AssertionError):
+            pool(fail)
+        after = pool(lambda comm: (os.getpid(), resource.getrlimit(resource.RLIMIT_CORE)))
+        assert not {pid for pid, _ in after} & set(pids)
+        assert all(limit != (0, 1) for _, limit in after)
+    finally:
+        pool.close()
 
 
 def test_tests_do_not_see_what_others_have_made_global() -> None:
