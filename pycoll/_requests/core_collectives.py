@@ -17,7 +17,7 @@ from pycoll._calls.calls import Calls
 from pycoll._calls.group import SHARED_MEMORY, Group
 from pycoll._calls.numbering import KINDS, OPS
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
-from pycoll._runtime.communicators import raise_error
+from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.envelope import readable
 from pycoll._runtime.task import Call, CallSteps, Started
 from pycoll._support.lazy_import import LazyModule
@@ -164,10 +164,9 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
             raise Error(f"{self._call} is not done yet; wait() for it")
         self._collected = True
         self._fail()
-        self._group.context.unheard = False
         error = self._error()
         assert error is not None
-        raise_error(error)
+        raise_requests_error(self._group.context, error)
 
     def _error(self) -> BaseException | None:
         """Return why it has failed; None: it has not."""

@@ -17,7 +17,7 @@ from pycoll._calls.call_plan import CallPlan
 from pycoll._requests import request as requests
 from pycoll._requests.core_started import CoreStarted, Owner, waiting
 from pycoll._requests.request import PersistentRequest, Request
-from pycoll._runtime.communicators import raise_error
+from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.envelope import ANY, P2P, Incoming, Status
 from pycoll._runtime.scratch import new_bytes
 from pycoll._runtime.task import Call, Started
@@ -180,7 +180,7 @@ class CoreRequest(_core.Request, CoreStarted, shown_as="Request"):
         else:
             error = self._error()
         if error is not None:
-            raise_error(error)
+            raise_requests_error(self._group.context, error)
 
     def _error(self) -> BaseException | None:
         """Return why it has failed; None: it has not."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from pycoll._runtime.communicators import raise_error
+from pycoll._runtime.communicators import raise_requests_error
 from pycoll._runtime.matching import Match
 from pycoll._runtime.task import Call, Several, Started, caller
 from pycoll._support.foreign_names import ABSENT_FROM_REQUESTS, OF_REQUESTS, Hinting
@@ -102,7 +102,7 @@ class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUE
         self._collected = True
         error = task.error or task.unfit
         if error is not None:
-            raise_error(error)
+            raise_requests_error(self._group.context, error)
         result: R = task.result
         return result
 

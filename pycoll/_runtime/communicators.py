@@ -46,6 +46,13 @@ def raise_error(error: BaseException) -> None:
     raise (copy.copy(error) if isinstance(error, Error) else error)
 
 
+def raise_requests_error(context: Context, error: BaseException) -> None:
+    """Raise why a request has failed: so this rank hears why its communicator is broken."""
+    if str(error) == str(context.broken):
+        context.unheard = False
+    raise_error(error)
+
+
 class Communicators(Driver):
     """The communicators that are open on this rank, and who of the others is still there.
 
@@ -194,11 +201,15 @@ class Communicators(Driver):
             context.fail(error)
 
     def _found_different(self, context: Context, error: MismatchError) -> None:
-        unheard = not context.pending
+        unheard = not self._is_waited_in(context)
         if context.broken is None:
             self._note(error)
             self.break_context(context, error)
         context.unheard = unheard
+
+    def _is_waited_in(self, context: Context) -> bool:
+        """Whether a thread is in a call there, and hears why it ends; of a request nobody may."""
+        return not context.pending <= self._requests
 
     def check(self, context: Context) -> None:
         """Raise why a communicator is broken, if it is."""
@@ -299,8 +310,8 @@ class Communicators(Driver):
             context = self.contexts.get(ident)
             if context is not None:
                 self._note(error)
-                if isinstance(error, MismatchError) and not (context.broken or context.pending):
-                    context.unheard = True
+                if isinstance(error, MismatchError) and context.broken is None:
+                    context.unheard = not self._is_waited_in(context)
                 context.fail(error)
             elif ident in self._closed_ids:
                 self._last_calls.hear_broken(ident, error)

@@ -90,6 +90,19 @@ def test_an_exception_ends_the_run_and_the_ranks_stay(pool: pycoll.Pool, waits: 
         assert "serving.py" not in trace
 
 
+def of_requests(comm: Any) -> list[Any]:
+    """Two that nobody waits for, and that differ."""
+    x = np.ones(9)
+    return [comm.ibroadcast(x, root=1) if comm.rank else comm.ibarrier(), comm.irecv(0, tag=9)]
+
+
+def beside_requests(comm: Any) -> list[Any]:
+    """One call in shared memory or not, beside requests that nobody waits for."""
+    requests = [comm.isend(np.ones(1_000_000), 1 - comm.rank), comm.iall_reduce(np.ones(9))]
+    comm.broadcast(1, root=comm.rank)
+    return requests
+
+
 LAST_CALLS = {
     "broadcast": lambda comm: comm.broadcast(np.full(1, comm.rank), root=comm.rank),
     "scatter": lambda comm: comm.scatter(np.ones((2, 2)), root=comm.rank),
@@ -99,6 +112,8 @@ LAST_CALLS = {
         comm.barrier(),
         comm.gather(1) if comm.rank else comm.broadcast(1),
     ),
+    "of requests": lambda comm: len(of_requests(comm)),
+    "beside requests": lambda comm: len(beside_requests(comm)),
     "of a part": lambda comm: comm.split(0).broadcast(1, root=comm.rank),
 }
 

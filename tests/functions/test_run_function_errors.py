@@ -121,9 +121,24 @@ def test_errors_of_pycoll_are_raised_again_as_they_are() -> None:
         pycoll.run(rank_plus, 2, 0, transport="carrier-pigeon")
 
 
+def of_requests(comm: Any) -> list[Any]:
+    """Two that nobody waits for, and that differ."""
+    x = np.ones(9)
+    return [comm.ibroadcast(x, root=1) if comm.rank else comm.ibarrier(), comm.irecv(0, tag=9)]
+
+
+def beside_requests(comm: Any) -> list[Any]:
+    """One call in shared memory or not, beside requests that nobody waits for."""
+    requests = [comm.isend(np.ones(1_000_000), 1 - comm.rank), comm.iall_reduce(np.ones(9))]
+    comm.broadcast(1, root=comm.rank)
+    return requests
+
+
 LAST_CALLS: dict[str, Callable[[Any], object]] = {
     "broadcast": lambda comm: comm.broadcast(np.full(1, comm.rank), root=comm.rank),
     "scatter": lambda comm: comm.scatter(np.ones((2, 2)), root=comm.rank),
+    "of requests": lambda comm: len(of_requests(comm)),
+    "beside requests": lambda comm: len(beside_requests(comm)),
     "gather": lambda comm: comm.gather(1, root=1) if comm.rank else comm.broadcast(1),
 }
 

@@ -191,6 +191,30 @@ def test_what_a_rank_was_told_of_is_not_raised_again(ranks: Any) -> None:
     ranks(program)
 
 
+@pytest.mark.parametrize("ranks", [3], indirect=True, scope="module")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.recv(1),
+        lambda comm: comm.irecv(1).wait(),
+        lambda comm: comm.isend(np.ones(1_000_000), 1).wait(),
+        lambda comm: pycoll.wait_any([comm.irecv(1), comm.irecv(2)]),
+        lambda comm: pycoll.wait_all([comm.isend(np.ones(1_000_000), 1), comm.irecv(2)]),
+    ],
+    ids=["recv", "irecv", "isend", "wait_any", "wait_all"],
+)
+def test_what_a_message_has_told_is_not_raised_again(ranks: Any, call: Any) -> None:
+    def program(world: Comm) -> None:
+        with world.dup() as comm:
+            left = comm.irecv(world.rank, tag=7), comm.isend(np.ones(1_000_000), world.rank, tag=8)
+            with pytest.raises(pycoll.MismatchError):
+                call(comm) if world.rank == 0 else comm.all_reduce(np.ones(3 + world.rank))
+            world.barrier()
+            assert len(left) == 2
+
+    ranks(program)
+
+
 def test_a_gather_of_different_roots_blames_no_innocent(job: Any) -> None:
     done = job(
         4,
