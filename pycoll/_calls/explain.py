@@ -11,9 +11,9 @@ from pycoll import schedules
 from pycoll._arrays import operators
 from pycoll._calls.rooted import INLINE_NBYTES
 from pycoll._calls.shared_memory_calls import may_combine
-from pycoll._selection import agreed, costs
+from pycoll._selection import costs
 from pycoll._selection.agreed import SHARED_MEMORY
-from pycoll._selection.select import UNKNOWN_S, Candidate, Query, Refused
+from pycoll._selection.select import UNKNOWN_S, Candidate, Query
 from pycoll._support.checks import check_int, check_name, check_nbytes
 from pycoll._support.wording import a_kind
 from pycoll._transports._core import with_default_floats
@@ -21,8 +21,8 @@ from pycoll._transports._core import with_default_floats
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._arrays.types import Reducer
-    from pycoll._calls.group import Group
     from pycoll._dtypes import DType
+    from pycoll._selection.select import Selector
 
 _OF_BITS = frozenset({"band", "bor", "bxor"})
 """Operators of integers and bool only."""
@@ -61,9 +61,9 @@ class Explanation(NamedTuple):
         width = max(map(len, names)) + 2
         cut = f", in {self.segments} segments" if self.segments > 1 else ""
         lines = [
-            f"{self.collective} of {_length(self.nbytes)} on {self.size} "
+            f"{self.collective} of {length_text(self.nbytes)} on {self.size} "
             f"{'rank' if self.size == 1 else 'ranks'}: {self.algorithm}"
-            f"{cut}, about {_time(self.seconds)}",
+            f"{cut}, about {time_text(self.seconds)}",
             f"  because {self.why}",
         ]
         if self.size == 1:
@@ -72,7 +72,7 @@ class Explanation(NamedTuple):
             lines.append("  others that can serve:")
             for name, segments, seconds in self.runners_up:
                 cut = f"  {segments} segments" if segments > 1 else ""
-                lines.append(f"    {name:<{width}}{_time(seconds):>9}{cut}")
+                lines.append(f"    {name:<{width}}{time_text(seconds):>9}{cut}")
         if self.refused:
             lines.append("  not considered:")
             lines += [f"    {name:<{width}}{why}" for name, why in self.refused.items()]
@@ -89,17 +89,17 @@ _ALIASES = {"allreduce": "all_reduce"}
 
 
 def explain(
-    group: Group,
+    selector: Selector,
     collective: str,
     nbytes: int = 0,
     op: Reducer = "sum",
     blocking: bool = True,
     dtype: Any = None,
 ) -> Explanation:
-    """Explain how a call on this group would run; sends nothing.
+    """Explain how a call would run; sends nothing.
 
     Args:
-        group: of the communicator.
+        selector: of the communicator, or of one that is made up.
         collective: for example ``"all_reduce"``.
         nbytes: of one rank's value, or of one block (see `Query`); a barrier has none.
         op: the operator, where something is reduced.
@@ -123,21 +123,21 @@ def explain(
         request = request._replace(
             rank_order=not resolved.commutative,
             whole=not resolved.elementwise,
-            shm=blocking and may_combine(group, resolved, _element(dtype, resolved)),
+            shm=blocking and may_combine(selector.shm, resolved, _element(dtype, resolved)),
         )
-    able, refused = with_default_floats(group.selector.ranking, request)
+    able, refused = with_default_floats(selector.ranking, request)
     chosen = able[0]
     return Explanation(
         collective=request.collective,
         nbytes=request.nbytes,
-        size=group.size,
+        size=selector.size,
         algorithm=chosen.choice.name,
         segments=chosen.choice.segments,
         seconds=chosen.seconds,
-        why=_ALONE if group.size == 1 else _why(request.collective, request.nbytes, able, refused),
+        why=_ALONE if selector.size == 1 else _why(selector, request, able),
         runners_up=tuple((*found.choice, found.seconds) for found in able[1:]),
         refused=dict(refused),
-        table=f"{agreed.current().costs.origin} ({costs.LINKS[group.selector.link]})",
+        table=f"{selector.agreed.costs.origin} ({costs.LINKS[selector.link]})",
     )
 
 
@@ -158,8 +158,9 @@ def _element(dtype: Any, op: Op) -> DType:
     return element
 
 
-def _why(collective: str, nbytes: int, able: list[Candidate], refused: list[Refused]) -> str:
-    rule = agreed.current().rules.get(collective)
+def _why(selector: Selector, request: Query, able: list[Candidate]) -> str:
+    collective, nbytes = request.collective, request.nbytes
+    rule = selector.agreed.rules.get(collective)
     name = able[0].choice.name
     if rule is not None:
         said = f"PYCOLL_ALGORITHM says {collective}:{rule}"
@@ -175,14 +176,16 @@ def _why(collective: str, nbytes: int, able: list[Candidate], refused: list[Refu
     return "by the table it takes least time"
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Return seconds with a unit."""
     if seconds == UNKNOWN_S:
         return "unknown"
     scale, unit = next((scale, unit) for limit, scale, unit in _UNITS if seconds < limit * 0.9995)
     return f"{seconds * scale:.3g} {unit}"
 
 
-def _length(nbytes: int) -> str:
+def length_text(nbytes: int) -> str:
+    """Return bytes with a unit."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << power and nbytes % (1 << power - 3) == 0:
             return f"{nbytes / (1 << power):g} {unit}"

@@ -86,7 +86,7 @@ class Preparing:
         )
 
     def _may_combine(self, op: Op, value: Value) -> bool:
-        return shared_memory_calls.may_combine(self._group, op, value.dtype)
+        return shared_memory_calls.may_combine(self._group.shm is not None, op, value.dtype)
 
     def _in_pieces(self, op: Op, x: Value, target: Target | None) -> bool:
         """Whether the core's all_reduce copies to and from a GPU while it reduces."""

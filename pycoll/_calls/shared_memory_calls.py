@@ -25,7 +25,6 @@ from pycoll._runtime.binding import fill_from
 from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
-    from pycoll._calls.group import Group
     from pycoll._calls.scheduled import ArrayPlan
     from pycoll._cuda.copies import GpuCopy, Push
 
@@ -38,13 +37,13 @@ def serves(op: Op, dtype: DType) -> bool:
     return op.name in OPS and not callable(op.fn) and dtype.code > 0
 
 
-def may_combine(group: Group, op: Op, dtype: DType) -> bool:
-    """Whether shared memory may combine: that of all ranks, or that of each host in two levels.
+def may_combine(shm: bool, op: Op, dtype: DType) -> bool:
+    """Whether shared memory may combine: that of all ranks (`shm`), or each host's in two levels.
 
     The same algorithm between hosts also runs by messages, in another order. So in two levels only
     what gives the same bits in every order: integers and bools.
     """
-    return serves(op, dtype) and (group.shm is not None or dtype.family in ("b", "i", "u"))
+    return serves(op, dtype) and (shm or dtype.family in ("b", "i", "u"))
 
 
 def type_salt(dtype: DType) -> int:

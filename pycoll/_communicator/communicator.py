@@ -451,7 +451,7 @@ class Communicator(
             TypeError: the operator does not work on `dtype`.
         """
         self._check_open()
-        return explain.explain(self._group, collective, nbytes, op, blocking, dtype)
+        return explain.explain(self._group.selector, collective, nbytes, op, blocking, dtype)
 
     def close(self) -> None:
         """Give this communicator up. Not collective; may be called again.

@@ -107,14 +107,16 @@ class Selector:
 
     Attributes:
         agreed: by the job.
+        size: number of ranks.
+        shm: they can run collectives in shared memory.
         link: the kind of link on which most depends: between hosts if there are several.
     """
 
     def __init__(self, agreed: Agreed, hosts: Sequence[int], shm: bool) -> None:
         self.agreed = agreed
-        self._shm = shm
+        self.shm = shm
         self._hosts = tuple(hosts)
-        self._size = len(self._hosts)
+        self.size = len(self._hosts)
         self._ranks = {host: self._hosts.count(host) for host in dict.fromkeys(self._hosts)}
         self._cores = {host: agreed.cores.get(host, n) for host, n in self._ranks.items()}
         self._is_crowded = any(n > self._cores[host] for host, n in self._ranks.items())
@@ -129,7 +131,7 @@ class Selector:
                 self._inside = costs.RDMA
         self.link = self._inside if len(self._ranks) == 1 else self._between
         # Every message takes the same kind of link, and all ranks share the same cores.
-        is_spread = len(self._ranks) == self._size and len(machines) == 1
+        is_spread = len(self._ranks) == self.size and len(machines) == 1
         self._is_even = len(self._ranks) == 1 or is_spread
         self._leaders: Selector | None = None
         self._flows: dict[Algorithm, tuple[Flow, Flow]] = {}
@@ -211,12 +213,12 @@ class Selector:
         return rule is None or rule.allows(name)
 
     def _takes_shared_memory(self, request: Query) -> bool:
-        return self._shm and request.shm
+        return self.shm and request.shm
 
     def _why_not_shared_memory(self, request: Query) -> str:
-        if self._size == 1:
+        if self.size == 1:
             return "needs more than one rank"
-        if not self._shm:
+        if not self.shm:
             return "needs all ranks on one host, sharing memory"
         return "takes blocking calls with the C core's operators only"
 
@@ -226,7 +228,7 @@ class Selector:
         is_named = rule is not None and not rule.excluded and algorithm.name in rule.names
         if algorithm.cost is None and not is_named:
             return "states no cost, so it is taken only where it is named"
-        if algorithm.hosts and not is_named and not 1 < len(self._ranks) < self._size:
+        if algorithm.hosts and not is_named and not 1 < len(self._ranks) < self.size:
             return "needs several hosts, and several ranks on one of them"
         return _unable(algorithm, request.rank_order, request.whole)
 
@@ -234,7 +236,7 @@ class Selector:
 
     def _timed_core(self, request: Query) -> Candidate:
         [cores] = self._cores.values()
-        seconds = self._core_seconds(request.collective, request.nbytes, self._size, cores)
+        seconds = self._core_seconds(request.collective, request.nbytes, self.size, cores)
         return Candidate(Choice(SHARED_MEMORY), seconds)
 
     def _core_seconds(self, collective: str, nbytes: int, size: int, cores: float) -> float:
@@ -251,8 +253,8 @@ class Selector:
     def _ways(self, algorithm: Algorithm, request: Query) -> Iterator[Candidate]:
         """Give an algorithm with every number of segments that makes sense."""
         collective, nbytes, table = request.collective, request.nbytes, self.agreed.costs
-        cost = schedules.cost_of(algorithm, self._size, hosts=self._hosts)
-        pieces = 1 if collective in BLOCKS else algorithm.chunks(self._size)
+        cost = schedules.cost_of(algorithm, self.size, hosts=self._hosts)
+        pieces = 1 if collective in BLOCKS else algorithm.chunks(self.size)
         chunk = nbytes / pieces
         for segments in self._numbers_of_segments(cost, chunk, request.whole):
             seconds = UNKNOWN_S
@@ -260,7 +262,7 @@ class Selector:
                 how = costs.WHOLE if segments == 1 else costs.CUT
                 # Factors are for one kind of link: where they are mixed, they mean nothing.
                 row = self.link, collective, algorithm.name, how
-                factor = table.factor(row, self._size, nbytes, self._is_crowded)
+                factor = table.factor(row, self.size, nbytes, self._is_crowded)
                 works = self._works(algorithm, cost, chunk, segments)
                 seconds = table.seconds(*works) * (factor if self._is_even else 1.0)
                 if self._goes_by_two_levels(algorithm, request):
@@ -289,7 +291,7 @@ class Selector:
         """Return how much of everything an algorithm takes, on each kind of link."""
         cores = sum(self._cores.values())
         if self._is_even:
-            work = flows.one_host_work(algorithm, cost, chunk, segments, self._size, cores)
+            work = flows.one_host_work(algorithm, cost, chunk, segments, self.size, cores)
             return [(self.link, work)]
         both = self._flows.get(algorithm)
         if both is None:
@@ -298,7 +300,7 @@ class Selector:
         inside, across = (flow.work(chunk, segments) for flow in both)
         inside = inside._replace(
             calls=max(1.0, *(n / self._cores[host] for host, n in self._ranks.items())),
-            combined_nbytes=flows.combined_chunks(algorithm, cost, min(self._size, cores)) * chunk,
+            combined_nbytes=flows.combined_chunks(algorithm, cost, min(self.size, cores)) * chunk,
         )
         return [(self._inside, inside), (self._between, across)]
 

@@ -15,14 +15,13 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pycoll._tools import bench, k8s, show, tune
+from pycoll._tools import bench, explain, k8s, show, tune
 
 if TYPE_CHECKING:
     from pycoll._cuda.cuda import Gpu
     from pycoll.schedules import Algorithm
 
 _NOT_YET: Final = {
-    "explain": "comm.explain says it in a program",
     "topology": "pycoll info shows this machine",
     "simulate": "pycoll.simulate does it in a program",
     "top": "Ctrl-C shows what each rank of a job does",
@@ -66,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     modules: dict[str, tuple[ModuleType, str]] = {
         "show": (show, "draw an algorithm, round by round"),
+        "explain": (explain, "say which algorithm a call would run, and why"),
         "bench": (bench, "time collectives, beside MPI and gloo"),
         "tune": (tune, "measure the algorithms, for choosing among them"),
         "k8s": (k8s, "print what Kubernetes needs to run a job"),

@@ -10,6 +10,7 @@ import pytest
 
 import pycoll
 from pycoll._selection import agreed
+from pycoll._tools.cli import main
 from pycoll.schedules import REDUCING, TABLE
 
 Comm = Any
@@ -50,6 +51,36 @@ def test_what_is_explained_is_what_runs_and_all_ranks_say_the_same(ranks: Any) -
 
     said = ranks(program)
     assert all(one == said[0] for one in said)
+
+
+@on(TCP, SHM, HOSTS, RULED)
+def test_the_command_says_the_same_without_ranks(
+    ranks: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    size, options, environ = request.node.callspec.params["ranks"]
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    asked = [
+        (collective, nbytes, blocking, dtype)
+        for collective in ("all_reduce", "broadcast", "all_to_all")
+        for nbytes, dtype in ((8, None), (4096, "int64"), (3 * MiB, None))
+        for blocking in (True, False)
+    ]
+
+    def program(comm: Comm) -> list[str]:
+        return [
+            str(comm.explain(collective, nbytes, blocking=blocking, dtype=dtype))
+            for collective, nbytes, blocking, dtype in asked
+        ]
+
+    for (collective, nbytes, blocking, dtype), said in zip(asked, ranks(program)[0], strict=True):
+        words = ["explain", collective, "-n", str(size), "--bytes", str(nbytes), *options]
+        words += [] if blocking else ["--nonblocking"]
+        assert main([*words, *(["--dtype", dtype] if dtype else [])]) == 0
+        assert capsys.readouterr().out == said + "\n"
 
 
 @on(HOSTS)
