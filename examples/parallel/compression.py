@@ -4,9 +4,10 @@
     pycoll-run -n 4 examples/parallel/compression.py --plot compression.png
 
 The network of examples/train_digits.py is trained once with each compressor of pycoll.parallel, on
-the same batches. The table shows what a rank sends in a step, by formula and as its communicator
-has counted, and what came of it. Top-k runs once more without error feedback: what it leaves out is
-then lost. Runs with any number of ranks.
+the same batches. Each layer's gradient is compressed and starts to travel while that of the layer
+before it is computed. The table shows what a rank sends in a step, by formula and as its
+communicator has counted, and what came of it. Top-k runs once more without error feedback: what it
+leaves out is then lost. Runs with any number of ranks.
 """
 
 import argparse
@@ -27,14 +28,15 @@ from pycoll.parallel import (
     PowerSGD,
     TopK,
     Uncompressed,
-    all_reduce,
+    iall_reduce,
 )
 
 LAYERS = (64, 32, 10)  # 8 x 8 pixels in, one hidden layer, ten digits out
 BATCH, SEED = 100, 1
 FRACTION, RANK, BLOCK = 0.01, 2, 256
 SHAPES = [shape for i, o in itertools.pairwise(LAYERS) for shape in ((i, o), (o,))]
-COUNT = sum(int(np.prod(shape)) for shape in SHAPES)
+BUCKETS = [(i + 1) * o for i, o in itertools.pairwise(LAYERS)][::-1]  # one a layer, the last first
+COUNT = sum(BUCKETS)
 
 # The algorithms that the formulas are of. Else small messages would go by shorter, wider ones, and
 # those in shared memory would not be messages at all.
@@ -46,9 +48,18 @@ def by_ring(nbytes, n):
     return 2 * (n - 1) / n * nbytes
 
 
-def by_stripes(message, n):
-    """An all_to_all and an all_gather, in which each message is that of a stripe."""
-    return 2 * (n - 1) * message(-(-COUNT // n))
+def by_stripes(block, n):
+    """An all_to_all and an all_gather, whose messages are stripes: blocks of equal length."""
+    sent = 0
+    for count in BUCKETS:
+        blocks = -(-count // (n * BLOCK))
+        sent += 2 * (n - 1) * blocks * block(-(-count // (n * blocks)))
+    return sent
+
+
+def top_k(n):
+    """An all_gather of places and values."""
+    return (n - 1) * sum(round(FRACTION * count) for count in BUCKETS) * 8
 
 
 def factors():
@@ -63,21 +74,15 @@ SCHEMES = {
     "bfloat16": (lambda: ErrorFeedback(BFloat16()), lambda n: by_ring(2 * COUNT, n)),
     "int8": (
         lambda: ErrorFeedback(Int8(BLOCK)),
-        lambda n: by_stripes(lambda width: width + 4 * -(-width // BLOCK), n),
+        lambda n: by_stripes(lambda length: length + 4, n),
     ),
     "1 bit": (
         lambda: ErrorFeedback(OneBit(BLOCK)),
-        lambda n: by_stripes(lambda width: -(-width // 8) + 8 * -(-width // BLOCK), n),
+        lambda n: by_stripes(lambda length: -(-length // 8) + 8, n),
     ),
     "PowerSGD": (lambda: ErrorFeedback(PowerSGD(RANK)), lambda n: by_ring(4 * factors(), n)),
-    "top-k": (
-        lambda: ErrorFeedback(TopK(FRACTION)),
-        lambda n: (n - 1) * round(FRACTION * COUNT) * 8,
-    ),
-    "top-k, no feedback": (
-        lambda: TopK(FRACTION),
-        lambda n: (n - 1) * round(FRACTION * COUNT) * 8,
-    ),
+    "top-k": (lambda: ErrorFeedback(TopK(FRACTION)), top_k),
+    "top-k, no feedback": (lambda: TopK(FRACTION), top_k),
 }
 
 
@@ -91,15 +96,19 @@ def forward(weights, images):
 
 
 def backward(weights, images, labels, gradients):
-    """Write the gradient, summed over the images, into `gradients`; return the summed loss."""
+    """Write the gradient, summed over the images: the last layer's, then the first one's.
+
+    Yield which of the two is there, and what is to be added to the loss.
+    """
     hidden, error = forward(weights, images)
     right = np.arange(len(labels)), labels
     loss = -np.log(error[right]).sum()
     error[right] -= 1
-    gradients[2][...], gradients[3][...] = hidden.T @ error, error.sum(axis=0)
+    gradients[0][...], gradients[1][...] = hidden.T @ error, error.sum(axis=0)
+    yield 0, loss
     error = (error @ weights[2].T) * (hidden > 0)
-    gradients[0][...], gradients[1][...] = images.T @ error, error.sum(axis=0)
-    return loss
+    gradients[2][...], gradients[3][...] = images.T @ error, error.sum(axis=0)
+    yield 1, 0.0
 
 
 def train(comm, images, labels, scheme, options):
@@ -110,10 +119,13 @@ def train(comm, images, labels, scheme, options):
         matrix[...] = random.normal(0, np.sqrt(2 / len(matrix)), matrix.shape)
     velocities = [np.zeros_like(weight) for weight in weights]
 
-    gradients = Buckets(weights)  # one bucket, whose views `backward` writes into
-    # PowerSGD wants each matrix as it is; the others take the bucket.
-    messages = gradients.views if scheme == "PowerSGD" else gradients.flats
-    compressors = [SCHEMES[scheme][0]() for _ in messages]
+    last, first = weights[2:], weights[:2]  # a bucket each, whose views `backward` writes into
+    gradients = Buckets([*last, *first], nbytes=sum(weight.nbytes for weight in first))
+    # By layer what is compressed. PowerSGD wants each matrix as it is; the others take the bucket.
+    messages = [[flat] for flat in gradients.flats]
+    if scheme == "PowerSGD":
+        messages = gradients.views[:2], gradients.views[2:]
+    compressors = [[SCHEMES[scheme][0]() for _ in layer] for layer in messages]
 
     losses = []
     for _ in range(options.epochs):
@@ -121,10 +133,15 @@ def train(comm, images, labels, scheme, options):
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
             share = np.array_split(batch, comm.size)[comm.rank]
-            loss += backward(weights, images[share], labels[share], gradients.views)
-            for message, compressor in zip(messages, compressors, strict=True):
-                all_reduce(comm, message, compressor, out=message)
-            for weight, velocity, total in zip(weights, velocities, gradients.views, strict=True):
+            sums = []
+            for layer, add in backward(weights, images[share], labels[share], gradients.views):
+                loss += add
+                for message, compressor in zip(messages[layer], compressors[layer], strict=True):
+                    sums.append(iall_reduce(comm, message, compressor, out=message))
+            for request in sums:
+                request.wait()
+            totals = [*gradients.views[2:], *gradients.views[:2]]
+            for weight, velocity, total in zip(weights, velocities, totals, strict=True):
                 velocity *= options.momentum
                 velocity -= options.rate / len(batch) * total
                 weight += velocity

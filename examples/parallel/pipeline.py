@@ -4,7 +4,7 @@ pycoll-run -n 4 -x OMP_NUM_THREADS=1 examples/parallel/pipeline.py
 pycoll-run -n 4 examples/parallel/pipeline.py --compute-ms 50 --plot pipeline.png
 
 Each rank has some of the layers. Activations go from rank to rank, their gradients come back, and a
-schedule says which micro-batch a rank computes next: docs/parallel/pipeline.md explains the four.
+schedule says which micro-batch a rank computes next: docs/parallel/pipeline.md explains the five.
 Whatever the schedule, the network that comes out is the one that a single process trains.
 
 How idle ranks are shows only where each has a core of its own. With --compute-ms 50 they compute
@@ -16,16 +16,10 @@ import argparse
 import time
 
 import numpy as np
+from pipeline_diagrams import bubble, plot, time_pipeline
 
 import pycoll
-from pycoll.parallel import (
-    PIPELINE_SCHEDULES,
-    Action,
-    plot_pipeline,
-    prove_pipeline,
-    run_pipeline,
-    time_pipeline,
-)
+from pycoll.parallel import PIPELINE_SCHEDULES, Action, prove_pipeline, run_pipeline
 
 RATE = 0.5
 TOLERANCE = 1e-12  # relative: products of the same float64 matrices, added up in another order
@@ -194,10 +188,9 @@ def measure(comm, args, schedules):
                 for line in everyone
             ]
             # Work is what the waits should take; what they take longer counts as idle time.
-            work = 3 * args.micro_batches
-            bubble = max(line[-1].end for line in measured[name]) / work - 1.0
+            idle = bubble(measured[name], work=3 * args.micro_batches)
             formula = PIPELINE_SCHEDULES[name].bubble(comm.size, args.micro_batches, chunks)
-            print(f"{name:12} bubble {bubble:6.1%}, by the formula {formula:6.1%}")
+            print(f"{name:12} bubble {idle:6.1%}, by the formula {formula:6.1%}")
     return measured
 
 
@@ -205,13 +198,14 @@ def draw(args, size, schedules, measured):
     """Draw all diagrams, in units of a rank's forward: the ideal, and what was measured."""
     diagrams = {}
     for name, chunks in schedules.items():
-        costs = {"F": 1, "B": 1, "W": 1} if name == "zb-h1" else {"F": 1, "B": 2}
-        costs = {kind: cost / chunks for kind, cost in costs.items()}
-        ideal = time_pipeline(name, size, args.micro_batches, chunks, costs=costs)
+        ideal = [  # in time_pipeline a chunk takes as long as all of them here
+            [t._replace(start=t.start / chunks, end=t.end / chunks) for t in line]
+            for line in time_pipeline(name, size, args.micro_batches, chunks)
+        ]
         diagrams[f"{name}: ideal"] = ideal
         if name in measured:
             diagrams[f"{name}: measured"] = measured[name]
-    plot_pipeline(diagrams, args.plot, "time, in forwards of a rank's layers")
+    plot(diagrams, args.plot, "time, in forwards of a rank's layers")
 
 
 def main():

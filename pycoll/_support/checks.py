@@ -19,6 +19,22 @@ def check_int(value: Any, what: str) -> int:
         raise TypeError(f"{what} is an int, not {a_kind(value)}") from None
 
 
+def check_at_least(least: int, value: Any, what: str) -> int:
+    """Check a whole number that is `least` or more."""
+    number = check_int(value, what)
+    if number < least:
+        raise ValueError(f"{what} is {number}: at least {least}")
+    return number
+
+
+def check_comm(value: Any) -> None:
+    """Check a communicator."""
+    if not hasattr(value, "iall_gather"):
+        raise TypeError(
+            f"comm is a communicator, such as pycoll.init() returns, not {a_kind(value)}"
+        )
+
+
 def check_nbytes(value: Any, what: str = "nbytes") -> float:
     """Check a number of bytes, 0 or more; fractions of a byte are allowed."""
     if isinstance(value, str):

@@ -15,21 +15,17 @@ if TYPE_CHECKING:
     from pycoll.parallel.pipeline import *  # noqa: F403
     from pycoll.parallel.pipeline_proof import *  # noqa: F403
     from pycoll.parallel.pipeline_run import *  # noqa: F403
-    from pycoll.parallel.pipeline_timeline import *  # noqa: F403
-    from pycoll.parallel.servers import *  # noqa: F403
     from pycoll.parallel.stragglers import *  # noqa: F403
     from pycoll.parallel.tensor import *  # noqa: F403
     from pycoll.parallel.zero import *  # noqa: F403
 
 _NAMES = {
     "buckets": "Buckets",
-    "compression": "BFloat16 Compressor ErrorFeedback Float16 Int8 OneBit PowerSGD Reduced TopK"
-    " Uncompressed all_reduce",
+    "compression": "BFloat16 CompressedRequest Compressor ErrorFeedback Float16 Int8 OneBit"
+    " PowerSGD TopK Uncompressed all_reduce iall_reduce",
     "pipeline": "Action PIPELINE_SCHEDULES PipelineSchedule",
     "pipeline_proof": "prove_pipeline",
-    "pipeline_run": "run_pipeline",
-    "pipeline_timeline": "bubble_fraction draw_pipeline makespan plot_pipeline time_pipeline",
-    "servers": "ParameterServer Served",
+    "pipeline_run": "PipelineRun TimedAction run_pipeline",
     "stragglers": "Clock Stragglers find_stragglers",
     "tensor": "bounds cut join copy_to reduce_from gather_sequence reduce_scatter_sequence"
     " column_linear row_linear vocabulary_embedding vocabulary_cross_entropy",

@@ -17,6 +17,7 @@ or draws a schedule works on the same list.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 
@@ -25,8 +26,7 @@ class Action(NamedTuple):
 
     Attributes:
         kind: ``"F"``, ``"B"`` or ``"W"``.
-        micro_batch: its number, from 0.
-        chunk: which of the rank's stages, from 0.
+        micro_batch, chunk: their numbers, from 0.
     """
 
     kind: str
@@ -41,8 +41,7 @@ def gpipe(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterato
     """All forwards, then all backwards.
 
     Cost: bubble (p - 1) / m; activations of m micro-batches.
-    Source: Huang et al., GPipe: efficient training of giant neural networks using pipeline
-    parallelism, 2019, figure 2c.
+    Source: Huang et al., GPipe, 2019, figure 2c.
     """
     for i in range(micro_batches):
         yield Action("F", i)
@@ -54,7 +53,7 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> I
     """One forward, one backward, in turn, after as many forwards as there are ranks behind.
 
     Cost: bubble (p - 1) / m; activations of p - rank micro-batches.
-    Source: Narayanan et al., Efficient large-scale language model training on GPU clusters using
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM, 2021, section 2.2.1 (PipeDream-Flush).
     """
     warm_up = min(ranks - 1 - rank, micro_batches)
@@ -71,11 +70,10 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> I
 
     Before its first backward a rank computes two forwards more than the rank behind it (1F1B: one).
     So in the steady state a message may travel for as long as a forward takes before a rank waits
-    for it. The price is memory. This is so with one chunk, too.
+    for it; the price is memory.
 
     Cost: bubble (p - 1) / (m v); activations of 2 (p - rank - 1) + (v - 1) p + 1 chunks.
-    Source: Narayanan et al. 2021 (as 1F1B), section 2.2.2; Megatron-LM,
-    megatron/core/pipeline_parallel/schedules.py.
+    Source: Narayanan et al. 2021, section 2.2.2.
     """
     if micro_batches % ranks:
         raise ValueError(
@@ -92,19 +90,25 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> I
         yield Action("B", i, chunks - 1 - chunk)
 
 
-def zero_bubble(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> Iterator[Action]:
-    """1F1B whose gradients of weights are computed later, on rank r by r micro-batches.
+def zero_bubble(
+    rank: int, ranks: int, micro_batches: int, chunks: int = 1, depth: int = 1
+) -> Iterator[Action]:
+    """1F1B whose gradients of weights are computed later, on rank r by r micro-batches (ZB-H1).
 
-    The rank before does not wait for them, and they fill the time in which the pipeline drains.
+    The rank before does not wait for them, and they fill the time in which the pipeline drains. At
+    the depth d = 2 it is as if there were a rank between any two: twice as many first forwards,
+    twice the delay. Then nobody waits at all (ZB-H2).
 
-    Cost: bubble (p - 1) (F + B - W) / (m (F + B + W)), for m >= p; activations of p micro-batches.
-    Source: Qi et al., Zero bubble pipeline parallelism, 2023, section 2 (ZB-H1).
+    Cost: bubble (p - 1) (F + B - d W) / (m (F + B + W)) for m >= d (p - 1) + 1; activations of so
+    many micro-batches.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023, section 2.
     """
-    for action in one_f_one_b(rank, ranks, micro_batches):
+    delay = depth * rank
+    for action in one_f_one_b(delay, depth * (ranks - 1) + 1, micro_batches):
         yield action
-        if action.kind == "B" and action.micro_batch >= rank:
-            yield Action("W", action.micro_batch - rank)
-    for i in range(max(0, micro_batches - rank), micro_batches):
+        if action.kind == "B" and action.micro_batch >= delay:
+            yield Action("W", action.micro_batch - delay)
+    for i in range(max(0, micro_batches - delay), micro_batches):
         yield Action("W", i)
 
 
@@ -113,12 +117,11 @@ class PipelineSchedule(NamedTuple):
 
     Attributes:
         name: for messages.
-        actions: called with the rank, the number of ranks, micro-batches and chunks; yields the
-            rank's actions.
+        actions: called with rank, ranks, micro-batches and chunks; yields the rank's actions.
         held: called with the same; the most activations (of a micro-batch in a chunk) that the
             rank holds at a time, from their F to their B, or W. None: promises nothing.
-        bubble: called with the number of ranks, micro-batches and chunks; time that a rank is idle
-            as a part of the time that it computes, if F, B and W take the same time. None: unknown.
+        bubble: called with ranks, micro-batches and chunks; how long a rank is idle between its
+            first action and its last, per time that it computes, if F, B and W take equally long.
         many_chunks: whether a rank may have more chunks than one.
     """
 
@@ -147,18 +150,20 @@ _ROWS = (
         lambda p, m, v: (p - 1 + max(0, p - m)) / (3 * m),  # with few micro-batches more
         False,
     ),
+    PipelineSchedule(
+        "zb-h2",
+        partial(zero_bubble, depth=2),
+        lambda r, p, m, v: min(m, 2 * p - 1),
+        lambda p, m, v: max(0, 2 * p - 1 - m) / (3 * m),
+        False,
+    ),
 )
 PIPELINE_SCHEDULES = {row.name: row for row in _ROWS}
 """The schedules of this module by name."""
 
 
 class PipelineMessage(NamedTuple):
-    """What one stage hands to another.
-
-    Attributes:
-        source, dest: the ranks; they may be the same one.
-        action: of `dest`, for which it is.
-    """
+    """What one stage hands to another, for an action of the rank `dest`, which may be `source`."""
 
     source: int
     dest: int

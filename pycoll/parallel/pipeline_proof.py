@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple
 
+from pycoll._support.checks import check_at_least
 from pycoll._support.public_edge import edge
 from pycoll.errors import ProofError
 from pycoll.parallel.pipeline import (
@@ -27,12 +28,7 @@ Program = tuple[Action, ...]
 
 
 class PipelineProof(NamedTuple):
-    """What was proved.
-
-    Attributes:
-        programs: by rank its actions.
-        held: by rank the most activations (of a micro-batch in a chunk) that it holds at a time.
-    """
+    """By rank its actions, and the most activations (of a micro-batch in a chunk) it holds."""
 
     programs: tuple[tuple[Action, ...], ...]
     held: tuple[int, ...]
@@ -54,22 +50,17 @@ def prove_pipeline(
 
     Args:
         schedule: a name in `PIPELINE_SCHEDULES`, or one of your own.
-        ranks: p, their number.
-        micro_batches: m, in a batch.
-        chunks: v, the number of stages that a rank has.
-        ahead: how many receives a rank posts ahead.
-        behind: how many messages of a rank may not have left while it goes on.
+        ranks, micro_batches, chunks: how many there are: p; m in a batch; v stages on each rank.
+        ahead, behind: how many receives a rank has posted ahead; how many of its messages may not
+            have left while it goes on.
 
     Raises:
         ProofError: the schedule is wrong; the message is a counterexample.
         TypeError, ValueError: there is no such schedule, or none for these numbers.
     """
-    numbers = dict(ranks=ranks, micro_batches=micro_batches, chunks=chunks, ahead=ahead)
-    for name, number in (numbers | dict(behind=behind)).items():
-        if not isinstance(number, SupportsIndex):
-            raise TypeError(f"{name} is {number!r}: not an int")
-        if number < 1:
-            raise ValueError(f"{name} is {number}: at least 1")
+    numbers = dict(ranks=ranks, micro_batches=micro_batches, chunks=chunks)
+    for name, number in (numbers | dict(ahead=ahead, behind=behind)).items():
+        check_at_least(1, number, name)
     if isinstance(schedule, str):
         if schedule not in PIPELINE_SCHEDULES:
             raise ValueError(f"no schedule {schedule!r}: there are {', '.join(PIPELINE_SCHEDULES)}")

@@ -11,22 +11,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pycoll._support.checks import check_comm
 from pycoll._support.public_edge import edge, mark_users
 from pycoll.parallel.pipeline import Action, PipelineSchedule, messages
 from pycoll.parallel.pipeline_proof import prove_pipeline
-from pycoll.parallel.pipeline_timeline import TimedAction
 
 if TYPE_CHECKING:
     from pycoll import Communicator, Request
 
 
-class PipelineRun(NamedTuple):
-    """What a rank did.
+class TimedAction(NamedTuple):
+    """An action, and when it computed, in seconds."""
 
-    Attributes:
-        outputs: by micro-batch what the last stage's forward returned; empty on other ranks.
-        times: when each action computed, in seconds since the call.
-    """
+    action: Action
+    start: float
+    end: float
+
+
+class PipelineRun(NamedTuple):
+    """What a rank did: see `run_pipeline`."""
 
     outputs: list[Any]
     times: list[TimedAction]
@@ -48,26 +51,27 @@ def run_pipeline(
     """Run the forwards and backwards of one batch; collective over `comm`.
 
     Chunk c of rank r is stage ``c * comm.size + r``. All ranks pass the same schedule and numbers,
-    and send nothing else on `comm` meanwhile. The schedule is proved first, once. Messages
-    are whatever `Communicator.isend` takes, NumPy arrays or PyTorch tensors for example; they bring
-    their shapes and dtypes, which may differ from stage to stage and from micro-batch to
-    micro-batch. An array that a function returned must not be changed before the call returns; one
+    and send nothing else on `comm` meanwhile. The schedule is proved first, once. Messages are
+    whatever `Communicator.isend` takes, NumPy arrays or PyTorch tensors for example, of any shapes
+    and dtypes. An array that a function returned must not be changed before the call returns; one
     that it was passed is its own.
 
     Args:
         comm: the ranks of the pipeline, in their order.
-        schedule: a name in `PIPELINE_SCHEDULES`, or one of your own.
-        micro_batches: how many there are.
+        schedule, micro_batches, chunks: as for `prove_pipeline`.
         forward: ``forward(action, x) -> (y, saved)``; x is what the stage before returned as y,
-            None in the first stage. The last stage's y is kept in `PipelineRun.outputs`.
+            None in the first stage.
         backward: ``backward(action, saved, dy) -> dx``, the gradient of x. dy is that of y, None in
             the last stage; what the first stage returns is dropped.
         weights: ``weights(action, saved, dy)`` adds to the gradients of weights; saved may have got
             from `backward` what it needs. In a schedule without W it is called right after that.
             None: `backward` does it.
-        chunks: number of stages that each rank has.
         ahead: how many receives are posted ahead; each may hold a message.
         behind: how many messages may not have left while the rank computes on.
+
+    Returns:
+        outputs: by micro-batch the y of the last stage; empty on other ranks.
+        times: when each action computed, in seconds since the call.
 
     Raises:
         ProofError: the schedule is wrong; nothing was sent.
@@ -76,13 +80,18 @@ def run_pipeline(
         PeerFailed, OperationTimeout: as of any message. What others have sent is still on its way
             then: go on with another communicator.
     """
+    check_comm(comm)
     proof = prove_pipeline(schedule, comm.size, micro_batches, chunks, ahead=ahead, behind=behind)
     program = proof.programs[comm.rank]
     split = any(action.kind == "W" for action in program)
     if split and weights is None:
         raise ValueError("this schedule computes gradients of weights (W) apart: pass weights=")
-    steps = [(a, *messages(a, comm.rank, comm.size, chunks)) for a in program]
-    coming = deque(into for _, into, _ in steps if into)
+    for function in (forward, backward, weights):
+        if not (callable(function) or function is weights is None):
+            raise TypeError(
+                f"{function!r} cannot be called: forward, backward, weights are functions"
+            )
+    coming = deque(into for a in program if (into := messages(a, comm.rank, comm.size, chunks)[0]))
     arriving: deque[Request[Any]] = deque()
     leaving: deque[Request[None]] = deque()
     saved: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -112,7 +121,8 @@ def run_pipeline(
         return result if action.kind == "B" else None
 
     began = time.perf_counter()
-    for action, into, out in steps:
+    for action in program:
+        into, out = messages(action, comm.rank, comm.size, chunks)
         post()
         value = arriving.popleft().wait() if into else None
         post()

@@ -36,28 +36,27 @@ def test_views_lie_in_their_bucket_in_order_and_without_gaps() -> None:
     assert [view.shape for view in buckets.views] == [(2, 3), (), (4,)]
 
 
-def test_what_is_packed_is_unpacked() -> None:
-    random = np.random.default_rng(1)
-    arrays = [random.random(shape) for shape in ((3, 5), (), (0, 2), (7,))]
-    buckets, got = Buckets(arrays, nbytes=100), [np.empty_like(array) for array in arrays]
-    buckets.pack([arrays[0], *buckets.views[1:3], arrays[3]])
-    buckets.views[1][...] = arrays[1]
-    buckets.unpack(got)
-    for array, back in zip(arrays, got, strict=True):
-        np.testing.assert_array_equal(back, array, strict=True)
+def test_what_does_not_fit_is_refused_at_the_callers_line() -> None:
+    wrong: list[tuple[type[Exception], str, Any, Any]] = [
+        (ValueError, "cannot be below 0", [], -1),
+        (TypeError, "nbytes is a number of bytes, not a str", [], "25M"),
+        (TypeError, "not a tuple", [(2, 3)], 0),
+        (TypeError, "not a list", [np.zeros(3), [1.0]], 0),
+        (TypeError, "several arrays, not a NoneType", None, 0),
+    ]
+    for error, words, arrays, nbytes in wrong:
+        with pytest.raises(error, match=words) as raised:
+            Buckets(arrays, nbytes)
+        assert not [entry.path for entry in raised.traceback if "pycoll/" in str(entry.path)]
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_copied() -> None:
-    buckets = Buckets(of_shapes((2,), (3,)))
-    with pytest.raises(ValueError, match=r"array 1 has the shape \(1,\), that of the bucket \(3,"):
-        buckets.pack([np.ones(2), np.ones(1)])
-    with pytest.raises(ValueError, match="1 arrays for buckets of 2"):
-        buckets.unpack([np.ones(2)])
-    assert not buckets.flats[0].any()
-    with pytest.raises(ValueError, match="at least 0"):
-        Buckets([], nbytes=-1)
-    with pytest.raises(TypeError, match="not tuple"):
-        Buckets([(2, 3)])
+def test_every_dtype_has_its_views_also_of_16_bits() -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    for dtype in ("f2", bfloat16, "f4", "i8", "c16"):
+        buckets = Buckets([np.zeros((3, 2), dtype)[:, ::2], np.zeros(5, dtype)])
+        buckets.views[0][...] = 2
+        assert (buckets.flats[0].dtype, len(buckets.flats)) == (np.dtype(dtype), 1)
+        assert buckets.flats[0].tolist() == [2] * 3 + [0] * 5
 
 
 @pytest.mark.parallel

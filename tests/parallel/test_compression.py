@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -70,16 +71,19 @@ def one_bit(values: Array, block: int) -> Array:
     return left
 
 
-def striped(code: Callable[[Array, int], Array], xs: list[Array], block: int) -> Array:
-    size, width = len(xs), -(-xs[0].size // len(xs))
-    total = np.zeros(size * width, xs[0].dtype)
-    for start in range(0, size * width, width or 1):
-        stripe = np.zeros(width, xs[0].dtype)
+def striped(code: Callable[[Array, int], Array], xs: list[Array], most: int) -> Array:
+    """Blocks of at most so many values, equally many for each rank, and equally long."""
+    size = len(xs)
+    blocks = math.ceil(xs[0].size / (size * most))
+    block = math.ceil(xs[0].size / (size * (blocks or 1)))
+    total = np.zeros(size * blocks * block, xs[0].dtype)
+    for start in range(0, len(total), block or 1):
+        summed = np.zeros(block, xs[0].dtype)
         for x in xs:
-            padded = np.zeros(size * width, x.dtype)
+            padded = np.zeros(len(total), x.dtype)
             padded[: x.size] = x.ravel()
-            stripe += code(padded[start : start + width], block)
-        total[start : start + width] = code(stripe, block)
+            summed += code(padded[start : start + block], block)
+        total[start : start + block] = code(summed, block)
     return total[: xs[0].size].reshape(xs[0].shape)
 
 
@@ -136,23 +140,38 @@ def test_the_sum_is_that_of_one_process_and_has_the_same_bits_on_every_rank(
             np.testing.assert_allclose(got, want, rtol=0, atol=bound)
 
 
+def total_and_mine(comm: Comm, compressor: c.Compressor, x: Array) -> tuple[Array, Array]:
+    """What `CompressedRequest` does, with the contribution of this rank."""
+    steps, result = compressor.reduce(comm, np.atleast_1d(x)), None
+    try:
+        while True:
+            result = steps.send(result).wait()
+    except StopIteration as end:
+        total, mine = end.value
+        return total.reshape(x.shape), mine.reshape(x.shape)
+
+
 def fed_back(comm: Comm, kind: str, steps: int) -> list[tuple[float, float, float]]:
     """For several shapes: how far contributions and residual are from what was given, and sums."""
     found = []
     for shape in SHAPES:
+        if 0 in shape:
+            continue
         feedback = c.ErrorFeedback(KINDS[kind]())
         given, totals, mine = (np.zeros(shape) for _ in range(3))
         for step in range(steps):
             x = drawn(step, comm.rank, shape)
-            reduced = feedback.reduce(comm, x)
-            given, totals, mine = given + x, totals + reduced.total, mine + reduced.mine
+            total, my_share = total_and_mine(comm, feedback, x)
+            given, totals, mine = given + x, totals + total, mine + my_share
         residual = feedback.residual
         assert residual is not None
         size = comm.all_reduce(np.abs(given).max(initial=1.0), "max")
-        alone = np.abs(mine + residual - given).max(initial=0.0)
-        together = np.abs(totals + comm.all_reduce(residual) - comm.all_reduce(given))
-        kept = np.abs(residual).max(initial=0.0)
-        found.append((alone / size, together.max(initial=0.0) / size, kept / size))
+        alone = np.abs(mine + residual.reshape(shape) - given).max()
+        together = np.abs(
+            totals + comm.all_reduce(residual.reshape(shape)) - comm.all_reduce(given)
+        )
+        kept = np.abs(residual).max()
+        found.append((alone / size, together.max() / size, kept / size))
     return found
 
 
@@ -258,7 +277,7 @@ def extremes(comm: Comm) -> None:
         x = np.array([value, -value, value / 3, 0.0] * 5)
         for kind in ("topk", "int8", "onebit", "uncompressed"):
             feedback = c.ErrorFeedback(KINDS[kind]())
-            mine = feedback.reduce(comm, x).mine
+            _, mine = total_and_mine(comm, feedback, x)
             assert np.abs(mine + feedback.residual - x).max() <= 4e-16 * value
             if kind == "int8":  # a subnormal scale is rounded to less than a 127th of the largest
                 assert np.abs(feedback.residual).max() <= value
@@ -279,23 +298,31 @@ def in_place_and_wrong(comm: Comm) -> None:
     read_only = np.zeros(3)
     read_only.flags.writeable = False
     feedback = c.ErrorFeedback(c.OneBit())
-    feedback.reduce(comm, np.ones(4))
+    c.all_reduce(comm, np.ones(4), feedback)
     ones = np.ones(3)
     wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "out is float64", lambda: c.all_reduce(comm, ones, c.Int8(), np.zeros(4))),
         (ValueError, "read-only", lambda: c.all_reduce(comm, ones, c.Int8(), read_only)),
+        (TypeError, "not .*list.* on cpu", lambda: c.all_reduce(comm, ones, c.Int8(), [1.0])),
         (ValueError, "make one for each bucket", lambda: c.all_reduce(comm, ones, feedback)),
         (TypeError, "not int64 on cpu", lambda: c.all_reduce(comm, np.arange(3), c.Int8())),
-        (TypeError, "not list on cpu", lambda: c.all_reduce(comm, [1.0], c.Int8())),
+        (TypeError, "not .*list.* on cpu", lambda: c.iall_reduce(comm, [1.0], c.Int8())),
         (TypeError, "in host memory", lambda: c.all_reduce(comm, np.ma.ones(3), c.Int8())),
+        (TypeError, "comm is a communicator", lambda: c.iall_reduce(None, ones, c.Int8())),
+        (TypeError, r"such as TopK\(0.01\)", lambda: c.all_reduce(comm, ones, c.Int8)),
+        (TypeError, r"such as TopK\(0.01\)", lambda: c.ErrorFeedback(None)),
+        (TypeError, "missing 1 required", lambda: c.all_reduce(comm, ones)),
+        (TypeError, "not a number", lambda: c.TopK("1 %")),
         (ValueError, "above 0", lambda: c.TopK(0.0)),
-        (ValueError, "at least 1", lambda: c.PowerSGD(0)),
-        (ValueError, "a value at least", lambda: c.OneBit(block=0)),
+        (ValueError, "rank is 0: at least 1", lambda: c.PowerSGD(0)),
+        (ValueError, "seed is -1: at least 0", lambda: c.PowerSGD(seed=-1)),
+        (ValueError, "block is 0: at least 1", lambda: c.OneBit(block=0)),
+        (TypeError, "block is an int", lambda: c.Int8(block=1.5)),
     ]
     for error, words, call in wrong:
         with pytest.raises(error, match=words) as raised:
             call()
-        assert not any("pycoll" in str(entry.path) for entry in raised.traceback[2:])
+        assert not any("pycoll/" in str(entry.path) for entry in raised.traceback[2:])
     assert comm.all_reduce(1) == comm.size
 
 
@@ -304,6 +331,24 @@ def test_wrong_arguments_are_refused_at_the_callers_line_before_anything_is_sent
     ranks: Any,
 ) -> None:
     ranks(in_place_and_wrong)
+
+
+def halves(comm: Comm, dtype: Any, kinds: list[str]) -> None:
+    for shape in ((), (0,), (300,), (12, 10)):
+        for kind in kinds:
+            x = drawn(1, comm.rank, shape, "f4").astype(dtype)
+            want = c.all_reduce(comm, x.astype("f4"), KINDS[kind]()).astype(dtype)
+            got = c.all_reduce(comm, x, KINDS[kind]())
+            np.testing.assert_array_equal(got, want, strict=True)
+            assert c.all_reduce(comm, x, KINDS[kind](), out=x) is x
+            np.testing.assert_array_equal(x, want, strict=True)
+
+
+@sizes(3)
+def test_16_bits_are_compressed_as_32_and_the_sum_is_rounded(ranks: Any) -> None:
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    for dtype in (np.float16, bfloat16):
+        ranks(halves, dtype, list(KINDS))
 
 
 def lose_one(comm: Comm, folder: Path) -> None:
@@ -340,8 +385,14 @@ def of_tensors(comm: Comm, kind: str) -> None:
         with torch.no_grad():
             assert c.all_reduce(comm, tensor, KINDS[kind](), out=tensor) is tensor
         np.testing.assert_array_equal(tensor.detach().numpy(), want, strict=True)
-    with pytest.raises(TypeError, match=r"not torch\.bfloat16 on cpu"):
-        c.all_reduce(comm, torch.zeros(3, dtype=torch.bfloat16), c.Int8())
+    for dtype in (torch.float16, torch.bfloat16):
+        tensor = torch.from_numpy(drawn(3, comm.rank, (12, 10), "f4")).to(dtype)[:, ::2]
+        want = c.all_reduce(comm, tensor.float(), KINDS[kind]()).to(dtype)
+        assert torch.equal(c.all_reduce(comm, tensor, KINDS[kind]()), want)
+        assert c.all_reduce(comm, tensor, KINDS[kind](), out=tensor) is tensor
+        assert torch.equal(tensor, want)
+    with pytest.raises(TypeError, match=r"not torch\.int8 on cpu"):
+        c.all_reduce(comm, torch.zeros(3, dtype=torch.int8), c.Int8())
 
 
 @pytest.mark.parallel

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import random
+import runpy
 import traceback
 from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from example_runs import EXAMPLES
 
 import pycoll
-from pycoll.parallel import (
-    PIPELINE_SCHEDULES,
-    Action,
-    PipelineSchedule,
-    bubble_fraction,
-    draw_pipeline,
-    makespan,
-    plot_pipeline,
-    prove_pipeline,
-    time_pipeline,
-)
+from pycoll.parallel import PIPELINE_SCHEDULES, Action, PipelineSchedule, prove_pipeline
 from pycoll.parallel.pipeline import gpipe, messages, one_f_one_b
 
+diagrams = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "parallel/pipeline_diagrams.py")))
 F, B, W = "F", "B", "W"
 
 
@@ -45,6 +39,7 @@ def test_every_size_is_proved_and_holds_as_much_as_the_paper_says(name: str) -> 
         "1f1b": lambda r, p, m, v: min(m, p - r),
         "interleaved": lambda r, p, m, v: min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
         "zb-h1": lambda r, p, m, v: min(m, p),
+        "zb-h2": lambda r, p, m, v: min(m, 2 * p - 1),
     }
     number = 0
     for p, m, v in cases(name):
@@ -57,32 +52,37 @@ def test_every_size_is_proved_and_holds_as_much_as_the_paper_says(name: str) -> 
 @pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 def test_the_bubble_is_that_of_the_formula(name: str) -> None:
     for p, m, v in cases(name):
-        times = time_pipeline(name, p, m, v)
+        times = diagrams.time_pipeline(name, p, m, v)
         work = 3 * m * v
         idle = {
             "gpipe": 3 * (p - 1),
             "1f1b": 3 * (p - 1),
             "interleaved": 3 * (p - 1),  # of chunks: v of them take what one stage does above
             "zb-h1": p - 1 + max(0, p - m),
+            "zb-h2": max(0, 2 * p - 1 - m),
         }[name]
-        assert makespan(times) == work + idle, (p, m, v)
+        took = [line[-1].end - line[0].start for line in times]
+        assert max(took) == work + idle, (p, m, v)
         formula = PIPELINE_SCHEDULES[name].bubble
         assert formula is not None
-        assert formula(p, m, v) == pytest.approx(idle / work, rel=1e-12)
-        assert bubble_fraction(times) == pytest.approx(idle / work, rel=1e-12)
+        for bubble in (formula(p, m, v), diagrams.bubble(times), diagrams.bubble(times, work)):
+            assert bubble == pytest.approx(idle / work, rel=1e-12)
 
 
 def test_zero_bubble_has_the_papers_bubble_for_other_costs() -> None:
     for f, b, w in ((2, 2, 1), (3, 4, 3), (1, 1, 1)):
-        times = time_pipeline("zb-h1", 4, 12, costs={F: f, B: b, W: w})
-        assert makespan(times) == 12 * (f + b + w) + 3 * (f + b - w)
+        for depth in (1, 2):
+            costs = {F: f, B: b, W: w}
+            times = diagrams.time_pipeline(f"zb-h{depth}", 4, 12, costs=costs)
+            took = max(line[-1].end - line[0].start for line in times)
+            assert took == 12 * (f + b + w) + 3 * (f + b - depth * w)
 
 
 @pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
 def test_a_micro_batch_goes_through_the_stages_and_back(name: str) -> None:
     p, m, v = 4, 8, 3 if name == "interleaved" else 1
     start, end = {}, {}
-    for rank, line in enumerate(time_pipeline(name, p, m, v, message=0.25)):
+    for rank, line in enumerate(diagrams.time_pipeline(name, p, m, v, message=0.25)):
         for (kind, i, chunk), began, ended in line:
             start[kind, i, chunk * p + rank] = began
             end[kind, i, chunk * p + rank] = ended
@@ -96,7 +96,10 @@ def test_a_micro_batch_goes_through_the_stages_and_back(name: str) -> None:
 def test_the_longer_warm_up_of_interleaved_hides_messages() -> None:
     """Of 1F1B each message of the steady state is waited for; here none: see the page."""
     spans = {
-        name: [makespan(time_pipeline(name, 4, 16, message=each)) for each in (0.0, 0.2)]
+        name: [
+            diagrams.makespan(diagrams.time_pipeline(name, 4, 16, message=each))
+            for each in (0.0, 0.2)
+        ]
         for name in ("1f1b", "interleaved")
     }
     assert spans["1f1b"] == pytest.approx([57.0, 62.6])
@@ -260,10 +263,10 @@ def test_deadlocks_are_found_where_a_graph_has_a_circle_and_nowhere_else() -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("2f2b", 4, 8), "no schedule '2f2b': there are gpipe, 1f1b, interleaved, zb-h1"),
+        (("2f2b", 4, 8), "no schedule '2f2b': there are gpipe, 1f1b, interleaved, zb-h1, zb-h2"),
         (("gpipe", 0, 8), "ranks is 0: at least 1"),
         (("gpipe", 4, 0), "micro_batches is 0: at least 1"),
-        (("gpipe", 4, 8.0), "micro_batches is 8.0: not an int"),
+        (("gpipe", 4, 8.0), "micro_batches is an int, not a float"),
         ((gpipe, 4, 8), "schedule is <function gpipe .*>: a name or a PipelineSchedule"),
         (("1f1b", 4, 8, 2), "1f1b has one chunk on each rank, not 2"),
         (("interleaved", 4, 6, 2), "interleaved: 6 micro-batches are no multiple of 4 ranks"),
@@ -280,19 +283,20 @@ def test_arguments_for_which_there_is_no_schedule_are_named(arguments: Any, says
 
 
 def test_the_diagram_as_text() -> None:
-    assert draw_pipeline(time_pipeline("1f1b", 2, 3)).splitlines() == [
+    assert diagrams.draw_text(diagrams.time_pipeline("1f1b", 2, 3)).splitlines() == [
         "rank 0 F0 F1 .  .  B0 -- F2 B1 -- .  B2 --",
         "rank 1 .  F0 B0 -- F1 B1 -- F2 B2 -- .  .",
     ]
     in_seconds = [
         [t._replace(start=t.start * 0.03 + 7.0, end=t.end * 0.03 + 7.0) for t in line]
-        for line in time_pipeline("interleaved", 1, 1, 2)
+        for line in diagrams.time_pipeline("interleaved", 1, 1, 2)
     ]
-    assert draw_pipeline(in_seconds, unit=0.03) == "rank 0 F0   F0.1 B0.1 ---- B0   ----"
+    assert diagrams.draw_text(in_seconds, unit=0.03) == "rank 0 F0   F0.1 B0.1 ---- B0   ----"
 
 
 def test_the_diagram_as_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "diagram.png"
-    plot_pipeline({name: time_pipeline(name, 2, 4) for name in ("1f1b", "zb-h1")}, str(path))
+    times = {name: diagrams.time_pipeline(name, 2, 4) for name in ("1f1b", "zb-h1")}
+    diagrams.plot(times, str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
