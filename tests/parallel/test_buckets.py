@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_refused_at_the_callers_line() -> None:
         (TypeError, "nbytes is a number of bytes, not a str", [], "25M"),
         (TypeError, "not a tuple", [(2, 3)], 0),
         (TypeError, "not a list", [np.zeros(3), [1.0]], 0),
-        (TypeError, "several arrays, not a NoneType", None, 0),
+        (TypeError, "several arrays, not None", None, 0),
     ]
     for error, words, arrays, nbytes in wrong:
         with pytest.raises(error, match=words) as raised:
