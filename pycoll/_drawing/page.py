@@ -49,7 +49,7 @@ body{{background:#14171c;color:#e8ebef}}.bad-text{{color:#ff6b60}}}}
 <h1>{title}</h1>
 <p>{cost}</p>
 {faults}<p><b>&#9656;</b> is sent, <b>&oplus;</b> is combined with what is there, <b>&#9660;</b>
-takes its place, <b>&#9633;</b> has changed. A colour is {colour}.</p>
+takes its place, <b>&#9633;</b> has changed. A color is {whose}.</p>
 <nav hidden>
 <button type="button" data-go="0" aria-label="to the start">|&#9664;</button>
 <button type="button" data-by="-1" aria-label="one round back">&#9664;</button>
@@ -108,7 +108,7 @@ takes its place, <b>&#9633;</b> has changed. A colour is {colour}.</p>
 def page(picture: Picture) -> str:
     """Draw the page."""
     replay = picture.replay
-    collective = replay.program.algorithm.collective
+    collective = replay.collective
     names = ["start"]
     phase = dict(phases(replay))
     current = ""
@@ -130,7 +130,7 @@ def page(picture: Picture) -> str:
         style=style(),
         cost=escape(cost_line(replay)),
         faults=faults,
-        colour=whose.get(collective, "the rank that the data comes from"),
+        whose=whose.get(collective, "the rank that the data comes from"),
         last=len(names) - 1,
         sections=sections,
     )

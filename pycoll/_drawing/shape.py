@@ -5,9 +5,10 @@ All is found in the messages, so it holds for a user's own algorithm, too.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
-from pycoll._drawing.rounds import Replay
+from pycoll._drawing.rounds import Delivery, Replay
 
 
 class Tree(NamedTuple):
@@ -23,18 +24,17 @@ class Tree(NamedTuple):
     root: int
     chunks: tuple[int, ...]
 
-    def children(self, rank: int) -> list[int]:
-        """Who is below, in order."""
-        return sorted(child for child, parent in self.parents.items() if parent == rank)
-
     def places(self) -> dict[int, tuple[float, int]]:
         """Where each rank is drawn: across, in widths of a leaf, and its level from the top."""
         found: dict[int, tuple[float, int]] = {}
+        children: dict[int, list[int]] = defaultdict(list)
+        for child in sorted(self.parents):
+            children[self.parents[child]].append(child)
         leaves = 0
 
         def place(rank: int, level: int) -> float:
             nonlocal leaves
-            below = [place(child, level + 1) for child in self.children(rank)]
+            below = [place(child, level + 1) for child in children[rank]]
             if not below:
                 below = [float(leaves)]
                 leaves += 1
@@ -53,16 +53,16 @@ class Ring(NamedTuple):
 
 def shape(replay: Replay) -> list[Tree] | Ring | None:
     """Find the tree, the two trees or the ring that the messages of an algorithm make; or none."""
-    uses = _uses(replay)
-    ring = _ring({pair for pair, _ in uses}, replay.program.size)
+    sent = [message for each in replay.rounds for message in each]
+    ring = _ring({(message.sender, message.receiver) for message in sent}, replay.program.size)
     if ring is not None or replay.program.size < 3:
         return ring
-    whole = _tree(replay, uses)
+    whole = _tree(replay, sent)
     if whole is not None:
         return [whole]
     trees: list[Tree] = []
     for chunk in range(replay.program.chunks):
-        tree = _tree(replay, [use for use in uses if chunk in use[1].chunks], chunk)
+        tree = _tree(replay, [message for message in sent if chunk in message.chunks], chunk)
         if tree is None:
             return None
         trees.append(tree)
@@ -81,18 +81,17 @@ def phases(replay: Replay) -> tuple[tuple[int, str], ...]:
     a reduce_scatter and an all_gather.
     """
     size = replay.program.size
-    kinds = [{message.combines for message in each.messages} for each in replay.rounds]
+    kinds = [{message.combines for message in each} for each in replay.rounds]
     first = next((i for i, kind in enumerate(kinds) if kind != {True}), len(kinds))
     if not 0 < first < len(kinds) or any(kind != {False} for kind in kinds[first:]):
         return ()
     having = [
-        [rank for rank, held in enumerate(holds) if len(held.get(chunk, ())) == size]
-        for holds in [replay.rounds[first - 1].holds]
+        [rank for rank, held in enumerate(replay.states[first]) if len(held.get(chunk, ())) == size]
         for chunk in range(replay.program.chunks)
     ]
     if any(len(ranks) != 1 for ranks in having):
         return ()
-    collective = replay.program.algorithm.collective
+    collective = replay.collective
     if having.count(having[0]) == len(having):
         names = ("reduce", "scatter" if collective == "reduce_scatter" else "broadcast")
     elif isinstance(shape(replay), list):
@@ -102,24 +101,6 @@ def phases(replay: Replay) -> tuple[tuple[int, str], ...]:
     else:
         return ()
     return (1, names[0]), (first + 1, names[1])
-
-
-Use = tuple[tuple[int, int], "_Sent"]
-"""(sender, receiver), and what was sent."""
-
-
-class _Sent(NamedTuple):
-    chunks: tuple[int, ...]
-    combines: bool
-
-
-def _uses(replay: Replay) -> list[Use]:
-    """All messages in the order of rounds."""
-    return [
-        ((message.sender, message.receiver), _Sent(message.chunks, message.combines))
-        for each in replay.rounds
-        for message in each.messages
-    ]
 
 
 def _ring(pairs: set[tuple[int, int]], size: int) -> Ring | None:
@@ -134,31 +115,24 @@ def _ring(pairs: set[tuple[int, int]], size: int) -> Ring | None:
     return Ring(tuple(ranks)) if len(ranks) == size else None
 
 
-def _tree(replay: Replay, uses: list[Use], chunk: int | None = None) -> Tree | None:
+def _tree(replay: Replay, sent: list[Delivery], chunk: int | None = None) -> Tree | None:
     """The tree that these messages make, if each line of it leads up or down."""
     parents: dict[int, int] = {}
-    seen: set[frozenset[int]] = set()
-    both = {pair for pair, _ in uses}
-    gathers = replay.program.algorithm.collective == "gather"
-    for (sender, receiver), sent in uses:
-        line = frozenset((sender, receiver))
-        if line in seen:
-            continue
-        seen.add(line)
-        # What goes both ways goes up first.
-        up = sent.combines or gathers or (receiver, sender) in both
+    pairs = {(message.sender, message.receiver) for message in sent}
+    for message in sent:
+        sender, receiver = message.sender, message.receiver
+        # What goes both ways goes up first; what goes one way goes up to be combined or gathered.
+        up = message.combines or replay.collective == "gather" or (receiver, sender) in pairs
         child, parent = (sender, receiver) if up else (receiver, sender)
-        if child in parents:
+        if parents.get(parent) == child:
+            continue  # down again
+        if parents.setdefault(child, parent) != parent:
             return None
-        parents[child] = parent
     size = replay.program.size
     roots = [rank for rank in range(size) if rank not in parents]
     if len(parents) != size - 1 or len(roots) != 1:
         return None
+    if len(set(parents.values())) == len(parents):
+        return None  # a chain is drawn well enough by the columns of ranks
     tree = Tree(parents, roots[0], () if chunk is None else (chunk,))
-    try:
-        levels = [level for _, level in tree.places().values()]
-    except RecursionError:  # a circle, or a chain of a thousand ranks
-        return None
-    # A chain is drawn well enough by the columns of ranks.
-    return tree if len(levels) == size and max(levels) < size - 1 else None
+    return tree if len(tree.places()) == size else None

@@ -11,14 +11,12 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import pairwise
 
 from pycoll._drawing.elements import arrow, document, letters, node, straight
-from pycoll._drawing.rounds import Delivery, Replay, Value
+from pycoll._drawing.rounds import READABLE, Delivery, Replay, Value
 from pycoll._drawing.shape import Ring, Tree, phases, shape
 from pycoll._drawing.text import cost_line, flaws, headline, ranges
-
-READABLE = 16
-"""Ranks; with more a picture has the messages, but no chunks."""
 
 LEFT, RIGHT, TOP = 84, 34, 58
 _LEGEND = "▸ is sent; ⊕ is combined with what is there; ▼ takes its place; □ has changed"
@@ -33,9 +31,9 @@ class Picture:
         self.size = size = program.size
         self.phases = phases(replay)
         self.shape = shape(replay)
-        self._states = (replay.start, *(each.holds for each in replay.rounds))
-        held = {chunk for holds in self._states for chunks in holds for chunk in chunks}
-        self.rows = sorted(held) if size <= READABLE else []
+        self.cost = cost_line(replay)
+        held = {chunk for holds in replay.states for chunks in holds for chunk in chunks}
+        self.rows = sorted(held)
         most = len(self.rows)
         self.high = 20 if most <= 2 else 16 if most <= 4 else 13 if most <= 9 else 9
         if replay.reduces:
@@ -44,7 +42,7 @@ class Picture:
                              if size <= up_to)  # fmt: skip
         else:
             self.slots = 1
-            both = program.algorithm.collective == "all_to_all"
+            both = replay.collective == "all_to_all"
             self.slot = 40 if both and self.high > 9 else 26
         self.cell = self.slots * self.slot if self.rows else 14
         gap = 26 if size <= 8 else 18 if size <= READABLE else 10
@@ -55,74 +53,65 @@ class Picture:
             self.left.append(x)
             x += max(self.cell, 46 if size <= 8 else 20) + gap
         self.edge = x - gap
-        self.width = max(self.edge + RIGHT + 12, 24 + round(6.7 * len(cost_line(replay))))
+        self.width = max(self.edge + RIGHT + 12, 24 + round(6.7 * len(self.cost)))
         self.lane = 44 + 2 * min(size, READABLE)
-        self.tall = len(self.rows) * (self.high + 2) + 4
+        self.tall = len(self.rows) * (self.high + 2) + 4 if self.rows else 8
+        self.host_height = 14 if len(set(program.hosts)) > 1 else 0
         self.frame_height = 0.0
 
     def stack(self) -> str:
         """All rounds, one below the other."""
-        drawn = self._head()
-        y = float(TOP)
-        if self.shape:
-            parts, high = self._shape(None)
-            drawn += parts
-            y += high
-        y += 18 if len(set(self.replay.program.hosts)) > 1 else 0
-        top = y
-        parts, y = self._state(0, y + 18)
-        body = parts
+        drawn = [
+            f'<text class="fg" x="12" y="24" font-size="16" font-weight="bold">'
+            f"{escape(headline(self.replay))}</text>",
+            f'<text class="dim" x="12" y="44" font-size="11">{escape(self.cost)}</text>',
+        ]
+        parts, high = self._shape(None)
+        drawn += parts
+        top = TOP + high + self.host_height
+        y = top + 18
+        body = self._state(0, y)
+        y += self.tall
         begins: list[float] = []
-        for number, each in enumerate(self.replay.rounds, 1):
+        for number, messages in enumerate(self.replay.rounds, 1):
             begins.append(y)
-            body += self._lane(each.messages, y, f"round {number}")
-            parts, y = self._state(number, y + self.lane)
-            body += parts
+            body += self._lane(messages, y, f"round {number}")
+            body += self._state(number, y + self.lane)
+            y += self.lane + self.tall
         if self.replay.stuck:
             body += self._lane(self.replay.stuck, y, "stuck")
             y += self.lane
         drawn += [*self._hosts(top, y), *self._names(top), *body]
-        for index, (first, name) in enumerate(self.phases):
-            last = [*begins, y][self.phases[index + 1][0] - 1] if index == 0 else y
-            drawn += self._bracket(begins[first - 1], last - 4, name)
-        drawn += self._foot(y + 24)
+        for (first, name), (following, _) in pairwise([*self.phases, (len(begins) + 1, "")]):
+            drawn += self._bracket(begins[first - 1], [*begins, y][following - 1] - 4, name)
+        drawn += [
+            f'<text class="{name}" x="12" y="{y + 24 + 17 * i:g}" font-size="11">'
+            f"{escape(line)}</text>"
+            for i, (name, line) in enumerate(self._notes())
+        ]
         return document(self.width, y + 36 + 17 * len(self._notes()), drawn, headline(self.replay))
 
     def frame(self, number: int) -> str:
         """Round `number`, with what was held before it; 0: the start alone."""
-        top = 4.0
-        drawn: list[str] = []
-        top += 12 if len(set(self.replay.program.hosts)) > 1 else 0
-        if self.shape:
-            parts, high = self._shape(number)
-            drawn += [f'<g transform="translate(0 {4 - TOP})">', *parts, "</g>"]
-            top += high
+        parts, high = self._shape(number)
+        drawn = [f'<g transform="translate(0 {4 - TOP})">', *parts, "</g>"] if parts else []
+        top = 4 + high + self.host_height
         y = top + 18
         if number == 0:
-            body, _ = self._state(0, y)
+            body = self._state(0, y, leaving=False)
         else:
-            body, y = self._state(number - 1, y, is_before=True)
-            stuck = number > len(self.replay.rounds)
-            messages = self.replay.stuck if stuck else self.replay.rounds[number - 1].messages
-            body += self._lane(messages, y, "stuck" if stuck else f"round {number}")
-            if not stuck:
-                parts, _ = self._state(number, y + self.lane, is_last=True)
-                body += parts
+            body = self._state(number - 1, y, marked=False)
+            y += self.tall
+            if number > len(self.replay.rounds):
+                body += self._lane(self.replay.stuck, y, "stuck")
+            else:
+                body += self._lane(self.replay.rounds[number - 1], y, f"round {number}")
+                body += self._state(number, y + self.lane, leaving=False)
         end = self.frame_height = top + 18 + 2 * self.tall + self.lane + 4
         drawn += [*self._hosts(top, end), *self._names(top), *body]
         return document(self.width, end + 6, drawn, f"round {number}", styled=False)
 
     # --- the parts of a picture ---------------------------------------------------------------
-
-    def _head(self) -> list[str]:
-        return [
-            f'<text class="fg" x="12" y="24" font-size="16" font-weight="bold">'
-            f"{escape(headline(self.replay))}</text>",
-            f'<text class="dim" x="12" y="44" font-size="11">{escape(self._cost())}</text>',
-        ]
-
-    def _cost(self) -> str:
-        return cost_line(self.replay)
 
     def _names(self, y: float) -> list[str]:
         """The ranks' names above their columns, each with its color."""
@@ -159,17 +148,21 @@ class Picture:
                 first = rank
         return drawn
 
-    def _state(
-        self, number: int, y: float, is_before: bool = False, is_last: bool = False
-    ) -> tuple[list[str], float]:
-        """What all ranks hold after a round, and where that ends."""
-        if not self.rows:
-            return self._ticks(y), y + 8
+    def _state(self, number: int, y: float, leaving: bool = True, marked: bool = True) -> list[str]:
+        """What all ranks hold after a round.
+
+        `leaving`: what is sent next is marked; `marked`: so is what has changed, and what is wrong.
+        """
+        if not self.rows:  # where the ranks are
+            boxes = "".join(f"M{x} {y:g}h14v5h-14z" for x in self.left)
+            return [f'<path class="dim" d="{boxes}"/>']
         replay = self.replay
-        following = replay.rounds[number].messages if number < len(replay.rounds) else replay.stuck
-        leaving = {(each.sender, chunk) for each in following for chunk in each.chunks}
-        changed = replay.rounds[number - 1].changed if number else frozenset()
-        wrong = {(flaw.rank, flaw.chunk) for flaw in replay.flaws if flaw.round == number}
+        following = [*replay.rounds, replay.stuck][number] if leaving else ()
+        sent = {(each.sender, chunk) for each in following for chunk in each.chunks}
+        changed = replay.changed(number) if marked else set()
+        wrong = {
+            (flaw.rank, flaw.chunk) for flaw in replay.flaws if flaw.round == number and marked
+        }
         fills: dict[str, list[str]] = defaultdict(list)
         texts: list[str] = []
         names = replay.rows()
@@ -180,7 +173,7 @@ class Picture:
                     f'<text class="dim" x="{LEFT - 14}" y="{top + self.high / 2 + 3.2:g}" '
                     f'text-anchor="end" font-size="9">{names[row]}</text>'
                 )
-            for rank, held in enumerate(self._states[number]):
+            for rank, held in enumerate(replay.states[number]):
                 x = self.left[rank]
                 box = f"M{x} {top:g}h{self.cell}v{self.high}h-{self.cell}z"
                 fills["none" if row in held else "o"].append(box)
@@ -188,18 +181,18 @@ class Picture:
                 for name, slot in self._slots(value, x, top):
                     fills[name].append(slot)
                 texts += self._letters(value, x, top)
-                if not is_before and (rank, row) in wrong:
+                if (rank, row) in wrong:
                     fills["x"] += [box, *self._crosses(value, x, top, number)]
-                elif not is_before and (rank, row) in changed:
+                elif (rank, row) in changed:
                     fills["q"].append(box)
-                if not is_last and (rank, row) in leaving:
+                if (rank, row) in sent:
                     edge, middle = x + self.cell + 1, top + self.high / 2
                     fills["fg"].append(f"M{edge} {middle - 4:g}l5 4l-5 4z")
         # What marks a chunk lies above what is in it.
         above = ("fg", "q", "x")
         order = sorted(fills, key=lambda name: above.index(name) if name in above else -1)
         paths = [f'<path class="{name}" d="{"".join(fills[name])}"/>' for name in order]
-        return [*paths, *texts], y + self.tall
+        return [*paths, *texts]
 
     def _slots(self, value: Value, x: int, top: float) -> Iterator[tuple[str, str]]:
         """The parts that are in a chunk: class and path of each."""
@@ -224,7 +217,7 @@ class Picture:
         """The numbers of the parts, as far as there is room for them."""
         replay, wide, parts = self.replay, self.slot, sorted(value)
         said: list[str] = []
-        if max(value.values(), default=0) > 1 and replay.program.algorithm.collective != "barrier":
+        if max(value.values(), default=0) > 1 and replay.collective != "barrier":
             twice = ",".join(str(part[0]) for part in parts if value[part] > 1)
             said = [
                 f'<text class="bad" x="{x + self.cell + 7}" y="{top + self.high / 2 + 3.5:g}" '
@@ -236,14 +229,9 @@ class Picture:
             places = " ".join(f"{x + (rank + 0.5) * wide:g}" for rank, _ in parts)
             digits = "".join(str(rank) for rank, _ in parts)
             return [*said, letters(places, top, self.high, digits)]
-        both = replay.program.algorithm.collective == "all_to_all"
+        both = replay.collective == "all_to_all"
         names = [f"{part[0]}>{part[1]}" if both else str(replay.owner(part)) for part in parts]
         return [*said, letters(f"{x + wide / 2:g}", top, self.high, "+".join(names))]
-
-    def _ticks(self, y: float) -> list[str]:
-        """Where the ranks are, if there are too many for chunks."""
-        boxes = "".join(f"M{x} {y:g}h14v5h-14z" for x in self.left)
-        return [f'<path class="dim" d="{boxes}"/>']
 
     def _lane(self, messages: Sequence[Delivery], y: float, words: str) -> list[str]:
         """The messages of a round, as arrows from above to below."""
@@ -275,7 +263,7 @@ class Picture:
     def _shape(self, number: int | None) -> tuple[list[str], float]:
         """Trees or a ring, and its height; the lines of round `number` are bold, None: numbered."""
         if isinstance(self.shape, Ring):
-            return self._ring(self.shape, number)
+            return self._ring(self.shape)
         drawn: list[str] = []
         high = 0.0
         x = 30.0
@@ -287,7 +275,7 @@ class Picture:
         self.width = max(self.width, int(x))
         return drawn, high
 
-    def _ring(self, ring: Ring, number: int | None) -> tuple[list[str], float]:
+    def _ring(self, ring: Ring) -> tuple[list[str], float]:
         radius = 34 + 5 * self.size
         x, y = 60 + radius, TOP + radius + 22
         places = {
@@ -312,8 +300,8 @@ class Picture:
             for rank, (across, level) in places.items()
         }
         lines: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, each in enumerate(self.replay.rounds, 1):
-            for message in each.messages:
+        for index, messages in enumerate(self.replay.rounds, 1):
+            for message in messages:
                 if not tree.chunks or set(message.chunks) & set(tree.chunks):
                     lines[message.sender, message.receiver].append(index)
         drawn = []
@@ -354,9 +342,3 @@ class Picture:
     def _wrapped(self, lines: Sequence[str]) -> Iterator[str]:
         for line in lines:
             yield from textwrap.wrap(line, round(self.width - 24) // 7)
-
-    def _foot(self, y: float) -> list[str]:
-        return [
-            f'<text class="{name}" x="12" y="{y + 17 * i:g}" font-size="11">{escape(line)}</text>'
-            for i, (name, line) in enumerate(self._notes())
-        ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from pycoll._drawing.rounds import Delivery, Replay, Value
+from pycoll._drawing.rounds import READABLE, Delivery, Replay, Value
 from pycoll._drawing.shape import phases
 
 WIDTH = 100
@@ -21,26 +22,19 @@ MASKED = 9
 
 def draw(replay: Replay) -> str:
     """Draw all rounds."""
-    program = replay.program
     begins = dict(phases(replay))
     table = _Table(replay)
-    lines = [headline(replay), cost_line(replay), *_legend(replay), ""]
-    lines += table.heads()
-    lines += table.rows("start", replay.start, frozenset(), 0)
-    for number, each in enumerate(replay.rounds, 1):
+    lines = [headline(replay), cost_line(replay), *_legend(replay)]
+    if replay.states[0]:
+        lines += ["", table.heads(), "start", *table.rows(0)]
+    for number, messages in enumerate(replay.rounds, 1):
         phase = f", {begins[number]} begins" if number in begins else ""
-        lines += ["", f"round {number}{phase}"]
-        lines += _messages(replay, each.messages)
-        lines += table.rows("", each.holds, each.changed, number)
+        lines += ["", f"round {number}{phase}", *_messages(replay, messages), *table.rows(number)]
     if replay.stuck:
         lines += ["", "nothing moves any more; these messages wait:"]
         lines += _messages(replay, replay.stuck)
     if replay.fault is not None:
-        lines += ["", *(f"WRONG: {line}" for line in str(replay.fault).splitlines()[:1])]
-        lines += str(replay.fault).splitlines()[1:]
-        lines += [f"  {line}" for line in flaws(replay)]
-    elif program.size == 1:
-        lines += ["", "one rank has nothing to exchange"]
+        lines += ["", f"WRONG: {replay.fault}", *(f"  {line}" for line in flaws(replay))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -57,16 +51,18 @@ def headline(replay: Replay) -> str:
 
 def cost_line(replay: Replay) -> str:
     """Say what it takes: rounds, messages, and bytes in S, as in docs/algorithms.md."""
-    program = replay.program
-    said = f"{_count(len(replay.rounds), 'round')}, {_count(replay.num_messages, 'message')}"
-    if program.algorithm.collective == "barrier":
+    sent, received = Counter[int](), Counter[int]()
+    messages = [message for each in replay.rounds for message in each]
+    for message in messages:
+        sent[message.sender] += len(message.chunks)
+        received[message.receiver] += len(message.chunks)
+    said = f"{_count(len(replay.rounds), 'round')}, {_count(len(messages), 'message')}"
+    if replay.collective == "barrier":
         return said
-    blocks = program.algorithm.collective in _BLOCKS
-    whole = {"all_to_all": program.size, "exscan": 1}.get(
-        program.algorithm.collective, program.chunks
-    )
-    meaning = "all blocks together" if blocks else "one rank's value"
-    share = f"{replay.load() / whole:.3g} S"
+    whole = {"all_to_all": replay.program.size, "exscan": 1}
+    load = max(0, *sent.values(), *received.values()) if messages else 0
+    share = f"{load / whole.get(replay.collective, replay.program.chunks):.3g} S"
+    meaning = "all blocks together" if replay.collective in _BLOCKS else "one rank's value"
     return f"{said}; the busiest rank sends or receives {share} (S: {meaning})"
 
 
@@ -74,7 +70,7 @@ def flaws(replay: Replay) -> list[str]:
     """Say where it shows that an algorithm is wrong."""
     names = replay.rows()
     said = [
-        f"{_when(flaw.round, replay)}, rank {flaw.rank}, {names[flaw.chunk]}: {flaw.what}"
+        f"{_when(flaw.round)}, rank {flaw.rank}, {names[flaw.chunk]}: {flaw.what}"
         for flaw in replay.flaws[:FLAWS]
     ]
     more = len(replay.flaws) - FLAWS
@@ -85,24 +81,30 @@ _BLOCKS = frozenset({"gather", "all_gather", "scatter", "reduce_scatter", "all_t
 
 
 def _legend(replay: Replay) -> list[str]:
-    program = replay.program
+    hosts = replay.program.hosts
     lines = [
-        f"host {host}: ranks {ranges(rank for rank, on in enumerate(program.hosts) if on == host)}"
-        for host in sorted(set(program.hosts))
-        if len(set(program.hosts)) > 1
+        f"host {host}: ranks {ranges(rank for rank, on in enumerate(hosts) if on == host)}"
+        for host in sorted(set(hosts))
+        if len(set(hosts)) > 1
     ]
-    if replay.reduces:
-        lines.append("a chunk shows whose contributions are in it; [ ]: it has changed")
-    else:
-        what = "whose data is in it"
-        if program.algorithm.collective in ("broadcast", "scatter"):
-            what = "which piece of the root's value is in it"
-        if program.algorithm.collective == "scatter":
-            what = "for whom the block in it is"
-        if program.algorithm.collective == "all_to_all":
-            what = "from whom, and for whom, the block in it is"
-        lines.append(f"a chunk shows {what}; [ ]: it has changed")
-    return [*lines, "a round: each rank sends at most one message and receives at most one"]
+    if not replay.states[0]:
+        return [*lines, f"more than {READABLE} ranks: the messages only, not the chunks", _ROUND]
+    what = "whose contributions are in it" if replay.reduces else "whose data is in it"
+    what = _SHOWN.get(replay.collective, what)
+    return [
+        *lines,
+        f"a chunk shows {what}; [ ]: it has changed",
+        _ROUND,
+    ]
+
+
+_ROUND = "a round: each rank sends at most one message and receives at most one"
+
+_SHOWN = {
+    "broadcast": "which piece of the root's value is in it",
+    "scatter": "for whom the block in it is",
+    "all_to_all": "from whom, and for whom, the block in it is",
+}
 
 
 class _Table:
@@ -111,35 +113,30 @@ class _Table:
     def __init__(self, replay: Replay) -> None:
         self._replay = replay
         self._names = replay.rows()
-        states = [replay.start, *(each.holds for each in replay.rounds)]
-        cells = {self.cell(value) for holds in states for held in holds for value in held.values()}
-        self._width = max(len(f"rank {replay.program.size - 1}"), *map(len, cells), 1)
-        self._marked = {(flaw.round, flaw.rank, flaw.chunk) for flaw in replay.flaws}
+        values = [value for holds in replay.states for held in holds for value in held.values()]
+        self._width = max(
+            len(f"rank {replay.program.size - 1}"), 0, *map(len, map(self.cell, values))
+        )
 
-    def heads(self) -> list[str]:
+    def heads(self) -> str:
         """The line above all."""
         ranks = range(self._replay.program.size)
-        return [self._line("", [f" {f'rank {rank}':<{self._width}} " for rank in ranks])]
+        return self._line("", [f" {f'rank {rank}':<{self._width}} " for rank in ranks])
 
-    def rows(
-        self,
-        first: str,
-        holds: Sequence[Mapping[int, Value]],
-        changed: frozenset[tuple[int, int]],
-        number: int,
-    ) -> list[str]:
-        """What all ranks hold."""
-        lines = [first] if first else []
+    def rows(self, number: int) -> Iterator[str]:
+        """What all ranks hold after a round; nothing if they are too many."""
+        replay = self._replay
+        if not replay.states[0]:
+            return
+        changed = replay.changed(number)
+        wrong = {(flaw.rank, flaw.chunk) for flaw in replay.flaws if flaw.round == number}
         for chunk, name in enumerate(self._names):
             cells = []
-            for rank, held in enumerate(holds):
-                text = self.cell(held.get(chunk))
-                left, right = "[]" if (rank, chunk) in changed else "  "
-                if (number, rank, chunk) in self._marked:
-                    left, right = "!!"
+            for rank, held in enumerate(replay.states[number]):
+                place, text = (rank, chunk), self.cell(held.get(chunk))
+                left, right = "!!" if place in wrong else "[]" if place in changed else "  "
                 cells.append(f"{left}{text}{right}{' ' * (self._width - len(text))}")
-            lines.append(self._line(name, cells))
-        return lines
+            yield self._line(name, cells)
 
     def _line(self, name: str, cells: Sequence[str]) -> str:
         hosts = self._replay.program.hosts
@@ -154,7 +151,7 @@ class _Table:
         replay, size = self._replay, self._replay.program.size
         if not value:
             return "-"
-        if replay.program.algorithm.collective == "all_to_all":
+        if replay.collective == "all_to_all":
             return " ".join(f"{rank}>{to}" for rank, to in sorted(value))
         owners = sorted({replay.owner(part) for part in value})
         if not replay.reduces:
@@ -196,9 +193,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(runs)
 
 
-def _when(number: int, replay: Replay) -> str:
-    if number > len(replay.rounds):
-        return "after the last round"
+def _when(number: int) -> str:
     return f"round {number}" if number else "before the first round"
 
 

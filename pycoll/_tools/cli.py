@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -38,6 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: status 2 if the arguments make no sense, after saying so on stderr.
     """
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Who reads, as `head`, has enough. Nor may the interpreter complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in _NOT_YET:
         command, instead = argv[0], _NOT_YET[argv[0]]

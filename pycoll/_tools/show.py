@@ -81,8 +81,8 @@ def main(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: an option makes no sense.
     """
+    from pycoll._drawing.rounds import READABLE
     from pycoll._drawing.show import show
-    from pycoll._drawing.svg import READABLE
     from pycoll.errors import ProofError
 
     hosts = hosts_of(arguments.hosts, arguments.size)
@@ -98,8 +98,8 @@ def main(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.size > READABLE:
         print(
-            f"pycoll show: up to {READABLE} ranks are readable; with {arguments.size} pictures "
-            "have the messages, but not the chunks",
+            f"pycoll show: up to {READABLE} ranks are readable; of {arguments.size} only the "
+            "messages are drawn, not the chunks",
             file=sys.stderr,
         )
     for path, drawn in ((arguments.svg, "svg"), (arguments.html, "html")):

@@ -95,11 +95,11 @@ def compare(seed: int) -> None:
     assert replay.stuck == ()
     values = sequential(events, size, chunks)
     waiting = set(range(len(events)))
-    for each in replay.rounds:
-        for ends in ([m.sender for m in each.messages], [m.receiver for m in each.messages]):
+    for each, holds in zip(replay.rounds, replay.states[1:], strict=True):
+        for ends in ([m.sender for m in each], [m.receiver for m in each]):
             assert len(set(ends)) == len(ends) > 0
         gone = set(range(len(events))) - waiting
-        for message in each.messages:
+        for message in each:
             assert message.chunks == message.into
             event = (message.sender, message.receiver, message.chunks, message.combines)
             # Of two alike in a row either may be the first: they carry the same.
@@ -111,7 +111,7 @@ def compare(seed: int) -> None:
                 earlier[chunk] for chunk in message.chunks
             ]
         gone = set(range(len(events))) - waiting
-        for rank, held in enumerate(each.holds):
+        for rank, held in enumerate(holds):
             writes = applied(events, rank, gone)
             for chunk, value in held.items():
                 wanted = values[rank][chunk][writes[chunk]]
@@ -142,7 +142,7 @@ def test_a_right_algorithm_has_no_flaw_and_sends_all_its_messages(algorithm: Alg
             for step in steps_of(algorithm, rank, size, root, hosts)
             if isinstance(step, Send)
         ]
-        drawn = [(m.sender, m.receiver, m.chunks) for each in replay.rounds for m in each.messages]
+        drawn = [(m.sender, m.receiver, m.chunks) for each in replay.rounds for m in each]
         assert sorted(drawn) == sorted(sends)
 
 
@@ -236,7 +236,7 @@ def test_messages_that_never_travel_are_stuck() -> None:
     replay = Replay(own("broadcast", 1, unheard), 3, 0, None)
     assert "rank 2 has no Recv" in str(replay.fault)
     assert [tuple(message) for message in replay.stuck] == [(0, 2, (0,), (), False)]
-    assert [len(each.messages) for each in replay.rounds] == [1]
+    assert [len(each) for each in replay.rounds] == [1]
 
 
 def test_a_step_that_names_no_rank_cannot_be_drawn() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -156,7 +158,22 @@ def test_many_ranks_are_drawn_with_a_word_about_what_is_readable(
     assert main(["show", "barrier", "dissemination", "-n", "40", "--svg", str(picture)]) == 0
     printed = capsys.readouterr()
     assert printed.err == (
-        "pycoll show: up to 16 ranks are readable; with 40 pictures have the messages, but not the "
+        "pycoll show: up to 16 ranks are readable; of 40 only the messages are drawn, not the "
         "chunks\n"
     )
     assert picture.read_text(encoding="utf-8").count("data-from") == 40 * 6
+    assert main(["show", "barrier", "dissemination", "-n", "40"]) == 0
+    text = capsys.readouterr().out
+    assert "\nround 6\n  0>32 +; 1>33 +; " in text
+    assert "chunk 0" not in text
+
+
+def test_who_reads_the_beginning_only_sees_no_traceback() -> None:
+    command = [sys.executable, "-m", "pycoll._tools.cli", "show", "all_reduce", "ring", "-n", "16"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as shown:
+        assert shown.stdout is not None
+        assert shown.stderr is not None
+        assert shown.stdout.readline() == b"all_reduce ring on 16 ranks\n"
+        shown.stdout.close()
+        assert shown.stderr.read() == b""
+        assert shown.wait(60) == 128 + 13
