@@ -6,11 +6,12 @@ import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from example_runs import EXAMPLES, PYCOLL_RUN, run, run_example
 
-from pycoll.parallel import PIPELINE_SCHEDULES
+from pycoll.parallel import PIPELINE_SCHEDULES, prove_pipeline
 
 diagrams = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "parallel/pipeline_diagrams.py")))
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,36 @@ def test_the_times_of_the_page_are_those_of_the_schedules() -> None:
                 times = diagrams.time_pipeline(name, 4, 16, v, costs=costs, message=message)
                 took = max(line[-1].end - line[0].start for line in times)
                 assert took == pytest.approx(float(time), abs=0.05), name
+
+
+def test_the_formulas_of_the_page_are_those_of_the_schedules() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| `?([^|`]+)`? \| `([^`]+)`.* \| [A-Z]", PAGE, re.M)
+    assert [name for name, *_ in rows] == list(PIPELINE_SCHEDULES)
+    for name, idle, held in rows:
+        _, _, holds, bubble, many = PIPELINE_SCHEDULES[name]
+        assert holds is not None
+        assert bubble is not None
+        for p, m, v in ((4, 8, 2 if many else 1), (2, 12, 3 if many else 1), (5, 10, 1)):
+            numbers = dict(p=p, m=m, v=v)
+            assert value(idle, **numbers) == pytest.approx(bubble(p, m, v))
+            for r in range(p):
+                assert min(m * v, value(held, r=r, **numbers)) == holds(r, p, m, v)
+
+
+def value(formula: str, **numbers: int) -> Any:
+    """Of a formula as mathematicians write it: m v is a product."""
+    return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula), {}, numbers)
+
+
+def test_what_the_page_shows_of_the_program_are_bytes_by_formula_and_proved_numbers() -> None:
+    (_, shown) = re.findall(r"```console\n\$ (.*?)\n(.*?)```", PAGE, re.S)[1]
+    rows = [re.split("  +", line) for line in shown.splitlines()[3:]]
+    assert [row[0] for row in rows] == list(PIPELINE_SCHEDULES)
+    for name, _, _, sent, held in rows:
+        v = 2 if name == "interleaved" else 1
+        assert int(sent) == value("2 (p v - 1) b", p=4, v=v, b=8 * 32 * 64)
+        numbers = [int(each) for each in held.split(" (")[0].split()]
+        assert numbers == list(prove_pipeline(name, 4, 8, v).held)
 
 
 def test_the_program_of_the_page_prints_what_it_shows(tmp_path: Path) -> None:
