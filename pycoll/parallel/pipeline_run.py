@@ -86,11 +86,9 @@ def run_pipeline(
     split = any(action.kind == "W" for action in program)
     if split and weights is None:
         raise ValueError("this schedule computes gradients of weights (W) apart: pass weights=")
-    for function in (forward, backward, weights):
-        if not (callable(function) or function is weights is None):
-            raise TypeError(
-                f"{function!r} cannot be called: forward, backward, weights are functions"
-            )
+    for function in (forward, backward, *(() if weights is None else (weights,))):
+        if not callable(function):
+            raise TypeError(f"{function!r} cannot be called: forward, backward and weights can")
     coming = deque(into for a in program if (into := messages(a, comm.rank, comm.size, chunks)[0]))
     arriving: deque[Request[Any]] = deque()
     leaving: deque[Request[None]] = deque()

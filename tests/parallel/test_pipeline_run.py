@@ -216,6 +216,18 @@ def test_what_a_function_raises_says_which_action_it_was(ranks: Any) -> None:
             with comm.sub([comm.rank]) as alone, refusal as refused:
                 run_pipeline(alone, name, 2, function, lambda action, saved, dy: None)
             files += [frame.filename for frame in traceback.extract_tb(refused.tb)]
+        for call, error in (
+            (lambda: run_pipeline(None, "gpipe", 2, forward, forward), "comm is a communicator"),
+            (lambda: run_pipeline(comm, "gpipe", 2, None, forward), "None cannot be called"),
+            (lambda: run_pipeline(comm, "gpipe", 2, forward, 3), "3 cannot be called"),
+            (lambda: run_pipeline(comm, "gpipe", 2, forward, forward, 3), "3 cannot be called"),
+            (lambda: run_pipeline(comm, "gpipe", 2.0, forward, forward), "micro_batches is an int"),
+            (lambda: run_pipeline(comm, "gpipe", 0, forward, forward), "micro_batches is 0"),
+            (lambda: run_pipeline(comm, "1f1b", 2, forward, forward, ahead=0), "ahead is 0"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=error) as refused:
+                call()
+            files += [frame.filename for frame in traceback.extract_tb(refused.tb)]
         return caught.value.__notes__, files
 
     for notes, files in ranks(program):
