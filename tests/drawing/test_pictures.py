@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from html import unescape
@@ -181,3 +183,12 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         show("all_reduce", "tree", 4, hosts=[0, 0, 1])
     with pytest.raises(TypeError, match="size is an int"):
         show("all_reduce", "tree", 2.5)  # type: ignore[arg-type]
+
+
+def test_nobody_who_does_not_draw_imports_what_draws() -> None:
+    program = (
+        "import sys, pycoll, pycoll.schedules, pycoll.simulate, pycoll._tools.cli\n"
+        "with pycoll.init() as comm: comm.all_reduce(1)\n"
+        "sys.exit(any('_drawing' in name for name in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -18,19 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_FUNCTIONS = 15
 
 
-def check(picture: str) -> None:
-    command = [sys.executable, ROOT / "docs/draw_house.py", picture, "--check"]
+def check(*words: str) -> None:
+    command = [sys.executable, ROOT / "docs" / words[0], *words[1:], "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_picture_of_the_packages_is_up_to_date() -> None:
-    check("house")
+    check("draw_house.py", "house")
 
 
 @exhaustive
 def test_the_picture_of_a_bytes_way_is_up_to_date() -> None:
-    check("way")
+    check("draw_house.py", "way")
 
 
 def test_few_functions_stand_between_a_call_and_the_socket() -> None:
@@ -57,6 +57,10 @@ def test_each_picture_of_an_algorithm_is_what_the_command_below_it_makes(
         made = (tmp_path / name).read_text(encoding="utf-8")
         drawn = (ROOT / "docs/pictures" / name).read_text(encoding="utf-8")
         assert made == drawn, f"pycoll {command} --svg docs/pictures/{name}"
+
+
+def test_the_gallery_has_every_algorithm_as_it_is() -> None:
+    check("draw_gallery.py")
 
 
 def test_the_page_of_drawings_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
