@@ -6,28 +6,35 @@ Each rank has a block of the queries, keys and values. The keys and values go ro
 rank attends to the block it has while the next one arrives, and merges what it finds with what it
 had, by the running maximum and sum of the softmax. No rank ever has more than two blocks of them.
 The result, and the gradients, are those of attention over the whole sequence but for rounding,
-which the program checks. Source: Liu et al. 2023, Ring Attention with Blockwise Transformers.
+which the program checks; and it counts bytes. transformer.py uses it as its context axis. Source:
+Liu et al. 2023, Ring Attention with Blockwise Transformers.
 """
 
 import argparse
+import itertools
 import math
 
 import torch
 
 import pycoll
+from pycoll.parallel import bounds
 
 
-def scores_of(q, k, query_block, key_block):
-    """Return q · k / sqrt(width), (batch, heads, queries, keys); -inf where a key is later."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if query_block == key_block:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    return scores
+def ring_attention(q, k, v, comm):
+    """Return causal attention of this rank's queries to all keys up to theirs. Collective.
+
+    q, k and v are (batch, heads, length, width), floating-point numbers of one shape: this rank's
+    block of the sequence, in the order of the ranks. The lengths of the ranks may differ.
+    """
+    if q.dim() != 4 or q.shape[2] == 0 or not q.shape == k.shape == v.shape:
+        raise ValueError(f"blocks of shapes {[tuple(x.shape) for x in (q, k, v)]}")
+    if not (q.is_floating_point() and q.dtype == k.dtype == v.dtype):
+        raise TypeError(f"blocks of {q.dtype}, {k.dtype} and {v.dtype}")
+    return RingAttention.apply(q, k, v, comm)
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention; q, k and v are this rank's (batch, heads, length / size, width)."""
+    """The forward of ring_attention, and its backward."""
 
     @staticmethod
     def forward(ctx, q, k, v, comm):
@@ -56,8 +63,7 @@ class RingAttention(torch.autograd.Function):
         comm, scale = ctx.comm, 1 / math.sqrt(q.shape[-1])
         inner = (g * out).sum(-1, keepdim=True)
         dq = torch.zeros_like(q)
-        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        travelling = torch.zeros(2, *k.shape, dtype=k.dtype)
+        travelling = torch.zeros_like(torch.stack([k, v]))
         for block, (kb, vb) in round_the_ring(comm, torch.stack([k, v])):
             if block <= comm.rank:
                 weights = torch.exp(scores_of(q, kb, comm.rank, block) - log_total[..., None])
@@ -66,13 +72,28 @@ class RingAttention(torch.autograd.Function):
                 travelling[0] += of_scores.transpose(-1, -2) @ q
                 travelling[1] += weights.transpose(-1, -2) @ g
             # The gradients follow their block; after the last step they are where it began.
-            travelling = comm.sendrecv(travelling, right, left, sendtag=1, recvtag=1)
+            if comm.size > 1:
+                travelling = comm.sendrecv(travelling, *neighbors(comm), sendtag=1, recvtag=1)
         return dq, travelling[0], travelling[1], None
+
+
+def scores_of(q, k, query_block, key_block):
+    """Return q · k / sqrt(width), (batch, heads, queries, keys); -inf where a key is later."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if query_block == key_block:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores
+
+
+def neighbors(comm):
+    """Return the ranks on the right and on the left."""
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
 def round_the_ring(comm, mine):
     """Yield (whose it is, block) for each rank's block; the next one travels meanwhile."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    right, left = neighbors(comm)
     for step in range(comm.size):
         moving = []
         if step < comm.size - 1:
@@ -83,44 +104,50 @@ def round_the_ring(comm, mine):
             moving[1].wait()
 
 
-def whole_attention(q, k, v):
-    """Causal attention on one rank."""
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
 def compare(comm, length, batch=2, heads=2, width=8, seed=1):
-    """Return the largest difference from attention on one rank, of results and gradients."""
+    """Compare with attention on one rank.
+
+    Returns the largest difference, of results and gradients, and the bytes that all ranks sent in
+    the forward and in the backward.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, heads, length, width)
     q, k, v, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = whole_attention(*whole)
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
     expected.backward(g)
 
-    block = length // comm.size
-    mine = slice(comm.rank * block, (comm.rank + 1) * block)
+    mine = bounds(length, comm.rank, comm.size)
     parts = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
-    out = RingAttention.apply(*parts, comm)
+    sent = [comm.counters().sent_bytes.sum()]
+    out = ring_attention(*parts, comm)
+    sent.append(comm.counters().sent_bytes.sum())
     out.backward(g[:, :, mine])
+    sent.append(comm.counters().sent_bytes.sum())
     pairs = [(out, expected), *((part.grad, x.grad) for part, x in zip(parts, whole, strict=True))]
     worst = max(float((got - x[:, :, mine]).detach().abs().max()) for got, x in pairs)
-    return comm.all_reduce(worst, "max")
+    forward, backward = (comm.all_reduce(int(b - a)) for a, b in itertools.pairwise(sent))
+    return comm.all_reduce(worst, "max"), forward, backward
 
 
 def main():
-    """Compare with one rank, and say what a rank would hold and send."""
+    """Compare with one rank, and say what ranks hold and send."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=256, help="tokens, a multiple of the ranks")
+    parser.add_argument("--length", type=int, default=256, help="tokens, at least one a rank")
     length = parser.parse_args().length
     torch.set_num_threads(1)
     with pycoll.init() as comm:
-        if length < 1 or length % comm.size:
-            raise SystemExit(f"--length must be a positive multiple of {comm.size}")
-        worst = compare(comm, length)
+        if length < comm.size:
+            raise SystemExit(f"--length must be at least {comm.size}")
+        worst, forward, backward = compare(comm, length)
         if comm.rank == 0:
-            block = length // comm.size
-            print(f"{length} tokens on {comm.size} ranks, {block} each")
+            many, block = comm.size, -(-length // comm.size)
+            print(f"{length} tokens on {many} ranks, {block} each at most")
             print(f"scores held at a time: {block} x {block}, in place of {length} x {length}")
+            kv = 2 * 2 * 2 * length * 8 * 8  # bytes of (k and v, batch, heads, length, width)
+            forth, both = (many - 1) * kv, (2 * many - 1) * kv * (many > 1)
+            print(f"bytes sent by all, forward: {forward:,}; (N - 1) K is {forth:,}")
+            print(f"bytes sent by all, backward: {backward:,}; (N - 1) K + N K is {both:,}")
             print(f"largest difference from attention on one rank: {worst:.1e}")
     if not worst < 1e-12:
         raise SystemExit(1)

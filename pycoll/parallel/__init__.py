@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pycoll.parallel.pipeline import *  # noqa: F403
     from pycoll.parallel.pipeline_proof import *  # noqa: F403
     from pycoll.parallel.pipeline_run import *  # noqa: F403
-    from pycoll.parallel.stragglers import *  # noqa: F403
     from pycoll.parallel.tensor import *  # noqa: F403
     from pycoll.parallel.zero import *  # noqa: F403
 
@@ -26,9 +25,7 @@ _NAMES = {
     "pipeline": "Action PIPELINE_SCHEDULES PipelineSchedule",
     "pipeline_proof": "prove_pipeline",
     "pipeline_run": "PipelineRun TimedAction run_pipeline",
-    "stragglers": "Clock Stragglers find_stragglers",
-    "tensor": "bounds cut join copy_to reduce_from gather_sequence reduce_scatter_sequence"
-    " column_linear row_linear vocabulary_embedding vocabulary_cross_entropy",
+    "tensor": "bounds copy_to reduce_from column_linear row_linear",
     "zero": "ShardedOptimizer",
 }
 """The public names by the file of this package that has them."""

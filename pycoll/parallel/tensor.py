@@ -9,13 +9,12 @@ section 3):
         x ───── f ─────┤                    ├─ g ── y
                        └ x A₂ ─ gelu ─ · B₂ ┘            g: forward all_reduce, backward nothing
 
-With ``sequence=True`` also the layers around such a pair (layer norm, dropout) are cut, by the
-sequence: each rank has ``sequence / size`` of it there (Korthikanti et al. 2022, section 4.2.2).
-Then f is an all_gather, whose backward is a reduce_scatter, and g the reverse of that; an
-all_reduce costs as much as both, so no more bytes move, and a rank keeps 1/size of the activations.
+With ``sequence=True`` each rank has a part of the sequence outside of such pairs, where layer norm
+is (Korthikanti et al. 2022, section 4.2.2). Then f is an all_gather, whose backward is a
+reduce_scatter, and g the reverse of that; an all_reduce costs as much as both.
 
-Every function is collective over `comm`, forward and backward. Widths and vocabularies need not be
-divisible by the number of ranks; a sequence that is cut must be.
+All of it is collective over `comm`, forward and backward. Widths need not be divisible by the
+number of ranks; a sequence that is cut must be. What does not fit is a TypeError or a ValueError.
 """
 
 from __future__ import annotations
@@ -30,98 +29,47 @@ from pycoll import Communicator
 from pycoll._support.public_edge import edge
 
 
+@edge
 def bounds(count: int, part: int, parts: int) -> slice:
     """The `part`-th of `parts` slices of ``range(count)``, whose lengths differ by at most 1."""
+    if count < 0 or not 0 <= part < parts:
+        raise ValueError(f"{count} things in {parts} parts have no part {part}")
     return slice(count * part // parts, count * (part + 1) // parts)
 
 
 @edge
-def cut(whole: Tensor, axis: int | None, comm: Communicator) -> Tensor:
-    """Return a copy of this rank's part of a whole tensor, cut along `axis`; of all, if None.
+def copy_to(x: Tensor, comm: Communicator, *, sequence: bool = False) -> Tensor:
+    """f: `x`, the same on all ranks; or, if `sequence`, the whole of which each rank has a part.
 
-    Raises:
-        ValueError: there are fewer of that axis than ranks.
+    A weight that each rank uses for its part of the result passes it, too: gradients are summed.
     """
-    if axis is None:
-        return whole.clone()
-    count = whole.shape[axis]
-    if count < comm.size:
-        raise ValueError(f"an axis of length {count} cannot be cut for {comm.size} ranks")
-    mine = bounds(count, comm.rank, comm.size)
-    return whole.narrow(axis, mine.start, mine.stop - mine.start).clone()
+    _check(comm, x)
+    there, back = (_gather, _scatter) if sequence else (_nothing, _sum)
+    return _Conjugate.apply(x, comm, there, back) if comm.size > 1 else x
 
 
 @edge
-def join(part: Tensor, axis: int | None, comm: Communicator) -> Tensor:
-    """Return the whole tensor, on every rank: the reverse of `cut`."""
-    if axis is None or comm.size == 1:
-        return part
-    return torch.cat(comm.all_gatherv(part.contiguous()), dim=axis)
-
-
-@edge
-def copy_to(x: Tensor, comm: Communicator) -> Tensor:
-    """f: each rank goes on with `x`; backward, the gradients of the ranks are summed.
-
-    Cost: backward all_reduce of x: 2 (size - 1) / size bytes of it sent by each rank.
-    """
-    return _Copy.apply(x, comm) if comm.size > 1 else x
-
-
-@edge
-def reduce_from(x: Tensor, comm: Communicator) -> Tensor:
-    """g: the sum of the ranks' `x`; backward, each has the gradient of the sum.
-
-    Cost: forward all_reduce of x.
-    """
-    return _Reduce.apply(x, comm) if comm.size > 1 else x
-
-
-@edge
-def gather_sequence(x: Tensor, comm: Communicator) -> Tensor:
-    """F with sequence parallelism: the whole sequence; backward, summed gradients of this part.
-
-    Args:
-        x: ``(sequence / size, ...)``.
-
-    Cost: all_gather, backward reduce_scatter: each (size - 1) / size of the whole's bytes.
-    """
-    return _Gather.apply(x, comm) if comm.size > 1 else x
-
-
-@edge
-def reduce_scatter_sequence(x: Tensor, comm: Communicator) -> Tensor:
-    """G with sequence parallelism: this rank's part of the sum of the ranks' `x`.
-
-    Args:
-        x: ``(sequence, ...)``.
-
-    Cost: reduce_scatter, backward all_gather.
-
-    Raises:
-        ValueError: the sequence is not divisible by the number of ranks.
-    """
-    _pieces(x, comm)
-    return _ReduceScatter.apply(x, comm) if comm.size > 1 else x
+def reduce_from(x: Tensor, comm: Communicator, *, sequence: bool = False) -> Tensor:
+    """g: the sum of the ranks' `x`; if `sequence`, this rank's part of it."""
+    _check(comm, x)
+    if sequence:
+        _pieces(x, comm)
+    there, back = (_scatter, _gather) if sequence else (_sum, _nothing)
+    return _Conjugate.apply(x, comm, there, back) if comm.size > 1 else x
 
 
 @edge
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, *, sequence: bool = False
 ) -> Tensor:
-    """This rank's columns of ``x @ whole.T + bias``: f, then a linear layer cut by its outputs.
-
-    Backward, what f does goes on behind the matrix product for the weight.
+    """f, then a linear layer cut by its outputs: this rank's columns of ``x @ whole.T + bias``.
 
     Args:
         x: ``(sequence, batch, inputs)``, the same on all ranks; this rank's part of the sequence
             if `sequence`. Then it alone is kept for the backward, which gathers the whole again.
-        weight: ``cut(whole, 0, comm)``: ``(outputs / size, inputs)``.
-        bias: ``cut(whole_bias, 0, comm)`` or None.
-
-    Returns:
-        ``(sequence, batch, outputs / size)``.
+        weight: ``(outputs / size, inputs)``, this rank's rows of the whole. So is `bias`, or None.
     """
+    _check_linear(x, weight, bias, comm)
     y: Tensor = _Column.apply(x, weight, comm, sequence)
     return y if bias is None else y + bias
 
@@ -136,126 +84,76 @@ def row_linear(
     sequence: bool = False,
     chunks: int = 1,
 ) -> Tensor:
-    """``whole_x @ whole.T + bias``, where each rank has some of the inputs: a linear layer, then g.
+    """A linear layer cut by its inputs, then g: ``whole_x @ whole.T + bias``.
 
     Args:
         x: ``(sequence, batch, inputs / size)``, as `column_linear` returns it.
-        weight: ``cut(whole, 1, comm)``: ``(outputs, inputs / size)``.
-        bias: the whole one, added after the sum; or None. With `sequence` its gradient is that of
-            this rank's part of the sequence: sum it over the ranks.
+        weight: ``(outputs, inputs / size)``.
+        bias: the whole one, or None.
         chunks: the product is computed in so many parts, along the sequence. The sum of one goes
             on while the next is computed.
-
-    Returns:
-        ``(sequence, batch, outputs)``; this rank's part of the sequence if `sequence`.
-
-    Raises:
-        ValueError: chunks is less than 1, or `sequence` and the sequence is not divisible by the
-            number of ranks.
     """
-    if chunks < 1:
-        raise ValueError(f"chunks must be at least 1, not {chunks}")
+    _check_linear(x, weight, bias, comm)
+    if chunks < 1 or not isinstance(chunks, int):
+        raise ValueError(f"chunks is an integer of at least 1, not {chunks}")
     if sequence:
         _pieces(x, comm)
+        bias = None if bias is None else copy_to(bias, comm)
     y: Tensor = _Row.apply(x, weight, comm, sequence, chunks)
     return y if bias is None else y + bias
 
 
-@edge
-def vocabulary_embedding(
-    tokens: Tensor, table: Tensor, vocabulary: int, comm: Communicator, *, sequence: bool = False
-) -> Tensor:
-    """The rows of a table of which each rank has a part: ``whole[tokens]``, then g.
-
-    Args:
-        tokens: integers below `vocabulary`, ``(sequence, batch)``, the same on all ranks.
-        table: ``cut(whole, 0, comm)``.
-
-    Returns:
-        ``(sequence, batch, width)``; this rank's part of the sequence if `sequence`.
-    """
-    elsewhere, local = _local(tokens, vocabulary, comm)
-    rows = functional.embedding(local, table).masked_fill(elsewhere[..., None], 0.0)
-    return reduce_scatter_sequence(rows, comm) if sequence else reduce_from(rows, comm)
+def _check(comm: Any, *tensors: Any) -> None:
+    if not hasattr(comm, "all_reduce"):
+        raise TypeError(f"comm is a communicator, not {type(comm).__name__}")
+    for x in tensors:
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        if not isinstance(x, Tensor) or x.dtype != tensors[0].dtype or not x.is_floating_point():
+            raise TypeError(f"tensors of one floating-point dtype are needed, not {kind}")
 
 
-@edge
-def vocabulary_cross_entropy(
-    logits: Tensor, targets: Tensor, vocabulary: int, comm: Communicator
-) -> Tensor:
-    """-log softmax(whole logits)[targets], of logits of which each rank has some columns.
-
-    Three numbers for each token are reduced, instead of its whole row of logits.
-
-    Args:
-        logits: ``(..., vocabulary / size)``, as `column_linear` returns it.
-        targets: integers below `vocabulary`, ``(...)``.
-
-    Returns:
-        One loss for each token, ``(...)``, the same on all ranks.
-    """
-    return _CrossEntropy.apply(logits, targets, vocabulary, comm)
-
-
-def _local(tokens: Tensor, vocabulary: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Return where tokens are other ranks', and the rows of the others in this rank's part."""
-    mine = bounds(vocabulary, comm.rank, comm.size)
-    elsewhere = (tokens < mine.start) | (tokens >= mine.stop)
-    return elsewhere, (tokens - mine.start).masked_fill(elsewhere, 0)
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator) -> None:
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    _check(comm, *tensors)
+    fits = x.dim() > 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ValueError(f"shapes do not fit: {', '.join(str(tuple(t.shape)) for t in tensors)}")
 
 
 def _pieces(x: Tensor, comm: Communicator) -> Tensor:
     """View a whole sequence as the parts of all ranks."""
-    if x.shape[0] % comm.size:
-        raise ValueError(f"a sequence of {x.shape[0]} is not divisible by {comm.size} ranks")
+    if x.dim() == 0 or x.shape[0] % comm.size:
+        raise ValueError(f"axis 0 of {tuple(x.shape)} is not divisible by {comm.size} ranks")
     return x.reshape(comm.size, x.shape[0] // comm.size, *x.shape[1:])
 
 
-def _weight_gradient(g: Tensor, x: Tensor) -> Tensor:
-    return g.flatten(0, -2).T @ x.flatten(0, -2)
+def _nothing(x: Tensor, comm: Communicator) -> Tensor:
+    return x.view_as(x)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_reduce(g), None
+def _sum(x: Tensor, comm: Communicator) -> Tensor:
+    return comm.all_reduce(x)
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        return comm.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return g, None
+def _gather(x: Tensor, comm: Communicator) -> Tensor:
+    return comm.all_gather(x).flatten(0, 1)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return comm.all_gather(x).flatten(0, 1)
+def _scatter(x: Tensor, comm: Communicator) -> Tensor:
+    return comm.reduce_scatter(_pieces(x, comm))
+
+
+class _Conjugate(torch.autograd.Function):
+    """One function of the forward, its transpose of the backward."""
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.reduce_scatter(_pieces(g, ctx.comm)), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return comm.reduce_scatter(_pieces(x, comm))
+    def forward(ctx: Any, x: Tensor, comm: Communicator, there: Any, back: Any) -> Tensor:
+        ctx.comm, ctx.back = comm, back
+        return there(x, comm)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return ctx.comm.all_gather(g).flatten(0, 1), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(g, ctx.comm), None, None, None
 
 
 class _Column(torch.autograd.Function):
@@ -263,7 +161,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, sequence: bool) -> Tensor:
         ctx.comm, ctx.sequence = comm, sequence
         ctx.save_for_backward(x, weight)
-        return functional.linear(comm.all_gather(x).flatten(0, 1) if sequence else x, weight)
+        return functional.linear(_gather(x, comm) if sequence else x, weight)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -274,7 +172,7 @@ class _Column(torch.autograd.Function):
             x = gathering.wait().flatten(0, 1)
         else:
             summing = ctx.comm.iall_reduce(g @ weight)
-        of_weight = _weight_gradient(g, x)  # meanwhile
+        of_weight = torch.einsum("...o,...i->oi", g, x)  # meanwhile
         return summing.wait(), of_weight, None, None
 
 
@@ -283,12 +181,14 @@ class _Row(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, comm: Communicator, sequence: bool, chunks: int
     ) -> Tensor:
-        ctx.comm, ctx.sequence, ctx.chunks = comm, sequence, chunks
+        ctx.comm, ctx.sequence = comm, sequence
         ctx.save_for_backward(x, weight)
         length = x.shape[0] // comm.size if sequence else x.shape[0]
+        chunks = min(chunks, max(length, 1))
+        ctx.parts = [bounds(length, i, chunks) for i in range(chunks)]
         y = x.new_empty(length, *x.shape[1:-1], weight.shape[0])
         requests = []
-        for part in _chunks(length, chunks):
+        for part in ctx.parts:
             if sequence:  # of every rank's part of the sequence a piece
                 product = functional.linear(_pieces(x, comm)[:, part], weight)
                 requests.append(comm.ireduce_scatter(product, out=y[part]))
@@ -302,40 +202,12 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         if not ctx.sequence:
-            return g @ weight, _weight_gradient(g, x), None, None, None
-        parts = _chunks(g.shape[0], ctx.chunks)
+            return g @ weight, torch.einsum("...o,...i->oi", g, x), None, None, None
         pieces = _pieces(x, ctx.comm)
         of_pieces, of_weight = x.new_empty(pieces.shape), torch.zeros_like(weight)
-        requests = [ctx.comm.iall_gather(g[part]) for part in parts]
-        for part, request in zip(parts, requests, strict=True):
+        requests = [ctx.comm.iall_gather(g[part]) for part in ctx.parts]
+        for part, request in zip(ctx.parts, requests, strict=True):
             whole = request.wait()
             of_pieces[:, part] = whole @ weight
-            of_weight += _weight_gradient(whole, pieces[:, part])
+            of_weight += torch.einsum("...o,...i->oi", whole, pieces[:, part])
         return of_pieces.flatten(0, 1), of_weight, None, None, None
-
-
-def _chunks(length: int, chunks: int) -> list[slice]:
-    parts = [bounds(length, i, chunks) for i in range(chunks)]
-    return [part for part in parts if part.start < part.stop]
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, comm: Communicator
-    ) -> Tensor:
-        elsewhere, local = _local(targets, vocabulary, comm)
-        largest = comm.all_reduce(logits.amax(-1), "max")
-        shifted = logits - largest[..., None]
-        own = shifted.gather(-1, local[..., None])[..., 0].masked_fill(elsewhere, 0.0)
-        powers = shifted.exp()
-        total, target = comm.all_reduce(torch.stack([powers.sum(-1), own]))
-        ctx.save_for_backward(powers / total[..., None], elsewhere, local)
-        return total.log() - target
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, elsewhere, local = ctx.saved_tensors
-        hot = torch.zeros_like(probabilities)
-        hot.scatter_(-1, local[..., None], (~elsewhere)[..., None].to(hot.dtype))
-        return (probabilities - hot) * g[..., None], None, None, None

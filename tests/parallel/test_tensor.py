@@ -15,6 +15,7 @@ from tiers import sizes
 torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
+import pycoll  # noqa: E402
 from pycoll.parallel import tensor  # noqa: E402
 
 pytestmark = pytest.mark.parallel
@@ -37,9 +38,22 @@ def drawing(seed: int) -> tuple[Callable[..., Tensor], Callable[[int, int], int]
     return values, number
 
 
+def cut(whole: Tensor, axis: int | None, comm: Comm) -> Tensor:
+    if axis is None:
+        return whole.detach().clone()
+    return (
+        whole.detach()
+        .tensor_split(
+            [tensor.bounds(whole.shape[axis], i, comm.size).stop for i in range(comm.size - 1)],
+            axis,
+        )[comm.rank]
+        .clone()
+    )
+
+
 def part(whole: Tensor, axis: int | None, comm: Comm) -> Tensor:
     """This rank's part as a leaf of its own."""
-    return tensor.cut(whole.detach(), axis, comm).requires_grad_()
+    return cut(whole, axis, comm).requires_grad_()
 
 
 def check(got: Tensor, expected: Tensor) -> None:
@@ -47,22 +61,15 @@ def check(got: Tensor, expected: Tensor) -> None:
 
 
 def check_gradient(leaf: Tensor, whole: Tensor, axis: int | None, comm: Comm) -> None:
-    check(leaf.grad, tensor.cut(whole.grad, axis, comm))
+    check(leaf.grad, cut(whole.grad, axis, comm))
 
 
-@sizes(1, 2, 3)
-@pytest.mark.parametrize("axis", [None, 0, 1, 2])
-def test_what_is_cut_is_joined_again(ranks: Any, axis: int | None) -> None:
-    def program(comm: Comm) -> None:
-        whole = drawing(7)[0](5, 4, 3)
-        mine = tensor.cut(whole, axis, comm)
-        if axis is not None:
-            lengths = comm.all_gather(mine.shape[axis])
-            assert sum(lengths) == whole.shape[axis]
-            assert max(lengths) - min(lengths) <= 1
-        assert torch.equal(tensor.join(mine, axis, comm), whole)
-
-    ranks(program)
+@pytest.mark.parametrize(("count", "parts"), [(0, 1), (7, 3), (3, 5), (256, 4)])
+def test_parts_cover_everything_and_are_equal_but_for_one(count: int, parts: int) -> None:
+    cuts = [tensor.bounds(count, i, parts) for i in range(parts)]
+    assert [i for one in cuts for i in range(count)[one]] == list(range(count))
+    lengths = [one.stop - one.start for one in cuts]
+    assert max(lengths) - min(lengths) <= 1
 
 
 @sizes(2, 3)
@@ -72,15 +79,17 @@ def test_f_and_g_are_conjugate(ranks: Any) -> None:
         x, g = values(2 * comm.size, 3), values(2 * comm.size, 3).detach()
         mine, total = float(comm.rank + 1), comm.size * (comm.size + 1) / 2
         own = tensor.bounds(2 * comm.size, comm.rank, comm.size)
-        for apply, x_in, weight, y_out, x_grad in (
-            (tensor.copy_to, x, mine, x * mine, g * total),
-            (tensor.reduce_from, x, mine, x * total, g * mine),
-            (tensor.gather_sequence, x[own], mine, x * mine, g[own] * total),
-            (tensor.reduce_scatter_sequence, x, mine, x[own] * total, g * mine),
+        copy_to, reduce_from = tensor.copy_to, tensor.reduce_from
+        for apply, sequence, x_in, weight, y_out, x_grad in (
+            (copy_to, False, x, mine, x * mine, g * total),
+            (reduce_from, False, x, mine, x * total, g * mine),
+            (copy_to, True, x[own], mine, x * mine, g[own] * total),
+            (reduce_from, True, x, mine, x[own] * total, g * mine),
         ):
             leaf = x_in.detach().clone().requires_grad_()
-            before = apply in (tensor.reduce_from, tensor.reduce_scatter_sequence)
-            y = apply(leaf * weight, comm) if before else apply(leaf, comm) * weight
+            before = apply is reduce_from
+            y = apply(leaf * weight if before else leaf, comm, sequence=sequence)
+            y = y if before else y * weight
             check(y, y_out)
             y.backward(g[own] if len(y) == 2 else g)
             check(leaf.grad, x_grad)
@@ -106,10 +115,8 @@ def test_a_pair_of_linear_layers_is_that_of_one_rank(ranks: Any, sequence: bool)
         x_, w1_, b1_, w2_, b2_ = (part(whole, axis, comm) for whole, axis in cuts)
         h = functional.gelu(tensor.column_linear(x_, w1_, b1_, comm, sequence=sequence))
         y_ = tensor.row_linear(h, w2_, b2_, comm, sequence=sequence, chunks=chunks)
-        check(y_, tensor.cut(y, along, comm))
-        y_.backward(tensor.cut(g, along, comm))
-        if sequence:
-            b2_.grad = comm.all_reduce(b2_.grad)
+        check(y_, cut(y, along, comm))
+        y_.backward(cut(g, along, comm))
         for leaf, (whole, axis) in zip((x_, w1_, b1_, w2_, b2_), cuts, strict=True):
             check_gradient(leaf, whole, axis, comm)
 
@@ -136,51 +143,6 @@ def test_layers_composed_of_f_and_g_are_the_same(ranks: Any) -> None:
             check(one, other)
 
     ranks(program)
-
-
-@sizes(1, 2, 3)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_an_embedding_whose_rows_are_cut_is_the_whole_one(ranks: Any, sequence: bool) -> None:
-    def program(comm: Comm, sequence: bool, seed: int) -> None:
-        values, number = drawing(seed)
-        vocabulary, length = number(comm.size, 13), number(1, 4) * comm.size
-        table = values(vocabulary, number(1, 5))
-        tokens = torch.tensor([[number(0, vocabulary - 1)] * 2 for _ in range(length)])
-        y = functional.embedding(tokens, table)
-        g = values(*y.shape).detach()
-        y.backward(g)
-
-        along = 0 if sequence else None
-        table_ = part(table, 0, comm)
-        y_ = tensor.vocabulary_embedding(tokens, table_, vocabulary, comm, sequence=sequence)
-        check(y_, tensor.cut(y, along, comm))
-        y_.backward(tensor.cut(g, along, comm))
-        check_gradient(table_, table, 0, comm)
-
-    for seed in SEEDS:
-        ranks(program, sequence, seed)
-
-
-@sizes(1, 2, 3)
-def test_cross_entropy_of_cut_logits_is_that_of_the_whole(ranks: Any) -> None:
-    def program(comm: Comm, seed: int) -> None:
-        values, number = drawing(seed)
-        vocabulary, length, batch = number(comm.size, 13), number(1, 7), number(1, 3)
-        # So large that exp of them, or of their difference from another rank's largest, overflows.
-        logits = (values(length, batch, vocabulary).detach() * 600.0).requires_grad_()
-        targets = torch.tensor([[number(0, vocabulary - 1)] * batch for _ in range(length)])
-        flat = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        g = values(length, batch).detach()
-        flat.view(length, batch).backward(g)
-
-        logits_ = part(logits, -1, comm)
-        loss = tensor.vocabulary_cross_entropy(logits_, targets, vocabulary, comm)
-        check(loss, flat.view(length, batch))
-        loss.backward(g)
-        check_gradient(logits_, logits, -1, comm)
-
-    for seed in SEEDS:
-        ranks(program, seed)
 
 
 RING = {"PYCOLL_ALGORITHM": "all_reduce:ring;all_gather:ring;reduce_scatter:ring"}
@@ -210,17 +172,96 @@ def test_a_pair_sends_the_bytes_of_the_papers(ranks: Any, sequence: bool, shares
 
 
 @sizes(2)
-def test_what_cannot_be_cut_is_refused_before_anything_is_sent(ranks: Any) -> None:
+def test_wrong_arguments_are_refused_at_the_callers_line(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         x, w = torch.zeros(3, 1, 2), torch.zeros(2, 2)
-        with pytest.raises(ValueError, match="an axis of length 1 cannot be cut for 2 ranks"):
-            tensor.cut(torch.zeros(3, 1), 1, comm)
-        with pytest.raises(ValueError, match="a sequence of 3 is not divisible by 2 ranks"):
-            tensor.reduce_scatter_sequence(x, comm)
-        with pytest.raises(ValueError, match="a sequence of 3 is not divisible by 2 ranks"):
-            tensor.row_linear(x, w, None, comm, sequence=True)
-        with pytest.raises(ValueError, match="chunks must be at least 1, not 0"):
-            tensor.row_linear(x, w, None, comm, chunks=0)
+        column, row, f, g = (
+            tensor.column_linear,
+            tensor.row_linear,
+            tensor.copy_to,
+            tensor.reduce_from,
+        )
+        cases: list[tuple[type[Exception], str, Any]] = [
+            (
+                ValueError,
+                "axis 0 of (3, 1, 2) is not divisible by 2 ranks",
+                lambda: g(x, comm, sequence=True),
+            ),
+            (
+                ValueError,
+                "axis 0 of (3, 1, 2) is not divisible by 2 ranks",
+                lambda: row(x, w, None, comm, sequence=True),
+            ),
+            (
+                ValueError,
+                "axis 0 of () is not divisible by 2 ranks",
+                lambda: g(x.sum(), comm, sequence=True),
+            ),
+            (
+                ValueError,
+                "chunks is an integer of at least 1, not 0",
+                lambda: row(x, w, None, comm, chunks=0),
+            ),
+            (
+                ValueError,
+                "chunks is an integer of at least 1, not 1.5",
+                lambda: row(x, w, None, comm, chunks=1.5),
+            ),
+            (
+                ValueError,
+                "shapes do not fit: (3, 1, 2), (2, 3)",
+                lambda: column(x, w.new_zeros(2, 3), None, comm),
+            ),
+            (
+                ValueError,
+                "shapes do not fit: (3, 1, 2), (2, 2), (3,)",
+                lambda: column(x, w, w.new_zeros(3), comm),
+            ),
+            (ValueError, "shapes do not fit: (2,), (2, 2)", lambda: row(w[0], w, None, comm)),
+            (
+                TypeError,
+                "floating-point dtype are needed, not torch.int64",
+                lambda: f(x.long(), comm),
+            ),
+            (
+                TypeError,
+                "floating-point dtype are needed, not torch.float64",
+                lambda: row(x, w.double(), None, comm),
+            ),
+            (
+                TypeError,
+                "floating-point dtype are needed, not list",
+                lambda: column([1.0], w, None, comm),
+            ),
+            (TypeError, "comm is a communicator, not int", lambda: f(x, 2)),
+            (ValueError, "7 things in 2 parts have no part 2", lambda: tensor.bounds(7, 2, 2)),
+        ]
+        for kind, text, call in cases:
+            with pytest.raises(kind) as raised:
+                call()
+            assert text in str(raised.value)
+            assert raised.traceback[-1].path.name == "test_tensor.py", text
         comm.barrier()
 
     ranks(program)
+
+
+@sizes(2)
+def test_ranks_that_disagree_get_an_error(ranks: Any) -> None:
+    def program(comm: Comm) -> list[str]:
+        width = 2 + comm.rank
+        calls = [
+            lambda one: tensor.row_linear(torch.zeros(4, 1, 2), torch.zeros(width, 2), None, one),
+            lambda one: tensor.reduce_from(torch.zeros(4, 2), one, sequence=one.rank == 0),
+            lambda one: tensor.copy_to(torch.zeros(width, 2), one, sequence=True),
+        ]
+        errors = []
+        for call in calls:
+            with comm.dup() as one:
+                try:
+                    call(one)
+                except pycoll.Error as exc:
+                    errors.append(type(exc).__name__)
+        return errors
+
+    assert ranks(program) == [["MismatchError"] * 3] * 2

@@ -1,38 +1,26 @@
-"""The rank for which the others wait.
+"""The rank for which the others wait: what transformer.py reports.
 
 In a synchronous program every rank takes as long as the slowest. The slowest is the one that
 computes longest and waits least: all others wait for it (MegaScale, Jiang et al. 2024, section 5,
 compares the ranks' computing times in the same way).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-from pycoll import Communicator, Request
-from pycoll._support.public_edge import edge, edges
-
-T = TypeVar("T")
+from pycoll import Request
 
 
 class Stragglers(NamedTuple):
-    """What each rank did with its time. `str` of it is a table.
+    """What each rank did with its time, in seconds, by rank. `str` of it is a table."""
 
-    Attributes:
-        computing_s: seconds, by rank.
-        waiting_s: seconds, by rank.
-        ranks: those that computed much longer than the median rank.
-    """
+    computing_s: list
+    waiting_s: list
+    ranks: list  # those that computed much longer than the median rank
 
-    computing_s: list[float]
-    waiting_s: list[float]
-    ranks: list[int]
-
-    def __str__(self) -> str:
+    def __str__(self):
         lines = ["rank  computing  waiting"]
         for rank, times in enumerate(zip(self.computing_s, self.waiting_s, strict=True)):
             mark = "  the others wait for it" if rank in self.ranks else ""
@@ -40,17 +28,10 @@ class Stragglers(NamedTuple):
         return "\n".join(lines)
 
 
-@edge
-def find_stragglers(
-    comm: Communicator, computing_s: float, waiting_s: float, *, slower: float = 1.2
-) -> Stragglers:
-    """Compare the ranks' times. Collective; every rank gets the same result.
+def find_stragglers(comm, computing_s, waiting_s, slower=1.2):
+    """Compare the times of ranks that have equal work to do; every rank gets the same result.
 
-    Args:
-        comm: ranks that have equal work to do, for example those of one pipeline stage.
-        computing_s: how long this rank has computed, in seconds.
-        waiting_s: how long it has waited for others.
-        slower: a straggler is who computed longer than this multiple of the median.
+    A straggler is who computed longer than `slower` times the median.
     """
     times = comm.all_gather((float(computing_s), float(waiting_s)))
     computing, waiting = [c for c, _ in times], [w for _, w in times]
@@ -59,20 +40,15 @@ def find_stragglers(
     return Stragglers(computing, waiting, ranks)
 
 
-@edges
 class Clock:
-    """Tells a rank's waiting from its computing: all that is not waiting.
+    """Tells a rank's waiting from its computing: all that is not waiting."""
 
-    Attributes:
-        waiting_s: seconds of waiting since the clock was made, or last read.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self):
         self.waiting_s = 0.0
         self._since = time.perf_counter()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self):
         """Count the time in the ``with`` block as waiting."""
         before = time.perf_counter()
         try:
@@ -80,14 +56,14 @@ class Clock:
         finally:
             self.waiting_s += time.perf_counter() - before
 
-    def watch(self, comm: T) -> T:
+    def watch(self, comm):
         """Return what is used as `comm` is, and counts the time in its calls as waiting.
 
-        So do the requests that it returns. It is no instance of Communicator.
+        So do the requests that it returns. Another clock may watch it, too.
         """
-        return cast("T", _Watched(comm, self))
+        return Watched(comm, self)
 
-    def read(self) -> tuple[float, float]:
+    def read(self):
         """Return the seconds of computing and of waiting since the last call, and begin anew."""
         now = time.perf_counter()
         waiting, self.waiting_s = self.waiting_s, 0.0
@@ -95,18 +71,22 @@ class Clock:
         return computing, waiting
 
 
-class _Watched:
-    def __init__(self, watched: Any, clock: Clock) -> None:
+class Watched:
+    """A communicator, or a request, whose calls a clock counts as waiting."""
+
+    def __init__(self, watched, clock):
         self._watched, self._clock = watched, clock
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
+        """Return the attribute; a method so that its time is counted."""
         attribute = getattr(self._watched, name)
         if not callable(attribute):
             return attribute
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             with self._clock.waiting():
                 result = attribute(*args, **kwargs)
-            return _Watched(result, self._clock) if isinstance(result, Request) else result
+            again = isinstance(result, Request | Watched)
+            return Watched(result, self._clock) if again else result
 
         return call
