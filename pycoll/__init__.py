@@ -150,6 +150,8 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
             from pycoll._transports.shm import missing_core
 
             raise BootstrapError(missing_core()) from None
+        if hasattr(value, "__code__"):  # a function; classes see to it themselves
+            value.__module__ = __name__
         globals()[name] = value
         return value
 

@@ -23,7 +23,7 @@ from pycoll._arrays.value import Value
 from pycoll._dtypes import Array, DType
 from pycoll._support.foreign_names import Hinting
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.public_edge import edge
+from pycoll._support.public_edge import edge, public
 from pycoll._support.wording import with_article
 from pycoll._transports._core import reduce
 
@@ -46,6 +46,7 @@ class _Builtin(NamedTuple):
     instead: str
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False)
 class Op(Hinting, foreign={"Create": "pycoll.Op(f, commutative=True)"}):
     """A reduction operator made of a Python function (the named ones have no function).

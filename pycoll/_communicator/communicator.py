@@ -21,7 +21,7 @@ from pycoll._requests.nonblocking import NonBlocking, Persistent
 from pycoll._runtime.engine import Engine
 from pycoll._support.foreign_names import ABSENT_FROM_COMMUNICATORS, OF_COMMUNICATORS, Hinting
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.public_edge import edges
+from pycoll._support.public_edge import edges, public
 from pycoll.errors import MismatchError
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ _IN_CORE = {
 """Methods that only the core calls, by what it calls them."""
 
 
+@public
 @edges
 class Communicator(
     Collectives,

@@ -16,7 +16,7 @@ from pycoll._calls.group import Group
 from pycoll._communicator.communicator import Communicator, World
 from pycoll._runtime.envelope import PROC_NULL
 from pycoll._support.foreign_names import OF_GRIDS
-from pycoll._support.public_edge import edge, edges
+from pycoll._support.public_edge import edge, edges, public
 from pycoll._support.wording import a_kind
 
 
@@ -138,6 +138,7 @@ class Layout(NamedTuple):
         return names or f"{len(self.shape)}, without names, counted from 0"
 
 
+@public
 @edges
 class Grid(Communicator, foreign=OF_GRIDS):
     """A communicator whose ranks form a grid, in row-major order; `Communicator.grid` makes it.

@@ -20,7 +20,7 @@ from pycoll._functions.function import (
 )
 from pycoll._functions.ranks import Ranks
 from pycoll._launcher.job_spec import Options
-from pycoll._support.public_edge import edge, edges
+from pycoll._support.public_edge import edge, edges, public
 from pycoll.errors import Error
 
 REPLACED = "the pool's ranks have ended, and what they held is lost: the next run has new ones"
@@ -30,6 +30,7 @@ def _nothing(comm: Any) -> None:
     pass
 
 
+@public
 @edges
 class Pool:
     """Ranks on this machine that stay: imports, globals and open files last from run to run.

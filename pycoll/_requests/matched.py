@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from pycoll._requests.request import Request
 from pycoll._runtime.envelope import Held, Status
 from pycoll._support.foreign_names import OF_MESSAGES, Hinting
-from pycoll._support.public_edge import edges
+from pycoll._support.public_edge import edges, public
 
 if TYPE_CHECKING:
     from pycoll._calls.call_plan import CallPlan
@@ -31,6 +31,7 @@ class MessageOwner(Protocol):
     def _run(self) -> Callable[[CallPlan[Any], float | None], Any]: ...
 
 
+@public
 @edges
 class Message(Hinting, foreign=OF_MESSAGES, prefix="message."):
     """A message that is here, or on its way, and that only this handle receives, once.

@@ -18,7 +18,7 @@ from pycoll._runtime.matching import Match
 from pycoll._runtime.task import Call, Several, Started, caller
 from pycoll._support.foreign_names import ABSENT_FROM_REQUESTS, OF_REQUESTS, Hinting
 from pycoll._support.lazy_import import LazyModule
-from pycoll._support.public_edge import edge, edges
+from pycoll._support.public_edge import edge, edges, public
 from pycoll._support.wording import a_kind
 from pycoll.errors import Error
 
@@ -48,6 +48,7 @@ def begin(plan: CallPlan[Any]) -> Started:
     return group.engine.begin(call, partial(plan.steps, signature), plan.conclude, collective)
 
 
+@public
 @edges
 class Request(Hinting, Generic[R], foreign=OF_REQUESTS, absent=ABSENT_FROM_REQUESTS):
     """A call under way, returned by the methods whose names begin with ``i``.

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pycoll._runtime.context import Context
+from pycoll._support.public_edge import public
 
 Array = np.ndarray[Any, Any]
 
 
+@public
 class Counters(NamedTuple):
     """Messages of one communicator and the bytes in them, since it was made; see its `counters`.
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pycoll._support import differing_calls
 from pycoll._support.foreign_names import OF_STATUSES, Hinting
-from pycoll._support.public_edge import passing_on
+from pycoll._support.public_edge import passing_on, public
 from pycoll._transports.base import Arrival
 from pycoll.errors import MismatchError
 
@@ -124,6 +124,7 @@ def call_of(arrival: Arrival) -> bytes:
     return bytes(header[skipped:])
 
 
+@public
 class Status(Hinting, foreign=OF_STATUSES):
     """Who sent a message, with which tag, and how long it is.
 

@@ -23,7 +23,7 @@ import pycoll._transports._core as _core
 from pycoll._arrays import conversion
 from pycoll._selection.agreed import parse_bytes
 from pycoll._support.checks import check_int, check_nbytes
-from pycoll._support.public_edge import edge, passing_on
+from pycoll._support.public_edge import edge, passing_on, public
 from pycoll._transports.shm import handed_on
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def empty_like(prototype: ArrayLike, dtype: DTypeLike | None = None) -> np.ndarr
         return np.empty_like(prototype, dtype, subok=False)
 
 
+@public
 class share_arrays:  # noqa: N801 - it is called like a function
     """Have NumPy make its arrays where the other ranks of this host have mapped them.
 

@@ -335,6 +335,8 @@ class Hinting(metaclass=_Quiet):
         super().__init_subclass__()
         if shown_as:
             cls.__name__ = cls.__qualname__ = shown_as
+            if cls.__module__.startswith("pycoll._"):
+                cls.__module__ = "pycoll"
         if foreign is None:
             return
         methods = [name for name in dir(cls) if not name.startswith("_")]

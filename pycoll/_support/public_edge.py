@@ -1,8 +1,8 @@
 """The public edge: a wrong argument is an error of the line that passed it.
 
 What pycoll raises on purpose, and KeyboardInterrupt, show no frame of pycoll: the traceback ends at
-the caller's line. An exception that arises unintended is a fault of pycoll's own, and keeps its
-frames.
+the caller's line. After that line comes a signal handler of the user's, if that has raised. An
+exception that arises unintended is a fault of pycoll's own, and keeps its frames.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def edge(function: F) -> F:
         __tracebackhide__ = True  # pytest shows `function`
         try:
             return function(*args, **kwargs)
-        except (Exception, KeyboardInterrupt) as exc:
+        except BaseException as exc:
             if _is_frame_of_ours(sys._getframe(1)):
                 raise  # of a call inside pycoll: the outermost edge sees where it was raised
             if is_users(exc) or isinstance(exc, KeyboardInterrupt):
                 _leave_users(exc)
+                raise
+            if _leave_handler(exc) or not isinstance(exc, Exception):
                 raise
             text = ""
             if isinstance(exc, TypeError | ValueError):
@@ -94,6 +96,12 @@ def part_of(name: str) -> Callable[[C], C]:
     return decorate
 
 
+def public(cls: C) -> C:
+    """Show a class as users import it: `pycoll.NAME`."""
+    cls.__module__ = "pycoll"  # in the body of the class it would mislead inspect.getsource
+    return cls
+
+
 def hide(exc: BaseException) -> None:
     """Take the frames of pycoll out of an exception that its outermost function handles.
 
@@ -134,6 +142,29 @@ def _leave_users(exc: BaseException) -> None:
     for this, following in zip(kept, [*kept[1:], None], strict=False):
         this.tb_next = following
     exc.__traceback__ = kept[0] if kept else None
+
+
+def _leave_handler(exc: BaseException) -> bool:
+    """Take the frames of pycoll out of what a signal handler has raised; returns whether one has.
+
+    A handler has the frame that the signal has interrupted as an argument, and nobody else has.
+    """
+    entries, entry = [], exc.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    ours = next((place for place, entry in enumerate(entries) if _is_ours(entry)), len(entries))
+    for place in range(ours + 1, len(entries)):
+        interrupted = entries[place - 1].tb_frame
+        arguments = entries[place].tb_frame.f_locals.values()
+        each = [one for a in arguments for one in (a if isinstance(a, tuple) else (a,))]
+        if any(one is interrupted for one in each):
+            if ours:
+                entries[ours - 1].tb_next = entries[place]
+            else:
+                exc.__traceback__ = entries[place]
+            return True
+    return False
 
 
 def _is_on_purpose(exc: Exception) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 import pycoll
 from pycoll import mpi4py_like
@@ -103,3 +107,26 @@ def test_what_docstrings_refer_to_exists() -> None:
 
 
 EXTRA = {"pycoll.schedule.Send", "Recv", "Copy", "pycoll.schedules.Cost", "reason"}
+
+
+def test_what_users_hold_is_named_as_they_import_it() -> None:
+    comm = pycoll.init()
+    x = np.ones(3)
+    requests = [comm.isend(x, 0), comm.irecv(0), comm.iall_reduce(x), comm.isend("object", 0)]
+    held = [comm, comm.dup(), comm.grid((1,)), *requests, comm.iprobe(0), comm.counters()]
+    message = comm.mprobe(0)
+    held += [pycoll.Op(lambda a, b: a + b), message]
+    assert {f"{type(each).__module__}.{type(each).__qualname__}" for each in held} == {
+        f"pycoll.{name}"
+        for name in ("Communicator", "Grid", "Request", "Status", "Counters", "Op", "Message")
+    }
+    for name in pycoll._HOMES:
+        value = getattr(pycoll, name)
+        if hasattr(value, "__qualname__"):
+            assert (value.__module__, value.__qualname__) == ("pycoll", name)
+            assert pickle.loads(pickle.dumps(value)) is value
+            source = ""  # none is better than another's
+            with contextlib.suppress(OSError):
+                source = inspect.getsource(value)
+            assert name in source if inspect.isfunction(value) else source == ""
+    message.recv()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,14 @@ from pycoll._support import public_edge
 SOURCES = tuple(
     str(Path(pycoll.__file__).parent.joinpath(*f).resolve()) for f in ((), ("_launcher",))
 )
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "recv": lambda comm: comm.recv(0),
+    "recv with a deadline": lambda comm: comm.recv(0, timeout=50),
+    "recv into an array": lambda comm: comm.recv(0, out=np.empty(3)),
+    "probe": lambda comm: comm.probe(0),
+    "ssend": lambda comm: comm.ssend(np.ones(3), 0),
+}
 
 # Arguments that are wrong in each method with a twin, by name.
 WRONG: dict[str, dict[str, Any]] = {
@@ -61,7 +70,6 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "wait": lambda comm: comm.ibarrier().wait("soon"),
     "cancel": lambda comm: comm.ibarrier().cancel(1),
     "wait_all": lambda comm: pycoll.wait_all([1]),
-    "wait_any": lambda comm: pycoll.wait_any(5),
     "wait_some": lambda comm: pycoll.wait_some([]),
     "init": lambda comm: pycoll.init(timeout=1.0),
     "an Op": lambda comm: pycoll.Op(5),
@@ -130,3 +138,38 @@ def test_a_fault_of_pycoll_keeps_its_frames() -> None:
     assert frames == ["<lambda>", "call", "fault"]
     frames, _ = shown_frames(lambda: public_edge.edge(fault["refusal"])(1))
     assert frames == ["<lambda>"]
+
+
+class Late(Exception):
+    """Raised by a signal handler."""
+
+
+def on_alarm(signum: int, frame: object) -> None:
+    raise Late
+
+
+def on_any(*args: object) -> None:
+    raise Late
+
+
+@pytest.mark.parametrize("handler", [on_alarm, on_any])
+@pytest.mark.parametrize("name", WAITS)
+def test_what_a_signal_handler_raises_shows_the_call_and_the_handler(
+    name: str, handler: Callable[..., None]
+) -> None:
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        comm = pycoll.init().dup()
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Late) as caught:
+            WAITS[name](comm)
+        if name.startswith(("recv", "probe")):  # it waits no more
+            comm.send(1, 0)
+            assert comm.recv(0) == 1
+        comm.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert {frame.filename for frame in frames} == {__file__}
+    assert [frame.name for frame in frames][-2:] == ["<lambda>", handler.__name__]

@@ -136,6 +136,9 @@ done:
 
 PyObject *pc_call_method(PyObject *methods, const char *name, PyObject *const *args,
                          Py_ssize_t count, PyObject *keywords) {
+    /* What a signal handler raises shall show the caller's line, and not the first line there. */
+    if (PyErr_CheckSignals() < 0)
+        return NULL;
     PyObject *method = methods != NULL ? PyObject_CallFunction(methods, "s", name) : NULL;
     if (methods != NULL && method == NULL)
         return NULL;

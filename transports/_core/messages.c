@@ -197,20 +197,6 @@ static PyObject *hand_over(pc_messages *self, const char *name, struct pc_reques
     return result;
 }
 
-PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns) {
-    if (request == NULL)
-        return NULL;
-    struct pc_patience patience = pc_patience(timeout_ns);
-    int done = pc_request_wait(request, patience.until_ns);
-    PyObject *result = NULL;
-    if (done > 0)
-        result = pc_request_result(request);
-    else if (done == 0)
-        result = hand_over(self, "finish", request, NULL, &patience);
-    Py_DECREF((PyObject *)request);
-    return result;
-}
-
 struct giving_up {
     struct pc_request *request;
     bool given_up;
@@ -230,6 +216,22 @@ bool pc_messages_give_up(struct pc_request *request) {
     return giving.given_up;
 }
 
+PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns) {
+    if (request == NULL)
+        return NULL;
+    struct pc_patience patience = pc_patience(timeout_ns);
+    int done = pc_request_wait(request, patience.until_ns);
+    PyObject *result = NULL;
+    if (done > 0)
+        result = pc_request_result(request);
+    else if (done == 0)
+        result = hand_over(self, "finish", request, NULL, &patience);
+    if (result == NULL) /* or a signal handler that has raised would leave it to take a message */
+        pc_messages_give_up(request);
+    Py_DECREF((PyObject *)request);
+    return result;
+}
+
 PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received,
                                   struct pc_request *sent, uint64_t timeout_ns) {
     struct pc_patience patience = pc_patience(timeout_ns);
@@ -244,10 +246,10 @@ PyObject *pc_messages_finish_both(pc_messages *self, struct pc_request *received
         if (done > 0 && (nothing != NULL || received->status != 0))
             result = pc_request_result(received);
         Py_XDECREF(nothing);
-        if (result == NULL) {
-            pc_messages_give_up(received);
-            pc_messages_give_up(sent);
-        }
+    }
+    if (result == NULL) {
+        pc_messages_give_up(received);
+        pc_messages_give_up(sent);
     }
     Py_DECREF((PyObject *)received);
     Py_DECREF((PyObject *)sent);
