@@ -53,7 +53,9 @@ class Picture:
             self.left.append(x)
             x += max(self.cell, 46 if size <= 8 else 20) + gap
         self.edge = x - gap
-        self.width = max(self.edge + RIGHT + 12, 24 + round(6.7 * len(self.cost)))
+        self.width = max(
+            self.edge + RIGHT + 12, 24 + round(6.7 * max(len(self.cost), len(_LEGEND)))
+        )
         self.lane = 44 + 2 * min(size, READABLE)
         self.tall = len(self.rows) * (self.high + 2) + 4 if self.rows else 8
         self.host_height = 14 if len(set(program.hosts)) > 1 else 0

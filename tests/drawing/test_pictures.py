@@ -69,6 +69,18 @@ def test_every_arrow_is_a_message_of_the_schedule_and_every_message_an_arrow(
             assert page.count("data-from") == sum(arrows.values())
 
 
+@pytest.mark.parametrize(("collective", "name"), ALL)
+def test_all_words_are_inside_of_the_picture(collective: str, name: str) -> None:
+    for size in (1, 3):
+        picture = drawn(show(collective, name, size))
+        for words in picture.iter(f"{SVG}text"):
+            if "transform" not in words.attrib and "text-anchor" not in words.attrib:
+                # A letter of a monospaced font is 0.6 of its size wide.
+                wide = 0.6 * float(words.attrib["font-size"]) * len(words.text or "")
+                end = float(words.attrib["x"]) + wide
+                assert end <= float(picture.attrib["width"]), words.text
+
+
 def cells(text: str, heading: str) -> list[list[str]]:
     """What the ranks hold below a heading, by chunk."""
     block = text.split(f"\n{heading}", 1)[1].split("\n\n", 1)[0].splitlines()
