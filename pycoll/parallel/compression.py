@@ -93,14 +93,18 @@ class CompressedRequest:
     """
 
     def __init__(self, steps: Steps, target: Array, out: Any) -> None:
-        self._steps, self._target, self._out = steps, target, out
+        self._target, self._out = target, out
+        self._steps: Any = steps
         self._request: Request[Any] | None = None
         self._go_on(None)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the sum. After an OperationTimeout of `timeout` seconds one can wait again."""
         while self._request is not None:
-            self._go_on(self._request.wait(timeout))
+            result = self._request.wait(timeout)
+            if self._steps.gi_frame is None:
+                raise ValueError("this sum has failed: what it raised says why")
+            self._go_on(result)
         return self._out
 
     def _go_on(self, result: Any) -> None:

@@ -99,6 +99,24 @@ def test_nothing_is_lost_when_a_sum_is_started_before_the_last_has_ended(ranks: 
     ranks(twice_and_again)
 
 
+def closed_between(comm: Comm) -> None:
+    """The second message cannot be sent any more: there is no sum, however often one waits."""
+    for kind in ("int8", "onebit", "powersgd"):
+        with comm.dup() as line:
+            out = np.full((8, 8), 7.0)
+            request = c.iall_reduce(line, np.ones((8, 8)), KINDS[kind](), out)
+            comm.barrier()
+        for _ in range(2):
+            with pytest.raises((pycoll.Error, ValueError)):
+                request.wait()
+        assert (out == 7.0).all()
+
+
+@sizes(3)
+def test_a_sum_that_has_failed_is_never_there(ranks: Any) -> None:
+    ranks(closed_between)
+
+
 def differing(comm: Comm, kind: str) -> None:
     """The last rank has a bucket more; or one of another length; or its own compressor."""
     is_last = comm.rank == comm.size - 1
