@@ -194,6 +194,27 @@ ok()
     assert done.content == [0], done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_send_that_fails_is_not_counted(job: Jobs, transport: str) -> None:
+    text = """
+quiet = comm.dup()
+if rank == 1:
+    assert quiet.recv(0, 1).nbytes == 8  # counted: it has come
+    comm.recv(0)
+    os._exit(3)
+requests = [quiet.issend(np.zeros(n), 1) for n in (1, 3_000_000)]
+quiet.send(np.zeros(1), 1, 1)
+comm.send(None, 1)
+for request in requests:
+    error_like(pycoll.PeerFailed, "rank 1", request.wait)
+error_like(pycoll.PeerFailed, "rank 1", quiet.send, np.zeros(1), 1)
+assert [each.tolist() for each in quiet.counters()[:2]] == [[0, 8], [0, 1]]
+ok()
+"""
+    done = job(2, text, "--transport", transport)
+    assert done.content == [0], done.stdout + done.stderr
+
+
 def test_a_persistent_request_is_as_by_the_other_engine(scripts: Scripts) -> None:
     text = """
 peer, out = 1 - rank, np.zeros(3)
