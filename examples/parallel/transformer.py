@@ -370,8 +370,8 @@ def main():
     settings = Settings(*(getattr(options, name) for name in Settings._fields))
     with pycoll.init() as comm:
         data, *others = options.grid or (comm.size // options.context, 1, 1)
-        grid = make_grid(comm, (data, options.context, *others))
         try:
+            grid = make_grid(comm, (data, options.context, *others))
             trainer = Trainer(grid, settings)
         except ValueError as exc:
             raise SystemExit(str(exc)) from None
