@@ -77,6 +77,8 @@ def pycoll_calls(comm: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
         "reduce_scatterv",
         lambda: comm.reduce_scatterv(rows.reshape(-1), counts, out=out),
     )
+    yield "all_reduce", lambda: comm.all_reduce(x, out=out)
+    yield "all_reduce, timeout=5", lambda: comm.all_reduce(x, out=out, timeout=5)
     yield "scan", lambda: comm.scan(x, out=out)
     yield "exscan", lambda: comm.exscan(x, out=out)
     yield "split, close", lambda: comm.split(rank % 2).close()
@@ -135,6 +137,8 @@ def mpi_calls(mpi: Any, x: Any, rows: Any) -> Iterator[tuple[str, Call]]:
     yield "all_gatherv", lambda: comm.Allgatherv(here, gathered)
     yield "all_to_allv", lambda: comm.Alltoallv(parts, gathered)
     yield "reduce_scatterv", lambda: comm.Reduce_scatter([rows, double], there, counts)
+    yield "all_reduce", lambda: comm.Allreduce(here, there)
+    yield "all_reduce, timeout=5", lambda: comm.Allreduce(here, there)  # MPI has no deadlines
     yield "scan", lambda: comm.Scan(here, there)
     yield "exscan", lambda: comm.Exscan(here, there)
     yield "split, close", lambda: comm.Split(rank % 2).Free()

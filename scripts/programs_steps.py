@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -37,9 +38,10 @@ def raises(
     raise AssertionError(f"gave {result!r}, and no {error}")
 
 
-def timeout(rng: Random) -> dict[str, float]:
-    """Return the argument timeout of a blocking call, or none; with one it goes another way."""
-    return {"timeout": 2 * OP_TIMEOUT_S} if rng.random() < 0.15 else {}
+def timeout(rng: Random) -> dict[str, float | None]:
+    """Return the argument timeout of a blocking call, of each rank another, or none."""
+    seconds = None, 2 * OP_TIMEOUT_S, int(OP_TIMEOUT_S) + 1, math.inf
+    return {"timeout": seconds[rng.integers(4)]} if rng.random() < 0.4 else {}
 
 
 def patiently(call: Callable[..., Any], timeout: float = 0.0003) -> Any:

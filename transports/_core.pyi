@@ -254,7 +254,8 @@ class Collectives:
         owner: Any,
         type: type[Collective],
         planner: Callable[[int, int, Any, int, int, Any, str | None], CompiledPlan | None],
-        finish: Callable[[Any], None],
+        finish: Callable[[Any, float], None],
+        op_timeout: float,
         slow: Callable[[str], Callable[..., Any]],
         /,
     ) -> Collectives: ...
@@ -361,6 +362,7 @@ class Comm:
         ident: int,
         rank: int,
         ranks: Sequence[int],
+        op_timeout: float,
         sleep: Callable[[tuple[Any, ...], int, float, int], bool],
         mismatch: Callable[..., None],
         give_up: Callable[[BaseException], None],
@@ -375,6 +377,8 @@ class Comm:
     def ready(self) -> bool: ...
     @property
     def taken_nbytes(self) -> int: ...
+    @property
+    def deadline(self) -> float: ...
     @property
     def attached(self) -> bool: ...
     @property
@@ -427,7 +431,7 @@ class Comm:
     def fetch(
         self, text: None, root: int, salt: int, pieces: list[tuple[int, int, memoryview]], /
     ) -> None: ...
-    def claim(self) -> bool: ...
+    def claim(self, seconds: float, /) -> bool: ...
     def release(self) -> None: ...
     def entered(self, rank: int, /) -> int: ...
     def differing(

@@ -70,9 +70,7 @@ class ShmComm:
         self._context = context
         self._host = memory.host
         self._single_copy = memory.single_copy
-        self._is_fast = engine.op_timeout == math.inf
         self._call: Call | None = None
-        self._deadline = math.inf
         self._reported = 0
         self._seen = -1
         self.core = Comm(
@@ -80,6 +78,7 @@ class ShmComm:
             context.ident,
             context.members.index(engine.rank),
             [memory.ranks.index(rank) for rank in context.members],
+            engine.op_timeout,
             _weakly(self._sleep),
             _weakly(self._mismatch),
             _weakly(self._give_up),
@@ -114,17 +113,17 @@ class ShmComm:
         **kwargs: P.kwargs,
     ) -> R:
         """Run a call to its end: `steps`, given this and the arguments, calls the core."""
-        if self._call is not None or not self.core.claim():
+        if self._call is not None or not self.core.claim(timeout):
             raise Error(
                 f"{call.text}: another thread is in a collective of this communicator; "
                 "collectives of one communicator come from one thread at a time"
             )
         try:
-            return self._run(call, timeout, partial(steps, self, *args, **kwargs))
+            return self._run(call, partial(steps, self, *args, **kwargs))
         finally:
             self.core.release()
 
-    def _run(self, call: Call, timeout: float, steps: Callable[[], R]) -> R:
+    def _run(self, call: Call, steps: Callable[[], R]) -> R:
         engine, context = self._engine, self._context
         if not self.core.ready:
             try:
@@ -136,7 +135,6 @@ class ShmComm:
                 raise
         try:
             self._call = call
-            self._deadline = time.monotonic() + timeout if timeout != math.inf else math.inf
             while not self.core.attached:
                 self._attach()
             result = steps()
@@ -145,8 +143,7 @@ class ShmComm:
             raise
         finally:
             self._call = None
-            self._deadline = math.inf
-        self.core.allow(self._is_fast and context.broken is None)
+        self.core.allow(context.broken is None)
         return result
 
     def _attach(self) -> None:
@@ -177,9 +174,10 @@ class ShmComm:
         self._host.see_failure()
         now = time.monotonic()
         self._engine.check(self._context)
-        if now >= self._deadline and not copy.done and self._call is not None:
+        deadline = self.core.deadline
+        if now >= deadline and not copy.done and self._call is not None:
             raise self._engine.timeout(self._call)
-        return 0.0 if copy.done else min(now + SLEEP_S, self._deadline)
+        return 0.0 if copy.done else min(now + SLEEP_S, deadline)
 
     def barrier(self) -> None:
         """Return when every rank has entered."""
@@ -284,11 +282,11 @@ class ShmComm:
                 raise_error(error)
             if rank == peer:
                 return None
-        call = call or self._described(described)
-        if now >= self._deadline:
+        call, deadline = call or self._described(described), self.core.deadline
+        if now >= deadline:
             self._report(call, waited_s, number, peer)
             raise self._engine.timeout(call)
-        until = min(now + SLEEP_S, self._deadline)
+        until = min(now + SLEEP_S, deadline)
         report_after_s = self._engine.waits.report_after_s
         if waited_s < report_after_s:
             until = min(until, now + report_after_s - waited_s)
@@ -313,7 +311,7 @@ class ShmComm:
                 late -= {world for rank, world in members if self.core.entered(rank) >= number}
             return [[(context.ident, call.number, sorted(late))]] if late else []
 
-        ends = self._deadline != math.inf
+        ends = self.core.deadline != math.inf
         self._reported = self._engine.waits.begin(call, waited_s, ends, options)
 
     def _end_report(self) -> None:

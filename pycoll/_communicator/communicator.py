@@ -158,8 +158,7 @@ class Communicator(
         context.core.messages_usable = True
         calls = self._nonblocking_calls, self._calls
         collectives = core_collectives.collectives_of(group, context, calls, slow, op_timeout)
-        # A wait in the core knows no deadline, and takes a tenth of a second at most.
-        context.core.collectives_usable = op_timeout >= 1.0
+        context.core.collectives_usable = True
         methods = {name: getattr(messages, name) for name in core_requests.NAMES}
         names = core_collectives.NONBLOCKING + KINDS
         return methods | {name: getattr(collectives, name) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,25 +42,30 @@ class Running:
     def _run(self, plan: CallPlan[Any], timeout: float | None) -> Any:
         """Run a call to its end; returns what the caller gets."""
         self._check_open()
-        group, text, seconds = self._group, plan.text, self._seconds(timeout)
+        group, text = self._group, plan.text
+        deadline = time.monotonic() + self._seconds(timeout)  # one for all that it consists of
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
         got: Any = BY_MESSAGES
         if plan.route is Route.SHARED_MEMORY:
             assert group.shm is not None
             call = Call(text, group.number, group.context)
-            self._fetch(plan, call, seconds)
-            got = group.shm.run(call, seconds, plan.in_shared_memory)
+            self._fetch(plan, call, left())
+            got = group.shm.run(call, left(), plan.in_shared_memory)
         elif plan.route is Route.TWO_LEVEL:
-            self._fetch(plan, Call(text, group.number, group.context), seconds)
+            self._fetch(plan, Call(text, group.number, group.context), left())
             got = None
-            self._two_level().run(group, plan, seconds)
+            self._two_level().run(group, plan, left())
         if got is BY_MESSAGES:
             collective = plan.is_collective
             call = Call(text, group.number if collective else -1, group.context)
             signature = f"{text}\0{caller()}".encode() if collective else b""
-            got = group.engine.run(call, partial(plan.steps, signature), seconds, collective)
+            got = group.engine.run(call, partial(plan.steps, signature), left(), collective)
         value, late = plan.conclude(got)
         if late:
-            self._await(late, Call(text, -1, group.context), seconds, plan.is_collective)
+            self._await(late, Call(text, -1, group.context), left(), plan.is_collective)
         return value
 
     def _two_level(self) -> TwoLevel:

@@ -52,9 +52,6 @@ else:
     )
     schedules, staged_run = LazyModule("pycoll.schedules"), LazyModule("pycoll._gpu.staged_run")
 
-SLICE_S = 0.1
-"""So long a call has been waited for when the core leaves it to Python."""
-
 NONBLOCKING = tuple(f"i{name}" for name in KINDS)
 """Collectives that run there, and so do those of `KINDS`."""
 
@@ -145,8 +142,6 @@ class CoreCollective(Collective, CoreStarted, shown_as="Request"):
     @waiting
     def _wait(self, timeout: float | None = None) -> Any:
         seconds = self._seconds(timeout)
-        if timeout is None:
-            seconds -= SLICE_S
         if not self.done:
             task = self._task
             if not task.done:
@@ -414,8 +409,8 @@ def _follow_changes() -> None:
     schedules.on_change.append(forget_plans)
 
 
-def finish(collective: CoreCollective) -> None:
-    """Wait for a blocking call that the core has begun and that takes long."""
+def finish(collective: CoreCollective, seconds: float) -> None:
+    """Wait, for so long, for a blocking call that the core has begun and that takes long."""
     task = collective._task
     owner: Owner = collective._owner
 
@@ -423,7 +418,7 @@ def finish(collective: CoreCollective) -> None:
         yield task
 
     try:
-        owner.group.engine.run(task.call, steps, owner.op_timeout - SLICE_S, collective=True)
+        owner.group.engine.run(task.call, steps, seconds, collective=True)
     except BaseException:
         with owner.group.engine.locked():
             task.cancel()  # also if the call did not even begin
@@ -449,4 +444,6 @@ def collectives_of(
     plans = CompiledPlans(group, calls)
     owner = Owner(group, op_timeout, plans)
     size, rank = group.size, group.rank
-    return Collectives(context.core, size, rank, owner, CoreCollective, plans, finish, slow)
+    return Collectives(
+        context.core, size, rank, owner, CoreCollective, plans, finish, op_timeout, slow
+    )

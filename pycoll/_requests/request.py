@@ -6,7 +6,6 @@ background while none does. Waiting for one in an asyncio program sleeps in the 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -304,7 +303,7 @@ def _take_done(
     what: str, requests: Sequence[Request[Any]], timeout: float | None, several: bool
 ) -> list[int]:
     """Return the indices of requests that are done, and are this caller's now."""
-    deadline = math.inf
+    since = time.monotonic()
     while True:
         with _taking:
             left = [i for i, request in enumerate(requests) if not request._collected]
@@ -318,8 +317,7 @@ def _take_done(
             return taken
         if not left:
             raise ValueError(f"{what}: no request is left whose result was not returned already")
-        if deadline == math.inf:
-            deadline = time.monotonic() + requests[left[0]]._seconds(timeout)
+        deadline = since + requests[left[0]]._seconds(timeout)
         waiting = [requests[index] for index in left]
         if any_in_core is not None and any_in_core(waiting, timeout):
             continue  # another thread may take it

@@ -269,6 +269,8 @@ static void begin(pc_collective *native, struct rank *rank, const struct call *c
     memset(native, 0, sizeof *native);
     native->call.host = &rank->host;
     native->call.up = &native_up;
+    native->call.deadline = &rank->comm.deadline;
+    rank->comm.deadline = (struct pc_deadline){PC_FOR_EVER, 0};
     native->comm = &rank->comm;
     native->kind = call->kind;
     native->op = call->op;

@@ -34,7 +34,7 @@ _DEADLINE = (2, ("--op-timeout", str(20 * PATIENCE)))
 def sizes(*counts: int, more: tuple[int, ...] = (), deadline: bool = False) -> pytest.MarkDecorator:
     """Run a test on jobs of so many ranks, and on those in `more` in the exhaustive tier.
 
-    With `deadline` also on two ranks whose calls have one, so that they go through Python.
+    With `deadline` also on two ranks whose calls have one.
     """
     values = few(counts, more)
     if deadline:

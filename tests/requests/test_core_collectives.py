@@ -134,7 +134,7 @@ def test_without_an_algorithm_calls_go_by_shared_memory_however_they_are_made(
 x, out = np.arange(4.0), np.zeros(4)
 
 def calls(on):
-    # Those that the core's own methods do not take: the first, one with a deadline, and others.
+    # The core's own methods take those with a deadline, and not the first, nor what has gaps.
     assert on.all_reduce(x, out=out)[1] == 2
     assert on.all_reduce(x, timeout=60)[1] == 2
     assert on.all_gather(x[::2])[1].tolist() == [0, 2]

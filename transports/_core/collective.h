@@ -77,9 +77,10 @@ typedef struct {
     PyObject *owner;   /* kept for Python */
     PyObject *type;    /* of calls under way */
     PyObject *planner; /* asked for plans */
-    PyObject *finish;  /* waits for a call that takes long */
+    PyObject *finish;  /* waits for a call that takes long: (call, seconds) */
     /* returns the Python method of a name, to which goes what is not done here */
     PyObject *slow;
+    uint64_t op_timeout_ns; /* the default deadline */
     uint64_t generation;
     struct pc_plan_entry *plans;
     uint32_t num_made;
@@ -146,8 +147,8 @@ void pc_collective_give_up(struct pc_started *self);
    most `most`. */
 size_t pc_collective_awaited(const struct pc_started *self, int *ranks, size_t most);
 
-/* collective_type.c: wait for the call as long as that is done here; whether it has ended. */
-bool pc_collective_wait(struct pc_started *self);
+/* collective_type.c: wait for the call until then, or look once (0); whether it has ended. */
+bool pc_collective_wait(struct pc_started *self, uint64_t until_ns);
 /* The method `wait`. */
 PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args,
                                     Py_ssize_t count, PyObject *keywords);

@@ -2,6 +2,7 @@
 #include "collective.h"
 
 #include "arrays.h"
+#include "timeout.h"
 
 #include <stdlib.h>
 #include <structmember.h>
@@ -30,12 +31,12 @@ struct pc_op *pc_collective_op(PyObject *object, pc_engine_object **engine) {
 
 PyObject *pc_collective_result(PyObject *object) { return result_of((struct pc_started *)object); }
 
-bool pc_collective_wait(struct pc_started *self) {
+bool pc_collective_wait(struct pc_started *self, uint64_t until_ns) {
     if (pc_op_is_done(&self->op))
         return true;
     pc_engine_object *engine = self->collectives->engine;
     PyThreadState *state = PyEval_SaveThread();
-    pc_drive_wait(&engine->drive, &self->op, NULL, pc_drive_now_ns() + PC_SLICE_NS, PC_FOR_EVER);
+    pc_drive_wait(&engine->drive, &self->op, NULL, until_ns, PC_FOR_EVER);
     PyEval_RestoreThread(state);
     pc_engine_let_go(engine);
     return pc_op_is_done(&self->op);
@@ -43,14 +44,22 @@ bool pc_collective_wait(struct pc_started *self) {
 
 PyObject *pc_collective_wait_method(struct pc_started *self, PyObject *const *args,
                                     Py_ssize_t count, PyObject *keywords) {
-    Py_ssize_t named = keywords != NULL ? PyTuple_Size(keywords) : 0;
-    bool plain = count + named == 0 || (count == 1 && named == 0 && args[0] == Py_None);
-    if (plain && (pc_op_is_done(&self->op) ||
-                  (!self->collectives->engine->engaged && pc_collective_wait(self))))
+    uint64_t timeout_ns;
+    if (!pc_timeout_of_wait(args, count, keywords, self->collectives->op_timeout_ns, &timeout_ns)) {
+        PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
+        PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
+        Py_XDECREF(slow);
+        return result;
+    }
+    if (pc_op_is_done(&self->op))
         return result_of(self);
-    PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
-    PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
-    Py_XDECREF(slow);
+    struct pc_patience patience = pc_patience(timeout_ns);
+    if (!self->collectives->engine->engaged && pc_collective_wait(self, patience.until_ns))
+        return result_of(self);
+    PyObject *left = pc_patience_left(&patience);
+    PyObject *result =
+        left != NULL ? PyObject_CallMethod((PyObject *)self, "_wait", "O", left) : NULL;
+    Py_XDECREF(left);
     return result;
 }
 

@@ -2,6 +2,7 @@
    collective.h. */
 #include "collective.h"
 #include "collective_call.h"
+#include "timeout.h"
 
 #include <stdlib.h>
 
@@ -223,11 +224,31 @@ static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking
     return started;
 }
 
+/* Wait for a blocking call, which is let go; what takes long goes on in Python. */
+static PyObject *finish(pc_collectives *self, struct pc_started *started, uint64_t timeout_ns) {
+    PyObject *result = NULL, *finished = NULL;
+    if (!pc_op_is_done(&started->op)) {
+        struct pc_patience patience = pc_patience(timeout_ns);
+        PyObject *left = NULL;
+        if (!pc_collective_wait(started, patience.until_ns) &&
+            (left = pc_patience_left(&patience)) != NULL)
+            finished = PyObject_CallFunctionObjArgs(self->finish, (PyObject *)started, left, NULL);
+        Py_XDECREF(left);
+    }
+    if (finished != NULL || !PyErr_Occurred())
+        result = pc_collective_result((PyObject *)started);
+    Py_XDECREF(finished);
+    Py_DECREF((PyObject *)started);
+    return result;
+}
+
 static PyObject *collective(pc_collectives *self, const char *name, int kind, bool is_blocking,
                             PyObject *const *args, Py_ssize_t count, PyObject *keywords) {
     PyObject *values[ARGUMENTS] = {NULL};
+    uint64_t timeout_ns;
     if (may_start(self) && parse(kind, args, count, keywords, values) &&
-        (is_blocking ? is_none(values[TIMEOUT]) : values[TIMEOUT] == NULL) &&
+        pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) &&
+        (is_blocking || values[TIMEOUT] == NULL) &&
         (is_none(values[ALGORITHM]) || PyUnicode_CheckExact(values[ALGORITHM]))) {
         PyObject *algorithm = !is_none(values[ALGORITHM]) ? Py_NewRef(values[ALGORITHM]) : NULL;
         if (algorithm != NULL)
@@ -236,18 +257,8 @@ static PyObject *collective(pc_collectives *self, const char *name, int kind, bo
         Py_XDECREF(algorithm);
         if (started == NULL && PyErr_Occurred())
             return NULL;
-        if (started != NULL && !is_blocking)
-            return (PyObject *)started;
-        if (started != NULL) {
-            PyObject *result = NULL, *finished = NULL;
-            if (!pc_collective_wait(started))
-                finished = PyObject_CallFunctionObjArgs(self->finish, (PyObject *)started, NULL);
-            if (finished != NULL || !PyErr_Occurred())
-                result = pc_collective_result((PyObject *)started);
-            Py_XDECREF(finished);
-            Py_DECREF((PyObject *)started);
-            return result;
-        }
+        if (started != NULL)
+            return is_blocking ? finish(self, started, timeout_ns) : (PyObject *)started;
     }
     return pc_call_method(self->slow, name, args, count, keywords);
 }
@@ -255,14 +266,15 @@ static PyObject *collective(pc_collectives *self, const char *name, int kind, bo
 static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     PyObject *context, *owner, *call, *planner, *finish, *slow;
     int size, rank;
+    double op_timeout;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OiiOOOOO", &context, &size, &rank, &owner, &call, &planner,
-                          &finish, &slow))
+    if (!PyArg_ParseTuple(args, "OiiOOOOdO", &context, &size, &rank, &owner, &call, &planner,
+                          &finish, &op_timeout, &slow))
         return NULL;
     if (!PyObject_TypeCheck(context, pc_context_type) || !PyType_Check(call) ||
-        !PyType_IsSubtype((PyTypeObject *)call, collective_type)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "arguments are context, size, rank, owner, type, planner, finish, slow");
+        !PyType_IsSubtype((PyTypeObject *)call, collective_type) || !(op_timeout >= 0)) {
+        PyErr_SetString(PyExc_TypeError, "arguments are context, size, rank, owner, type, planner, "
+                                         "finish, op_timeout, slow");
         return NULL;
     }
     pc_collectives *self =
@@ -278,6 +290,7 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *k
     self->planner = Py_NewRef(planner);
     self->finish = Py_NewRef(finish);
     self->slow = Py_NewRef(slow);
+    self->op_timeout_ns = pc_timeout_ns(op_timeout);
     self->generation = pc_plans_generation();
     self->plans = calloc(PLANS, sizeof *self->plans);
     if (self->plans != NULL)
@@ -365,12 +378,14 @@ static PyType_Slot collectives_slots[] = {
     {Py_tp_traverse, collectives_traverse},
     {Py_tp_clear, collectives_clear},
     {Py_tp_methods, collectives_methods},
-    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, slow)\n\n"
+    {Py_tp_doc, "Collectives(context, size, rank, owner, type, planner, finish, op_timeout, slow)"
+                "\n\n"
                 "The collectives of one communicator by messages, in the core. `type` is a "
                 "subclass of `Collective`; `planner(kind, blocking, x, op, root, result, "
                 "algorithm)` returns a `Plan`, or None if Python must run such calls; "
-                "`finish(collective)` waits for one that takes long; `slow(name)` returns the "
-                "Python method to which goes what is not done here."},
+                "`finish(collective, seconds)` waits for one that takes long; `op_timeout` is the "
+                "default deadline, seconds; `slow(name)` returns the Python method to which goes "
+                "what is not done here."},
     {0, NULL},
 };
 

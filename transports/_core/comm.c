@@ -1,6 +1,7 @@
 /* A call of a communicator: its begin and end, its signature, and the calls that Python makes. See
    comm.h. */
 #include "comm.h"
+#include "timeout.h"
 
 #include <stdlib.h>
 
@@ -111,6 +112,7 @@ int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
     memset(call, 0, sizeof *call);
     call->call.host = comm->host;
     call->call.up = &call_up;
+    call->call.deadline = &comm->deadline;
     call->comm = comm;
     call->kind = kind;
     call->root = root;
@@ -121,6 +123,18 @@ int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root) {
         return -1;
     }
     comm->busy = true;
+    return 0;
+}
+
+int pc_user_call_begin(pc_collective *call, pc_comm *comm, int kind, int root, PyObject *timeout) {
+    struct pc_deadline deadline = {0, 0};
+    if (!pc_timeout(timeout, comm->op_timeout_ns, &deadline.timeout_ns))
+        return -1;
+    if (PC_UNLIKELY(pc_call_begin(call, comm, kind, root) < 0)) {
+        PyErr_Clear();
+        return -1;
+    }
+    comm->deadline = deadline;
     return 0;
 }
 

@@ -43,13 +43,16 @@ typedef struct pc_comm {
     int entry;       /* in the host's table; -1: not attached */
     bool direct;     /* every rank may read every other's memory */
     bool together;   /* every rank has mapped every other's arena */
-    bool usable;     /* attached, not broken, no default deadline: the fast path may be taken */
+    bool usable;     /* attached, and not broken: the fast path may be taken */
     /* the thread that is in a call of Python's, which comes here for parts of it; */
     pthread_t caller;
     bool claimed;     /* whether there is one */
     uint64_t calls_before; /* the user's, before that one */
     bool busy;       /* a call is under way */
     bool heard;      /* and what its root has announced: the next `hear` is of that */
+    bool goes_on;    /* a call begun here goes on in Python: the next claim keeps its deadline */
+    uint64_t op_timeout_ns; /* the default */
+    struct pc_deadline deadline; /* of the user's call that is under way */
     uint64_t number; /* of the last call */
     uint64_t internal; /* calls that were not the user's */
     uint64_t entered_by_all; /* every rank is known to have entered this call */
@@ -260,8 +263,9 @@ int pc_receive_together(pc_collective *call, uint64_t address);
 void pc_abandon(pc_collective *call);
 
 /* The calling thread begins a call of the user's, of which the calls here are parts. */
-static inline void pc_claim(pc_comm *comm) {
+static inline void pc_claim(pc_comm *comm, struct pc_deadline deadline) {
     comm->claimed = true;
+    comm->deadline = deadline;
     comm->caller = pthread_self();
     comm->calls_before = comm->number - comm->internal - comm->heard;
 }
@@ -297,6 +301,9 @@ int pc_all_reduce_stream(pc_collective *call, struct pc_slot *slot); /* as pc_st
 /* comm.c */
 /* -1 with an exception: another is under way */
 int pc_call_begin(pc_collective *call, pc_comm *comm, int kind, int root);
+/* A call of the user's, with its argument `timeout`. -1 without an exception: Python says what is
+   wrong. */
+int pc_user_call_begin(pc_collective *call, pc_comm *comm, int kind, int root, PyObject *timeout);
 /* Steals `result`, of which a new reference is counted after `pc_hold`: a call may have let go of
    the lock. */
 PyObject *pc_call_end(pc_collective *call, int status, PyObject *result);

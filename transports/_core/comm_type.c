@@ -2,6 +2,7 @@
 #include "comm.h"
 
 #include "host_type.h"
+#include "timeout.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -21,13 +22,22 @@ static PyObject *comm_allow(pc_comm *comm, PyObject *usable) {
 
 /* --- between calls ---------------------------------------------------------------------------- */
 
-/* claim() -> bool: the calling thread is the only one that calls, until release(); False: another
-   is. A thread that was interrupted before it could release may claim again. */
-static PyObject *comm_claim(pc_comm *comm, PyObject *unused) {
-    (void)unused;
+/* claim(seconds) -> bool: the calling thread is the only one that calls, until release(), and its
+   call may take so long, with what it has done here already; False: another is. A thread that was
+   interrupted before it could release may claim again. */
+static PyObject *comm_claim(pc_comm *comm, PyObject *seconds) {
+    struct pc_deadline deadline = {0, 0};
+    if (!pc_timeout(seconds, comm->op_timeout_ns, &deadline.timeout_ns)) {
+        PyErr_SetString(PyExc_ValueError, "that is no number of seconds");
+        return NULL;
+    }
     if (comm->busy || (comm->claimed && !pthread_equal(comm->caller, pthread_self())))
         Py_RETURN_FALSE;
-    pc_claim(comm);
+    if (comm->goes_on)
+        deadline = comm->deadline;
+    comm->goes_on = false;
+    pc_deadline_count(&deadline, pc_now_ns());
+    pc_claim(comm, deadline);
     Py_RETURN_TRUE;
 }
 
@@ -88,8 +98,9 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     PyObject *host, *ranks, *sleep, *mismatch, *give_up;
     unsigned long long ident;
     int rank;
-    if (!PyArg_ParseTuple(args, "OKiOOOO", &host, &ident, &rank, &ranks, &sleep, &mismatch,
-                          &give_up))
+    double op_timeout;
+    if (!PyArg_ParseTuple(args, "OKiOdOOO", &host, &ident, &rank, &ranks, &op_timeout, &sleep,
+                          &mismatch, &give_up))
         return NULL;
     Py_ssize_t size = PySequence_Size(ranks);
     if (size < 0)
@@ -106,6 +117,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     comm->rank = rank;
     comm->size = (int)size;
     comm->entry = -1;
+    comm->op_timeout_ns = op_timeout >= 0 ? pc_timeout_ns(op_timeout) : PC_FOR_EVER;
+    comm->deadline = (struct pc_deadline){PC_FOR_EVER, 0};
     comm->sleep = Py_NewRef(sleep);
     comm->mismatch = Py_NewRef(mismatch);
     comm->give_up = Py_NewRef(give_up);
@@ -211,6 +224,12 @@ static PyObject *comm_get_taken(pc_comm *comm, void *unused) {
     return PyLong_FromSize_t(taken * PC_PAGE);
 }
 
+static PyObject *comm_get_deadline(pc_comm *comm, void *unused) {
+    (void)unused;
+    uint64_t until_ns = comm->deadline.until_ns;
+    return PyFloat_FromDouble(until_ns == 0 || until_ns == PC_FOR_EVER ? Py_HUGE_VAL
+                                                                      : (double)until_ns * 1e-9);
+}
 static PyObject *comm_get_attached(pc_comm *comm, void *unused) {
     (void)unused;
     return PyBool_FromLong(comm->entry >= 0);
@@ -233,6 +252,8 @@ static PyGetSetDef comm_getset[] = {
      "Whether a call may begin without a look at the engine.", NULL},
     {"taken_nbytes", (getter)comm_get_taken, NULL,
      "Bytes of its region that take memory; 0 if it is not mapped.", NULL},
+    {"deadline", (getter)comm_get_deadline, NULL,
+     "Until when the call under way may take, of time.monotonic; math.inf: it has none.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -244,7 +265,8 @@ static PyMethodDef comm_methods[] = {
      "Map the region and meet the other ranks there."},
     COMM_METHOD(allow, METH_O, "Whether the fast path may be taken."),
     COMM_METHOD(close, METH_NOARGS, "Give the region back."),
-    COMM_METHOD(claim, METH_NOARGS, "Be the only thread that calls; False: another is."),
+    COMM_METHOD(claim, METH_O,
+                "Be the only thread that calls, for so many seconds; False: another is."),
     COMM_METHOD(release, METH_NOARGS, "Let others call."),
     COMM_METHOD(entered, METH_O, "Number of the last call that a rank has entered."),
     COMM_METHOD(differing, METH_NOARGS, "The first call that another rank has made differently."),

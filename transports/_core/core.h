@@ -54,6 +54,13 @@ static inline uint64_t pc_now_ns(void) {
    knows of, 1 AVX2, F16C, BMI and BMI2, 2 also AVX-512 (F, BW, DQ, VL). */
 int pc_processor_level(void);
 
+/* In place of a time: there is none. */
+#define PC_FOR_EVER UINT64_MAX
+
+static inline uint64_t pc_time_after(uint64_t now_ns, uint64_t ns) {
+    return ns < PC_FOR_EVER - now_ns ? now_ns + ns : PC_FOR_EVER;
+}
+
 static inline size_t pc_round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
 
 #endif

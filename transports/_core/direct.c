@@ -425,6 +425,7 @@ int pc_direct_serve(pc_collective *call) {
 int pc_fetch(pc_collective *call, const struct pc_piece *pieces, size_t count) {
     pc_comm *comm = call->comm;
     struct pc_slot *slot;
+    pc_deadline_start(call->call.deadline);
     if (pc_enter_begin(call, &slot) < 0)
         return -1;
     pc_enter_end(call, slot);

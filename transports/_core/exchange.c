@@ -382,6 +382,7 @@ int pc_run(pc_collective *call) {
     }
     if (pc_given_nbytes(call, call->nbytes) <= sizeof slot->data)
         return pc_enter_begin(call, &slot) < 0 ? -1 : exchange(call, slot);
+    pc_deadline_start(call->call.deadline);
     int direct = pc_choose(call);
     if (direct < 0 || run_large(call, direct) < 0)
         return -1;
@@ -398,6 +399,8 @@ int pc_announce(pc_collective *call, const struct pc_header *header, const void 
     struct pc_slot *slot;
     struct pc_header said = *header;
     bool small = fits_behind_header(call, header->description_nbytes, call->nbytes);
+    if (!small)
+        pc_deadline_start(call->call.deadline);
     int direct = small || header->form == PC_OTHER_WAY ? 0 : pc_choose(call);
     if (direct < 0 || pc_enter_begin(call, &slot) < 0)
         return -1;
@@ -446,6 +449,7 @@ int pc_receive(pc_collective *call, struct pc_slot *slot) {
     memcpy(&header, slot->data, sizeof header);
     call->nbytes = header.nbytes;
     if (!fits_behind_header(call, header.description_nbytes, header.nbytes)) {
+        pc_deadline_start(call->call.deadline);
         int direct = pc_choose(call);
         if (direct < 0)
             return -1;

@@ -16,14 +16,6 @@ void pc_fast_init(void) {
         pc_op_names[index] = PyUnicode_InternFromString(ops[index]);
 }
 
-/* As pc_call_begin, but -1 without an exception: Python says what is wrong. */
-static int begin(pc_collective *call, pc_comm *comm, int kind, int root) {
-    int status = pc_call_begin(call, comm, kind, root);
-    if (PC_UNLIKELY(status < 0))
-        PyErr_Clear();
-    return status;
-}
-
 /* Everything that is neither announced nor a barrier. */
 static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc_array *x, int op,
                            int root) {
@@ -50,7 +42,7 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc
         }
     }
     pc_collective call;
-    if (begin(&call, comm, kind, root) < 0) {
+    if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0) {
         Py_DECREF(result);
         return NULL;
     }
@@ -98,7 +90,7 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
             !pc_array_view(target, &out) || !out.writeable)
             return NULL;
     }
-    if (begin(&call, comm, kind, root) < 0)
+    if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0)
         return NULL;
     call.x_object = values[X];
     pc_sign(&call, 0, 0, NULL);
@@ -125,7 +117,7 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
         if (header.form != 0 ||
             header.value != pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims)) {
             pc_hold(&call.call);
-            comm->heard = true; /* Python goes on from there */
+            comm->heard = comm->goes_on = true; /* in Python, from there */
             comm->busy = false;
             return NULL;
         }
@@ -141,13 +133,12 @@ static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *a
     PyObject *values[ARGUMENTS] = {NULL};
     if (PC_LIKELY(comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
                   !pc_host_failed(comm->host)) &&
-        parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM]) &&
-        is_none(values[TIMEOUT])) {
+        parse(kind, args, count, keywords, values) && is_none(values[ALGORITHM])) {
         PyObject *result = NULL;
         int root = find_root(values[ROOT], comm->size);
         if (kind == PC_BARRIER) {
             pc_collective call;
-            if (begin(&call, comm, kind, 0) == 0) {
+            if (pc_user_call_begin(&call, comm, kind, 0, values[TIMEOUT]) == 0) {
                 pc_sign(&call, 0, 0, NULL);
                 int status = pc_run(&call);
                 pc_hold(&call.call);
@@ -171,7 +162,7 @@ static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *a
             return result;
     }
     PyObject *result = pc_call_slow(self->slow[kind], args, count, keywords);
-    comm->heard = false;
+    comm->heard = comm->goes_on = false;
     return result;
 }
 

@@ -13,20 +13,6 @@ bool pc_messages_may_start(const pc_messages *self) {
            (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
 }
 
-bool pc_seconds(const pc_messages *self, PyObject *value, uint64_t *timeout_ns) {
-    if (is_none(value)) {
-        *timeout_ns = self->op_timeout_ns;
-        return true;
-    }
-    double seconds = -1;
-    if (PyFloat_CheckExact(value))
-        seconds = PyFloat_AsDouble(value);
-    else if (PyLong_CheckExact(value))
-        seconds = (double)small_int(value, 0, -1);
-    *timeout_ns = seconds < 1e9 ? (uint64_t)(seconds * 1e9) : PC_FOR_EVER;
-    return seconds >= 0;
-}
-
 static bool plain_peer(const pc_messages *self, PyObject *value, long least, int *peer) {
     long number = value == NULL ? least : small_int(value, least, -2);
     *peer = (int)number;
@@ -166,24 +152,6 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
 }
 
 /* --- waiting ---------------------------------------------------------------------------------- */
-
-struct pc_patience pc_patience(uint64_t timeout_ns) {
-    uint64_t now = pc_drive_now_ns();
-    uint64_t deadline = timeout_ns < PC_FOR_EVER - now ? now + timeout_ns : PC_FOR_EVER;
-    uint64_t slice = now + PC_SLICE_NS;
-    if (timeout_ns == 0) /* Python looks once */
-        slice = 0;
-    return (struct pc_patience){.until_ns = slice < deadline ? slice : deadline,
-                                .deadline_ns = deadline};
-}
-
-PyObject *pc_patience_left(const struct pc_patience *patience) {
-    if (patience->deadline_ns == PC_FOR_EVER)
-        return PyFloat_FromDouble(Py_HUGE_VAL);
-    uint64_t now = pc_drive_now_ns();
-    return PyFloat_FromDouble(
-        now < patience->deadline_ns ? (double)(patience->deadline_ns - now) / 1e9 : 0.0);
-}
 
 /* Have Python wait for what takes long: finish(requests..., seconds). */
 static PyObject *hand_over(pc_messages *self, const char *name, struct pc_request *one,

@@ -4,6 +4,7 @@
 #define PC_MESSAGES_H
 
 #include "request.h"
+#include "timeout.h"
 
 /* What shall be sent: an array, whose memory is looked at; or the bytes of a pickled object. */
 struct pc_outgoing {
@@ -22,15 +23,8 @@ struct pc_incoming_call {
     struct pc_array array;  /* `out` */
 };
 
-/* How long a call waits here, and until when at all. */
-struct pc_patience {
-    uint64_t until_ns, deadline_ns;
-};
-
 /* Whether anything can be started here. */
 bool pc_messages_may_start(const pc_messages *self);
-/* A timeout; None: the default. False: Python says what is wrong with it. */
-bool pc_seconds(const pc_messages *self, PyObject *value, uint64_t *timeout_ns);
 /* 1: `outgoing`, which was zero, is filled in; 0: leave it to Python; -1 with an exception. */
 int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
                    struct pc_outgoing *outgoing);
@@ -52,9 +46,6 @@ bool pc_messages_take(pc_messages *self, const struct pc_incoming_call *incoming
 
 /* Give up a request of a blocking call; false: it has ended. */
 bool pc_messages_give_up(struct pc_request *request);
-struct pc_patience pc_patience(uint64_t timeout_ns);
-/* What is left, in seconds; NULL with an exception. */
-PyObject *pc_patience_left(const struct pc_patience *patience);
 /* Wait for the request of a blocking call, which is let go; what takes long goes on in Python. */
 PyObject *pc_messages_finish(pc_messages *self, struct pc_request *request, uint64_t timeout_ns);
 /* The same for a receive and a send at the same time; if one fails, the other is given up. */

@@ -29,7 +29,7 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     struct pc_outgoing outgoing = {0};
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) && parse(send_order, args, count, keywords, values) &&
-                pc_seconds(self, values[TIMEOUT], &timeout_ns) &&
+                pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) &&
                 (is_blocking || values[TIMEOUT] == NULL);
     if (plain)
         plain = pc_outgoing_of(self, values[X], values[DEST], values[TAG], &outgoing);
@@ -69,7 +69,7 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
     if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
-        !pc_seconds(self, values[TIMEOUT], &timeout_ns) ||
+        !pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) ||
         (!is_blocking && values[TIMEOUT] != NULL) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
         return pc_call_method(self->slow, name, args, count, keywords);
@@ -98,7 +98,7 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) &&
                 parse(sendrecv_order, args, count, keywords, values) &&
-                pc_seconds(self, values[TIMEOUT], &timeout_ns) &&
+                pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) &&
                 (is_blocking || values[TIMEOUT] == NULL) &&
                 pc_incoming_of(self, values[SOURCE], values[RECVTAG], values[OUT], values[STATUS],
                                &incoming) &&
@@ -149,7 +149,7 @@ static struct pc_request *start_probe(pc_messages *self, PyObject *const *args, 
     struct pc_incoming_call incoming;
     if (!pc_messages_may_start(self) || !parse(probe_order, args, count, keywords, values) ||
         (!has_timeout && values[TIMEOUT] != NULL) ||
-        !pc_seconds(self, values[TIMEOUT], timeout_ns) ||
+        !pc_timeout(values[TIMEOUT], self->op_timeout_ns, timeout_ns) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], NULL, NULL, &incoming))
         return NULL;
     if (!has_timeout)
@@ -223,7 +223,7 @@ static PyObject *messages_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->load = Py_NewRef(PyTuple_GetItem(values, 1));
     self->new_bytes = Py_NewRef(PyTuple_GetItem(values, 2));
     self->here = Py_NewRef(PyTuple_GetItem(values, 3));
-    self->op_timeout_ns = op_timeout < 1e9 ? (uint64_t)(op_timeout * 1e9) : PC_FOR_EVER;
+    self->op_timeout_ns = pc_timeout_ns(op_timeout);
     if (self->members == NULL || self->ranks == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();

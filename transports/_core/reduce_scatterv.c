@@ -67,7 +67,7 @@ static PyObject *run_rows(pc_comm *comm, PyObject **values, const struct pc_arra
     pc_collective call;
     if (result == NULL || !pc_array_view(result, &out) ||
         !rows_fit(&out, x, dims, (const char *)x->data + begin * row_nbytes) ||
-        pc_call_begin(&call, comm, PC_REDUCE_SCATTER, 0) < 0) {
+        pc_user_call_begin(&call, comm, PC_REDUCE_SCATTER, 0, values[TIMEOUT]) < 0) {
         if (result != NULL)
             PyErr_Clear(); /* Python says what is wrong */
         Py_XDECREF(result);
@@ -89,7 +89,7 @@ static PyObject *reduce_scatterv(pc_shared *self, PyObject *const *args, Py_ssiz
     PyObject *values[ARGUMENTS] = {NULL};
     if (comm->usable && !comm->claimed && !comm->busy && !comm->host->engaged &&
         !pc_host_failed(comm->host) && parse(PC_REDUCE_SCATTERV, args, count, keywords, values) &&
-        is_none(values[ALGORITHM]) && is_none(values[TIMEOUT]) && values[X] != NULL &&
+        is_none(values[ALGORITHM]) && values[X] != NULL &&
         values[COUNTS] != NULL) {
         size_t begins[comm->size + 1];
         struct pc_array x;

@@ -131,9 +131,6 @@ bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t
 int pc_request_go_on(struct pc_request *request);
 /* What a request returns that has ended; NULL with an exception. */
 PyObject *pc_request_result(struct pc_request *request);
-/* The timeout of a wait, if its arguments are no more than that. */
-bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count,
-                      PyObject *keywords, uint64_t *timeout_ns);
 /* The method `wait`. */
 PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count,
                                  PyObject *keywords);

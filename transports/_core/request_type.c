@@ -54,19 +54,10 @@ static bool ask(struct pc_request *request,
 
 /* --- methods of requests ---------------------------------------------------------------------- */
 
-bool pc_is_plain_wait(const struct pc_request *self, PyObject *const *args, Py_ssize_t count,
-                      PyObject *keywords, uint64_t *timeout_ns) {
-    Py_ssize_t named = keywords != NULL ? PyTuple_Size(keywords) : 0;
-    if (count + named > 1 || (named == 1 && PyUnicode_CompareWithASCIIString(
-                                                PyTuple_GetItem(keywords, 0), "timeout") != 0))
-        return false;
-    return pc_seconds(self->messages, count + named == 1 ? args[0] : NULL, timeout_ns);
-}
-
 PyObject *pc_request_wait_method(struct pc_request *self, PyObject *const *args, Py_ssize_t count,
                                  PyObject *keywords) {
     uint64_t timeout_ns;
-    if (!pc_is_plain_wait(self, args, count, keywords, &timeout_ns)) {
+    if (!pc_timeout_of_wait(args, count, keywords, self->messages->op_timeout_ns, &timeout_ns)) {
         PyObject *slow = PyObject_GetAttrString((PyObject *)self, "_wait");
         PyObject *result = slow != NULL ? pc_call_slow(slow, args, count, keywords) : NULL;
         Py_XDECREF(slow);

@@ -5,6 +5,7 @@
 #include "collective_call.h"
 #include "comm.h"
 #include "copy.h"
+#include "timeout.h"
 
 /* As in pycoll/_calls/shared_memory_uneven.py and blocks.py. */
 #define MAX_ROW_NBYTES 2048
@@ -339,7 +340,9 @@ static PyObject *resume(const struct uneven_call *call, PyObject *const *args, P
     }
     all[0] = heard;
     memcpy(all + 1, args, (size_t)num_args * sizeof *all);
+    call->comm->goes_on = true;
     PyObject *result = pc_call_slow(call->known->resume, all, count + 1, keywords);
+    call->comm->goes_on = false;
     PyMem_Free(all);
     Py_DECREF(heard);
     return result;
@@ -394,10 +397,12 @@ static PyObject *uneven(pc_shared *self, int kind, PyObject *const *args, Py_ssi
     pc_comm *comm = self->comm;
     PyObject *values[ARGUMENTS] = {NULL};
     struct uneven_call call = {.comm = comm, .kind = kind, .known = &self->uneven[kind]};
+    struct pc_deadline deadline = {0, 0};
     size_t share = (size_t)(ROWS_NBYTES / comm->size / ALIGNMENT * ALIGNMENT);
     if (comm->usable && comm->direct && !comm->claimed && !comm->busy && !comm->host->engaged &&
         comm->size <= MAX_SIZE && !pc_host_failed(comm->host) &&
-        parse(twins[kind], args, count, keywords, values) && is_none(values[TIMEOUT]) &&
+        parse(twins[kind], args, count, keywords, values) &&
+        pc_timeout(values[TIMEOUT], comm->op_timeout_ns, &deadline.timeout_ns) &&
         values[ALGORITHM] == NULL && values[OP] == NULL &&
         (count > 0 || (kind != PC_SCATTERV && kind != PC_ALL_TO_ALLV)) && /* there it is `xs`, and
                                                                              not `x` */
@@ -407,7 +412,7 @@ static PyObject *uneven(pc_shared *self, int kind, PyObject *const *args, Py_ssi
         bool is_plain = view_own(&call, values[X]) && view_out(&call, values[OUT]);
         PyObject *result = NULL;
         if (is_plain) {
-            pc_claim(comm); /* no other thread comes in between the rounds */
+            pc_claim(comm, deadline); /* no other thread comes in between the rounds */
             if (find_text(&call))
                 result = run(&call, args, count, keywords);
             if (pthread_equal(comm->caller, pthread_self())) /* else Python has let it go, and

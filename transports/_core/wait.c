@@ -33,7 +33,9 @@ int pc_wait_long(pc_call *call, pc_flag64 *flag, uint64_t value, int peer) {
         uint64_t now = pc_now_ns();
         if (started == 0)
             started = now;
-        if (now - started >= SLEEP_AFTER_NS || pc_host_failed(call->host))
+        pc_deadline_count(call->deadline, now);
+        if (now - started >= SLEEP_AFTER_NS || now >= call->deadline->until_ns ||
+            pc_host_failed(call->host))
             break;
     }
     pc_hold(call);

@@ -5,7 +5,11 @@
    look; and when some milliseconds have passed it sleeps: it says so in its record, looks once
    more, and calls `sleep`: in Python the engine sleeps on everything that can wake it. Whoever
    publishes a flag rings the doorbell of the ranks that sleep. Python also looks at deadlines,
-   signals and failures, so no wait outlives them. */
+   signals and failures, so no wait outlives them.
+
+   A deadline costs nothing until somebody has to wait: the clock is read for it when a wait of the
+   call has lasted for some microseconds, and it counts from then. A call that has more to do than
+   wait counts it from its beginning (`pc_deadline_start`). */
 #ifndef PC_WAIT_H
 #define PC_WAIT_H
 
@@ -24,10 +28,29 @@ struct pc_call_up {
     void (*enter)(void *left);
 };
 
+/* Until when a call of the user's may take, with all calls here that are parts of it. */
+struct pc_deadline {
+    uint64_t timeout_ns; /* PC_FOR_EVER: there is none */
+    uint64_t until_ns;   /* 0: the time is not counted yet */
+};
+
+/* Count it from now on, unless it is counted already. */
+static inline void pc_deadline_count(struct pc_deadline *deadline, uint64_t now_ns) {
+    if (deadline->until_ns == 0)
+        deadline->until_ns = pc_time_after(now_ns, deadline->timeout_ns);
+}
+
+/* The same, for which the clock is read if there is a deadline. */
+static inline void pc_deadline_start(struct pc_deadline *deadline) {
+    if (deadline->timeout_ns != PC_FOR_EVER)
+        pc_deadline_count(deadline, pc_now_ns());
+}
+
 /* One call in shared memory under way. */
 struct pc_call {
     pc_host *host;
     const struct pc_call_up *up;
+    struct pc_deadline *deadline;
     void *left; /* the lock was given up; NULL: it is held */
 };
 

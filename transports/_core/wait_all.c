@@ -1,4 +1,5 @@
 /* `_core.wait_all` and `_core.wait_any`: waiting for several requests of one engine at once. */
+#include "collective.h"
 #include "messages.h"
 
 #include <stdlib.h>
@@ -160,15 +161,17 @@ static int await(struct gathering *gathering, uint64_t until_ns) {
     return done;
 }
 
-/* How long to wait: the time given, or else the default of the first request. Collectives alone
-   have none here. */
+/* How long to wait: the time given, or else the default of the first request. */
 static bool has_deadline(const struct gathering *gathering, PyObject *seconds,
                          uint64_t *timeout_ns) {
-    *timeout_ns = PC_FOR_EVER;
-    for (Py_ssize_t index = 0; index < gathering->count; index++)
-        if (gathering->awaited[index].request != NULL)
-            return pc_seconds(gathering->awaited[index].request->messages, seconds, timeout_ns);
-    return seconds == Py_None;
+    uint64_t default_ns = PC_FOR_EVER;
+    if (gathering->count > 0) {
+        const struct awaited *first = &gathering->awaited[0];
+        default_ns = first->request != NULL
+                         ? first->request->messages->op_timeout_ns
+                         : ((struct pc_started *)first->object)->collectives->op_timeout_ns;
+    }
+    return pc_timeout(seconds, default_ns, timeout_ns);
 }
 
 #define FEW 64

@@ -9,9 +9,7 @@
 #ifndef PC_LOCK_H
 #define PC_LOCK_H
 
-#include <stdatomic.h>
-#include <stdbool.h>
-#include <stdint.h>
+#include "../core.h"
 
 typedef _Atomic uint32_t pc_word;
 
@@ -29,8 +27,6 @@ struct pc_lock {
     /* the last hand-over's number: who sleeps until its own is over takes no other for it */
     uint32_t handed;
 };
-
-#define PC_FOR_EVER UINT64_MAX
 
 /* Sleep while the word has this value, for that long at most; 0, or an errno: EAGAIN, EINTR,
    ETIMEDOUT. */
