@@ -44,6 +44,8 @@ static void sent(struct pc_send *send) {
     struct pc_run *run = move->run;
     uint32_t position = move->step;
     int status = send->status;
+    if (status != 0)
+        pc_scratch_spend(send->keeper.scratch); /* as in `clear` */
     free_move(move);
     if (status == 0)
         complete(run, position);
