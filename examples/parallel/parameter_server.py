@@ -8,7 +8,7 @@ the number of gradients that each has pushed, and decide by them which pulls mus
 
 Source: Li et al., Scaling Distributed Machine Learning with the Parameter Server (OSDI 2014),
 section 3, for shards; Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel
-Parameter Server (NIPS 2013), section 3, for bounded staleness.
+Parameter Server (NIPS 2013), section 2, for bounded staleness.
 """
 
 from collections import Counter, deque
@@ -110,7 +110,7 @@ class ParameterServer:
                 workers, and there is one update a step. Else each gradient is an update of its own
                 when it comes, and a worker that would be more than so many steps ahead of the
                 slowest waits: pulling for step c, it sees all gradients of steps before
-                ``c - staleness``.
+                ``c - staleness``; math.inf: nobody waits.
         """
         self._check(parameters, "parameters", is_server=True)
         if staleness is not None and staleness < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import runpy
@@ -135,9 +136,9 @@ def test_a_worker_is_never_further_ahead_than_the_bound_and_reaches_it(
 
 
 @four_ranks
-@pytest.mark.parametrize("staleness", [None, 1])
+@pytest.mark.parametrize("staleness", [None, 1, math.inf])
 def test_workers_may_make_different_numbers_of_steps_and_none_is_lost(
-    ranks: Any, staleness: int | None
+    ranks: Any, staleness: float | None
 ) -> None:
     """Worker w pushes w + 1 times; who has finished is waited for no longer."""
 
