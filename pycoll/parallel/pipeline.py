@@ -53,8 +53,8 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> I
     """One forward, one backward, in turn, after as many forwards as there are ranks behind.
 
     Cost: bubble (p - 1) / m; activations of p - rank micro-batches.
-    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM, 2021, section 2.2.1 (PipeDream-Flush).
+    Source: Narayanan et al., PipeDream, SOSP 2019; with a flush after each batch, as here:
+    Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2020 (PipeDream-Flush).
     """
     warm_up = min(ranks - 1 - rank, micro_batches)
     for i in range(warm_up):
@@ -73,7 +73,8 @@ def interleaved(rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> I
     for it; the price is memory.
 
     Cost: bubble (p - 1) / (m v); activations of 2 (p - rank - 1) + (v - 1) p + 1 chunks.
-    Source: Narayanan et al. 2021, section 2.2.2.
+    Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM, 2021, section 2.2.2.
     """
     if micro_batches % ranks:
         raise ValueError(
