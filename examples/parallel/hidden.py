@@ -1,15 +1,17 @@
-"""Communication behind computing: how much time it saves, beside the bound.
+"""Communication while computing: how much time it saves, beside the bound.
 
     pip install torch && pycoll-run -n 2 --transport tcp examples/parallel/hidden.py
 
 Two things of transformer.py are measured. In a row-parallel linear layer (docs/parallel/tensor.md)
-the sum of one chunk goes on behind the product of the next. After a step of ZeRO's optimizer
-(docs/parallel/zero.md) the parameters of later layers arrive behind the first layers' forward.
+the sum of one chunk goes on while the product of the next is computed. After a step of ZeRO's
+optimizer (docs/parallel/zero.md) the parameters of later layers arrive during the forward of the
+first ones.
 
 What computes is a wait here, in place of the kernel of a GPU, which needs no core: so what is
 measured is what is hidden, not how ranks share the cores of this machine. The wait is as long as
-the communication takes alone. By the bound the longer of the two is not saved, nor is the first
-chunk's computing, behind which there is nothing yet; for the optimizer, the first layer's coming.
+the communication takes alone. By the bound the longer of the two is not saved, nor is the computing
+of the first chunk, during which there is nothing to send yet; for the optimizer, nor is the arrival
+of the first layer.
 """
 
 import argparse
@@ -117,7 +119,7 @@ def main():
             "all_gather": optimizer(comm, options),
         }
     if comm.rank == 0:
-        print(f"{options.mib:g} MiB; computing is a wait as long as the communication alone: 1")
+        print(f"{options.mib:g} MiB; unit: the communication alone; computing is a wait of one unit")
         print(f"            one after the other  {options.chunks:2} chunks  bound   saved")
         for name, (alone, apart, together) in results.items():
             bound = 1 + 1 / options.chunks
