@@ -119,7 +119,7 @@ def main():
             "all_gather": optimizer(comm, options),
         }
     if comm.rank == 0:
-        print(f"{options.mib:g} MiB; unit: the communication alone; computing is a wait of one unit")
+        print(f"{options.mib:g} MiB; unit: the communication alone; computing: a wait of one unit")
         print(f"            one after the other  {options.chunks:2} chunks  bound   saved")
         for name, (alone, apart, together) in results.items():
             bound = 1 + 1 / options.chunks
