@@ -183,7 +183,8 @@ class TopK(Compressor):
     By all_gather, so the bytes grow with the ranks: it pays while `fraction` is less than 1/size.
     Without `ErrorFeedback` the small values are lost for ever.
 
-    Source: D. Alistarh et al., The Convergence of Sparsified Gradient Methods, NeurIPS 2018.
+    Source: A. F. Aji, K. Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP
+    2017; S. Stich et al., Sparsified SGD with Memory, NeurIPS 2018.
 
     Args:
         fraction: of the values that are sent, above 0, at most 1; one value at least.
