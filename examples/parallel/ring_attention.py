@@ -4,7 +4,8 @@
 
 Each rank has a block of the queries, keys and values. The keys and values go round the ring; each
 rank attends to the block it has while the next one arrives, and merges what it finds with what it
-had, by the running maximum and sum of the softmax. No rank ever has more than two blocks of them.
+had, by the running maximum and sum of the softmax. Besides its own a rank never has more than two
+blocks of them.
 The result, and the gradients, are those of attention over the whole sequence but for rounding,
 which the program checks; and it counts bytes. transformer.py uses it as its context axis. Source:
 Liu et al. 2023, Ring Attention with Blockwise Transformers.
