@@ -23,7 +23,11 @@ HEAD = f"""\
 
 This page is made by `python docs/draw_gallery.py`, on {SIZE} ranks. For other numbers, and for
 pages to step through, use `pycoll show`. [show.md](show.md) says what the pictures show, and
-[algorithms.md](algorithms.md) what the algorithms cost.
+[algorithms.md](algorithms.md) how the algorithms work, what they cost, and when each is good.
+
+P is the number of ranks, P' the largest power of two that is not above P, lg the logarithm to
+base 2. "In rank order": operands stand in the order of the ranks, as operators need that are not
+commutative. A barrier is an all_reduce or an all_gather of no bytes, and has its sentence.
 """
 
 

@@ -42,7 +42,7 @@ def reduce(rank: int, size: int, root: int) -> Iterator[Step]:
 
 
 def all_reduce(rank: int, size: int) -> Iterator[Step]:
-    """Reduce to rank 0, in rank order, then broadcast from it.
+    """Reduce up the tree to rank 0, in rank order, then broadcast down it.
 
     Cost: steps 2 floor(lg P); bytes ceil(lg P) S in and as many out at rank 0, the busiest.
     Source: Open MPI, ompi/mca/coll/base/coll_base_allreduce.c (nonoverlapping).

@@ -12,7 +12,7 @@ from pycoll.schedules import linear
 
 
 def all_reduce(rank: int, size: int) -> Iterator[Step]:
-    """Reduce to rank 0, in rank order, then broadcast from it.
+    """Each sends to rank 0, which combines in rank order and sends the result to each.
 
     Cost: steps 2; bytes (P - 1) S in and as many out at rank 0.
     Source: Open MPI, ompi/mca/coll/base/coll_base_allreduce.c (basic linear).

@@ -62,7 +62,7 @@ def scan(rank: int, size: int) -> Iterator[Step]:
 
 
 def exscan(rank: int, size: int) -> Iterator[Step]:
-    """Every value moves one rank to the right, where the scan of it begins.
+    """Send each value to the rank after; ranks 1 to P - 1 scan what came, along the chain.
 
     Cost: steps P - 1; bytes 2 S a rank (S if P = 2).
     Source: the definition, and `scan`.

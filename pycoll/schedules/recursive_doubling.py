@@ -69,7 +69,7 @@ def scan(rank: int, size: int) -> Iterator[Step]:
 
 
 def exscan(rank: int, size: int) -> Iterator[Step]:
-    """Every value moves one rank to the right, where the scan of it begins.
+    """Send each value to the rank after; ranks 1 to P - 1 scan what came, by doubling.
 
     Cost: steps one more than the scan of P - 1 ranks; bytes at most (ceil(lg P) + 1) S a rank.
     Source: the definition, and `scan`.
