@@ -1,7 +1,8 @@
-"""Training on many ranks: the ideas of the field, each once, over any communicator of pycoll.
+"""Training on many ranks: what programs of your own import, over any communicator of pycoll.
 
-The pages in docs/parallel/ explain them, the programs in examples/parallel/ show them. Arrays are
-NumPy's or PyTorch's. Nothing here is imported, nor is PyTorch, until a name is used.
+The pages in docs/parallel/ explain it, the programs in examples/parallel/ show it; there, to be
+copied, are parameter servers, ring attention and experts, too. Arrays are NumPy's or PyTorch's.
+Nothing here is imported, nor is PyTorch, until a name is used.
 """
 
 from __future__ import annotations
