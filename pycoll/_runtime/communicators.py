@@ -48,7 +48,7 @@ def raise_error(error: BaseException) -> None:
 
 def raise_requests_error(context: Context, error: BaseException) -> None:
     """Raise why a request has failed: so this rank hears why its communicator is broken."""
-    if str(error) == str(context.broken):
+    if isinstance(error, MismatchError) and str(error) == str(context.broken):
         context.unheard = False
     raise_error(error)
 

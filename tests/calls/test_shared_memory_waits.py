@@ -264,11 +264,12 @@ ok()
 
 def test_the_launcher_knows_who_waits_in_a_native_call(job: Any) -> None:
     text = """
+other = comm.dup()  # on one communicator the two calls would be a mismatch
 if rank == 0:
     await_table((1, r"barrier\\(.*for .* s"), (2, r"all_reduce\\(float64\\[2\\].* for .* s"))
     ok()
     os._exit(3)
-error_of(comm.barrier if rank == 1 else lambda: comm.all_reduce(np.ones(2)), within=60)
+error_of(other.barrier if rank == 1 else lambda: comm.all_reduce(np.ones(2)), within=60)
 """
     done = job(3, text)
     assert done.content == [0], done.stderr
