@@ -81,6 +81,22 @@ def test_every_program_of_parallel_training_has_its_page() -> None:
     assert [name for name in programs if f"(../../examples/parallel/{name})" not in pages] == []
 
 
+def test_what_stands_beside_names_of_other_libraries_exists_in_parallel_training() -> None:
+    """In the second column of the tables "In Megatron-LM's words" and the like."""
+    folders = (ROOT / "pycoll/parallel", ROOT / "examples/parallel")
+    sources = "".join(p.read_text(encoding="utf-8") for at in folders for p in at.glob("*.py"))
+    known, named = set(re.findall(r"\w+", sources)), []
+    for page in (ROOT / "docs/parallel").glob("*.md"):
+        for part in page.read_text(encoding="utf-8").split("\n## "):
+            if re.match("In .*words|Where a name", part):
+                cells = [row.split(" | ")[1] for row in part.splitlines() if row.startswith("| ")]
+                codes = [code for cell in cells for code in re.findall("`([^`]+)`", cell)]
+                words = " ".join(c.removeprefix("--").replace("-", "_") for c in codes)
+                named += [(page.name, word) for word in re.findall(r"\w+", words)]
+    assert len(named) > 40
+    assert [(page, word) for page, word in named if word not in known] == []
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     links = [
         (document, target)
