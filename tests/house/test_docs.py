@@ -97,6 +97,20 @@ def test_what_stands_beside_names_of_other_libraries_exists_in_parallel_training
     assert [(page, word) for page, word in named if word not in known] == []
 
 
+def test_every_page_is_reached_from_the_readme_and_the_lists_of_pages() -> None:
+    lists = ("README.md", "docs/index.md", "docs/parallel/index.md")
+    reached = {
+        (ROOT / page).parent.joinpath(target).resolve()
+        for page in lists
+        for target in re.findall(
+            r"\]\(([^)\s#]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8")
+        )
+    }
+    pages = {p for folder in ("docs", "docs/parallel") for p in (ROOT / folder).glob("*.md")}
+    assert len(pages) > 20
+    assert not pages - reached
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     links = [
         (document, target)
