@@ -83,6 +83,21 @@ ok()
     scripts(2, COUNT + text, transport)
 
 
+def test_a_message_with_another_tag_that_has_come_first_stays(scripts: Scripts) -> None:
+    text = """
+for turn in range(2):  # first calls are prepared in Python
+    if rank == 1:
+        comm.send(array(0), 0, 1)
+        comm.send(array(1), 0, 2)
+    comm.barrier()  # which looks at no messages
+    if rank == 0:
+        assert received(tag=2) == 1
+        assert received(tag=1) == 0
+ok()
+"""
+    scripts(2, COUNT + text)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_of_all_lengths_go_round(scripts: Scripts, size: int) -> None:
     """More of them than the rings and the credit hold, and with more ranks than cores."""
