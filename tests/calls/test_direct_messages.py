@@ -85,7 +85,7 @@ ok()
 
 def test_a_message_with_another_tag_that_has_come_first_stays(scripts: Scripts) -> None:
     text = """
-for turn in range(2):  # first calls are prepared in Python
+for turn in range(5):  # first calls are prepared in Python
     if rank == 1:
         comm.send(array(0), 0, 1)
         comm.send(array(1), 0, 2)
