@@ -1,4 +1,5 @@
-"""reduce_scatterv of NumPy arrays in shared memory: in the core.
+"""reduce_scatterv of NumPy arrays in shared memory: in the core, but for a call or so that comes
+while a thread of Python's answers the launcher, as it is asked of a rank that has waited long.
 
 Ranks whose call goes through Python say the same, so any rank may go either way.
 """
@@ -80,7 +81,7 @@ for dtype in DTYPES:
         same(got, wanted(all_x, counts, op))
         served += 1
 assert served >= 100, served
-assert len(left) == refused, left
+assert refused <= len(left) <= refused + 1, left
 ok()
 """
     scripts(size, WATCHED + text)
@@ -121,7 +122,7 @@ for scale in (1, 300, 20_000):
                 if peer != rank:
                     same(x[rows_of(counts, peer)], all_x[rank][rows_of(counts, peer)])
 # Of an array without elements NumPy says no address that one could compare.
-assert not [args for args in left if args[0].size], left
+assert len([args for args in left if args[0].size]) <= 1, left
 ok()
 """
     scripts(size, WATCHED + text)
