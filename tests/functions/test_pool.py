@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from last_calls import beside_requests, of_requests
 from patience import PATIENCE
 from run_cases import LIMIT_S, ROOT
 
@@ -88,19 +89,6 @@ def test_an_exception_ends_the_run_and_the_ranks_stay(pool: pycoll.Pool, waits: 
         assert where == "raised on rank 1 of 2"
         assert trace.endswith("KeyError: 'gone'")
         assert "serving.py" not in trace
-
-
-def of_requests(comm: Any) -> list[Any]:
-    """Two that nobody waits for, and that differ."""
-    x = np.ones(9)
-    return [comm.ibroadcast(x, root=1) if comm.rank else comm.ibarrier(), comm.irecv(0, tag=9)]
-
-
-def beside_requests(comm: Any) -> list[Any]:
-    """One call in shared memory or not, beside requests that nobody waits for."""
-    requests = [comm.isend(np.ones(1_000_000), 1 - comm.rank), comm.iall_reduce(np.ones(9))]
-    comm.broadcast(1, root=comm.rank)
-    return requests
 
 
 LAST_CALLS = {

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from last_calls import beside_requests, of_requests
 from patience import PATIENCE
 from run_cases import LIMIT_S, ROOT, rank_plus
 
@@ -119,19 +120,6 @@ def test_errors_of_pycoll_are_raised_again_as_they_are() -> None:
         pycoll.run(lambda comm: comm.all_reduce(1.0) if comm.rank else comm.all_reduce(1), 2)
     with pytest.raises(TransportError, match="carrier-pigeon"):
         pycoll.run(rank_plus, 2, 0, transport="carrier-pigeon")
-
-
-def of_requests(comm: Any) -> list[Any]:
-    """Two that nobody waits for, and that differ."""
-    x = np.ones(9)
-    return [comm.ibroadcast(x, root=1) if comm.rank else comm.ibarrier(), comm.irecv(0, tag=9)]
-
-
-def beside_requests(comm: Any) -> list[Any]:
-    """One call in shared memory or not, beside requests that nobody waits for."""
-    requests = [comm.isend(np.ones(1_000_000), 1 - comm.rank), comm.iall_reduce(np.ones(9))]
-    comm.broadcast(1, root=comm.rank)
-    return requests
 
 
 LAST_CALLS: dict[str, Callable[[Any], object]] = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from compressor_cases import KINDS
 from tiers import sizes
 
 import pycoll
@@ -20,15 +21,6 @@ Array = Any
 Comm = Any
 
 SHAPES = ((), (0,), (1,), (5,), (4, 3), (1000,), (3, 7, 11))
-KINDS: dict[str, Callable[[], Any]] = {
-    "float16": c.Float16,
-    "bfloat16": c.BFloat16,
-    "topk": lambda: c.TopK(0.1),
-    "int8": lambda: c.Int8(block=16),
-    "onebit": lambda: c.OneBit(block=16),
-    "powersgd": lambda: c.PowerSGD(2),
-    "uncompressed": c.Uncompressed,
-}
 
 
 def drawn(seed: int, rank: int, shape: tuple[int, ...], dtype: str = "f8") -> Array:

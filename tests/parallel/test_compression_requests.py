@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from compressor_cases import KINDS
 from tiers import sizes
 
 import pycoll
@@ -15,15 +15,6 @@ from pycoll.parallel import compression as c
 
 Array = Any
 Comm = Any
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "float16": c.Float16,
-    "topk": lambda: c.TopK(0.1),
-    "int8": lambda: c.Int8(block=16),
-    "onebit": lambda: c.OneBit(block=16),
-    "powersgd": lambda: c.PowerSGD(2),
-    "uncompressed": c.Uncompressed,
-}
 
 
 def drawn(seed: int, rank: int, shape: tuple[int, ...], dtype: str = "f8") -> Array:
