@@ -335,14 +335,21 @@ def schedule(
         ValueError: there is no such collective or algorithm, or one of its steps makes no sense:
             the message says which.
     """
-    algorithm = find(collective, name)
+    return compiled(find(collective, name), rank, size, root, hosts)
+
+
+def compiled(
+    algorithm: Algorithm, rank: int, size: int, root: int = 0, hosts: Sequence[int] = ()
+) -> Schedule:
+    """Compile an algorithm's schedule, as `schedule`."""
     _check_ranks(size, rank=rank, root=root)
     try:
-        compiled = compile_schedule(steps_of(algorithm, rank, size, root, hosts))
-        _check_ranges(compiled, rank, size, algorithm.chunks(size))
+        made = compile_schedule(steps_of(algorithm, rank, size, root, hosts))
+        _check_ranges(made, rank, size, algorithm.chunks(size))
     except ValueError as exc:
-        raise ValueError(f"{collective} {name}, size {size}, rank {rank}: {exc}") from exc
-    return compiled
+        what = f"{algorithm.collective} {algorithm.name}, size {size}, rank {rank}"
+        raise ValueError(f"{what}: {exc}") from exc
+    return made
 
 
 def _check_algorithm(algorithm: object) -> None:
