@@ -330,6 +330,8 @@ class Hosts:
             if len(self._all) > 1:
                 seen = [f"{node}={self._address(host, o)}" for node, o in enumerate(self._all)]
                 environment["PYCOLL_ADDRESSES"] = ",".join(seen)
+                if options.calls is None:  # else the name is one of our own making
+                    environment["PYCOLL_HOST"] = self.names[node]
             if host is first and host is not self._here and spec.stdin is None:
                 self._read_input(self._remote(first))
             host.start(RankProgram(spec.argv, environment, spec.pass_fds, bind, spec.stdin))

@@ -43,6 +43,7 @@ class Explanation(NamedTuple):
         runners_up: what else can serve, (algorithm, segments, seconds) each, quickest first.
         refused: what cannot serve or must not, by name, and why.
         table: where the times come from.
+        topology: the file by whose order of hosts the ranks stand; "": by their numbers.
     """
 
     collective: str
@@ -55,6 +56,7 @@ class Explanation(NamedTuple):
     runners_up: tuple[tuple[str, int, float], ...]
     refused: dict[str, str]
     table: str
+    topology: str = ""
 
     def __str__(self) -> str:
         names = [self.algorithm, *(name for name, _, _ in self.runners_up), *self.refused]
@@ -66,6 +68,8 @@ class Explanation(NamedTuple):
             f"{cut}, about {time_text(self.seconds)}",
             f"  because {self.why}",
         ]
+        if self.topology:
+            lines.append(f"  hosts stand in the order that PYCOLL_TOPOLOGY={self.topology} says")
         if self.size == 1:
             return "\n".join(lines)
         if self.runners_up:
@@ -138,6 +142,7 @@ def explain(
         runners_up=tuple((*found.choice, found.seconds) for found in able[1:]),
         refused=dict(refused),
         table=f"{selector.agreed.costs.origin} ({costs.LINKS[selector.link]})",
+        topology=selector.ordered_by(collective, chosen.choice.name),
     )
 
 

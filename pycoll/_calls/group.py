@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from pycoll._selection.select import Query, Selector
     from pycoll._transports._core import StepTable
     from pycoll.schedule import Schedule
+    from pycoll.schedules import reordered
 else:
     core_runs = LazyModule("pycoll._calls.core_runs")
     schedules, select = LazyModule("pycoll.schedules"), LazyModule("pycoll._selection.select")
+    reordered = LazyModule("pycoll.schedules.reordered")
     staged_run = LazyModule("pycoll._gpu.staged_run")
     cuda_ipc, cuda_ipc_run = (
         LazyModule("pycoll._gpu.cuda_ipc"),
@@ -89,6 +91,7 @@ class Group:
         self.rank = self.members.index(engine.rank)
         self.size = len(self.members)
         self.hosts = tuple([engine.hosts[world] for world in self.members])
+        self._order = agreed.current().order(self.hosts)
         self.context: Context = engine.open_context(ident, self.members)
         self.context.name = name
         self.context.made_at = place_of_call()
@@ -229,9 +232,8 @@ class Group:
         key = (collective, algorithm, root)
         schedule = self._schedules.get(key)
         if schedule is None:
-            schedule = schedules.schedule(
-                collective, algorithm, self.rank, self.size, root, self.hosts
-            )
+            placed = reordered.reordered(schedules.find(collective, algorithm), self._order)
+            schedule = schedules.compiled(placed, self.rank, self.size, root, self.hosts)
             self._schedules[key] = schedule
             if len(self._schedules) > CACHED_SCHEDULES:
                 self._schedules.popitem(last=False)

@@ -3,7 +3,7 @@
 Rank 0's settings count for all: PYCOLL_ALGORITHM, PYCOLL_SEGMENT and the table of costs. It says
 them when the ranks meet, if they are not pycoll's own. Each rank says which cores it may use, and
 all take the same number for a host. Each rank also says whether it encrypts (PYCOLL_ENCRYPT), and
-all must do the same.
+all must do the same. So it is with the file that PYCOLL_TOPOLOGY names.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from pycoll.errors import BootstrapError
 
 if TYPE_CHECKING:
     from pycoll import schedules
-    from pycoll._selection import costs
+    from pycoll._selection import costs, topology
     from pycoll._selection.costs import CostTable
 else:  # a job that has set nothing and talks through shared memory needs neither
     costs, schedules = LazyModule("pycoll._selection.costs"), LazyModule("pycoll.schedules")
+    topology = LazyModule("pycoll._selection.topology")
 
 SHARED_MEMORY = "shared_memory"
 """The algorithm that is no schedule: an exchange of slots in shared memory."""
@@ -66,6 +67,8 @@ class Agreed(NamedTuple):
             or emulated hosts.
         networks: by number of a host the RDMA network that all its ranks are in; a host that is
             not there has none.
+        ring: numbers of the hosts, in the order that the file of PYCOLL_TOPOLOGY gives them; none:
+            no such file. `topology`: which.
     """
 
     table: CostTable | None = None
@@ -75,11 +78,21 @@ class Agreed(NamedTuple):
     cores: Mapping[int, float] = {}
     machines: Mapping[int, bytes] = {}
     networks: Mapping[int, str] = {}
+    ring: tuple[int, ...] = ()
+    topology: str = ""
 
     @property
     def costs(self) -> CostTable:
         """The table that counts."""
         return self.table if self.table is not None else costs.shipped()
+
+    def order(self, hosts: Sequence[int]) -> tuple[int, ...]:
+        """Return ranks in the order in which they stand in schedules; (): by their numbers.
+
+        Args:
+            hosts: by rank the number of its host.
+        """
+        return topology.ranks_in_order(self.ring, hosts) if self.ring else ()
 
 
 _job = Agreed()
@@ -108,6 +121,11 @@ def said(environ: Mapping[str, str], rank: int) -> dict[str, Any]:
     own = _cores_here() | {"machine": _machine()}
     if encrypts(environ):
         own["encrypt"] = True
+    if environ.get("PYCOLL_TOPOLOGY"):
+        try:
+            own["topology"] = topology.said(environ, rank)
+        except ValueError as exc:
+            raise BootstrapError(str(exc)) from None
     return own | _settings(environ) if rank == 0 else own
 
 
@@ -155,13 +173,20 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
         BootstrapError: rank 0's settings make no sense to this rank: it has registered other
             algorithms; or only some ranks encrypt.
     """
-    _check_encryption(infos)
+    _check_all_or_none(infos, "encrypt", "PYCOLL_ENCRYPT=1")
+    _check_all_or_none(infos, "topology", "PYCOLL_TOPOLOGY")
     hosts: dict[int, list[Mapping[str, Any]]] = {}
     machines: dict[bytes, list[Mapping[str, Any]]] = {}
     for info in infos:
         hosts.setdefault(info["node"], []).append(info)
         machines.setdefault(info.get("machine", b""), []).append(info)
     first = infos[0]
+    ring: tuple[int, ...] = ()
+    try:
+        if "topology" in first:
+            ring = topology.agree(infos)
+    except ValueError as exc:
+        raise BootstrapError(str(exc)) from None
     try:
         table = None
         if packed := first.get("costs"):
@@ -178,16 +203,18 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
         cores={host: _cores(here, machines) for host, here in hosts.items()},
         machines={host: here[0].get("machine", b"") for host, here in hosts.items()},
         networks={host: found for host, here in hosts.items() if (found := _network(here))},
+        ring=ring,
+        topology=first["topology"]["file"] if ring else "",
     )
 
 
-def _check_encryption(infos: Sequence[Mapping[str, Any]]) -> None:
-    """Raise BootstrapError if only some ranks encrypt."""
-    encrypting = [rank for rank, info in enumerate(infos) if info.get("encrypt")]
-    if encrypting and len(encrypting) < len(infos):
-        others = [rank for rank in range(len(infos)) if rank not in set(encrypting)]
+def _check_all_or_none(infos: Sequence[Mapping[str, Any]], key: str, variable: str) -> None:
+    """Raise BootstrapError if only some ranks have said something of `key`."""
+    having = [rank for rank, info in enumerate(infos) if info.get(key)]
+    if having and len(having) < len(infos):
+        others = [rank for rank in range(len(infos)) if rank not in set(having)]
         raise BootstrapError(
-            f"PYCOLL_ENCRYPT=1 is set for {_ranks(encrypting)}, but not for {_ranks(others)}; "
+            f"{variable} is set for {_ranks(having)}, but not for {_ranks(others)}; "
             "set it for all ranks or for none"
         )
 

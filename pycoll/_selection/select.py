@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from pycoll._selection import costs, flows
     from pycoll._selection.costs import Work
     from pycoll._selection.flows import Flow
-    from pycoll.schedules import Algorithm, Cost
+    from pycoll.schedules import Algorithm, Cost, reordered
 else:  # a job that talks through shared memory needs none of them
     costs, flows = LazyModule("pycoll._selection.costs"), LazyModule("pycoll._selection.flows")
     schedules = LazyModule("pycoll.schedules")
+    reordered = LazyModule("pycoll.schedules.reordered")
 
 MIN_SEGMENT_NBYTES = 64 << 10
 """A shorter segment is not worth its message."""
@@ -199,6 +200,13 @@ class Selector:
         able.sort(key=lambda found: (found.choice.name != SHARED_MEMORY, found.seconds))
         return able, refused
 
+    def ordered_by(self, collective: str, name: str) -> str:
+        """Return the file by whose order of hosts an algorithm runs; "": by numbers of ranks."""
+        if name == SHARED_MEMORY or not self.agreed.order(self._hosts):
+            return ""
+        keeps = reordered.keeps_rank_order(schedules.find(collective, name))
+        return "" if keeps else self.agreed.topology
+
     def _rounded(self, request: Query) -> Query:
         """Return the request with a length of three significant bits: so there are few of them."""
         if self.agreed.segment_nbytes:  # exact, for segments must not be longer than that
@@ -295,7 +303,8 @@ class Selector:
             return [(self.link, work)]
         both = self._flows.get(algorithm)
         if both is None:
-            both = flows.between_hosts(algorithm, self._hosts, self._cores)
+            placed = reordered.reordered(algorithm, self.agreed.order(self._hosts))
+            both = flows.between_hosts(placed, self._hosts, self._cores)
             self._flows[algorithm] = both
         inside, across = (flow.work(chunk, segments) for flow in both)
         inside = inside._replace(

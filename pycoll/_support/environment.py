@@ -30,6 +30,7 @@ IDENTITY = (
     Variable("PYCOLL_NODE", "its host's number in the job, from 0"),
     Variable("PYCOLL_NODES", "number of hosts in the job"),
     Variable("PYCOLL_ADDRESSES", "of several hosts: how its host reaches each: 0=10.0.0.1,1=..."),
+    Variable("PYCOLL_HOST", "of several hosts: the name of its host, as -H or --hostfile has it"),
     Variable("PYCOLL_RENDEZVOUS", "where the ranks meet: tcp://HOST:PORT"),
     Variable("PYCOLL_KEY", "the job's secret key: 64 hexadecimal digits"),
     Variable("PYCOLL_JOB", "the job's id; what carries it is ended with the job"),
@@ -54,6 +55,7 @@ SETTINGS = (
     Variable("PYCOLL_ALGORITHM", "algorithms to use or (^) not to: all_reduce:ring;reduce:^tree"),
     Variable("PYCOLL_SEGMENT", "bytes of a segment of a large message, as 256K; 0: never cut"),
     Variable("PYCOLL_COSTS", "file with costs, by which algorithms are chosen (pycoll tune)"),
+    Variable("PYCOLL_TOPOLOGY", "file with the order in which hosts stand (pycoll topology)"),
     Variable(
         "PYCOLL_TCP_LINKS", "connections of tcp between two ranks (1); more for fast networks"
     ),

@@ -18,8 +18,9 @@ examples:
   pycoll explain all_reduce -n 64 --hosts 8 --network rdma
   PYCOLL_ALGORITHM=all_reduce:ring,tree pycoll explain all_reduce -n 4 --bytes 64K --transport tcp
 
-It says what comm.explain says on those ranks. PYCOLL_ALGORITHM, PYCOLL_SEGMENT and PYCOLL_COSTS
-count as in a job. Without --bytes it has a line for each of several lengths.
+It says what comm.explain says on those ranks. PYCOLL_ALGORITHM, PYCOLL_SEGMENT, PYCOLL_COSTS and
+PYCOLL_TOPOLOGY count as in a job; the hosts are the first of those that the file of the last names.
+Without --bytes it has a line for each of several lengths.
 """
 
 TRANSPORTS: Final = ("auto", "shm", "tcp", "zmq", "rdma")
@@ -146,18 +147,36 @@ def made_up(
         raise ValueError(f"--cores is {cores}; a host has at least 1")
     shares = transport in ("auto", "shm")
     rdma = transport == "rdma" or (transport == "auto" and network == "rdma" and several)
+    environ = os.environ if environ is None else environ
     infos = []
     for rank, host in enumerate(hosts):
-        said: dict[str, Any] = agreed.said(os.environ if environ is None else environ, rank)
+        said: dict[str, Any] = agreed.said(environ, rank)
         if cores is not None:
             said.pop("quota", None)
             said["cpus"] = ((1 << cores) - 1).to_bytes(cores // 8 + 1, "little")
         if not one_machine:
             said["machine"] = b"%d" % host
         said["node"] = host
+        if "topology" in said:
+            said["topology"]["host"] = _name_of(host, environ)
         if shares:
             said["shm"] = {}
         if rdma:
             said["rdma"] = {"network": "made up"}
         infos.append(said)
     return Selector(agreed.agree(infos), hosts, shares and not several and len(hosts) > 1)
+
+
+def _name_of(host: int, environ: Mapping[str, str]) -> str:
+    """Return what the file of PYCOLL_TOPOLOGY calls a host that is made up; its number if nothing.
+
+    Raises:
+        ValueError: the file makes no sense.
+    """
+    from pycoll._selection import topology
+
+    path = environ[topology.VARIABLE]
+    with open(path, encoding="utf-8") as file:  # `agreed.said` has read it before
+        table = topology.parse(file.read(), path)
+    names = topology.names_in(table, "hosts", path) or topology.names_in(table, "ring", path)
+    return names[host] if host < len(names) else str(host)

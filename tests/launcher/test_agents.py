@@ -40,6 +40,31 @@ def test_ranks_may_be_anywhere(run: Run) -> None:
     ]  # fmt: skip
 
 
+NEIGHBORS = """
+import os, pycoll
+from pycoll.schedule import Send
+comm = pycoll.init()
+assert comm.all_reduce(1, algorithm="ring") == 3
+steps = comm._group.schedule("all_reduce", "ring").steps
+print(os.environ["PYCOLL_HOST"], comm.rank, *{s.peer for s in steps if isinstance(s, Send)})
+"""
+
+
+def test_hosts_stand_in_the_order_of_a_file_by_the_names_they_were_given(
+    run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "ring.toml"
+    file.write_text('ring = ["other", "localhost", "third"]')
+    hosts = ("-H", "localhost:1,other:1,third:1")
+    done = run("-x", f"PYCOLL_TOPOLOGY={file}", *hosts, script=NEIGHBORS)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["localhost 0 2", "other 1 0", "third 2 1"]
+    file.write_text('ring = ["other", "localhost"]')
+    done = run("-x", f"PYCOLL_TOPOLOGY={file}", *hosts, script=NEIGHBORS)
+    assert "host third of this job is not in" in done.stderr
+    assert done.returncode == 1
+
+
 # The transport between hosts has the name of one that does not encrypt, if the job does not.
 ENCRYPTION = """
 import os, pycoll
