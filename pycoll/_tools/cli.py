@@ -17,13 +17,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pycoll._tools import bench, explain, k8s, show, tune
+from pycoll._topology import command as topology
 
 if TYPE_CHECKING:
     from pycoll._cuda.cuda import Gpu
     from pycoll.schedules import Algorithm
 
 _NOT_YET: Final = {
-    "topology": "pycoll info shows this machine",
     "simulate": "pycoll.simulate does it in a program",
     "top": "Ctrl-C shows what each rank of a job does",
 }
@@ -80,6 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
         "explain": (explain, "say which algorithm a call would run, and why"),
         "bench": (bench, "time collectives, beside MPI and gloo"),
         "tune": (tune, "measure the algorithms, for choosing among them"),
+        "topology": (topology, "show this machine, and measure the links between hosts"),
         "k8s": (k8s, "print what Kubernetes needs to run a job"),
     }
     parsers = {}

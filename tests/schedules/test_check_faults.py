@@ -267,7 +267,7 @@ def test_the_command_prints_a_line_for_each_algorithm(capsys: pytest.CaptureFixt
 
 
 def test_a_command_to_come_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("topology", "simulate", "top"):
+    for command in ("simulate", "top"):
         assert main([command, "all_reduce", "-n", "8"]) == 2
         said = capsys.readouterr().err
         begins = f"pycoll: version {__version__} does not have the command {command} yet ("
