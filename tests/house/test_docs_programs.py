@@ -19,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *sorted(DOCS.glob("*.md")),
-    *sorted(DOCS.glob("parallel/*.md")),
+    *sorted(DOCS.rglob("*.md")),
 ]
 
 MARK = "--- the next block ---"
@@ -38,7 +37,11 @@ def blocks(page: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.M | re.S)
 
 
-NEEDS = {"sample.py": ("emcee", "schwimmbad"), "cluster.py": ("dask_mpi",)}
+NEEDS = {
+    "sample.py": ("emcee", "schwimmbad"),
+    "cluster.py": ("dask_mpi",),
+    "average.py": ("torch",),
+}
 """Libraries that programs of the pages need, and only the tier `engines` has."""
 
 
@@ -52,14 +55,15 @@ def commands(page: str) -> list[Any]:
     return found
 
 
-COMMANDS = [*commands("tutorial.md"), *commands("pool_of_ranks.md")]
+PAGES = ("tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md")
+COMMANDS = [command for page in PAGES for command in commands(page)]
 
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files of the pages, each page's in a folder of its name."""
     place = tmp_path_factory.mktemp("tour")
-    for page in ("tutorial.md", "pool_of_ranks.md"):
+    for page in PAGES:
         (place / page).mkdir()
         for language, text in blocks(page):
             if language == "python":
@@ -116,7 +120,7 @@ def test_collectives_do_what_their_page_shows(tmp_path: Path) -> None:
 
 
 def test_what_the_tables_of_other_libraries_name_exists() -> None:
-    """The second column of the tables from mpi4py and torch.distributed."""
+    """The second column of the tables of mpi4py and torch.distributed."""
     owners = {
         "comm": pycoll.Communicator,
         "grid": pycoll.init().grid((1,)),
@@ -124,8 +128,9 @@ def test_what_the_tables_of_other_libraries_name_exists() -> None:
         "status": pycoll.Status(0, 0, 0),
         "pycoll": pycoll,
     }
-    page = (DOCS / "collectives.md").read_text(encoding="utf-8").split("## From mpi4py\n")[1]
-    ours = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| `")]
+    pages = [DOCS / f"from_{name}.md" for name in ("mpi4py", "torch_distributed")]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    ours = [line.split(" | ")[1] for line in lines if line.startswith("| `")]
     named = [name for cell in ours for name in re.findall(rf"({'|'.join(owners)})\.(\w+)", cell)]
     assert len(named) > 50
     missing = [f"{owner}.{name}" for owner, name in named if not hasattr(owners[owner], name)]
