@@ -11,7 +11,16 @@ from pycoll import errors
 from pycoll._support.environment import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("", "docs", "docs/parallel", "launcher", "transports", "transports/_core", "pycoll/_gpu")
+FOLDERS = (
+    "",
+    "docs",
+    "docs/learn",
+    "docs/parallel",
+    "launcher",
+    "transports",
+    "transports/_core",
+    "pycoll/_gpu",
+)
 DOCUMENTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LAUNCHING = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
 
@@ -98,7 +107,7 @@ def test_what_stands_beside_names_of_other_libraries_exists_in_parallel_training
 
 
 def test_every_page_is_reached_from_the_readme_and_the_lists_of_pages() -> None:
-    lists = ("README.md", "docs/index.md", "docs/parallel/index.md")
+    lists = ("README.md", "docs/index.md", "docs/learn/index.md", "docs/parallel/index.md")
     reached = {
         (ROOT / page).parent.joinpath(target).resolve()
         for page in lists
@@ -106,7 +115,7 @@ def test_every_page_is_reached_from_the_readme_and_the_lists_of_pages() -> None:
             r"\]\(([^)\s#]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8")
         )
     }
-    pages = {p for folder in ("docs", "docs/parallel") for p in (ROOT / folder).glob("*.md")}
+    pages = set((ROOT / "docs").rglob("*.md"))
     assert len(pages) > 20
     assert not pages - reached
 

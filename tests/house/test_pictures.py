@@ -42,7 +42,10 @@ def test_few_functions_stand_between_a_call_and_the_socket() -> None:
 
 
 SHOW = (ROOT / "docs/show.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^`pycoll (show .*) --svg docs/pictures/(\w+\.svg)`$", SHOW, re.M)
+PAGES = {"show.md": SHOW} | {
+    path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/learn").glob("*.md")
+}
+COMMAND = re.compile(r"^`pycoll (show .*) --svg docs/pictures/(\w+\.svg)`$", re.M)
 
 
 def test_each_picture_of_an_algorithm_is_what_the_command_below_it_makes(
@@ -51,12 +54,16 @@ def test_each_picture_of_an_algorithm_is_what_the_command_below_it_makes(
     monkeypatch.setattr(schedules, "TABLE", {c: dict(n) for c, n in schedules.TABLE.items()})
     monkeypatch.setattr(show, "_FILES", {})
     monkeypatch.chdir(ROOT)
-    assert [name for _, name in COMMANDS] == re.findall(r"\(pictures/(\w+\.svg)\)", SHOW)
-    for command, name in COMMANDS:
-        main([*command.split(), "--svg", str(tmp_path / name)])
-        made = (tmp_path / name).read_text(encoding="utf-8")
-        drawn = (ROOT / "docs/pictures" / name).read_text(encoding="utf-8")
-        assert made == drawn, f"pycoll {command} --svg docs/pictures/{name}"
+    for page, text in PAGES.items():
+        commands = COMMAND.findall(text)
+        assert [name for _, name in commands] == re.findall(r"\(\S*pictures/(\w+\.svg)\)", text), (
+            page
+        )
+        for command, name in commands:
+            main([*command.split(), "--svg", str(tmp_path / name)])
+            made = (tmp_path / name).read_text(encoding="utf-8")
+            drawn = (ROOT / "docs/pictures" / name).read_text(encoding="utf-8")
+            assert made == drawn, f"pycoll {command} --svg docs/pictures/{name}"
 
 
 def test_the_gallery_has_every_algorithm_as_it_is() -> None:
