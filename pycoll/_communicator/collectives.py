@@ -173,12 +173,12 @@ class Collectives(Running):
         algorithm: str | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Collect all ranks' `x` on the root: an array (size, *x.shape), or a list of objects.
+        """Collect all ranks' `x` on the root, as an array ``(size, *x.shape)``, or a list.
 
         Args:
             x: array, the same dtype and shape on all ranks; or an object.
             root: rank that gets the result; None elsewhere.
-            out: on the root, array of shape (size, *x.shape) for the result; ignored elsewhere.
+            out: on the root, array of shape ``(size, *x.shape)`` for the result; ignored elsewhere.
             algorithm: see `pycoll.algorithms("gather")`.
             timeout: seconds.
         """
@@ -209,11 +209,11 @@ class Collectives(Running):
         algorithm: str | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Collect all ranks' `x` on every rank: an array (size, *x.shape), or a list of objects.
+        """Collect all ranks' `x` on every rank, as an array ``(size, *x.shape)``, or a list.
 
         Args:
             x: array, the same dtype and shape on all ranks; or an object.
-            out: array of shape (size, *x.shape) for the result; `x` may be ``out[rank]``.
+            out: array of shape ``(size, *x.shape)`` for the result; `x` may be ``out[rank]``.
             algorithm: see `pycoll.algorithms("all_gather")`.
             timeout: seconds.
         """
