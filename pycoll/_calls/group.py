@@ -232,7 +232,9 @@ class Group:
         key = (collective, algorithm, root)
         schedule = self._schedules.get(key)
         if schedule is None:
-            placed = reordered.reordered(schedules.find(collective, algorithm), self._order)
+            placed = schedules.find(collective, algorithm)
+            if self._order:
+                placed = reordered.reordered(placed, self._order)
             schedule = schedules.compiled(placed, self.rank, self.size, root, self.hosts)
             self._schedules[key] = schedule
             if len(self._schedules) > CACHED_SCHEDULES:

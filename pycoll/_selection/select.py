@@ -303,7 +303,9 @@ class Selector:
             return [(self.link, work)]
         both = self._flows.get(algorithm)
         if both is None:
-            placed = reordered.reordered(algorithm, self.agreed.order(self._hosts))
+            placed = algorithm
+            if order := self.agreed.order(self._hosts):
+                placed = reordered.reordered(algorithm, order)
             both = flows.between_hosts(placed, self._hosts, self._cores)
             self._flows[algorithm] = both
         inside, across = (flow.work(chunk, segments) for flow in both)

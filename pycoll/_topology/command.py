@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -67,6 +68,9 @@ def main(arguments: argparse.Namespace) -> int:
         except MeasuringError as exc:
             print(f"pycoll topology: {exc}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print("pycoll topology: nothing was measured: interrupted", file=sys.stderr)
+            return 128 + signal.SIGINT
     else:
         found = links.read(arguments.file)
     if arguments.measure or arguments.output:

@@ -78,7 +78,7 @@ def number_text(value: float) -> str:
 
 def _quoted(text: str) -> str:
     """Return a string as TOML has it."""
-    safe = [c if c.isprintable() and c not in '"\\' else f"\\u{ord(c):04x}" for c in text]
+    safe = [c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text]
     return f'"{"".join(safe)}"'
 
 

@@ -31,17 +31,22 @@ def measure(options: Sequence[str]) -> HostLinks:
     """
     command = [sys.executable, "-P", "-m", "pycoll._launcher", "--no-tag-output", *options]
     environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    done = subprocess.run(
+    with subprocess.Popen(
         [*command, "-m", "pycoll._topology.worker"],
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        check=False,
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
-    if done.returncode or line is None:
-        raise MeasuringError(f"nothing was measured: pycoll-run ended with {done.returncode}")
+    ) as job:
+        try:
+            printed, _ = job.communicate()
+        except KeyboardInterrupt:  # which a terminal tells the job, too
+            job.terminate()
+            job.wait()
+            raise
+    line = next((line for line in printed.splitlines() if line.startswith(MARK)), None)
+    if job.returncode or line is None:
+        raise MeasuringError(f"nothing was measured: pycoll-run ended with {job.returncode}")
     said = json.loads(line.removeprefix(MARK))
     hosts = tuple(said["hosts"])
     if len(hosts) < 2:

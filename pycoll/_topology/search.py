@@ -19,8 +19,8 @@ EXACT = 12
 MAX_VISITS = 20_000
 """Hosts that the search for a ring over links of one width visits, before it takes it for none."""
 
-MAX_MOVES = 2_000
-"""Hosts that are moved at most, to shorten a ring."""
+MAX_TRIED = 25_000_000
+"""Moves of hosts that are tried at most, to shorten a ring: 2000 are made of 64 hosts."""
 
 MOST_MOVED = 3
 """So many hosts that stand together are moved at a time."""
@@ -273,7 +273,7 @@ def _come_round(linked: Sequence[int], latency: Matrix) -> tuple[int, ...] | Non
 def _shortened(order: Sequence[int], linked: Sequence[int], latency: Matrix) -> tuple[int, ...]:
     """Move hosts to where the ring becomes shorter, until no move does so or there were many."""
     ring = list(order)
-    for _ in range(MAX_MOVES):
+    for _ in range(MAX_TRIED // (MOST_MOVED * len(ring) ** 2)):
         move = _best_move(ring, linked, latency)
         if move is None:
             break

@@ -34,26 +34,33 @@ def test_blocks_belong_to_their_ranks_in_any_order_of_hosts(jobs: Any) -> None:
             all_x = draw_all(case, size, "int32", (size, length))
             x, root = all_x[me], (case + 3) % size
             stacked = np.stack(all_x)
-            for name in names("broadcast"):
+            for name in (None, *names("broadcast")):
                 check(comm.broadcast(x if me == root else None, root, algorithm=name), all_x[root])
-            for name in names("gather"):
+            for name in (None, *names("gather")):
                 got = comm.gather(x, root, algorithm=name)
                 assert got is None if me != root else (got == stacked).all()
-            for name in names("all_gather"):
+            for name in (None, *names("all_gather")):
                 check(comm.all_gather(x, algorithm=name), stacked)
-            for name in names("scatter"):
+            for name in (None, *names("scatter")):
                 got = comm.scatter(x if me == root else None, root, algorithm=name)
                 check(got, all_x[root][me])
-            for name in names("all_to_all"):
+            for name in (None, *names("all_to_all")):
                 check(comm.all_to_all(x, algorithm=name), stacked[:, me])
-            check(comm.reduce_scatter(x), reduced("sum", all_x)[me])
-            for name in names("reduce"):
+            for name in (None, *names("reduce_scatter")):
+                check(comm.reduce_scatter(x, algorithm=name), reduced("sum", all_x)[me])
+            for name in (None, *names("all_reduce")):
+                check(comm.all_reduce(x, algorithm=name), reduced("sum", all_x))
+            for name in (None, *names("reduce")):
                 got = comm.reduce(x, "sum", root, algorithm=name)
                 assert got is None if me != root else (got == reduced("sum", all_x)).all()
         gathered = comm.all_gatherv(np.full(me, me))
         assert [list(one) for one in gathered] == [[rank] * rank for rank in range(size)]
         assert comm.all_gather({"rank": me}) == [{"rank": rank} for rank in range(size)]
         comm.barrier()
+        turned = comm.split(0, key=-me)
+        assert turned is not None
+        for name in names("all_gather"):
+            check(turned.all_gather(np.array(me), algorithm=name), np.arange(size)[::-1])
 
     jobs(program)
 

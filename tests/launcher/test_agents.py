@@ -44,7 +44,7 @@ NEIGHBORS = """
 import os, pycoll
 from pycoll.schedule import Send
 comm = pycoll.init()
-assert comm.all_reduce(1, algorithm="ring") == 3
+assert comm.all_reduce(1, algorithm="ring") == comm.size
 steps = comm._group.schedule("all_reduce", "ring").steps
 print(os.environ["PYCOLL_HOST"], comm.rank, *{s.peer for s in steps if isinstance(s, Send)})
 """
@@ -55,10 +55,12 @@ def test_hosts_stand_in_the_order_of_a_file_by_the_names_they_were_given(
 ) -> None:
     file = tmp_path / "ring.toml"
     file.write_text('ring = ["other", "localhost", "third"]')
-    hosts = ("-H", "localhost:1,other:1,third:1")
+    hosts = ("-H", "localhost:1,other:2,localhost,third:1")
     done = run("-x", f"PYCOLL_TOPOLOGY={file}", *hosts, script=NEIGHBORS)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["localhost 0 2", "other 1 0", "third 2 1"]
+    assert sorted(done.stdout.splitlines()) == [
+        "localhost 0 3", "localhost 3 4", "other 1 2", "other 2 0", "third 4 1",
+    ]  # fmt: skip
     file.write_text('ring = ["other", "localhost"]')
     done = run("-x", f"PYCOLL_TOPOLOGY={file}", *hosts, script=NEIGHBORS)
     assert "host third of this job is not in" in done.stderr

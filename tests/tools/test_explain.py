@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,19 @@ def test_a_setting_that_makes_no_sense_is_named(
     with pytest.raises(SystemExit):
         main(["explain", "all_reduce"])
     assert "PYCOLL_ALGORITHM: 'all_reduce:rng'" in capsys.readouterr().err
+
+
+def test_hosts_of_a_file_of_topology_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ring.toml"
+    file.write_text('hosts = ["a", "b", "c"]\nring = ["b", "a", "c"]')
+    monkeypatch.setenv("PYCOLL_TOPOLOGY", str(file))
+    words = ["explain", "all_gather", "-n", "6", "--bytes", "1M"]
+    assert main([*words, "--hosts", "3"]) == 0
+    assert f"order that PYCOLL_TOPOLOGY={file} says" in capsys.readouterr().out
+    assert main([*words, "--hosts", "1"]) == 0
+    assert "PYCOLL_TOPOLOGY" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "--hosts", "6"])
+    assert "host 3 of this job is not in" in capsys.readouterr().err

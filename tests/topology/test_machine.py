@@ -36,14 +36,15 @@ XEON = """\
 """
 
 EPYC = """\
-1 socket, 5 NUMA nodes, 32 cores, 32 CPUs, 3 network devices
+1 socket, 5 NUMA nodes, 32 cores, 32 CPUs, 4 network devices
 ├─ socket 0
 │  ├─ NUMA node 0, 63 GiB
 │  │  ├─ L3 16 MiB: 4 cores, CPUs 0-3
 │  │  └─ L3 16 MiB: 4 cores, CPUs 4-7
 │  ├─ NUMA node 1, 63 GiB
 │  │  ├─ L3 16 MiB: 4 cores, CPUs 8-11
-│  │  └─ L3 16 MiB: 4 cores, CPUs 12-15
+│  │  ├─ L3 16 MiB: 4 cores, CPUs 12-15
+│  │  └─ ibp9, RDMA, 56 Gbit/s
 │  ├─ NUMA node 2, 63 GiB
 │  │  ├─ L3 16 MiB: 4 cores, CPUs 16-19
 │  │  ├─ L3 16 MiB: 4 cores, CPUs 20-23
