@@ -91,9 +91,20 @@ def heading(title: str, line: str = "=") -> str:
 
 
 def members(cls: type) -> list[str]:
-    """The public names of a class but for those of built-in ones, in the order of the source."""
+    """What a class has for its users, in the order of the source.
+
+    Built-in methods, constants, and fields of a named tuple, which its docstring explains, are
+    left out.
+    """
     own = (base for base in cls.__mro__ if base.__module__ != "builtins")
-    return [name for base in own for name in vars(base) if name in dir(cls) and name[0] != "_"]
+    fields = getattr(cls, "_fields", ())
+    return [
+        name
+        for base in own
+        for name, value in vars(base).items()
+        if name[0] != "_" and name in dir(cls) and name not in fields
+        if not isinstance(value, type)
+    ]
 
 
 def entry(name: str, with_members: bool = True) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import textwrap
 from typing import Any
 
 import pycoll
@@ -49,23 +51,31 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
+def _language(lines: list[str]) -> str:
+    try:
+        ast.parse(textwrap.dedent("\n".join(lines)))
+    except SyntaxError:
+        return "text"
+    return "python"
+
+
 def mark_blocks(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Docstrings set tables and programs apart by a blank line and four blanks: show them as such.
 
-    reStructuredText would wrap their lines; after `::` it leaves them as they are.
+    reStructuredText would wrap their lines.
     """
     made: list[str] = []
-    before, literal = 0, False
-    for line in lines:
-        if line.strip():
-            literal = literal and _indent(line) > before
-            if not literal:
-                if made and not made[-1] and _indent(line) >= before + 4:
-                    made += [f"{' ' * before}::", ""]
-                    literal = True
-                else:
-                    before = _indent(line)
-        made.append(line)
+    before = 0
+    while lines:
+        line = lines.pop(0)
+        if line.strip() and made and not made[-1] and _indent(line) >= before + 4:
+            block = [line]
+            while lines and (not lines[0].strip() or _indent(lines[0]) > before):
+                block.append(lines.pop(0))
+            made += [f"{' ' * before}.. code-block:: {_language(block)}", "", *block, ""]
+        else:
+            before = _indent(line) if line.strip() else before
+            made.append(line)
     lines[:] = made
 
 

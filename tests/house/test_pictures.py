@@ -66,6 +66,19 @@ def test_each_picture_of_an_algorithm_is_what_the_command_below_it_makes(
             assert made == drawn, f"pycoll {command} --svg docs/pictures/{name}"
 
 
+def test_beside_each_curve_stands_the_command_that_draws_it() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    drawn = {
+        picture.name: page.read_text(encoding="utf-8")
+        for page in pages
+        for picture in (ROOT / "docs").rglob("*.png")
+        if f"{picture.name})" in page.read_text(encoding="utf-8")
+    }
+    assert set(drawn) == {picture.name for picture in (ROOT / "docs").rglob("*.png")}
+    without = [n for n, page in drawn.items() if not re.search(rf"--(plot|picture) \S*{n}", page)]
+    assert without == []
+
+
 def test_the_gallery_has_every_algorithm_as_it_is() -> None:
     check("draw_gallery.py")
 
