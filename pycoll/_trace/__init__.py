@@ -1,0 +1,1 @@
+"""What ranks have done: records that outlive a rank, and the file that is made of them."""
