@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pycoll._calls.explain import Explanation
     from pycoll._communicator import grid as grids
     from pycoll._communicator.grid import Grid
+    from pycoll._communicator.tracing import Tracer
     from pycoll._runtime import counters, shared_arrays
     from pycoll._runtime.counters import Counters
 else:  # a program that only calls barrier() imports no NumPy
@@ -50,7 +51,11 @@ else:  # a program that only calls barrier() imports no NumPy
 
 
 class World:
-    """What all communicators of a process share: its engine, its place, its defaults."""
+    """What all communicators of a process share: its engine, its place, its defaults.
+
+    Attributes:
+        tracer: records what they do; None: nobody has asked for that.
+    """
 
     def __init__(
         self,
@@ -59,7 +64,9 @@ class World:
         local_size: int,
         node: int,
         op_timeout: float,
+        tracer: Tracer | None = None,
     ) -> None:
+        self.tracer = tracer
         self.engine = engine
         self.local_rank = local_rank
         self.local_size = local_size
@@ -128,6 +135,8 @@ class Communicator(
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         self._fast = twin._fast_methods()
+        if world.tracer is not None:
+            self._fast = world.tracer.methods(twin, self._fast)
         self.__dict__.update(self._fast)
 
     def _fast_methods(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycoll import _transports as transports
 from pycoll._calls.arguments import check_timeout
@@ -31,6 +31,9 @@ from pycoll._transports import network
 from pycoll._world.bootstrap import cannot_join, join
 from pycoll._world.placement import environment, read_place
 from pycoll.errors import BootstrapError, Error, PeerFailed, TransportError
+
+if TYPE_CHECKING:
+    from pycoll._communicator.tracing import Tracer
 
 WORLD_IDENT = 1
 CLOSE_TIMEOUT_S = 5.0
@@ -129,7 +132,8 @@ def init(
             engine = join(place, timeout, chosen, deadline)
         except OSError as exc:
             raise cannot_join(place.rank, exc) from exc
-        world = World(engine, place.local_rank, place.local_size, place.node, deadline)
+        tracer = _tracer(environ)
+        world = World(engine, place.local_rank, place.local_size, place.node, deadline, tracer)
         with engine.locked():
             group = Group(engine, WORLD_IDENT, range(place.size))
         _session.engine = engine
@@ -140,6 +144,21 @@ def init(
         _install_hooks()
         engine.interrupts.install()
         return _session.comm
+
+
+def _tracer(environ: Mapping[str, str]) -> Tracer | None:
+    """Return what records the calls of this process, if the launcher wants that."""
+    text = environ.get("PYCOLL_TRACE", "")
+    if not text:
+        return None
+    from pycoll._trace import records  # not sooner: few jobs are traced
+
+    recorder = records.adopt(text)
+    if recorder is None:  # a wrapper has closed it: the launcher says that there is nothing
+        return None
+    from pycoll._communicator.tracing import Tracer
+
+    return Tracer(recorder)
 
 
 def _share_arrays(environ: Mapping[str, str]) -> None:
