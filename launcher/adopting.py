@@ -233,6 +233,7 @@ class AdoptingAgent(Agent):
         environment: dict[str, str],
         bind: bool,
         has_input: bool = False,
+        trace_records: int = 0,
     ) -> None:
         assert self._host is not None
         self._doorman.close()

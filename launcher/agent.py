@@ -9,7 +9,8 @@ for a while, it ends the ranks.
       places}                     {errno, text, file}
     reach targets, measures       reached: see `reach.reach_all`
     start {argv, environment,     started; or refused. `environment` is all that the ranks have,
-      bind, has_input}            beside what is the host's own (HOME and its like)
+      bind, has_input,            beside what is the host's own (HOME and its like)
+      trace_records}
     input bytes                   for rank 0's standard input; none: that was all
     link number, frame            for the rank at the other end of that link
     links numbers, frame          for several of them
@@ -17,6 +18,7 @@ for a while, it ends the ranks.
     signal number                 to every process of the job here
     failure                       wakes the ranks: one of the job has failed
     taken rank, stream, nbytes    so much of its output has been written
+    clock                         clock, with its time: nanoseconds of CLOCK_MONOTONIC
     end                           ends what is left; over, when everything has been said
     beat                          nothing
 
@@ -27,6 +29,7 @@ for a while, it ends the ranks.
     lost rank                     the process that joined as this rank has ended
     output rank, stream, data     what it has written; nothing: that was all
     drank nbytes                  so much of its input rank 0 has got; -1: it wants no more
+    trace rank, piece             what it has recorded (`tracing`), before over
     said text                     what happens, for `--verbose`
     leaving signal                it ends because of it
     beat states                   of each rank the call it waits in, what its process does
@@ -167,6 +170,8 @@ class Agent:
             self._try(lambda: self._open(**fields[0]))
         elif kind == "end":
             self._end()
+        elif kind == "clock":
+            self._line.send("clock", time.monotonic_ns())
         elif host is None:
             pass
         elif kind == "start":
@@ -236,10 +241,11 @@ class Agent:
         environment: dict[str, str],
         bind: bool,
         has_input: bool = False,
+        trace_records: int = 0,
     ) -> None:
         assert self._host is not None
         self._doorman.close()
-        program = self._program(argv, environment, bind)
+        program = self._program(argv, environment, bind)._replace(trace_records=trace_records)
         if has_input:
             self._feed = Feed(self._selector, lambda nbytes: self._line.send("drank", nbytes))
             self._stack.callback(self._feed.close)
@@ -270,6 +276,10 @@ class Agent:
             for _ in range(_LAST_READS):
                 if (output.rank, output.number) not in self._outputs or not self._read(output):
                     break
+        if isinstance(self._host, LocalHost) and self._host.trace is not None:
+            for rank, piece in self._host.trace.packed():
+                self._line.send("trace", rank, piece)
+                self._line.flush(time.monotonic() + _FLUSH_S)
         self._line.send("over")
         self._is_over = True
 

@@ -27,10 +27,11 @@ from pycoll.errors import Error, TransportError
 
 if TYPE_CHECKING:
     from pycoll._launcher.nodes import Node
+    from pycoll._trace.timeline import RankTrace
 
 _PROGRAM = "pycoll-run"
 _TRANSPORTS = ("auto", "shm", "tcp", "zmq", "rdma")
-_NOT_YET = ("--survive", "--restarts", "--trace")
+_NOT_YET = ("--survive", "--restarts")
 _OWN = {variable.name for variable in (*IDENTITY, *TORCH)} - {"MASTER_ADDR", "MASTER_PORT"}
 _BIND = "keep each rank on one core, or not"
 _SIZE = "how many ranks; by default one for each usable core"
@@ -38,6 +39,7 @@ _HELP_ALL = "print all options, statuses, environment variables"
 _OP_TIMEOUT = "an operation that takes longer than S seconds fails"
 _EXPORT = "a variable for the ranks' environment; may be repeated"
 _TRANSPORT = f"how bytes move: {', '.join(_TRANSPORTS)}"
+_TRACE = "write what every rank did when; ui.perfetto.dev shows it"
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 
 
@@ -97,6 +99,7 @@ def _parser() -> _Parser:
     tag = argparse.BooleanOptionalAction
     add("-l", "--tag-output", action=tag, help="put [rank] before each line of output, or not")
     add("--log-dir", metavar="D", help="also write output to D/rank.K.log, D/launcher.log")
+    add("--trace", metavar="FILE", help=_TRACE)
     add("--verbose", action="store_true", help="tell what the launcher does")
     add = parser.add_argument_group("without a program").add_argument
     add("--check", action="store_true", help="show how the hosts of -H reach each other")
@@ -249,6 +252,7 @@ def _options(args: argparse.Namespace) -> Options:
         nodes=of_rank,
         calls=node.calls() if node is not None else None,
         verbose=args.verbose,
+        trace_records=_trace_records(args.trace, size),
         exports=exports,
     )
 
@@ -337,10 +341,37 @@ def _run(argv: Sequence[str]) -> int:
         return status
     # Closed, its number is that of something else by now.
     stdin = subprocess.DEVNULL if sys.stdin is None else None
-    outcome = Job(command, _options(args), stdin=stdin).run()
+    job = Job(command, _options(args), stdin=stdin)
+    outcome = job.run()
+    is_written = not job.traces or _write_trace(args.trace, job.traces)
     if outcome.report:
         _tell(outcome.report)
-    return outcome.status
+    return outcome.status or (0 if is_written else 1)
+
+
+def _write_trace(path: str, traces: Sequence[RankTrace]) -> bool:
+    """Write what ranks have recorded; returns whether that was possible."""
+    from pycoll._launcher import tracing
+
+    try:
+        _tell("\n".join(tracing.write(path, traces)))
+    except OSError as exc:
+        _tell(f"--trace {path} cannot be written: {exc.strerror or exc}")
+        return False
+    return True
+
+
+def _trace_records(path: str | None, size: int) -> int:
+    """Return how many calls of each rank are recorded."""
+    if path is None:
+        return 0
+    from pycoll._launcher import tracing  # not sooner: few jobs are traced
+
+    try:
+        tracing.check_path(path)
+    except OSError as exc:
+        raise _UsageError(f"--trace: {exc}") from None
+    return tracing.capacity(size, os.environ)
 
 
 def _check(args: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ import select
 import selectors
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pycoll._launcher import guardian, process
 from pycoll._launcher.host_memory import JobMemory
@@ -21,10 +21,13 @@ from pycoll._launcher.outcome import signal_name
 from pycoll._launcher.rendezvous_pairs import link_variable
 from pycoll._support.environment import HostPlacement, cpus_of_cores, rank_environment, usable_cores
 
+if TYPE_CHECKING:
+    from pycoll._launcher.tracing import TraceMemory
+
 _POLL_S = 0.05  # between looks at the ranks where there are no pidfds
-# Of a rank: process, joined process, two pipes, log file, connection, eventfd; and of its host,
+# Of a rank: process, joined process, two pipes, log file, connection, eventfd, records; its host,
 # which may be its alone: the memory, and the mapping, for which Python keeps it open once more.
-_DESCRIPTORS_OF_A_RANK = 9
+_DESCRIPTORS_OF_A_RANK = 10
 _DESCRIPTORS = 64  # what else a job opens: about 25, most of it libzmq's
 _SPARE = 16  # kept for the end: to look at processes takes two or three
 _EXIT_STATUS = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -53,6 +56,7 @@ class RankProgram(NamedTuple):
         pass_fds: descriptors every rank inherits under the same numbers; they stay the caller's.
         bind: keep each rank on a core of its own.
         stdin: standard input of rank 0 (None: this process's); the other ranks have none.
+        trace_records: how many calls of each rank are recorded; 0: none.
     """
 
     argv: Sequence[str]
@@ -60,6 +64,7 @@ class RankProgram(NamedTuple):
     pass_fds: Sequence[int] = ()
     bind: bool = False
     stdin: int | IO[Any] | None = None
+    trace_records: int = 0
 
 
 class Events(Protocol):
@@ -168,6 +173,10 @@ class LocalHost:
         stack: what is opened is undone by it.
         silent_s: the ranks are ended if this process does not call `poll` for so long; 0: it may.
 
+    Attributes:
+        ranks: those that it has.
+        trace: what they have recorded; None: they do not.
+
     Raises:
         OSError: something cannot be opened.
     """
@@ -195,6 +204,8 @@ class LocalHost:
         self._spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE)]
         stack.callback(self.free_descriptors)
         stack.callback(self._reap)  # not before the guardian has ended, which knows them by number
+        self._stack = stack
+        self.trace: TraceMemory | None = None
         self._silent_s = silent_s
         self._guardian = stack.enter_context(guardian.guarded(job, silent_s))
         stack.callback(self.sweep)
@@ -210,6 +221,11 @@ class LocalHost:
             share = max(1, usable_cores() // len(self.ranks))
             environment.setdefault("OMP_NUM_THREADS", str(share))
         program = program._replace(environment=environment)
+        if program.trace_records:
+            from pycoll._launcher.tracing import TraceMemory  # not sooner: few jobs are traced
+
+            self.trace = TraceMemory(self.ranks, program.trace_records)
+            self._stack.callback(self.trace.close)
         cores = cpus_of_cores() if program.bind else []
         allowed = os.sched_getaffinity(0)
         try:
@@ -235,13 +251,17 @@ class LocalHost:
             own = rank_environment(rank, self._places)
             own["PYCOLL_LINK"] = link_variable(theirs[2])
             own["PYCOLL_SHM"] = memory.variable
+            records = []
+            if self.trace is not None:
+                records.append(self.trace.descriptors[rank])
+                own["PYCOLL_TRACE"] = link_variable(records[0])
             popen = subprocess.Popen(
                 program.argv,
                 stdin=subprocess.DEVNULL if rank else program.stdin,
                 stdout=theirs[0],
                 stderr=theirs[1],
                 env={**program.environment, **own},
-                pass_fds=(*program.pass_fds, *memory.descriptors, theirs[2]),
+                pass_fds=(*program.pass_fds, *memory.descriptors, theirs[2], *records),
                 start_new_session=True,
             )
         except BaseException:

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from pycoll._launcher.agent_listener import Lobby
     from pycoll._launcher.host_routes import HostRoutes
     from pycoll._launcher.input import Input
+    from pycoll._launcher.outcome import RankState
     from pycoll._launcher.reach import Reachability
     from pycoll._launcher.remote import RemoteHost
+    from pycoll._trace.timeline import RankTrace
 
 _LOOPBACK = "127.0.0.1"
 _HERE = NamedHost("this host")
@@ -89,6 +91,7 @@ class Hosts:
         self._remotes: list[RemoteHost] = []  # those with an agent
         self._all: list[Host] = []  # in the order of their numbers, when they are known
         self._of_rank: list[Host] = []
+        self._nodes: Sequence[int] = ()  # the host of each rank
         self._lost: dict[RemoteHost, list[str]] = {}  # before that: why
         self._started_at = time.monotonic()
         self._go_on_at = float("inf")  # without those that have not come
@@ -182,6 +185,7 @@ class Hosts:
             nodes = [number_of[n] for n in options.nodes if n in number_of]
         else:
             nodes = blocks(options.size, options.emulate_hosts or 1)
+        self._nodes = nodes
         where = dict(enumerate(places(nodes)))
         for number, host in kept.items():
             mine = {r: at for r, at in where.items() if not options.hosts or at.node == number}
@@ -210,6 +214,7 @@ class Hosts:
         """Have everything but the ranks made on a host."""
         if host is not None:
             host.places = places
+            host.is_traced = self._options.trace_records > 0
             host.open(self._job(number), self._spec.key, number)
             return host
         self._here = LocalHost(
@@ -254,6 +259,23 @@ class Hosts:
             wake.append(self._input.update(now))
         return min(wake)
 
+    def traces(self, states: Sequence[RankState]) -> list[RankTrace]:
+        """Return what the ranks have recorded, in order; what is known of each: `states`."""
+        from pycoll._launcher.tracing import of_rank
+        from pycoll._trace.timeline import Clock
+
+        own = self._here.trace.read() if self._here and self._here.trace else {}
+        known = {rank: (Clock(), own) for rank in own}
+        for host in self._remotes:
+            if host.trace is not None:
+                found = host.trace.clock(), host.trace.read()
+                known |= dict.fromkeys(host.ranks, found)
+        traces = []
+        for state, number in zip(states, self._nodes, strict=True):
+            name = self.names[number] if number < len(self.names) > 1 else f"host {number}"
+            traces.append(of_rank(state, name, *known.get(state.rank, (Clock(), {}))))
+        return traces
+
     def clocks(self) -> dict[str, float]:
         """By how many seconds the clocks of other hosts are ahead, to about a tenth."""
         return {host.name: host.hello["time"] - host.heard_at for host in self._remotes}
@@ -279,7 +301,11 @@ class Hosts:
         for host in (*self._all, *self._remotes):
             host.sweep()
         deadline = time.monotonic() + _SWEEP_S
-        while (now := time.monotonic()) < deadline and not all(h.is_over for h in self._remotes):
+        while not all(host.is_over for host in self._remotes):
+            heard = (h.trace.heard_at for h in self._remotes if h.trace is not None)
+            deadline = max(deadline, max(heard, default=0.0) + _SWEEP_S)
+            if (now := time.monotonic()) >= deadline:
+                break
             wake = min(host.update(now) for host in self._remotes)
             for key, _ in self._selector.select(max(0.0, min(wake, deadline) - now)):
                 key.data()
@@ -334,7 +360,8 @@ class Hosts:
                     environment["PYCOLL_HOST"] = self.names[node]
             if host is first and host is not self._here and spec.stdin is None:
                 self._read_input(self._remote(first))
-            host.start(RankProgram(spec.argv, environment, spec.pass_fds, bind, spec.stdin))
+            traced = options.trace_records
+            host.start(RankProgram(spec.argv, environment, spec.pass_fds, bind, spec.stdin, traced))
         self.have_started = not self._remotes
 
     def _job(self, node: int) -> str:

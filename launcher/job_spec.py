@@ -34,6 +34,7 @@ class Options(NamedTuple):
         checks: no ranks are started, but the ways between the hosts are measured.
         ends_deadlocks: end the job when ranks wait for each other for ever, as is certain.
         verbose: tell on standard error what happens.
+        trace_records: how many calls of each rank are recorded; 0: none.
         exports: variables for the ranks' environment.
     """
 
@@ -54,6 +55,7 @@ class Options(NamedTuple):
     checks: bool = False
     ends_deadlocks: bool = False
     verbose: bool = False
+    trace_records: int = 0
     exports: Mapping[str, str] = MappingProxyType({})
 
 

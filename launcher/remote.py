@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pycoll._launcher import agent
 from pycoll._launcher.host import Events, RankProgram
@@ -27,6 +27,9 @@ from pycoll._launcher.output import Relay
 from pycoll._launcher.reach import HostAddresses, Reachability
 from pycoll._launcher.rendezvous_carriers import Peer, Relayed
 from pycoll._support.environment import HostPlacement
+
+if TYPE_CHECKING:
+    from pycoll._launcher.tracing import RemoteTrace
 
 START_S = 60.0
 """For an agent to say who it is."""
@@ -80,10 +83,14 @@ class RemoteHost:
         places: where its ranks are, by rank; whoever decides that sets it.
         is_over: nothing more will come: it has ended, or is lost.
         input: what its rank 0 reads, if that is passed on; whoever reads it sets this.
+        is_traced: its ranks will record what they do; whoever decides that sets it.
+        trace: what is known for that; None: they do not, or it is not there.
     """
 
     line: Line
     input: Input | None = None
+    is_traced = False
+    trace: RemoteTrace | None = None
 
     def __init__(
         self,
@@ -140,6 +147,7 @@ class RemoteHost:
             "environment": dict(program.environment),
             "bind": program.bind,
             "has_input": self.input is not None,
+            "trace_records": program.trace_records,
         }
         self.line.send("start", fields)
 
@@ -167,7 +175,9 @@ class RemoteHost:
         """See `host.Host`: it is done when `is_over`."""
         if not self._is_ending:
             self._is_ending = True
-            if self.hello:
+            if self.trace is not None:
+                self.trace.compare_clocks(lambda: self.line.send("end"))
+            elif self.hello:
                 self.line.send("end")
             else:
                 self._finish()
@@ -216,7 +226,17 @@ class RemoteHost:
             self._events.say(f"{self.name}: {fields[0]}")
         elif kind == "opened":
             self.port = fields[0]
-            self._events.opened(self)
+            if self.is_traced:
+                from pycoll._launcher.tracing import RemoteTrace  # not sooner: few jobs are traced
+
+                self.trace = RemoteTrace(lambda: self.line.send("clock"))
+                self.trace.compare_clocks(lambda: self._events.opened(self))
+            else:
+                self._events.opened(self)
+        elif kind == "clock" and self.trace is not None:
+            self.trace.told_time(fields[0])
+        elif kind == "trace" and self.trace is not None:
+            self.trace.feed(*fields)
         elif kind == "reached":
             self._events.reached(self, [Reachability(*found) for found in fields[0]])
         elif kind == "started":

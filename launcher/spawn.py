@@ -46,6 +46,7 @@ from pycoll.errors import Error
 if TYPE_CHECKING:
     from pycoll._launcher.host_routes import HostRoute
     from pycoll._launcher.reach_table import CheckedHosts
+    from pycoll._trace.timeline import RankTrace
 
 _LINGER_S = 0.25  # after the last end: for late messages, and for children that still print
 _NEVER = float("inf")
@@ -69,6 +70,7 @@ class Job:
         selector: what its loop waits for; the data of a key is a function to call.
         signals: caught and not handled yet.
         found: how the hosts reach each other, if that was to be found out.
+        traces: what the ranks have recorded, in order, when they have ended.
     """
 
     server: Server
@@ -85,6 +87,7 @@ class Job:
     ) -> None:
         self.id = os.urandom(16).hex()
         self.found: CheckedHosts | None = None
+        self.traces: Sequence[RankTrace] = ()
         self._argv = list(argv)
         self._options = options
         self._pass_fds = tuple(pass_fds)
@@ -145,6 +148,8 @@ class Job:
         if not self._watch(until):
             return None
         self._hosts.sweep(self._hear)
+        if self._options.trace_records and self._hosts.have_started:
+            self.traces = self._hosts.traces(self._ranks)
         self._relay.finish()
         self._flush()
         return self._outcome()

@@ -36,6 +36,7 @@ IDENTITY = (
     Variable("PYCOLL_JOB", "the job's id; what carries it is ended with the job"),
     Variable("PYCOLL_LINK", "its socket to pycoll-run, an inherited descriptor: NUMBER:INODE"),
     Variable("PYCOLL_SHM", "its host's shared memory: inherited descriptors, or why there is none"),
+    Variable("PYCOLL_TRACE", "with --trace: memory for what it does, inherited: NUMBER:INODE"),
     Variable("PYCOLL_TRANSPORT", "name of the transport, or auto (option --transport)"),
     Variable("PYCOLL_ENCRYPT", "1: what travels between ranks is encrypted (option --encrypt)"),
 )
@@ -71,6 +72,7 @@ LAUNCHER = (
     Variable("PYCOLL_TRANSPORT", "default of --transport"),
     Variable("PYCOLL_ENCRYPT", "1: as --encrypt; 0: no, and that is not pointed out"),
     Variable("PYCOLL_WARN_AFTER", "seconds after which it says who waits for whom (30; 0: never)"),
+    Variable("PYCOLL_TRACE_RECORDS", "how many calls of each rank --trace keeps"),
     Variable("NO_COLOR", "if not empty, pycoll-run writes no colors"),
 )
 CHILDREN = (Variable("PYCOLL_PARENT", "the rank that has started this process: RANK:PROCESS"),)
