@@ -55,7 +55,7 @@ def commands(page: str) -> list[Any]:
     return found
 
 
-PAGES = ("tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md")
+PAGES = ("tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md")
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 
@@ -91,7 +91,8 @@ def test_a_page_prints_what_it_shows(shown: str, page: str, tour: Path) -> None:
     )
     lines = expected.splitlines()
     if "..." in lines:
-        escaped = [re.sub(r"\d+\\\.\d+", r"[\\d.]+", re.escape(line)) for line in lines]  # times
+        varies = r"\d+\\\.\d+|\d+(?=\\ %)"  # times, shares
+        escaped = [re.sub(varies, r"[\\d.]+", re.escape(line)) for line in lines]
         pattern = "".join(r"(.*\n)*" if line == r"\.\.\." else f"{line}\n" for line in escaped)
         assert re.fullmatch(pattern, done.stdout), done.stdout
     else:
