@@ -22,7 +22,7 @@ from pycoll._runtime.envelope import COLLECTIVE, KIND_COLLECTIVE, readable
 from pycoll._runtime.external import External, RewrittenSchedule
 from pycoll._runtime.scratch import new_bytes
 from pycoll._support.lazy_import import LazyModule
-from pycoll._transports._core import Run, StepTable
+from pycoll._transports._core import Run, StepTable, float_control, with_floats
 from pycoll._transports.base import Operation, Parts, Withdrawn
 from pycoll._transports.core import NO_VALUE, REFUSED
 from pycoll.errors import Error, MismatchError
@@ -71,6 +71,7 @@ class CoreRun(Operation):
         "_call",
         "_core",
         "_cut",
+        "_floats",
         "_group",
         "_is_given_up",
         "_last",
@@ -99,6 +100,7 @@ class CoreRun(Operation):
         self._schedule = schedule
         self.binding = binding
         self._cut = segments, granule
+        self._floats = float_control()  # in which its operator computes, whoever drives
         self._is_given_up = False
         self._segments: dict[int, Segment] = {}
         self._transfers: dict[tuple[int, int], Operation] = {}
@@ -198,7 +200,7 @@ class CoreRun(Operation):
                 else:
                     begun.append((number, position, operation))
             case Reduce(_, incoming_first):
-                segment.reduce(position, chunks, incoming_first)
+                with_floats(self._floats, segment.reduce, position, chunks, incoming_first)
                 self._core.step_done(number, position)
             case _:
                 self._read_by_ipc(segment, position, chunks)

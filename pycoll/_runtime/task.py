@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from pycoll._runtime.context import Context
+from pycoll._transports._core import float_control, with_floats
 from pycoll._transports.base import Operation
 
 CallSteps = Generator[Operation, None, Any]
@@ -43,15 +44,20 @@ class Call(NamedTuple):
 class Task(Operation):
     """A call under way.
 
+    Any thread may resume it: its caller's, another one that waits, the core's. So that a function
+    of the user's computes as its caller does, the call goes on in the floating-point environment
+    in which it was made.
+
     Attributes:
         result: what the call returned.
     """
 
-    __slots__ = ("_current", "_interruption", "_running", "_steps", "result")
+    __slots__ = ("_current", "_floats", "_interruption", "_running", "_steps", "result")
 
     def __init__(self, steps: CallSteps) -> None:
         super().__init__()
         self._steps = steps
+        self._floats = float_control()
         self._current: Operation | None = None
         self._running = False
         self._interruption: BaseException | None = None
@@ -104,7 +110,9 @@ class Task(Operation):
         self._running = True
         try:
             try:
-                return self._steps.throw(error) if error else next(self._steps)
+                if error:
+                    return with_floats(self._floats, self._steps.throw, error)
+                return with_floats(self._floats, next, self._steps)
             except StopIteration as stop:
                 self.result = stop.value
             except BaseException as exc:
@@ -159,7 +167,7 @@ class Started(Task):
         if error is None and self._conclude is not None:
             conclude, self._conclude = self._conclude, None
             try:
-                self.result, self._late = conclude(self.result)
+                self.result, self._late = with_floats(self._floats, conclude, self.result)
             except Exception as exc:
                 self.unfit = exc
         for operation in self._late:

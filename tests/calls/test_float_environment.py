@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -178,6 +179,36 @@ def test_a_function_of_the_users_runs_in_the_users_environment(ranks: Any) -> No
         return set(seen) == {before}
 
     assert ranks(program) == [True] * 3
+
+
+@of_three
+@pytest.mark.parametrize("of", ["arrays", "objects"])
+def test_so_does_one_that_another_thread_calls(ranks: Any, of: str) -> None:
+    def program(comm: Any, x: Any) -> bool:
+        seen, called = [], threading.Event()
+
+        def add(left: Any, right: Any) -> Any:
+            seen.append((threading.get_ident(), control()))
+            called.set()
+            return left + right
+
+        def combine_at_each() -> None:
+            for root in range(comm.size):
+                called.clear()
+                request = comm.ireduce(x, add, root)
+                if comm.rank == root:
+                    assert called.wait(60)  # nobody waits in a call: the core's thread goes on
+                request.wait()
+
+        combine_at_each()  # the core's thread begins in the default environment
+        with floats((DEFAULT, FLUSHING, UPWARD)[comm.rank]) as before:
+            seen.clear()
+            for _ in range(20):
+                combine_at_each()
+        assert {thread for thread, _ in seen} - {threading.get_ident()}
+        return {environment for _, environment in seen} == {before}
+
+    assert ranks(program, np.ones(3) if of == "arrays" else "a text") == [True] * 3
 
 
 # Of 3 KiB on 3 ranks two algorithms take the same time, unless it is rounded up.

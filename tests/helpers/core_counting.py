@@ -1,7 +1,8 @@
 """What a script begins with that counts the calls which the compiled core leaves to Python.
 
 `goes_without_python(step)` runs `step` again and again, on all ranks, until one time nothing of
-pycoll's is called but what is in the set `ALLOWED`: names of functions, and of modules.
+pycoll's is called but what is in the set `ALLOWED`: names of functions, and of modules. What
+`before` does just before that is not counted.
 """
 
 COUNTING = """
@@ -14,11 +15,12 @@ def note(frame, event, arg):
     if event == "call" and module.startswith("pycoll.") and not {module, name} & ALLOWED:
         calls.append(f"{module}.{name}")
 
-def goes_without_python(step):
+def goes_without_python(step, before=lambda: None):
     step()  # first uses import modules
     fewest = None
     for _ in range(30):  # a wait of more than a moment is Python's
         comm.barrier()
+        before()
         calls.clear()
         sys.setprofile(note)
         step()

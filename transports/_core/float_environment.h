@@ -46,17 +46,26 @@ static inline void pc_write_float_control(uint64_t control) {
 #error "pycoll does not know the floating-point environment of this processor"
 #endif
 
-/* Enter the default environment. Returns the caller's, for pc_leave_default_floats. */
-static inline uint64_t pc_enter_default_floats(void) {
+/* Enter an environment. Returns the caller's, for pc_leave_floats. */
+static inline uint64_t pc_enter_floats(uint64_t control) {
     uint64_t callers = pc_read_float_control();
-    if (PC_UNLIKELY((callers & PC_FLOAT_CONTROL) != PC_DEFAULT_FLOATS))
-        pc_write_float_control(PC_DEFAULT_FLOATS);
+    if (PC_UNLIKELY((callers ^ control) & PC_FLOAT_CONTROL))
+        pc_write_float_control(control);
     return callers;
 }
 
-static inline void pc_leave_default_floats(uint64_t callers) {
-    if (PC_UNLIKELY((callers & PC_FLOAT_CONTROL) != PC_DEFAULT_FLOATS))
+/* Leave the environment `control` for the caller's. */
+static inline void pc_leave_floats(uint64_t control, uint64_t callers) {
+    if (PC_UNLIKELY((callers ^ control) & PC_FLOAT_CONTROL))
         pc_write_float_control(callers);
+}
+
+static inline uint64_t pc_enter_default_floats(void) {
+    return pc_enter_floats(PC_DEFAULT_FLOATS);
+}
+
+static inline void pc_leave_default_floats(uint64_t callers) {
+    pc_leave_floats(PC_DEFAULT_FLOATS, callers);
 }
 
 #endif

@@ -10,6 +10,8 @@ PyObject *pc_reduce_py(PyObject *module, PyObject *const *args, Py_ssize_t nargs
 PyObject *pc_reduce_level_py(PyObject *module, PyObject *level);
 PyObject *pc_convert_py(PyObject *module, PyObject *args);
 PyObject *pc_with_default_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *pc_with_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
+PyObject *pc_float_control(PyObject *module, PyObject *unused);
 PyObject *pc_set_direct_from(PyObject *module, PyObject *args);
 PyObject *pc_timer_open(PyObject *module, PyObject *unused);
 PyObject *pc_timer_set(PyObject *module, PyObject *args);
@@ -100,6 +102,9 @@ static PyMethodDef methods[] = {
     {"convert", pc_convert_py, METH_VARARGS, "Convert 16-bit floats to float32, or back."},
     {"with_default_floats", (PyCFunction)(void (*)(void))pc_with_default_floats, METH_FASTCALL,
      "Call a function in the default floating-point environment."},
+    {"with_floats", (PyCFunction)(void (*)(void))pc_with_floats, METH_FASTCALL,
+     "Call a function in a floating-point environment."},
+    {"float_control", pc_float_control, METH_NOARGS, "This thread's floating-point environment."},
     {"reduce_level", pc_reduce_level_py, METH_O, "Force a level of processor; for tests."},
     {"set_direct_from", pc_set_direct_from, METH_VARARGS,
      "For measuring: bytes from which on a kind reads directly."},

@@ -245,21 +245,44 @@ PyObject *pc_convert_py(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* with_default_floats(function, *arguments) -> what it returns */
-PyObject *pc_with_default_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
-    (void)module;
-    if (nargs < 1)
-        return PyErr_Format(PyExc_TypeError, "with_default_floats() takes a function");
+/* Call args[0] with the others in an environment. */
+static PyObject *call_with_floats(uint64_t control, PyObject *const *args, Py_ssize_t nargs) {
     PyObject *arguments = PyTuple_New(nargs - 1);
     if (!arguments)
         return NULL;
     for (Py_ssize_t k = 1; k < nargs; k++)
         PyTuple_SetItem(arguments, k - 1, Py_NewRef(args[k]));
-    uint64_t callers = pc_enter_default_floats();
+    uint64_t callers = pc_enter_floats(control);
     PyObject *returned = PyObject_CallObject(args[0], arguments);
-    pc_leave_default_floats(callers);
+    pc_leave_floats(control, callers);
     Py_DECREF(arguments);
     return returned;
+}
+
+/* with_default_floats(function, *arguments) -> what it returns */
+PyObject *pc_with_default_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (nargs < 1)
+        return PyErr_Format(PyExc_TypeError, "with_default_floats() takes a function");
+    return call_with_floats(PC_DEFAULT_FLOATS, args, nargs);
+}
+
+/* with_floats(control, function, *arguments) -> what it returns */
+PyObject *pc_with_floats(PyObject *module, PyObject *const *args, Py_ssize_t nargs) {
+    (void)module;
+    if (nargs < 2)
+        return PyErr_Format(PyExc_TypeError, "with_floats() takes an environment and a function");
+    unsigned long long control = PyLong_AsUnsignedLongLong(args[0]);
+    if (control == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    return call_with_floats(control, args + 1, nargs - 1);
+}
+
+/* float_control() -> this thread's environment, for with_floats */
+PyObject *pc_float_control(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(pc_read_float_control() & PC_FLOAT_CONTROL);
 }
 
 /* reduce_level(level) -> the level in force, or -1 */
