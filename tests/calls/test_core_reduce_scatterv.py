@@ -279,21 +279,26 @@ except pycoll.PeerFailed as error:
 
 def test_counts_that_change_while_the_call_waits_are_those_of_its_begin(scripts: Scripts) -> None:
     text = """
-comm.barrier()
+pids = comm.all_gather(os.getpid())
 counts = [3, 1]
 shown = r"reduce_scatterv\\(float64\\[4\\], counts=\\[3, 1\\], op=sum, algorithm=shared_memory\\)"
 if rank == 0:
-    def spoil():
-        comm.recv(1, 6)  # while the main thread waits for rank 1
+    changed = threading.Event()
+    def spoil(signum, frame):
         counts[:] = "ab"
+        changed.set()
+    def tell():
+        changed.wait()
         comm.send("changed", 1, 7)
-    thread = threading.Thread(target=spoil)
+    before = signal.signal(signal.SIGUSR1, spoil)
+    thread = threading.Thread(target=tell)
     thread.start()
     got = comm.reduce_scatterv(np.arange(4.0), counts)
     thread.join()
+    signal.signal(signal.SIGUSR1, before)
 else:
     await_table((0, shown))
-    comm.send("you wait", 0, 6)
+    os.kill(pids[0], signal.SIGUSR1)
     comm.recv(0, 7)
     await_table((0, shown))
     got = comm.reduce_scatterv(np.arange(4.0), counts)
