@@ -72,7 +72,7 @@ class Communicators(Driver):
         self.rank = transport.rank
         self.contexts: dict[int, Context] = {}
         self.membership = Membership(self.rank, self, has_launcher=control is not None)
-        self.waits = Waits(control, self._num_started, self._is_quiet)
+        self.waits = Waits(control, self._num_started, self._is_quiet, lambda: self._core.thread)
         self._last_calls = LastCalls(self.rank, self.contexts)
         self._first_error = ""
         self._unclaimed: dict[int, dict[Arrival, None]] = {}

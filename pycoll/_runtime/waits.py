@@ -58,6 +58,7 @@ class Wait(NamedTuple):
 
     Attributes:
         serial: counts the waits of this process.
+        thread: which waits.
         post: what was told.
         since: of time.monotonic().
         options: returns what it needs now.
@@ -65,6 +66,7 @@ class Wait(NamedTuple):
     """
 
     serial: int
+    thread: int
     post: dict[str, Any]
     since: float
     options: Callable[[], Options]
@@ -79,6 +81,7 @@ class Waits:
             it has waited long.
         num_started: returns of a communicator how many collective calls this rank has started.
         is_quiet: returns whether nothing is on its way from or to this rank, as far as it knows.
+        own_thread: returns the core's own thread, by its number.
 
     Attributes:
         report_after_s: a wait that has lasted this long is to be told by `begin`.
@@ -89,8 +92,10 @@ class Waits:
         control: Control | None,
         num_started: Callable[[int], int],
         is_quiet: Callable[[], bool],
+        own_thread: Callable[[], int],
     ) -> None:
         self._control, self._num_started, self._is_quiet = control, num_started, is_quiet
+        self._own_thread = own_thread
         self.report_after_s = _REPORT_AFTER_S if control else warn_after(os.environ) or math.inf
         self._serials = itertools.count(1)
         self._waits: dict[int, Wait] = {}
@@ -118,7 +123,7 @@ class Waits:
             "serial": serial,
         }
         since = time.monotonic() - waited_s
-        self._waits[serial] = Wait(serial, post, since, options, ends)
+        self._waits[serial] = Wait(serial, threading.get_ident(), post, since, options, ends)
         self._control.post("waiting", waited_s=waited_s, **post)
         return serial
 
@@ -153,16 +158,21 @@ class Waits:
             options=options,
             started=[(ident, self._num_started(ident)) for ident in asked],
             quiet=len(self._waits) == 1 and self._is_quiet(),
-            threads=self._num_other_threads(),
+            threads=self._num_other_threads(wait),
             ends=wait.ends or _has_alarm(),
         )
 
-    def _num_other_threads(self) -> int:
-        """Threads that may communicate, beside the one that waits."""
+    def _num_other_threads(self, wait: Wait) -> int:
+        """Threads that may communicate, beside the one that waits.
+
+        Python knows the core's thread, too, once something that runs there has asked which thread
+        it is, such as an operator that logs.
+        """
+        known = {wait.thread, self._own_thread()}
         return sum(
             not thread.name.startswith("pycoll") and type(thread).__name__ != _OF_PYZMQ
             for thread in threading.enumerate()
-            if thread is not threading.current_thread()
+            if thread.ident not in known
         )
 
 

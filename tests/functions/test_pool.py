@@ -129,6 +129,28 @@ def test_who_waits_for_a_rank_is_told_that_it_has_returned_however_late(
     assert "waiting for rank 1" in capfd.readouterr().err  # it had been told of before
 
 
+@pytest.mark.parametrize("pool", ["tcp"], indirect=True)
+def test_who_waits_is_told_after_an_operator_has_asked_for_its_thread(pool: pycoll.Pool) -> None:
+    def ask_and_wait(comm: Any) -> object:
+        seen, called = [], threading.Event()
+
+        def add(left: Any, right: Any) -> Any:
+            seen.append(threading.current_thread())  # as logging does
+            called.set()
+            return left + right
+
+        for _ in range(20):
+            called.clear()
+            request = comm.ireduce(np.ones(3), add)
+            assert comm.rank or called.wait(60)  # until then nobody waits in a call
+            request.wait()
+        assert comm.rank or set(seen) - {threading.current_thread()}
+        return comm.rank or comm.recv(1)
+
+    with same_ranks(pool), pytest.raises(PeerFailed, match="has returned"):
+        pool.run(ask_and_wait, timeout=30)
+
+
 def test_a_rank_that_goes_on_is_waited_for_by_ranks_that_have_returned(pool: pycoll.Pool) -> None:
     def late(comm: Any) -> object:
         if comm.rank == 0:

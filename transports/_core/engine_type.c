@@ -165,6 +165,12 @@ static PyObject *engine_rings(pc_engine_object *self, void *unused) {
     return PyLong_FromUnsignedLongLong(atomic_load_explicit(&self->rings, memory_order_relaxed));
 }
 
+/* On Linux a pthread_t is a number, the one by which Python knows a thread, too. */
+static PyObject *engine_thread(pc_engine_object *self, void *unused) {
+    (void)unused;
+    return PyLong_FromUnsignedLong(self->drive.started ? (unsigned long)self->drive.thread : 0);
+}
+
 static PyObject *engine_is_behind(pc_engine_object *self, void *unused) {
     (void)unused;
     return PyBool_FromLong(self->is_behind);
@@ -238,6 +244,8 @@ static PyGetSetDef engine_values[] = {
      "The list to which `drop` appends; until it is empty nothing is done without Python's engine.",
      NULL},
     {"rings", (getter)engine_rings, NULL, "How often the doorbell has rung.", NULL},
+    {"thread", (getter)engine_thread, NULL, "The core's own thread: its `threading.get_ident()`.",
+     NULL},
     {"is_behind", (getter)engine_is_behind, NULL, "Whether something waits to be written.", NULL},
     {"is_receiving", (getter)engine_is_receiving, NULL,
      "Whether an accepted message is on its way.", NULL},
