@@ -16,7 +16,7 @@ def of_requests(comm: Any) -> list[Any]:
 def beside_requests(comm: Any) -> list[Any]:
     """One call in shared memory or not, beside requests that nobody waits for.
 
-    A rank that leaves waits for 5 s at most until what it has sent is received: so all begin as one.
+    A rank that leaves waits for 5 s at most until what it sent is received: so all begin as one.
     """
     comm.barrier()
     requests = [comm.isend(np.ones(1_000_000), 1 - comm.rank), comm.iall_reduce(np.ones(9))]
