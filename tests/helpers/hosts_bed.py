@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 NEEDED = ("unshare", "nsenter", "ip", "ssh", "ssh-keygen")
@@ -131,6 +131,22 @@ class Bed:
         """End all of it at once, without a good-bye to anybody."""
         self.cut(host)
         os.kill(self._pids[host], signal.SIGKILL)
+
+    def limit(self, mbit: int, narrow: Mapping[tuple[str, str], int]) -> None:
+        """Let each host send so much to each other, but by (sender, receiver) less to some."""
+        for sender in self.names:
+            lines = ["qdisc add dev eth0 root handle 1: htb"]
+            for number, receiver in enumerate(self.names, 1):
+                rate = narrow.get((sender, receiver), mbit)
+                lines += [
+                    f"class add dev eth0 parent 1: classid 1:{number} htb rate {rate}mbit "
+                    "burst 32kb",
+                    f"filter add dev eth0 parent 1: protocol ip prio 1 u32 "
+                    f"match ip dst 10.77.0.{number} flowid 1:{number}",
+                ]
+            for line in lines:
+                done = self.run(sender, "tc", *line.split())
+                assert done.returncode == 0, f"tc {line}: {done.stderr}"
 
     def processes(self, host: str) -> list[str]:
         """The command lines of what runs on a host, but for its daemons and what does this."""
