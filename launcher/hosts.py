@@ -272,7 +272,9 @@ class Hosts:
                 known |= dict.fromkeys(host.ranks, found)
         traces = []
         for state, number in zip(states, self._nodes, strict=True):
-            name = self.names[number] if number < len(self.names) > 1 else f"host {number}"
+            name = self.names[number] if number < len(self.names) > 1 else ""
+            if not name or self.names.count(name) > 1:  # nodes of one machine have one name
+                name = f"{name} host {number}".strip()
             traces.append(of_rank(state, name, *known.get(state.rank, (Clock(), {}))))
         return traces
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from launcher_jobs import LIMIT_S, RUN
 from trace_files import TraceFile
@@ -245,6 +246,20 @@ def test_other_hosts_send_their_records_and_the_time(run: Run, tmp_path: Path) -
     # "other" is this machine: the clocks are one, and the estimate must be within its bound of 0.
     sends = trace.slices("send")
     assert len(sends) == 40
+
+
+def test_nodes_that_are_one_machine_are_told_apart(nodes: Any, tmp_path: Path) -> None:
+    script, file = tmp_path / "between.py", tmp_path / "t.json"
+    script.write_text(BETWEEN)
+    job = nodes(2)
+    job.start(0, "-n", "2", "--trace", str(file), str(script))
+    job.start(1, "-n", "2", str(script))
+    assert [job.end(node)[0] for node in (0, 1)] == [0, 0]
+    trace = TraceFile(file)
+    names = trace.named("process_name")
+    assert [name.rpartition(" host ")[2] for name in names.values()] == ["0)", "1)"]
+    assert sorted(trace.about["times of a host may be wrong by this, ns"].values())[0] == 0
+    assert len(trace.arrows()) == 40
 
 
 def test_a_program_without_pycoll_leaves_a_trace_without_calls(run: Run, tmp_path: Path) -> None:
