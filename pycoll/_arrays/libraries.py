@@ -109,7 +109,31 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
             f"a tensor of type {type_name(x)} has no memory of its own here: {said(exc)}. "
             "Pass a plain tensor, for example x.to_local() or one made outside of a trace."
         ) from exc
+    if _core is not None and type(x) not in _introduced:
+        _introduce_torch(torch, x)
     return Value(array, dtype, "torch", x)
+
+
+_introduced: Final[set[type]] = set()
+"""Types of tensors that the core has been told of, if there is anything to tell."""
+
+
+def _introduce_torch(torch: Any, x: Any) -> None:
+    """Have the core look at tensors of this type, unless the type does anything of its own."""
+    cls, base = type(x), torch.Tensor
+    does_nothing = getattr(torch._C, "_disabled_torch_function_impl", None)
+    if cls is base or (
+        cls.__torch_function__ is does_nothing and cls.__torch_dispatch__ is base.__torch_dispatch__
+    ):
+        tell = getattr(torch._C, "_increment_version", None)
+        if tell is None:
+            tell = torch.autograd.graph.increment_version
+        _core.add_library("torch", x, tell, lambda x: wrap_torch(torch, x, writing=False).array)
+    if len(_introduced) < _MOST_INTRODUCED:
+        _introduced.add(cls)
+
+
+_MOST_INTRODUCED: Final = 64
 
 
 def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) -> Value:
@@ -346,6 +370,8 @@ def _introduce_numpy() -> Any:
     for char in "?bhilqBHILQefdFD":
         dtype = np.dtype(char)
         _core.add_dtype(dtype, dtypes.of_numpy(dtype).code)
+    _core.add_library("memoryview", memoryview(b""), None, None)
+    _core.add_library("array", stdlib_array.array("d"), None, None)
     return _core
 
 

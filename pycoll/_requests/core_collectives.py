@@ -235,7 +235,7 @@ class CompiledPlans:
             return None
         if name == "exscan" and group.rank == 0:
             bound = bound._replace(binding=binding._replace(target=[None] * len(binding.target)))
-        places = _places(bound, x, result)
+        places = _places(bound, _elements(x), _elements(result))
         if places is None:
             return None
         collective, _, *roots = bound.how
@@ -364,6 +364,12 @@ def _scatter(
 
 def _is_on_gpu(bound: Bound) -> bool:
     return "pycoll._cuda.staging" in sys.modules and staged_run.is_staged(bound.binding)
+
+
+def _elements(x: Any) -> Any:
+    """Return an array of any library as NumPy's; None is none."""
+    value = conversion.wrap(x)
+    return value.array if value is not None else None
 
 
 def _address(array: Any) -> tuple[int, int]:

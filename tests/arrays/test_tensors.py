@@ -166,3 +166,144 @@ def test_a_result_has_no_gradient_and_inference_tensors_are_filled(ranks: Any, t
         comm.all_reduce(torch.ones(2), out=out)
 
     ranks(program)
+
+
+@ON_BOTH
+def test_tensors_are_read_and_filled_as_they_show_themselves(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+
+        class Plain(torch.Tensor):
+            pass
+
+        rank, other = comm.rank, 1 - comm.rank
+        whole = torch.arange(6.0).reshape(2, 3) + rank
+        signed, pairs = torch.tensor([1 + rank, -2]), torch.tensor([1 + 2j, 3j]) * (rank + 1)
+        shown = {
+            "whole": whole,
+            "negated": torch._neg_view(whole),
+            "negated ints": torch._neg_view(signed),
+            "conjugated": pairs.conj(),
+            "imaginary part of a conjugate": pairs.conj().imag,
+            "one of these": pairs.conj().imag[:1],
+            "transposed": whole.t(),
+            "every second": whole[:, ::2],
+            "expanded": whole[:, :1].expand(2, 3),
+            "of one row": whole[:1].t().t(),
+            "copied when written": torch._lazy_clone(whole),
+            "traced": torch.nn.Parameter(whole) * 1,
+            "a parameter": torch.nn.Parameter(whole),
+            "a subclass": whole.as_subclass(Plain),
+            "not aligned": torch.frombuffer(bytearray(9), dtype=torch.uint8)[1:].view(torch.uint8),
+            "of no elements": torch.ones(0, 3),
+            "of no dimensions": whole[1, 1],
+            "bfloat16": whole.to(torch.bfloat16),
+            "large bfloat16": torch.ones(100_000, dtype=torch.bfloat16) + rank,
+            "complex64": pairs.to(torch.complex64),
+        }
+        for name, x in shown.items():
+            plain = x.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+            their = comm.sendrecv(plain.tolist(), other, other)
+            want = plain + torch.tensor(their, dtype=plain.dtype).reshape(plain.shape)
+            for _ in range(2):
+                for got in (
+                    comm.all_reduce(x),
+                    comm.iall_reduce(x).wait(),
+                    comm.all_reduce(x, out=torch.zeros_like(plain)),
+                    comm.all_reduce(x, out=torch.zeros_like(plain), timeout=60),
+                    comm.sendrecv(x, other, other) + plain,
+                    comm.broadcast(x if rank == 0 else torch.empty_like(plain)) * 0 + want,
+                ):
+                    assert torch.equal(got.detach().resolve_neg().resolve_conj(), want), name
+                assert type(comm.all_reduce(x)) is torch.Tensor
+                assert not comm.all_reduce(x).requires_grad
+        for name, x in {
+            "sparse": whole.to_sparse(),
+            "without elements": torch.ones(2, device="meta"),
+            "float8": whole.to(torch.float8_e4m3fn),
+        }.items():
+            for _ in range(2):
+                with pytest.raises(TypeError):
+                    comm.all_reduce(x)
+                if name != "float8":
+                    with pytest.raises(TypeError):
+                        comm.send(x, other)
+        eighths = whole.to(torch.float8_e4m3fn)
+        assert comm.sendrecv(eighths, other, other).dtype == eighths.dtype
+        for out in (torch._neg_view(whole), pairs.conj()):
+            for _ in range(2):
+                with pytest.raises(ValueError, match="negated"):
+                    comm.all_reduce(out.resolve_neg().resolve_conj(), out=out)
+
+    ranks(program)
+
+
+@ON_BOTH
+def test_tensors_inside_of_transforms_and_fake_ones_are_refused(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import torch
+        from torch._subclasses import FakeTensorMode
+
+        comm.all_reduce(torch.ones(2))
+
+        def inside(x: Any) -> Any:
+            with pytest.raises(TypeError):
+                comm.all_reduce(x)
+            return x.sum()
+
+        torch.vmap(inside)(torch.ones(2, 2))
+        torch.func.grad(inside)(torch.ones(2))
+        with FakeTensorMode():
+            inside(torch.ones(2))
+        assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
+
+    ranks(program)
+
+
+@ON_BOTH
+def test_a_request_keeps_the_memory_of_its_tensors(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import sys
+
+        import torch
+
+        other = 1 - comm.rank
+        comm.all_reduce(torch.ones(2))
+        x, out, late = torch.ones(3000), torch.zeros(3000), torch.zeros(30_000)
+        counts = sys.getrefcount(x), sys.getrefcount(out)
+        seen = late.view(-1)
+        request = comm.irecv(other, out=late)
+        with pytest.raises(RuntimeError, match="resiz"):
+            late.resize_(100_000)
+        late.data = torch.zeros(1)
+        comm.send(torch.ones(30_000), other)
+        request.wait()
+        assert seen.sum() == 30_000
+        for _ in range(20):
+            comm.iall_reduce(x, out=out).wait()
+            comm.all_reduce(x, out=out)
+            comm.sendrecv(x, other, other, out=out)
+        comm.barrier()
+        comm.ibarrier().wait()
+        assert (sys.getrefcount(x), sys.getrefcount(out)) == counts
+
+    ranks(program)
+
+
+@ON_BOTH
+def test_results_that_nobody_has_are_given_back(ranks: Any, torch: Any) -> None:
+    def program(comm: Any) -> None:
+        import resource
+
+        import torch
+
+        x, other = torch.ones(1 << 18), 1 - comm.rank  # 1 MiB
+        before = 0
+        for turn in range(300):
+            assert comm.all_reduce(x)[-1] == 2
+            assert comm.sendrecv(x, other, other)[-1] == 1
+            if turn == 20:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+    ranks(program)

@@ -1,11 +1,14 @@
 /* Looking at a NumPy array without calling anything: its fields are where they have been since
-   NumPy 1.7, which `use_numpy` checks against NumPy's own words before the first look. */
+   NumPy 1.7, which `use_numpy` checks against NumPy's own words before the first look. What other
+   libraries have in host memory, memory.h describes in the same words. */
 #ifndef PC_ARRAYS_H
 #define PC_ARRAYS_H
 
 #include "py.h"
 
 #include "core.h"
+
+struct pc_library; /* of memory.h */
 
 struct pc_array {
     void *data;
@@ -14,6 +17,14 @@ struct pc_array {
     int dtype; /* code of pycoll/_dtypes.py, 1 to 15 */
     int ndim;
     bool writeable;
+    /* Of memory.h alone: */
+    char format;                      /* of a buffer, struct's letter; 0: it needs none */
+    const struct pc_library *library; /* NULL: NumPy's */
+    Py_buffer held;                   /* has an object: that must not give up its memory yet */
+    union pc_number {
+        double number, parts[2];
+        bool truth;
+    } number; /* the memory of a Python number */
 };
 
 /* 1: x is a C-contiguous, aligned numpy.ndarray (no subclass) of a dtype that reduces; else 0, no

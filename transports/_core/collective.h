@@ -2,14 +2,16 @@
    before it is made; `struct pc_started`, one that is under way; `pc_collectives`, those of one
    communicator.
 
-   What is a contiguous NumPy array of a plain dtype is done here, by the plan of an earlier call
-   with the same dtype, shape, operator and root. Without one Python is asked for it. All else, and
-   what takes long or goes wrong, is handed with the same arguments to the Python methods.
+   What is a contiguous array in host memory, of a plain dtype, is done here, by the plan of an
+   earlier call with the same dtype, shape, operator and root. Without one Python is asked for it.
+   All else, and what takes long or goes wrong, is handed with the same arguments to the Python
+   methods.
 
    The engine works on the memory inside a call, which keeps itself alive until that has ended. */
 #ifndef PC_COLLECTIVE_H
 #define PC_COLLECTIVE_H
 
+#include "arrays.h"
 #include "engine_type.h"
 #include "kinds.h"
 
@@ -99,7 +101,10 @@ struct pc_started {
     /* of its segments; of an announced call the first run, before them, is the announcement */
     struct pc_pipeline pipeline;
     PyObject *x, *result;
+    PyObject *source_keeper, *target_keeper; /* of their memory */
     void *source, *target;
+    int number_dtype;         /* the result is a number of that dtype; 0: it is none */
+    union pc_number numbers[2]; /* it, and what this rank gives for it */
     /* of an announced call: its memory, and where that is its one chunk */
     unsigned char *announcement;
     size_t announcement_nbytes;
@@ -131,7 +136,11 @@ struct pc_collective_call {
     bool is_blocking;
     PyObject *algorithm;  /* its name, as `pc_started` has it; or NULL */
     PyObject *x, *result; /* borrowed, as the name is; x: or NULL */
+    PyObject *source_keeper, *target_keeper; /* of the memory of these; or NULL */
     void *source, *target;
+    /* x is a number: it, in place of `source`; and of which dtype the result is one, or 0 */
+    const union pc_number *number;
+    int number_dtype;
 };
 
 /* collective_run.c: start a call by its plan, which is None, or NULL, if it has none. NULL without

@@ -6,6 +6,7 @@
 
 #include "arrays.h"
 #include "kinds.h"
+#include "memory.h"
 #include "reduce.h"
 
 #include <string.h>
@@ -131,5 +132,45 @@ static inline bool out_fits(int size, int rank, int kind, const struct pc_array 
 }
 
 static inline bool is_none(PyObject *value) { return value == NULL || value == Py_None; }
+
+/* What a call takes: an array, or a number to be reduced. */
+static inline int value_of(int kind, PyObject *x, struct pc_array *value) {
+    return pc_reduces(kind) && kind != PC_REDUCE_SCATTER ? pc_operand_of(x, value)
+                                                         : pc_memory_of(x, value);
+}
+
+/* Whether nothing is written here: the result is None. */
+static inline bool has_no_result(int rank, int kind, int root) {
+    return kind == PC_BARRIER || ((kind == PC_REDUCE || kind == PC_GATHER) && rank != root) ||
+           (kind == PC_EXSCAN && rank == 0);
+}
+
+/* The result of a call that is not announced (new reference): `out`, a new array, or None, also for
+   a number, which is made at the end. `to` says where it is written, and must be released. NULL,
+   perhaps without an exception: leave it to Python. */
+static inline PyObject *result_for(int size, int rank, int kind, PyObject **values,
+                                   const struct pc_array *x, int root, struct pc_array *to) {
+    bool has_none = has_no_result(rank, kind, root);
+    to->held.obj = NULL;
+    to->data = NULL;
+    if (!is_none(values[OUT]) && (!has_none || kind == PC_EXSCAN)) {
+        if (values[OUT] == values[X] ? !pc_target_again(values[OUT], x, to)
+                                     : !pc_target_of(values[OUT], to))
+            return NULL;
+        if (out_fits(size, rank, kind, x, to) &&
+            (has_none || pc_tell_written(to, values[OUT]) == 0))
+            return Py_NewRef(has_none ? Py_None : values[OUT]);
+        pc_memory_release(to);
+        return NULL;
+    }
+    if (has_none)
+        return Py_NewRef(Py_None);
+    if (pc_is_number(x)) {
+        to->data = &to->number;
+        return Py_NewRef(Py_None);
+    }
+    int change = shape_change(kind);
+    return pc_memory_new(x, values[X], change > 0 ? size : change, to);
+}
 
 #endif

@@ -144,6 +144,7 @@ void pc_collective_settle(struct pc_started *self, int status) {
 
 static void let_go(struct pc_started *self) {
     Py_CLEAR(self->x);
+    Py_CLEAR(self->source_keeper);
     Py_DECREF((PyObject *)self);
 }
 
@@ -241,19 +242,31 @@ struct pc_started *pc_collective_start(pc_collectives *self, PyObject *given,
     started->plan = (pc_plan *)Py_NewRef((PyObject *)plan);
     started->x = Py_XNewRef(call->x);
     started->result = Py_NewRef(call->result);
+    started->source_keeper = Py_XNewRef(call->source_keeper);
+    started->target_keeper = Py_XNewRef(call->target_keeper);
     started->source = call->source;
     started->target = call->target;
     started->kind = call->kind;
     started->root = call->root;
     started->algorithm = Py_XNewRef(call->algorithm);
     started->is_blocking = call->is_blocking;
+    started->number_dtype = call->number_dtype;
+    if (call->number != NULL) { /* numbers are in the call itself */
+        started->numbers[1] = *call->number;
+        started->source = &started->numbers[1];
+    }
+    if (call->number_dtype != 0)
+        started->target = &started->numbers[0];
+    bool gives_number = call->number != NULL, makes_number = call->number_dtype != 0;
     started->pipeline = (struct pc_pipeline){.table = &plan->way.table,
                                              .places = plan->places,
                                              .reduction = plan->reduction,
-                                             .source = call->source,
-                                             .target = call->target,
-                                             .source_keeper = call->x,
-                                             .target_keeper = call->result,
+                                             .source = started->source,
+                                             .target = started->target,
+                                             .source_keeper = gives_number ? (PyObject *)started
+                                                                           : call->source_keeper,
+                                             .target_keeper = makes_number ? (PyObject *)started
+                                                                           : call->target_keeper,
                                              .first_subcall = plan->announced.is_announced,
                                              .num_segments = plan->num_segments,
                                              .granule = plan->granule,

@@ -1,7 +1,7 @@
 /* `_core.Collective`: a collective under way, as Python sees it. See collective.h. */
 #include "collective.h"
 
-#include "arrays.h"
+#include "memory.h"
 #include "timeout.h"
 
 #include <stdlib.h>
@@ -18,7 +18,9 @@ static PyObject *result_of(struct pc_started *self) {
     if (PC_UNLIKELY(self->status != 0 || !pc_op_is_done(&self->op)))
         return PyObject_CallMethod((PyObject *)self, "_failed", NULL);
     self->collected = 1;
-    return Py_NewRef(self->result);
+    return PC_LIKELY(self->number_dtype == 0)
+               ? Py_NewRef(self->result)
+               : pc_number_object(self->number_dtype, &self->numbers[0]);
 }
 
 bool pc_is_collective(PyObject *object) { return PyObject_TypeCheck(object, collective_type); }
@@ -230,6 +232,8 @@ static void collective_dealloc(struct pc_started *self) {
     Py_XDECREF(self->algorithm);
     Py_XDECREF(self->x);
     Py_XDECREF(self->result);
+    Py_XDECREF(self->source_keeper);
+    Py_XDECREF(self->target_keeper);
     Py_XDECREF((PyObject *)self->plan);
     Py_XDECREF((PyObject *)self->collectives);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);

@@ -21,7 +21,8 @@ void pc_collectives_types(PyTypeObject *plan, PyTypeObject *collective) {
 
 struct plan_key {
     PyObject *algorithm; /* as of `pc_started`; a kept key owns it */
-    int kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
+    const struct pc_library *library;
+    int format, kind, blocking, op, dtype, root, ndim; /* -1 dimensions: no array was passed */
     intptr_t dims[PC_PLAN_DIMS];
 };
 
@@ -46,7 +47,7 @@ static struct pc_plan_entry *find_plan(pc_collectives *self, const struct plan_k
     uint64_t hash = pc_hash(
         (uint64_t)key->kind << 32 | (uint64_t)key->op << 16 | (uint64_t)key->dtype << 8,
         (uint64_t)key->root << 8 | (uint64_t)key->blocking << 4 | (uint64_t)(key->ndim + 1));
-    hash = pc_hash(hash, (uint64_t)(uintptr_t)key->algorithm);
+    hash = pc_hash(hash, (uint64_t)(uintptr_t)key->algorithm ^ (uint64_t)(uintptr_t)key->library);
     for (int axis = 0; axis < key->ndim; axis++)
         hash = pc_hash(hash, (uint64_t)key->dims[axis]);
     struct pc_plan_entry *together = &self->plans[hash % (PLANS / PLANS_TOGETHER) * PLANS_TOGETHER];
@@ -113,33 +114,46 @@ static bool may_start(const pc_collectives *self) {
            (engine->host == NULL || !pc_host_failed(engine->shm.channel.host));
 }
 
-/* The result of a call (new reference): `out`, a new array, or None; NULL: leave it to Python. */
-static PyObject *result_for(const pc_collectives *self, int kind, PyObject **values,
-                            const struct pc_array *x, int root, struct pc_array *out) {
-    if (kind == PC_BARRIER || ((kind == PC_REDUCE || kind == PC_GATHER) && self->rank != root))
-        return Py_NewRef(Py_None);
-    if (kind == PC_BROADCAST)
-        return Py_NewRef(values[X]);
-    bool has_none = kind == PC_EXSCAN && self->rank == 0;
-    if (!is_none(values[OUT])) {
-        if (!pc_array_view(values[OUT], out) || !out_fits(self->size, self->rank, kind, x, out))
-            return NULL;
-        return Py_NewRef(has_none ? Py_None : values[OUT]);
-    }
-    if (has_none)
-        return Py_NewRef(Py_None);
-    int change = shape_change(kind);
-    PyObject *result = pc_array_new(x, values[X], change > 0 ? self->size : change);
-    if (result != NULL && !pc_array_view(result, out))
-        Py_CLEAR(result);
-    return result;
-}
-
 static void name_array(struct plan_key *key, const struct pc_array *array) {
+    if (pc_is_announced(key->kind)) { /* which says what kind of array it is */
+        key->library = array->library;
+        key->format = array->library != NULL ? array->format : 0;
+    }
     key->dtype = array->dtype;
     key->ndim = array->ndim;
     for (int axis = 0; axis < array->ndim; axis++)
         key->dims[axis] = array->dims[axis];
+}
+
+/* A call of which all is known but the plan. What may change its memory is kept from it. */
+static struct pc_started *start(pc_collectives *self, const struct plan_key *key, PyObject *x,
+                                PyObject *result, PyObject *plan, const struct pc_array *source,
+                                const struct pc_array *target, bool is_new) {
+    bool is_number = pc_is_number(source), keeps = source->data != NULL && !is_number;
+    PyObject *source_keeper = keeps ? pc_memory_keeper(source, x, key->blocking) : NULL;
+    PyObject *target_keeper = target->data != NULL && !is_new && !is_number
+                                  ? pc_memory_keeper(target, result, key->blocking)
+                                  : Py_NewRef(result);
+    struct pc_collective_call call = {
+        .kind = key->kind,
+        .root = key->root,
+        .is_blocking = key->blocking != 0,
+        .algorithm = key->algorithm,
+        .x = x,
+        .result = result,
+        .source_keeper = source_keeper,
+        .target_keeper = target_keeper,
+        .number = is_number ? &source->number : NULL,
+        .number_dtype = is_number && target->data == &target->number ? source->dtype : 0,
+        /* a barrier's chunks are empty, but somewhere */
+        .source = key->kind != PC_BARRIER ? source->data : (void *)self,
+        .target = target->data};
+    struct pc_started *started = NULL;
+    if (target_keeper != NULL && (source_keeper != NULL || !keeps))
+        started = pc_collective_start(self, plan, &call);
+    Py_XDECREF(source_keeper);
+    Py_XDECREF(target_keeper);
+    return started;
 }
 
 /* A call whose root announces what will come, on another rank. */
@@ -147,20 +161,23 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
                                           PyObject **values) {
     /* where the result goes, if anybody says so */
     PyObject *place = values[key->kind == PC_BROADCAST ? X : OUT];
-    struct pc_array out = {0};
+    struct pc_array none = {0}, out = {0};
     key->ndim = -1;
     if (!is_none(place)) {
-        if (!pc_array_view(place, &out) || !out.writeable || out.ndim > PC_PLAN_DIMS)
+        if (!pc_target_of(place, &out))
             return NULL;
+        if (out.ndim > PC_PLAN_DIMS || pc_tell_written(&out, place) < 0) {
+            pc_memory_release(&out);
+            return NULL;
+        }
         name_array(key, &out);
     } else if (key->kind == PC_BROADCAST && values[X] == NULL) {
         return NULL;
     }
-    struct pc_started *started = NULL;
-    PyObject *plan = plan_of(self, key, values, !is_none(place) ? place : Py_None);
-    PyObject *result = Py_NewRef(!is_none(place) ? place : Py_None);
-    if (is_none(place) && plan != NULL && plan != Py_None &&
-        ((pc_plan *)plan)->announced.ndim >= 0) {
+    bool is_new = is_none(place);
+    PyObject *plan = plan_of(self, key, values, !is_new ? place : Py_None);
+    PyObject *result = Py_NewRef(!is_new ? place : Py_None);
+    if (is_new && plan != NULL && plan != Py_None && ((pc_plan *)plan)->announced.ndim >= 0) {
         /* What it was last time: it is thrown away if something else comes. */
         const struct pc_announced *expected = &((pc_plan *)plan)->announced;
         Py_DECREF(result);
@@ -168,17 +185,50 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
         if (result != NULL && !pc_array_view(result, &out))
             Py_CLEAR(result);
     }
-    struct pc_collective_call call = {.kind = key->kind,
-                                      .root = key->root,
-                                      .is_blocking = key->blocking != 0,
-                                      .algorithm = key->algorithm,
-                                      .x = place,
-                                      .result = result,
-                                      .target = out.data};
+    struct pc_started *started = NULL;
     if (result != NULL)
-        started = pc_collective_start(self, plan, &call);
+        started = start(self, key, place, result, plan, &none, &out, is_new);
     Py_XDECREF(result);
     Py_XDECREF(plan);
+    pc_memory_release(&out);
+    return started;
+}
+
+/* Numbers go by the plan of arrays without dimensions. */
+static PyObject *plan_of_number(pc_collectives *self, const struct plan_key *key,
+                                PyObject **values, const struct pc_array *x,
+                                const struct pc_array *out, PyObject *result) {
+    PyObject *like[2] = {pc_array_empty(x->dtype, 0, NULL), pc_array_empty(x->dtype, 0, NULL)};
+    PyObject *before = values[X], *plan = NULL;
+    if (like[0] != NULL && like[1] != NULL) {
+        values[X] = like[0];
+        plan = plan_of(self, key, values, out->data == &out->number ? like[1] : result);
+        values[X] = before;
+    }
+    Py_XDECREF(like[0]);
+    Py_XDECREF(like[1]);
+    return plan;
+}
+
+/* A call that is not announced, or its root's, of `x`. NULL without an exception: leave it to
+   Python. */
+static struct pc_started *begin_with(pc_collectives *self, struct plan_key *key, PyObject **values,
+                                     const struct pc_array *x) {
+    struct pc_array out = {0};
+    bool is_number = pc_is_number(x);
+    PyObject *result = key->kind == PC_BROADCAST
+                           ? Py_NewRef(values[X])
+                           : result_for(self->size, self->rank, key->kind, values, x, key->root,
+                                        &out);
+    if (result == NULL)
+        return NULL;
+    PyObject *plan = PC_LIKELY(!is_number) ? plan_of(self, key, values, result)
+                                           : plan_of_number(self, key, values, x, &out, result);
+    struct pc_started *started =
+        start(self, key, values[X], result, plan, x, &out, is_none(values[OUT]));
+    Py_XDECREF(plan);
+    Py_DECREF(result);
+    pc_memory_release(&out);
     return started;
 }
 
@@ -186,41 +236,28 @@ static struct pc_started *begin_announced(pc_collectives *self, struct plan_key 
 static struct pc_started *begin(pc_collectives *self, int kind, bool is_blocking,
                                 PyObject *algorithm, PyObject **values) {
     struct plan_key key;
-    struct pc_array x = {0}, out = {0};
+    struct pc_array x = {0};
     memset(&key, 0, sizeof key);
     key.kind = kind;
     key.blocking = is_blocking;
     key.algorithm = algorithm;
     bool reduces = pc_reduces(kind);
     bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL || kind == PC_SCATTER;
-    if (kind != PC_BARRIER) {
-        key.root = find_root(values[ROOT], self->size);
-        key.op = reduces ? find_op(values[OP]) : 0;
-        if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
-            return begin_announced(self, &key, values);
-        if (key.root < 0 || key.op < 0 || values[X] == NULL || !pc_array_view(values[X], &x) ||
-            x.ndim > PC_PLAN_DIMS || (reduces && pc_reduce_find(key.op, x.dtype) == NULL) ||
-            (splits && (x.ndim == 0 || x.dims[0] != self->size)))
-            return NULL;
-        name_array(&key, &x);
-    }
-    PyObject *result = result_for(self, kind, values, &x, key.root, &out);
-    if (result == NULL)
+    if (kind == PC_BARRIER)
+        return begin_with(self, &key, values, &x);
+    key.root = find_root(values[ROOT], self->size);
+    key.op = reduces ? find_op(values[OP]) : 0;
+    if (key.root >= 0 && pc_is_announced(kind) && self->rank != key.root)
+        return begin_announced(self, &key, values);
+    if (key.root < 0 || key.op < 0 || values[X] == NULL || !value_of(kind, values[X], &x))
         return NULL;
-    PyObject *plan = plan_of(self, &key, values, result);
-    struct pc_collective_call call = {
-        .kind = kind,
-        .root = key.root,
-        .is_blocking = is_blocking,
-        .algorithm = algorithm,
-        .x = values[X],
-        .result = result,
-        /* a barrier's chunks are empty, but somewhere */
-        .source = kind != PC_BARRIER ? x.data : (void *)self,
-        .target = out.data};
-    struct pc_started *started = pc_collective_start(self, plan, &call);
-    Py_XDECREF(plan);
-    Py_DECREF(result);
+    struct pc_started *started = NULL;
+    if (x.ndim <= PC_PLAN_DIMS && (!reduces || pc_reduce_find(key.op, x.dtype) != NULL) &&
+        (!splits || (x.ndim > 0 && x.dims[0] == self->size))) {
+        name_array(&key, &x);
+        started = begin_with(self, &key, values, &x);
+    }
+    pc_memory_release(&x);
     return started;
 }
 

@@ -1,5 +1,5 @@
-/* The collectives as methods for NumPy arrays: arguments are looked at, not converted, and whatever
-   is not the common case is handed, untouched, to the Python method. */
+/* The collectives as methods: arguments are looked at, not converted, and whatever is not the
+   common case is handed, untouched, to the Python method. */
 #include "collective_call.h"
 #include "comm.h"
 
@@ -17,93 +17,87 @@ void pc_fast_init(void) {
 }
 
 /* Everything that is neither announced nor a barrier. */
-static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, struct pc_array *x, int op,
-                           int root) {
-    bool has_result = (kind != PC_REDUCE && kind != PC_GATHER) || comm->rank == root;
-    bool has_none = kind == PC_EXSCAN && comm->rank == 0; /* nothing is written */
-    struct pc_array out = {.data = has_none ? x->data : NULL};
-    PyObject *result;
-    if (!has_result) {
-        result = Py_NewRef(Py_None);
-    } else if (!is_none(values[OUT])) {
-        if (!pc_array_view(values[OUT], &out) || !out_fits(comm->size, comm->rank, kind, x, &out))
-            return NULL;
-        result = Py_NewRef(has_none ? Py_None : values[OUT]);
-    } else if (has_none) {
-        result = Py_NewRef(Py_None);
-    } else {
-        int change = shape_change(kind);
-        result = pc_array_new(x, values[X], change > 0 ? comm->size : change);
-        if (result == NULL)
-            return NULL;
-        if (!pc_array_view(result, &out)) {
-            Py_DECREF(result);
-            return NULL;
-        }
-    }
+static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const struct pc_array *x,
+                           int op, int root) {
+    struct pc_array out;
+    PyObject *result = result_for(comm->size, comm->rank, kind, values, x, root, &out);
+    if (result == NULL)
+        return NULL;
     pc_collective call;
     if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0) {
-        Py_DECREF(result);
-        return NULL;
+        Py_CLEAR(result);
+        goto done;
     }
     call.op = op;
     call.dtype = x->dtype;
     call.x = x->data;
-    call.out = out.data;
+    call.out = out.data != NULL ? out.data : x->data; /* nothing is written */
     call.nbytes = x->nbytes;
     if (kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL)
         call.nbytes /= (size_t)comm->size;
     call.x_object = values[X];
     call.op_object = values[OP];
     pc_sign(&call, 0, x->ndim, x->dims);
-    return pc_call_end(&call, pc_run(&call), result);
+    result = pc_call_end(&call, pc_run(&call), result);
+    if (PC_UNLIKELY(out.data == &out.number) && result != NULL) {
+        Py_DECREF(result);
+        result = pc_number_object(x->dtype, &out.number);
+    }
+done:
+    pc_memory_release(&out);
+    return result;
 }
 
-/* Write what `conversion.describe` writes for a NumPy array; returns its length. */
+/* Write what `conversion.describe` writes; returns its length. */
 uint32_t pc_describe_array(const struct pc_array *x, int skipped, unsigned char *to) {
     int ndim = x->ndim - skipped;
+    uint32_t kind_nbytes = (uint32_t)pc_kind_of(x, (char *)to + 3);
     to[0] = (unsigned char)x->dtype;
-    to[1] = 5;
+    to[1] = (unsigned char)kind_nbytes;
     to[2] = (unsigned char)ndim;
-    memcpy(to + 3, "numpy", 5);
     for (int axis = 0; axis < ndim; axis++) {
         uint64_t dim = (uint64_t)x->dims[axis + skipped];
-        memcpy(to + 8 + 8 * axis, &dim, 8);
+        memcpy(to + 3 + kind_nbytes + 8 * axis, &dim, 8);
     }
-    return 8 + 8 * (uint32_t)ndim;
+    return 3 + kind_nbytes + 8 * (uint32_t)ndim;
 }
 
-static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int root) {
-    struct pc_array x = {0}, out = {0};
-    bool is_root = comm->rank == root, has_out = !is_none(values[OUT]);
+#define MAX_NDIM 32
+
+/* The arrays of a call that is announced: `x` of the root, `out` of a scatter, and elsewhere of a
+   broadcast, too. False: leave it to Python. What is there must be released in any case. */
+static bool view_announced(pc_comm *comm, int kind, PyObject **values, int root,
+                           struct pc_array *x, struct pc_array *out) {
+    bool is_root = comm->rank == root;
+    if (is_root && (!pc_memory_of(values[X], x) || x->ndim > MAX_NDIM))
+        return false;
+    if (is_root && kind == PC_BROADCAST)
+        return true;
+    PyObject *target = kind == PC_SCATTER ? values[OUT] : values[X];
+    if (is_none(target) || (!is_root && kind == PC_SCATTER && !is_none(values[X])) ||
+        (is_root && (x->ndim == 0 || x->dims[0] != comm->size)) || !pc_target_of(target, out) ||
+        (is_root && !out_fits(comm->size, comm->rank, kind, x, out)))
+        return false;
+    return pc_tell_written(out, target) == 0;
+}
+
+static PyObject *announce(pc_comm *comm, int kind, PyObject **values, int root,
+                          const struct pc_array *x, const struct pc_array *out) {
     pc_collective call;
-    if (is_root) {
-        if (!pc_array_view(values[X], &x) || x.ndim > 32)
-            return NULL;
-        if (kind == PC_SCATTER && (!has_out || x.ndim == 0 || x.dims[0] != comm->size ||
-                                   !pc_array_view(values[OUT], &out) ||
-                                   !out_fits(comm->size, comm->rank, kind, &x, &out)))
-            return NULL;
-    } else {
-        PyObject *target = kind == PC_SCATTER ? values[OUT] : values[X];
-        if ((kind == PC_SCATTER && !is_none(values[X])) || is_none(target) ||
-            !pc_array_view(target, &out) || !out.writeable)
-            return NULL;
-    }
     if (pc_user_call_begin(&call, comm, kind, root, values[TIMEOUT]) < 0)
         return NULL;
     call.x_object = values[X];
     pc_sign(&call, 0, 0, NULL);
-    call.out = out.data;
+    call.out = out->data;
     int status;
-    if (is_root) {
-        unsigned char description[8 + 8 * 32];
+    if (comm->rank == root) {
+        unsigned char description[3 + PC_MOST_KIND_NBYTES + 8 * MAX_NDIM];
         int skipped = kind == PC_SCATTER;
-        call.x = x.data;
-        call.nbytes = skipped ? x.nbytes / (size_t)comm->size : x.nbytes;
-        struct pc_header header = {.nbytes = call.nbytes, .address = (uintptr_t)x.data, .form = 0};
-        header.value = pc_hash_dims((uint64_t)x.dtype, x.ndim - skipped, x.dims + skipped);
-        header.description_nbytes = pc_describe_array(&x, skipped, description);
+        call.x = x->data;
+        call.nbytes = skipped ? x->nbytes / (size_t)comm->size : x->nbytes;
+        struct pc_header header = {.nbytes = call.nbytes, .address = (uintptr_t)x->data, .form = 0};
+        header.value = pc_hash_dims((uint64_t)x->dtype, x->ndim - skipped, x->dims + skipped);
+        header.description_nbytes = pc_describe_array(x, skipped, description);
         status = pc_announce(&call, &header, description);
         PyObject *result = skipped ? values[OUT] : values[X];
         pc_hold(&call.call); /* the interpreter's lock, before a reference is counted */
@@ -115,7 +109,7 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
         struct pc_header header;
         memcpy(&header, slot->data, sizeof header);
         if (header.form != 0 ||
-            header.value != pc_hash_dims((uint64_t)out.dtype, out.ndim, out.dims)) {
+            header.value != pc_hash_dims((uint64_t)out->dtype, out->ndim, out->dims)) {
             pc_hold(&call.call);
             comm->heard = comm->goes_on = true; /* in Python, from there */
             comm->busy = false;
@@ -125,6 +119,16 @@ static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int r
     }
     pc_hold(&call.call);
     return pc_call_end(&call, status, Py_NewRef(kind == PC_SCATTER ? values[OUT] : values[X]));
+}
+
+static PyObject *run_announced(pc_comm *comm, int kind, PyObject **values, int root) {
+    struct pc_array x = {0}, out = {0};
+    PyObject *result = NULL;
+    if (view_announced(comm, kind, values, root, &x, &out))
+        result = announce(comm, kind, values, root, &x, &out);
+    pc_memory_release(&x);
+    pc_memory_release(&out);
+    return result;
 }
 
 static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *args,
@@ -152,10 +156,12 @@ static inline PyObject *collective(pc_shared *self, int kind, PyObject *const *a
                 int op = find_op(values[OP]);
                 bool reduces = pc_reduces(kind);
                 bool splits = kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL;
-                if (op >= 0 && pc_array_view(values[X], &x) &&
-                    (!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
-                    (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
-                    result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
+                if (op >= 0 && value_of(kind, values[X], &x)) {
+                    if ((!reduces || pc_reduce_find(op, x.dtype) != NULL) &&
+                        (!splits || (x.ndim > 0 && x.dims[0] == comm->size)))
+                        result = run_array(comm, kind, values, &x, reduces ? op : 0, root);
+                    pc_memory_release(&x);
+                }
             }
         }
         if (result != NULL || PyErr_Occurred())

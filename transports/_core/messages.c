@@ -26,8 +26,12 @@ int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag
     if (x == NULL || dest == NULL || !plain_peer(self, dest, 0, &outgoing->dest) ||
         outgoing->tag < 0)
         return 0;
-    if (pc_array_view(x, &outgoing->array) && outgoing->array.ndim <= PC_NAMED_DIMS)
-        return 1;
+    if (pc_memory_of(x, &outgoing->array)) {
+        if (outgoing->array.ndim <= PC_NAMED_DIMS)
+            return 1;
+        pc_memory_release(&outgoing->array);
+        outgoing->array.held.obj = NULL;
+    }
     PyObject *parts = PyObject_CallFunctionObjArgs(self->dump, x, NULL);
     if (parts == NULL) { /* Python says why it cannot be sent */
         if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError))
@@ -49,10 +53,19 @@ bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, Py
     incoming->tag = tag == NULL ? ANY : small_int(tag, ANY, -2);
     incoming->out = is_none(out) ? NULL : out;
     incoming->status = is_none(status) ? NULL : status;
-    return plain_peer(self, source, ANY, &incoming->source) && incoming->tag >= ANY &&
-           (incoming->out == NULL ||
-            (pc_array_view(out, &incoming->array) && incoming->array.writeable)) &&
-           (incoming->status == NULL || Py_TYPE(status) == (PyTypeObject *)self->status_type);
+    incoming->array.held.obj = NULL;
+    if (!plain_peer(self, source, ANY, &incoming->source) || incoming->tag < ANY ||
+        (incoming->status != NULL && Py_TYPE(status) != (PyTypeObject *)self->status_type))
+        return false;
+    if (incoming->out == NULL)
+        return true;
+    if (!pc_target_of(out, &incoming->array))
+        return false;
+    if (pc_tell_written(&incoming->array, out) == 0)
+        return true;
+    pc_memory_release(&incoming->array);
+    incoming->array.held.obj = NULL;
+    return false;
 }
 
 /* --- requests --------------------------------------------------------------------------------- */
@@ -100,6 +113,11 @@ struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgo
         for (int axis = 0; axis < array->ndim; axis++)
             request->dims[axis] = array->dims[axis];
         request->array = Py_NewRef(outgoing->value);
+        request->keeper = pc_memory_keeper(array, outgoing->value, is_blocking);
+        if (request->keeper == NULL) {
+            Py_DECREF((PyObject *)request);
+            return NULL;
+        }
         request->one = (struct iovec){array->data, array->nbytes};
         header_nbytes = write_header(self->ident, array, outgoing->tag, header);
     } else {
@@ -110,7 +128,7 @@ struct pc_request *pc_messages_send(pc_messages *self, struct pc_outgoing *outgo
             return NULL;
         }
     }
-    request->send.keeper.object = request->array;
+    request->send.keeper.object = request->keeper;
     if (request->views != NULL && request->views->count == 1)
         request->send.keeper.object = request->views->views[0].obj;
     return pc_request_start(request, header, header_nbytes, kind == PC_SSEND ? PC_OFFER : way);
@@ -134,8 +152,13 @@ struct pc_request *pc_messages_receive(pc_messages *self, const struct pc_incomi
     receive->ask = incoming->out == NULL;
     if (!receive->ask) {
         request->array = Py_NewRef(incoming->out);
+        request->keeper = pc_memory_keeper(&incoming->array, incoming->out, is_blocking);
+        if (request->keeper == NULL) {
+            Py_DECREF((PyObject *)request);
+            return NULL;
+        }
         receive->into = incoming->array.data;
-        receive->keeper.object = request->array;
+        receive->keeper.object = request->keeper;
         receive->room = incoming->array.nbytes;
         request->expects[0] = PC_FORM_ARRAY;
         request->expects[1] = (unsigned char)incoming->array.dtype;

@@ -9,7 +9,7 @@
 /* What shall be sent: an array, whose memory is looked at; or the bytes of a pickled object. */
 struct pc_outgoing {
     PyObject *value; /* borrowed */
-    struct pc_array array;
+    struct pc_array array;  /* must be released */
     struct pc_views *views; /* NULL: it is an array. They are the request's then. */
     int dest;
     long tag;
@@ -20,7 +20,7 @@ struct pc_incoming_call {
     int source; /* rank here, or ANY */
     long tag;
     PyObject *out, *status; /* borrowed, or NULL */
-    struct pc_array array;  /* `out` */
+    struct pc_array array;  /* `out`; must be released */
 };
 
 /* Whether anything can be started here. */
@@ -28,7 +28,7 @@ bool pc_messages_may_start(const pc_messages *self);
 /* 1: `outgoing`, which was zero, is filled in; 0: leave it to Python; -1 with an exception. */
 int pc_outgoing_of(pc_messages *self, PyObject *x, PyObject *dest, PyObject *tag,
                    struct pc_outgoing *outgoing);
-/* False: leave it to Python. */
+/* False: leave it to Python; perhaps with an exception. */
 bool pc_incoming_of(const pc_messages *self, PyObject *source, PyObject *tag, PyObject *out,
                     PyObject *status, struct pc_incoming_call *incoming);
 

@@ -36,10 +36,13 @@ static PyObject *do_send(pc_messages *self, PyObject *const *args, Py_ssize_t co
     if (plain <= 0)
         return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
     if (is_blocking && kind == PC_SEND && outgoing.views == NULL &&
-        pc_messages_post(self, &outgoing))
+        pc_messages_post(self, &outgoing)) {
+        pc_memory_release(&outgoing.array);
         Py_RETURN_NONE;
+    }
     enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
     struct pc_request *request = pc_messages_send(self, &outgoing, kind, is_blocking, way);
+    pc_memory_release(&outgoing.array); /* which the request keeps */
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
@@ -68,14 +71,19 @@ static PyObject *do_receive(pc_messages *self, PyObject *const *args, Py_ssize_t
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_incoming_call incoming;
     uint64_t timeout_ns;
+    incoming.array.held.obj = NULL;
     if (!pc_messages_may_start(self) || !parse(recv_order, args, count, keywords, values) ||
         !pc_timeout(values[TIMEOUT], self->op_timeout_ns, &timeout_ns) ||
         (!is_blocking && values[TIMEOUT] != NULL) ||
         !pc_incoming_of(self, values[SOURCE], values[TAG], values[OUT], values[STATUS], &incoming))
-        return pc_call_method(self->slow, name, args, count, keywords);
-    if (is_blocking && pc_messages_take(self, &incoming))
+        return PyErr_Occurred() ? NULL
+                                : pc_call_method(self->slow, name, args, count, keywords);
+    if (is_blocking && pc_messages_take(self, &incoming)) {
+        pc_memory_release(&incoming.array);
         return Py_NewRef(incoming.out);
+    }
     struct pc_request *request = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
+    pc_memory_release(&incoming.array); /* which the request keeps */
     return is_blocking ? pc_messages_finish(self, request, timeout_ns) : (PyObject *)request;
 }
 
@@ -89,12 +97,29 @@ static PyObject *messages_irecv(pc_messages *self, PyObject *const *args, Py_ssi
     return do_receive(self, args, count, keywords, false, "irecv");
 }
 
-/* A receive and a send at the same time. What is received over what is sent is left to Python. */
+/* The requests of a receive and a send at the same time; false: there is an exception. */
+static bool start_both(pc_messages *self, const struct pc_incoming_call *incoming,
+                       struct pc_outgoing *outgoing, bool is_blocking, enum pc_way way,
+                       struct pc_request **received, struct pc_request **sent) {
+    *received = pc_messages_receive(self, incoming, PC_RECV, is_blocking);
+    if (*received == NULL) {
+        pc_views_release(outgoing->views);
+        return false;
+    }
+    *sent = pc_messages_send(self, outgoing, PC_SEND, is_blocking, way);
+    if (*sent != NULL)
+        return true;
+    pc_messages_give_up(*received);
+    Py_DECREF((PyObject *)*received);
+    return false;
+}
+
+/* What is received over what is sent is left to Python. */
 static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t count,
                          PyObject *keywords, bool is_blocking, const char *name) {
     PyObject *values[ARGUMENTS] = {NULL};
     struct pc_outgoing outgoing = {0};
-    struct pc_incoming_call incoming;
+    struct pc_incoming_call incoming = {0};
     uint64_t timeout_ns;
     int plain = pc_messages_may_start(self) &&
                 parse(sendrecv_order, args, count, keywords, values) &&
@@ -110,20 +135,16 @@ static PyObject *do_both(pc_messages *self, PyObject *const *args, Py_ssize_t co
         pc_views_release(outgoing.views);
         plain = 0;
     }
-    if (plain <= 0)
-        return plain == 0 ? pc_call_method(self->slow, name, args, count, keywords) : NULL;
-    struct pc_request *received = pc_messages_receive(self, &incoming, PC_RECV, is_blocking);
-    if (received == NULL) {
-        pc_views_release(outgoing.views);
-        return NULL;
-    }
-    enum pc_way way = is_blocking ? way_of(timeout_ns) : PC_MAY_PUSH;
-    struct pc_request *sent = pc_messages_send(self, &outgoing, PC_SEND, is_blocking, way);
-    if (sent == NULL) {
-        pc_messages_give_up(received);
-        Py_DECREF((PyObject *)received);
-        return NULL;
-    }
+    struct pc_request *received, *sent;
+    enum pc_way way = is_blocking && plain > 0 ? way_of(timeout_ns) : PC_MAY_PUSH;
+    bool started = plain > 0 && start_both(self, &incoming, &outgoing, is_blocking, way, &received,
+                                           &sent);
+    pc_memory_release(&incoming.array); /* which the requests keep */
+    pc_memory_release(&outgoing.array);
+    if (!started)
+        return plain != 0 || PyErr_Occurred()
+                   ? NULL
+                   : pc_call_method(self->slow, name, args, count, keywords);
     if (is_blocking)
         return pc_messages_finish_both(self, received, sent, timeout_ns);
     PyObject *both = pc_both_new(self->both_type, received, sent);

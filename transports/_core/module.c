@@ -3,6 +3,7 @@
 #include "comm.h"
 #include "engine_type.h"
 #include "host_type.h"
+#include "memory.h"
 
 extern PyType_Spec pc_guard_spec;
 void pc_guard_init(void);
@@ -97,6 +98,8 @@ static PyMethodDef methods[] = {
      "Look at NumPy arrays directly, if their fields are where they should be."},
     {"add_dtype", pc_add_dtype, METH_VARARGS,
      "Arrays of this NumPy dtype hold elements of that type."},
+    {"add_library", pc_add_library, METH_VARARGS,
+     "add_library(kind, sample, tell, keep) -> bool: look at arrays of that type directly."},
     {"reduce", (PyCFunction)(void (*)(void))pc_reduce_py, METH_FASTCALL,
      "Reduce arrays, from left to right."},
     {"convert", pc_convert_py, METH_VARARGS, "Convert 16-bit floats to float32, or back."},

@@ -4,7 +4,7 @@
 
 #include "py.h"
 
-#include "arrays.h"
+#include "memory.h"
 
 #include <stdbool.h>
 #include <string.h>
@@ -13,11 +13,11 @@
    writes: code of the dtype, length of the kind's name, dimensions, the name, the shape. */
 #define KIND_P2P 1
 #define HEADER_NBYTES 18u
-#define DESCRIPTION_NBYTES 8u
+#define DESCRIPTION_NBYTES 3u /* without name and shape */
 #define MAX_DIMS 32
-#define LONGEST_HEADER_NBYTES (HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * MAX_DIMS)
+#define LONGEST_HEADER_NBYTES \
+    (HEADER_NBYTES + DESCRIPTION_NBYTES + PC_MOST_KIND_NBYTES + 8 * MAX_DIMS)
 #define ANY (-1)
-static const char KIND_NAME[5] = {'n', 'u', 'm', 'p', 'y'};
 
 enum argument { X, DEST, SOURCE, TAG, OUT, STATUS, TIMEOUT, SENDTAG, RECVTAG, ARGUMENTS };
 static const char *const names[ARGUMENTS] = {"x",      "dest",    "source",  "tag",    "out",
@@ -71,11 +71,11 @@ static inline size_t write_header(uint64_t ident, const struct pc_array *x, int6
     memcpy(to + 1, &ident, 8);
     memcpy(to + 9, &tag, 8);
     to[17] = 0;
+    size_t kind_nbytes = pc_kind_of(x, (char *)to + HEADER_NBYTES + DESCRIPTION_NBYTES);
     to[18] = (unsigned char)x->dtype;
-    to[19] = sizeof KIND_NAME;
+    to[19] = (unsigned char)kind_nbytes;
     to[20] = (unsigned char)x->ndim;
-    memcpy(to + 21, KIND_NAME, sizeof KIND_NAME);
-    size_t nbytes = HEADER_NBYTES + DESCRIPTION_NBYTES;
+    size_t nbytes = HEADER_NBYTES + DESCRIPTION_NBYTES + kind_nbytes;
     for (int axis = 0; axis < x->ndim; axis++, nbytes += 8) {
         uint64_t dim = (uint64_t)x->dims[axis];
         memcpy(to + nbytes, &dim, 8);

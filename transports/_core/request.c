@@ -122,6 +122,7 @@ static void let_go(struct pc_request *request) {
         request->views = NULL;
         pc_views_release(views);
         Py_CLEAR(request->array);
+        Py_CLEAR(request->keeper);
     }
     Py_DECREF((PyObject *)request);
 }

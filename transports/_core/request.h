@@ -76,6 +76,7 @@ struct pc_request {
     unsigned char expects[2];
     unsigned char *spare;     /* the short message that was received, until a value is made of it */
     PyObject *array;          /* what is sent, until that is done; or what is filled */
+    PyObject *keeper;         /* of its memory, if it is the caller's */
     bool is_pickled;          /* the array is the memory of an object that was not loaded yet */
     PyObject *filled;         /* the Status to be filled in, or NULL */
     PyObject *gpu;            /* on which a receive without `out` was started; or NULL */

@@ -178,6 +178,7 @@ static void request_dealloc(struct pc_request *self) {
     Py_XDECREF(self->sent_type);
     Py_XDECREF(self->gpu);
     Py_XDECREF(self->array);
+    Py_XDECREF(self->keeper);
     Py_XDECREF(self->filled);
     Py_XDECREF((PyObject *)self->messages);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);

@@ -1,28 +1,42 @@
 /* From messages to what a receive returns. See request.h. */
 #include "request.h"
 #include "copy.h"
+#include "reduce.h"
 
 #include <stdlib.h>
 
 /* --- what a header says ----------------------------------------------------------------------- */
 
-/* The shape of a message that is an array of NumPy's. False: it is none, or its length is another
-   one. */
-static bool shape_of(const unsigned char *header, size_t header_nbytes, size_t nbytes,
-                     intptr_t dims[MAX_DIMS]) {
+/* What an array is, as its header describes it. */
+struct described {
+    const struct pc_library *library;
+    char format;
+    int dtype, ndim;
+    intptr_t dims[MAX_DIMS];
+};
+
+/* Read the description of a message. False: it is no array of a kind that is known here, or its
+   length is another one. */
+static bool array_of(const unsigned char *header, size_t header_nbytes, size_t nbytes,
+                     struct described *array) {
     /* code, length of the kind, dimensions, kind, shape */
     const unsigned char *description = header + HEADER_NBYTES;
-    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[PC_FORM_AT] != PC_FORM_ARRAY ||
-        description[1] != sizeof KIND_NAME ||
-        memcmp(description + 3, KIND_NAME, sizeof KIND_NAME) != 0 || description[2] > MAX_DIMS ||
-        header_nbytes != HEADER_NBYTES + DESCRIPTION_NBYTES + 8 * (size_t)description[2])
+    if (header_nbytes < HEADER_NBYTES + DESCRIPTION_NBYTES || header[PC_FORM_AT] != PC_FORM_ARRAY)
         return false;
-    memcpy(dims, description + DESCRIPTION_NBYTES, 8 * (size_t)description[2]);
-    size_t wanted = pc_array_itemsize(description[0]);
-    if (wanted == 0)
+    size_t kind_nbytes = description[1];
+    array->dtype = description[0];
+    array->ndim = description[2];
+    if (array->ndim > MAX_DIMS ||
+        header_nbytes !=
+            HEADER_NBYTES + DESCRIPTION_NBYTES + kind_nbytes + 8 * (size_t)array->ndim ||
+        !pc_kind_is_known(description + DESCRIPTION_NBYTES, kind_nbytes, array->dtype, array->ndim,
+                          &array->library, &array->format))
         return false;
-    for (int axis = 0; axis < description[2]; axis++)
-        if (dims[axis] < 0 || __builtin_mul_overflow(wanted, (size_t)dims[axis], &wanted))
+    memcpy(array->dims, description + DESCRIPTION_NBYTES + kind_nbytes, 8 * (size_t)array->ndim);
+    size_t wanted = pc_itemsize(array->dtype);
+    for (int axis = 0; axis < array->ndim; axis++)
+        if (array->dims[axis] < 0 ||
+            __builtin_mul_overflow(wanted, (size_t)array->dims[axis], &wanted))
             return false;
     return wanted == nbytes;
 }
@@ -32,8 +46,8 @@ static bool is_object(const unsigned char *header, size_t header_nbytes) {
 }
 
 bool pc_value_is_known(const unsigned char *header, size_t header_nbytes, size_t nbytes) {
-    intptr_t dims[MAX_DIMS];
-    return is_object(header, header_nbytes) || shape_of(header, header_nbytes, nbytes, dims);
+    struct described array;
+    return is_object(header, header_nbytes) || array_of(header, header_nbytes, nbytes, &array);
 }
 
 /* --- going on with a message that is held ----------------------------------------------------- */
@@ -90,18 +104,17 @@ static void receive(pc_engine_object *engine, void *argument) {
 }
 
 static PyObject *new_array(const struct claim *claim, void **data) {
-    intptr_t dims[MAX_DIMS];
+    struct described like;
     struct pc_array view;
-    if (!shape_of(claim->header, claim->header_nbytes, claim->nbytes, dims))
+    if (!array_of(claim->header, claim->header_nbytes, claim->nbytes, &like))
         return NULL;
     PyObject *array =
-        pc_array_empty(claim->header[HEADER_NBYTES], claim->header[HEADER_NBYTES + 2], dims);
-    if (array != NULL && pc_array_view(array, &view) && view.nbytes == claim->nbytes) {
+        pc_memory_empty(like.library, like.format, like.dtype, like.ndim, like.dims, &view);
+    if (array != NULL)
         *data = view.data;
-        return array;
-    }
-    Py_XDECREF(array);
-    return NULL;
+    if (array != NULL)
+        pc_memory_release(&view); /* nobody else has it yet */
+    return array;
 }
 
 /* Objects shorter than that are received into a bytearray, as in scratch.py. */

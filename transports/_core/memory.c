@@ -1,0 +1,469 @@
+/* Arrays of other libraries than NumPy in host memory, and Python's numbers. See memory.h. */
+#include "memory.h"
+
+#include "dlpack.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+static_assert(sizeof(intptr_t) == sizeof(int64_t), "DLPack's shapes are read as ours");
+
+#define MAX_NDIM 64
+
+enum form { MEMORYVIEW, STDLIB_ARRAY, DLPACK, NUMBER };
+
+struct pc_library {
+    PyTypeObject *type;
+    enum form form;
+    int dtype; /* of a number */
+    const char *kind;
+    /* of those with DLPack */
+    const struct dl_exchange *exchange;
+    /* Methods that say that the memory holds other values than the array shows; of complex numbers
+       the last. */
+    PyCFunction is_negated, is_conjugated;
+    PyObject *tell; /* is called with a tuple of arrays that are written to */
+    PyCFunction tell_directly; /* the same, if it is a function of C's */
+    PyObject *keep; /* returns something that keeps the memory of an array */
+};
+
+#define MAX_LIBRARIES 24
+static struct pc_library libraries[MAX_LIBRARIES];
+/* Also read without the interpreter's lock: what stands before stays. */
+static _Atomic int num_libraries;
+static PyObject *requires_grad;
+
+static struct pc_library numbers[] = {
+    {.form = NUMBER, .dtype = PC_FLOAT64},
+    {.form = NUMBER, .dtype = PC_COMPLEX128},
+    {.form = NUMBER, .dtype = PC_BOOL},
+};
+
+static const struct pc_library *library_of(PyTypeObject *type) {
+    for (int index = 0; index < num_libraries; index++)
+        if (libraries[index].type == type)
+            return &libraries[index];
+    return NULL;
+}
+
+/* --- what an array is ------------------------------------------------------------------------- */
+
+/* Codes of dtypes by struct's letters; array.array has those of LETTERS. */
+static int dtype_of_letter(char letter) {
+    switch (letter) {
+    case '?': return PC_BOOL;
+    case 'b': return PC_INT8;
+    case 'B': return PC_UINT8;
+    case 'h': return PC_INT16;
+    case 'H': return PC_UINT16;
+    case 'i': return PC_INT32;
+    case 'I': return PC_UINT32;
+    case 'l':
+    case 'n':
+    case 'q': return PC_INT64;
+    case 'L':
+    case 'N':
+    case 'Q': return PC_UINT64;
+    case 'e': return PC_FLOAT16;
+    case 'f': return PC_FLOAT32;
+    case 'd': return PC_FLOAT64;
+    default: return 0;
+    }
+}
+#define LETTERS "bBhHiIlLfd"
+
+static int dtype_of_format(const char *format) {
+    if (format == NULL)
+        return PC_UINT8;
+    if (format[0] != 0 && format[1] == 0)
+        return dtype_of_letter(format[0]);
+    if (strcmp(format, "Zf") == 0)
+        return PC_COMPLEX64;
+    return strcmp(format, "Zd") == 0 ? PC_COMPLEX128 : 0;
+}
+
+/* Letters that the dtype alone does not tell: int64 is `l`. */
+static bool is_told_apart(char format) { return format != 0 && strchr("qQnN", format) != NULL; }
+
+/* Describe what has an address, a dtype and a shape; false: it is not aligned, or nowhere. */
+static bool describe(struct pc_array *memory, const struct pc_library *library, void *data,
+                     int dtype, int ndim, const intptr_t *dims) {
+    size_t itemsize = pc_itemsize(dtype), count = 1;
+    size_t alignment = dtype >= PC_COMPLEX64 ? itemsize / 2 : itemsize;
+    for (int axis = 0; axis < ndim; axis++)
+        count *= (size_t)dims[axis];
+    if (data == NULL || (count > 0 && (uintptr_t)data % alignment != 0))
+        return false;
+    memory->data = data;
+    memory->dims = dims;
+    memory->ndim = ndim;
+    memory->count = count;
+    memory->nbytes = count * itemsize;
+    memory->dtype = dtype;
+    memory->format = 0;
+    memory->library = library;
+    return true;
+}
+
+static int of_buffer(PyObject *x, const struct pc_library *library, struct pc_array *memory) {
+    Py_buffer *held = &memory->held;
+    if (PyObject_GetBuffer(x, held, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+        PyErr_Clear(); /* Python says what is wrong with it, if anything is */
+        held->obj = NULL;
+        return 0;
+    }
+    int dtype = dtype_of_format(held->format);
+    if (dtype == 0 || !describe(memory, library, held->buf, dtype, held->ndim,
+                                (const intptr_t *)held->shape)) {
+        PyBuffer_Release(held);
+        return 0;
+    }
+    memory->format = held->format != NULL ? held->format[0] : 'B';
+    memory->writeable = !held->readonly;
+    return 1;
+}
+
+/* Whether a method without arguments returns false. */
+static bool is_not(PyCFunction method, PyObject *x) {
+    PyObject *answer = method(x, NULL);
+    if (answer == NULL)
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    return answer == Py_False;
+}
+
+static int of_tensor(PyObject *x, const struct pc_library *library, struct pc_array *memory) {
+    struct dl_tensor tensor;
+    if (library->exchange->describe(x, &tensor) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    int dtype = dl_dtype(&tensor);
+    if (tensor.device_type != DL_CPU || tensor.data == NULL || dtype == 0 ||
+        !dl_is_contiguous(&tensor) ||
+        !describe(memory, library, (char *)tensor.data + tensor.byte_offset, dtype, tensor.ndim,
+                  (const intptr_t *)tensor.shape))
+        return 0;
+    memory->writeable = true;
+    return is_not(library->is_negated, x) &&
+           (dtype < PC_COMPLEX64 || is_not(library->is_conjugated, x));
+}
+
+int pc_memory_of_other(PyObject *x, struct pc_array *memory) {
+    const struct pc_library *library = library_of(Py_TYPE(x));
+    if (library == NULL)
+        return 0;
+    return library->form == DLPACK ? of_tensor(x, library, memory) : of_buffer(x, library, memory);
+}
+
+static int of_number(struct pc_array *memory, const struct pc_library *number) {
+    memory->writeable = false;
+    return describe(memory, number, &memory->number, number->dtype, 0, NULL);
+}
+
+int pc_operand_of_other(PyObject *x, struct pc_array *memory) {
+    if (PyFloat_CheckExact(x)) {
+        memory->number.number = PyFloat_AsDouble(x);
+        return of_number(memory, &numbers[0]);
+    }
+    if (PyComplex_CheckExact(x)) {
+        memory->number.parts[0] = PyComplex_RealAsDouble(x);
+        memory->number.parts[1] = PyComplex_ImagAsDouble(x);
+        return of_number(memory, &numbers[1]);
+    }
+    if (PyBool_Check(x)) {
+        memory->number.truth = x == Py_True;
+        return of_number(memory, &numbers[2]);
+    }
+    return pc_memory_of_other(x, memory);
+}
+
+int pc_may_be_target(PyObject *target, const struct pc_array *memory) {
+    if (!memory->writeable || memory->library->form != DLPACK)
+        return memory->writeable;
+    /* of one that does Python asks whether anybody traces it */
+    PyObject *answer = PyObject_GetAttr(target, requires_grad);
+    if (answer == NULL)
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    return answer == Py_False;
+}
+
+int pc_target_of_other(PyObject *target, struct pc_array *memory) {
+    if (!pc_memory_of_other(target, memory))
+        return 0;
+    if (pc_may_be_target(target, memory))
+        return 1;
+    pc_memory_release(memory);
+    memory->held.obj = NULL;
+    return 0;
+}
+
+int pc_tell_written_other(const struct pc_array *memory, PyObject *target) {
+    const struct pc_library *library = memory->library;
+    if (library->form != DLPACK)
+        return 0;
+    PyObject *targets = PyTuple_Pack(1, target);
+    if (targets == NULL)
+        return -1;
+    PyObject *told = library->tell_directly != NULL
+                         ? library->tell_directly(PyCFunction_GetSelf(library->tell), targets)
+                         : PyObject_CallFunctionObjArgs(library->tell, targets, NULL);
+    Py_DECREF(targets);
+    Py_XDECREF(told);
+    return told != NULL ? 0 : -1;
+}
+
+PyObject *pc_memory_keeper(const struct pc_array *memory, PyObject *x, bool is_blocking) {
+    if (memory->held.obj != NULL)
+        return PyMemoryView_FromObject(x);
+    if (memory->library != NULL && memory->library->form == DLPACK && !is_blocking)
+        return PyObject_CallFunctionObjArgs(memory->library->keep, x, NULL);
+    return Py_NewRef(x);
+}
+
+/* --- numbers ---------------------------------------------------------------------------------- */
+
+bool pc_is_number(const struct pc_array *memory) {
+    return memory->library != NULL && memory->library->form == NUMBER;
+}
+
+PyObject *pc_number_object(int dtype, const union pc_number *number) {
+    switch (dtype) {
+    case PC_BOOL: return PyBool_FromLong(number->truth);
+    case PC_COMPLEX128: return PyComplex_FromDoubles(number->parts[0], number->parts[1]);
+    default: return PyFloat_FromDouble(number->number);
+    }
+}
+
+/* --- new arrays ------------------------------------------------------------------------------- */
+
+static PyObject *new_numpy(int dtype, int ndim, const intptr_t *dims, struct pc_array *made) {
+    PyObject *array = pc_array_empty(dtype, ndim, dims);
+    made->library = NULL;
+    made->held.obj = NULL;
+    if (array != NULL && !pc_array_view(array, made))
+        Py_CLEAR(array);
+    return array;
+}
+
+/* Memory that a library gets, by DLPack: that of a NumPy array, or a few bytes of its own. */
+struct lent {
+    struct dl_managed managed;
+    int64_t numbers[]; /* shape and strides; then the bytes, if there is no array */
+};
+
+#define FEW_NBYTES 4096
+#define ALIGNMENT 64
+
+static void delete_lent(struct dl_managed *self) {
+    if (self->context != NULL && Py_IsInitialized()) {
+        PyGILState_STATE state = PyGILState_Ensure();
+        Py_DECREF((PyObject *)self->context);
+        PyGILState_Release(state);
+    }
+    free(self);
+}
+
+/* NULL, perhaps with an exception: there is no memory. */
+static struct lent *lend(int dtype, int ndim, const intptr_t *dims, struct pc_array *made) {
+    size_t nbytes = pc_itemsize(dtype);
+    size_t head = pc_round_up(sizeof(struct lent) + 2 * (size_t)ndim * sizeof(int64_t), ALIGNMENT);
+    for (int axis = 0; axis < ndim; axis++)
+        if (__builtin_mul_overflow(nbytes, (size_t)dims[axis], &nbytes))
+            return NULL;
+    int stored = dtype == PC_BFLOAT16 ? PC_UINT16 : dtype; /* NumPy may have no bfloat16 */
+    PyObject *array = nbytes > FEW_NBYTES ? new_numpy(stored, ndim, dims, made) : NULL;
+    if (array == NULL && nbytes > FEW_NBYTES)
+        return NULL;
+    struct lent *lent = aligned_alloc(
+        ALIGNMENT, array != NULL ? head : head + pc_round_up(nbytes, ALIGNMENT));
+    if (lent == NULL) {
+        Py_XDECREF(array);
+        return NULL;
+    }
+    lent->managed = (struct dl_managed){
+        .version = {1, 0},
+        .context = array,
+        .deleter = delete_lent,
+        .tensor = {.data = array != NULL ? made->data : (char *)lent + head,
+                   .device_type = DL_CPU,
+                   .ndim = ndim,
+                   .shape = lent->numbers,
+                   .strides = lent->numbers + ndim},
+    };
+    return lent;
+}
+
+static PyObject *new_tensor(const struct pc_library *library, int dtype, int ndim,
+                            const intptr_t *dims, struct pc_array *made) {
+    struct lent *lent = lend(dtype, ndim, dims, made);
+    if (lent == NULL)
+        return NULL;
+    struct dl_tensor *tensor = &lent->managed.tensor;
+    dl_set_dtype(tensor, dtype);
+    int64_t stride = 1;
+    for (int axis = ndim - 1; axis >= 0; axis--) {
+        tensor->shape[axis] = dims[axis];
+        tensor->strides[axis] = stride;
+        stride *= dims[axis];
+    }
+    made->writeable = true;
+    (void)describe(made, library, tensor->data, dtype, ndim, (const intptr_t *)tensor->shape);
+    void *object;
+    if (library->exchange->make(&lent->managed, &object) == 0)
+        return object;
+    PyErr_Clear(); /* Python makes it otherwise, or says why not */
+    return NULL;   /* whose the memory is now nobody has said: rather lost than freed twice */
+}
+
+static PyObject *new_stdlib_array(const struct pc_library *library, char format, intptr_t length,
+                                  struct pc_array *made) {
+    PyObject *one =
+        PyObject_CallFunction((PyObject *)library->type, "C(i)", (int)(unsigned char)format, 0);
+    PyObject *array = one != NULL ? PySequence_Repeat(one, length) : NULL;
+    Py_XDECREF(one);
+    if (array != NULL && !pc_memory_of(array, made))
+        Py_CLEAR(array);
+    return array;
+}
+
+PyObject *pc_memory_empty(const struct pc_library *library, char format, int dtype, int ndim,
+                          const intptr_t *dims, struct pc_array *made) {
+    made->held.obj = NULL;
+    if (library == NULL)
+        return new_numpy(dtype, ndim, dims, made);
+    if (library->form == DLPACK)
+        return new_tensor(library, dtype, ndim, dims, made);
+    if (library->form == STDLIB_ARRAY && ndim == 1)
+        return new_stdlib_array(library, format, dims[0], made);
+    if (library->form == MEMORYVIEW && is_told_apart(format))
+        return NULL;
+    PyObject *array = new_numpy(dtype, ndim, dims, made);
+    if (array == NULL || library->form == STDLIB_ARRAY)
+        return array; /* an array.array has one dimension */
+    PyObject *view = PyMemoryView_FromObject(array);
+    Py_DECREF(array); /* which the view keeps */
+    return view;
+}
+
+PyObject *pc_memory_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra,
+                        struct pc_array *made) {
+    if (PC_LIKELY(like->library == NULL)) {
+        PyObject *array = pc_array_new(like, x, extra);
+        made->library = NULL;
+        made->held.obj = NULL;
+        if (array != NULL && !pc_array_view(array, made))
+            Py_CLEAR(array);
+        return array;
+    }
+    intptr_t dims[MAX_NDIM + 1];
+    int skipped = extra < 0, added = extra > 0;
+    if (like->ndim > MAX_NDIM)
+        return NULL;
+    if (added)
+        dims[0] = extra;
+    for (int axis = skipped; axis < like->ndim; axis++)
+        dims[axis - skipped + added] = like->dims[axis];
+    return pc_memory_empty(like->library, like->format, like->dtype, like->ndim - skipped + added,
+                           dims, made);
+}
+
+/* --- kinds ------------------------------------------------------------------------------------ */
+
+size_t pc_kind_of_other(const struct pc_array *memory, char *to) {
+    const struct pc_library *library = memory->library;
+    size_t length = strlen(library->kind);
+    memcpy(to, library->kind, length);
+    if (library->form != DLPACK && is_told_apart(memory->format)) {
+        to[length++] = ':';
+        to[length++] = memory->format;
+    }
+    return length;
+}
+
+bool pc_kind_is_known(const void *kind, size_t length, int dtype, int ndim,
+                      const struct pc_library **library, char *format) {
+    *library = NULL;
+    if (length == 5 && memcmp(kind, "numpy", 5) == 0)
+        return pc_array_itemsize(dtype) != 0;
+    for (int index = 0; index < num_libraries; index++) {
+        const struct pc_library *known = &libraries[index];
+        if (strlen(known->kind) != length || memcmp(kind, known->kind, length) != 0)
+            continue;
+        *library = known;
+        *format = 0;
+        for (const char *letter = LETTERS; known->form == STDLIB_ARRAY && *letter != 0; letter++)
+            if (dtype_of_letter(*letter) == dtype)
+                *format = *letter;
+        return pc_array_itemsize(dtype == PC_BFLOAT16 ? PC_UINT16 : dtype) != 0 &&
+               (known->form != STDLIB_ARRAY || (*format != 0 && ndim == 1)) &&
+               (known->form == DLPACK || dtype != PC_BFLOAT16);
+    }
+    return false;
+}
+
+/* --- what is made known ----------------------------------------------------------------------- */
+
+/* A method of an object's that takes no arguments, as a function of C's; NULL: it is none. */
+static PyCFunction method_of(PyObject *x, const char *name) {
+    PyObject *method = PyObject_GetAttrString(x, name);
+    PyCFunction function = NULL;
+    if (method != NULL && Py_TYPE(method) == &PyCFunction_Type &&
+        PyCFunction_GetFlags(method) == METH_NOARGS && PyCFunction_GetSelf(method) == x)
+        function = PyCFunction_GetFunction(method);
+    PyErr_Clear();
+    Py_XDECREF(method);
+    return function;
+}
+
+/* The table of a type; NULL: it has none that is read here. */
+static const struct dl_exchange *exchange_of(PyTypeObject *type) {
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    const struct dl_exchange *exchange =
+        capsule != NULL ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    PyErr_Clear();
+    while (exchange != NULL && exchange->version.major != 1)
+        exchange = exchange->older;
+    return exchange != NULL && exchange->describe != NULL ? exchange : NULL;
+}
+
+/* add_library(kind, sample, tell, keep) -> bool: arrays of the sample's type are looked at, if they
+   can be. `kind`: memoryview, array, or that of a library with DLPack; for the last two see
+   struct pc_library. */
+PyObject *pc_add_library(PyObject *module, PyObject *args) {
+    static const char *const kinds[] = {"memoryview", "array", "torch"};
+    (void)module;
+    const char *kind;
+    PyObject *sample, *tell, *keep;
+    if (!PyArg_ParseTuple(args, "sOOO", &kind, &sample, &tell, &keep))
+        return NULL;
+    int index = 0;
+    while (index < 3 && strcmp(kinds[index], kind) != 0)
+        index++;
+    struct pc_library library = {.type = Py_TYPE(sample), .form = (enum form)index};
+    if (requires_grad == NULL)
+        requires_grad = PyUnicode_InternFromString("requires_grad");
+    if (index == 3 || num_libraries == MAX_LIBRARIES || requires_grad == NULL)
+        Py_RETURN_FALSE;
+    if (library_of(library.type) != NULL)
+        Py_RETURN_TRUE;
+    library.kind = kinds[index];
+    if (library.form == DLPACK) {
+        library.exchange = exchange_of(library.type);
+        library.is_negated = method_of(sample, "is_neg");
+        library.is_conjugated = method_of(sample, "is_conj");
+        if (library.exchange == NULL || library.is_negated == NULL || library.is_conjugated == NULL)
+            Py_RETURN_FALSE;
+    }
+    Py_INCREF((PyObject *)library.type);
+    library.tell = Py_NewRef(tell);
+    if (Py_TYPE(tell) == &PyCFunction_Type && PyCFunction_GetFlags(tell) == METH_O)
+        library.tell_directly = PyCFunction_GetFunction(tell);
+    library.keep = Py_NewRef(keep);
+    libraries[num_libraries] = library;
+    num_libraries++;
+    Py_RETURN_TRUE;
+}

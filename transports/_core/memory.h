@@ -1,0 +1,94 @@
+/* Arrays of any library in host memory, described as NumPy's are: those of NumPy, memoryview and
+   array.array, and what has the exchange table of DLPack 1.3 (PyTorch's tensors). For reductions
+   Python's numbers, too. What is not contiguous, not aligned, on a device, or of a type that was
+   not made known (`add_library`) is none of them; Python knows what to do with it.
+
+   With the interpreter's lock, but for `pc_kind_is_known`. */
+#ifndef PC_MEMORY_H
+#define PC_MEMORY_H
+
+#include "arrays.h"
+
+#include <string.h>
+
+/* What comes back as the same kind of array: a type, and how its memory is found. */
+struct pc_library;
+
+/* 1: x is such an array, whose memory stays until `pc_memory_release`, or as long as it is what
+   `pc_memory_keeper` returned; else 0, no exception, and nothing to release. */
+int pc_memory_of_other(PyObject *x, struct pc_array *memory);
+static inline int pc_memory_of(PyObject *x, struct pc_array *memory) {
+    memory->library = NULL;
+    memory->held.obj = NULL;
+    return PC_LIKELY(pc_array_view(x, memory)) ? 1 : pc_memory_of_other(x, memory);
+}
+/* The same for what is reduced; numbers (bool, float, complex) are arrays of no dimensions, whose
+   memory is in the description: it must stay where it is. */
+int pc_operand_of_other(PyObject *x, struct pc_array *memory);
+static inline int pc_operand_of(PyObject *x, struct pc_array *memory) {
+    memory->library = NULL;
+    memory->held.obj = NULL;
+    return PC_LIKELY(pc_array_view(x, memory)) ? 1 : pc_operand_of_other(x, memory);
+}
+/* The same for what is written to, and may be. */
+int pc_target_of_other(PyObject *target, struct pc_array *memory);
+static inline int pc_target_of(PyObject *target, struct pc_array *memory) {
+    memory->library = NULL;
+    memory->held.obj = NULL;
+    return PC_LIKELY(pc_array_view(target, memory)) ? memory->writeable
+                                                    : pc_target_of_other(target, memory);
+}
+
+/* The same for what `x` describes already, and need not be released. */
+int pc_may_be_target(PyObject *target, const struct pc_array *memory);
+static inline int pc_target_again(PyObject *target, const struct pc_array *x,
+                                  struct pc_array *memory) {
+    *memory = *x;
+    memory->held.obj = NULL;
+    return PC_LIKELY(x->library == NULL) ? x->writeable : pc_may_be_target(target, x);
+}
+
+static inline void pc_memory_release(struct pc_array *memory) {
+    if (PC_UNLIKELY(memory->held.obj != NULL))
+        PyBuffer_Release(&memory->held);
+}
+
+/* Tell the library that its array is written to. 0; -1 with an exception. */
+int pc_tell_written_other(const struct pc_array *memory, PyObject *target);
+static inline int pc_tell_written(const struct pc_array *memory, PyObject *target) {
+    return PC_LIKELY(memory->library == NULL) ? 0 : pc_tell_written_other(memory, target);
+}
+
+/* An object that keeps the memory of `x` in its place, whatever becomes of x: a new reference, or
+   NULL with an exception. In a call that blocks nobody but another thread could do anything. */
+PyObject *pc_memory_keeper(const struct pc_array *memory, PyObject *x, bool is_blocking);
+
+/* A new uninitialized array of the same kind and dtype as `x`, which `like` describes: with `extra`
+   in front of its shape (0: none), or without its first axis (-1). It is described, too, and must
+   be released. NULL, without an exception if Python must make it. */
+PyObject *pc_memory_new(const struct pc_array *like, PyObject *x, Py_ssize_t extra,
+                        struct pc_array *made);
+/* The same by library (NULL: NumPy's), format, dtype and shape. */
+PyObject *pc_memory_empty(const struct pc_library *library, char format, int dtype, int ndim,
+                          const intptr_t *dims, struct pc_array *made);
+
+/* Whether it is a Python number; and that number as an object. */
+bool pc_is_number(const struct pc_array *memory);
+PyObject *pc_number_object(int dtype, const union pc_number *number);
+
+/* The kind, as `conversion.py` names it: its length. */
+#define PC_MOST_KIND_NBYTES 12
+size_t pc_kind_of_other(const struct pc_array *memory, char *to);
+static inline size_t pc_kind_of(const struct pc_array *memory, char *to) {
+    if (PC_UNLIKELY(memory->library != NULL))
+        return pc_kind_of_other(memory, to);
+    memcpy(to, "numpy", 5);
+    return 5;
+}
+/* Whether arrays of this kind can be made here, and how. Also without the interpreter's lock. */
+bool pc_kind_is_known(const void *kind, size_t length, int dtype, int ndim,
+                      const struct pc_library **library, char *format);
+
+PyObject *pc_add_library(PyObject *module, PyObject *args);
+
+#endif
