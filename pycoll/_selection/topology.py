@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import tomllib
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def names_in(table: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         said = a_kind(names) if not isinstance(names, list) else "something else in it"
         raise ValueError(f'{path}: {key} is a list of names of hosts, as ["a", "b"], not {said}')
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"{path}: {key} has {twice} twice; name each host once")
     return tuple(names)
@@ -144,11 +145,9 @@ def ranks_in_order(ring: Sequence[int], hosts: Sequence[int]) -> tuple[int, ...]
     """Return ranks in the order of their hosts, those of a host by rank; (): as they are.
 
     Args:
-        ring: numbers of hosts in their order; none: there is no order.
+        ring: numbers of hosts in their order.
         hosts: by rank the number of its host.
     """
-    if not ring:
-        return ()
     place = {host: place for place, host in enumerate(ring)}
     order = tuple(sorted(range(len(hosts)), key=lambda rank: (place[hosts[rank]], rank)))
     return order if order != tuple(range(len(hosts))) else ()

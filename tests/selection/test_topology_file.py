@@ -95,6 +95,13 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, text: str, why: str
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    names = [f'"{number * 7919**3 % 10**12}"' for number in range(9000)]
+    file = file_of(tmp_path, f"ring = [{', '.join(names)}]")
+    with pytest.raises(BootstrapError, match="has too many hosts to tell all ranks"):
+        rank(0, 0, file, "a")
+    (tmp_path / "ring.toml").write_bytes(b"\xff")
+    with pytest.raises(BootstrapError, match="cannot be read: it is no text"):
+        rank(1, 1, file, "b")
     with pytest.raises(BootstrapError, match="/none cannot be read: No such file or directory"):
         rank(0, 0, "/none", "a")
     with pytest.raises(BootstrapError, match="cannot be read: Is a directory"):

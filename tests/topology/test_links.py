@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from pycoll._selection.agreed import said
 from pycoll._tools.cli import main
@@ -80,6 +85,8 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, text: str, why: str
         (["--measure", "x"], "--measure does not read x"),
         (["x", "--svg", "y"], "--svg is for this machine alone"),
         (["/none"], "/none cannot be read: No such file"),
+        (["x", "-o", "y", "--json"], "-o does not go together with --json"),
+        (["--svg", "/none/y"], "/none/y cannot be written: No such file"),
         (["--measure", "-n", "2", "--transport", "shm"], "there is one host, and no link"),
     ],
 )
@@ -121,6 +128,26 @@ def test_links_of_pretended_hosts_are_measured_and_written(tmp_path: Path, capfd
         for a, row in enumerate(rows):
             assert [value > 0 for value in row] == [b != a for b in range(3)]
     assert found.latencies[0][1] == found.latencies[1][0]
+
+
+def test_an_interrupt_ends_the_job_and_is_said_in_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    words = ["--measure", "-n", "6", "--emulate-hosts", "6", "-o", str(file)]
+    command = [sys.executable, "-P", "-m", "pycoll", "topology", *words]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def children(pid: str) -> list[str]:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    deadline = time.monotonic() + 60 * PATIENCE
+    while not any(map(children, children(str(job.pid)))):  # ranks, of pycoll-run
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    job.send_signal(signal.SIGINT)
+    _, told = job.communicate(timeout=60 * PATIENCE)
+    assert told.endswith("pycoll topology: nothing was measured: interrupted\n")
+    assert job.returncode == 128 + signal.SIGINT
+    assert not file.exists()
 
 
 def test_a_job_that_cannot_start_writes_nothing(tmp_path: Path, capfd: Any) -> None:
