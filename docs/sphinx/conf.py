@@ -64,7 +64,9 @@ def mark_blocks(app: Any, what: str, name: str, value: Any, options: Any, lines:
 
     reStructuredText would wrap their lines.
     """
-    made: list[str] = []
+    # Of an attribute napoleon takes what stands before a colon for its type: so begin with an empty
+    # comment.
+    made = ["..", ""] if what in ("attribute", "property", "data") else []
     before = 0
     while lines:
         line = lines.pop(0)
