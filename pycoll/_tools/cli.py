@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from pycoll._tools import bench, explain, k8s, show, tune
+from pycoll._tools import bench, explain, k8s, show, simulate, tune
 from pycoll._topology import command as topology
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pycoll.schedules import Algorithm
 
 _NOT_YET: Final = {
-    "simulate": "pycoll.simulate does it in a program",
     "top": "Ctrl-C shows what each rank of a job does",
 }
 """Commands to come, and what there is already."""
@@ -78,6 +77,7 @@ def _run(argv: Sequence[str] | None) -> int:
     modules: dict[str, tuple[ModuleType, str]] = {
         "show": (show, "draw an algorithm, round by round"),
         "explain": (explain, "say which algorithm a call would run, and why"),
+        "simulate": (simulate, "compute how long collectives take on any number of machines"),
         "bench": (bench, "time collectives, beside MPI and gloo"),
         "tune": (tune, "measure the algorithms, for choosing among them"),
         "topology": (topology, "show this machine, and measure the links between hosts"),

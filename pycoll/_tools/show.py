@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     hosts = hosts_of(arguments.hosts, arguments.size)
     try:
-        collective, name = _named(arguments.names)
+        collective, name = named(arguments.names)
         drawing = show(collective, name, arguments.size, root=arguments.root, hosts=hosts)
     except ProofError as exc:
         print(f"pycoll show: {exc}", file=sys.stderr)
@@ -117,7 +117,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if drawing.fault is None else 1
 
 
-def _named(words: Sequence[str]) -> tuple[str, str]:
+def named(words: Sequence[str]) -> tuple[str, str]:
     """Return collective and name of the algorithm that is meant.
 
     Raises:

@@ -53,14 +53,14 @@ def _nodes(rank: int, size: int, root: int) -> Sequence[TreeNode]:
     """The rank's place in both trees, the root above the roots of both."""
     if size == 1:
         return ()
-    others = [rank_at(place, size, root) for place in range(1, size)]
     place = position(rank, size, root)
     if place == 0:
-        return [TreeNode(None, [others[top]]) for top in double_tree_roots(size - 1)]
+        tops = double_tree_roots(size - 1)
+        return [TreeNode(None, [rank_at(top + 1, size, root)]) for top in tops]
     return [
         TreeNode(
-            root if parent is None else others[parent],
-            [others[child] for child in children],
+            root if parent is None else rank_at(parent + 1, size, root),
+            [rank_at(child + 1, size, root) for child in children],
         )
         for parent, children in double_tree(place - 1, size - 1)
     ]

@@ -42,10 +42,14 @@ class Fold(NamedTuple):
 
     def place(self, rank: int) -> int:
         """Place that stands for a rank."""
+        if not self.pairs:  # all ranks do the same, whatever their numbers
+            return rank
         return rank - min(max((rank - self.first + 1) // 2, 0), self.pairs)
 
     def rank_at(self, place: int) -> int:
         """The rank that is in a place."""
+        if not self.pairs:
+            return place
         ranks = self.ranks(place)
         return self.keep if self.keep in ranks else ranks[0]
 
@@ -55,6 +59,8 @@ class Fold(NamedTuple):
 
     def other(self, rank: int) -> int | None:
         """The other rank of the pair, if `rank` is in one."""
+        if not self.pairs:
+            return None
         ranks = self.ranks(self.place(rank))
         return None if len(ranks) == 1 else ranks[0] + ranks[1] - rank
 

@@ -1,0 +1,412 @@
+"""`pycoll simulate`: how long collectives would take on machines that you do not have."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pycoll._tools.units import parse_bandwidth, parse_seconds
+
+if TYPE_CHECKING:
+    from pycoll.schedules import Algorithm
+    from pycoll.simulate import Link, Network
+
+_EXAMPLES = """\
+examples:
+  pycoll simulate all_reduce -n 4096 --ranks-per-node 8 --sizes 1K:1G --plot out.png
+  pycoll simulate all_reduce ring double_tree -n 64:65536 --ranks-per-node 8 --sizes 8 \\
+      --latency 1us --bandwidth 100GB/s --between-latency 5us --between-bandwidth 25GB/s
+  pycoll simulate broadcast -n 16 --transport tcp --costs mine.json
+
+ranks:   -n 8,64,512 is a list; 64:4096 is 64, 256, 1024, 4096, and 64:4096:2 doubles.
+sizes:   bytes of one rank's value in broadcast, reduce, all_reduce, scan and exscan; of one block,
+         which one rank has for or from one other, elsewhere. 1K:1G is 1K, 4K, 16K, ... and 1G.
+network: without --latency, --bandwidth and the like it is that of a table of costs, as with
+         pycoll explain: PYCOLL_COSTS, what pycoll tune has written, or pycoll's own. With one of
+         them the table is not used, and what is not said takes no time. Times are written as 500ns,
+         5us or 1ms, bandwidths as 10GB/s or 200Mbit/s.
+"""
+
+AUTO = "auto"
+
+MOST_MESSAGES = 500_000
+"""Messages of one algorithm that are replayed without being asked for: 10 seconds a time."""
+
+CUT_MESSAGES = 200_000
+"""So many are replayed at most where `--segments auto` cuts a value."""
+
+MOST_SEGMENTS = 256
+"""As in `pycoll._selection.select`."""
+
+MIN_SEGMENT_NBYTES = 64 << 10
+
+_LINK_OPTIONS = ("latency", "bandwidth", "overhead")
+
+
+class SimulatedTime(NamedTuple):
+    """What came of one algorithm in one size.
+
+    Attributes:
+        ranks, nbytes: the case.
+        algorithm: its name.
+        segments: into how many each chunk was cut.
+        seconds: that it takes; None: it was too much to replay.
+        replayed: ranks whose steps were replayed, for all.
+    """
+
+    ranks: int
+    nbytes: int
+    algorithm: str
+    segments: int
+    seconds: float | None
+    replayed: int
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    add = parser.add_argument
+    add("collective", metavar="COLLECTIVE", help="for example all_reduce")
+    add(
+        "algorithms",
+        nargs="*",
+        metavar="ALGORITHM",
+        help="for example ring; or FILE.py:NAME, what that file registers (default: all)",
+    )
+    add("-n", dest="ranks", default="4", metavar="N", help="numbers of ranks (default: 4)")
+    add(
+        "--ranks-per-node",
+        type=int,
+        metavar="K",
+        help="ranks on each host (default: all are on one)",
+    )
+    add("--hosts-per-rack", type=int, default=0, metavar="H", help="default: all are in one rack")
+    add("--sizes", default="1K:1G", metavar="S", help="default: 1K:1G")
+    add(
+        "--segments",
+        default=AUTO,
+        metavar="K",
+        help="into how many each chunk is cut (default: auto, what should be quickest)",
+    )
+    add("--root", type=int, default=0, metavar="R", help="the root (default: 0)")
+    table = parser.add_argument_group("the network by a table of costs")
+    table.add_argument("--costs", metavar="F", help="the table, as pycoll tune writes it")
+    table.add_argument(
+        "--transport", choices=("auto", "shm", "tcp", "rdma"), default="auto", help="inside hosts"
+    )
+    table.add_argument(
+        "--network", choices=("tcp", "rdma"), default="tcp", help="between hosts (default: tcp)"
+    )
+    made_up = parser.add_argument_group("the network by numbers")
+    for prefix, where in (
+        ("", "inside hosts"),
+        ("between-", "between hosts (default: as inside)"),
+        ("rack-", "between racks (default: as between hosts)"),
+    ):
+        made_up.add_argument(f"--{prefix}latency", metavar="T", help=f"of a message {where}")
+        made_up.add_argument(f"--{prefix}bandwidth", metavar="B", help="of a link there")
+        made_up.add_argument(
+            f"--{prefix}overhead",
+            metavar="T",
+            help="in which a message keeps its rank from the next (default: the latency)",
+        )
+    shared = parser.add_argument_group("what the ranks of a host share")
+    shared.add_argument("--adapters", type=int, default=1, metavar="A", help="to the network (1)")
+    shared.add_argument("--cores", type=int, metavar="C", help="default: one for each rank")
+    shared.add_argument("--memory-bandwidth", metavar="B", help="default: no limit")
+    shared.add_argument("--reduce-bandwidth", metavar="B", help="of a rank that combines")
+    add("--plot", type=Path, metavar="F", help="draw the times: .png, .svg or .pdf")
+    add("--json", type=Path, metavar="F", help="write all times, in seconds")
+    add(
+        "--most-messages",
+        type=int,
+        default=MOST_MESSAGES,
+        metavar="M",
+        help=f"leave out what takes more to replay (default: {MOST_MESSAGES})",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Simulate, and print a table.
+
+    Raises:
+        ValueError: an option makes no sense.
+    """
+    from pycoll._tools import simulate_report
+    from pycoll._tools.bench import parse_sizes
+    from pycoll._tools.bench_report import show
+
+    chosen = _chosen(arguments)
+    collective = chosen[0].collective
+    ranks = _ranks(arguments.ranks)
+    sizes = (0,) if collective == "barrier" else parse_sizes(arguments.sizes)
+    network, origin = _network(arguments)
+    if arguments.segments != AUTO and not arguments.segments.isdecimal():
+        raise ValueError(f"--segments is {arguments.segments!r}: auto, or a number")
+    simulate_report.check_files(arguments.plot, arguments.json)
+    found = []
+    with _progress(len(ranks) * len(chosen) * len(sizes)) as step:
+        for size in ranks:
+            for algorithm in chosen:
+                for case in _cases(arguments, algorithm, size, sizes, network):
+                    found.append(case)
+                    step(f"{algorithm.name}, {size} ranks")
+    lines = simulate_report.describe(network, origin, ranks, arguments.ranks_per_node)
+    print("\n".join(lines))
+    show(simulate_report.table(collective, found))
+    for line in simulate_report.legend(found, arguments.most_messages):
+        print(line)
+    if arguments.json is not None:
+        written = {
+            "command": shlex.join(["pycoll", *sys.argv[1:]]),
+            "collective": collective,
+            "network": network._asdict(),
+            "times": [case._asdict() for case in found],
+        }
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    if arguments.plot is not None:
+        simulate_report.plot(collective, found, arguments.plot)
+    return 0
+
+
+def _cases(
+    arguments: argparse.Namespace,
+    algorithm: Algorithm,
+    size: int,
+    sizes: Sequence[int],
+    network: Network,
+) -> Iterator[SimulatedTime]:
+    """Time one algorithm in all sizes."""
+    from pycoll.simulate import WINDOW, StepTable, replay
+
+    hosts = _hosts(size, arguments.ranks_per_node)
+    if not 0 <= arguments.root < size:
+        raise ValueError(f"--root is {arguments.root}, but the ranks are 0 to {size - 1}")
+    table, messages = None, _messages(algorithm, size, hosts, network)
+    for nbytes in sizes:
+        segments = _segments(arguments.segments, algorithm, size, nbytes, hosts, network, messages)
+        if messages * segments > arguments.most_messages:
+            yield SimulatedTime(size, nbytes, algorithm.name, segments, None, size)
+            continue
+        if table is None:
+            where = size, arguments.root, hosts, network
+            table = StepTable(algorithm.collective, algorithm.name, *where)
+        took = replay(table, nbytes, segments, WINDOW).seconds
+        yield SimulatedTime(size, nbytes, algorithm.name, segments, took, len(table.ranks))
+
+
+def _messages(algorithm: Algorithm, size: int, hosts: Sequence[int], network: Network) -> int:
+    """Return how many messages are replayed, or 0 where the algorithm does not state its cost."""
+    from pycoll.schedules import cost_of
+    from pycoll.simulate.network import Placement
+    from pycoll.simulate.symmetry import symmetry_of
+
+    cost = cost_of(algorithm, size, hosts=hosts)
+    if cost is None:
+        return 0
+    period = Placement(hosts, network).period
+    if period < size and symmetry_of(algorithm, size):
+        return cost.messages // size * period
+    return cost.messages
+
+
+def _segments(
+    asked: str,
+    algorithm: Algorithm,
+    size: int,
+    nbytes: int,
+    hosts: Sequence[int],
+    network: Network,
+    messages: int,
+) -> int:
+    """Return into how many segments to cut: those that are quickest by the algorithm's cost."""
+    from pycoll.schedules import cost_of
+    from pycoll.simulate import PIECES
+
+    if asked != AUTO:
+        return max(1, int(asked))
+    cost = cost_of(algorithm, size, hosts=hosts)
+    if cost is None or cost.path <= cost.load or not cost.volume:
+        return 1  # only what waits for others can be overlapped
+    chunk = nbytes / (algorithm.chunks(size) if algorithm.collective in PIECES else 1)
+    link = network.link(len(set(hosts)) == 1)
+    busiest = cost.load * cost.messages / cost.volume
+    able, best = 1, (float("inf"), 1)
+    while able <= MOST_SEGMENTS and (able == 1 or chunk >= able * MIN_SEGMENT_NBYTES):
+        if able > 1 and able * messages > CUT_MESSAGES:
+            break
+        follow = able - 1
+        starts = cost.steps * link.latency_s + follow * busiest * link.hold_s
+        moved = (cost.path + follow * cost.load) * chunk / able
+        best = min(best, (starts + moved / link.bandwidth, able))
+        able *= 2
+    return best[1]
+
+
+# ---------------------------------------------------------------- what was asked for
+
+
+def _chosen(arguments: argparse.Namespace) -> list[Algorithm]:
+    from pycoll._tools.show import named
+    from pycoll.schedules import find, names
+
+    collective = arguments.collective
+    listed = [
+        named([collective, word])[1] if ":" in word else word for word in arguments.algorithms
+    ]
+    chosen = [find(collective, name) for name in listed or names(collective)]
+    spread = arguments.ranks_per_node is not None
+    return chosen if listed else [each for each in chosen if spread or not each.hosts]
+
+
+def _ranks(text: str) -> list[int]:
+    found: list[int] = []
+    for part in text.split(","):
+        ends = [int(word) if word.isdecimal() else 0 for word in part.split(":")]
+        if min(ends) < 1 or len(ends) > 3 or (len(ends) == 3 and ends[2] < 2):
+            raise ValueError(f"-n {text}: write 4096, 8,64,512, 64:4096 or 64:4096:2")
+        size, last, factor = (*ends, ends[0], 4)[:3] if len(ends) == 1 else (*ends, 4)[:3]
+        if size > last:
+            raise ValueError(f"-n {part} ends before it begins")
+        while size < last:
+            found.append(size)
+            size *= factor
+        found.append(last)
+    return sorted(set(found))
+
+
+def _hosts(size: int, per_node: int | None) -> list[int]:
+    if per_node is None:
+        return [0] * size
+    if per_node < 1:
+        raise ValueError(f"--ranks-per-node is {per_node}; a host has at least 1")
+    return [rank // per_node for rank in range(size)]
+
+
+def _network(arguments: argparse.Namespace) -> tuple[Network, str]:
+    """Return the network, and where its numbers come from."""
+    from pycoll.simulate import ONE_HOST
+
+    said = {
+        name: getattr(arguments, name)
+        for prefix in ("", "between_", "rack_")
+        for name in (f"{prefix}{word}" for word in _LINK_OPTIONS)
+        if getattr(arguments, name) is not None
+    }
+    if said:
+        if arguments.costs is not None:
+            raise ValueError(
+                "--costs: the table of costs has these times, too; leave out "
+                f"--{next(iter(said)).replace('_', '-')}"
+            )
+        inside = _link(said, "", (ONE_HOST.latency_s, ONE_HOST.bandwidth, None))
+        between = _link(said, "between_", inside)
+        far = _link(said, "rack_", between)
+        network = ONE_HOST._replace(latency_s=inside[0], bandwidth=inside[1], overhead_s=inside[2])
+        network = network._replace(between=_as_link(between), racks=_as_link(far))
+        origin = ""
+    else:
+        network, origin = _of_table(arguments)
+    if arguments.reduce_bandwidth is not None:
+        speed = parse_bandwidth(arguments.reduce_bandwidth, "--reduce-bandwidth")
+        network = network._replace(reduce_s_per_byte=1 / speed)
+    if arguments.memory_bandwidth is not None:
+        speed = parse_bandwidth(arguments.memory_bandwidth, "--memory-bandwidth")
+        network = network._replace(memory_bandwidth=speed)
+    network = network._replace(
+        shared_ports=True,
+        adapters=arguments.adapters,
+        cores=arguments.cores or 0,
+        hosts_per_rack=arguments.hosts_per_rack,
+    )
+    for option, value, least in (
+        ("--adapters", arguments.adapters, 1),
+        ("--cores", arguments.cores if arguments.cores is not None else 1, 1),
+        ("--hosts-per-rack", arguments.hosts_per_rack, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{option} is {value}; it must be {least} or more")
+    return network, origin
+
+
+def _link(
+    said: dict[str, str], prefix: str, default: tuple[float, float, float | None]
+) -> tuple[float, float, float | None]:
+    latency, bandwidth, overhead = (said.get(f"{prefix}{word}") for word in _LINK_OPTIONS)
+    option = f"--{prefix.replace('_', '-')}"
+    return (
+        default[0] if latency is None else parse_seconds(latency, f"{option}latency"),
+        default[1] if bandwidth is None else parse_bandwidth(bandwidth, f"{option}bandwidth"),
+        default[2] if overhead is None else parse_seconds(overhead, f"{option}overhead"),
+    )
+
+
+def _as_link(values: tuple[float, float, float | None]) -> Link:
+    from pycoll.simulate import Link
+
+    return Link(*values)
+
+
+def _of_table(arguments: argparse.Namespace) -> tuple[Network, str]:
+    from pycoll._selection import costs
+    from pycoll._tools.explain import made_up
+    from pycoll._tools.simulate_network import from_costs
+    from pycoll.errors import BootstrapError
+
+    environ = dict(os.environ)
+    if arguments.costs is not None:
+        environ["PYCOLL_COSTS"] = arguments.costs
+    try:
+        table = made_up([0], "auto", "tcp", None, environ=environ).agreed.costs
+    except BootstrapError as exc:
+        raise ValueError(str(exc)) from None
+    kinds = {"auto": costs.SHM, "shm": costs.SHM, "tcp": costs.TCP, "rdma": costs.RDMA}
+    between = costs.RDMA if "rdma" in (arguments.network, arguments.transport) else costs.NET
+    return from_costs(table, kinds[arguments.transport], between), table.origin
+
+
+# ---------------------------------------------------------------- progress
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[Any]:
+    """Show how much is done, where somebody looks: a bar where rich is installed, else a line."""
+    from pycoll._tools.bench import progress_line
+
+    bars = _bars() if sys.stderr.isatty() else None
+    if bars is None:
+        done = 0
+
+        def say(text: str) -> None:
+            nonlocal done
+            done += 1
+            progress_line(f"{done} of {count}: {text}")
+
+        try:
+            yield say
+        finally:
+            progress_line("")
+        return
+    from rich.console import Console  # type: ignore[import-not-found, unused-ignore]
+
+    with bars.Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=count)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def _bars() -> ModuleType | None:
+    try:
+        import rich.progress  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return None
+    found: ModuleType = rich.progress
+    return found

@@ -1,0 +1,32 @@
+"""The network of `pycoll simulate`, from the costs that `pycoll tune` has measured."""
+
+from __future__ import annotations
+
+import math
+
+from pycoll._selection.costs import CostTable, LinkCosts
+from pycoll.simulate import Link, Network
+
+
+def from_costs(table: CostTable, inside: str, between: str) -> Network:
+    """Return a network whose links are of these kinds.
+
+    A step is a message's latency. Between hosts a rank is free for the next message when it has
+    done what it does for one inside a host; the rest of the step passes on the wire.
+    """
+    near, far = table.links[inside], table.links[between]
+    link = _link(near)
+    return Network(
+        latency_s=link.latency_s,
+        bandwidth=link.bandwidth,
+        core_s=link.core_s,
+        core_s_per_byte=link.core_s_per_byte,
+        between=_link(far)._replace(overhead_s=min(near.step, far.step)),
+        reduce_s_per_byte=near.combine,
+        call_s=near.call,
+    )
+
+
+def _link(costs: LinkCosts) -> Link:
+    bandwidth = 1 / costs.path if costs.path else math.inf
+    return Link(costs.step, bandwidth, None, costs.message, costs.byte)
