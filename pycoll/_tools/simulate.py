@@ -38,10 +38,10 @@ network: without --latency, --bandwidth and the like it is that of a table of co
 AUTO = "auto"
 
 MOST_MESSAGES = 500_000
-"""Messages of one algorithm that are replayed without being asked for: 10 seconds a time."""
+"""Messages that are replayed for one time without being asked for: 10 seconds."""
 
-CUT_MESSAGES = 200_000
-"""So many are replayed at most where `--segments auto` cuts a value."""
+CUT_MESSAGES = 100_000
+"""The same where `--segments auto` cuts a value, which it does in many sizes."""
 
 MOST_SEGMENTS = 256
 """As in `pycoll._selection.select`."""
@@ -58,6 +58,7 @@ class SimulatedTime(NamedTuple):
         ranks, nbytes: the case.
         algorithm: its name.
         segments: into how many each chunk was cut.
+        held: more segments should be quicker, but were too much to replay.
         seconds: that it takes; None: it was too much to replay.
         replayed: ranks whose steps were replayed, for all.
     """
@@ -66,6 +67,7 @@ class SimulatedTime(NamedTuple):
     nbytes: int
     algorithm: str
     segments: int
+    held: bool
     seconds: float | None
     replayed: int
 
@@ -129,9 +131,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--most-messages",
         type=int,
-        default=MOST_MESSAGES,
         metavar="M",
-        help=f"leave out what takes more to replay (default: {MOST_MESSAGES})",
+        help=f"that are replayed for one time; what takes more is left out (default: "
+        f"{MOST_MESSAGES}; by more segments {CUT_MESSAGES})",
     )
 
 
@@ -150,7 +152,7 @@ def main(arguments: argparse.Namespace) -> int:
     ranks = _ranks(arguments.ranks)
     sizes = (0,) if collective == "barrier" else parse_sizes(arguments.sizes)
     network, origin = _network(arguments)
-    if arguments.segments != AUTO and not arguments.segments.isdecimal():
+    if arguments.segments != AUTO and not _is_count(arguments.segments):
         raise ValueError(f"--segments is {arguments.segments!r}: auto, or a number")
     simulate_report.check_files(arguments.plot, arguments.json)
     found = []
@@ -163,7 +165,7 @@ def main(arguments: argparse.Namespace) -> int:
     lines = simulate_report.describe(network, origin, ranks, arguments.ranks_per_node)
     print("\n".join(lines))
     show(simulate_report.table(collective, found))
-    for line in simulate_report.legend(found, arguments.most_messages):
+    for line in simulate_report.legend(found, arguments.most_messages or MOST_MESSAGES):
         print(line)
     if arguments.json is not None:
         written = {
@@ -192,16 +194,22 @@ def _cases(
     if not 0 <= arguments.root < size:
         raise ValueError(f"--root is {arguments.root}, but the ranks are 0 to {size - 1}")
     table, messages = None, _messages(algorithm, size, hosts, network)
+    most = arguments.most_messages
     for nbytes in sizes:
-        segments = _segments(arguments.segments, algorithm, size, nbytes, hosts, network, messages)
-        if messages * segments > arguments.most_messages:
-            yield SimulatedTime(size, nbytes, algorithm.name, segments, None, size)
+        best, held = int(arguments.segments) if arguments.segments != AUTO else 1, False
+        if arguments.segments == AUTO:
+            best = able = _segments(algorithm, size, nbytes, hosts, network)
+            while best > 1 and best * messages > (most or CUT_MESSAGES):
+                best //= 2
+            held = best < able
+        if messages * best > (most or MOST_MESSAGES):
+            yield SimulatedTime(size, nbytes, algorithm.name, best, held, None, size)
             continue
         if table is None:
             where = size, arguments.root, hosts, network
             table = StepTable(algorithm.collective, algorithm.name, *where)
-        took = replay(table, nbytes, segments, WINDOW).seconds
-        yield SimulatedTime(size, nbytes, algorithm.name, segments, took, len(table.ranks))
+        took = replay(table, nbytes, best, WINDOW).seconds
+        yield SimulatedTime(size, nbytes, algorithm.name, best, held, took, len(table.ranks))
 
 
 def _messages(algorithm: Algorithm, size: int, hosts: Sequence[int], network: Network) -> int:
@@ -220,35 +228,25 @@ def _messages(algorithm: Algorithm, size: int, hosts: Sequence[int], network: Ne
 
 
 def _segments(
-    asked: str,
-    algorithm: Algorithm,
-    size: int,
-    nbytes: int,
-    hosts: Sequence[int],
-    network: Network,
-    messages: int,
+    algorithm: Algorithm, size: int, nbytes: int, hosts: Sequence[int], network: Network
 ) -> int:
     """Return into how many segments to cut: those that are quickest by the algorithm's cost."""
     from pycoll.schedules import cost_of
     from pycoll.simulate import PIECES
 
-    if asked != AUTO:
-        return max(1, int(asked))
     cost = cost_of(algorithm, size, hosts=hosts)
     if cost is None or cost.path <= cost.load or not cost.volume:
         return 1  # only what waits for others can be overlapped
     chunk = nbytes / (algorithm.chunks(size) if algorithm.collective in PIECES else 1)
     link = network.link(len(set(hosts)) == 1)
     busiest = cost.load * cost.messages / cost.volume
-    able, best = 1, (float("inf"), 1)
-    while able <= MOST_SEGMENTS and (able == 1 or chunk >= able * MIN_SEGMENT_NBYTES):
-        if able > 1 and able * messages > CUT_MESSAGES:
-            break
-        follow = able - 1
+    segments, best = 1, (float("inf"), 1)
+    while segments <= MOST_SEGMENTS and (segments == 1 or chunk >= segments * MIN_SEGMENT_NBYTES):
+        follow = segments - 1
         starts = cost.steps * link.latency_s + follow * busiest * link.hold_s
-        moved = (cost.path + follow * cost.load) * chunk / able
-        best = min(best, (starts + moved / link.bandwidth, able))
-        able *= 2
+        moved = (cost.path + follow * cost.load) * chunk / segments
+        best = min(best, (starts + moved / link.bandwidth, segments))
+        segments *= 2
     return best[1]
 
 
@@ -266,6 +264,10 @@ def _chosen(arguments: argparse.Namespace) -> list[Algorithm]:
     chosen = [find(collective, name) for name in listed or names(collective)]
     spread = arguments.ranks_per_node is not None
     return chosen if listed else [each for each in chosen if spread or not each.hosts]
+
+
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
 
 
 def _ranks(text: str) -> list[int]:
@@ -330,10 +332,11 @@ def _network(arguments: argparse.Namespace) -> tuple[Network, str]:
     )
     for option, value, least in (
         ("--adapters", arguments.adapters, 1),
-        ("--cores", arguments.cores if arguments.cores is not None else 1, 1),
+        ("--cores", arguments.cores, 1),
+        ("--most-messages", arguments.most_messages, 1),
         ("--hosts-per-rack", arguments.hosts_per_rack, 0),
     ):
-        if value < least:
+        if value is not None and value < least:
             raise ValueError(f"{option} is {value}; it must be {least} or more")
     return network, origin
 

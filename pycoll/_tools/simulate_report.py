@@ -76,7 +76,8 @@ def table(collective: str, found: Sequence[SimulatedTime]) -> TextTable:
         line = [str(ranks), size_text(nbytes) if nbytes else "-", unit]
         for name in names:
             seconds, segments = cases[name].seconds, cases[name].segments
-            cut = f"/{segments}" if segments > 1 and seconds is not None else ""
+            more = "+" if cases[name].held else ""
+            cut = f"/{segments}{more}" if (segments > 1 or more) and seconds is not None else ""
             best = BEST if seconds is not None and seconds == min(times) else ""
             line.append(number(None if seconds is None else seconds * factor) + cut + best)
         cells.append(line)
@@ -88,6 +89,8 @@ def legend(found: Sequence[SimulatedTime], most_messages: int) -> list[str]:
     lines = [f"{BEST} the quickest"]
     if any(case.segments > 1 and case.seconds is not None for case in found):
         lines.append("/8 each chunk is cut into 8 segments")
+    if any(case.held and case.seconds is not None for case in found):
+        lines.append("/8+ more segments should be quicker; --most-messages replays more of them")
     if any(case.seconds is None for case in found):
         lines.append(f"- more than {most_messages} messages; --most-messages replays more")
     return lines
