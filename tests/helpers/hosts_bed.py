@@ -127,6 +127,19 @@ class Bed:
         """Put its cable in again."""
         self._ip(self._switch, f"link set {host} up")
 
+    def limit(self, rate: str) -> None:
+        """Let each host send and receive so much a second, a rate as tc takes it.
+
+        Packets are small, as on a wire: a sender puts two at a time into the queue in front of the
+        limit, and of 64 KiB each they would hold up the answers that go the same way.
+        """
+        for host, pid in self._pids.items():
+            for namespace, device in (pid, "eth0"), (self._switch, host):
+                self._ip(namespace, f"link set dev {device} gso_max_segs 1")
+                words = f"dev {device} root tbf rate {rate} burst 8kb limit 1mb"
+                command = f"nsenter -t {namespace} -n tc qdisc add {words}"
+                subprocess.run(command.split(), check=True)
+
     def lose(self, host: str) -> None:
         """End all of it at once, without a good-bye to anybody."""
         self.cut(host)
