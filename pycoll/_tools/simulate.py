@@ -188,7 +188,7 @@ def _cases(
     network: Network,
 ) -> Iterator[SimulatedTime]:
     """Time one algorithm in all sizes."""
-    from pycoll.simulate import WINDOW, StepTable, replay
+    from pycoll.simulate import WINDOW, ReplayedSteps, replay
 
     hosts = _hosts(size, arguments.ranks_per_node)
     if not 0 <= arguments.root < size:
@@ -207,7 +207,7 @@ def _cases(
             continue
         if table is None:
             where = size, arguments.root, hosts, network
-            table = StepTable(algorithm.collective, algorithm.name, *where)
+            table = ReplayedSteps(algorithm.collective, algorithm.name, *where)
         took = replay(table, nbytes, best, WINDOW).seconds
         yield SimulatedTime(size, nbytes, algorithm.name, best, held, took, len(table.ranks))
 

@@ -144,5 +144,6 @@ def _label(
     axes.set_xlabel("ranks" if over_ranks else "size")
     axes.set_ylabel("time of a call")
     axes.yaxis.set_major_formatter(lambda seconds, _: seconds_text(seconds))
+    axes.yaxis.set_minor_formatter(lambda seconds, _: "")
     axes.grid(alpha=0.3)
     axes.legend(loc="upper left")

@@ -32,7 +32,7 @@ from pycoll._support.wording import a_kind
 from pycoll.schedules import find
 from pycoll.simulate.network import ONE_HOST, Link, Network
 from pycoll.simulate.replay import SCRATCH, WINDOW, Timing, replay
-from pycoll.simulate.steps import PIECES, StepTable
+from pycoll.simulate.steps import PIECES, ReplayedSteps
 
 __all__ = [
     "ONE_HOST",
@@ -41,7 +41,7 @@ __all__ = [
     "WINDOW",
     "Link",
     "Network",
-    "StepTable",
+    "ReplayedSteps",
     "Timing",
     "replay",
     "simulate",
@@ -106,5 +106,5 @@ def simulate(
         check_int(host, "a host")
     if len(placed) != size:
         raise ValueError(f"hosts must name a host for each of {size} ranks, not for {len(placed)}")
-    table = StepTable(collective, name, size, root, placed, network, every_rank)
+    table = ReplayedSteps(collective, name, size, root, placed, network, every_rank)
     return replay(table, nbytes, segments, window)

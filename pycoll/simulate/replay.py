@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pycoll.errors import Error
-from pycoll.simulate.steps import StepTable
+from pycoll.simulate.steps import ReplayedSteps
 
 SCRATCH = 4
 """Receives to be reduced that are open at a time, in one segment on one rank."""
@@ -51,7 +51,7 @@ class _Span(NamedTuple):
     stages: tuple[int, ...]
 
 
-def replay(table: StepTable, nbytes: float, segments: int, window: int) -> Timing:
+def replay(table: ReplayedSteps, nbytes: float, segments: int, window: int) -> Timing:
     """Let time pass until all ranks of a table are done.
 
     Args:
@@ -77,7 +77,9 @@ class _Execution:
     when a rank first opens it.
     """
 
-    def __init__(self, table: StepTable, spans: list[_Span], segments: int, window: int) -> None:
+    def __init__(
+        self, table: ReplayedSteps, spans: list[_Span], segments: int, window: int
+    ) -> None:
         count = len(table.ranks)
         self.table = table
         self.spans = spans

@@ -24,7 +24,7 @@ PIECES = frozenset({"broadcast", "reduce", "all_reduce", "scan"})
 _MESSAGE, _REDUCE, _COPY = range(3)
 
 
-class StepTable:
+class ReplayedSteps:
     """Steps of ranks; a step is a number, and what is said of it stands in a column.
 
     Steps are numbered rank by rank, those ranks first that stand for the first of each host.

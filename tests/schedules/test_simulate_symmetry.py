@@ -9,7 +9,7 @@ import pytest
 
 from pycoll.schedule import Copy, Recv, Reduce, Send, Step, recv_reduce
 from pycoll.schedules import TABLE, Algorithm, find, schedule
-from pycoll.simulate import Link, Network, StepTable, simulate
+from pycoll.simulate import Link, Network, ReplayedSteps, simulate
 from pycoll.simulate.network import Placement
 from pycoll.simulate.symmetry import AROUND, PARTNERS, AnyRank, Undecided, symmetry_of
 
@@ -146,7 +146,7 @@ def assert_as_every_rank(collective: str, name: str, size: int, machines: Machin
             for all_of_them in (False, True)
         )
         assert few == every, (collective, name, size, segments)
-    return len(StepTable(collective, name, size, 0, hosts, network).ranks)
+    return len(ReplayedSteps(collective, name, size, 0, hosts, network).ranks)
 
 
 @pytest.mark.parametrize("where", MACHINES)
