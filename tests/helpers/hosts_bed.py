@@ -127,7 +127,7 @@ class Bed:
         """Put its cable in again."""
         self._ip(self._switch, f"link set {host} up")
 
-    def limit(self, rate: str) -> None:
+    def limit_both_ways(self, rate: str) -> None:
         """Let each host send and receive so much a second, a rate as tc takes it.
 
         Packets are small, as on a wire: a sender puts two at a time into the queue in front of the
