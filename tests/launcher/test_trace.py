@@ -277,3 +277,20 @@ def test_a_trace_that_cannot_be_written_fails_the_job(run: Run) -> None:
     assert done.returncode == 1
     told = "pycoll-run: --trace /dev/full cannot be written: No space left on device\n"
     assert done.stderr == told
+
+
+UNTRACED = """
+import sys, pycoll
+from pycoll._requests.core_requests import CoreRequest
+
+comm = pycoll.init()
+for name in ("all_reduce", "barrier", "send", "recv", "isend", "irecv", "iall_reduce"):
+    assert type(getattr(comm, name)) is type(len), name  # the core's own
+assert "wait" not in vars(CoreRequest)
+assert not [name for name in sys.modules if name.startswith("pycoll._trace")]
+"""
+
+
+def test_without_a_trace_the_methods_are_those_of_the_core(run: Run) -> None:
+    done = run("-n", "2", script=UNTRACED)
+    assert done.returncode == 0, done.stderr
