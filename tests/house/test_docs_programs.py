@@ -55,7 +55,7 @@ def commands(page: str) -> list[Any]:
     return found
 
 
-PAGES = ("tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md")
+PAGES = ("index.md", "tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md")
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 
