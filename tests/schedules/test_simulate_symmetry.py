@@ -162,8 +162,10 @@ def test_a_few_ranks_take_the_times_of_all(collective: str, name: str, where: st
 @pytest.mark.parametrize("where", MACHINES)
 @pytest.mark.parametrize(("collective", "name"), SYMMETRIC)
 def test_a_few_ranks_take_the_times_of_64(collective: str, name: str, where: str) -> None:
+    machines = MACHINES[where]
     for size in sizes_of(collective, name, 64):
-        assert_as_every_rank(collective, name, size, MACHINES[where])
+        if Placement(machines.hosts(size), machines.network).period < size:
+            assert assert_as_every_rank(collective, name, size, machines) < size
 
 
 def of_rank_0(rank: int, size: int) -> Iterator[Step]:
