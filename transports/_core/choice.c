@@ -5,16 +5,18 @@
 /* A large value is streamed through slots in shared memory, or read directly from the other ranks'
    arrays. Which is quicker depends on the processor, on the kind and size of the call, on whether
    the ranks' cores share a cache, and on how many ranks share a core; and a hypervisor may change
-   it at any time. So it is tried: of the calls of a kind and about a size some go this way and that
-   way by turns. Then the ranks tell each other how long that took, and the next calls go the way
-   that was quicker. Both ways give the same bits. */
+   it at any time. So the first calls of a kind and about a size go the way that is quicker as a
+   rule. Then it is tried: some calls go this way and that way by turns, the ranks tell each other
+   how long that took, and the next calls go the way that was quicker. A trial takes up to half as
+   long again as calls that all go the right way; whoever makes few calls has none. Both ways give
+   the same bits. */
 
 #ifndef PC_CHOICE_FROM
 #define PC_CHOICE_FROM \
     ((size_t)12 << 10) /* what is shorter, with the same bytes for all, is streamed */
 #endif
-#ifndef PC_SCATTER_FROM
-#define PC_SCATTER_FROM ((size_t)256 << 10)
+#ifndef PC_TURNS_BEFORE
+#define PC_TURNS_BEFORE 10 /* so many turns go before the first trial */
 #endif
 #ifndef PC_TURNS_BETWEEN
 #define PC_TURNS_BETWEEN 150 /* so many turns after a trial there is the next */
@@ -63,6 +65,30 @@ static bool has_both_ways(const pc_collective *call) {
            call->kind != PC_EXSCAN;
 }
 
+/* Which way is quicker as a rule. Measured by benchmarks/ways with 2 to 16 ranks on as many cores
+   that share a cache, and with 2 on cores that are near. To read is dearer for each page, and the
+   more so the more ranks read the same pages, as those of a broadcast, all_gather or reduce. What
+   each rank takes from each other, or a root from or for all, is read, which copies it once. */
+static bool is_direct_as_a_rule(const pc_collective *call) {
+    size_t given = pc_given_nbytes(call, call->nbytes), k = (size_t)1 << 10;
+    int size = call->comm->size;
+    switch (call->kind) {
+    case PC_SCATTER:
+    case PC_ALL_TO_ALL:
+        return given >= 256 * k;
+    case PC_GATHER:
+        return size > 2 && given >= 128 * k;
+    case PC_REDUCE_SCATTER:
+        return size > 2 && given >= 1024 * k;
+    case PC_BROADCAST:
+        return size == 2 && given >= 1024 * k;
+    case PC_ALL_REDUCE:
+        return size > 8 && given >= 1024 * k;
+    default:
+        return false;
+    }
+}
+
 /* The choice for values of 2^k to 2^(k + 1) - 1 bytes; NULL with an exception. */
 static pc_choice *find(pc_collective *call) {
     int bits = 0;
@@ -77,14 +103,11 @@ static pc_choice *find(pc_collective *call) {
         PyErr_NoMemory();
         return NULL;
     }
-    /* Until it is known: reading is dearer for each page, but the root of a large scatter would
-       copy for all. */
-    made->direct =
-        call->kind == PC_SCATTER && pc_given_nbytes(call, call->nbytes) >= PC_SCATTER_FROM;
+    made->direct = is_direct_as_a_rule(call);
     made->calls_a_turn = pc_given_nbytes(call, call->nbytes) < PC_CHUNKS * call->comm->chunk_nbytes
                              ? PC_CALLS_A_TURN
                              : 2;
-    made->left = made->calls_a_turn - 1; /* the first calls meet slots whose pages are fresh */
+    made->left = PC_TURNS_BEFORE * made->calls_a_turn - 1;
     return made;
 }
 
