@@ -65,25 +65,24 @@ static bool has_both_ways(const pc_collective *call) {
            call->kind != PC_EXSCAN;
 }
 
-/* Which way is quicker as a rule. Measured by benchmarks/ways with 2 to 16 ranks on as many cores
-   that share a cache, and with 2 on cores that are near. To read is dearer for each page, and the
-   more so the more ranks read the same pages, as those of a broadcast, all_gather or reduce. What
-   each rank takes from each other, or a root from or for all, is read, which copies it once. */
+/* Which way is quicker as a rule, measured by benchmarks/streaming with 2 ranks and with 4 on 2
+   cores, and with 2 to 16 ranks on 16. To read is dearer for each page, and the more so the more
+   ranks read the same pages, as those of a broadcast, all_gather or reduce. What each rank takes
+   from each other, or a root from or for all, is read, which copies it once. */
 static bool is_direct_as_a_rule(const pc_collective *call) {
     size_t given = pc_given_nbytes(call, call->nbytes), k = (size_t)1 << 10;
     int size = call->comm->size;
+    bool has_cores = call->comm->host->spins > 0; /* all ranks of a host were told the same */
     switch (call->kind) {
     case PC_SCATTER:
     case PC_ALL_TO_ALL:
         return given >= 256 * k;
     case PC_GATHER:
-        return size > 2 && given >= 128 * k;
+        return size > 2 && has_cores && given >= 128 * k;
     case PC_REDUCE_SCATTER:
-        return size > 2 && given >= 1024 * k;
-    case PC_BROADCAST:
-        return size == 2 && given >= 1024 * k;
+        return size > 2 && has_cores && given >= 1024 * k;
     case PC_ALL_REDUCE:
-        return size > 8 && given >= 1024 * k;
+        return size > 8 && has_cores && given >= 1024 * k;
     default:
         return false;
     }

@@ -15,6 +15,10 @@ struct stub_object {
     Py_ssize_t references;
 };
 #define PyObject_HEAD PyObject ob_base;
+typedef struct {
+    void *buf;
+    PyObject *obj;
+} Py_buffer;
 
 typedef struct {
     const char *name;
