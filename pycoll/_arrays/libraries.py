@@ -81,6 +81,12 @@ def wrap_torch(torch: Any, x: Any, writing: bool) -> Value:
             f"a tensor of layout {'nested' if x.is_nested else x.layout} cannot be sent. "
             "Make it dense first, with x.to_dense() or torch.nested.to_padded_tensor(x, 0)."
         )
+    is_functional = getattr(torch, "_is_functional_tensor", None)
+    if is_functional is not None and is_functional(x):  # numpy() would be of memory that is freed
+        raise TypeError(
+            "a tensor inside torch.func.functionalize cannot be sent: it has no memory of its own. "
+            "Call pycoll outside of functionalize."
+        )
     dtype = dtypes.of_name(str(x.dtype).removeprefix("torch."))
     if dtype is None:
         raise TypeError(refusals.of_tensor(x))

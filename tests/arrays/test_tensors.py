@@ -253,6 +253,7 @@ def test_tensors_inside_of_transforms_and_fake_ones_are_refused(ranks: Any, torc
 
         torch.vmap(inside)(torch.ones(2, 2))
         torch.func.grad(inside)(torch.ones(2))
+        torch.func.functionalize(inside)(torch.ones(2))
         with FakeTensorMode():
             inside(torch.ones(2))
         assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
