@@ -365,6 +365,7 @@ class SharedCollectives:
     ) -> None: ...
 
 class Comm:
+    asks: bool
     def __new__(
         cls,
         host: MappedHost,
@@ -410,6 +411,7 @@ class Comm:
         out: Any,
         nbytes: int,
         hook: Callable[[int], object] | None = None,
+        wants: bool | None = None,
         /,
     ) -> bool: ...
     def reduce_rows(

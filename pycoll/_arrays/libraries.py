@@ -147,7 +147,7 @@ def _stage_torch(torch: Any, x: Any, plain: Any, dtype: DType, writing: bool) ->
         plain = plain.contiguous()  # what the GPU does at once, copies do row by row
     number: int = plain.device.index
     device = cuda.device(number)
-    ready = device.mark(torch.cuda.current_stream(number).cuda_stream)
+    ready = device.pending(torch.cuda.current_stream(number).cuda_stream)
     shape, itemsize = tuple(plain.shape), dtype.itemsize
     strides = tuple([stride * itemsize for stride in plain.stride()])
     place = (plain.data_ptr(), dtype.storage, shape, strides)
@@ -277,7 +277,7 @@ def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
             tensor = dlpack.take(dlpack.export(x, side_stream.handle))
         except BufferError as exc:
             raise TypeError(_NOT_EXPORTED.format(module, said(exc))) from exc
-        ready = side_stream.last = side_stream.ready = device.mark(side_stream.handle)
+        ready = side_stream.last = side_stream.ready = device.pending(side_stream.handle)
     place = (tensor.pointer, tensor.dtype.storage, tensor.shape, tensor.strides)
     read_only = tensor.read_only
     if read_only:  # perhaps: old capsules cannot say. JAX has no interface for its bfloat16
@@ -306,7 +306,7 @@ def _wrap_interface(x: Any, module: str, writing: bool) -> Value:
     if strides is None:
         strides = [math.prod(shape[i + 1 :]) * storage.itemsize for i in range(len(shape))]
     device = cuda.device(cuda.owner(pointer) if pointer else 0)
-    ready = device.mark(_LEGACY_STREAM if stream is None else stream)  # None: Numba's, for one
+    ready = device.pending(_LEGACY_STREAM if stream is None else stream)  # None: Numba's, for one
     place = (pointer, dtype.storage, shape, tuple(strides))
     stage = staging.Stage(device, *place, ready, x, not read_only, writing)
     return staged(stage, dtype, f"dlpack:{module}", x)

@@ -64,6 +64,9 @@ IN_SHARED_MEMORY = Choice(SHARED_MEMORY)
 CACHED_SCHEDULES = 64
 """Schedules kept by a communicator: one for each (collective, algorithm, root) it uses."""
 
+MOST_ON_GPUS = 16
+"""Ranks that reduce on GPUs: a kernel has an element of each in registers at once."""
+
 KNOWN_CALLS = 1024
 """Choices kept by a communicator: one for each call that differs in what matters to it."""
 
@@ -112,7 +115,15 @@ class Group:
         from pycoll._calls.shared_memory import ShmComm
 
         self.context.shm = shm = ShmComm(self.engine, self.context, shared)
+        shm.core.asks = self.may_be_on_gpus
         return shm
+
+    @property
+    def may_be_on_gpus(self) -> bool:
+        """Whether ranks ask each other if large reductions are for GPUs; the same on all."""
+        hosts = set(self.hosts)
+        fits = 1 < self.size <= MOST_ON_GPUS and len(hosts) == 1
+        return fits and hosts <= agreed.current().gpus
 
     def close(self) -> None:
         """Forget this communicator; under the engine's lock."""

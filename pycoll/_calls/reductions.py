@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._arrays.types import MaybeNone, Reducer, T
     from pycoll._arrays.value import Value
-    from pycoll._calls import arguments, collectives, int_plans, many, object_plans
+    from pycoll._calls import arguments, collectives, int_plans, many, object_plans, on_gpus
     from pycoll._calls.arguments import Target
     from pycoll._calls.call_plan import CallPlan
     from pycoll._selection.select import Choice
@@ -28,6 +28,7 @@ else:  # a program that only calls barrier() imports no NumPy
     int_plans = LazyModule("pycoll._calls.int_plans")
     many = LazyModule("pycoll._calls.many")
     object_plans = LazyModule("pycoll._calls.object_plans")
+    on_gpus = LazyModule("pycoll._calls.on_gpus")
     operators = LazyModule("pycoll._arrays.operators")
     schedules = LazyModule("pycoll.schedules")
 
@@ -62,7 +63,7 @@ class Reductions(Preparing):
         if is_root:
             target = arguments.Target(out, value, value.array.shape)
             target.check_overlap(value, (target.value.place, value.place))
-        return self._combined("reduce", value, resolved, chosen, target, root)
+        return self._combined("reduce", value, resolved, chosen, target, algorithm, root)
 
     def all_reduce(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
@@ -81,7 +82,7 @@ class Reductions(Preparing):
         chosen = self._choose_reduction("all_reduce", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
         target.check_overlap(value, (target.value.place, value.place))
-        return self._combined("all_reduce", value, resolved, chosen, target)
+        return self._combined("all_reduce", value, resolved, chosen, target, algorithm)
 
     def all_reduce_many(
         self,
@@ -104,7 +105,7 @@ class Reductions(Preparing):
         chosen = self._choose_reduction("reduce_scatter", value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape[1:])
         target.check_overlap(value, (target.value.place, value.place[group.rank, ...]))
-        return self._combined("reduce_scatter", value, resolved, chosen, target)
+        return self._combined("reduce_scatter", value, resolved, chosen, target, algorithm)
 
     def scan(
         self, x: T, op: Reducer = "sum", out: Any = None, *, algorithm: str | None = None
@@ -135,7 +136,7 @@ class Reductions(Preparing):
         chosen = self._choose_reduction(collective, value, resolved, algorithm)
         target = arguments.Target(out, value, value.array.shape)
         target.check_overlap(value)
-        return self._combined(collective, value, resolved, chosen, target)
+        return self._combined(collective, value, resolved, chosen, target, algorithm)
 
     def _combined(
         self,
@@ -144,13 +145,19 @@ class Reductions(Preparing):
         op: Op,
         chosen: Choice,
         target: Target | None,
+        forced: str | None,
         root: int | None = None,
     ) -> CallPlan[Any]:
-        """Prepare a collective that combines arrays."""
+        """Prepare a collective that combines arrays; `forced`: the caller's algorithm, or None."""
         is_all_reduce = collective == "all_reduce"
+        nbytes = value.array.nbytes // (1 if collective != "reduce_scatter" else self._group.size)
+        asks = on_gpus.asks(self._group, collective, op, value, nbytes, forced, chosen)
         levels = value.array.nbytes if is_all_reduce and self._may_combine(op, value) else None
         where = "" if root is None else f", root={root}"
         what = f"{collectives.type_text(value)}, {reduction_text(op, chosen)}{where}"
+        reduction = None
+        if asks:
+            reduction = on_gpus.prepare(self._group, collective, op, value, target, root or 0)
         return ArrayPlan(
             self._group,
             f"{self._prefix}{collective}({what})",
@@ -162,6 +169,8 @@ class Reductions(Preparing):
             op,
             root or 0,
             in_pieces=is_all_reduce and self._in_pieces(op, value, target),
+            asks=asks,
+            reduction=reduction,
         )
 
     def _of_ints(

@@ -14,14 +14,16 @@ from pycoll._support.lazy_import import LazyModule
 if TYPE_CHECKING:
     from pycoll._arrays.operators import Op
     from pycoll._arrays.value import Value
-    from pycoll._calls import collectives, shared_memory_calls, two_level, wide_averages
+    from pycoll._calls import collectives, on_gpus, shared_memory_calls, two_level, wide_averages
     from pycoll._calls.arguments import Target
     from pycoll._calls.shared_memory import ShmComm
     from pycoll._calls.two_level import TwoLevelCall
     from pycoll._dtypes import Array
+    from pycoll._gpu.kernel_run import Reduction
     from pycoll._runtime.task import CallSteps
 else:  # a program that only calls barrier() imports no NumPy
     collectives = LazyModule("pycoll._calls.collectives")
+    on_gpus = LazyModule("pycoll._calls.on_gpus")
     shared_memory_calls = LazyModule("pycoll._calls.shared_memory_calls")
     two_level = LazyModule("pycoll._calls.two_level")
     wide_averages = LazyModule("pycoll._calls.wide_averages")
@@ -75,9 +77,14 @@ class ArrayPlan(CallPlan[Any]):
         root: the root, if it has one.
         offers: `x` is on a GPU, and this rank would rather offer it, by messages (CUDA IPC).
         in_pieces: it goes piece by piece between a GPU and the core.
+        asks: the ranks ask each other first whether all arrays are on GPUs (`on_gpus`).
+        reduction: what this rank would do then; None: its arrays are not, or must be staged.
     """
 
-    __slots__ = ("choice", "collective", "in_pieces", "offers", "op", "root", "target", "x")
+    __slots__ = (
+        *("asks", "choice", "collective", "in_pieces", "offers", "op", "reduction", "root"),
+        *("target", "x"),
+    )
 
     def __init__(
         self,
@@ -92,6 +99,8 @@ class ArrayPlan(CallPlan[Any]):
         root: int = 0,
         offers: bool = False,
         in_pieces: bool = False,
+        asks: bool = False,
+        reduction: Reduction | None = None,
     ) -> None:
         super().__init__(group, text, route)
         self.collective = collective
@@ -102,6 +111,8 @@ class ArrayPlan(CallPlan[Any]):
         self.root = root
         self.offers = offers
         self.in_pieces = in_pieces
+        self.asks = asks
+        self.reduction = reduction
 
     @property
     def memory(self) -> Array | None:
@@ -111,11 +122,12 @@ class ArrayPlan(CallPlan[Any]):
     @property
     def reads(self) -> Sequence[Value]:
         """`x`, unless it comes to the host later, or not at all."""
-        return () if self.offers or self.in_pieces else (self.x,)
+        later = self.offers or self.in_pieces or self.reduction is not None
+        return () if later else (self.x,)
 
     def bind(self) -> Bound | None:
         """Return the schedule, with its memory in `x` and the target; None: it is not there."""
-        if wide_averages.applies(self.op, self.x.dtype):
+        if self.asks or wide_averages.applies(self.op, self.x.dtype):
             return None
         return self._bind(self.x, self.memory)
 
@@ -124,11 +136,22 @@ class ArrayPlan(CallPlan[Any]):
         return collectives.bind(self.group, self.collective, choice, x, memory, self.op, self.root)
 
     def steps(self, signature: bytes) -> CallSteps:
-        """Run the schedule."""
+        """Run the schedule, or ask before."""
+        if self.asks:
+            return on_gpus.by_messages(self.group, signature, self)
         bound = self.bind()
         if bound is None:
             return wide_averages.run(self.group, signature, self.x, self.memory, self._bind)
         return collectives.run(self.group, signature, bound)
+
+    def scheduled(self, signature: bytes, address: tuple[int, int]) -> CallSteps:
+        """Run the schedule as a part of a call that has begun, from a subcall on."""
+        if wide_averages.applies(self.op, self.x.dtype):
+            return wide_averages.part(
+                self.group, address, signature, self.x, self.memory, self._bind
+            )
+        bound = self._bind(self.x, self.memory)
+        return self.group.run(address, signature, bound.how, bound.binding, bound.granule)
 
     def in_shared_memory(self, shm: ShmComm) -> Any:
         """Exchange it in shared memory; BY_MESSAGES if all ranks rather offer."""

@@ -22,11 +22,15 @@ from pycoll._calls.numbering import KINDS, OPS
 from pycoll._calls.shared_memory import BY_MESSAGES, ShmComm, part_of
 from pycoll._dtypes import Array, DType
 from pycoll._runtime.binding import fill_from
+from pycoll._support.lazy_import import LazyModule
 from pycoll._transports.base import Parts, nbytes_of
 
 if TYPE_CHECKING:
+    from pycoll._calls import on_gpus
     from pycoll._calls.scheduled import ArrayPlan
     from pycoll._cuda.copies import GpuCopy, Push
+else:
+    on_gpus = LazyModule("pycoll._calls.on_gpus")
 
 PIECES_AHEAD = 4
 """Pieces of an all_reduce that are on their way from the GPU at a time."""
@@ -59,9 +63,13 @@ def run(shm: ShmComm, plan: ArrayPlan) -> Any:
     """
     if plan.op is None:
         return move(shm, plan.collective, plan.x, plan.memory, plan.root, plan.offers)
-    if plan.in_pieces:
-        assert plan.target is not None, "an all_reduce"
-        _all_reduce_in_pieces(shm, plan.x, plan.target.value, plan.op)
+    if plan.asks:
+        if _reduce(shm, plan, wants=plan.reduction is not None):
+            assert plan.reduction is not None, "it has voted for that"
+            if not on_gpus.in_shared_memory(shm, plan.group, plan.reduction):
+                _reduce(shm, plan, None)
+    elif plan.in_pieces:
+        _reduce(shm, plan, None)
     elif serves(plan.op, plan.x.dtype):
         combine(shm, plan.collective, plan.x, plan.memory, plan.op, plan.root)
     else:
@@ -75,13 +83,32 @@ def exchange(shm: ShmComm, plan: ArrayPlan, salt: int) -> None:
     _run(shm, plan.collective, plan.x, plan.memory, op, plan.root, salt)
 
 
-def _all_reduce_in_pieces(shm: ShmComm, x: Value, result: Value, op: Op) -> None:
-    """Reduce `x` into `result`, of which one is on a GPU, piece by piece: see `PieceHook`."""
-    hook = PieceHook(shm, x, result)
+def _reduce(shm: ShmComm, plan: ArrayPlan, wants: bool | None) -> bool:
+    """Reduce in this memory what the core has; with `wants` the ranks ask each other before.
+
+    An all_reduce of which an array is on a GPU goes piece by piece (`PieceHook`), unless it is
+    short. Another array on a GPU whose rank `wants` is not in host memory yet; it comes if need be.
+
+    Returns whether all ranks want it elsewhere; nothing is done then.
+    """
+    assert plan.op is not None
+    x, op = plan.x, OPS.index(plan.op.name)
+    hook: PieceHook | None = None
+    if plan.in_pieces:
+        assert plan.target is not None, "an all_reduce"
+        hook = PieceHook(shm, x, plan.target.value)
+    elif plan.reduction is not None and wants is None:
+        _await_pull(shm, x, 0)
+    bring = functools.partial(_await_pull, shm, x) if wants else None
     try:
-        _run(shm, "all_reduce", x, result.array, OPS.index(op.name), 0, hook=hook)
+        return _run(
+            *(shm, plan.collective, x, plan.memory, op, plan.root),
+            hook=hook or bring,
+            wants=wants,
+        )
     except BaseException:
-        hook.settle()
+        if hook is not None:
+            hook.settle()
         raise
 
 
@@ -217,6 +244,7 @@ def _run(
     root: int,
     salt: int = 0,
     hook: Callable[[int], None] | None = None,
+    wants: bool | None = None,
 ) -> bool:
     array = (
         conversion.operand(x.array)
@@ -236,5 +264,6 @@ def _run(
         conversion.as_bytes(result) if result is not None else None,
         array.nbytes // len(array) if split else array.nbytes,
         hook,
+        wants,
     )
     return by_messages

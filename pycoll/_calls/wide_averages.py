@@ -61,13 +61,30 @@ def run(
         bind: returns the schedule, with its memory in the two that it gets for x and `result`.
     """
     number = group.context.begin(call)
+    yield from part(group, (number, 0), call, x, result, bind)
+    group.context.end(number)
+
+
+def part(
+    group: Group,
+    address: tuple[int, int],
+    call: bytes,
+    x: Value,
+    result: Array | None,
+    bind: Callable[[Value, Array | None], Bound],
+) -> CallSteps:
+    """Run it as a part of a call that has begun.
+
+    Args:
+        group, call, x, result, bind: as of `run`.
+        address: (number of the call, first subcall).
+    """
     yield from pulled(group, x)
     wide = memory(x.array.shape)
     widen(x.dtype, x.array, wide.array)
     total = memory(result.shape).array if result is not None else None
     bound = bind(wide, total)
-    yield from group.run((number, 0), call, bound.how, bound.binding, bound.granule)
+    yield from group.run(address, call, bound.how, bound.binding, bound.granule)
     has_result = bound.how[0] != "exscan" or group.rank > 0
     if total is not None and result is not None and has_result:
         narrow(x.dtype, total, result)
-    group.context.end(number)

@@ -14,13 +14,13 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from pycoll._cuda.rows import Rows, bearable
 from pycoll.errors import Error, TransportError
 
 _PORTABLE: Final = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every GPU
 _NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING: apart from the legacy default stream
 _QUIET: Final = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
 _LAZY_PEERS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
-_MAX_PITCH: Final = (1 << 31) - 1
 _HANDLE_NBYTES: Final = 64
 _PAGE: Final = mmap.PAGESIZE
 _BY_HOST: Final = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
@@ -28,25 +28,11 @@ _TO_ALL: Final = 200  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES
 
 INSTALL: Final = "Install it with: pip install cuda-bindings"
 
-
-class Rows(NamedTuple):
-    """Rows of equal length on a GPU and in host memory.
-
-    Attributes:
-        device: where the first row begins on the GPU, in bytes from the array's first element.
-        host: the same in the host's memory, from its beginning.
-        width: bytes of a row.
-        height: how many there are.
-        pitch: bytes from one row to the next on the GPU.
-        step: the same in the host's memory.
-    """
-
-    device: int
-    host: int
-    width: int
-    height: int
-    pitch: int
-    step: int
+CAPTURED: Final = (
+    "a CUDA graph is being captured on the stream of this array, and no call of pycoll can be a "
+    "part of one: it waits for the GPU and for other ranks on the host. Nothing was sent. Call it "
+    "before or after the capture, between replays of graphs"
+)
 
 
 class IpcHandle(NamedTuple):
@@ -55,10 +41,13 @@ class IpcHandle(NamedTuple):
     Attributes:
         handle: of the allocation.
         offset: of the memory in it, in bytes.
+        base, nbytes: of the allocation, in that process.
     """
 
     handle: bytes
     offset: int
+    base: int = 0
+    nbytes: int = 0
 
 
 class DirectAccess(NamedTuple):
@@ -76,7 +65,7 @@ class DirectAccess(NamedTuple):
 
 
 @functools.cache
-def _driver() -> Any:
+def bindings() -> Any:
     """Return cuda-bindings' driver module, initialized.
 
     Raises:
@@ -104,13 +93,13 @@ def _text(driver: Any, result: Any) -> str:
     return f"{text.decode()} ({name})" if text else name
 
 
-def _call(name: str, *args: Any) -> Any:
+def call(name: str, *args: Any) -> Any:
     """Call a function of the driver; returns what it gives: nothing, a value, or several.
 
     Raises:
         TransportError: it failed.
     """
-    driver = _driver()
+    driver = bindings()
     result, *values = getattr(driver, name)(*args)
     if result != driver.CUresult.CUDA_SUCCESS:
         raise TransportError(f"CUDA: {name} failed: {_text(driver, result)}")
@@ -123,21 +112,21 @@ def count() -> int:
     Raises:
         TransportError: CUDA cannot be used; says why.
     """
-    return int(_call("cuDeviceGetCount"))
+    return int(call("cuDeviceGetCount"))
 
 
 def current() -> int:
     """Return the number of the GPU on which this thread works, 0 if it has not chosen one."""
-    driver = _driver()
+    driver = bindings()
     result, device = driver.cuCtxGetDevice()
     return int(device) if result == driver.CUresult.CUDA_SUCCESS else 0
 
 
 def owner(pointer: int) -> int:
     """Return the number of the GPU on which memory is."""
-    attribute = _driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    attribute = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     with device(current()):
-        return int(_call("cuPointerGetAttribute", attribute, pointer))
+        return int(call("cuPointerGetAttribute", attribute, pointer))
 
 
 @functools.cache
@@ -183,7 +172,7 @@ def describe() -> list[Gpu]:
     Raises:
         TransportError: CUDA cannot be used; says why.
     """
-    driver = _driver()
+    driver = bindings()
     asked = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
     modes = driver.CUcomputemode
     states = {
@@ -192,24 +181,24 @@ def describe() -> list[Gpu]:
     }
     found = []
     for number in range(count()):
-        gpu = _call("cuDeviceGet", number)
-        name = _call("cuDeviceGetName", 128, gpu).split(b"\0")[0].decode()
-        mode = int(_call("cuDeviceGetAttribute", asked, gpu))
-        nbytes = int(_call("cuDeviceTotalMem", gpu))
+        gpu = call("cuDeviceGet", number)
+        name = call("cuDeviceGetName", 128, gpu).split(b"\0")[0].decode()
+        mode = int(call("cuDeviceGetAttribute", asked, gpu))
+        nbytes = int(call("cuDeviceTotalMem", gpu))
         found.append(Gpu(number, name, nbytes, states.get(mode, "usable"), _direct(gpu)))
     return found
 
 
 def _direct(gpu: Any) -> DirectAccess:
     """Ask what network devices may do with a GPU's memory."""
-    attributes = _driver().CUdevice_attribute
+    attributes = bindings().CUdevice_attribute
 
     def ask(name: str) -> int:
         attribute = getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}", None)
         if attribute is None:  # an older cuda-bindings
             return 0
         try:
-            return int(_call("cuDeviceGetAttribute", attribute, gpu))
+            return int(call("cuDeviceGetAttribute", attribute, gpu))
         except TransportError:  # an older driver
             return 0
 
@@ -230,65 +219,96 @@ class Device:
     """
 
     def __init__(self, number: int) -> None:
-        handle = _call("cuDeviceGet", number)
+        handle = call("cuDeviceGet", number)
         self.direct = _direct(handle)
         self.number = number
-        self.name = _call("cuDeviceGetName", 128, handle).split(b"\0")[0].decode()
-        self.uuid = bytes(_call("cuDeviceGetUuid", handle).bytes)
-        self._context = _call("cuDevicePrimaryCtxRetain", handle)
+        self.name = call("cuDeviceGetName", 128, handle).split(b"\0")[0].decode()
+        self.uuid = bytes(call("cuDeviceGetUuid", handle).bytes)
+        self._context = call("cuDevicePrimaryCtxRetain", handle)
         self._pid = os.getpid()
         self._idle: list[Any] = []  # events
 
     def __enter__(self) -> Device:
         if self._pid != os.getpid():
             raise Error("a forked child can neither communicate nor use its parent's GPU")
-        _call("cuCtxPushCurrent", self._context)
+        call("cuCtxPushCurrent", self._context)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _call("cuCtxPopCurrent")
+        call("cuCtxPopCurrent")
+
+    def architecture(self) -> tuple[int, int, int]:
+        """Return its compute capability, major and minor, and how many multiprocessors it has."""
+        attributes = bindings().CUdevice_attribute
+        gpu = call("cuDeviceGet", self.number)
+        asked = ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR", "MULTIPROCESSOR_COUNT")
+        names = [getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}") for name in asked]
+        major, minor, count = [int(call("cuDeviceGetAttribute", name, gpu)) for name in names]
+        return major, minor, count
 
     # --- streams ---------------------------------------------------------------------------
 
     def stream(self) -> int:
         """Make a stream that waits for no other; it lives as long as the process."""
         with self:
-            return int(_call("cuStreamCreate", _NON_BLOCKING))
+            return int(call("cuStreamCreate", _NON_BLOCKING))
+
+    def pending(self, stream: int) -> Mark | None:
+        """Remember what a library's stream has been given to do so far; None: that is done.
+
+        An event takes a turn of this process on the GPU, which other processes share.
+
+        Raises:
+            Error: it is being captured into a CUDA graph, which no call of pycoll can be part of.
+        """
+        driver = bindings()
+        with self:
+            if self._is_captured(stream):
+                raise Error(CAPTURED)
+            (result,) = driver.cuStreamQuery(driver.CUstream(stream))
+            return None if result == driver.CUresult.CUDA_SUCCESS else self.mark(stream)
 
     def mark(self, stream: int) -> Mark:
         """Remember what a stream has been given to do so far."""
-        driver = _driver()
+        driver = bindings()
         with self:
             try:
                 event = self._idle.pop()
             except IndexError:
-                event = _call("cuEventCreate", _QUIET)
-            _call("cuEventRecord", event, driver.CUstream(stream))
+                event = call("cuEventCreate", _QUIET)
+            call("cuEventRecord", event, driver.CUstream(stream))
         return Mark(self, event)
+
+    def _is_captured(self, stream: int) -> bool:
+        driver = bindings()
+        result, status = driver.cuStreamIsCapturing(driver.CUstream(stream))
+        if result != driver.CUresult.CUDA_SUCCESS:  # the legacy stream while another is captured
+            return bool(result == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT)
+        return int(status) != 0
 
     def follow(self, stream: int, mark: Mark) -> None:
         """Have what a stream is given from now on wait for `mark`, which may be another GPU's."""
-        driver = _driver()
+        driver = bindings()
         with self:
-            _call("cuStreamWaitEvent", driver.CUstream(stream), mark.event, 0)
+            call("cuStreamWaitEvent", driver.CUstream(stream), mark.event, 0)
 
     def drain(self, stream: int) -> None:
         """Sleep until a stream has ended what it was given, in whatever way."""
-        driver = _driver()
+        driver = bindings()
         with contextlib.suppress(TransportError), self:
-            _call("cuStreamSynchronize", driver.CUstream(stream))
+            call("cuStreamSynchronize", driver.CUstream(stream))
 
     # --- memory ----------------------------------------------------------------------------
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock host memory, so that copies go by themselves."""
         with self:
-            _call("cuMemHostRegister", address, nbytes, _PORTABLE)
+            call("cuMemHostRegister", address, nbytes, _PORTABLE)
 
     def unpin(self, address: int) -> None:
         """Take that back."""
         with self:
-            _call("cuMemHostUnregister", address)
+            call("cuMemHostUnregister", address)
 
     def allocate(self, nbytes: int) -> int:
         """Return the address of new memory on the GPU.
@@ -297,12 +317,12 @@ class Device:
             TransportError: there is not so much.
         """
         with self:
-            return int(_call("cuMemAlloc", max(1, nbytes)))
+            return int(call("cuMemAlloc", max(1, nbytes)))
 
     def free(self, pointer: int) -> None:
         """Give back what `allocate` has returned; waits until nothing uses it."""
         with self:
-            _call("cuMemFree", pointer)
+            call("cuMemFree", pointer)
 
     def copy(
         self, stream: int, rows: Sequence[Rows], pointer: int, address: int, to_host: bool
@@ -316,25 +336,25 @@ class Device:
             address: of the host's memory.
             to_host: the direction.
         """
-        driver = _driver()
+        driver = bindings()
         handle = driver.CUstream(stream)
         with self:
             for piece in rows:
                 if piece.height == 1:
                     there, here = pointer + piece.device, address + piece.host
                     if to_host:
-                        _call("cuMemcpyDtoHAsync", here, there, piece.width, handle)
+                        call("cuMemcpyDtoHAsync", here, there, piece.width, handle)
                     else:
-                        _call("cuMemcpyHtoDAsync", there, here, piece.width, handle)
+                        call("cuMemcpyHtoDAsync", there, here, piece.width, handle)
                     continue
-                for part in _bearable(piece):
-                    _call("cuMemcpy2DAsync", _parameters(part, pointer, address, to_host), handle)
+                for part in bearable(piece):
+                    call("cuMemcpy2DAsync", _parameters(part, pointer, address, to_host), handle)
 
     def copy_within(self, stream: int, to: int, source: int, nbytes: int) -> None:
         """Have bytes copied from one place of a GPU to another, in the order of a stream."""
-        driver = _driver()
+        driver = bindings()
         with self:
-            _call("cuMemcpyDtoDAsync", to, source, nbytes, driver.CUstream(stream))
+            call("cuMemcpyDtoDAsync", to, source, nbytes, driver.CUstream(stream))
 
     # --- memory that network devices reach -------------------------------------------------
 
@@ -343,12 +363,12 @@ class Device:
 
         It consists of whole pages. None: the driver does not give one (CUDA's pools, for one).
         """
-        kind = _driver().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        kind = bindings().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         offset = pointer % _PAGE
         length = -(-(offset + nbytes) // _PAGE) * _PAGE
         try:
             with self:
-                found = _call("cuMemGetHandleForAddressRange", pointer - offset, length, kind, 0)
+                found = call("cuMemGetHandleForAddressRange", pointer - offset, length, kind, 0)
         except TransportError:
             return None
         return int(found), offset
@@ -357,11 +377,11 @@ class Device:
         """Have everything on this machine's GPUs see what network devices have written here."""
         if not self.direct.is_flushed:
             return
-        driver = _driver()
+        driver = bindings()
         target = driver.CUflushGPUDirectRDMAWritesTarget
         scope = driver.CUflushGPUDirectRDMAWritesScope
         with self:
-            _call(
+            call(
                 "cuFlushGPUDirectRDMAWrites",
                 target.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
                 scope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES,
@@ -376,11 +396,18 @@ class Device:
         """
         try:
             with self:
-                handle = _call("cuIpcGetMemHandle", pointer)
-                base, _ = _call("cuMemGetAddressRange", pointer)
+                handle = call("cuIpcGetMemHandle", pointer)
+                base, nbytes = map(int, call("cuMemGetAddressRange", pointer))
         except TransportError:
             return None
-        return IpcHandle(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES), pointer - int(base))
+        name = ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES)
+        return IpcHandle(name, pointer - base, base, nbytes)
+
+    def buffer_id(self, pointer: int) -> int:
+        """Return a number that no other allocation of this process has ever had."""
+        with self:
+            asked = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+            return int(call("cuPointerGetAttribute", asked, pointer))
 
     def open_ipc(self, handle: bytes) -> int:
         """Return where the allocation of another process is in this one's addresses.
@@ -388,16 +415,16 @@ class Device:
         Raises:
             TransportError: it cannot be reached from here.
         """
-        driver = _driver()
+        driver = bindings()
         opened = driver.CUipcMemHandle()
         ctypes.memmove(opened.getPtr(), handle, _HANDLE_NBYTES)
         with self:
-            return int(_call("cuIpcOpenMemHandle", opened, _LAZY_PEERS))
+            return int(call("cuIpcOpenMemHandle", opened, _LAZY_PEERS))
 
     def close_ipc(self, base: int) -> None:
         """Let go of what `open_ipc` has returned."""
         with self:
-            _call("cuIpcCloseMemHandle", base)
+            call("cuIpcCloseMemHandle", base)
 
 
 class Mark:
@@ -419,7 +446,7 @@ class Mark:
         Raises:
             TransportError: it, or something else on this GPU, has failed.
         """
-        driver = _driver()
+        driver = bindings()
         with self._device:
             (result,) = driver.cuEventQuery(self.event)
         if result == driver.CUresult.CUDA_ERROR_NOT_READY:
@@ -437,25 +464,14 @@ class Mark:
             TransportError: it, or something else on this GPU, has failed.
         """
         with self._device:
-            _call("cuEventSynchronize", self.event)
+            call("cuEventSynchronize", self.event)
 
     def __del__(self) -> None:
         self._device._idle.append(self.event)
 
 
-def _bearable(rows: Rows) -> list[Rows]:
-    """Return rows as CUDA copies them at once: apart from each other, not too far."""
-    width, pitch, step = rows.width, rows.pitch, rows.step
-    if width <= pitch <= _MAX_PITCH and step <= _MAX_PITCH:
-        return [rows]
-    return [
-        Rows(rows.device + i * pitch, rows.host + i * step, width, 1, width, width)
-        for i in range(rows.height)
-    ]
-
-
 def _parameters(rows: Rows, pointer: int, address: int, to_host: bool) -> Any:
-    driver = _driver()
+    driver = bindings()
     kinds = driver.CUmemorytype
     copy = driver.CUDA_MEMCPY2D()
     there, here = pointer + rows.device, address + rows.host

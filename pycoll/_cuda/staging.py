@@ -17,15 +17,16 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from pycoll._cuda.copies import GpuCopy, OperationOwner, Push, SideStream, is_over, streams_of
-from pycoll._cuda.cuda import Device, IpcHandle, Mark, Rows
+from pycoll._cuda.cuda import Device, IpcHandle, Mark
 from pycoll._cuda.late_copies import LateCopies
 from pycoll._cuda.pinned import Loan, pool
+from pycoll._cuda.rows import Rows
 from pycoll._dtypes import Array
 from pycoll.errors import TransportError
 
@@ -132,11 +133,20 @@ class Stage:
 
         The staging buffer is passed over, and these bytes of it are not to be pushed any more.
         """
-        with streams_of(self.device).pushes.pick() as side_stream:
-            self.device.copy_within(side_stream.handle, self.pointer + begin, source, end - begin)
-            copy = self._put(engine, side_stream)
+        to, nbytes = self.pointer + begin, end - begin
+        copy = self.work(engine, lambda stream: self.device.copy_within(stream, to, source, nbytes))
         self._pushed.append((begin, end, copy))
         return copy
+
+    def work(self, engine: OperationOwner, enqueue: Callable[[int], None]) -> GpuCopy:
+        """Have something written to the array, which is ready: `enqueue` puts it into a stream."""
+        with streams_of(self.device).pushes.pick() as side_stream:
+            try:
+                enqueue(side_stream.handle)
+                return self._put(engine, side_stream)
+            except TransportError:
+                side_stream.drain()  # of some of it, perhaps, nobody else would know
+                raise
 
     def keep(self, begin: int, end: int) -> GpuCopy:
         """Say that bytes of the array hold their result already: they are not pushed."""

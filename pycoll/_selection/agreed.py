@@ -69,6 +69,7 @@ class Agreed(NamedTuple):
             not there has none.
         ring: numbers of the hosts, in the order that the file of PYCOLL_TOPOLOGY gives them; none:
             no such file. `topology`: which.
+        gpus: numbers of the hosts whose ranks may all have a GPU, and may read the others'.
     """
 
     table: CostTable | None = None
@@ -80,6 +81,7 @@ class Agreed(NamedTuple):
     networks: Mapping[int, str] = {}
     ring: tuple[int, ...] = ()
     topology: str = ""
+    gpus: frozenset[int] = frozenset()
 
     @property
     def costs(self) -> CostTable:
@@ -126,6 +128,8 @@ def said(environ: Mapping[str, str], rank: int) -> dict[str, Any]:
             own["topology"] = topology.said(environ, rank)
         except ValueError as exc:
             raise BootstrapError(str(exc)) from None
+    if _may_have_gpu(environ):
+        own["gpu"] = True
     return own | _settings(environ) if rank == 0 else own
 
 
@@ -159,6 +163,15 @@ def _cores_here() -> dict[str, Any]:
     if usable < len(cpus):
         said["quota"] = usable
     return said
+
+
+def _may_have_gpu(environ: Mapping[str, str]) -> bool:
+    """Whether this process may find an NVIDIA driver, as far as files tell; it is not loaded."""
+    if environ.get("PYCOLL_CUDA_IPC") == "0":
+        return False
+    folders = filter(None, environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
+    paths = ["/dev/nvidiactl", "/dev/dxg", *(f"{folder}/libcuda.so.1" for folder in folders)]
+    return any(map(os.path.exists, paths))
 
 
 def _machine() -> bytes:
@@ -205,6 +218,7 @@ def agree(infos: Sequence[Mapping[str, Any]]) -> Agreed:
         networks={host: found for host, here in hosts.items() if (found := _network(here))},
         ring=ring,
         topology=first["topology"]["file"] if ring else "",
+        gpus=frozenset(host for host, here in hosts.items() if all("gpu" in i for i in here)),
     )
 
 

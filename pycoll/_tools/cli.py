@@ -278,7 +278,7 @@ def _gpus() -> list[tuple[str, str]]:
     A driver that a GPU does not answer waits for it for ever, and a broken package may raise
     whatever it likes: neither keeps the other rows from being shown.
     """
-    from pycoll._cuda import cuda
+    from pycoll._cuda import cuda, programs
 
     rows: list[tuple[str, str]] = []
 
@@ -291,6 +291,9 @@ def _gpus() -> list[tuple[str, str]]:
             if not rows:
                 rows.append(("GPUs", "none: the NVIDIA driver has none for this process"))
             else:
+                rows.append(
+                    ("GPU reductions", programs.why_not() or "usable, among ranks of a host")
+                )
                 rows.append(("GPUDirect RDMA", _gpudirect(gpus, os.environ)))
         except Exception as exc:
             rows[:] = [("GPUs", f"not usable: {exc}")]

@@ -14,6 +14,7 @@ NEEDS = {
     "test_cupy": "cupy",
     "test_examples": "torch",
     "test_jax": "jax",
+    "test_reductions": "torch",
     "test_torch": "torch",
 }
 

@@ -34,6 +34,7 @@ from pycoll._cuda import cuda
 
 SOURCES = Path(__file__).resolve().parent / "fake_cuda"
 NAME = "libcuda.so.1"
+NVRTC = "libnvrtc.so.12", "libnvrtc.so.13"
 FLAGS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden")
 FRESH, UNDONE = 0xA5, 0xDB
 """What memory holds that nobody has written, and what the destination of a copy not yet run."""
@@ -48,14 +49,22 @@ def build(folder: Path) -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise RuntimeError("the fake CUDA driver needs gcc")
-    path, fresh = folder / NAME, folder / f"{NAME}.{os.getpid()}"
+    path = folder / NAME
     sources = sorted(SOURCES.glob("*.c"))
+    _compile(compiler, sources, path)
+    for name in NVRTC:
+        _compile(compiler, sorted((SOURCES / "nvrtc").glob("*.c")), folder / name)
+    return path
+
+
+def _compile(compiler: str, sources: list[Path], path: Path) -> None:
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
     command = [
         compiler,
         *FLAGS,
         "-shared",
         "-pthread",
-        f"-Wl,-soname,{NAME}",
+        f"-Wl,-soname,{path.name}",
         "-o",
         fresh,
         *sources,
@@ -64,7 +73,6 @@ def build(folder: Path) -> Path:
     if done.returncode:
         raise RuntimeError(f"the fake CUDA driver cannot be compiled: {done.stderr}")
     fresh.replace(path)  # at once: another process may be loading it
-    return path
 
 
 def load(path: Path, *, devices: int = 2, seed: int = 1) -> None:
@@ -118,6 +126,8 @@ def _driver() -> ctypes.CDLL:
     library.fake_hold.restype = ctypes.c_uint64
     library.fake_release.argtypes = [ctypes.c_uint64]
     library.fake_release.restype = ctypes.c_bool
+    library.fake_capture.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+    library.fake_capture.restype = ctypes.c_bool
     library.fake_fail.argtypes = [ctypes.c_char_p]
     library.fake_fail.restype = ctypes.c_bool
     library.fake_stats.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
@@ -152,6 +162,12 @@ def release(number: int) -> None:
     """End what hold() has enqueued; who waits for it goes on."""
     if not _driver().fake_release(number):
         raise ValueError(f"nothing is held under the number {number}")
+
+
+def capture(stream: SupportsInt, begins: bool) -> None:
+    """Begin or end the capture of a stream into a graph, which keeps nothing."""
+    if not _driver().fake_capture(int(stream), begins):
+        raise ValueError(f"no stream {int(stream):#x}, or no current context")
 
 
 def run_all() -> None:
@@ -215,7 +231,7 @@ def stats() -> dict[str, int]:
     events, busy_streams (with something enqueued), waiting (threads, for what is held). Has
     happened: enqueued, run (copies and sets), h2d_bytes, d2h_bytes, d2d_bytes, set_bytes,
     pageable_copies (enqueued from or to host memory that is not page-locked), illegal_accesses,
-    calls_without_context, flushes (of what network devices have written).
+    calls_without_context, flushes (of what network devices have written), kernels (run).
     """
     text = ctypes.create_string_buffer(2048)
     if _driver().fake_stats(text, len(text)):

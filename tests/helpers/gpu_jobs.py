@@ -143,6 +143,9 @@ def tidy(program: Callable[..., Any]) -> Callable[..., Any]:
             fakegpu.use_stream(fakegpu.LEGACY, 0)
             fakegpu.use_stream(fakegpu.LEGACY, 1)
             faulthandler.cancel_dump_traceback_later()
+        peer_memory = sys.modules.get("pycoll._gpu.peer_memory")
+        if peer_memory is not None:  # what is kept for later calls
+            peer_memory.mappings.close_all()
         deadline = time.monotonic() + 3 * PATIENCE
         while (fakegpu.exported or allocations()) and time.monotonic() < deadline:
             gc.collect()

@@ -44,6 +44,7 @@ def test_info_shows_the_gpus(fake_driver: Path) -> None:
     assert info(environment) == [
         "GPU 0            Fake GPU 0, 16.0 GiB, usable",
         "GPU 1            Fake GPU 1, 16.0 GiB, usable",
+        "GPU reductions   usable, among ranks of a host",
         "GPUDirect RDMA   not used: PYCOLL_GPUDIRECT=0",
     ]
 

@@ -212,11 +212,11 @@ bool pc_check_reducible(int dtype, const void *x, const void *out) {
 
 static const void *data_of(const Py_buffer *view) { return view->len > 0 ? view->buf : NULL; }
 
-/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None) -> whether all ranks
-   rather do it by messages, as those with a hook would (offers), unless that is for the pieces of
-   an all_reduce */
+/* run(text, kind, dtype, op, root, shape, salt, x, out, nbytes, hook=None, wants=None) -> whether
+   all ranks rather do it elsewhere (offers in exchange.c). `wants` is for a reduction: whether this
+   rank would, None: nobody is asked. */
 static PyObject *comm_run(pc_comm *comm, PyObject *args) {
-    PyObject *text, *shape, *x, *out, *hook = Py_None;
+    PyObject *text, *shape, *x, *out, *hook = Py_None, *wants = Py_None;
     int kind, dtype, op, root;
     unsigned long long salt;
     Py_ssize_t nbytes;
@@ -224,8 +224,8 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
     pc_collective call;
     intptr_t dims[PC_MAX_DIMS];
     int ndim;
-    if (!PyArg_ParseTuple(args, "OiiiiOKOOn|O", &text, &kind, &dtype, &op, &root, &shape, &salt, &x,
-                          &out, &nbytes, &hook) ||
+    if (!PyArg_ParseTuple(args, "OiiiiOKOOn|OO", &text, &kind, &dtype, &op, &root, &shape, &salt,
+                          &x, &out, &nbytes, &hook, &wants) ||
         pc_check_attached(comm) < 0 || (ndim = pc_get_shape(shape, dims)) < 0)
         return NULL;
     if (get_buffer(x, &x_view, PyBUF_SIMPLE) < 0)
@@ -245,6 +245,8 @@ static PyObject *comm_run(pc_comm *comm, PyObject *args) {
         call.nbytes = (size_t)nbytes;
         call.hook = hook != Py_None ? hook : NULL;
         call.pass = pass_gate;
+        call.asks = wants != Py_None;
+        call.wants = wants == Py_True;
         pc_sign_part(&call, salt, ndim, dims);
         int status = pc_run(&call);
         bool by_messages = status == PC_BY_MESSAGES;

@@ -43,6 +43,7 @@ typedef struct pc_comm {
     int entry;       /* in the host's table; -1: not attached */
     bool direct;     /* every rank may read every other's memory */
     bool together;   /* every rank has mapped every other's arena */
+    bool asks;       /* the same on all ranks: large reductions may be for GPUs */
     bool usable;     /* attached, and not broken: the fast path may be taken */
     /* the thread that is in a call of Python's, which comes here for parts of it; */
     pthread_t caller;
@@ -101,6 +102,9 @@ typedef struct pc_collective {
     /* For the Python side, borrowed: the call as text, or NULL and the arguments. */
     PyObject *text, *x_object, *op_object;
     PyObject *hook; /* see all_reduce_in_pieces and offers in exchange.c; or NULL; borrowed */
+    /* A reduction that may leave this memory for that of GPUs: all ranks are asked; and whether
+       this one wants that. */
+    bool asks, wants;
     /* calls it: 0, or -1 with an exception */
     int (*pass)(struct pc_collective *call, size_t offset);
 } pc_collective;
@@ -112,6 +116,10 @@ typedef struct pc_collective {
 #ifndef PC_CUDA_IPC_NBYTES
 /* from so many bytes on, ranks may rather offer their arrays to each other */
 #define PC_CUDA_IPC_NBYTES ((size_t)1 << 20)
+#endif
+
+#ifndef PC_ASK_NBYTES
+#define PC_ASK_NBYTES ((size_t)256 << 10) /* reductions that ask do so from so many bytes on */
 #endif
 
 static inline struct pc_progress *pc_progress_of(pc_comm *comm, int rank) {
@@ -284,6 +292,7 @@ static inline pc_collective pc_part_of(const pc_collective *call) {
     pc_collective part = *call;
     part.within = call;
     part.hook = NULL;
+    part.asks = false;
     part.begins = NULL;
     return part;
 }

@@ -239,6 +239,16 @@ static PyObject *comm_get_direct(pc_comm *comm, void *unused) {
     return PyBool_FromLong(comm->direct);
 }
 
+static PyObject *comm_get_asks(pc_comm *comm, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(comm->asks);
+}
+static int comm_set_asks(pc_comm *comm, PyObject *value, void *unused) {
+    (void)unused;
+    comm->asks = value == Py_True;
+    return 0;
+}
+
 static PyGetSetDef comm_getset[] = {
     {"number", (getter)comm_get_number, NULL, "Number of the last call.", NULL},
     {"internal", (getter)comm_get_internal, NULL, "Number of calls that were not the user's.",
@@ -254,6 +264,8 @@ static PyGetSetDef comm_getset[] = {
      "Bytes of its region that take memory; 0 if it is not mapped.", NULL},
     {"deadline", (getter)comm_get_deadline, NULL,
      "Until when the call under way may take, of time.monotonic; math.inf: it has none.", NULL},
+    {"asks", (getter)comm_get_asks, (setter)comm_set_asks,
+     "Whether large reductions ask all ranks if they are for GPUs; the same on all ranks.", NULL},
     {"attached", (getter)comm_get_attached, NULL, "Whether its region is mapped.", NULL},
     {"direct", (getter)comm_get_direct, NULL, "Whether the ranks read each other's memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

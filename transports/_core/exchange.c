@@ -331,15 +331,24 @@ static int all_reduce_in_pieces(pc_collective *call, bool direct) {
     return 0;
 }
 
-/* In a collective that moves a rank with a hook would rather offer its array, which is on a GPU,
-   and be offered those of the others, which goes by messages. All ranks decide alike:
-   PC_BY_MESSAGES, if all have one and the value is large; 0: the hook has brought this rank's to
-   where the core finds it. */
+static bool is_in_pieces(const pc_collective *call) {
+    return call->kind == PC_ALL_REDUCE && call->nbytes > PC_PIECE_NBYTES;
+}
+
+static bool is_worth_asking(const pc_collective *call) {
+    return call->nbytes >= (call->asks ? PC_ASK_NBYTES : PC_CUDA_IPC_NBYTES);
+}
+
+/* A rank whose array is on a GPU would rather have it stay there: in a collective that moves one
+   with a hook, which goes by messages then, in a reduction one that says so. All decide alike:
+   PC_BY_MESSAGES, if all would and the value is large; 0: the hook has brought this rank's to where
+   the core finds it, or will, piece by piece. */
 static int offers(pc_collective *call) {
     pc_comm *comm = call->comm;
-    char mine = call->hook != NULL, all[comm->size];
-    if (call->nbytes < PC_CUDA_IPC_NBYTES)
-        return mine ? call->pass(call, 0) : 0;
+    bool brings = call->hook != NULL && !is_in_pieces(call);
+    char mine = call->asks ? call->wants : call->hook != NULL, all[comm->size];
+    if (!is_worth_asking(call))
+        return brings ? call->pass(call, 0) : 0;
     pc_collective vote = pc_part_of(call);
     vote.kind = PC_ALL_GATHER;
     vote.x = &mine;
@@ -351,12 +360,12 @@ static int offers(pc_collective *call) {
     call->call = vote.call;
     if (memchr(all, 0, (size_t)comm->size) == NULL)
         return PC_BY_MESSAGES;
-    return mine ? call->pass(call, 0) : 0;
+    return brings ? call->pass(call, 0) : 0;
 }
 
 static int run_large(pc_collective *call, bool direct) {
     struct pc_slot *slot;
-    if (PC_UNLIKELY(call->kind == PC_ALL_REDUCE && call->nbytes > PC_PIECE_NBYTES))
+    if (PC_UNLIKELY(is_in_pieces(call)))
         return all_reduce_in_pieces(call, direct);
     if (pc_enter_begin(call, &slot) < 0)
         return -1;
@@ -373,9 +382,9 @@ static int run_large(pc_collective *call, bool direct) {
 
 int pc_run(pc_collective *call) {
     struct pc_slot *slot;
-    bool moves =
-        call->kind == PC_GATHER || call->kind == PC_ALL_GATHER || call->kind == PC_ALL_TO_ALL;
-    if (PC_UNLIKELY(moves && (call->nbytes >= PC_CUDA_IPC_NBYTES || call->hook != NULL))) {
+    bool asks = call->asks || call->kind == PC_GATHER || call->kind == PC_ALL_GATHER ||
+                call->kind == PC_ALL_TO_ALL;
+    if (PC_UNLIKELY(asks && (is_worth_asking(call) || call->hook != NULL))) {
         int status = offers(call);
         if (status != 0)
             return status;

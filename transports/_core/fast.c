@@ -35,6 +35,8 @@ static PyObject *run_array(pc_comm *comm, int kind, PyObject **values, const str
     call.nbytes = x->nbytes;
     if (kind == PC_REDUCE_SCATTER || kind == PC_ALL_TO_ALL)
         call.nbytes /= (size_t)comm->size;
+    call.asks = comm->asks && (kind == PC_ALL_REDUCE || kind == PC_REDUCE ||
+                               kind == PC_REDUCE_SCATTER);
     call.x_object = values[X];
     call.op_object = values[OP];
     pc_sign(&call, 0, x->ndim, x->dims);

@@ -155,6 +155,7 @@ static int attributes[][2] = {
     {40, 2},   /* ASYNC_ENGINE_COUNT */
     {41, 1},   /* UNIFIED_ADDRESSING */
     {75, 9},   /* COMPUTE_CAPABILITY_MAJOR */
+    {76, 0},   /* COMPUTE_CAPABILITY_MINOR */
     {99, 1},   /* HOST_REGISTER_SUPPORTED */
     {115, 1},  /* MEMORY_POOLS_SUPPORTED */
     {117, 1},  /* GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: by the host */

@@ -242,6 +242,14 @@ API CUresult cuStreamWaitEvent(void *handle, void *event_handle, unsigned flags)
     END(OK);
 }
 
+API CUresult cuStreamIsCapturing(void *handle, int *status)
+{
+    BEGIN(CONTEXT, "%p", handle);
+    STREAM(stream, handle);
+    *status = stream->captured;
+    END(OK);
+}
+
 static void run_some(void)
 {
     for (unsigned n = random_below(4); n && run_one(); n--)
@@ -252,6 +260,7 @@ API CUresult cuStreamQuery(void *handle)
 {
     BEGIN(CONTEXT, "%p", handle);
     STREAM(stream, handle);
+    REQUIRE(!stream->captured, STREAM_CAPTURE_UNSUPPORTED);
     struct context *context = stream->context;
     run_some();
     REQUIRE(!context->error, context->error);
@@ -262,6 +271,7 @@ API CUresult cuStreamSynchronize(void *handle)
 {
     BEGIN(CONTEXT, "%p", handle);
     STREAM(stream, handle);
+    REQUIRE(!stream->captured, STREAM_CAPTURE_UNSUPPORTED);
     struct context *context = stream->context;
     struct mark *mark = new_mark(1);
     enqueue(stream, (struct op){.kind = RECORD, .mark = mark});
@@ -296,6 +306,7 @@ API CUresult cuEventRecord(void *handle, void *stream_handle)
     BEGIN(CONTEXT, "%p, %p", handle, stream_handle);
     EVENT(event, handle);
     STREAM(stream, stream_handle);
+    REQUIRE(!stream->captured, STREAM_CAPTURE_UNSUPPORTED);
     REQUIRE(event->context == stream->context, INVALID_HANDLE);
     drop_mark(event->mark);
     event->mark = new_mark(1);

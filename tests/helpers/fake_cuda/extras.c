@@ -64,6 +64,11 @@
     X(cuStreamGetCtx, 9020, cuStreamGetCtx)                                                        \
     X(cuStreamGetCtx, 12050, cuStreamGetCtx_v2)                                                    \
     X(cuStreamWaitEvent, 3020, cuStreamWaitEvent)                                                  \
+    X(cuModuleLoadData, 2000, cuModuleLoadData)                                                    \
+    X(cuModuleUnload, 2000, cuModuleUnload)                                                        \
+    X(cuModuleGetFunction, 2000, cuModuleGetFunction)                                              \
+    X(cuLaunchKernel, 4000, cuLaunchKernel)                                                        \
+    X(cuStreamIsCapturing, 10000, cuStreamIsCapturing)                                             \
     X(cuStreamQuery, 2000, cuStreamQuery)                                                          \
     X(cuStreamSynchronize, 2000, cuStreamSynchronize)                                              \
     X(cuEventCreate, 2000, cuEventCreate)                                                          \
@@ -126,6 +131,17 @@ API uint64_t fake_hold(void *handle)
     uint64_t id = stream ? hold(stream) : 0;
     unlock();
     return id;
+}
+
+/* Begin or end the capture of a stream into a graph, which keeps nothing. */
+API bool fake_capture(void *handle, bool begins)
+{
+    lock();
+    struct stream *stream = current_context() ? find_stream(handle) : NULL;
+    if (stream)
+        stream->captured = begins;
+    unlock();
+    return stream != NULL;
 }
 
 API bool fake_release(uint64_t id)
@@ -219,6 +235,7 @@ API int fake_stats(char *text, size_t size)
         {"illegal_accesses", counts.illegal},
         {"calls_without_context", counts.contextless},
         {"flushes", counts.flushes},
+        {"kernels", counts.kernels},
     };
     int length = 0;
     for (size_t i = 0; i < sizeof rows / sizeof *rows && (size_t)length < size; i++)

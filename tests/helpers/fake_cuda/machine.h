@@ -31,6 +31,7 @@ enum {
     HOST_MEMORY_ALREADY_REGISTERED = 712,
     HOST_MEMORY_NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
 };
 
 enum { HOST_MEMORY_TYPE = 1, DEVICE_MEMORY_TYPE = 2, UNIFIED_MEMORY_TYPE = 4 };
@@ -56,7 +57,9 @@ struct side {
     uint64_t owner;
 };
 
-enum kind { COPY, SET, RECORD, WAIT, ALLOCATE, FREE };
+enum kind { COPY, SET, RECORD, WAIT, ALLOCATE, FREE, KERNEL };
+
+struct kernel;
 
 struct op {
     struct op *next;
@@ -68,6 +71,9 @@ struct op {
     size_t value_size; /* SET: 1 or 4 bytes */
     struct mark *mark; /* RECORD, WAIT */
     uint64_t id;       /* ALLOCATE, FREE: of the allocation */
+    const struct kernel *kernel; /* KERNEL, and its arguments */
+    uint64_t *arguments;
+    size_t num_words;
 };
 
 struct context;
@@ -78,6 +84,7 @@ struct stream {
     struct context *context;
     struct op *head, *tail;
     bool destroyed; /* goes when its queue is empty */
+    bool captured;  /* into a graph: what asks or waits is not permitted */
 };
 
 struct context {
@@ -128,7 +135,7 @@ struct registration {
 };
 
 struct counts {
-    uint64_t enqueued, run, h2d, d2h, d2d, set, pageable, illegal, contextless, flushes;
+    uint64_t enqueued, run, h2d, d2h, d2d, set, pageable, illegal, contextless, flushes, kernels;
 };
 
 extern struct context contexts[DEVICES];
@@ -203,6 +210,7 @@ uint64_t hold(struct stream *stream);
 bool unhold(uint64_t id);
 void unhold_all(void);
 void drop_queues(struct context *context);
+void run_kernel(struct context *context, struct op *op);
 
 CUresult find_function(const char *name, void **function, int version, int *status);
 

@@ -192,6 +192,11 @@ static void finish(struct context *context, struct op *op)
         break;
     case WAIT:
         break;
+    case KERNEL:
+        if (!context->error)
+            run_kernel(context, op);
+        free(op->arguments);
+        break;
     case ALLOCATE:
     case FREE:
         a = allocation_with(op->id);
@@ -377,7 +382,9 @@ void drop_queues(struct context *context)
         while (stream->context == context && stream->head) {
             struct op *op = stream->head;
             stream->head = op->next;
-            if (!moves(op))
+            if (op->kind == KERNEL)
+                free(op->arguments);
+            else if (!moves(op))
                 finish(context, op);
             free(op);
         }
