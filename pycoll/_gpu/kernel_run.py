@@ -49,7 +49,7 @@ Steps = Generator[GpuCopy | bytes, list[bytes], int]
 ended, the same on all ranks."""
 
 
-class Record(NamedTuple):
+class Told(NamedTuple):
     """What a rank tells of its arrays.
 
     Attributes:
@@ -122,7 +122,7 @@ class Reduction:
             mine = self._record()
             is_told = True
             told = yield mine.pack()
-            records = [Record(*_RECORD.unpack(data)) for data in told]
+            records = [Told(*_RECORD.unpack(data)) for data in told]
             if not all([record.flags for record in records]):
                 return GIVEN_UP
             if len({record.uuid for record in records}) == 1:
@@ -146,14 +146,14 @@ class Reduction:
         result = self._result
         return [self._x.ready(engine), *(result.hindrances(engine) if result is not None else ())]
 
-    def _record(self) -> Record:
+    def _record(self) -> Told:
         in_place = self._result is not None and self._result.pointer == self._x.pointer
         flags = _TAKES_PART | _IS_IN_PLACE * (in_place and self._collective == "all_reduce")
-        return Record(flags, self._x.device.uuid, gate.give().pack(), *self._described)
+        return Told(flags, self._x.device.uuid, gate.give().pack(), *self._described)
 
     # --- on one GPU ------------------------------------------------------------------------
 
-    def _by_leader(self, engine: OperationOwner, records: Sequence[Record]) -> Steps:
+    def _by_leader(self, engine: OperationOwner, records: Sequence[Told]) -> Steps:
         """Have one rank write all results."""
         mine = CANNOT
         if self._rank == self._leader:
@@ -171,13 +171,13 @@ class Reduction:
         told = yield bytes([mine])
         return told[self._leader][0]
 
-    def _passes(self, records: Sequence[Record]) -> list[Pass]:
+    def _passes(self, records: Sequence[Told]) -> list[Pass]:
         if self._collective == "reduce":
             return []
         others = [record for rank, record in enumerate(records) if rank != self._rank]
         return [gate.read(record.gate) for record in others]
 
-    def _all_results(self, records: Sequence[Record]) -> list[_Task]:
+    def _all_results(self, records: Sequence[Told]) -> list[_Task]:
         assert self._result is not None, "the leader has a result"
         nbytes = self._result.nbytes
         if self._collective == "reduce":
@@ -191,7 +191,7 @@ class Reduction:
 
     # --- on several GPUs -------------------------------------------------------------------
 
-    def _by_all(self, engine: OperationOwner, records: Sequence[Record]) -> Steps:
+    def _by_all(self, engine: OperationOwner, records: Sequence[Told]) -> Steps:
         """Have each rank write its own result."""
         in_place = any([record.flags & _IS_IN_PLACE for record in records])
         is_long = self._x.nbytes >= TWO_PHASES_NBYTES
@@ -242,7 +242,7 @@ class Reduction:
 
     # --- on any ----------------------------------------------------------------------------
 
-    def _open(self, records: Sequence[Record], with_results: bool) -> bool:
+    def _open(self, records: Sequence[Told], with_results: bool) -> bool:
         """Open the others' arrays, by rank; whether that went well."""
         try:
             for rank, record in enumerate(records):

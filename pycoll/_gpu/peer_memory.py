@@ -26,7 +26,7 @@ _FORM: Final = struct.Struct("<16s64s4Q")
 NBYTES: Final = _FORM.size
 
 NOTHING: Final = bytes(1 + 16 + gate.NBYTES + 2 * NBYTES)
-"""What a rank tells of a reduction whose arrays must be staged; see `kernel_run.Record`."""
+"""What a rank tells of a reduction whose arrays must be staged; see `kernel_run.Told`."""
 
 
 class Described(NamedTuple):
