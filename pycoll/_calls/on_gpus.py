@@ -9,6 +9,7 @@ way, and arrays are staged.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +27,10 @@ from pycoll._support.lazy_import import LazyModule
 if TYPE_CHECKING:
     from pycoll._calls.arguments import Target
     from pycoll._calls.scheduled import ArrayPlan
-    from pycoll._gpu import kernel_run, kernels, peer_memory
+    from pycoll._gpu import cuda_ipc, kernel_run, kernels, peer_memory
     from pycoll._gpu.kernel_run import Reduction
 else:  # for machines with a GPU alone
+    cuda_ipc = LazyModule("pycoll._gpu.cuda_ipc")
     kernel_run = LazyModule("pycoll._gpu.kernel_run")
     kernels = LazyModule("pycoll._gpu.kernels")
     peer_memory = LazyModule("pycoll._gpu.peer_memory")
@@ -80,6 +82,8 @@ def prepare(
 ) -> Reduction | None:
     """Return what this rank could do on its GPU in a call that asks; None: nothing."""
     if x.stage is None or group.context.stays_off_gpus:
+        return None
+    if os.environ.get(cuda_ipc.VARIABLE) == "0":  # set since the ranks met
         return None
     if target is not None and (target.value.stage is None or target.memory is not target.array):
         return None
