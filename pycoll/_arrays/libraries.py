@@ -272,6 +272,7 @@ def staged(stage: Stage, dtype: DType, library: str, x: object) -> Value:
 def _stage_dlpack(x: Any, module: str, number: int, writing: bool) -> Value:
     """Stage an array whose library has a stream of ours wait for what it has under way."""
     device = cuda.device(number)
+    device.check_process()  # the library would say something else
     with copies.streams_of(device).meetings.pick() as side_stream:
         try:
             tensor = dlpack.take(dlpack.export(x, side_stream.handle))

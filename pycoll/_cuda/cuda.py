@@ -229,10 +229,14 @@ class Device:
         self._idle: list[Any] = []  # events
 
     def __enter__(self) -> Device:
-        if self._pid != os.getpid():
-            raise Error("a forked child can neither communicate nor use its parent's GPU")
+        self.check_process()
         call("cuCtxPushCurrent", self._context)
         return self
+
+    def check_process(self) -> None:
+        """Raise Error in a child of fork."""
+        if self._pid != os.getpid():
+            raise Error("a forked child can neither communicate nor use its parent's GPU")
 
     def __exit__(self, *exc_info: object) -> None:
         call("cuCtxPopCurrent")
