@@ -292,8 +292,9 @@ static void check_quiet(void) {
             continue;
         check(channel->sends.used == 0 && channel->receives.used == 0,
               "something is still under way", (uint64_t)who);
-        check(channel->sending.count == 0 && channel->receiving.count == 0, "a list is not empty",
-              (uint64_t)who);
+        check(channel->helping.count == 0 && channel->receiving.count == 0 &&
+                  channel->num_asked == 0 && channel->receives_by_id.used == 0,
+              "a list is not empty", (uint64_t)who);
         check(channel->backlogged == 0 && !pc_channel_ready(channel), "something is left to do",
               (uint64_t)who);
         for (int other = 0; other < RANKS; other++)

@@ -24,6 +24,7 @@ SOURCES = (
     "progress.c",
     "copy.c",
     "processor.c",
+    "engine/chains.c",
     "table.c",
     "wait.c",
 )

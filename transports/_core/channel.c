@@ -32,6 +32,36 @@ void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number) {
         }
 }
 
+void pc_channel_send_asked(pc_channel *channel, struct pc_channel_send *send) {
+    struct pc_peer *peer = &channel->peers[send->peer];
+    send->is_asked = true;
+    send->before = peer->last_asked;
+    send->after = NULL;
+    if (send->before != NULL)
+        send->before->after = send;
+    else
+        peer->first_asked = send;
+    peer->last_asked = send;
+    channel->num_asked++;
+}
+
+void pc_channel_send_unasked(pc_channel *channel, struct pc_channel_send *send) {
+    struct pc_peer *peer = &channel->peers[send->peer];
+    if (!send->is_asked)
+        return;
+    send->is_asked = false;
+    *(send->before != NULL ? &send->before->after : &peer->first_asked) = send->after;
+    *(send->after != NULL ? &send->after->before : &peer->last_asked) = send->before;
+    channel->num_asked--;
+}
+
+struct pc_channel_send *pc_channel_first_asked(pc_channel *channel, int rank) {
+    struct pc_channel_send *send = channel->peers[rank].first_asked;
+    while (send != NULL && send->stopped)
+        send = send->after;
+    return send;
+}
+
 /* --- the other's memory ----------------------------------------------------------------------- */
 
 bool pc_channel_reaches(pc_channel *channel, int rank) {
@@ -265,7 +295,7 @@ static bool is_shared(const struct pc_channel_send *send) {
 uint64_t pc_channel_offer(pc_channel *channel, struct pc_channel_send *send, const void *header,
                           size_t header_nbytes) {
     send->mode = PC_OFFERED;
-    send->stopped = false;
+    send->stopped = send->is_asked = false;
     send->sent = 0;
     send->transfer = -1;
     send->pieces = pc_pieces(send->nbytes);
@@ -310,7 +340,9 @@ void pc_channel_send_free(pc_channel *channel, struct pc_channel_send *send) {
 
 void pc_channel_send_end(pc_channel *channel, struct pc_channel_send *send, bool reuse_transfer) {
     pc_table_remove(&channel->sends, send->id);
-    pc_channel_list_remove(&channel->sending, send->id);
+    if (send->mode == PC_HELPING)
+        pc_channel_list_remove(&channel->helping, send->id);
+    pc_channel_send_unasked(channel, send);
     if (send->transfer >= 0 && reuse_transfer)
         channel->free_transfers[channel->num_free_transfers++] = (int16_t)send->transfer;
     pc_channel_send_free(channel, send);
@@ -341,8 +373,10 @@ void pc_channel_send_give_up(pc_channel *channel, struct pc_channel_send *send) 
     bool taken =
         transfer != NULL && pc_load(&transfer->state) != pc_phase_of(id, PC_PHASE_WITHDRAWN);
     if (taken) { /* the record is in use until the receiver says that it is not */
+        if (send->mode == PC_HELPING)
+            pc_channel_list_remove(&channel->helping, id);
+        pc_channel_send_unasked(channel, send);
         send->mode = PC_ABANDONED;
-        pc_channel_list_remove(&channel->sending, id);
         let_go(channel, send);
     } else {
         pc_channel_send_end(channel, send, true);

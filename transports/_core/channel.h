@@ -14,6 +14,7 @@
 
 #include "arena.h"
 #include "copy.h"
+#include "engine/chains.h"
 #include "heap.h"
 #include "host.h"
 #include "ring.h"
@@ -88,6 +89,8 @@ struct pc_peer {
     struct pc_note *first, *last;
     pid_t pid;
     int8_t reach; /* 1: its memory can be read, -1: it cannot, 0: not tried */
+    /* sends to it whose receiver has asked for fragments, in that order */
+    struct pc_channel_send *first_asked, *last_asked;
     bool linked;  /* something was sent to it */
     bool active;  /* it has sent something */
     bool dead;
@@ -107,10 +110,14 @@ struct pc_channel_send {
     void *owner;
     int transfer;    /* index, -1: none */
     bool stopped;    /* it goes no further: it will be given up */
+    /* in PC_FRAGMENTS, until all are sent: those asked for before and after it */
+    struct pc_channel_send *before, *after;
+    bool is_asked;
     uint64_t pieces;
 };
 
 struct pc_channel_receive {
+    struct pc_chained by_id; /* of peer and id, once it is accepted */
     uint64_t handle, id;
     int peer;
     enum pc_mode mode;
@@ -168,11 +175,19 @@ typedef struct pc_channel {
     int16_t free_transfers[PC_TRANSFERS];
     int num_free_transfers;
     struct pc_table sends, receives;
-    struct pc_channel_list sending, receiving;
+    struct pc_chains receives_by_id;
+    /* sends whose receiver lets them help; receives that copy: no more than transfers */
+    struct pc_channel_list helping, receiving;
+    uint32_t num_asked; /* sends that are asked for fragments */
     uint64_t nonce;
 } pc_channel;
 
 /* channel.c */
+void pc_channel_send_asked(pc_channel *channel, struct pc_channel_send *send);
+/* It is not asked for, or not any more. */
+void pc_channel_send_unasked(pc_channel *channel, struct pc_channel_send *send);
+/* The first that may go on: it takes what room there is. */
+struct pc_channel_send *pc_channel_first_asked(pc_channel *channel, int rank);
 bool pc_channel_list_add(struct pc_channel_list *list, uint64_t number);
 void pc_channel_list_remove(struct pc_channel_list *list, uint64_t number);
 uint64_t pc_channel_add_receive(pc_channel *channel, struct pc_channel_receive *receive);

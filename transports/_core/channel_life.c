@@ -63,7 +63,8 @@ void pc_channel_free(pc_channel *channel) {
             pc_channel_send_free(channel, channel->sends.things[place]);
     pc_table_free(&channel->sends);
     pc_table_free(&channel->receives);
-    free(channel->sending.numbers);
+    pc_chains_free(&channel->receives_by_id);
+    free(channel->helping.numbers);
     free(channel->receiving.numbers);
     free(channel->peers);
     free(channel->active);

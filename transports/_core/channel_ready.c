@@ -14,12 +14,10 @@ bool pc_channel_has_room(pc_channel *channel, int rank) {
 static bool can_send(pc_channel *channel, struct pc_channel_send *send) {
     struct pc_ring *ring = &channel->peers[send->peer].out;
     size_t nbytes = send->nbytes - send->sent;
-    return send->mode == PC_HELPING ||
-           (!send->stopped && channel->peers[send->peer].first == NULL &&
-            pc_ring_room(ring, ring->num_lines / 4) &&
-            pc_heap_take(&channel->heap, PC_ROOM_FRAGMENTS,
-                         nbytes < PC_FRAGMENT_NBYTES ? nbytes : PC_FRAGMENT_NBYTES, send->peer,
-                         true) != 0);
+    return channel->peers[send->peer].first == NULL && pc_ring_room(ring, ring->num_lines / 4) &&
+           pc_heap_take(&channel->heap, PC_ROOM_FRAGMENTS,
+                        nbytes < PC_FRAGMENT_NBYTES ? nbytes : PC_FRAGMENT_NBYTES, send->peer,
+                        true) != 0;
 }
 
 static bool can_copy(struct pc_channel_receive *receive) {
@@ -44,8 +42,12 @@ bool pc_channel_ready(pc_channel *channel) {
     for (uint32_t index = 0; index < channel->receiving.count; index++)
         if (can_copy(pc_table_get(&channel->receives, channel->receiving.numbers[index])))
             return true;
-    for (uint32_t index = 0; index < channel->sending.count; index++)
-        if (can_send(channel, pc_table_get(&channel->sends, channel->sending.numbers[index])))
+    if (channel->helping.count > 0)
+        return true;
+    for (int rank = 0; channel->num_asked > 0 && rank < channel->size; rank++) {
+        struct pc_channel_send *send = pc_channel_first_asked(channel, rank);
+        if (send != NULL && can_send(channel, send))
             return true;
+    }
     return false;
 }

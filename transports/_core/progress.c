@@ -141,6 +141,8 @@ int pc_channel_accept(pc_channel *channel, struct pc_channel_receive *receive,
                       const struct pc_offer *offer) {
     struct pc_transfer *transfer = NULL;
     receive->id = offer->id;
+    pc_chains_add(&channel->receives_by_id, &receive->by_id,
+                  pc_hash(offer->id, (uint64_t)receive->peer));
     receive->nbytes = offer->nbytes;
     receive->pieces = pc_pieces(offer->nbytes);
     if (offer->transfer >= 0) {
@@ -179,6 +181,8 @@ void pc_channel_receive_end(pc_channel *channel, struct pc_channel_receive *rece
     if (receive->transfer != NULL && receive->mode != PC_FRAGMENTS)
         pc_channel_receive_settle(channel, receive);
     pc_channel_list_remove(&channel->receiving, receive->handle);
+    if (receive->by_id.at != NULL)
+        pc_chains_remove(&channel->receives_by_id, &receive->by_id);
     pc_channel_remove_receive(channel, receive->handle);
     release(channel, receive->owner);
     free(receive->table);
@@ -195,10 +199,12 @@ void pc_channel_receive_give_up(pc_channel *channel, struct pc_channel_receive *
 /* --- what comes ------------------------------------------------------------------------------- */
 
 static struct pc_channel_receive *find_receive(pc_channel *channel, int rank, uint64_t id) {
-    for (uint32_t place = 0; place < channel->receives.size && channel->receives.used > 0;
-         place++) {
-        struct pc_channel_receive *receive = channel->receives.things[place];
-        if (receive != NULL && receive->id == id && receive->peer == rank)
+    uint64_t hash = pc_hash(id, (uint64_t)rank);
+    for (struct pc_chained *each = pc_chains_first(&channel->receives_by_id, hash); each != NULL;
+         each = each->next) {
+        struct pc_channel_receive *receive =
+            PC_CHAINED_IN(each, struct pc_channel_receive, by_id);
+        if (each->hash == hash && receive->id == id && receive->peer == rank)
             return receive;
     }
     return NULL;
@@ -308,9 +314,16 @@ static int handle_told(pc_channel *channel, int rank, enum pc_channel_kind kind,
         return 0;
     if (kind == PC_TAKE && !pc_channel_reaches(channel, rank))
         return 0;
-    if (send->mode == PC_OFFERED && !pc_channel_list_add(&channel->sending, id))
-        return -1;
-    send->mode = kind == PC_TAKE ? PC_HELPING : PC_FRAGMENTS;
+    if (kind == PC_TAKE) {
+        if (send->mode == PC_OFFERED && !pc_channel_list_add(&channel->helping, id))
+            return -1;
+        send->mode = PC_HELPING;
+        return 0;
+    }
+    if (send->mode == PC_HELPING)
+        pc_channel_list_remove(&channel->helping, id);
+    send->mode = PC_FRAGMENTS;
+    pc_channel_send_asked(channel, send);
     return 0;
 }
 
@@ -412,27 +425,28 @@ static bool send_fragments(pc_channel *channel, struct pc_channel_send *send) {
 }
 
 static bool go_on_sending(pc_channel *channel) {
-    bool worked = false;
-    for (uint32_t index = 0; index < channel->sending.count;) {
-        uint64_t id = channel->sending.numbers[index];
+    bool worked = channel->helping.count > 0;
+    for (uint32_t index = 0; index < channel->helping.count;) {
+        uint64_t id = channel->helping.numbers[index];
         struct pc_channel_send *send = pc_table_get(&channel->sends, id);
-        bool more;
-        if (send->mode == PC_HELPING) {
-            pc_channel_leave(channel);
-            more = pc_channel_send_help(channel, send, PC_BUDGET);
-            pc_channel_return(channel);
-            worked = true;
-        } else {
-            worked |= send_fragments(channel, send);
-            more = send->sent < send->nbytes;
-        }
+        pc_channel_leave(channel);
+        bool more = pc_channel_send_help(channel, send, PC_BUDGET);
+        pc_channel_return(channel);
         if (more) {
             index++;
             continue;
         }
-        if (send->mode == PC_HELPING)
-            send->mode = PC_OFFERED; /* the receiver may yet ask for fragments */
-        pc_channel_list_remove(&channel->sending, id);
+        send->mode = PC_OFFERED; /* the receiver may yet ask for fragments */
+        pc_channel_list_remove(&channel->helping, id);
+    }
+    for (int rank = 0; channel->num_asked > 0 && rank < channel->size; rank++) {
+        struct pc_channel_send *send;
+        while ((send = pc_channel_first_asked(channel, rank)) != NULL) {
+            worked |= send_fragments(channel, send);
+            if (send->sent < send->nbytes) /* there is no room, for later ones neither */
+                break;
+            pc_channel_send_unasked(channel, send);
+        }
     }
     return worked;
 }
@@ -473,7 +487,7 @@ int pc_channel_progress(pc_channel *channel) {
             return -1;
     if (channel->receiving.count > 0 && go_on_receiving(channel, &worked) < 0)
         return -1;
-    if (channel->sending.count > 0)
+    if (channel->helping.count > 0 || channel->num_asked > 0)
         worked |= go_on_sending(channel);
     return worked;
 }
