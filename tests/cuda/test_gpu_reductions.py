@@ -321,3 +321,29 @@ def test_a_rank_that_dies_while_the_others_wait_for_it_is_named(
     done = gpu_job(3, gpu_jobs.ON_GPU + text, "--transport", transport)
     others = [rank for rank in range(3) if rank != victim]
     assert (done.status, done.content) == (137, others), done.stdout + done.stderr
+
+
+@jobs("2", more=["2 by TCP"])
+def test_a_rank_that_gives_up_finds_nothing_written_later(ranks: Ranks) -> None:
+    @tidy
+    def program(comm: Comm, seed: int) -> None:
+        x, wanted, _ = case(comm, "all_reduce", "sum", "int32", NBYTES // 4)
+        for late in range(2):
+            with comm.dup() as mine:
+                there, out = fakegpu.array(x), fakegpu.array(np.zeros_like(x))
+                if comm.rank == late:
+                    there, kernel = slow_array(x)
+                    comm.recv(1 - late)  # the other has given up
+                    kernel.release()
+                    with pytest.raises(pycoll.Error):
+                        mine.all_reduce(there, out=out)
+                else:
+                    with pytest.raises(pycoll.OperationTimeout):
+                        mine.all_reduce(there, out=out, timeout=0.05)
+                    comm.send("given up", late)
+                fake_cuda.run_all()
+                comm.barrier()
+                equal(out, np.zeros_like(x), late)
+            equal(comm.all_reduce(there), wanted, "on another communicator")
+
+    ranks(program, 10)
