@@ -5,7 +5,6 @@ The driver that the tests make up runs the kernels themselves, compiled for the 
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from cuda_ipc_jobs import PLACES
 from gpu_jobs import WAYS, Comm, Ranks, call, equal, jobs, slow_array, tidy
-from kernel_cases import operands
+from kernel_cases import drawn
 from tiers import few, smoke
 
 import pycoll
@@ -34,13 +33,6 @@ COLLECTIVES = "all_reduce", "reduce", "reduce_scatter"
 COUNTED = "kernels", "d2h_bytes", "h2d_bytes"
 
 Array = np.ndarray[Any, Any]
-
-
-@functools.lru_cache(maxsize=16)
-def drawn(name: str, size: int, count: int) -> list[Array]:
-    """What all ranks pass, among which is what is special about a dtype."""
-    dtype = next(dtype for dtype in dtypes.TABLE if dtype.name == name)
-    return [x.view(gpu_jobs.dtype_of(name)) for x in operands(dtype, size, count)]
 
 
 def case(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from pycoll import _dtypes as dtypes
@@ -68,3 +70,10 @@ def operands(dtype: dtypes.DType, ranks: int, count: int | None = None) -> list[
             flat = np.resize(flat, count)
         made.append(np.ascontiguousarray(flat))
     return made
+
+
+@functools.lru_cache(maxsize=16)
+def drawn(name: str, size: int, count: int) -> list[Array]:
+    """The operands of `size` ranks, of the dtype of that name."""
+    dtype = next(dtype for dtype in dtypes.TABLE if dtype.name == name)
+    return [x.view(getattr(ml_dtypes, name, name)) for x in operands(dtype, size, count)]
