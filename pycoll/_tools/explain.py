@@ -19,7 +19,7 @@ examples:
   PYCOLL_ALGORITHM=all_reduce:ring,tree pycoll explain all_reduce -n 4 --bytes 64K --transport tcp
 
 It says what comm.explain says on those ranks. PYCOLL_ALGORITHM, PYCOLL_SEGMENT, PYCOLL_COSTS and
-PYCOLL_TOPOLOGY count as in a job; the hosts are the first of those that the file of the last names.
+PYCOLL_TOPOLOGY count as in a job; its file names more hosts: the job is then on the first of them.
 Without --bytes it has a line for each of several lengths.
 """
 

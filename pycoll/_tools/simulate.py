@@ -29,10 +29,12 @@ examples:
 ranks:   -n 8,64,512 is a list; 64:4096 is 64, 256, 1024, 4096, and 64:4096:2 doubles.
 sizes:   bytes of one rank's value in broadcast, reduce, all_reduce, scan and exscan; of one block,
          which one rank has for or from one other, elsewhere. 1K:1G is 1K, 4K, 16K, ... and 1G.
+         The third number of 1K:1G:16 is the factor. K, M and G are powers of 1024.
 network: without --latency, --bandwidth and the like it is that of a table of costs, as with
-         pycoll explain: PYCOLL_COSTS, what pycoll tune has written, or pycoll's own. With one of
-         them the table is not used, and what is not said takes no time. Times are written as 500ns,
-         5us or 1ms, bandwidths as 10GB/s or 200Mbit/s.
+         pycoll explain: PYCOLL_COSTS, what pycoll tune has written, or pycoll's own. As soon as
+         you say one of them the table is not used: inside hosts, what you leave out is 20 us and
+         5 GB/s, and combining takes no time. Times are written as 500ns, 5us or 1ms, bandwidths as
+         10GB/s (10**9 bytes) or 200Mbit/s.
 """
 
 AUTO = "auto"
@@ -76,8 +78,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
+    parser.usage = "pycoll simulate COLLECTIVE [ALGORITHM ...] [-n N] [options]"
+    parser.allow_abbrev = False  # --hosts is no short form of --hosts-per-rack
     add = parser.add_argument
-    add("collective", metavar="COLLECTIVE", help="for example all_reduce")
+    add("collective", nargs="?", metavar="COLLECTIVE", help="for example all_reduce")
     add(
         "algorithms",
         nargs="*",
@@ -91,8 +95,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="ranks on each host (default: all are on one)",
     )
-    add("--hosts-per-rack", type=int, default=0, metavar="H", help="default: all are in one rack")
-    add("--sizes", default="1K:1G", metavar="S", help="default: 1K:1G")
+    add("--hosts", help=argparse.SUPPRESS)
+    add(
+        "--hosts-per-rack",
+        type=int,
+        default=0,
+        metavar="H",
+        help="hosts in each rack (default: all are in one)",
+    )
+    add("--sizes", default="1K:1G", metavar="S", help="bytes, see below (default: 1K:1G)")
     add(
         "--segments",
         default=AUTO,
@@ -119,21 +130,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         made_up.add_argument(
             f"--{prefix}overhead",
             metavar="T",
-            help="in which a message keeps its rank from the next (default: the latency)",
+            help="the part of the latency in which the sender is busy (default: all of it)",
         )
     shared = parser.add_argument_group("what the ranks of a host share")
-    shared.add_argument("--adapters", type=int, default=1, metavar="A", help="to the network (1)")
-    shared.add_argument("--cores", type=int, metavar="C", help="default: one for each rank")
-    shared.add_argument("--memory-bandwidth", metavar="B", help="default: no limit")
-    shared.add_argument("--reduce-bandwidth", metavar="B", help="of a rank that combines")
+    shared.add_argument(
+        "--adapters", type=int, default=1, metavar="A", help="network adapters of a host (1)"
+    )
+    shared.add_argument(
+        "--cores", type=int, metavar="C", help="cores of a host (default: one for each rank)"
+    )
+    shared.add_argument(
+        "--memory-bandwidth", metavar="B", help="of a host's memory (default: no limit)"
+    )
+    shared.add_argument(
+        "--reduce-bandwidth",
+        metavar="B",
+        help="bytes a second that a rank adds up (default: the table's, or no limit)",
+    )
     add("--plot", type=Path, metavar="F", help="draw the times: .png, .svg or .pdf")
     add("--json", type=Path, metavar="F", help="write all times, in seconds")
     add(
         "--most-messages",
         type=int,
         metavar="M",
-        help=f"that are replayed for one time; what takes more is left out (default: "
-        f"{MOST_MESSAGES}; by more segments {CUT_MESSAGES})",
+        help=f"leave a time out that takes more messages to replay (default: {MOST_MESSAGES}; "
+        f"for more segments {CUT_MESSAGES})",
     )
 
 
@@ -147,6 +168,7 @@ def main(arguments: argparse.Namespace) -> int:
     from pycoll._tools.bench import parse_sizes
     from pycoll._tools.bench_report import show
 
+    _check(arguments)
     chosen = _chosen(arguments)
     collective = chosen[0].collective
     ranks = _ranks(arguments.ranks)
@@ -253,6 +275,25 @@ def _segments(
 # ---------------------------------------------------------------- what was asked for
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what is missing, and what would have no effect."""
+    if arguments.collective is None:
+        raise ValueError("name a collective, as in: pycoll simulate all_reduce")
+    if arguments.hosts is not None:
+        raise ValueError("--hosts: say how many ranks each host has, by --ranks-per-node")
+    said = [name for name, value in vars(arguments).items() if value is not None]
+    for prefix, needed in (("between_", "ranks_per_node"), ("rack_", "hosts_per_rack")):
+        useless = next((name for name in said if name.startswith(prefix)), None)
+        if useless is not None and not getattr(arguments, needed):
+            where = "on one host" if prefix == "between_" else "in one rack"
+            raise ValueError(
+                f"--{useless.replace('_', '-')} has no effect: all ranks are {where}. "
+                f"Say --{needed.replace('_', '-')}, too"
+            )
+    if arguments.adapters != 1 and not arguments.ranks_per_node:
+        raise ValueError("--adapters has no effect: all ranks are on one host")
+
+
 def _chosen(arguments: argparse.Namespace) -> list[Algorithm]:
     from pycoll._tools.show import named
     from pycoll.schedules import find, names
@@ -308,6 +349,11 @@ def _network(arguments: argparse.Namespace) -> tuple[Network, str]:
         if arguments.costs is not None:
             raise ValueError(
                 "--costs: the table of costs has these times, too; leave out "
+                f"--{next(iter(said)).replace('_', '-')}"
+            )
+        if arguments.transport != AUTO:
+            raise ValueError(
+                "--transport chooses in the table of costs, which is not used beside "
                 f"--{next(iter(said)).replace('_', '-')}"
             )
         inside = _link(said, "", (ONE_HOST.latency_s, ONE_HOST.bandwidth, None))

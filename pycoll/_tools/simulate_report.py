@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,10 @@ def describe(
             lines.append(f"between racks of {network.hosts_per_rack} hosts: {text}")
     if network.reduce_s_per_byte:
         lines.append(f"combining: {bandwidth_text(1 / network.reduce_s_per_byte)}")
+    if network.memory_bandwidth != math.inf:
+        lines.append(f"memory of a host: {bandwidth_text(network.memory_bandwidth)}")
+    if network.cores:
+        lines.append(f"cores of a host: {network.cores}")
     return [*lines, *([f"by the table of costs of {origin}"] if origin else [])]
 
 
@@ -88,9 +93,9 @@ def legend(found: Sequence[SimulatedTime], most_messages: int) -> list[str]:
     """Say what the marks in the table mean."""
     lines = [f"{BEST} the quickest"]
     if any(case.segments > 1 and case.seconds is not None for case in found):
-        lines.append("/8 each chunk is cut into 8 segments")
+        lines.append("/N each chunk is cut into N segments")
     if any(case.held and case.seconds is not None for case in found):
-        lines.append("/8+ more segments should be quicker; --most-messages replays more of them")
+        lines.append("/N+ more segments should be quicker; --most-messages replays more of them")
     if any(case.seconds is None for case in found):
         lines.append(f"- more than {most_messages} messages; --most-messages replays more")
     return lines

@@ -55,6 +55,6 @@ def bandwidth_text(bandwidth: float) -> str:
     if bandwidth == math.inf:
         return "no limit of bandwidth"
     for prefix, factor in reversed(_PREFIXES.items()):
-        if bandwidth >= factor or not prefix:
+        if bandwidth >= 0.9995 * factor or not prefix:  # 999.9 MB/s is written as 1 GB/s
             return f"{bandwidth / factor:.3g} {prefix.upper().replace('K', 'k')}B/s"
     raise AssertionError

@@ -38,7 +38,7 @@ def summary(timeline: Timeline, waits: Sequence[TracedWait], path: str) -> list[
     if lost:
         lines.append(
             f"trace: these calls, after the first ones, are not in it: {_some(lost)} "
-            "(PYCOLL_TRACE_RECORDS)"
+            "(raise PYCOLL_TRACE_RECORDS)"
         )
     silent = [f"rank {trace.rank}" for trace in traces if not trace.recorded.process]
     if silent:
