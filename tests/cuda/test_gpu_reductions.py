@@ -111,7 +111,7 @@ def test_nothing_goes_through_the_host_and_the_bits_are_the_cores(ranks: Ranks, 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("op", kernels.OPERATORS)
+@pytest.mark.parametrize("op", sorted(kernels.OPERATORS))
 @jobs("2", more=["3 by TCP"])
 def test_every_operator_and_dtype(ranks: Ranks, op: str) -> None:
     @tidy
