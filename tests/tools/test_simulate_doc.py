@@ -20,7 +20,7 @@ MANY_RANKS = re.compile(r"-n (6:24576|10000)")
 def commands() -> list[Any]:
     """Each command, with what it prints."""
     found = []
-    for text in [text for language, text in BLOCKS if language == "console"]:
+    for text in [text.replace("\\\n", "") for language, text in BLOCKS if language == "console"]:
         command, _, printed = text.removeprefix("$ pycoll ").partition("\n")
         marks = [pytest.mark.exhaustive] if MANY_RANKS.search(command) else []
         found.append(pytest.param(command, printed, id=command[:60], marks=marks))

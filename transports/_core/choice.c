@@ -7,9 +7,8 @@
    the ranks' cores share a cache, and on how many ranks share a core; and a hypervisor may change
    it at any time. So the first calls of a kind and about a size go the way that is quicker as a
    rule. Then it is tried: some calls go this way and that way by turns, the ranks tell each other
-   how long that took, and the next calls go the way that was quicker. A trial takes up to half as
-   long again as calls that all go the right way; whoever makes few calls has none. Both ways give
-   the same bits. */
+   how long that took, and the next calls go the way that was quicker. Whoever makes few calls has no
+   trial. Both ways give the same bits. */
 
 #ifndef PC_CHOICE_FROM
 #define PC_CHOICE_FROM \
@@ -72,7 +71,8 @@ static bool has_both_ways(const pc_collective *call) {
 static bool is_direct_as_a_rule(const pc_collective *call) {
     size_t given = pc_given_nbytes(call, call->nbytes), k = (size_t)1 << 10;
     int size = call->comm->size;
-    bool has_cores = call->comm->host->spins > 0; /* all ranks of a host were told the same */
+    /* The launcher counts a host's cores once, and tells all its ranks. */
+    bool has_cores = call->comm->host->spins > 0;
     switch (call->kind) {
     case PC_SCATTER:
     case PC_ALL_TO_ALL:
