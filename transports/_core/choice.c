@@ -7,7 +7,7 @@
    the ranks' cores share a cache, and on how many ranks share a core; and a hypervisor may change
    it at any time. So the first calls of a kind and about a size go the way that is quicker as a
    rule. Then it is tried: some calls go this way and that way by turns, the ranks tell each other
-   how long that took, and the next calls go the way that was quicker. Whoever makes few calls has no
+   how long that took, and the next calls go the way that was quicker. Who makes few calls has no
    trial. Both ways give the same bits. */
 
 #ifndef PC_CHOICE_FROM
