@@ -16,9 +16,10 @@ def of_requests(comm: Any) -> list[Any]:
 def beside_requests(comm: Any) -> list[Any]:
     """One call in shared memory or not, beside requests that nobody waits for.
 
-    A rank that leaves waits for 5 s at most until what it sent is received: so all begin as one.
+    All ranks have begun the reduction before one can leave: who began it later would be told that
+    a rank is missing there, and rightly.
     """
-    comm.barrier()
     requests = [comm.isend(np.ones(1_000_000), 1 - comm.rank), comm.iall_reduce(np.ones(9))]
+    comm.barrier()
     comm.broadcast(1, root=comm.rank)
     return requests
