@@ -171,7 +171,7 @@ ok()
 
 
 def test_more_ranks_than_rows_fit_into_a_slot(scripts: Scripts) -> None:
-    text = f"{CALLS}\nfor turn in range(4):\n    check(turn)\nok()\n"
+    text = f"{CALLS}\nfor turn in range(2):\n    check(turn)\nok()\n"
     scripts(18, text)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import few
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "transports" / "_core"
@@ -94,7 +95,7 @@ def test_arrays_at_any_distance_are_copied_right(job: Any) -> None:
     shutil.which("gcc") is None or not CORE.is_dir(),
     reason="needs gcc and a checkout's sources of the core",
 )
-@pytest.mark.parametrize("slow", ["", "memmove", "kernel", "memmove kernel"])
+@pytest.mark.parametrize("slow", few(["memmove", "kernel"], ["", "memmove kernel"]))
 def test_copies_are_left_to_what_is_quick_at_their_distance(slow: str, tmp_path: Path) -> None:
     renamed = {
         "memmove": "seen_memmove",

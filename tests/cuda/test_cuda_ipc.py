@@ -35,7 +35,6 @@ import pycoll
 ranks, gpu_job = gpu_jobs.ranks, gpu_jobs.gpu_job
 
 
-@smoke
 @pytest.mark.parametrize("way", few(["blocking", "request"], ["persistent"]))
 @jobs("3", more=("2 by TCP", "2", "4", "3 by TCP"))
 def test_nothing_goes_through_the_host_and_every_byte_is_copied_once(

@@ -28,7 +28,7 @@ from gpu_jobs import (
     slow_array,
     tidy,
 )
-from tiers import few, smoke
+from tiers import few
 
 import pycoll
 
@@ -38,7 +38,6 @@ ranks = gpu_jobs.ranks
 # --- point to point ----------------------------------------------------------------------------
 
 
-@smoke
 @pytest.mark.parametrize("seed", few([0], [1]))
 def test_messages_to_one_rank_arrive_in_the_order_of_the_calls(ranks: Ranks, seed: int) -> None:
     @tidy

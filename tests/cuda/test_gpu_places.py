@@ -27,7 +27,7 @@ from gpu_jobs import (
     slow_array,
     tidy,
 )
-from tiers import few, smoke
+from tiers import few
 
 import pycoll
 
@@ -121,7 +121,6 @@ def test_what_comes_is_on_the_gpu_on_which_the_receiver_works(ranks: Ranks) -> N
 # --- streams -----------------------------------------------------------------------------------
 
 
-@smoke
 @pytest.mark.parametrize("seed", range(2))
 def test_what_its_library_has_under_way_on_an_array_comes_first(ranks: Ranks, seed: int) -> None:
     @tidy

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gpu_jobs import Comm, Ranks, equal, jobs, slow_array, tidy
 from patience import PATIENCE
-from tiers import few, smoke
+from tiers import few
 
 import pycoll
 
@@ -76,7 +76,6 @@ def test_every_length_arrives_in_every_place(ranks: Ranks, seed: int) -> None:
     ranks(program, seed)
 
 
-@smoke
 @jobs("2 that offer nothing")
 def test_segments_are_copied_one_by_one_and_once(ranks: Ranks) -> None:
     @tidy

@@ -34,7 +34,7 @@ from gpu_jobs import (
     numbers,
     tidy,
 )
-from tiers import few, smoke
+from tiers import few
 
 import pycoll
 
@@ -44,7 +44,6 @@ ranks = gpu_jobs.ranks
 # --- values ------------------------------------------------------------------------------------
 
 
-@smoke
 @pytest.mark.parametrize("seed", few([0], [1]))
 @pytest.mark.parametrize("way", few(["blocking", "request"], ["persistent"]))
 def test_every_method_gives_what_it_gives_for_numpy_whatever_the_strides(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import exhaustive
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -75,6 +76,7 @@ print(*tiers.folders_of([*files, "transports/shm.py", "tests/tools/test_info.py"
     assert done.stdout.split() == ["calls", "core", "house", "launcher", "tools", "transports"]
 
 
+@exhaustive
 def test_a_run_of_all_tests_has_few_of_a_device_and_a_named_folder_has_all() -> None:
     def collected(*words: str | Path) -> int:
         collect = [sys.executable, "-P", "-m", "pytest", "-n", "0", "--collect-only", "-q", *words]

@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from tiers import exhaustive
 
 LEARN = Path(__file__).resolve().parents[2] / "docs" / "learn"
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(LEARN.glob("*.md"))}
@@ -59,6 +60,7 @@ def test_what_is_estimated_is_on_the_pages(
         assert capsys.readouterr().out == output, words
 
 
+@exhaustive
 @pytest.mark.parametrize("job", JOBS, ids=" ".join)
 def test_the_bytes_that_are_counted_are_on_the_pages(job: tuple[str, ...], programs: Path) -> None:
     names = [name for words, _ in JOBS[job] for name in words]

@@ -189,6 +189,7 @@ def test_it(total): assert total == 2
     result.assert_outcomes(passed=1)
 
 
+@exhaustive
 def test_capture_fixtures_work_in_the_ranks(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -256,6 +257,7 @@ def test_it(comm): comm.broadcast(1, root=comm.rank)
     )
 
 
+@exhaustive
 def test_different_failures_are_all_shown(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester, "@pytest.mark.ranks(2)\ndef test_it(comm): assert comm.barrier() or comm.rank > 5"
@@ -301,7 +303,7 @@ def test_it(bad): pass
     ("death", "reason"),
     [
         ("os.kill(os.getpid(), 9)", "killed by signal 9 (SIGKILL)"),
-        ("os._exit(3)", "exit status 3"),
+        pytest.param("os._exit(3)", "exit status 3", marks=exhaustive),
     ],
 )
 def test_a_rank_that_dies_is_named(death: str, reason: str, pytester: pytest.Pytester) -> None:
@@ -327,6 +329,7 @@ def test_it(comm):
     )
 
 
+@exhaustive
 def test_a_rank_that_exits_quietly_is_named(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -349,6 +352,7 @@ def test_it(comm): pass
     result.stdout.fnmatch_lines(["*--- ranks 0-1 (pytest) ---*", "E *RuntimeError: not here"])
 
 
+@exhaustive
 def test_tests_that_come_and_go_are_found_out(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester,
@@ -411,6 +415,7 @@ def test_a_deadlock_ends_the_test_and_shows_who_waits_for_whom(
     )
 
 
+@exhaustive
 def test_the_deadline_is_that_of_the_ini_option(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\npycoll_timeout = 1.5")
     result = run_tests(

@@ -20,6 +20,7 @@ pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("plain_pytest")
 
 
+@exhaustive
 def test_a_test_that_all_ranks_skip_is_skipped(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester, "@pytest.mark.ranks(2)\ndef test_it(comm):\n    pytest.skip('no GPU')", "-rs"
@@ -105,6 +106,7 @@ def test_it(comm, fails):
     result.stdout.no_fnmatch_line("*hello False*")
 
 
+@exhaustive
 def test_output_passes_through_without_capturing(pytester: pytest.Pytester) -> None:
     result = run_tests(
         pytester, "@pytest.mark.ranks(2)\ndef test_it(comm): print('hello')", "--capture=no"
@@ -166,6 +168,7 @@ def test_it(comm, pytestconfig):
     result.assert_outcomes(passed=1)
 
 
+@exhaustive
 def test_reports_are_written_by_the_parent_alone(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\naddopts = --junitxml=report.xml --log-file=log.txt")
     result = run_tests(
