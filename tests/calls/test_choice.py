@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from script_jobs import all_well
+from tiers import few
 
 
 def test_the_ranks_choose_together_how_large_values_go(job: Any) -> None:
@@ -46,7 +47,7 @@ def has_secret_memory() -> bool:
 
 
 @pytest.mark.skipif(not has_secret_memory(), reason="the kernel has no memfd_secret")
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", few([3], [2]))
 def test_arrays_that_others_may_not_read_are_streamed(job: Any, size: int) -> None:
     text = """
 import ctypes, mmap, os

@@ -6,10 +6,11 @@ import pytest
 from core_counting import COUNTING
 from pool_scripts import Scripts
 from script_jobs import Jobs
+from tiers import few
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp", "zmq"]
+TRANSPORTS = few(["shm", "tcp"], ["zmq"])
 
 IN_CORE = TRANSPORTS[:2]
 """Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""

@@ -11,6 +11,7 @@ import re
 import pytest
 from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
+from tiers import few
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -87,7 +88,7 @@ ok()
     scripts(size, WATCHED + text)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", few([3], [2, 5]))
 @pytest.mark.parametrize("way", ["together", "direct", "stream"])
 def test_counts_of_all_kinds_are_cut_where_they_are_to_be(
     scripts: Scripts, size: int, way: str

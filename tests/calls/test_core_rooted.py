@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pytest
 from pool_scripts import Scripts
+from tiers import few
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp", "zmq"]
+TRANSPORTS = few(["shm", "tcp"], ["zmq"])
 
 IN_CORE = TRANSPORTS[:2]
 """Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""

@@ -69,7 +69,7 @@ def test_blocks_of_any_shapes_arrive_where_they_belong(ranks: Any) -> None:
     ranks(move_blocks_of_all_shapes)
 
 
-@sizes(1, 2, 3, 5, deadline=True)
+@sizes(3, more=(1, 2, 5), deadline=True)
 def test_blocks_around_every_limit_arrive(ranks: Any) -> None:
     def program(comm: Comm) -> None:
         size = comm.size
@@ -128,7 +128,7 @@ def test_blocks_of_a_dtype_with_a_very_long_description_arrive(ranks: Any) -> No
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        (2, ("--transport", "tcp")),
+        pytest.param(2, ("--transport", "tcp"), marks=exhaustive),
         pytest.param(5, ("--transport", "tcp"), marks=exhaustive),
         (4, ("--emulate-hosts", "2")),
         pytest.param(3, ("--emulate-hosts", "3"), marks=exhaustive),

@@ -51,16 +51,13 @@ def commands(page: str) -> list[Any]:
     found = []
     for text in [text for language, text in blocks(page) if language == "console"]:
         first = text.split("\n", 1)[0]
-        marks = [] if page in FIRST_PAGES else [exhaustive]
+        marks = [] if page == "index.md" else [exhaustive]  # by the tier `docs`
         marks = [pytest.mark.engines] if first.split()[-1] in NEEDS else marks
         found.append(pytest.param(text, page, id=first, marks=marks))
     return found
 
 
-FIRST_PAGES = ("index.md", "tutorial.md")
-"""Run with all tests; the others by the tier `docs`."""
-
-PAGES = (*FIRST_PAGES, "pool_of_ranks.md", "from_torch_distributed.md", "trace.md")
+PAGES = ("index.md", "tutorial.md", "pool_of_ranks.md", "from_torch_distributed.md", "trace.md")
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 

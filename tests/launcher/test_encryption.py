@@ -124,7 +124,7 @@ assert (big == np.arange(size)[:, None]).all()
     [
         (2, ("--transport", "zmq"), ("zmq", False)),
         (2, ("--transport", "zmq", "--encrypt"), ("zmq", True)),
-        (2, ("--encrypt",), None),
+        pytest.param(2, ("--encrypt",), None, marks=exhaustive),
         pytest.param(2, ("--encrypt", "--transport", "shm"), None, marks=exhaustive),
         (3, ("--encrypt", "--emulate-hosts", "2"), ("zmq", True)),
     ],
@@ -218,8 +218,8 @@ rank, size = comm.rank, comm.size
         (4, True, ("--emulate-hosts", "2"), 1),
         (2, True, ("--emulate-hosts", "2", "--encrypt"), 0),
         (2, True, ("--emulate-hosts", "2", "--transport", "zmq"), 0),
-        (2, True, ("--transport", "tcp"), 0),
-        (2, False, ("--emulate-hosts", "2"), 0),
+        pytest.param(2, True, ("--transport", "tcp"), 0, marks=exhaustive),
+        pytest.param(2, False, ("--emulate-hosts", "2"), 0, marks=exhaustive),
     ],
     ids=["hosts", "encrypted", "zmq", "one host", "emulated hosts"],
 )

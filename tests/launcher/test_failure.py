@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pool_scripts import Scripts
+from tiers import exhaustive
 
 
 def test_a_killed_rank_fails_all_that_wait_for_it_point_to_point(job: Any) -> None:
@@ -261,9 +262,9 @@ ok()
     ("ending", "status", "reason"),
     [
         ("sys.exit(3)", 3, "exit status 3"),
-        ("os._exit(5)", 5, "exit status 5"),
+        pytest.param("os._exit(5)", 5, "exit status 5", marks=exhaustive),
         ("os.abort()", 134, "killed by signal 6 (SIGABRT)"),
-        ("os.execvp('false', ['false'])", 1, "exit status 1"),
+        pytest.param("os.execvp('false', ['false'])", 1, "exit status 1", marks=exhaustive),
         ("raise RuntimeError('the cause')", 1, "raised RuntimeError"),
         ("raise KeyboardInterrupt", 130, "raised KeyboardInterrupt"),
     ],

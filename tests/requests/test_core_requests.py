@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
+from tiers import few
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
@@ -15,7 +16,7 @@ from pycoll._runtime.context import Context
 from pycoll._runtime.matching import Match
 from pycoll._transports.core import HOLDING, OVER, TAKEN_BACK
 
-TRANSPORTS = ["shm", "tcp", "zmq"]
+TRANSPORTS = few(["shm", "tcp"], ["zmq"])
 
 IN_CORE = TRANSPORTS[:2]
 """Those that are in C themselves: nothing of Python is called, and the kernel has what was sent."""

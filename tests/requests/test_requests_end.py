@@ -379,10 +379,11 @@ ok()
 """
 
 
-OTHERS = ("tcp",), ("zmq",), ("zmq", "--encrypt")
+OTHERS = ("tcp",), ("zmq",)
+MORE_OTHERS = ("zmq", "--encrypt"), ("shm", "--emulate-hosts", "2")
 
 
-@pytest.mark.parametrize("words", few(OTHERS, [("shm", "--emulate-hosts", "2")]))
+@pytest.mark.parametrize("words", few(OTHERS, MORE_OTHERS))
 def test_over_other_transports(scripts: Scripts, words: tuple[str, ...]) -> None:
     scripts(4, PROGRAM, *words)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pool_scripts import Scripts
 from script_jobs import Jobs, all_well
+from tiers import few
 from transport_world import DEADLINE_S, World
 
 from pycoll._runtime.context import Context
@@ -20,7 +21,7 @@ from pycoll._transports.core import BUFFER, HOLDING, OFFER, OVER, POSTED, TAKEN_
 
 pytest.importorskip("pycoll._transports._core", exc_type=ImportError)
 
-TRANSPORTS = ["shm", "tcp", "zmq"]
+TRANSPORTS = few(["shm", "tcp"], ["zmq"])
 
 # First uses import modules, and are done in Python.
 WARM = """

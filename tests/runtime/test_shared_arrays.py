@@ -11,6 +11,7 @@ import pytest
 from pool_scripts import Scripts
 from script_jobs import all_well
 from shared_array_jobs import USE
+from tiers import few
 
 from pycoll._tools.bench_sides import Side
 
@@ -340,7 +341,7 @@ ok()
     scripts(2, FORKS + USE + text)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", few(["fork", "spawn"], ["forkserver"]))
 def test_multiprocessing_works_on_shared_arrays(job: Any, method: str) -> None:
     text = f"""
 if __name__ == "__main__":
