@@ -122,10 +122,11 @@ class _Threads:
             if waited.get(trace.rank, 0) >= 1_000_000:
                 labels.append(f"the others waited {seconds(waited[trace.rank])} for it")
             labels += [trace.end] * bool(trace.end)
+            if labels:
+                name += ": " + ", ".join(labels)
             about = {
                 "process_name": {"name": name},
                 "process_sort_index": {"sort_index": trace.rank},
-                "process_labels": {"labels": ", ".join(labels)},
             }
             for what, args in about.items():
                 yield {"ph": "M", "name": what, "args": args, **self.place(trace.rank, "")}

@@ -65,6 +65,11 @@ class TraceFile:
             if event["name"] == what
         }
 
+    def ranks(self) -> dict[int, str]:
+        """What the ranks are called, without what is said of them."""
+        names = self.named("process_name")
+        return {rank: name.partition(": ")[0] for rank, name in names.items()}
+
     @property
     def bound_us(self) -> float:
         """By how much times may be wrong."""

@@ -45,7 +45,7 @@ def test_who_was_waited_for_is_named_where_it_was_waited_for(tmp_path: Path) -> 
         said,
     )
     trace = TraceFile(file)
-    assert "for it" in trace.named("process_labels")[2]
+    assert "for it" in trace.named("process_name")[2]
     for rank in (0, 1):
         barrier = trace.slices("barrier", rank)[-1]
         waiting = trace.slices("waiting for rank 2", rank)[-1]
@@ -117,7 +117,7 @@ def test_arrows_lead_from_each_message_to_who_got_it(run: Run, tmp_path: Path) -
     done = run("-n", "2", "--emulate-hosts", "2", "--trace", str(file), script=MESSAGES)
     assert done.returncode == 0, done.stderr
     trace = TraceFile(file)
-    assert trace.named("process_name") == {0: "rank 0 (host 0)", 1: "rank 1 (host 1)"}
+    assert trace.ranks() == {0: "rank 0 (host 0)", 1: "rank 1 (host 1)"}
     assert trace.bound_us == 0
     sent = [
         (send["args"]["bytes"], send["args"]["tag"], receive["name"])
@@ -188,7 +188,7 @@ def test_what_a_killed_rank_was_in_is_in_the_trace(tmp_path: Path) -> None:
     (open_call,) = trace.slices("recv (not finished)", 1)
     assert open_call["args"]["state"] == "not finished"
     assert open_call["args"]["source"] == 0
-    assert "SIGKILL" in trace.named("process_labels")[1]
+    assert "SIGKILL" in trace.named("process_name")[1]
     (broken,) = trace.slices("all_reduce", 0)
     assert broken["args"]["state"] == "failed"
     assert broken["args"]["waited"].startswith("for rank 1: ")
@@ -238,7 +238,7 @@ def test_other_hosts_send_their_records_and_the_time(run: Run, tmp_path: Path) -
     done = run("-H", "localhost:1,other:1", "--trace", str(file), script=BETWEEN)
     assert done.returncode == 0, done.stderr
     trace = TraceFile(file)
-    assert trace.named("process_name") == {0: "rank 0 (localhost)", 1: "rank 1 (other)"}
+    assert trace.ranks() == {0: "rank 0 (localhost)", 1: "rank 1 (other)"}
     bounds = trace.about["times of a host may be wrong by this, ns"]
     assert bounds["localhost"] == 0
     assert 0 < bounds["other"] < 1e9
@@ -256,7 +256,7 @@ def test_nodes_that_are_one_machine_are_told_apart(nodes: Any, tmp_path: Path) -
     job.start(1, "-n", "2", str(script))
     assert [job.end(node)[0] for node in (0, 1)] == [0, 0]
     trace = TraceFile(file)
-    names = trace.named("process_name")
+    names = trace.ranks()
     assert [name.rpartition(" host ")[2] for name in names.values()] == ["0)", "1)"]
     assert sorted(trace.about["times of a host may be wrong by this, ns"].values())[0] == 0
     assert len(trace.arrows()) == 40
@@ -269,7 +269,10 @@ def test_a_program_without_pycoll_leaves_a_trace_without_calls(run: Run, tmp_pat
     assert "no call of pycoll.init() was recorded of rank 0, rank 1\n" in done.stderr
     trace = TraceFile(file)
     assert trace.about["ranks that have recorded nothing"] == [0, 1]
-    assert trace.named("process_name") == {0: "rank 0", 1: "rank 1"}
+    assert set(trace.named("process_name").values()) == {
+        "rank 0: has recorded nothing",
+        "rank 1: has recorded nothing",
+    }
 
 
 def test_a_trace_that_cannot_be_written_fails_the_job(run: Run) -> None:
